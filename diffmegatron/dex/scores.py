@@ -203,12 +203,12 @@ def _entropy_sums(
         for start in range(first, end, _QUERIES)
     ]
     sums = torch.zeros(query.shape[2], dtype=torch.float64)
-    for mine, theirs in layer.variant.heads.meetings(key.shape[2]):
+    for key_head, query_heads in enumerate(layer.variant.heads.query_slices(key.shape[2])):
         for first, start, last in blocks[group.rank() :: group.size()]:
             scores = torch.einsum(
-                "qhd,kd->hqk", queries[start:last, mine], keys[first:last, theirs]
+                "qhd,kd->hqk", queries[start:last, query_heads], keys[first:last, key_head]
             )
             later = torch.ones(scores.shape[1:], dtype=torch.bool, device=scores.device)
             scores = scores.masked_fill(later.triu(1 + start - first), -torch.inf)
-            sums[mine] += torch.special.entr(scores.softmax(-1)).sum((1, 2)).double().cpu()
+            sums[query_heads] += torch.special.entr(scores.softmax(-1)).sum((1, 2)).double().cpu()
     return sums

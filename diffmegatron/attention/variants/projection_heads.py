@@ -35,8 +35,8 @@ class Heads:
         """Return the number of rows of ``linear_qkv`` that belong to a kind ("q", "k" or "v")."""
         return self.blocks * self.per_block(kind) * self.head_dim
 
-    def meetings(self, keys: int) -> Iterator[tuple[slice, int]]:
-        """Yield (slice of query heads, key head that they attend to) for each key head.
+    def query_slices(self, keys: int) -> Iterator[slice]:
+        """Yield the slice of query heads that attend to each key head, in the order of key heads.
 
         ``keys`` is the number of key heads in a contiguous range of blocks, for example of one
         rank. Heads are numbered from 0 in this range. Within a block, queries attend to the key
@@ -46,7 +46,7 @@ class Heads:
         first = 0
         for key in range(keys):
             count = counts[key % len(counts)]
-            yield slice(first, first + count), key
+            yield slice(first, first + count)
             first += count
 
     @property

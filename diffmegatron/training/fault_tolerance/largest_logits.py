@@ -61,8 +61,8 @@ def _observe(
     # [s, b, heads, d] to [b s, heads, d]: the sequences of the batch one after the other.
     queries, keys = (x.transpose(0, 1).flatten(0, 1).float() for x in (query, key))
     pairs = [
-        (queries[:, mine], keys[:, theirs].unsqueeze(1))
-        for mine, theirs in layer.variant.heads.meetings(key.shape[2])
+        (queries[:, query_heads], keys[:, key_head].unsqueeze(1))
+        for key_head, query_heads in enumerate(layer.variant.heads.query_slices(key.shape[2]))
     ]
     largest = torch.stack(
         [
