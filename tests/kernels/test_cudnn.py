@@ -264,8 +264,8 @@ def test_determinism_is_asked_for(stand_in):
 def test_a_refusal_gives_cudnns_reason(stand_in):
     inputs = make_inputs(rows=3, width=136)
     message = (
-        r"^cuDNN 91900 does not take heads of 136 and 272 columns in torch\.float64, 3 queries "
-        r"of 3 keys: hidden_dim should be at most 256; give another backend$"
+        r"^cuDNN 91900 does not support head widths 136 and 272 in torch\.float64 with 3 queries "
+        r"and 3 keys: hidden_dim should be at most 256; choose another backend$"
     )
     with pytest.raises(ValueError, match=message):
         cudnn_graphs.attend(call_of(inputs))

@@ -39,7 +39,8 @@ def _check_noise_queries(q2: Tensor, q1: Tensor, kv_heads: int) -> None:
     heads = q2.shape[2] if q2.dim() == 4 else 0
     if heads == 0 or q2.shape != (*q1.shape[:2], heads, q1.shape[3]):
         raise ValueError(
-            f"q2 has shape {shape_of(q2)}; but for fewer heads it must equal q1's {shape_of(q1)}"
+            f"q2 has shape {shape_of(q2)}; it must equal q1's {shape_of(q1)} except for the "
+            "number of heads"
         )
     if q1.shape[2] % heads:
         raise ValueError(

@@ -96,4 +96,4 @@ def choose_backend(backend: str, call: Call, libraries: frozenset[str]) -> tuple
         raise ValueError(f"backend={backend!r} is unknown; choose auto or {', '.join(known)}")
     if reason := why_not(backend, call, libraries):
         raise ValueError(f"backend={backend!r} cannot run: it {reason}")
-    return backend, "asked for by name"
+    return backend, "requested by name"

@@ -222,14 +222,14 @@ class Variant(Section, ABC):
         if self.num_heads % self.ratio:
             raise ValueError(
                 f"model.attention.signal_per_noise {self.ratio} does not divide num_heads "
-                f"{self.num_heads}, the signal heads; one of {_fits(self.num_heads)} would"
+                f"{self.num_heads}, the signal heads; choose one of {_fits(self.num_heads)}"
             )
         most = self.num_heads // self.ratio
         if most % self.num_kv_heads:
             share = f" / signal_per_noise {self.ratio}" if self.ratio > 1 else ""
             raise ValueError(
                 f"model.attention.num_kv_heads {self.num_kv_heads} does not divide num_heads "
-                f"{self.num_heads}{share}; one of {_fits(most)} would"
+                f"{self.num_heads}{share}; choose one of {_fits(most)}"
             )
 
     def of_layer(self, layer: int) -> "Variant":

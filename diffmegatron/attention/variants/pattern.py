@@ -143,7 +143,7 @@ class Pattern(Variant):
         if len(widths) > 1:
             raise ValueError(
                 f"model.attention has kinds of head_dim {', '.join(map(str, widths))}; all layers "
-                "turn queries and keys by the same angles, so give all kinds one head_dim"
+                "use the same rotary angles, so give all kinds one head_dim"
             )
         return self.model_copy(
             update={

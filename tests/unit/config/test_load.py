@@ -499,7 +499,7 @@ def test_many_heads_name_few_of_what_would_fit(base):
         "model.attention.num_kv_heads=735134399",
         "model.attention.head_dim=2",
     ]
-    assert "num_heads 735134400; one of [1, 2, 3, 4, 5, 6," in error_of(base, *heads)
+    assert "num_heads 735134400; choose one of [1, 2, 3, 4, 5, 6," in error_of(base, *heads)
 
 
 def test_steps_are_exact_beyond_the_integers_of_floats(base):

@@ -357,9 +357,9 @@ class _Builder:
         except (library.cudnnGraphNotSupportedError, RuntimeError, ValueError) as error:
             of, reason = self.problem, str(error).splitlines()[0]
             raise ValueError(
-                f"cuDNN {library.backend_version()} does not take heads of {of.width} and "
-                f"{of.value_width} columns in {of.dtype}, {of.rows} queries of {of.keys} keys: "
-                f"{reason}; give another backend"
+                f"cuDNN {library.backend_version()} does not support head widths {of.width} and "
+                f"{of.value_width} in {of.dtype} with {of.rows} queries and {of.keys} keys: "
+                f"{reason}; choose another backend"
             ) from error
         return Graph(graph, self.tensors, graph.get_workspace_size())
 

@@ -136,20 +136,20 @@ EVERY_KIND = "softmax, diff_v1, diff_v2, grouped, dex"
         ("diff_v2", ["num_heads=-1"], "model.attention.num_heads is -1: input should be greater"),
         # A ratio that does not divide.
         ("diff_v2", ["signal_per_noise=4"], "signal_per_noise 4 does not divide num_heads 6, the"),
-        ("grouped", ["signal_per_noise=4"], "the signal heads; one of [1, 2, 3, 6] would"),
+        ("grouped", ["signal_per_noise=4"], "the signal heads; choose one of [1, 2, 3, 6]"),
         ("grouped", ["signal_per_noise=0"], "model.attention.signal_per_noise is 0: input should"),
         # Key-value heads that would split a pair or a group, at all or on a rank.
-        ("diff_v1", ["num_kv_heads=4"], "num_kv_heads 4 does not divide num_heads 6; one of [1, "),
-        ("diff_v2", ["num_kv_heads=12"], "num_kv_heads 12 does not divide num_heads 6; one of"),
+        ("diff_v1", ["num_kv_heads=4"], "num_kv_heads 4 does not divide num_heads 6; choose one"),
+        ("diff_v2", ["num_kv_heads=12"], "num_kv_heads 12 does not divide num_heads 6; choose"),
         (
             "diff_v2",
             ["signal_per_noise=2", "num_kv_heads=6"],
-            "num_kv_heads 6 does not divide num_heads 6 / signal_per_noise 2; one of [1, 3] would",
+            "num_kv_heads 6 does not divide num_heads 6 / signal_per_noise 2; choose one of [1, 3]",
         ),
         (
             "grouped",
             ["signal_per_noise=3", "num_kv_heads=3"],
-            "num_kv_heads 3 does not divide num_heads 6 / signal_per_noise 3; one of [1, 2] would",
+            "num_kv_heads 3 does not divide num_heads 6 / signal_per_noise 3; choose one of [1, 2]",
         ),
         (
             "diff_v2",
