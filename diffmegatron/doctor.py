@@ -191,8 +191,8 @@ def _communication() -> Finding:
 
 def _attention_choices() -> Iterator[Finding]:
     from diffmegatron.attention.kernels.choose_backend import choose_backend
+    from diffmegatron.attention.kernels.installed_backends import importable_libraries
     from diffmegatron.attention.kernels.registry import OPS, Call
-    from diffmegatron.attention.kernels.resolve_backend import importable_libraries
 
     for op, what in OPS.items():
         for device in ("cpu", "cuda"):

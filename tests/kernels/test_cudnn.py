@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from diffmegatron.attention.kernels.call import AttentionCall
+from diffmegatron.attention.kernels.installed_backends import importable_libraries
 from diffmegatron.attention.kernels.maps import QKV
 from diffmegatron.attention.kernels.pytorch import reference
-from diffmegatron.attention.kernels.resolve_backend import importable_libraries
 from diffmegatron.attention.kernels.wrappers import cudnn_graphs
 from tests.kernels.loops import make_inputs, relative_error
 

@@ -16,11 +16,11 @@ from torch.nn.attention.flex_attention import FlexKernelOptions, create_block_ma
 
 from diffmegatron.attention.kernels.api import diff_attention, softmax_attention
 from diffmegatron.attention.kernels.call import AttentionCall
+from diffmegatron.attention.kernels.installed_backends import importable_libraries
 from diffmegatron.attention.kernels.maps import QKV
 from diffmegatron.attention.kernels.masks import build_mask
 from diffmegatron.attention.kernels.pytorch import reference
 from diffmegatron.attention.kernels.registry import DIFFERENTIAL
-from diffmegatron.attention.kernels.resolve_backend import importable_libraries
 from diffmegatron.attention.kernels.triton.block_sizes import Target
 from diffmegatron.attention.kernels.wrappers import flash, flex
 from tests.kernels.loops import loop_diff_attention, make_inputs, relative_error

@@ -17,7 +17,7 @@ CUDNN = "a GPU only: it calls the library cuDNN"
 ENTERED = {
     "attention/kernels/choose_backend.py:": STEP + ", which choose from the table of a device",
     "attention/kernels/registry.py:": STEP + ", which choose by the devices of a backend",
-    "attention/kernels/resolve_backend.py:_complaint": STEP,
+    "attention/kernels/installed_backends.py:_unusable_reason": STEP,
     "attention/kernels/triton/kernel_launch.py:on_device": STEP,
     "attention/kernels/triton/kernel_launch.py:problem_of": STEP,
     "attention/kernels/wrappers/sdpa.py:_flash": STEP + ", on a ring",
@@ -45,7 +45,7 @@ ENTERED = {
 }
 NOT_ENTERED = {
     "config/attention_backend.py:planned_backend": "computes for `plan`, on no device",
-    "attention/kernels/resolve_backend.py:backend_table": "prints; the CPU's table is tested",
+    "attention/kernels/installed_backends.py:backend_table": "prints; the CPU's table is tested",
     "attention/kernels/wrappers/cudnn_graphs.py:_handle": CUDNN,
     "attention/kernels/wrappers/cudnn_graphs.py:_handle_on_stream": CUDNN,
     "doctor.py:_attention_choices": HARDWARE,

@@ -28,8 +28,8 @@ from diffmegatron.attention.kernels.api import (
     combine_maps,
 )
 from diffmegatron.attention.kernels.choose_backend import why_not
+from diffmegatron.attention.kernels.installed_backends import importable_libraries
 from diffmegatron.attention.kernels.registry import DIFFERENTIAL, Call
-from diffmegatron.attention.kernels.resolve_backend import importable_libraries
 from tools.benchmarks.command_line import make_parser
 from tools.benchmarks.timing import describe_machine, timed
 from tools.paths import RESULTS

@@ -8,8 +8,8 @@ from .call import AttentionCall, CallOptions
 from .checks import check_maps, check_noise_groups, check_tensors
 from .chunks import chunk_attention, chunk_gradients
 from .headwise_norm import HeadwiseNorm
+from .installed_backends import backend_table, call_of, importable_libraries, installed_backend
 from .maps import QKV, WholeAttention, combine_maps, merge_maps
-from .resolve_backend import backend_table, call_of, importable_libraries, resolve_backend
 
 __all__ = [
     "QKV",
@@ -94,7 +94,7 @@ def diff_attention(
         query_offset=query_offset,
         key_offset=key_offset,
     ).autocast()
-    chosen = resolve_backend(backend, call_of(call.op, call.maps.queries[0], call.mask.features))
+    chosen = installed_backend(backend, call_of(call.op, call.maps.queries[0], call.mask.features))
     out = chosen.function()(call)
     return out if norm is None or chosen.fuses_norm else norm.apply_to(out)
 
@@ -117,7 +117,7 @@ def softmax_attention(
         ValueError: for the same reasons as in `diff_attention`.
     """
     call = AttentionCall.checked(QKV((q,), (k,), v), **options).autocast()
-    chosen = resolve_backend(backend, call_of(call.op, call.maps.queries[0], call.mask.features))
+    chosen = installed_backend(backend, call_of(call.op, call.maps.queries[0], call.mask.features))
     return chosen.function()(call)
 
 
@@ -174,4 +174,4 @@ def subtract_noise(heads: Tensor, lambda_: Tensor, *, backend: str = "auto") -> 
         ValueError: shapes, dtypes or devices do not fit, or the named backend cannot run.
     """
     check_noise_groups("heads", heads, lambda_)
-    return resolve_backend(backend, call_of("subtraction", heads)).function()(heads, lambda_)
+    return installed_backend(backend, call_of("subtraction", heads)).function()(heads, lambda_)

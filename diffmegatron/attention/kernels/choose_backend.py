@@ -1,6 +1,6 @@
 """The choice of a backend: the order of `auto`, and the reasons against a backend.
 
-This module does not import torch. :mod:`.resolve_backend` adds the installed libraries.
+This module does not import torch. :mod:`.installed_backends` adds the installed libraries.
 """
 
 import os
@@ -77,7 +77,7 @@ def choose_backend(backend: str, call: Call, libraries: frozenset[str]) -> tuple
         backend: a name of `BACKENDS[call.op]`, or "auto" for the first of `AUTO_ORDER` that can
             run.
         call: properties of the call.
-        libraries: installed optional libraries, from `resolve_backend.importable_libraries`.
+        libraries: installed optional libraries, from `installed_backends.importable_libraries`.
 
     Raises:
         ValueError: the name is unknown, or the named backend cannot run the call.

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from .call import AttentionCall, CallOptions
 from .checks import check_lambda, check_tensors
+from .installed_backends import call_of, installed_backend
 from .maps import QKV, WholeAttention
 from .registry import Backend
-from .resolve_backend import call_of, resolve_backend
 
 
 def chunk_attention(
@@ -45,7 +45,7 @@ def chunk_attention(
         ValueError: shapes, dtypes or devices do not fit, or the named backend cannot run.
     """
     call = AttentionCall.checked(maps, **options)
-    attention_with_lse = _resolve(call, backend).load().attention_with_lse
+    attention_with_lse = _chosen_backend(call, backend).load().attention_with_lse
     with torch.no_grad(), torch.autocast(maps.v.device.type, enabled=False):
         return [attention_with_lse(call, q, k) for q, k in zip(*maps[:2], strict=True)]
 
@@ -82,7 +82,7 @@ def chunk_gradients(
     """
     call = replace(AttentionCall.checked(maps, **options), lambda_=lambda_)
     _check_whole(grad, maps, lambda_, whole)
-    compute = _resolve(call, backend).load().chunk_gradients
+    compute = _chosen_backend(call, backend).load().chunk_gradients
     # float64 maps are merged in float64. float32 is enough for the log-sum-exps of other maps.
     wide = torch.promote_types(maps.v.dtype, torch.float32)
     whole = whole._replace(lses=tuple(lse.to(wide) for lse in whole.lses))
@@ -130,8 +130,8 @@ def _check_whole(grad: Tensor, maps: QKV, lambda_: Tensor | None, whole: WholeAt
             )
 
 
-def _resolve(call: AttentionCall, backend: str) -> Backend:
+def _chosen_backend(call: AttentionCall, backend: str) -> Backend:
     needs = call.mask.features | {"chunks"}
     if call.mask.features or not call.mask.is_plain:
         needs |= {"masked chunks"}
-    return resolve_backend(backend, call_of(call.op, call.maps.queries[0], needs))
+    return installed_backend(backend, call_of(call.op, call.maps.queries[0], needs))

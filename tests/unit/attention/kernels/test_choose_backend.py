@@ -14,13 +14,16 @@ from diffmegatron.attention.kernels.choose_backend import (
     needed_features,
     why_not,
 )
+from diffmegatron.attention.kernels.installed_backends import (
+    importable_libraries,
+    installed_backend,
+)
 from diffmegatron.attention.kernels.registry import (
     BACKENDS,
     DIFFERENTIAL,
     Call,
     whole_sequence_backends,
 )
-from diffmegatron.attention.kernels.resolve_backend import importable_libraries, resolve_backend
 
 NOTHING: frozenset[str] = frozenset()
 ON_CUDA = Call("differential", "cuda", "bfloat16", 128)
@@ -120,7 +123,7 @@ def test_unknown_name_lists_the_known_ones():
 
 
 def test_choice_is_logged_once(caplog):
-    resolve_backend.cache_clear()
+    installed_backend.cache_clear()
     x, v = torch.zeros(1, 2, 1, 4), torch.zeros(1, 2, 1, 8)
     with caplog.at_level(logging.INFO):
         for _ in range(3):

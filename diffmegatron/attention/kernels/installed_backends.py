@@ -1,4 +1,4 @@
-"""The choice of a backend on this machine, which depends on the installed libraries."""
+"""The optional libraries that are installed here, and the backends that they can run."""
 
 import logging
 from functools import cache
@@ -26,13 +26,13 @@ def importable_libraries() -> frozenset[str]:
 def _is_usable(library: str) -> bool:
     if util.find_spec(library) is None:
         return False
-    complaint = _complaint(library)
-    if complaint is not None:
-        logger.warning("%s is installed but not usable: %s", library, complaint)
-    return complaint is None
+    reason = _unusable_reason(library)
+    if reason is not None:
+        logger.warning("%s is installed but not usable: %s", library, reason)
+    return reason is None
 
 
-def _complaint(library: str) -> str | None:
+def _unusable_reason(library: str) -> str | None:
     """Return the reason why an installed library cannot be used, or None."""
     if torch.cuda.is_available():
         capability = torch.cuda.get_device_capability()
@@ -63,7 +63,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 @cache
-def resolve_backend(backend: str, call: Call) -> Backend:
+def installed_backend(backend: str, call: Call) -> Backend:
     """Return the chosen backend; log each choice and its reason once.
 
     Raises:
