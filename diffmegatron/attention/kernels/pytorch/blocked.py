@@ -27,12 +27,12 @@ from ..maps import QKV, WholeAttention, map_factors
 from ..masks import AttentionMask
 from .row_blocks import (
     attention_map,
+    block_by_noise_head,
     block_scores,
-    by_noise_head,
     group_keys,
     group_queries,
     row_blocks,
-    sees_nothing,
+    rows_without_keys,
     sum_over_signal_heads,
     ungroup_keys,
     ungroup_queries,
@@ -65,7 +65,7 @@ def attention_with_lse(call: AttentionCall, q: Tensor, k: Tensor) -> tuple[Tenso
         scores = block_scores(q_block, k_[heads, keys], mask, rows, keys)
         block_lse = scores.logsumexp(-1, keepdim=True)
         weights = scores.softmax(-1)
-        if (empty := sees_nothing(mask, rows, keys, q_block)) is not None:
+        if (empty := rows_without_keys(mask, rows, keys, q_block)) is not None:
             weights.masked_fill_(empty, 0.0)
         product = weights @ v_[heads, keys]
         out[heads, :, rows] = product.view_as(out[heads, :, rows])
@@ -103,7 +103,9 @@ def chunk_gradients(call: AttentionCall, grad: Tensor, whole: WholeAttention) ->
             weights = scores.sub_(row_lse.masked_fill(row_lse == -torch.inf, 0.0)).exp_()
             weights.mul_(factor)
             shared, repeats = q.shape[1], queries[0].shape[1] // q.shape[1]
-            by_noise_head(combined, shared, repeats).add_(by_noise_head(weights, shared))
+            block_by_noise_head(combined, shared, repeats).add_(
+                block_by_noise_head(weights, shared)
+            )
             dscores = weights.mul_(sum_over_signal_heads(dmap, shared, repeats) - delta)
             product = dscores @ k_block
             dq[heads, :, rows] = product.view_as(q_block)
@@ -144,8 +146,10 @@ class _BlockedAttention(torch.autograd.Function):
                     for q, k in zip(queries, keys, strict=True)
                 )
                 if lambda_ is not None:
-                    map2, weight = by_noise_head(noise[0], shared), lambda_.to(v_.dtype)
-                    by_noise_head(combined, shared, repeats).addcmul_(map2, weight, value=-1.0)
+                    map2, weight = block_by_noise_head(noise[0], shared), lambda_.to(v_.dtype)
+                    block_by_noise_head(combined, shared, repeats).addcmul_(
+                        map2, weight, value=-1.0
+                    )
                 product = combined @ v_[heads, seen]
                 out[heads, :, rows] = product.view_as(out[heads, :, rows])
             return ungroup_queries(out, v.shape[0]).to(v.dtype)
@@ -170,8 +174,8 @@ class _BlockedAttention(torch.autograd.Function):
                 dout = grad_out_[heads, :, rows].flatten(1, 2)
                 dmaps, combined = [dout @ v_[heads, seen].mT], weights[0]
                 if lambda_ is not None:
-                    noise, weight = by_noise_head(weights[1], shared), lambda_.to(v_.dtype)
-                    signal = by_noise_head(combined, shared, repeats)
+                    noise, weight = block_by_noise_head(weights[1], shared), lambda_.to(v_.dtype)
+                    signal = block_by_noise_head(combined, shared, repeats)
                     combined = torch.addcmul(signal, noise, weight, value=-1.0).view_as(combined)
                     dmaps.append(sum_over_signal_heads(dmaps[0], shared, repeats))
                     dlambda -= torch.dot(weights[1].flatten(), dmaps[1].flatten())

@@ -64,7 +64,7 @@ def block_scores(q: Tensor, k: Tensor, mask: AttentionMask, rows: slice, keys: s
     return scores
 
 
-def sees_nothing(mask: AttentionMask, rows: slice, keys: slice, like: Tensor) -> Tensor | None:
+def rows_without_keys(mask: AttentionMask, rows: slice, keys: slice, like: Tensor) -> Tensor | None:
     """Return a mask `[repeats * rows, 1]`, True for rows without visible keys.
 
     Return None if all rows see a key. `like` has the block's queries, `[heads, repeats, rows, d]`.
@@ -80,7 +80,7 @@ def sees_nothing(mask: AttentionMask, rows: slice, keys: slice, like: Tensor) ->
 def attention_map(q: Tensor, k: Tensor, mask: AttentionMask, rows: slice, keys: slice) -> Tensor:
     """Return softmax(q k^T) of one block, with zeros in rows without visible keys."""
     weights = block_scores(q, k, mask, rows, keys).softmax(-1)
-    empty = sees_nothing(mask, rows, keys, q)
+    empty = rows_without_keys(mask, rows, keys, q)
     return weights if empty is None else weights.masked_fill_(empty, 0.0)
 
 
@@ -105,7 +105,7 @@ def ungroup_keys(x: Tensor, batch: int) -> Tensor:
     return x.unflatten(0, (batch, -1)).transpose(1, 2).contiguous()
 
 
-def by_noise_head(x: Tensor, noise_heads: int, repeats: int = 1) -> Tensor:
+def block_by_noise_head(x: Tensor, noise_heads: int, repeats: int = 1) -> Tensor:
     """View `[heads, noise_heads * repeats * rows, keys]` in five dimensions.
 
     The result is `[heads, noise_heads, repeats, rows, keys]`. Here `repeats` is the number of
@@ -119,7 +119,7 @@ def sum_over_signal_heads(x: Tensor, noise_heads: int, repeats: int) -> Tensor:
 
     Shapes: `[heads, noise_heads * repeats * rows, keys] -> [heads, noise_heads * rows, keys]`.
     """
-    return x if repeats == 1 else by_noise_head(x, noise_heads, repeats).sum(2).flatten(1, 2)
+    return x if repeats == 1 else block_by_noise_head(x, noise_heads, repeats).sum(2).flatten(1, 2)
 
 
 # Cached, because all heads, maps and layers use the same mask of a block. It is created outside of

@@ -160,7 +160,7 @@ def _map_gradients(
     INTERPRETED: tl.constexpr,
 ):
     """Return P1 - lambda P2, dS1 and dS2 of one block, each `[M, N]` in the inputs' dtype."""
-    dmap = _pairs(grad, v, TRANSPOSED, ACCUMULATE, INTERPRETED)
+    dmap = _rows_times_keys(grad, v, TRANSPOSED, ACCUMULATE, INTERPRETED)
     # Rows past the end get a log-sum-exp of +inf, which makes their weights zero.
     lse1 = load_rows(lse1_ptr, batch, head, first_row, query_length, heads, float("inf"), M)
     delta1 = load_rows(delta1_ptr, batch, head, first_row, query_length, heads, 0.0, M)
@@ -179,7 +179,7 @@ def _map_gradients(
 
 @triton.jit
 def _sum_over_rows(
-    of_map,
+    map_block,
     tile,
     TRANSPOSED: tl.constexpr,
     ACCUMULATE: tl.constexpr,
@@ -187,12 +187,13 @@ def _sum_over_rows(
 ):
     """Return the product of a transposed map and a tile, summed over the M query rows of a block.
 
-    `of_map` is `[M, N]` and `tile` `[M, D]`. The result is `[N, D]`, or with TRANSPOSED `[D, N]`.
+    `map_block` is `[M, N]` and `tile` `[M, D]`. The result is `[N, D]`, or with TRANSPOSED
+    `[D, N]`.
     """
     if TRANSPOSED:
-        product = multiply(tl.trans(tile), of_map, ACCUMULATE, INTERPRETED)
+        product = multiply(tl.trans(tile), map_block, ACCUMULATE, INTERPRETED)
     else:
-        product = multiply(tl.trans(of_map), tile, ACCUMULATE, INTERPRETED)
+        product = multiply(tl.trans(map_block), tile, ACCUMULATE, INTERPRETED)
     return product
 
 
@@ -212,12 +213,12 @@ def _weights(
     `scale_log2` is softmax_scale * log2(e), and `lse` is the base-2 log-sum-exp of each query.
     Hidden pairs are zero.
     """
-    scores = _pairs(q, k, TRANSPOSED, ACCUMULATE, INTERPRETED)
+    scores = _rows_times_keys(q, k, TRANSPOSED, ACCUMULATE, INTERPRETED)
     return tl.where(visible, tl.exp2(scores * scale_log2 - lse[:, None]), 0.0)
 
 
 @triton.jit
-def _pairs(
+def _rows_times_keys(
     rows,
     keys,
     TRANSPOSED: tl.constexpr,
