@@ -174,7 +174,7 @@ class SelfAttention(MegatronModule):
         """
         documents = None if packed_seq_params is None else packed_seq_params.cu_seqlens_q
         query, key, value = self._split(self.linear_qkv(hidden_states)[0])
-        query, key = self.variant.normalised(self, query, key)
+        query, key = self.variant.normalize_qk(self, query, key)
         query, key = (x.flatten(2, -2) for x in rotate(query, key, rotary_pos_emb))
         gate = self.variant.gate(self, hidden_states)
         if self.observer is not None:

@@ -49,8 +49,8 @@ class Gained(Variant):
     def products(self) -> int:
         return self.baseline().products()
 
-    def kept_bytes(self, kernels: Kernels) -> tuple[float, float]:
-        projected, core = self.baseline().kept_bytes(kernels)
+    def saved_bytes(self, kernels: Kernels) -> tuple[float, float]:
+        projected, core = self.baseline().saved_bytes(kernels)
         return projected + FLOAT32 * self.heads.output_channels, core
 
     def forward(

@@ -87,7 +87,7 @@ def per_head(forward: tuple[int, int], backward: tuple[int, int]) -> Work:
     return work
 
 
-def nothing(_: Sizes) -> int:
+def zero_bytes(_: Sizes) -> int:
     """Return 0, for kernels that save only the inputs of the call."""
     return 0
 
@@ -135,7 +135,7 @@ def four_calls(sizes: Sizes) -> int:
     return two_calls(sizes) + joined + log_sum_exps(sizes) + values
 
 
-def own_output(sizes: Sizes) -> int:
+def output_and_log_sum_exps(sizes: Sizes) -> int:
     """Return the bytes of one map's output and log-sum-exps, as FlexAttention saves them.
 
     The result is a copy of the saved output.
@@ -143,7 +143,7 @@ def own_output(sizes: Sizes) -> int:
     return sizes.element * sizes.head_dim * sizes.signal_heads + log_sum_exps(sizes)
 
 
-def whole_maps(sizes: Sizes) -> float:
+def reference_saved(sizes: Sizes) -> float:
     """Return the bytes that the `reference` backend saves.
 
     Per map it saves the softmax, a second tensor of the same size, and the mask. The second tensor

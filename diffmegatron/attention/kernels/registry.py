@@ -70,11 +70,11 @@ class Backend:
             query and a visible key.
         saved: function that returns the bytes per query saved for the backward pass, in addition to
             q, k, v and the result.
-        keeps_bias: whether the mask of packed documents is saved for the backward pass as one
+        saves_bias: whether the mask of packed documents is saved for the backward pass as one
             number per pair, which all heads share. `saved` does not include it.
-        keeps_values: whether v itself is saved. Otherwise copies of v are saved, and `saved`
+        saves_values: whether v itself is saved. Otherwise copies of v are saved, and `saved`
             includes them.
-        keeps_result: whether the result is saved too. With a headwise norm, this result is the
+        saves_result: whether the result is saved too. With a headwise norm, this result is the
             input of the norm.
         devices, dtypes, head_dims: supported values; None means any.
         library: name of the required library besides torch, or None.
@@ -95,9 +95,9 @@ class Backend:
     note: str
     work: costs.Work
     saved: costs.Saved
-    keeps_bias: bool = False
-    keeps_values: bool = True
-    keeps_result: bool = False
+    saves_bias: bool = False
+    saves_values: bool = True
+    saves_result: bool = False
     devices: tuple[str, ...] | None = None
     dtypes: tuple[str, ...] | None = None
     head_dims: tuple[int, ...] | None = None
@@ -124,21 +124,21 @@ DIFFERENTIAL = {
         "pytorch.reference",
         "the paper's equations read literally, for tests",
         work=costs.per_head((3, 1), (6, 2)),
-        saved=costs.whole_maps,
+        saved=costs.reference_saved,
         computes_hidden_pairs=True,
     ),
     "blocked": Backend(
         "pytorch.blocked",
         "row blocks in plain PyTorch, deterministic",
         work=costs.per_head((3, 1), (7, 3)),
-        saved=costs.nothing,
+        saved=costs.zero_bytes,
     ),
     "triton": Backend(
         "triton.triton_attention",
         "own fused kernels: 6d forward, 10d or 14d backward",
         work=costs.default_triton_work,
         saved=costs.fused,
-        keeps_result=True,
+        saves_result=True,
         devices=("cuda",),
         dtypes=(*SIXTEEN_BITS, "float32"),
         head_dims=(64, 96, 128),
@@ -163,7 +163,7 @@ DIFFERENTIAL = {
         "four calls of FlashAttention 2: 8d forward, 20d backward",
         work=costs.per_head((4, 4), (10, 10)),
         saved=costs.four_calls,
-        keeps_values=False,
+        saves_values=False,
         devices=("cuda",),
         dtypes=SIXTEEN_BITS,
         head_dims=tuple(range(8, 257, 8)),
@@ -187,8 +187,8 @@ DIFFERENTIAL = {
         "torch's scaled_dot_product_attention, four calls: 8d forward, 20d backward",
         work=costs.per_head((4, 4), (10, 10)),
         saved=costs.four_calls,
-        keeps_bias=True,
-        keeps_values=False,
+        saves_bias=True,
+        saves_values=False,
         # torch's flash kernels, which return log-sum-exps, support only a causal mask.
         lacks=frozenset({"masked chunks"}),
         chunk_dtypes={"cuda": SIXTEEN_BITS},
@@ -211,21 +211,21 @@ SOFTMAX = {
         "pytorch.reference",
         "the equation read literally, for tests",
         work=costs.per_head((2, 0), (4, 0)),
-        saved=costs.whole_maps,
+        saved=costs.reference_saved,
         computes_hidden_pairs=True,
     ),
     "blocked": Backend(
         "pytorch.blocked",
         "row blocks in plain PyTorch, deterministic",
         work=costs.per_head((2, 0), (5, 0)),
-        saved=costs.nothing,
+        saved=costs.zero_bytes,
     ),
     "triton": Backend(
         "triton.triton_attention",
         "own kernels of differential attention, with one map",
         work=costs.default_triton_work,
         saved=costs.log_sum_exps,
-        keeps_result=True,
+        saves_result=True,
         devices=("cuda",),
         dtypes=(*SIXTEEN_BITS, "float32"),
         head_dims=(64, 96, 128),
@@ -237,8 +237,8 @@ SOFTMAX = {
         "torch's scaled_dot_product_attention",
         work=costs.per_head((2, 0), (5, 0)),
         saved=costs.log_sum_exps,
-        keeps_bias=True,
-        keeps_result=True,
+        saves_bias=True,
+        saves_result=True,
         lacks=frozenset({"masked chunks"}),
         chunk_dtypes={"cuda": SIXTEEN_BITS},
     ),
@@ -247,7 +247,7 @@ SOFTMAX = {
         "FlashAttention 2",
         work=costs.per_head((2, 0), (5, 0)),
         saved=costs.log_sum_exps,
-        keeps_result=True,
+        saves_result=True,
         devices=("cuda",),
         dtypes=SIXTEEN_BITS,
         head_dims=tuple(range(8, 257, 8)),
@@ -258,7 +258,7 @@ SOFTMAX = {
         "wrappers.flex",
         "torch's FlexAttention, compiled",
         work=costs.per_head((2, 0), (5, 0)),
-        saved=costs.own_output,
+        saved=costs.output_and_log_sum_exps,
         devices=("cuda",),
         dtypes=(*SIXTEEN_BITS, "float32"),
         head_dims=(16, 32, 64, 128),
@@ -273,14 +273,14 @@ SUBTRACTION = {
         "pytorch.subtraction",
         "plain PyTorch",
         work=costs.per_head((0, 0), (0, 0)),
-        saved=costs.nothing,
+        saved=costs.zero_bytes,
         entry="subtract_noise",
     ),
     "triton": Backend(
         "triton.subtraction_kernel",
         "own fused kernel",
         work=costs.per_head((0, 0), (0, 0)),
-        saved=costs.nothing,
+        saved=costs.zero_bytes,
         entry="subtract_noise",
         devices=("cuda",),
         dtypes=(*SIXTEEN_BITS, "float32", "float64"),

@@ -16,20 +16,28 @@ from diffmegatron.files import clipped
 __all__ = ["VARIANTS", "Variant", "model_types", "of_model_type", "read_variant", "register"]
 
 VARIANTS: dict[str, type[Variant]] = {}
+# Former names of members that a user's class may define, and their present names.
+RENAMED = {
+    "attend": "forward, whose tensors are [b, s, ...],",
+    "normalised": "normalize_qk",
+    "kept_bytes": "saved_bytes",
+    "mixes": "can_mix",
+    "beside_others": "mixed_export_kind",
+}
 
 
 def register(variant: type[Variant]) -> type[Variant]:
     """Register a variant under the default value of its field ``kind``; usable as a decorator.
 
     Raises:
-        ValueError: another class has the same kind, or the class has a method of an earlier
-            interface that no layer calls.
+        ValueError: another class has the same kind, or the class defines a former name of a member.
     """
-    if "attend" in vars(variant):
-        raise ValueError(
-            f"class {variant.__name__} defines attend, which no layer calls; define forward, whose "
-            "tensors are [b, s, ...] (docs/variants.md)"
-        )
+    for former, present in RENAMED.items():
+        if former in vars(variant):
+            raise ValueError(
+                f"class {variant.__name__} defines {former}, which is not used any more; define "
+                f"{present} instead (docs/variants.md)"
+            )
     kind = variant.model_fields["kind"].default
     if VARIANTS.setdefault(kind, variant) is not variant:
         raise ValueError(f"attention kind {kind!r} is {VARIANTS[kind].__name__}'s; choose another")

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 FLOAT32 = 4
 # Methods that define the computation of a layer, and methods that map it to Hugging Face.
-COMPUTATION = ("normalised", "gate", "forward", "current_lambda")
+COMPUTATION = ("normalize_qk", "gate", "forward", "current_lambda")
 EXPORT = ("hugging_face", "weight_rules", "layer_rules")
 # Name of the bias of the first projection, the only declared parameter that belongs to one.
 QKV_BIAS = "linear_qkv.bias"
@@ -128,7 +128,7 @@ class Kernels:
         With a mask, torch's kernels do not support several queries per key-value head, so each
         query head has a copy of its keys and values.
         """
-        if self.has_mask and backend.keeps_bias and heads.queries > heads.keys:
+        if self.has_mask and backend.saves_bias and heads.queries > heads.keys:
             return 2 * self.element * heads.query_channels * self.keys_per_query
         whole = self.context if self.communication == "all_gather" else 1
         return 2 * self.element * heads.key_channels * whole
@@ -146,7 +146,7 @@ class Variant(Section, ABC):
         operation: attention function; "differential" has two maps and values of width 2d.
         reads_hidden: whether the kind reads the layer's normalised input beside q, k and v.
         model_types: model types of Hugging Face that :meth:`from_hugging_face` reads.
-        mixes: whether other layers of the network may have another kind.
+        can_mix: whether other layers of the network may have another kind.
         free_keys: keys that a run may change when it starts from existing weights.
     """
 
@@ -160,7 +160,7 @@ class Variant(Section, ABC):
     operation: ClassVar[Literal["differential", "softmax"]] = "softmax"
     reads_hidden: ClassVar[bool] = False
     model_types: ClassVar[tuple[str, ...]] = ()
-    mixes: ClassVar[bool] = True
+    can_mix: ClassVar[bool] = True
     free_keys: ClassVar[frozenset[str]] = frozenset()
 
     @classmethod
@@ -241,7 +241,7 @@ class Variant(Section, ABC):
         return ((self, (range(num_layers),)),)
 
     @property
-    def beside_others(self) -> "Variant":
+    def mixed_export_kind(self) -> "Variant":
         """Equivalent kind that is exported if the network has layers of several kinds."""
         return self
 
@@ -339,7 +339,7 @@ class Variant(Section, ABC):
         return Sizes(element, self.head_dim, heads.queries, 0, heads.keys, keys)
 
     @abstractmethod
-    def kept_bytes(self, kernels: Kernels) -> tuple[float, float]:
+    def saved_bytes(self, kernels: Kernels) -> tuple[float, float]:
         """Return the bytes per token that all heads of a layer save for the backward pass.
 
         Returns:
@@ -351,7 +351,7 @@ class Variant(Section, ABC):
         """Return the bytes per token and layer of the key-value cache."""
         return 2 * self.heads.key_channels * element
 
-    def normalised(self, layer: Layer, query: "Tensor", key: "Tensor") -> "tuple[Tensor, Tensor]":
+    def normalize_qk(self, layer: Layer, query: "Tensor", key: "Tensor") -> "tuple[Tensor, Tensor]":
         """Normalise queries and keys [s, b, ..., d] before their rotation, if the kind does so."""
         return query, key
 

@@ -130,7 +130,7 @@ class Dex(Softmax):
     W_D were both zero at the start, only the annealed term could change them.
     """
 
-    mixes: ClassVar[bool] = False
+    can_mix: ClassVar[bool] = False
     kind: Literal["dex"] = "dex"  # type: ignore[assignment]
     selected_heads: SelectedHeads
     selected_on: SelectedOn | None = None
@@ -259,13 +259,13 @@ class Dex(Softmax):
         """Return the multiply-adds of O W_D for the selected heads."""
         return self._selected_per_layer * self.head_dim**2
 
-    def kept_bytes(self, kernels: Kernels) -> tuple[float, float]:
+    def saved_bytes(self, kernels: Kernels) -> tuple[float, float]:
         """Return the bytes of softmax attention, of the selected heads' outputs, and of the result.
 
         Without the differential term the result would need no bytes of its own, because the output
         projection would read a tensor that the kernel or the norm saves anyway.
         """
-        projected, core = super().kept_bytes(kernels)
+        projected, core = super().saved_bytes(kernels)
         selected = self._selected_per_layer * self.head_dim
         result = 0 if self.headwise_norm else self.heads.query_channels
         return projected, core + kernels.element * (selected + result)

@@ -134,7 +134,7 @@ class DiffV1(Variant):
         return (maps + 2 * self.num_heads) * self.head_dim
 
     @override
-    def kept_bytes(self, kernels: Kernels) -> tuple[float, float]:
+    def saved_bytes(self, kernels: Kernels) -> tuple[float, float]:
         heads, sizes = self.heads, self.kernel_sizes(kernels.element, kernels.keys)
         outputs = heads.output_channels
         backend = DIFFERENTIAL[kernels.backend]
@@ -144,7 +144,7 @@ class DiffV1(Variant):
         else:
             core = backend.saved(sizes)
             fuses_norm = backend.fuses_norm and not sizes.is_grouped
-            core += kernels.element * outputs if backend.keeps_result else 0
+            core += kernels.element * outputs if backend.saves_result else 0
         if self.headwise_norm and not fuses_norm:
             # The norm saves its float32 input and one float32 per head, and on a CPU also its
             # normalised input.
@@ -161,9 +161,9 @@ class DiffV1(Variant):
         if kernels.communication == "ring":
             return 2 * keys
         whole = kernels.context if kernels.communication == "all_gather" else 1
-        if backend.keeps_values:
+        if backend.saves_values:
             return 2 * keys * whole
-        if kernels.has_mask and backend.keeps_bias and self.num_heads > self.num_kv_heads:
+        if kernels.has_mask and backend.saves_bias and self.num_heads > self.num_kv_heads:
             # With a mask, torch's kernels do not support several queries per key-value head. In
             # each of the four calls every query head has a copy of its key and its half of the
             # value.
@@ -288,7 +288,7 @@ class DiffV1(Variant):
         )
 
     @property
-    def beside_others(self) -> Variant:
+    def mixed_export_kind(self) -> Variant:
         """Grouped heads with one noise head per signal head, which compute the same."""
         from diffmegatron.attention.variants.grouped import Grouped
 

@@ -85,7 +85,7 @@ class DiffV2(Variant):
         """Return the multiply-adds of softmax attention with all signal and noise heads."""
         return 2 * self.heads.query_channels
 
-    def kept_bytes(self, kernels: Kernels) -> tuple[float, float]:
+    def saved_bytes(self, kernels: Kernels) -> tuple[float, float]:
         """Return the bytes that softmax attention and the subtraction save.
 
         On one rank the values are a view of the fused projection, which stays in memory as a whole
@@ -98,7 +98,7 @@ class DiffV2(Variant):
         if kernels.communication is None:
             projected += queries + element * heads.key_channels
         is_copied = kernels.communication in ("all_gather", "ulysses")
-        if is_copied or (kernels.has_mask and backend.keeps_bias):
+        if is_copied or (kernels.has_mask and backend.saves_bias):
             # The heads that the subtraction saves are a copy, so the kernel's own output stays in
             # memory too.
             core += queries

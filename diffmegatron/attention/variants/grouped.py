@@ -39,7 +39,7 @@ class Grouped(DiffV1):
 
     @property
     @override
-    def beside_others(self) -> "Grouped":
+    def mixed_export_kind(self) -> "Grouped":
         return self
 
     def hugging_face(self, hidden_size: int) -> hf.HuggingFace:

@@ -55,7 +55,7 @@ class Pattern(Variant):
 
     title: ClassVar[str] = "Mixed"
     model_types: ClassVar[tuple[str, ...]] = ("mixed_diff",)
-    mixes: ClassVar[bool] = False
+    can_mix: ClassVar[bool] = False
 
     @classmethod
     def read(cls, entries: Sequence[object], read: Callable[[object], Variant]) -> Variant:
@@ -82,7 +82,7 @@ class Pattern(Variant):
         if layers == [None]:
             return kinds[0]
         for each in kinds:
-            if not each.mixes:
+            if not each.can_mix:
                 raise ValueError(
                     f"model.attention has kind {each.kind!r} in a list, which needs all layers; "
                     "give that kind alone"
@@ -220,7 +220,7 @@ class Pattern(Variant):
         """
         entries = []
         for kind, layers in zip(self.kinds, self.layers, strict=True):
-            described = kind.beside_others.hugging_face(hidden_size)
+            described = kind.mixed_export_kind.hugging_face(hidden_size)
             if described.model_type not in EXPORTED:
                 raise UserError(
                     f"model.attention has layers of kind {kind.kind!r} whose class at Hugging Face "
@@ -253,7 +253,7 @@ class Pattern(Variant):
         self, ours: str, theirs: str, hidden_size: int, *, layer: int, step: int
     ) -> list[hf.WeightRule]:
         """Return the rules for a layer's kind in the exported class."""
-        kind = self.of_layer(layer - 1).beside_others
+        kind = self.of_layer(layer - 1).mixed_export_kind
         return kind.layer_rules(ours, theirs, hidden_size, layer=layer, step=step)
 
     def of_layer(self, layer: int) -> Variant:
@@ -272,7 +272,7 @@ class Pattern(Variant):
         self._refuse()
 
     @override
-    def kept_bytes(self, kernels: Kernels) -> tuple[float, float]:
+    def saved_bytes(self, kernels: Kernels) -> tuple[float, float]:
         self._refuse()
 
     @override

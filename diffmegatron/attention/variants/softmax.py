@@ -76,7 +76,7 @@ class Softmax(Variant):
         """Return the multiply-adds per (query, key) pair: per head d for scores, d for values."""
         return 2 * self.heads.query_channels
 
-    def kept_bytes(self, kernels: Kernels) -> tuple[float, float]:
+    def saved_bytes(self, kernels: Kernels) -> tuple[float, float]:
         """Return the bytes of q, keys, values and the input of the output projection.
 
         On one rank the values are a view of the fused projection, which stays in memory as a whole
@@ -89,7 +89,7 @@ class Softmax(Variant):
         if kernels.communication is None:
             projected += queries + element * heads.key_channels
         is_copied = kernels.communication in ("all_gather", "ulysses")
-        if is_copied or (kernels.has_mask and backend.keeps_bias):
+        if is_copied or (kernels.has_mask and backend.saves_bias):
             # The output projection's input is a copy, so the kernel's own output stays in memory
             # too.
             core += queries
@@ -125,7 +125,7 @@ class Softmax(Variant):
         return copy + kernels.element * channels + FLOAT32 * self.num_heads + normalised
 
     @override
-    def normalised(self, layer: Layer, query: "Tensor", key: "Tensor") -> "tuple[Tensor, Tensor]":
+    def normalize_qk(self, layer: Layer, query: "Tensor", key: "Tensor") -> "tuple[Tensor, Tensor]":
         if not self.qk_norm:
             return query, key
         from torch.nn.functional import rms_norm

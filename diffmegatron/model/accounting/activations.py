@@ -381,8 +381,8 @@ def attention_bytes_per_token(recipe: Recipe, device: Device, kind: Variant) -> 
         in addition.
     """
     kernels = _kernels(recipe, device, kind)
-    projected, core = (each / recipe.parallel.tensor for each in kind.kept_bytes(kernels))
-    if kernels.has_mask and BACKENDS[kind.operation][kernels.backend].keeps_bias:
+    projected, core = (each / recipe.parallel.tensor for each in kind.saved_bytes(kernels))
+    if kernels.has_mask and BACKENDS[kind.operation][kernels.backend].saves_bias:
         core += kernels.element * kernels.keys
     return projected, core
 

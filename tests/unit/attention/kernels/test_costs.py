@@ -15,7 +15,7 @@ from diffmegatron.attention.kernels.registry import DIFFERENTIAL, SOFTMAX
 D, KEYS = 8, 64
 
 
-def kept_bytes(function, *inputs):
+def saved_bytes(function, *inputs):
     """(bytes per query that autograd keeps beside inputs and result, if the result is kept)."""
     kept = {}
 
@@ -42,22 +42,22 @@ def test_saved_bytes_of_two_maps_are_those_that_autograd_keeps(backend, noise_he
     heads, queries, keys = 4, (noise_heads, D), (2, D)
     q1, k1, q2, k2 = (draw(*x, dtype=dtype) for x in ((heads, D), keys, queries, keys))
     inputs = (q1, k1, q2, k2, draw(2, 2 * D, dtype=dtype), torch.tensor(0.5, requires_grad=True))
-    found, keeps_result = kept_bytes(lambda *x: diff_attention(*x, backend=backend), *inputs)
+    found, saves_result = saved_bytes(lambda *x: diff_attention(*x, backend=backend), *inputs)
     row = DIFFERENTIAL[backend]
     sizes = Sizes(dtype.itemsize, D, heads, noise_heads, kv_heads=2, keys=KEYS)
     # lambda in the dtype of the product, once in all.
     assert found == pytest.approx(row.saved(sizes), abs=8 / KEYS)
-    assert keeps_result == row.keeps_result
+    assert saves_result == row.saves_result
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("backend", ["blocked", "sdpa"])
 def test_saved_bytes_of_one_map_are_those_that_autograd_keeps(backend, dtype):
     inputs = (draw(4, D, dtype=dtype), draw(2, D, dtype=dtype), draw(2, D, dtype=dtype))
-    found, keeps_result = kept_bytes(lambda *x: softmax_attention(*x, backend=backend), *inputs)
+    found, saves_result = saved_bytes(lambda *x: softmax_attention(*x, backend=backend), *inputs)
     row = SOFTMAX[backend]
     assert found == row.saved(Sizes(dtype.itemsize, D, 4, 0, kv_heads=2, keys=KEYS))
-    assert keeps_result == row.keeps_result
+    assert saves_result == row.saves_result
 
 
 @pytest.mark.parametrize("noise_heads", [0, 2, 4])
@@ -72,7 +72,7 @@ def test_the_reference_keeps_whole_maps(noise_heads):
         attend, table = diff_attention, DIFFERENTIAL
     else:
         attend, table = softmax_attention, SOFTMAX
-    found, _ = kept_bytes(lambda *x: attend(*x, backend="reference"), *inputs)
+    found, _ = saved_bytes(lambda *x: attend(*x, backend="reference"), *inputs)
     sizes = Sizes(element, D, 4, noise_heads, kv_heads=2, keys=keys)
     masks, copies = 2 * (keys + 2), 2 * element * 2 * D * 4
     assert 0 <= found - table["reference"].saved(sizes) <= masks + copies
@@ -81,11 +81,11 @@ def test_the_reference_keeps_whole_maps(noise_heads):
 def test_v2_keeps_its_heads_and_lambda_once():
     q, k, v = (draw(heads, D, dtype=torch.bfloat16) for heads in (6, 2, 2))
     lambda_ = torch.rand(1, KEYS, 4, requires_grad=True)
-    found, keeps_result = kept_bytes(diff_attention_v2, q, k, v, lambda_)
+    found, saves_result = saved_bytes(diff_attention_v2, q, k, v, lambda_)
     one_map = SOFTMAX["sdpa"].saved(Sizes(2, D, 6, 0, kv_heads=2, keys=KEYS))
     assert found == one_map + 2 * 6 * D
-    assert not keeps_result
-    assert kept_bytes(subtract_noise, q, lambda_) == (0, False)
+    assert not saves_result
+    assert saved_bytes(subtract_noise, q, lambda_) == (0, False)
 
 
 def per_head(row, noise_heads, heads=12, d=64):
