@@ -2,13 +2,13 @@
 
 from bisect import bisect_right
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import pairwise
 from numbers import Integral
 
 import torch
 from torch import Tensor
 
+from .cached_tensors import cached_tensors
 from .checks import check_tensors, shape_of
 
 # The kernels use int32 positions. Offsets and lengths may each have half of this range, so that
@@ -189,11 +189,7 @@ def _document_bounds(cu_seqlens: Tensor) -> tuple[int, ...]:
     return bounds
 
 
-# Cached, because all layers of a batch use the same tables, and each copy to a GPU would wait for
-# the GPU. The tables are created outside of inference_mode, because training cannot use tensors
-# that were created under it.
-@lru_cache(maxsize=8)
-@torch.inference_mode(False)
+@cached_tensors
 def _key_intervals(mask: AttentionMask, device: torch.device) -> tuple[Tensor, Tensor]:
     position = torch.arange(mask.query_length) + mask.query_offset
     start, stop = mask.document_bounds(position)
@@ -202,8 +198,7 @@ def _key_intervals(mask: AttentionMask, device: torch.device) -> tuple[Tensor, T
     return _clamped(start - mask.key_offset, stop - mask.key_offset, mask.key_length, device)
 
 
-@lru_cache(maxsize=8)
-@torch.inference_mode(False)
+@cached_tensors
 def _query_intervals(mask: AttentionMask, device: torch.device) -> tuple[Tensor, Tensor]:
     position = torch.arange(mask.key_length) + mask.key_offset
     start, stop = mask.document_bounds(position)

@@ -9,7 +9,7 @@ lambda_init is 0.8 - 0.6 exp(-0.3 (l - 1)) in layer l. Qi and Ki have d channels
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
@@ -213,9 +213,8 @@ class DiffV1(Variant):
 
     @override
     def current_lambda(self, layer: Layer) -> "Tensor":
-        q1, k1, q2, k2 = (layer.parameter(name) for name in LAMBDA_VECTORS)
-        lambda_init = self.lambda_init.of_layer(layer.layer_number)
-        return (q1 * k1).sum().exp() - (q2 * k2).sum().exp() + lambda_init
+        vectors = (layer.parameter(name) for name in LAMBDA_VECTORS)
+        return _lambda(vectors, self.lambda_init.of_layer(layer.layer_number))
 
     @override
     def forward(
@@ -343,6 +342,15 @@ class DiffV1(Variant):
     @override
     def subtracted_maps(self, attention: Any, maps: "Tensor", hidden: "Tensor") -> "Tensor":
         signal, noise = maps.split((self.num_heads, self.noise_heads))
-        q1, k1, q2, k2 = (getattr(attention, name).float() for name in LAMBDA_VECTORS)
-        lambda_ = (q1 * k1).sum().exp() - (q2 * k2).sum().exp() + attention.lambda_init
+        vectors = (getattr(attention, name).float() for name in LAMBDA_VECTORS)
+        lambda_ = _lambda(vectors, attention.lambda_init)
         return signal - lambda_ * noise.repeat_interleave(self.ratio, dim=0)
+
+
+def _lambda(vectors: "Iterable[Tensor]", lambda_init: float) -> "Tensor":
+    """Return exp(lambda_q1 . lambda_k1) - exp(lambda_q2 . lambda_k2) + lambda_init.
+
+    ``vectors`` are the ``LAMBDA_VECTORS`` in their order.
+    """
+    q1, k1, q2, k2 = vectors
+    return (q1 * k1).sum().exp() - (q2 * k2).sum().exp() + lambda_init

@@ -6,11 +6,11 @@ fp64 inputs).
 """
 
 from collections.abc import Iterator
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
+from ..cached_tensors import cached_tensors
 from ..masks import AttentionMask
 
 # Size of a block: query rows times query heads per kv head, and elements of one map per CPU core.
@@ -122,10 +122,8 @@ def sum_over_signal_heads(x: Tensor, noise_heads: int, repeats: int) -> Tensor:
     return x if repeats == 1 else block_by_noise_head(x, noise_heads, repeats).sum(2).flatten(1, 2)
 
 
-# Cached, because all heads, maps and layers use the same mask of a block. It is created outside of
-# inference_mode, because training cannot use a tensor that was created under it.
-@lru_cache(maxsize=8)
-@torch.inference_mode(False)
+# All heads, maps and layers use the same mask of a block.
+@cached_tensors
 def _hidden(
     mask: AttentionMask, rows: tuple[int, int], keys: tuple[int, int], device: torch.device
 ) -> Tensor | None:

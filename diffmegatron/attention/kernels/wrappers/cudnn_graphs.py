@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..cached_tensors import cached_tensors
 from ..call import AttentionCall
 from ..first_order import first_order
 from .two_map_calls import two_calls
@@ -139,10 +140,8 @@ def _attend_documents(
     return _attend(scale, causal, q_row, k_row, v_row, documents)[0].unflatten(0, q.shape[:2])
 
 
-# Cached, because both maps and all layers of a batch use the same documents. The tensors are
-# created outside of inference_mode, because training cannot use tensors that were created under it.
-@lru_cache(maxsize=8)
-@torch.inference_mode(False)
+# Both maps and all layers of a batch use the same documents.
+@cached_tensors
 def documents_of(bounds: tuple[int, ...], batch: int, device: torch.device) -> Documents:
     """Return the documents of all batch rows, concatenated row by row.
 

@@ -1,12 +1,13 @@
 """Attention by torch's FlexAttention, compiled on CUDA, in one call per map with the whole V."""
 
-from functools import cache, lru_cache
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
+from ..cached_tensors import cached_tensors
 from ..call import AttentionCall
 from ..masks import AttentionMask
 from ..triton.block_sizes import SIXTEEN_BITS, Target, target_of
@@ -52,10 +53,7 @@ def _plain_attention(call: AttentionCall, options: dict[str, int] | None) -> Att
     return attend
 
 
-# Cached, because all layers of a batch use the same table. It is created outside of inference_mode,
-# because training cannot use tensors that were created under it.
-@lru_cache(maxsize=8)
-@torch.inference_mode(False)
+@cached_tensors
 def block_mask(mask: AttentionMask, device: torch.device) -> BlockMask:
     """Return the same table as `create_block_mask`, computed from the visible keys of each row.
 
