@@ -7,6 +7,7 @@ choose it.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Literal, NamedTuple
@@ -28,7 +29,8 @@ OPS: dict[Op, str] = {
 }
 
 LIBRARIES = ("triton", "flash_attn", "flex_head_fa", "cudnn")
-SIXTEEN_BITS = ("bfloat16", "float16")
+# Names of the 16-bit dtypes.
+SIXTEEN_BIT_NAMES = ("bfloat16", "float16")
 
 # Features that a call may need beyond plain causal or full attention, with the words for messages.
 FEATURES = {
@@ -119,6 +121,44 @@ class Backend:
         return function
 
 
+# A library has the same limits in differential and in softmax attention.
+_triton_attention = partial(
+    Backend,
+    "triton.triton_attention",
+    saves_result=True,
+    devices=("cuda",),
+    dtypes=(*SIXTEEN_BIT_NAMES, "float32"),
+    head_dims=(64, 96, 128),
+    library="triton",
+    is_interpretable=True,
+)
+_flash_attention = partial(
+    Backend,
+    "wrappers.flash",
+    devices=("cuda",),
+    dtypes=SIXTEEN_BIT_NAMES,
+    head_dims=tuple(range(8, 257, 8)),
+    library="flash_attn",
+    lacks=CHUNKS | {"offsets"},
+)
+_flex_attention = partial(
+    Backend,
+    "wrappers.flex",
+    devices=("cuda",),
+    dtypes=(*SIXTEEN_BIT_NAMES, "float32"),
+    head_dims=(16, 32, 64, 128),
+    library="triton",
+    lacks=CHUNKS,
+)
+_torch_attention = partial(
+    Backend,
+    "wrappers.sdpa",
+    saves_bias=True,
+    # torch's flash kernels, which return log-sum-exps, support only a causal mask.
+    lacks=frozenset({"masked chunks"}),
+    chunk_dtypes={"cuda": SIXTEEN_BIT_NAMES},
+)
+
 DIFFERENTIAL = {
     "reference": Backend(
         "pytorch.reference",
@@ -133,18 +173,11 @@ DIFFERENTIAL = {
         work=costs.per_head((3, 1), (7, 3)),
         saved=costs.zero_bytes,
     ),
-    "triton": Backend(
-        "triton.triton_attention",
+    "triton": _triton_attention(
         "own fused kernels: 6d forward, 10d or 14d backward",
         work=costs.default_triton_work,
         saved=costs.fused,
-        saves_result=True,
-        devices=("cuda",),
-        dtypes=(*SIXTEEN_BITS, "float32"),
-        head_dims=(64, 96, 128),
-        library="triton",
         fuses_norm=True,
-        is_interpretable=True,
     ),
     "flash_2call": Backend(
         "wrappers.flash",
@@ -152,24 +185,18 @@ DIFFERENTIAL = {
         work=costs.per_head((3, 3), (7, 7)),
         saved=costs.two_calls,
         devices=("cuda",),
-        dtypes=SIXTEEN_BITS,
+        dtypes=SIXTEEN_BIT_NAMES,
         head_dims=(32, 64, 96, 128),
         library="flex_head_fa",
         entry="attend_in_two_calls",
         lacks=CHUNKS | {"offsets"},
     ),
-    "flash_4call": Backend(
-        "wrappers.flash",
+    "flash_4call": _flash_attention(
         "four calls of FlashAttention 2: 8d forward, 20d backward",
         work=costs.per_head((4, 4), (10, 10)),
         saved=costs.four_calls,
         saves_values=False,
-        devices=("cuda",),
-        dtypes=SIXTEEN_BITS,
-        head_dims=tuple(range(8, 257, 8)),
-        library="flash_attn",
         entry="attend_in_four_calls",
-        lacks=CHUNKS | {"offsets"},
     ),
     "cudnn_2call": Backend(
         "wrappers.cudnn_graphs",
@@ -177,32 +204,21 @@ DIFFERENTIAL = {
         work=costs.per_head((3, 3), (7, 7)),
         saved=costs.two_calls,
         devices=("cuda",),
-        dtypes=SIXTEEN_BITS,
+        dtypes=SIXTEEN_BIT_NAMES,
         head_dims=tuple(range(8, 129, 8)),
         library="cudnn",
         lacks=CHUNKS | {"offsets"},
     ),
-    "sdpa_4call": Backend(
-        "wrappers.sdpa",
+    "sdpa_4call": _torch_attention(
         "torch's scaled_dot_product_attention, four calls: 8d forward, 20d backward",
         work=costs.per_head((4, 4), (10, 10)),
         saved=costs.four_calls,
-        saves_bias=True,
         saves_values=False,
-        # torch's flash kernels, which return log-sum-exps, support only a causal mask.
-        lacks=frozenset({"masked chunks"}),
-        chunk_dtypes={"cuda": SIXTEEN_BITS},
     ),
-    "flex": Backend(
-        "wrappers.flex",
+    "flex": _flex_attention(
         "two compiled calls of torch's FlexAttention with V whole",
         work=costs.per_head((3, 3), (7, 7)),
         saved=costs.two_calls,
-        devices=("cuda",),
-        dtypes=(*SIXTEEN_BITS, "float32"),
-        head_dims=(16, 32, 64, 128),
-        library="triton",
-        lacks=CHUNKS,
     ),
 }
 
@@ -220,50 +236,27 @@ SOFTMAX = {
         work=costs.per_head((2, 0), (5, 0)),
         saved=costs.zero_bytes,
     ),
-    "triton": Backend(
-        "triton.triton_attention",
+    "triton": _triton_attention(
         "own kernels of differential attention, with one map",
         work=costs.default_triton_work,
         saved=costs.log_sum_exps,
-        saves_result=True,
-        devices=("cuda",),
-        dtypes=(*SIXTEEN_BITS, "float32"),
-        head_dims=(64, 96, 128),
-        library="triton",
-        is_interpretable=True,
     ),
-    "sdpa": Backend(
-        "wrappers.sdpa",
+    "sdpa": _torch_attention(
         "torch's scaled_dot_product_attention",
         work=costs.per_head((2, 0), (5, 0)),
         saved=costs.log_sum_exps,
-        saves_bias=True,
         saves_result=True,
-        lacks=frozenset({"masked chunks"}),
-        chunk_dtypes={"cuda": SIXTEEN_BITS},
     ),
-    "flash_attn": Backend(
-        "wrappers.flash",
+    "flash_attn": _flash_attention(
         "FlashAttention 2",
         work=costs.per_head((2, 0), (5, 0)),
         saved=costs.log_sum_exps,
         saves_result=True,
-        devices=("cuda",),
-        dtypes=SIXTEEN_BITS,
-        head_dims=tuple(range(8, 257, 8)),
-        library="flash_attn",
-        lacks=CHUNKS | {"offsets"},
     ),
-    "flex": Backend(
-        "wrappers.flex",
+    "flex": _flex_attention(
         "torch's FlexAttention, compiled",
         work=costs.per_head((2, 0), (5, 0)),
         saved=costs.output_and_log_sum_exps,
-        devices=("cuda",),
-        dtypes=(*SIXTEEN_BITS, "float32"),
-        head_dims=(16, 32, 64, 128),
-        library="triton",
-        lacks=CHUNKS,
     ),
 }
 
@@ -283,7 +276,7 @@ SUBTRACTION = {
         saved=costs.zero_bytes,
         entry="subtract_noise",
         devices=("cuda",),
-        dtypes=(*SIXTEEN_BITS, "float32", "float64"),
+        dtypes=(*SIXTEEN_BIT_NAMES, "float32", "float64"),
         library="triton",
         is_interpretable=True,
     ),
