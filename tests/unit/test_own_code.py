@@ -117,6 +117,10 @@ def test_an_own_kind_works_in_every_command(own, corpus, tmp_path, process, monk
         ("x = 1\nif:\n", "at line 2: SyntaxError"),
         ("\n\n1 / 0\n", "at line 3: ZeroDivisionError"),
         (EXAMPLE.replace("def forward(", "def attend("), "ValueError: class Gained defines attend"),
+        (
+            EXAMPLE.replace("def forward(", "def kept_bytes("),
+            "any more; define saved_bytes instead",
+        ),
         (EXAMPLE.replace('"gained"', '"diff_v1"'), "ValueError: attention kind 'diff_v1' is"),
     ],
 )
