@@ -221,7 +221,7 @@ class EncodedTask:
         """
         text = "".join(map(self._task.demonstration, examples))
         digest = hashlib.sha256(repr((text, self._names)).encode()).hexdigest()
-        prefix = [self._target.start, *self._target.encode(text)]
+        prefix = [self._target.start_token, *self._target.encode(text)]
         prompt = Prompt(digest, prefix, self._labels)
         return [
             Item(

@@ -133,7 +133,7 @@ def _run(suite: Suite, model: Model, out: Path, ranks: Ranks) -> Measured:
         long = [item for item in items if item.tokens and item.tokens > target.context]
         too_long = {item.key for item in long}
         fitting = [item for item in items if item.key not in too_long]
-        _ask(suite, model, fitting, file, ranks, suite.passes[0])
+        _score_items(suite, model, fitting, file, ranks, suite.passes[0])
         if long:
             measured.left_out.append(
                 f"{len(long)} of {len(items)} items need a context of up to "
@@ -144,7 +144,7 @@ def _run(suite: Suite, model: Model, out: Path, ranks: Ranks) -> Measured:
         # Follow-ups depend on the records of all items, so skip them if a record is not finite.
         if len(finite) == len(fitting):
             more = suite.follow_ups(target, finite)
-            _ask(suite, model, more, file, ranks, suite.passes[1])
+            _score_items(suite, model, more, file, ranks, suite.passes[1])
             fitting += more
         measured.records = {item.key: file.records[item.key] for item in fitting}
     bad = [key for key, record in measured.records.items() if NOT_FINITE in record]
@@ -157,7 +157,7 @@ def _run(suite: Suite, model: Model, out: Path, ranks: Ranks) -> Measured:
     return measured
 
 
-def _ask(
+def _score_items(
     suite: Suite,
     model: Model,
     items: Sequence[Item],

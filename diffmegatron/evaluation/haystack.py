@@ -151,7 +151,7 @@ class Haystack:
         pieces = self._pieces(space, draw)
         starts = [0, *accumulate(map(len, pieces))]
         places = [min(starts, key=lambda start: abs(start - n.depth * space)) for n in needles]
-        ids, spans = [self._target.start], {}
+        ids, spans = [self._target.start_token], {}
         order = sorted(range(len(needles)), key=lambda number: (places[number], number))
         for start, piece in zip(starts, [*pieces, []], strict=True):
             for number in order:

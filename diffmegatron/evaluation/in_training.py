@@ -114,13 +114,13 @@ class RunTarget(Target):
 
     Attributes:
         tokenizer_name: name of the recipe's tokenizer.
-        begins_with: id of the token before a text in the export; None for the end-of-document
+        bos_token_id: id of the token before a text in the export; None for the end-of-document
             token.
         length: length of the run's sequences in tokens.
     """
 
     tokenizer_name: str
-    begins_with: int | None
+    bos_token_id: int | None
     length: int
 
     @cached_property
@@ -129,9 +129,9 @@ class RunTarget(Target):
         return _ExportTokenizer(load_tokenizer(self.tokenizer_name))
 
     @cached_property
-    def start(self) -> int:
+    def start_token(self) -> int:
         """Id of the token before a text in the export."""
-        return self.tokenizer.end_of_document if self.begins_with is None else self.begins_with
+        return self.tokenizer.end_of_document if self.bos_token_id is None else self.bos_token_id
 
     @cached_property
     def context(self) -> float:
@@ -140,14 +140,14 @@ class RunTarget(Target):
 
 
 def _target(recipe: Recipe) -> RunTarget:
-    original, begins_with = find_original(recipe), None
+    original, bos_token_id = find_original(recipe), None
     if original is not None:
         described = recipe.model.attention.hugging_face(recipe.model.hidden_size)
         if original.computes(described):
-            begins_with = original.config.bos_token_id
+            bos_token_id = original.config.bos_token_id
     path = Path(recipe.run_dir)
     length = recipe.training.seq_length
-    return RunTarget(path.name, path, path, path, recipe.data.tokenizer, begins_with, length)
+    return RunTarget(path.name, path, path, path, recipe.data.tokenizer, bos_token_id, length)
 
 
 class SuiteEvaluator:

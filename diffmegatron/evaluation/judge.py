@@ -114,7 +114,7 @@ class _Folder(Judge):
     @override
     def ask(self, question: str) -> str:
         target = self._model.target
-        ids = self._in_chat(question) or [target.start, *target.encode(question)]
+        ids = self._in_chat(question) or [target.start_token, *target.encode(question)]
         if len(ids) + self._tokens > target.context:
             raise UserError(
                 f"judge {target.name} has a context of {target.context:,.0f} tokens, and a "

@@ -130,7 +130,7 @@ class Model:
 
     @cached_property
     def _batched(self) -> BatchedNetwork:
-        return BatchedNetwork(self.network, self.target.start)
+        return BatchedNetwork(self.network, self.target.start_token)
 
     def _fits(self, batch: Sequence["_Size"]) -> bool:
         """Return whether the last request of ``batch`` fits into a batch with those before it."""

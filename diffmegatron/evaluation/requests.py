@@ -79,4 +79,4 @@ Request = Scoring | Generation
 Answer = list[Scored] | list[int] | NotFiniteError
 # Generator of a suite for one item. It yields requests, receives the answers in the same order, and
 # returns the item's record.
-Asking = Generator[Sequence[Request], Sequence[Any], dict[str, Any]]
+ItemGenerator = Generator[Sequence[Request], Sequence[Any], dict[str, Any]]

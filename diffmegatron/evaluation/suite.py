@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
 from pydantic import Field
 
 from diffmegatron.errors import NotFiniteError
-from diffmegatron.evaluation.asking import run_askings
-from diffmegatron.evaluation.requests import Asking
+from diffmegatron.evaluation.batched_scoring import score_items
+from diffmegatron.evaluation.requests import ItemGenerator
 from diffmegatron.section import Section, Size
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ class Suite(Section, ABC):
     follow_up_settings: ClassVar[frozenset[str]] = frozenset()
 
     @property
-    def only_generates(self) -> bool:
+    def requests_only_free_text(self) -> bool:
         """True if all requests are for free text: no likelihoods, labels or activations."""
         return False
 
@@ -156,14 +156,14 @@ class Suite(Section, ABC):
         """Return further items to score, which may depend on the records of all items."""
         return ()
 
-    def ask(self, target: "Target", item: Item) -> Asking:
+    def requests_of(self, target: "Target", item: Item) -> ItemGenerator:
         """Yield requests to the model, receive their answers, and return the record of an item.
 
         The requests of many items are answered in batches. A suite that reads activations of the
         network overrides :meth:`score` instead, which scores one item at a time.
         """
         # Not abstract, because a suite overrides either this method or `score`.
-        raise NotImplementedError(f"suite {self.name!r} defines neither ask nor score")
+        raise NotImplementedError(f"suite {self.name!r} defines neither requests_of nor score")
 
     def score(self, model: "Model", item: Item) -> Record:
         """Return the record of an item.
@@ -173,7 +173,7 @@ class Suite(Section, ABC):
         Raises:
             NotFiniteError: the model computes a number that is not finite.
         """
-        ((_, record),) = run_askings(model, [(item.key, self.ask(model.target, item))])
+        ((_, record),) = score_items(model, [(item.key, self.requests_of(model.target, item))])
         if isinstance(record, NotFiniteError):
             raise record
         return record
@@ -183,11 +183,11 @@ class Suite(Section, ABC):
     ) -> Iterator[tuple[str, Record | NotFiniteError]]:
         """Yield the key of each item with its record, or with the error that prevented a record.
 
-        If the suite defines :meth:`ask`, the model determines the order.
+        If the suite defines :meth:`requests_of`, the model determines the order.
         """
         if type(self).score is Suite.score:
-            asked = ((item.key, self.ask(model.target, item)) for item in items)
-            yield from run_askings(model, asked)
+            generators = ((item.key, self.requests_of(model.target, item)) for item in items)
+            yield from score_items(model, generators)
             return
         for item in items:
             try:

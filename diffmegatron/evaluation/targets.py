@@ -91,7 +91,7 @@ class Target:
         return HuggingFaceTokenizer(str(self.folder))
 
     @cached_property
-    def start(self) -> int:
+    def start_token(self) -> int:
         """Id of the token before a text: ``bos_token_id``, or else the end-of-document token.
 
         Raises:

@@ -94,7 +94,7 @@ def check_served(
             "the launcher, --device and --batch-tokens"
         )
     for suite in suites:
-        if not suite.only_generates:
+        if not suite.requests_only_free_text:
             raise UserError(
                 f"suite {suite.name!r} needs more than generated texts, which --engine vllm does "
                 "not support; run it with --engine transformers"

@@ -323,7 +323,7 @@ def target(folder: Path) -> tuple[Path, Read]:
 
     def read() -> None:
         (found,) = find_targets([folder / "hf"], folder)
-        assert found.context > 0 and found.start >= 0 and found.variant.num_heads
+        assert found.context > 0 and found.start_token >= 0 and found.variant.num_heads
 
     return folder / "hf/config.json", read
 

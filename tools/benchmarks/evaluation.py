@@ -157,7 +157,7 @@ def main(argv: Sequence[str]) -> None:
         for tokens in given.batch_tokens:
             model = Model(target, Computing(batch_tokens=tokens))
             # Load the network and find its end tokens before the clock starts.
-            list(model.answers([Scoring([target.start], [[target.start]])]))
+            list(model.answers([Scoring([target.start_token], [[target.start_token]])]))
             spent, found = _measured(model.device, lambda: list(model.answers(requests)))  # noqa: B023
             answers = [answer for _, answer in sorted(found, key=lambda pair: pair[0])]
             if single is None:

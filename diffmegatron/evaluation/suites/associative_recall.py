@@ -11,7 +11,7 @@ from typing_extensions import override
 from diffmegatron.errors import UserError
 from diffmegatron.evaluation.bootstrap import estimate
 from diffmegatron.evaluation.figures import plot_curves
-from diffmegatron.evaluation.requests import Asking, Scoring
+from diffmegatron.evaluation.requests import ItemGenerator, Scoring
 from diffmegatron.evaluation.suite import Direction, Item, Mean, Record, Records
 from diffmegatron.evaluation.targets import Target
 from diffmegatron.evaluation.text import TextSuite, first_texts
@@ -68,7 +68,7 @@ class AssociativeRecall(TextSuite):
         return found
 
     @override
-    def ask(self, target: Target, item: Item) -> Asking:
+    def requests_of(self, target: Target, item: Item) -> ItemGenerator:
         ids = item.content
         half = len(ids) // 2
         # The context ends with the first key of the second half. Then values and keys alternate, so

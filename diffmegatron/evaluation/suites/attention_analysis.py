@@ -70,7 +70,7 @@ class AttentionAnalysis(TextSuite):
         texts = first_texts(self.data, self.documents, 16 * self.length)
         found = []
         for number, (_, text) in enumerate(texts):
-            ids = [target.start, *target.encode(text)][: self.length]
+            ids = [target.start_token, *target.encode(text)][: self.length]
             if len(ids) >= max(4, 1 / self.top):
                 found.append(Item(str(number), len(ids), ids))
         return found

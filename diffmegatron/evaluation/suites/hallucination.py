@@ -15,7 +15,7 @@ from diffmegatron.evaluation.datasets import choose
 from diffmegatron.evaluation.document_datasets import DATASETS, Passage
 from diffmegatron.evaluation.figures import plot_measures
 from diffmegatron.evaluation.judge import Judge, open_judge, parse_verdict
-from diffmegatron.evaluation.requests import Asking, Generation
+from diffmegatron.evaluation.requests import Generation, ItemGenerator
 from diffmegatron.evaluation.suite import Direction, Item, Mean, Published, Record, Records, Suite
 from diffmegatron.evaluation.suites.many_shot import DATA_DIR
 from diffmegatron.evaluation.targets import Target
@@ -101,7 +101,7 @@ class Hallucination(Suite):
 
     @property
     @override
-    def only_generates(self) -> bool:
+    def requests_only_free_text(self) -> bool:
         return True
 
     @override
@@ -128,7 +128,7 @@ class Hallucination(Suite):
         return [Item(f"judged by {judge.name}/{record['item']}", 0, record) for record in records]
 
     @override
-    def ask(self, target: Target, item: Item) -> Asking:
+    def requests_of(self, target: Target, item: Item) -> ItemGenerator:
         """Generate a text, or for a follow-up item, judge a text that was generated before.
 
         The content of a follow-up item is the record of the text.
@@ -219,7 +219,7 @@ class Hallucination(Suite):
             ends = (document[:half], document[len(document) - half :])
             text = _CUT.join(map(target.tokenizer.decode, ends))
             document = [*ends[0], *cut, *ends[1]]
-        return [target.start, *before, *document, *after], text
+        return [target.start_token, *before, *document, *after], text
 
 
 def judge_question(written: Record) -> str:

@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from diffmegatron.errors import UserError
 from diffmegatron.evaluation.figures import estimate_measures, plot_bars
-from diffmegatron.evaluation.requests import Asking
+from diffmegatron.evaluation.requests import ItemGenerator
 from diffmegatron.evaluation.suite import (
     Direction,
     Estimate,
@@ -89,7 +89,7 @@ class LmEval(Suite):
 
     @property
     @override
-    def only_generates(self) -> bool:
+    def requests_only_free_text(self) -> bool:
         return all(each.OUTPUT_TYPE == "generate_until" for each in self._library.tasks.values())
 
     @override
@@ -120,7 +120,7 @@ class LmEval(Suite):
         ]
 
     @override
-    def ask(self, target: Target, item: Item) -> Asking:
+    def requests_of(self, target: Target, item: Item) -> ItemGenerator:
         """Return the likelihoods or texts of a question, and lm-eval's metrics of them."""
         question: Question = item.content
         encoder = _encoder(target)

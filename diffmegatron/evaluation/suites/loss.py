@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from diffmegatron.evaluation.bootstrap import estimate
 from diffmegatron.evaluation.figures import place_legend
-from diffmegatron.evaluation.requests import Asking, Scoring
+from diffmegatron.evaluation.requests import ItemGenerator, Scoring
 from diffmegatron.evaluation.suite import Direction, Item, Mean, Record, Records
 from diffmegatron.evaluation.targets import Target
 from diffmegatron.evaluation.text import WindowSuite, named_paths, split
@@ -84,7 +84,7 @@ class Loss(WindowSuite):
         return [*powers, full]
 
     @override
-    def ask(self, target: Target, item: Item) -> Asking:
+    def requests_of(self, target: Target, item: Item) -> ItemGenerator:
         """Request the loss of every token, and return the sums of a document or packed window.
 
         The record has the sum of the losses (``nats``) and the numbers of tokens and bytes. For
@@ -96,7 +96,7 @@ class Loss(WindowSuite):
         end = target.tokenizer.end_of_document
         ids = target.encode(piece) if isinstance(piece, str) else piece
         pieces = list(split(ids, self.context - 1))
-        answers = yield [Scoring([target.start], [window]) for window in pieces]
+        answers = yield [Scoring([target.start_token], [window]) for window in pieces]
         nats, tokens = 0.0, 0
         beginnings = {n: [0.0, 0] for n in self.lengths}
         full = {n: [0.0, 0] for n in self.lengths}

@@ -9,7 +9,7 @@ from typing_extensions import override
 
 from diffmegatron.evaluation.classification_datasets import TASKS, EncodedTask, check_tasks
 from diffmegatron.evaluation.figures import estimate_measures, plot_curves
-from diffmegatron.evaluation.requests import Asking
+from diffmegatron.evaluation.requests import ItemGenerator
 from diffmegatron.evaluation.suite import Direction, Item, Mean, Record, Records, Suite
 from diffmegatron.evaluation.targets import Target
 from diffmegatron.section import Count
@@ -59,7 +59,7 @@ class ManyShot(Suite):
         return found
 
     @override
-    def ask(self, target: Target, item: Item) -> Asking:
+    def requests_of(self, target: Target, item: Item) -> ItemGenerator:
         name, shots, prompt, question, label = item.content
         (tokens,) = yield [prompt.request(question)]
         given = prompt.label(tokens)

@@ -16,7 +16,7 @@ from diffmegatron.errors import UserError
 from diffmegatron.evaluation.datasets import choose
 from diffmegatron.evaluation.figures import plot_measures
 from diffmegatron.evaluation.math_datasets import BENCHMARKS, TRAINING
-from diffmegatron.evaluation.requests import Asking, Generation
+from diffmegatron.evaluation.requests import Generation, ItemGenerator
 from diffmegatron.evaluation.suite import Direction, Item, Mean, Record, Records, Suite
 from diffmegatron.evaluation.suites.many_shot import DATA_DIR
 from diffmegatron.evaluation.targets import Target
@@ -52,7 +52,7 @@ class Mathematics(Suite):
 
     @property
     @override
-    def only_generates(self) -> bool:
+    def requests_only_free_text(self) -> bool:
         return True
 
     @override
@@ -66,13 +66,13 @@ class Mathematics(Suite):
     @override
     def items(self, target: Target) -> list[Item]:
         before = self._demonstrations()
-        demonstrated = [target.start, *target.encode(before)] if before else []
+        demonstrated = [target.start_token, *target.encode(before)] if before else []
         found = []
         for name in self.benchmarks:
             problems = BENCHMARKS[name].examples(self.data_dir, self.samples)
             for number, each in enumerate(problems):
                 asked = target.encode(f"{before}Question: {each.question}\nAnswer:")
-                ids = [target.start, *asked]
+                ids = [target.start_token, *asked]
                 # Count the first tokens that equal those of the examples alone, which all problems
                 # share. The last one may differ, because the tokenizer may join it with the
                 # question.
@@ -83,7 +83,7 @@ class Mathematics(Suite):
         return found
 
     @override
-    def ask(self, target: Target, item: Item) -> Asking:
+    def requests_of(self, target: Target, item: Item) -> ItemGenerator:
         name, ids, shared, answer, choices = item.content
         (tokens,) = yield [Generation(ids, self.answer_tokens, (_NEXT,), shared)]
         text = target.tokenizer.decode(tokens).split(_NEXT)[0]

@@ -21,7 +21,7 @@ from diffmegatron.evaluation.haystack import (
     open_haystack,
     question,
 )
-from diffmegatron.evaluation.requests import Asking, Generation
+from diffmegatron.evaluation.requests import Generation, ItemGenerator
 from diffmegatron.evaluation.suite import Direction, Item, Mean, Published, Record, Records, Suite
 from diffmegatron.evaluation.targets import Target
 from diffmegatron.section import Count, Size
@@ -71,7 +71,7 @@ class Retrieval(Suite):
 
     @property
     @override
-    def only_generates(self) -> bool:
+    def requests_only_free_text(self) -> bool:
         return True
 
     @override
@@ -100,7 +100,7 @@ class Retrieval(Suite):
         ]
 
     @override
-    def ask(self, target: Target, item: Item) -> Asking:
+    def requests_of(self, target: Target, item: Item) -> ItemGenerator:
         _, length, count, asked, depth = item.content
         prompt, numbers = hide(
             self.haystack,

@@ -17,7 +17,7 @@ from typing_extensions import override
 from diffmegatron.evaluation.bootstrap import estimate_of_means
 from diffmegatron.evaluation.classification_datasets import EncodedTask, Example, check_tasks
 from diffmegatron.evaluation.figures import plot_curves
-from diffmegatron.evaluation.requests import Asking
+from diffmegatron.evaluation.requests import ItemGenerator
 from diffmegatron.evaluation.suite import Direction, Estimate, Item, Mean, Record, Records, Suite
 from diffmegatron.evaluation.suites.many_shot import DATA_DIR
 from diffmegatron.evaluation.targets import Target
@@ -72,7 +72,7 @@ class Order(Suite):
         return found
 
     @override
-    def ask(self, target: Target, item: Item) -> Asking:
+    def requests_of(self, target: Target, item: Item) -> ItemGenerator:
         name, arrangement, permutation, prompt, question, label = item.content
         (tokens,) = yield [prompt.request(question)]
         given = prompt.label(tokens)

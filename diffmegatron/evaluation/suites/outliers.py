@@ -78,7 +78,7 @@ class Outliers(WindowSuite):
         left = self.tokens
         for _, text in self.texts():
             for window in self.windows(text, target):
-                ids = [target.start, *window][:left]
+                ids = [target.start_token, *window][:left]
                 left -= len(ids)
                 if ids:
                     found.append(Item(f"first/{len(found)}", len(ids), (ids, None)))

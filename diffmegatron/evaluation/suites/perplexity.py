@@ -12,7 +12,7 @@ from typing_extensions import override
 from diffmegatron.errors import UserError
 from diffmegatron.evaluation.bootstrap import estimate
 from diffmegatron.evaluation.figures import plot_bars
-from diffmegatron.evaluation.requests import Asking, Scoring
+from diffmegatron.evaluation.requests import ItemGenerator, Scoring
 from diffmegatron.evaluation.suite import Direction, Estimate, Item, Mean, Record, Records, Window
 from diffmegatron.evaluation.targets import Target
 from diffmegatron.evaluation.text import TextSuite, named_paths, read_texts
@@ -77,7 +77,7 @@ class Perplexity(TextSuite):
         return found
 
     @override
-    def ask(self, target: Target, item: Item) -> Asking:
+    def requests_of(self, target: Target, item: Item) -> ItemGenerator:
         source, window, count = item.content
         ((scored,),) = yield [Scoring(window[:-count], [window[-count:]])]
         return {"source": source, "nats": scored.nats.double().sum().item(), "tokens": count}

@@ -95,5 +95,6 @@ class QuantizedAttention(WindowSuite):
 
 def _nats(model: Model, windows: list[list[int]]) -> float:
     return sum(
-        model.losses([model.target.start, *window]).double().sum().item() for window in windows
+        model.losses([model.target.start_token, *window]).double().sum().item()
+        for window in windows
     )

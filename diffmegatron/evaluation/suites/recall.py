@@ -17,7 +17,7 @@ from diffmegatron.data.index.part_tokens import Tokens
 from diffmegatron.data.index.token_store import open_corpus
 from diffmegatron.data.tokenizers import load_tokenizer
 from diffmegatron.errors import UserError
-from diffmegatron.evaluation.requests import Asking, Scoring
+from diffmegatron.evaluation.requests import ItemGenerator, Scoring
 from diffmegatron.evaluation.suite import Direction, Item, Mean, Published, Record
 from diffmegatron.evaluation.targets import Target, encode_alike
 from diffmegatron.evaluation.text import WindowSuite
@@ -90,8 +90,8 @@ class Recall(WindowSuite):
         ]
 
     @override
-    def ask(self, target: Target, item: Item) -> Asking:
-        answers = yield [Scoring([target.start], [window]) for window, _ in item.content]
+    def requests_of(self, target: Target, item: Item) -> ItemGenerator:
+        answers = yield [Scoring([target.start_token], [window]) for window, _ in item.content]
         record = {"hits": 0, "hit_nats": 0.0, "others": 0, "other_nats": 0.0}
         for (window, places), (scored,) in zip(item.content, answers, strict=True):
             losses = scored.nats.double()

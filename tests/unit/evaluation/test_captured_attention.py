@@ -237,7 +237,7 @@ def test_outliers_are_those_of_all_values_sorted(model, folder, tmp_path, small_
         seen: list[Layer] = []
         with watched(model, seen.append):
             states = model.network.base_model(
-                model.batch([model.target.start, *ids[first : first + count]]),
+                model.batch([model.target.start_token, *ids[first : first + count]]),
                 use_cache=False,
                 output_hidden_states=True,
             ).hidden_states
@@ -250,7 +250,7 @@ def test_outliers_are_those_of_all_values_sorted(model, folder, tmp_path, small_
         caught: list = []
         hook = last.register_forward_hook(lambda *call, caught=caught: caught.append(call[2]))
         model.network.base_model(
-            model.batch([model.target.start, *ids[first : first + count]]), use_cache=False
+            model.batch([model.target.start_token, *ids[first : first + count]]), use_cache=False
         )
         hook.remove()
         output = caught[0][0] if isinstance(caught[0], tuple) else caught[0]

@@ -26,7 +26,7 @@ from diffmegatron.evaluation.bootstrap import difference, estimate
 from diffmegatron.evaluation.evaluate import evaluate
 from diffmegatron.evaluation.evaluation_ranks import Ranks, export_targets
 from diffmegatron.evaluation.model import Computing, Model
-from diffmegatron.evaluation.requests import Asking, Scoring
+from diffmegatron.evaluation.requests import ItemGenerator, Scoring
 from diffmegatron.evaluation.result_file import RecordFile, SharedRecords, sealed_line
 from diffmegatron.evaluation.suite import Item, Mean, Suite
 from diffmegatron.evaluation.suites import SUITES
@@ -599,7 +599,7 @@ PAGE = DOCS / "evaluation.md"
 def test_the_suite_of_the_docs_works(folder, tmp_path, monkeypatch):
     (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     names = {
-        "Asking": Asking,
+        "ItemGenerator": ItemGenerator,
         "ClassVar": ClassVar,
         "Item": Item,
         "Mean": Mean,

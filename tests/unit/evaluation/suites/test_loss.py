@@ -25,7 +25,7 @@ def loss_of(position: int, document: int) -> float:
 
 
 TARGET = SimpleNamespace(
-    start=0,
+    start_token=0,
     tokenizer=SimpleNamespace(end_of_document=256),
     encode=lambda text: list(text.encode()),
 )

@@ -4,38 +4,34 @@ An item is a part of a suite that is scored by itself, such as a question. Its s
 several requests to the model, one after the other.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from itertools import islice
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from diffmegatron.errors import NotFiniteError
-from diffmegatron.evaluation.requests import Answer, Asking, Request
+from diffmegatron.evaluation.requests import Answer, ItemGenerator, Request
+
+if TYPE_CHECKING:
+    from diffmegatron.evaluation.model import Model
 
 # Number of items that are scored at the same time. Their requests, with all token ids, are in
 # memory together.
 _OPEN_ITEMS = 1024
 
 
-class Answers(Protocol):
-    """An object that answers requests: a model, or an engine that serves a model."""
-
-    def answers(self, requests: Sequence[Request]) -> Iterator[tuple[int, Answer]]:
-        """Yield the index of each request with its answer, in any order of requests."""
-
-
-class _Open:
+class _OpenItem:
     """An item whose requests are being answered.
 
     Attributes:
         key: key of the item.
-        requests: the requests that the suite's generator (:meth:`Suite.ask`) has yielded most
-            recently, and whose answers it waits for.
+        requests: the requests that the suite's generator (:meth:`Suite.requests_of`) has yielded
+            most recently, and whose answers it waits for.
         record: record of the item, or the error that a request was answered with; None while the
             item is not complete.
     """
 
-    def __init__(self, key: str, asking: Asking) -> None:
-        self.key, self._asking = key, asking
+    def __init__(self, key: str, generator: ItemGenerator) -> None:
+        self.key, self._generator = key, generator
         self.record: dict[str, Any] | NotFiniteError | None = None
         self._advance(None)
 
@@ -52,14 +48,14 @@ class _Open:
         self.requests: list[Request] = []
         try:
             while not self.requests:
-                self.requests = list(self._asking.send(answers))  # type: ignore[arg-type]
+                self.requests = list(self._generator.send(answers))  # type: ignore[arg-type]
                 answers = []
         except StopIteration as end:
             self.record = end.value
 
 
-def run_askings(
-    model: Answers, askings: Iterable[tuple[str, Asking]]
+def score_items(
+    model: "Model", generators: Iterable[tuple[str, ItemGenerator]]
 ) -> Iterator[tuple[str, dict[str, Any] | NotFiniteError]]:
     """Yield the key of each item with its record, or with the error that prevented a record.
 
@@ -67,13 +63,13 @@ def run_askings(
 
     Args:
         model: model, which receives the requests of up to 1,024 items together.
-        askings: key and generator (from :meth:`Suite.ask`) of each item.
+        generators: key and generator (from :meth:`Suite.requests_of`) of each item.
     """
-    left = iter(askings)
+    left = iter(generators)
     while window := list(islice(left, _OPEN_ITEMS)):
         items = []
-        for key, asking in window:
-            item = _Open(key, asking)
+        for key, generator in window:
+            item = _OpenItem(key, generator)
             # If a generator yields no request, the item is complete already: the suite computed the
             # record itself, for example by a request to an external model. Yield this record at
             # once, so that it is not lost if that model fails at the next item.
