@@ -73,18 +73,18 @@ def _arrays(shares: Mapping[str, Mean], keys: list[str]) -> np.ndarray:
 
 
 def _estimate(*targets: np.ndarray) -> Estimate | None:
-    items = len(targets[0])
-    if not items or not all(target[:, 1].sum() for target in targets):
+    units = len(targets[0])
+    if not units or not all(target[:, 1].sum() for target in targets):
         return None
     value = _subtracted([target.sum(0) for target in targets])
-    if items < 2:
-        return Estimate(float(value), None, None, items)
+    if units < 2:
+        return Estimate(float(value), None, None, units)
     values = np.concatenate(
-        [_subtracted([drawn @ target for target in targets]) for drawn in _resamples(items)]
+        [_subtracted([drawn @ target for target in targets]) for drawn in _resamples(units)]
     )
     # A resample may draw only units of weight 0. Its value is NaN and does not count.
     low, high = np.percentile(values[np.isfinite(values)], _PERCENTILES)
-    return Estimate(float(value), float(low), float(high), items)
+    return Estimate(float(value), float(low), float(high), units)
 
 
 def _subtracted(sums: list[np.ndarray]) -> np.ndarray:

@@ -28,7 +28,7 @@ _NAME = "diffmegatron_evaluation"
 _USUAL = "sdpa"
 
 
-class Call(NamedTuple):
+class CapturedCall(NamedTuple):
     """Queries and keys of one call of the attention function.
 
     Attributes:
@@ -55,7 +55,7 @@ class Call(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Layer:
+class LayerAttention:
     """The attention of one layer in one forward pass of a single text of s tokens.
 
     Attributes:
@@ -70,7 +70,7 @@ class Layer:
     number: int
     module: nn.Module
     hidden: Tensor
-    calls: tuple[Call, ...]
+    calls: tuple[CapturedCall, ...]
     variant: Variant
 
     @property
@@ -114,16 +114,16 @@ def row_blocks(heads: int, rows: int) -> Iterator[tuple[int, int]]:
 
 
 @contextmanager
-def watched(model: Model, watch: Callable[[Layer], object]) -> Iterator[None]:
+def watch_attention(model: Model, watch: Callable[[LayerAttention], object]) -> Iterator[None]:
     """Call ``watch`` after the attention of each layer, in every forward pass of this context.
 
-    ``watch`` receives the :class:`Layer`. Every forward pass must have a single text and no
+    ``watch`` receives a :class:`LayerAttention`. Every forward pass must have a single text and no
     key-value cache.
 
     Raises:
         UserError: the kind of attention is unknown, or attention is limited to a window.
     """
-    variant, calls = model.target.variant, list[Call]()
+    variant, calls = model.target.variant, list[CapturedCall]()
 
     def attend(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any
@@ -132,12 +132,12 @@ def watched(model: Model, watch: Callable[[Layer], object]) -> Iterator[None]:
         # Some model classes call attention twice with the same queries, once for each half of the
         # values. Record only one of these calls.
         if not calls or calls[-1].query.data_ptr() != query.data_ptr():
-            calls.append(Call(query[0], key[0], options["scaling"]))
+            calls.append(CapturedCall(query[0], key[0], options["scaling"]))
         return ALL_ATTENTION_FUNCTIONS[_USUAL](module, query, key, value, mask, **options)
 
     def end(number: int, module: nn.Module, args: tuple, options: dict, output: object) -> None:
         hidden = options["hidden_states"] if "hidden_states" in options else args[0]
-        layer = Layer(number, module, hidden[0], tuple(calls), variant.of_layer(number))
+        layer = LayerAttention(number, module, hidden[0], tuple(calls), variant.of_layer(number))
         calls.clear()
         watch(layer)
 
@@ -151,7 +151,7 @@ def watched(model: Model, watch: Callable[[Layer], object]) -> Iterator[None]:
 
 
 @contextmanager
-def quantized(model: Model, bits: int) -> Iterator[None]:
+def quantize_logits(model: Model, bits: int) -> Iterator[None]:
     """Round attention logits to ``bits`` bits, relative to their largest absolute value (absmax).
 
     Every forward pass must have a single text.
@@ -168,7 +168,7 @@ def quantized(model: Model, bits: int) -> Iterator[None]:
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any
     ) -> tuple[Tensor, None]:
         _check(model, options)
-        call, values = Call(query[0], key[0], options["scaling"]), value[0].float()
+        call, values = CapturedCall(query[0], key[0], options["scaling"]), value[0].float()
         blocks = list(row_blocks(len(call.query), call.query.shape[1]))
         largest = max(_largest(call.logits(*block)) for block in blocks)
         step = largest / levels if largest else 1.0

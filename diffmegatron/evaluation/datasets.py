@@ -128,7 +128,7 @@ def choose(names: Iterable[str], known: Mapping[str, Named], kind: str) -> list[
     for name in names:
         if name not in known:
             raise UserError(
-                f"{kind} {clipped(repr(name))} is unknown; give some of {', '.join(known)}"
+                f"{kind} {clipped(repr(name))} is unknown; choose from {', '.join(known)}"
             )
         found.append(known[name])
     return found

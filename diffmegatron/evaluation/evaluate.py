@@ -14,7 +14,7 @@ from typing import Any
 
 from diffmegatron.errors import NotFiniteError, UserError
 from diffmegatron.evaluation.evaluate_settings import Computing
-from diffmegatron.evaluation.evaluation_ranks import Ranks, export_targets, joined
+from diffmegatron.evaluation.evaluation_ranks import Ranks, export_targets, join_ranks
 from diffmegatron.evaluation.model import Model
 from diffmegatron.evaluation.result_file import (
     NOT_FINITE,
@@ -64,8 +64,8 @@ def evaluate(
     """
     computing = computing or Computing()
     check_utf8(*paths, out, *(Path(path) for path in _given(options)))
-    with joined() as ranks, _lock(out) if ranks.is_main else nullcontext():
-        ranks.meet()
+    with join_ranks() as ranks, _lock(out) if ranks.is_main else nullcontext():
+        ranks.barrier()
         targets = find_targets(paths, out)
         export_targets(targets, ranks)
         suites = make_suites(names, options, settings, lambda: shortest_context(targets))
@@ -135,7 +135,7 @@ def _run(suite: Suite, model: Model, out: Path, ranks: Ranks) -> Measured:
         fitting = [item for item in items if item.key not in too_long]
         _score_items(suite, model, fitting, file, ranks, suite.passes[0])
         if long:
-            measured.left_out.append(
+            measured.remarks.append(
                 f"{len(long)} of {len(items)} items need a context of up to "
                 f"{max(item.tokens for item in long):,} tokens, and max_position_embeddings is "
                 f"{target.context:,.0f}"
@@ -149,7 +149,7 @@ def _run(suite: Suite, model: Model, out: Path, ranks: Ranks) -> Measured:
         measured.records = {item.key: file.records[item.key] for item in fitting}
     bad = [key for key, record in measured.records.items() if NOT_FINITE in record]
     if bad:
-        measured.left_out.append(
+        measured.remarks.append(
             f"{len(bad)} of {len(fitting)} items have numbers that are not finite, so no mean is "
             f"computed; the first is {bad[0]}: {measured.records[bad[0]][NOT_FINITE]}"
         )

@@ -33,7 +33,9 @@ class Computing:
 
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
-        typer.Option(help="Of weights; auto: the files' dtype on a GPU, float32 on a CPU"),
+        typer.Option(
+            help="Dtype of the weights (auto: the files' dtype on a GPU, float32 on a CPU)"
+        ),
     ] = "auto"
     device: Annotated[
         Literal["auto", "cpu", "cuda"], typer.Option(help="auto: a GPU if there is one")
@@ -44,7 +46,7 @@ class Computing:
     ] = None
     engine: Annotated[
         Literal["transformers", "vllm"],
-        typer.Option(help="Library that computes; vllm only generates free text"),
+        typer.Option(help="Library that runs the models; vllm only generates free text"),
     ] = "transformers"
 
     def __post_init__(self) -> None:

@@ -46,14 +46,14 @@ class Ranks:
         """Return the items that this process scores: every ``count``-th item."""
         return items[self.rank :: self.count]
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         """Wait until all processes have called this method."""
         if self.count > 1:
             distributed.barrier()
 
 
 @contextmanager
-def joined() -> Iterator[Ranks]:
+def join_ranks() -> Iterator[Ranks]:
     """Join the processes that a launcher has started, and yield their :class:`Ranks`.
 
     Without a launcher there is one process.
@@ -93,4 +93,4 @@ def export_targets(targets: Sequence[Target], ranks: Ranks) -> None:
                     f"the export of {shown(target.checkpoint)} failed with the error above; "
                     "correct it, or give a Hugging Face folder"
                 )
-    ranks.meet()
+    ranks.barrier()

@@ -497,7 +497,7 @@ def _decoding(instance: Instance) -> Any:
 
 def _likelihood(scored: Scored) -> tuple[float, bool]:
     """Return a continuation's log-likelihood in nats, and whether greedy decoding produces it."""
-    return -float(scored.nats.double().sum()), bool(scored.likeliest.all())
+    return -float(scored.losses.double().sum()), bool(scored.is_most_likely.all())
 
 
 def _stderr(

@@ -49,7 +49,7 @@ class Needle(NamedTuple):
         return f"The special magic {self.city} number is {self.number}. "
 
 
-class Hidden(NamedTuple):
+class HaystackPrompt(NamedTuple):
     """A prompt with hidden needles.
 
     Attributes:
@@ -122,9 +122,9 @@ class Haystack:
             raise UserError(f"--haystack {shown(path)} has no text")
         self._ids: dict[int, list[int]] = {}
 
-    def hide(
+    def build_prompt(
         self, needles: Sequence[Needle], asked: str, length: int, draw: random.Random
-    ) -> Hidden:
+    ) -> HaystackPrompt:
         """Return a prompt of exactly ``length`` tokens.
 
         The haystack begins with a random sentence of the text. At the end of the text it continues
@@ -159,7 +159,7 @@ class Haystack:
                     spans[number] = (len(ids), len(ids) + len(sentences[number]))
                     ids += sentences[number]
             ids += piece
-        return Hidden([*ids, *ending], [spans[n] for n in range(len(needles))], len(ids))
+        return HaystackPrompt([*ids, *ending], [spans[n] for n in range(len(needles))], len(ids))
 
     def _pieces(self, space: int, draw: random.Random) -> list[list[int]]:
         """Return the token ids of consecutive sentences, with ``space`` tokens in total.

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from diffmegatron.errors import NotFiniteError
-from diffmegatron.evaluation.captured_attention import Layer, layers, row_blocks
+from diffmegatron.evaluation.captured_attention import LayerAttention, layers, row_blocks
 from diffmegatron.evaluation.model import Model
 
 # Names of measures. The two maps of a head are the softmax maps of its signal and its noise.
@@ -30,7 +30,7 @@ ByLayer = dict[str, list[float]]
 
 @torch.no_grad()
 def map_statistics(
-    seen: Sequence[Layer], top: float, epsilons: Sequence[float]
+    seen: Sequence[LayerAttention], top: float, epsilons: Sequence[float]
 ) -> tuple[ByLayer, Tensor]:
     """Return measures of every layer's maps, and the distances between the maps of all heads.
 
@@ -80,7 +80,7 @@ def map_statistics(
 
 
 def _measured(
-    block: "_Block", layer: Layer, softmax: Tensor, maps: Tensor, epsilons: Sequence[float]
+    block: "_Block", layer: LayerAttention, softmax: Tensor, maps: Tensor, epsilons: Sequence[float]
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the name and the values of every measure for a block of rows of a layer.
 

@@ -203,5 +203,5 @@ BENCHMARKS: dict[str, DataSet[Problem]] = {
 TRAINING: DataSet[Problem] = DataSet(
     "gsm8k_train.jsonl",
     json_lines(_Gsm8k),
-    "GSM8K's training set; to do without it, set math.shots=0",
+    "GSM8K's training set; or set math.shots=0 to use no examples",
 )

@@ -126,7 +126,7 @@ class Model:
         if isinstance(answer, NotFiniteError):
             raise answer
         (scored,) = cast(list[Scored], answer)
-        return scored.nats
+        return scored.losses
 
     @cached_property
     def _batched(self) -> BatchedNetwork:

@@ -41,13 +41,15 @@ class Scored(NamedTuple):
     """The answer for one continuation of n tokens; the tensors are on the CPU.
 
     Attributes:
-        nats: negative log-likelihood of each token given all tokens before it, float32 [n].
-        likeliest: whether each token is the most likely token at its position, bool [n]. Empty for
-            suites that run during training, because it would need another forward pass there.
+        losses: negative log-likelihood in nats of each token given all tokens before it,
+            float32 [n].
+        is_most_likely: whether each token is the most likely token at its position, bool [n].
+            Empty for suites that run during training, because it would need another forward pass
+            there.
     """
 
-    nats: Tensor
-    likeliest: Tensor
+    losses: Tensor
+    is_most_likely: Tensor
 
 
 class Generation(NamedTuple):

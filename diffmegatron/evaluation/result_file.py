@@ -34,11 +34,11 @@ class Measured:
 
     Attributes:
         records: records from which measures are computed, by the keys of their items.
-        left_out: sentences for the report about items that were not run or are not used.
+        remarks: sentences for the report about items that were not run or are not used.
     """
 
     records: dict[str, Record] = field(default_factory=dict)
-    left_out: list[str] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
 
 
 class _Line(dict[str, Any]):
@@ -206,10 +206,10 @@ class SharedRecords:
             UserError: a file is damaged or cannot be written, or has no record of an item.
         """
         self._close()
-        self._ranks.meet()
+        self._ranks.barrier()
         if self._ranks.is_main:
             self._merge(order)
-        self._ranks.meet()
+        self._ranks.barrier()
         with RecordFile(self._path, self._header) as file:
             self.records = file.records
         missing = sum(key not in self.records for key in order)

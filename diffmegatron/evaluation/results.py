@@ -22,7 +22,7 @@ from diffmegatron.evaluation.bootstrap import difference, estimate
 from diffmegatron.evaluation.model import Computing
 from diffmegatron.evaluation.report_pages import to_html, to_markdown
 from diffmegatron.evaluation.result_file import Measured
-from diffmegatron.evaluation.suite import Estimate, Mean, Record, Suite
+from diffmegatron.evaluation.suite import Estimate, Mean, Published, Record, Suite
 from diffmegatron.evaluation.targets import Target, have_one_tokenizer
 from diffmegatron.files import reason, shown, write_durably, write_picture
 
@@ -53,7 +53,7 @@ def make_outcome(
     networks = not all(suite.reads_runs for suite in suites)
     same = not networks or have_one_tokenizer(targets)
     return {
-        "made": _made(computing),
+        "made": _provenance(computing),
         "targets": {
             target.name: _described(target, computing if networks else None) for target in targets
         },
@@ -98,7 +98,7 @@ def _draw(suite: Suite, path: Path, records: Mapping[str, list[Record]]) -> bool
     return drawn
 
 
-def _made(computing: Computing) -> dict[str, Any]:
+def _provenance(computing: Computing) -> dict[str, Any]:
     """Return the time, the device and the library versions of the evaluation."""
     is_gpu = computing.is_gpu
     libraries = ["diffmegatron", "torch", "transformers"]
@@ -136,13 +136,13 @@ def _outcome_of(suite: Suite, measured: Mapping[str, Measured], same: bool) -> d
     records = {name: each for name, each in records.items() if each}
     measures = suite.ordered(list(dict.fromkeys(chain.from_iterable(shares.values()))))
     tokens = {m for of_target in shares.values() for m, s in of_target.items() if _counts_tokens(s)}
-    left_out = [f"{name}: {why}" for name, each in measured.items() for why in each.left_out]
+    remarks = [f"{name}: {why}" for name, each in measured.items() for why in each.remarks]
     if tokens and not same:
-        left_out.append(
+        remarks.append(
             f"no differences of {', '.join(m for m in measures if m in tokens)}, because the "
             "targets have different tokenizers"
         )
-    left_out += suite.remarks(records)
+    remarks += suite.remarks(records)
     first, *others = measured
     totals = {
         name: {measure: _total(value) for measure, value in suite.totals(each).items()}
@@ -157,10 +157,11 @@ def _outcome_of(suite: Suite, measured: Mapping[str, Measured], same: bool) -> d
         "measures": {
             measure: {
                 "targets": {
-                    name: _as_json(estimate(each.get(measure, {}))) for name, each in shares.items()
+                    name: _as_json_or_none(estimate(each.get(measure, {})))
+                    for name, each in shares.items()
                 },
                 "differences": {
-                    name: _as_json(
+                    name: _as_json_or_none(
                         difference(shares[name].get(measure, {}), shares[first].get(measure, {}))
                         if same or measure not in tokens
                         else None
@@ -174,8 +175,8 @@ def _outcome_of(suite: Suite, measured: Mapping[str, Measured], same: bool) -> d
         "totals": totals,
         "across": dict(suite.across(records)) if records else {},
         "details": dict(suite.details(records)),
-        "published": [each._asdict() for each in suite.published],
-        "not_run": left_out,
+        "published": [_published_as_json(each) for each in suite.published],
+        "not_run": remarks,
     }
 
 
@@ -203,10 +204,23 @@ def _counts_tokens(shares: Mapping[str, Mean]) -> bool:
 
 
 def _total(value: float | Estimate) -> dict[str, Any]:
-    """Return a number as the fields of an :class:`Estimate`, without an interval if it has none."""
+    """Return a number as the fields of an estimate, without an interval if it has none."""
     found = value if isinstance(value, Estimate) else Estimate(value, None, None, None)
-    return found._asdict()
+    return _as_json(found)
 
 
-def _as_json(found: Estimate | None) -> dict[str, Any] | None:
-    return None if found is None else found._asdict()
+def _as_json(found: Estimate) -> dict[str, Any]:
+    return {"value": found.value, "low": found.low, "high": found.high, "items": found.units}
+
+
+def _as_json_or_none(found: Estimate | None) -> dict[str, Any] | None:
+    return None if found is None else _as_json(found)
+
+
+def _published_as_json(published: Published) -> dict[str, Any]:
+    return {
+        "measure": published.measure,
+        "differential": published.differential,
+        "transformer": published.transformer,
+        "of": published.source,
+    }

@@ -70,13 +70,13 @@ class Estimate(NamedTuple):
         value: value on all items.
         low, high: ends of the interval. For a bootstrap they are the 2.5% and 97.5% percentiles of
             the resamples, and None if there are fewer than 2 units.
-        items: number of units (:meth:`Suite.unit`); None if the number does not come from units.
+        units: number of units (:meth:`Suite.unit`); None if the number does not come from units.
     """
 
     value: float
     low: float | None
     high: float | None
-    items: int | None
+    units: int | None
 
 
 class Published(NamedTuple):
@@ -86,13 +86,13 @@ class Published(NamedTuple):
         measure: name of the suite's measure.
         differential: value of the Differential Transformer.
         transformer: value of the Transformer; None if the paper does not give it.
-        of: size of the paper's models, and the table.
+        source: size of the paper's models, and the table.
     """
 
     measure: str
     differential: float
     transformer: float | None
-    of: str
+    source: str
 
 
 class Suite(Section, ABC):

@@ -32,7 +32,9 @@ class TextSuite(Suite):
     data: tuple[str, ...] = Field(
         min_length=1, description="text that no target was trained on, as PATH or NAME=PATH"
     )
-    documents: Count | None = Field(default=64, description="the first of every source; null: all")
+    documents: Count | None = Field(
+        default=64, description="number of documents per source (null: all)"
+    )
 
 
 class WindowSuite(TextSuite):

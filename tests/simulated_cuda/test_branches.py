@@ -58,7 +58,7 @@ NOT_ENTERED = {
     "evaluation/evaluate_settings.py:Computing.tokens": HARDWARE,
     "evaluation/model.py:Model._answers_of": HARDWARE,
     "evaluation/model.py:Model.network": HARDWARE,
-    "evaluation/results.py:_made": HARDWARE,
+    "evaluation/results.py:_provenance": HARDWARE,
     "evaluation/run_report.py:write_report": HARDWARE,
     "evaluation/suites/throughput.py:Throughput.score": HARDWARE,
     "evaluation/suites/throughput.py:_wait": HARDWARE,

@@ -124,7 +124,7 @@ def _differences(one: list[Answer], other: list[Answer]) -> dict[str, float]:
         if a and isinstance(a, list) and isinstance(a[0], Scored):
             assert isinstance(b, list)
             pairs = zip(a, b, strict=True)
-            nats = max(nats, *(float((x.nats - y.nats).abs().max()) for x, y in pairs))
+            nats = max(nats, *(float((x.losses - y.losses).abs().max()) for x, y in pairs))
         else:
             texts += a != b
     return {"largest_difference_in_nats": nats, "texts_that_differ": texts}

@@ -75,7 +75,7 @@ def make_suites(
     for name in names:
         if name not in SUITES:
             near = difflib.get_close_matches(name, SUITES, n=1)
-            hint = f"did you mean {near[0]!r}? There are" if near else "give some of"
+            hint = f"did you mean {near[0]!r}? There are" if near else "choose from"
             raise UserError(f"--suite {clipped(repr(name))} is unknown; {hint} {', '.join(SUITES)}")
         fields = SUITES[name].model_fields
         values[name] = {key: value for key, value in options.items() if key in fields}
@@ -91,10 +91,10 @@ def make_suites(
     for name in names:
         if "context" in SUITES[name].model_fields and "context" not in values[name]:
             values[name]["context"] = context()
-    return [_made(name, values[name]) for name in names]
+    return [_build_suite(name, values[name]) for name in names]
 
 
-def _made(name: str, values: Mapping[str, Any]) -> Suite:
+def _build_suite(name: str, values: Mapping[str, Any]) -> Suite:
     for key, field in SUITES[name].model_fields.items():
         if field.is_required() and key not in values:
             option = f"--{key.replace('_', '-')}" if key in _OPTIONS else f"--set {name}.{key}="

@@ -41,7 +41,7 @@ class AssociativeRecall(TextSuite):
     data: tuple[str, ...] = Field(
         min_length=1, description="texts of pairs and the same pairs again, as PATH or NAME=PATH"
     )
-    documents: Count = Field(default=512, description="the first of every source")
+    documents: Count = Field(default=512, description="number of documents per source")
 
     @property
     @override
@@ -74,7 +74,7 @@ class AssociativeRecall(TextSuite):
         # The context ends with the first key of the second half. Then values and keys alternate, so
         # the continuation has the values at even positions.
         ((scored,),) = yield [Scoring(ids[: half + 1], [ids[half + 1 :]])]
-        right = scored.likeliest[::2]
+        right = scored.is_most_likely[::2]
         return {"pairs": len(right), "right": int(right.sum())}
 
     @override

@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from diffmegatron.errors import NotFiniteError
 from diffmegatron.evaluation import head_statistics as heads
-from diffmegatron.evaluation.captured_attention import Layer, watched
+from diffmegatron.evaluation.captured_attention import LayerAttention, watch_attention
 from diffmegatron.evaluation.figures import place_legend, plot_maps
 from diffmegatron.evaluation.model import Model
 from diffmegatron.evaluation.suite import Item, Mean, Record, Records
@@ -38,15 +38,17 @@ class AttentionAnalysis(TextSuite):
     name: ClassVar[str] = "attention-analysis"
     title: ClassVar[str] = "Statistics of attention heads"
     description: ClassVar[str] = (
-        "What multiplies the values in a head are its scores: the attention weights, after any "
-        "subtraction. The rows are means over queries, heads and layers: sparsity; the entropy "
-        "of absolute scores in nats; the share of scores that are negative, and their share of "
+        "Scores are the attention weights that multiply a head's values, after any subtraction. "
+        "The rows are means over queries, heads and layers: sparsity; the entropy of absolute "
+        "scores in nats; the share of scores that are negative, and their share of "
         "the sum of absolute scores; the overlap of top tokens, and the distance and CKA "
         "between heads (1: alike); and the slope of the loss in a factor on a head's output "
         "(importance). No value is better or worse by itself."
     )
 
-    documents: Count | None = Field(default=16, description="the first of every source; null: all")
+    documents: Count | None = Field(
+        default=16, description="number of documents per source (null: all)"
+    )
     length: Size = Field(default=512, description="largest number of tokens of a text")
     top: Annotated[float, Field(gt=0, le=1)] = Field(
         default=0.05, description="share of a row's tokens that are its top tokens"
@@ -78,11 +80,11 @@ class AttentionAnalysis(TextSuite):
     @override
     def score(self, model: Model, item: Item) -> Record:
         """Return the measures of a text: by layer, by pair of layers, or by layer and head."""
-        seen: list[Layer] = []
+        seen: list[LayerAttention] = []
         count = model.target.variant.num_heads
         with (
             torch.no_grad(),
-            watched(model, seen.append),
+            watch_attention(model, seen.append),
             heads.head_outputs(model, count) as outputs,
         ):
             model.network.base_model(model.batch(item.content), use_cache=False)

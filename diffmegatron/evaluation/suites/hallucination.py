@@ -85,7 +85,7 @@ class Hallucination(Suite):
 
     data_dir: Path = DATA_DIR
     tasks: tuple[str, ...] = Field(default=tuple(_PAPER), min_length=1)
-    samples: Count = Field(default=100, description="the first of every task")
+    samples: Count = Field(default=100, description="number of documents per task")
     context: Size = Field(default=2048, description="tokens of prompt and answer")
     answer_tokens: Size = 128
     judge: str | None = Field(default=None, description="a Hugging Face folder, or a URL")

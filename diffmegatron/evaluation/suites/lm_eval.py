@@ -84,7 +84,9 @@ class LmEval(Suite):
         min_length=1,
         description="examples before a question; by default each task's own number",
     )
-    samples: Count | None = Field(default=None, description="the first of every task; null: all")
+    samples: Count | None = Field(
+        default=None, description="number of questions per task (null: all)"
+    )
     apply_chat_template: bool = False
 
     @property

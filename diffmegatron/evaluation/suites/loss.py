@@ -101,7 +101,7 @@ class Loss(WindowSuite):
         beginnings = {n: [0.0, 0] for n in self.lengths}
         full = {n: [0.0, 0] for n in self.lengths}
         for window, (scored,) in zip(pieces, answers, strict=True):
-            losses = scored.nats.double().numpy()
+            losses = scored.losses.double().numpy()
             # In packed windows, the end-of-document token is not text and does not count.
             counted = np.array([isinstance(piece, str) or token != end for token in window])
             sums, counts = np.cumsum(losses * counted), np.cumsum(counted)

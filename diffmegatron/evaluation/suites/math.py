@@ -47,7 +47,7 @@ class Mathematics(Suite):
     data_dir: Path = DATA_DIR
     benchmarks: tuple[str, ...] = Field(default=tuple(BENCHMARKS), min_length=1)
     shots: int = Field(default=4, ge=0, description="0 for fine-tuned models")
-    samples: Count = Field(default=250, description="the first of every benchmark")
+    samples: Count = Field(default=250, description="number of problems per benchmark")
     answer_tokens: Size = 1024
 
     @property

@@ -16,7 +16,7 @@ from typing_extensions import override
 from diffmegatron.errors import UserError
 from diffmegatron.evaluation.haystack import (
     CITIES,
-    Hidden,
+    HaystackPrompt,
     draw_needles,
     open_haystack,
     question,
@@ -102,7 +102,7 @@ class Retrieval(Suite):
     @override
     def requests_of(self, target: Target, item: Item) -> ItemGenerator:
         _, length, count, asked, depth = item.content
-        prompt, numbers = hide(
+        prompt, numbers = build_prompt(
             self.haystack,
             target,
             item.key,
@@ -154,9 +154,9 @@ class Retrieval(Suite):
         )
 
 
-def hide(
+def build_prompt(
     haystack: Path, target: Target, key: str, length: int, pair: Sequence[int], depth: float
-) -> tuple[Hidden, list[str]]:
+) -> tuple[HaystackPrompt, list[str]]:
     """Return the prompt of an item, and the numbers to find.
 
     Args:
@@ -172,5 +172,5 @@ def hide(
     needles = draw_needles(count, depth, draw)
     cities = [needle.city for needle in needles[:asked]]
     draw.shuffle(cities)
-    prompt = open_haystack(haystack, target).hide(needles, question(cities), length, draw)
+    prompt = open_haystack(haystack, target).build_prompt(needles, question(cities), length, draw)
     return prompt, [needle.number for needle in needles[:asked]]

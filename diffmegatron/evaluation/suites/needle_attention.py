@@ -13,12 +13,12 @@ from pydantic import Field
 from typing_extensions import override
 
 from diffmegatron.errors import NotFiniteError
-from diffmegatron.evaluation.captured_attention import Layer, watched
+from diffmegatron.evaluation.captured_attention import LayerAttention, watch_attention
 from diffmegatron.evaluation.figures import plot_maps
 from diffmegatron.evaluation.haystack import open_haystack
 from diffmegatron.evaluation.model import Model
 from diffmegatron.evaluation.suite import Direction, Item, Mean, Published, Record, Records, Suite
-from diffmegatron.evaluation.suites.needle import DEPTHS, HAYSTACK, Share, hide
+from diffmegatron.evaluation.suites.needle import DEPTHS, HAYSTACK, Share, build_prompt
 from diffmegatron.evaluation.targets import Target
 from diffmegatron.section import Count, Size
 
@@ -81,13 +81,13 @@ class NeedleAttention(Suite):
     def score(self, model: Model, item: Item) -> Record:
         """Return the shares of answer and noise by layer and head."""
         _, depth = item.content
-        prompt, _ = hide(
+        prompt, _ = build_prompt(
             self.haystack, model.target, item.key, self.length, (self.needles, 1), depth
         )
         first, end = prompt.spans[0]
         answer, noise = [], []
 
-        def watch(layer: Layer) -> None:
+        def watch(layer: LayerAttention) -> None:
             row = layer.maps(layer.rows - 1, layer.rows)[:, 0].abs()
             total = row.sum(1)
             if not (total.isfinite() & (total > 0)).all():
@@ -98,7 +98,7 @@ class NeedleAttention(Suite):
             answer.append((own / total).tolist())
             noise.append(((row[:, 1 : prompt.haystack_end].sum(1) - own) / total).tolist())
 
-        with watched(model, watch):
+        with watch_attention(model, watch):
             model.network.base_model(model.batch(prompt.ids), use_cache=False)
         return {"depth": depth, "answer": answer, "noise": noise}
 

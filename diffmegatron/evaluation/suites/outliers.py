@@ -16,7 +16,12 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from diffmegatron.errors import NotFiniteError
-from diffmegatron.evaluation.captured_attention import Layer, layers, row_blocks, watched
+from diffmegatron.evaluation.captured_attention import (
+    LayerAttention,
+    layers,
+    row_blocks,
+    watch_attention,
+)
 from diffmegatron.evaluation.model import Model
 from diffmegatron.evaluation.suite import Direction, Item, Published, Record, Records
 from diffmegatron.evaluation.targets import Target
@@ -107,7 +112,7 @@ class Outliers(WindowSuite):
         ids, bins = item.content
         counters = {of: _Counter(None if bins is None else bins[of], of) for of in (LOGITS, HIDDEN)}
 
-        def see_logits(layer: Layer) -> None:
+        def see_logits(layer: LayerAttention) -> None:
             for first, end in layer.blocks():
                 logits = layer.logits(first, end)
                 counters[LOGITS].add(logits[logits != -torch.inf])
@@ -119,7 +124,7 @@ class Outliers(WindowSuite):
                 counters[HIDDEN].add(hidden[0, first:end].flatten())
 
         with ExitStack() as stack:
-            stack.enter_context(watched(model, see_logits))
+            stack.enter_context(watch_attention(model, see_logits))
             for layer in layers(model):
                 stack.callback(layer.register_forward_hook(see_hidden).remove)
             model.network.base_model(model.batch(ids), use_cache=False)

@@ -45,7 +45,7 @@ class Perplexity(TextSuite):
     )
 
     documents: Count | None = Field(
-        default=None, description="the first of every source; null: all"
+        default=None, description="number of documents per source (null: all)"
     )
     context: Window = Field(default=2048, description="tokens of a window")
     stride: Size | None = Field(
@@ -80,7 +80,7 @@ class Perplexity(TextSuite):
     def requests_of(self, target: Target, item: Item) -> ItemGenerator:
         source, window, count = item.content
         ((scored,),) = yield [Scoring(window[:-count], [window[-count:]])]
-        return {"source": source, "nats": scored.nats.double().sum().item(), "tokens": count}
+        return {"source": source, "nats": scored.losses.double().sum().item(), "tokens": count}
 
     @override
     def means(self, record: Record) -> dict[str, Mean]:
@@ -105,7 +105,7 @@ class Perplexity(TextSuite):
             # the percentiles of the perplexity.
             low, high = (None if end is None else _exp(end) for end in (nats.low, nats.high))
             name = measure.replace(_NATS, _PERPLEXITY)
-            found[name] = Estimate(_exp(nats.value), low, high, nats.items)
+            found[name] = Estimate(_exp(nats.value), low, high, nats.units)
         return found
 
     @override

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 from pydantic import Field
 from typing_extensions import override
 
-from diffmegatron.evaluation.captured_attention import quantized
+from diffmegatron.evaluation.captured_attention import quantize_logits
 from diffmegatron.evaluation.figures import estimate_measures, plot_curves
 from diffmegatron.evaluation.model import Model
 from diffmegatron.evaluation.suite import Direction, Item, Mean, Record, Records
@@ -34,7 +34,7 @@ class QuantizedAttention(WindowSuite):
         "the rounding adds. The rounding adds less to the loss of a model with small outliers."
     )
 
-    documents: Count = Field(default=16, description="the first of every source")
+    documents: Count = Field(default=16, description="number of documents per source")
     characters: Count = Field(default=8_000, description="longer documents are cut")
     bits: tuple[Annotated[int, Field(ge=2, le=16)], ...] = Field(default=(8, 6, 4), min_length=1)
 
@@ -54,7 +54,7 @@ class QuantizedAttention(WindowSuite):
         windows = self.windows(item.content, model.target)
         nats = {_FULL: _nats(model, windows)}
         for bits in self.bits:
-            with quantized(model, bits):
+            with quantize_logits(model, bits):
                 nats[f"{bits} bits"] = _nats(model, windows)
         return {
             "nats": nats,

@@ -52,7 +52,10 @@ class Recall(WindowSuite):
     )
 
     training: Path = Field(description="the PREFIX of the corpus that the targets were trained on")
-    rare: SizeOrZero = Field(default=1250, description="most occurrences of a hit in training")
+    rare: SizeOrZero = Field(
+        default=1250,
+        description="largest number of occurrences of the bigram in the training corpus",
+    )
 
     @property
     @override
@@ -94,7 +97,7 @@ class Recall(WindowSuite):
         answers = yield [Scoring([target.start_token], [window]) for window, _ in item.content]
         record = {"hits": 0, "hit_nats": 0.0, "others": 0, "other_nats": 0.0}
         for (window, places), (scored,) in zip(item.content, answers, strict=True):
-            losses = scored.nats.double()
+            losses = scored.losses.double()
             hits = losses[places].sum().item()
             record["hits"] += len(places)
             record["hit_nats"] += hits

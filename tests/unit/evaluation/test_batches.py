@@ -100,8 +100,8 @@ def test_likelihoods_are_those_of_single_texts(folder):
         for request, answer in zip(requests, answers(model, requests), strict=True):
             for continuation, scored in zip(request.continuations, answer, strict=True):
                 nats, likeliest = expected_score(network, request, continuation)
-                assert (scored.nats.double() - nats).abs().max() < 2e-5
-                assert torch.equal(scored.likeliest, likeliest)
+                assert (scored.losses.double() - nats).abs().max() < 2e-5
+                assert torch.equal(scored.is_most_likely, likeliest)
 
 
 def naive_greedy(network, request: Generation, decode) -> list[int]:
@@ -180,7 +180,7 @@ def test_numbers_that_are_not_finite_spoil_no_other_request(plain):
     bad += [Scoring([1, 2, 4, 6], [[3, 77, 4]])]
     found = answers(model, [*good, *bad])
     alone = answers(open_model(plain, 1), good)
-    torch.testing.assert_close(found[0][0].nats, alone[0][0].nats)
+    torch.testing.assert_close(found[0][0].losses, alone[0][0].losses)
     assert found[1] == alone[1]
     assert [str(answer) for answer in found[2:4]] == [
         "the loss of token 3 of 5 is not finite",
@@ -206,7 +206,7 @@ def test_a_batch_that_does_not_fit_is_halved(plain, monkeypatch):
     monkeypatch.undo()
     expected = answers(open_model(plain, 1), requests)
     for (one,), (other,) in zip(found, expected, strict=True):
-        torch.testing.assert_close(one.nats, other.nats, atol=1e-5, rtol=0)
+        torch.testing.assert_close(one.losses, other.losses, atol=1e-5, rtol=0)
 
 
 def test_a_single_text_that_does_not_fit_is_named(plain, monkeypatch):
@@ -256,8 +256,8 @@ def test_scored_tokens_have_the_dtype_that_is_asked_for(plain):
     assert model.network.dtype == torch.bfloat16
     (answer,) = answers(model, [Scoring([1, 2], [[3, 4]])])
     (single,) = answers(open_model(plain, 1), [Scoring([1, 2], [[3, 4]])])
-    assert isinstance(answer[0], Scored) and answer[0].nats.dtype == torch.float32
-    difference = (answer[0].nats - single[0].nats).abs().max()
+    assert isinstance(answer[0], Scored) and answer[0].losses.dtype == torch.float32
+    difference = (answer[0].losses - single[0].losses).abs().max()
     assert 0 < difference < 0.1
 
 

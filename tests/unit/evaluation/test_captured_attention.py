@@ -15,11 +15,16 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from diffmegatron.errors import UserError
 from diffmegatron.evaluation import captured_attention as attention
-from diffmegatron.evaluation.captured_attention import Layer, layers, quantized, watched
+from diffmegatron.evaluation.captured_attention import (
+    LayerAttention,
+    layers,
+    quantize_logits,
+    watch_attention,
+)
 from diffmegatron.evaluation.evaluate import evaluate
 from diffmegatron.evaluation.haystack import CITIES, Haystack, draw_needles, question
 from diffmegatron.evaluation.model import Model
-from diffmegatron.evaluation.suites.needle import hide
+from diffmegatron.evaluation.suites.needle import build_prompt
 from diffmegatron.evaluation.suites.needle_attention import NeedleAttention
 from diffmegatron.evaluation.suites.outliers import (
     LOGITS,
@@ -81,7 +86,9 @@ def change_weights(source: Path, out: Path, change: Callable[[dict], object]) ->
     return out
 
 
-def whole(layer: Layer, of: Callable[[int, int], torch.Tensor], fill: float) -> torch.Tensor:
+def whole(
+    layer: LayerAttention, of: Callable[[int, int], torch.Tensor], fill: float
+) -> torch.Tensor:
     """All rows of logits or maps, padded to a square."""
     parts = [
         torch.nn.functional.pad(of(*block), (0, layer.rows - block[1]), value=fill)
@@ -90,7 +97,7 @@ def whole(layer: Layer, of: Callable[[int, int], torch.Tensor], fill: float) -> 
     return torch.cat(parts, dim=1)
 
 
-def values_of_heads(layer: Layer, heads: int) -> torch.Tensor:
+def values_of_heads(layer: LayerAttention, heads: int) -> torch.Tensor:
     """[heads, s, width]: what each head's map multiplies, as the class's own text says."""
     module, d = layer.module, layer.module.head_dim
     value = module.v_proj(layer.hidden)
@@ -105,7 +112,7 @@ def values_of_heads(layer: Layer, heads: int) -> torch.Tensor:
     return value.repeat_interleave(heads // len(value), dim=0)
 
 
-def output_of(layer: Layer, maps: torch.Tensor) -> torch.Tensor:
+def output_of(layer: LayerAttention, maps: torch.Tensor) -> torch.Tensor:
     """Return the layer's output, computed from its maps."""
     module = layer.module
     heads = (maps @ values_of_heads(layer, len(maps))).transpose(0, 1)
@@ -124,7 +131,7 @@ def test_maps_give_the_layers_own_output(model, small_blocks):
         layer.self_attn.register_forward_hook(lambda *call: outputs.append(call[2][0][0]))
         for layer in layers(model)
     ]
-    with watched(model, seen.append):
+    with watch_attention(model, seen.append):
         model.network.base_model(model.batch(IDS), use_cache=False)
     for hook in hooks:
         hook.remove()
@@ -144,7 +151,7 @@ def test_watching_changes_nothing_and_ends(models):
     for model in models.values():
         batch = model.batch(IDS)
         before = model.network(batch).logits
-        with watched(model, lambda _: None):
+        with watch_attention(model, lambda _: None):
             during = model.network(batch, use_cache=False).logits
         assert torch.allclose(before, during, atol=1e-5)
         assert torch.equal(model.network(batch).logits, before)
@@ -153,8 +160,8 @@ def test_watching_changes_nothing_and_ends(models):
 @torch.no_grad()
 def test_logits_are_products_of_rotated_queries_and_keys(models):
     model = models["plain"]
-    seen: list[Layer] = []
-    with watched(model, seen.append):
+    seen: list[LayerAttention] = []
+    with watch_attention(model, seen.append):
         model.network.base_model(model.batch(IDS), use_cache=False)
     (first, _), module = seen, seen[0].module
     query, key = (
@@ -185,13 +192,13 @@ def rounded(logits: torch.Tensor, bits: int) -> torch.Tensor:
 def test_quantised_attention_is_softmax_of_rounded_logits(model, small_blocks):
     """The first layer's output of four bits, from its logits rounded by hand."""
     seen, outputs = [], []
-    with watched(model, seen.append):
+    with watch_attention(model, seen.append):
         model.network.base_model(model.batch(IDS), use_cache=False)
     layer = seen[0]
     hook = layer.module.register_forward_hook(lambda *call: outputs.append(call[2][0][0]))
-    with quantized(model, 4):
+    with quantize_logits(model, 4):
         model.network.base_model(model.batch(IDS), use_cache=False)
-    with quantized(model, 16):
+    with quantize_logits(model, 16):
         model.network.base_model(model.batch(IDS), use_cache=False)
     hook.remove()
     softmax = torch.cat(
@@ -234,8 +241,8 @@ def test_outliers_are_those_of_all_values_sorted(model, folder, tmp_path, small_
     found = json.loads((tmp_path / "results.json").read_text())["suites"]["outliers"]
     ids, logits, hidden = list(HAY[:60].encode()), [], []
     for first, count in ((0, 19), (19, 19), (38, 9)):
-        seen: list[Layer] = []
-        with watched(model, seen.append):
+        seen: list[LayerAttention] = []
+        with watch_attention(model, seen.append):
             states = model.network.base_model(
                 model.batch([model.target.start_token, *ids[first : first + count]]),
                 use_cache=False,
@@ -318,7 +325,7 @@ def test_needles_lie_at_their_depths_in_prompts_of_one_length(haystack, models):
         assert len({needle.city for needle in needles}) == 4
         assert len({needle.number for needle in needles}) == 4
         asked = question([needles[0].city, needles[2].city])
-        prompt = haystack.hide(needles, asked, 1500, draw)
+        prompt = haystack.build_prompt(needles, asked, 1500, draw)
         assert len(prompt.ids) == 1500
         assert prompt.ids[0] == 1
         for needle, (first, end) in zip(needles, prompt.spans, strict=True):
@@ -341,9 +348,9 @@ def test_haystacks_and_lengths_that_do_not_fit(haystack, folder, tmp_path):
     draw = random.Random(0)
     needles = draw_needles(2, 0.5, draw)
     with pytest.raises(UserError, match=r"hay\.txt has \d+ tokens in plain, and the prompt needs"):
-        haystack.hide(needles, "?", 5000, draw)
+        haystack.build_prompt(needles, "?", 5000, draw)
     with pytest.raises(UserError, match=r"2 needles and their question have 8\d tokens"):
-        haystack.hide(needles, "?", 40, draw)
+        haystack.build_prompt(needles, "?", 40, draw)
     options = {"haystack": folder / "hay.txt"}
     with pytest.raises(UserError, match=r"R may be at most N, and N at most \d+, the number"):
         evaluate([folder / "plain"], ["needle"], tmp_path, options, ["needle.pairs=[[1,2]]"])
@@ -405,9 +412,9 @@ def test_needle_attention_is_that_of_the_whole_map(models, folder, small_blocks)
         item = suite.items(model.target)[1]
         record = suite.score(model, item)
         assert record["depth"] == 0.25
-        prompt, _ = hide(folder / "hay.txt", model.target, item.key, 300, (2, 1), 0.25)
-        seen: list[Layer] = []
-        with watched(model, seen.append):
+        prompt, _ = build_prompt(folder / "hay.txt", model.target, item.key, 300, (2, 1), 0.25)
+        seen: list[LayerAttention] = []
+        with watch_attention(model, seen.append):
             model.network.base_model(model.batch(prompt.ids), use_cache=False)
         first, end = prompt.spans[0]
         for number, layer in enumerate(seen):
@@ -482,7 +489,7 @@ def test_without_the_second_map_attention_is_another(folder, tmp_path):
     change_weights(folder / "diff", tmp_path / "one_map", zero_second)
     (target,) = find_targets([tmp_path / "one_map"], tmp_path)
     model, seen = Model(target), []
-    with watched(model, seen.append):
+    with watch_attention(model, seen.append):
         model.network.base_model(model.batch(IDS), use_cache=False)
     for layer in seen:
         signal = layer.logits(10, 20).softmax(-1)[:4]

@@ -214,7 +214,7 @@ def test_a_margin_has_the_interval_of_questions_drawn_again():
         margins.append(means.max() - means.min())
     margin = totals["trec, random, margin"]
     assert margin.value == pytest.approx(np.ptp(right[:39].mean(0)))
-    assert margin.items == 39
+    assert margin.units == 39
     expected = np.percentile(margins, (2.5, 97.5))
     assert (margin.low, margin.high) == pytest.approx(expected, abs=0.03)
 

@@ -51,7 +51,7 @@ def test_columns_of_parquet_follow_the_other_names_of_a_key(tmp_path):
 
 
 def test_unknown_and_empty_data_sets_are_one_sentence(tmp_path):
-    with pytest.raises(UserError, match="task 'gsm9k' is unknown; give some of gsm8k, math"):
+    with pytest.raises(UserError, match="task 'gsm9k' is unknown; choose from gsm8k, math"):
         choose(["gsm9k"], BENCHMARKS, "task")
     (tmp_path / "svamp.json").write_text("[]")
     with pytest.raises(UserError, match=r"svamp\.json is empty; it must be SVAMP"):

@@ -142,7 +142,7 @@ def test_ranks_export_in_a_process_that_is_none_of_them(folder, tmp_path, monkey
         assert app(command[3:], standalone_mode=False) is None
         return subprocess.CompletedProcess(command, 0)
 
-    monkeypatch.setattr(Ranks, "meet", lambda ranks: None)
+    monkeypatch.setattr(Ranks, "barrier", lambda ranks: None)
     monkeypatch.setattr(subprocess, "run", run)
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
@@ -295,7 +295,7 @@ def test_results_of_something_else_are_not_gone_on_from(measure, folder, tmp_pat
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_results_whose_folder_was_moved_and_made_again_are_missed(count, tmp_path, monkeypatch):
-    monkeypatch.setattr(Ranks, "meet", lambda _: None)
+    monkeypatch.setattr(Ranks, "barrier", lambda _: None)
     path = tmp_path / "loss" / "file.jsonl"
     with SharedRecords(path, {"suite": "x"}, Ranks(0, count)) as file:
         file.add("a", {"v": 1})

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from diffmegatron.evaluation import captured_attention as attention
-from diffmegatron.evaluation.captured_attention import Layer, watched
+from diffmegatron.evaluation.captured_attention import LayerAttention, watch_attention
 from diffmegatron.evaluation.evaluate import evaluate
 from diffmegatron.evaluation.head_statistics import (
     feature_alignment,
@@ -64,10 +64,14 @@ def model(request: pytest.FixtureRequest, folder: Path) -> Model:
     return Model(find_targets([folder / request.param], folder)[0])
 
 
-def look(model: Model) -> tuple[list[Layer], list[torch.Tensor]]:
-    seen: list[Layer] = []
+def look(model: Model) -> tuple[list[LayerAttention], list[torch.Tensor]]:
+    seen: list[LayerAttention] = []
     heads = FAMILIES[model.target.name][2]
-    with torch.no_grad(), watched(model, seen.append), head_outputs(model, heads) as outputs:
+    with (
+        torch.no_grad(),
+        watch_attention(model, seen.append),
+        head_outputs(model, heads) as outputs,
+    ):
         model.network.base_model(model.batch(IDS), use_cache=False)
     return seen, list(outputs)
 

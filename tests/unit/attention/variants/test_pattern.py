@@ -17,7 +17,7 @@ from diffmegatron.config.schema import Recipe
 from diffmegatron.config.stage_order import check_follows
 from diffmegatron.config.tensors import network_tensors, stage_kinds
 from diffmegatron.errors import UserError
-from diffmegatron.evaluation.captured_attention import Layer, watched
+from diffmegatron.evaluation.captured_attention import LayerAttention, watch_attention
 from diffmegatron.evaluation.model import Model
 from diffmegatron.evaluation.targets import find_targets
 from diffmegatron.hf.export_checkpoint import export_checkpoint
@@ -246,12 +246,12 @@ def test_maps_are_seen_of_every_layers_kind(exported):
     tokens = torch.randint(0, 257, (1, 24), generator=torch.Generator().manual_seed(0))
     shapes, sums = [], []
 
-    def look(layer: Layer) -> None:
+    def look(layer: LayerAttention) -> None:
         maps = layer.maps(0, 24)
         shapes.append(maps.shape)
         sums.append(maps.sum(-1).mean().item())
 
-    with watched(model, look), torch.no_grad():
+    with watch_attention(model, look), torch.no_grad():
         model.network(tokens, use_cache=False)
     assert [shape[0] for shape in shapes] == [4, 4, 2, 2]
     # A row of a Transformer's map sums to one, a differential one to 1 - lambda.

@@ -416,7 +416,7 @@ def test_a_folder_judges(folder, measure, monkeypatch, tmp_path):
             ["judge=http://h/v1", "judge_model=m", "judge_key=WRONG"],
             "variable WRONG is not printable",
         ),
-        (["tasks=[xsun]"], "task 'xsun' is unknown; give some of xsum"),
+        (["tasks=[xsun]"], "task 'xsun' is unknown; choose from xsum"),
     ],
 )
 def test_judges_that_are_none(settings, said, measure, monkeypatch):
