@@ -16,7 +16,7 @@ from diffmegatron.config.schema import Recipe
 from diffmegatron.parallel.engine_imports import importing_engines
 from diffmegatron.parallel.launcher import read_launch
 from diffmegatron.training.hook import HOOKS, Hook
-from diffmegatron.training.monitoring.progress import say
+from diffmegatron.training.monitoring.progress import print_line
 
 if TYPE_CHECKING:
     from diffmegatron.hf.write_export import Verified
@@ -82,7 +82,7 @@ def export(
     directory = Path(checkpoint)
     if (newest := newest_checkpoint(directory)) is not None:
         directory = newest
-        say(f"exporting {directory}")
+        print_line(f"exporting {directory}")
     read_manifest(directory)
     with importing_engines():
         from diffmegatron.hf.export_checkpoint import export_checkpoint

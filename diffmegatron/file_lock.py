@@ -88,7 +88,9 @@ class FileLock:
             holder = clipped(holder) or "another process"
             if time.monotonic() >= deadline:
                 os.close(self._descriptor)
-                raise UserError(f"{holder} is in {self._place}; let it end, or {self._advice}")
+                raise UserError(
+                    f"{holder} uses {self._place}; wait until it ends, or {self._advice}"
+                )
             if not said:
                 print(f"waiting for {holder} to leave {self._place}", file=sys.stderr)
                 said = True
@@ -101,7 +103,9 @@ class FileLock:
             return False
         except OSError as error:
             log.warning(
-                "%s cannot be locked (%s): see to it that one process is in it", self._path, error
+                "%s cannot be locked (%s): make sure that only one process uses it",
+                self._path,
+                error,
             )
             return True
         # The previous holder may have removed the file between open and flock.

@@ -23,7 +23,7 @@ IMPORTS = "DIFFMEGATRON_IMPORTS"
 
 Child processes inherit the variable.
 """
-KEY = "imports"
+IMPORTS_KEY = "imports"
 """Key of a recipe with the list of files and modules to import."""
 
 
@@ -115,13 +115,13 @@ def import_recipe_code(values: Mapping[str, Any]) -> dict[str, Any]:
     The imports of the command line are added to the key ``imports``, so that checkpoints record
     them too.
     """
-    own = values.get(KEY) or []
+    own = values.get(IMPORTS_KEY) or []
     if not isinstance(own, list) or not all(isinstance(each, str) for each in own):
         return dict(values)  # The schema of the recipe reports the wrong type.
     names = list(dict.fromkeys([*requested_imports(), *map(absolute, own)]))
     for name in names:
         import_code(name)
-    return {**values, KEY: names} if names else dict(values)
+    return {**values, IMPORTS_KEY: names} if names else dict(values)
 
 
 def require_imported(values: Mapping[str, Any], place: str) -> None:
@@ -134,12 +134,12 @@ def require_imported(values: Mapping[str, Any], place: str) -> None:
     Raises:
         NotImportedError: some code is not imported; the message shows the option that imports it.
     """
-    names = values.get(KEY)
+    names = values.get(IMPORTS_KEY)
     for name in names if isinstance(names, list) else []:
         if isinstance(name, str) and not is_imported(name):
             raise NotImportedError(
-                f"{place} is of a run with its own code, which is imported only on request; "
-                f"give diffmegatron --import {clipped(name)} before the command"
+                f"{place} belongs to a run with user-defined code, which is imported only on "
+                f"request; give diffmegatron --import {clipped(name)} before the command"
             )
 
 

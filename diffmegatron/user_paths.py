@@ -15,7 +15,7 @@ from diffmegatron.errors import MachineError, UserError
 from diffmegatron.files import check_utf8, reason, shown
 
 # Errors caused by a wrong path. All other errors, such as a full disk, are failures of the machine.
-_MISTAKES = {
+_USER_ERRNOS = {
     *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENOTEMPTY, errno.ELOOP),
     *(errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENXIO, errno.EINVAL),
 }
@@ -53,7 +53,7 @@ def explain_path_errors(words: Sequence[str]) -> Iterator[None]:
         path = next((each for each in paths if _is_named(each, words)), None)
         if path is None:
             raise
-        kind = UserError if error.errno in _MISTAKES else MachineError
+        kind = UserError if error.errno in _USER_ERRNOS else MachineError
         raise kind(f"cannot use {shown(Path(path))}: {reason(error)}") from error
 
 

@@ -198,7 +198,7 @@ class Ledger:
             raise UserError(f"cannot write in {shown(self.directory)}: {reason(error)}") from None
         return attempt
 
-    def refuse(self, facts: Facts, why: str) -> None:
+    def record_mistake(self, facts: Facts, why: str) -> None:
         """Write the entry of an attempt that a user's mistake ended before any rank started.
 
         The recipe may be unreadable, so the values of the entry that depend on the recipe are

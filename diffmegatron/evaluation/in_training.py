@@ -33,7 +33,7 @@ from diffmegatron.training.compute.batches import on_this_rank
 from diffmegatron.training.compute.step import next_tokens, token_losses
 from diffmegatron.training.monitoring.due import suite_evaluator_name
 from diffmegatron.training.monitoring.evaluators import Values
-from diffmegatron.training.monitoring.progress import say
+from diffmegatron.training.monitoring.progress import print_line
 from diffmegatron.validation import validated
 
 WITHOUT_VALUES = "without_values"
@@ -178,7 +178,9 @@ class SuiteEvaluator:
                 record = self._suite.score(model, item)
             except NotFiniteError as error:
                 if parallel_state.is_main:
-                    say(f"suite {self._suite.name} has no values: in item {item.key}, {error}")
+                    print_line(
+                        f"suite {self._suite.name} has no values: in item {item.key}, {error}"
+                    )
                 return self._without_values()
             for name, share in self._suite.means(record).items():
                 sums[name][0] += share.total

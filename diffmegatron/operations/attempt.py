@@ -67,7 +67,7 @@ def begin(
         attempt = ledger.begin(recipes, facts)
     except UserError as error:
         if ledger is not None:
-            ledger.refuse(facts, str(error))
+            ledger.record_mistake(facts, str(error))
         raise
     folder = str(ledger.folder(attempt.number).absolute())
     settings = {

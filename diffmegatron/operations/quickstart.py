@@ -28,18 +28,18 @@ EXCLUDED_FOLDERS = {"site-packages", "__pycache__", "lib-dynload"}
 CLI = ["-m", "diffmegatron"]
 
 
-def quickstart(choices: Sequence[str], given: Sequence[str]) -> None:
+def quickstart(attention_kinds: Sequence[str], overrides: Sequence[str]) -> None:
     """Run every phase and replace ``runs/quickstart`` in the current directory.
 
     Args:
-        choices: kinds of attention as ``KIND[,KEY=VALUE...]``; one model is trained for each.
-            Empty: the recipe's kind, and the baseline of this kind.
-        given: ``KEY=VALUE`` overrides for the recipe of every run.
+        attention_kinds: kinds of attention as ``KIND[,KEY=VALUE...]``; one model is trained for
+            each. Empty: the recipe's kind, and the baseline of this kind.
+        overrides: ``KEY=VALUE`` overrides for the recipe of every run.
 
     Raises:
         UserError: an argument is malformed, or a phase failed.
     """
-    names = check(choices, given)
+    names = check(attention_kinds, overrides)
     if RUNS.exists():
         print(f"removing the previous {RUNS}", flush=True)
         shutil.rmtree(RUNS)
@@ -56,7 +56,7 @@ def quickstart(choices: Sequence[str], given: Sequence[str]) -> None:
     print(f"wrote {RUNS}/report.json and {RUNS}/report.png")
 
 
-def check(choices: Sequence[str], given: Sequence[str]) -> dict[str, list[str]]:
+def check(attention_kinds: Sequence[str], overrides: Sequence[str]) -> dict[str, list[str]]:
     """Check the recipe of every run before anything is removed or prepared.
 
     Returns:
@@ -66,9 +66,9 @@ def check(choices: Sequence[str], given: Sequence[str]) -> dict[str, list[str]]:
         UserError: an argument is malformed, or a recipe is invalid, does not fit the number of
             ranks, or does not measure the held-out loss, which the report needs.
     """
-    if wrong := [each for each in given if "=" not in each]:
+    if wrong := [each for each in overrides if "=" not in each]:
         raise UserError(f"override {clipped(repr(wrong[0]))} is not of the form section.key=value")
-    for choice in choices:
+    for choice in attention_kinds:
         kind, *keys = choice.split(",")
         if kind not in VARIANTS or not all("=" in key for key in keys):
             raise UserError(
@@ -76,9 +76,13 @@ def check(choices: Sequence[str], given: Sequence[str]) -> dict[str, list[str]]:
                 f"is one of {', '.join(VARIANTS)}"
             )
     names = {}
-    for choice in choices or pair():
+    for choice in attention_kinds or kind_and_baseline():
         name = choice.partition(",")[0]
-        names[name] = [*overrides(given), *attention(choice), f"run_dir={RUNS}/{name}"]
+        names[name] = [
+            *with_machine_overrides(overrides),
+            *attention(choice),
+            f"run_dir={RUNS}/{name}",
+        ]
         recipe = load_recipe(CONFIG, names[name])
         recipe.data_parallel(ranks())
         if not recipe.data.validation_fraction or not recipe.training.eval_batches:
@@ -89,7 +93,7 @@ def check(choices: Sequence[str], given: Sequence[str]) -> dict[str, list[str]]:
     return names
 
 
-def pair() -> tuple[str, str]:
+def kind_and_baseline() -> tuple[str, str]:
     """Return two kinds of attention: that of the recipe, and that of its baseline."""
     attention = load_recipe(CONFIG).model.attention
     return attention.kind, attention.baseline().kind
@@ -116,10 +120,10 @@ def ranks() -> int:
     return min(2, torch.cuda.device_count()) if torch.cuda.is_available() else 2
 
 
-def overrides(given: Sequence[str]) -> list[str]:
+def with_machine_overrides(overrides: Sequence[str]) -> list[str]:
     """Return the overrides that fit this machine, followed by the overrides of the user."""
     precision = ["training.precision=bf16"] if torch.cuda.is_available() else []
-    return [f"parallel.tensor={ranks()}", *precision, *given]
+    return [f"parallel.tensor={ranks()}", *precision, *overrides]
 
 
 def torchrun() -> list[str]:

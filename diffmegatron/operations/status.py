@@ -239,11 +239,12 @@ def _state(attempt: Attempt, heartbeat: Heartbeat | None, now: float) -> tuple[s
         kind = "a mistake" if attempt.cause == Cause.MISTAKE else f"{MAX_FAULTS} faults in a row"
         return f"ended by {kind} in {name}: {attempt.reason}", 2
     if attempt.cause is not None:
-        return f"waits for the attempt after {attempt.number}, {attempt.cause}: {attempt.reason}", 1
+        ended = f"{name} ended ({attempt.cause}): {attempt.reason}"
+        return f"waits for attempt {attempt.number + 1}; {ended}", 1
     heard, patience = attempt.began, attempt.startup_seconds
     if heartbeat is not None:
         heard, patience = heartbeat.time, attempt.step_seconds
-    ago = f"last heard of {_duration(now - heard)} ago"
+    ago = f"last heartbeat {_duration(now - heard)} ago"
     if now - heard > patience:
         return f"{name} has disappeared or hangs: {ago}", 1
     return f"{name} {'runs' if heartbeat else 'starts'}: {ago}", 0

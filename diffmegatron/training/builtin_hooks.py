@@ -30,7 +30,7 @@ from diffmegatron.training.hook import Hook
 from diffmegatron.training.monitoring.due import HELD_OUT, TEST, due_at, unrecorded_at
 from diffmegatron.training.monitoring.evaluators import Evaluator, measure, split_losses
 from diffmegatron.training.monitoring.observations import device_name, lambdas, peak_memory
-from diffmegatron.training.monitoring.progress import say
+from diffmegatron.training.monitoring.progress import print_line
 from diffmegatron.training.monitoring.records import log_write_errors
 from diffmegatron.training.run import Run
 from diffmegatron.training.saving.resume import rollback_checkpoint
@@ -229,7 +229,7 @@ class EvaluationHook(Hook):
         run.write_metrics(values)
         for name, title in _PRINTED.items():
             if name in values and run.parallel_state.is_main:
-                say(f"{title} {values[name]:.4f} at step {run.step}")
+                print_line(f"{title} {values[name]:.4f} at step {run.step}")
             if not math.isfinite(values.get(name, 0.0)):
                 run.broken_reason = f"{title} is {values[name]}"
 
@@ -271,7 +271,9 @@ class BeginSaveHook(Hook):
         if run.stopping and not run.is_finished and run.parallel_state.is_main:
             pending = ", ".join(run.pending_evaluators)
             first = f", first with {pending}" if pending else ""
-            say(f"stop requested: saved step {run.step}; the same command resumes from it{first}")
+            print_line(
+                f"stop requested: saved step {run.step}; the same command resumes from it{first}"
+            )
 
     def _save_now(self, run: Run) -> None:
         with run.pause():
@@ -345,5 +347,5 @@ class ProfileHook(Hook):
                 torch.cuda.memory._record_memory_history(enabled=None)
             # TensorBoard's profiler plugin finds traces by the suffix .pt.trace.json.gz.
             self._profile.export_chrome_trace(str(folder / f"{name}.pt.trace.json.gz"))
-            say(f"wrote the trace of steps {self._config.start} to {run.step} into {folder}")
+            print_line(f"wrote the trace of steps {self._config.start} to {run.step} into {folder}")
         self._profile, self._is_done = None, True

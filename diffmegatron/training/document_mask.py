@@ -2,7 +2,7 @@
 
 from diffmegatron.config.schema import Recipe
 from diffmegatron.data.index.corpus_manifest import read_manifest
-from diffmegatron.training.monitoring.progress import say
+from diffmegatron.training.monitoring.progress import print_line
 
 
 def decide_document_mask(recipe: Recipe, *, prints: bool = True) -> Recipe:
@@ -29,7 +29,7 @@ def decide_document_mask(recipe: Recipe, *, prints: bool = True) -> Recipe:
         if data.packing != "none" and read_manifest(source.path).is_fine_tuning
     ]
     if conversations and prints:
-        say(
+        print_line(
             f"attention stays within a document, because {', '.join(conversations)} has "
             "conversations that share sequences; set data.reset_attention_mask=false to let "
             "conversations attend to each other"

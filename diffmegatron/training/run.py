@@ -26,7 +26,7 @@ from diffmegatron.training.compute.batches import on_this_rank, open_loader, ver
 from diffmegatron.training.compute.step import forward_only
 from diffmegatron.training.fault_tolerance.safeguards import StopRequest, Watchdog
 from diffmegatron.training.monitoring.metrics import MetricsWriter
-from diffmegatron.training.monitoring.progress import Progress, say
+from diffmegatron.training.monitoring.progress import Progress, print_line
 from diffmegatron.training.monitoring.records import log_write_errors
 from diffmegatron.training.monitoring.source_losses import SourceLosses
 from diffmegatron.training.monitoring.stragglers import PhaseClock
@@ -102,7 +102,7 @@ class Run:
         if parallel_state.is_main and (
             change := mixture_change(position.data, self.loader.state())
         ):
-            say(change)
+            print_line(change)
         self.metrics = self._open_metrics(exits)
         self.wandb = self._open_wandb(exits)
         self.source_losses = SourceLosses(recipe.data, parallel_state)
@@ -132,7 +132,7 @@ class Run:
     def resume(self, checkpoint: Checkpoint) -> Position:
         """Load a checkpoint of this run, and return its position; called on all ranks."""
         if self.parallel_state.is_main:
-            say(f"resuming from {checkpoint.directory}")
+            print_line(f"resuming from {checkpoint.directory}")
         return load_snapshot(checkpoint, self.engine, self.shards, self.parallel_state)
 
     def agree(self, loss: Tensor, gradient_norm: Tensor | float = 0.0) -> Agreement:
@@ -204,7 +204,9 @@ class Run:
         if source is not None:
             if self.parallel_state.is_main:
                 changes = rotary_changes(source.recipe, self.recipe)
-                say("; ".join([f"starting with the weights of {source.directory}", *changes]))
+                print_line(
+                    "; ".join([f"starting with the weights of {source.directory}", *changes])
+                )
             load_weights(source, self.recipe, self.engine, self.shards)
         return BEGINNING
 

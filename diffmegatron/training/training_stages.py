@@ -18,7 +18,7 @@ from diffmegatron.training.fault_tolerance.safeguards import StopRequest
 from diffmegatron.training.hook import Hook
 from diffmegatron.training.monitoring.due import unrecorded_at
 from diffmegatron.training.monitoring.evaluators import OpenEvaluators
-from diffmegatron.training.monitoring.progress import say
+from diffmegatron.training.monitoring.progress import print_line
 from diffmegatron.training.monitoring.wandb_writer import check_installed
 from diffmegatron.training.trainer import train
 
@@ -65,7 +65,9 @@ def train_stages(
                 if recipe is not unfinished[0] and _should_stop(stop, recipe):
                     return False
                 if len(recipes) > 1 and distributed.get_rank() == 0:
-                    say(f"{names[recipes.index(recipe)]}: {recipe.training.total_steps} steps")
+                    print_line(
+                        f"{names[recipes.index(recipe)]}: {recipe.training.total_steps} steps"
+                    )
                 if not train(recipe, record, each, hooks, stop):
                     return False
     return True
@@ -78,7 +80,7 @@ def _should_stop(stop: StopRequest, following: Recipe) -> bool:
     distributed.all_gather_object(pending, is_pending)
     if any(pending) and distributed.get_rank() == 0:
         name = Path(following.run_dir).name
-        say(f"stop requested before stage {name}; the same command resumes with it")
+        print_line(f"stop requested before stage {name}; the same command resumes with it")
     return any(pending)
 
 
@@ -100,7 +102,7 @@ def _unfinished(recipes: Sequence[Recipe], names: Sequence[str]) -> list[Recipe]
     distributed.broadcast_object_list(finished, src=0)
     for recipe, name, is_finished in zip(recipes, names, finished[0], strict=True):
         if is_finished and distributed.get_rank() == 0:
-            say(f"{name}: finished at step {recipe.training.total_steps}")
+            print_line(f"{name}: finished at step {recipe.training.total_steps}")
     return [recipe for recipe, done in zip(recipes, finished[0], strict=True) if not done]
 
 

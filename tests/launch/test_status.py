@@ -95,10 +95,10 @@ def test_a_job_that_starts_runs_and_hangs(attempt, ledger, monkeypatch):
         found = examine(ledger.run_dir)
         said.append((found.exit_status, found.state))
     assert said == [
-        (0, "attempt 1 starts: last heard of 0:59:59 ago"),
-        (1, "attempt 1 has disappeared or hangs: last heard of 1:00:01 ago"),
-        (0, "attempt 1 runs: last heard of 0:09:59 ago"),
-        (1, "attempt 1 has disappeared or hangs: last heard of 0:10:01 ago"),
+        (0, "attempt 1 starts: last heartbeat 0:59:59 ago"),
+        (1, "attempt 1 has disappeared or hangs: last heartbeat 1:00:01 ago"),
+        (0, "attempt 1 runs: last heartbeat 0:09:59 ago"),
+        (1, "attempt 1 has disappeared or hangs: last heartbeat 0:10:01 ago"),
     ]
 
 
@@ -107,8 +107,8 @@ def test_a_job_that_starts_runs_and_hangs(attempt, ledger, monkeypatch):
     [
         ([0], 0, "finished with attempt 1"),
         ([1, 2], 2, "ended by a mistake in attempt 2: rank 0 on "),
-        ([75], 1, "waits for the attempt after 1, stopped: so"),
-        ([1], 1, "waits for the attempt after 1, fault: rank 0 on "),
+        ([75], 1, "waits for attempt 2; attempt 1 ended (stopped): so"),
+        ([1], 1, "waits for attempt 2; attempt 1 ended (fault): rank 0 on "),
         ([1] * MAX_FAULTS, 2, "ended by 10 faults in a row in attempt 10: rank 0 on "),
     ],
 )

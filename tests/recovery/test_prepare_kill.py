@@ -198,7 +198,7 @@ def test_of_two_at_once_one_works_and_the_other_says_so(
     for process in both:
         process.join()
     assert said[0] == "done"
-    assert said[1] == "done" or re.search(r"process \d+ on .* is in --output .*out; let", said[1])
+    assert said[1] == "done" or re.search(r"process \d+ on .* uses --output .*out; wait", said[1])
     assert outputs(prefix) == undisturbed
     assert not list(tmp_path.glob("out.[lp]*"))
 

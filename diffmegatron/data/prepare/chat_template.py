@@ -46,11 +46,11 @@ class _Rendered(NamedTuple):
 
     Attributes:
         text: text of the chat.
-        learned: character range ``(start, end)`` of each response in ``text``, without ``end``.
+        responses: character range ``(start, end)`` of each response in ``text``, without ``end``.
     """
 
     text: str
-    learned: list[tuple[int, int]]
+    responses: list[tuple[int, int]]
 
 
 class ChatTemplate:
@@ -115,7 +115,7 @@ class ChatTemplate:
         ids = np.array(encoding["input_ids"], dtype=np.uint32)
         starts = np.array([start for start, _ in encoding["offset_mapping"]])
         parts, place = [], 0
-        for start, end in rendered.learned:
+        for start, end in rendered.responses:
             first = int(np.searchsorted(starts, start))
             last = max(first, int(np.searchsorted(starts, end)))
             prompt = self._encoded(rendered.text[:start])["input_ids"]
@@ -136,12 +136,12 @@ class ChatTemplate:
         if _GENERATION.search(self._template):
             return self._marked(messages)
         text = self._text(messages)
-        learned = [
+        responses = [
             self._response(text, messages, number)
             for number, message in enumerate(messages)
             if message["role"] == _ASSISTANT
         ]
-        return _Rendered(text, learned)
+        return _Rendered(text, responses)
 
     def _marked(self, messages: list[dict[str, Any]]) -> _Rendered:
         from transformers.utils.chat_template_utils import render_jinja_template
@@ -156,10 +156,10 @@ class ChatTemplate:
             )
         except (TemplateError, TypeError, ValueError) as error:
             raise _not_written(error) from None
-        learned = [(start, end) for start, end in spans[0] if end > start]
-        if not learned:
+        responses = [(start, end) for start, end in spans[0] if end > start]
+        if not responses:
             raise UnusableError("the chat template marks no text of the assistant")
-        return _Rendered(texts[0], learned)
+        return _Rendered(texts[0], responses)
 
     def _text(self, messages: list[dict[str, Any]], *, prompt: bool = False) -> str:
         try:

@@ -186,7 +186,7 @@ def find_parts(prefix: str | Path) -> list[Part]:
     numbers = sorted({part.of for part in found})
     if len(numbers) > 1:
         raise UserError(
-            f"{shown(folder)} holds parts of {numbers[0]} and parts of {numbers[1]}; delete the "
+            f"{shown(folder)} contains parts K/{numbers[0]} and parts K/{numbers[1]}; delete the "
             "parts of one number"
         )
     return sorted(found, key=lambda part: part.number)
@@ -208,8 +208,8 @@ def check_fits(prefix: Path, part: Part, record: PartRecord, settings: Mapping[s
     begun = find_parts(prefix)
     if begun and begun[0].of != part.of:
         raise UserError(
-            f"{shown(parts_folder(prefix))} holds parts of {begun[0].of}, and --part {part} is one "
-            f"of {part.of}; give K/{begun[0].of}, or delete them"
+            f"{shown(parts_folder(prefix))} contains parts K/{begun[0].of}, and --part {part} "
+            f"is not one; give K/{begun[0].of}, or delete them"
         )
     for other in begun:
         if other != part and manifest_path(other.prefix(prefix)).exists():

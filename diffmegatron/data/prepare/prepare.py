@@ -180,7 +180,7 @@ def _check_same(
             "'diffmegatron data merge', choose another --output or delete it"
         )
     others = other_settings(manifest.settings, identity.settings)
-    others += _other_input(manifest.inputs, files)
+    others += _describe_changed_input(manifest.inputs, files)
     if not others and manifest.part != identity.part:
         others.append("other input files")
     if others:
@@ -190,7 +190,7 @@ def _check_same(
         )
 
 
-def _other_input(before: tuple[InputRecord, ...], now: list[CorpusFile]) -> list[str]:
+def _describe_changed_input(before: tuple[InputRecord, ...], now: list[CorpusFile]) -> list[str]:
     """Describe how the recorded inputs differ from the present inputs.
 
     Returns:
@@ -235,7 +235,7 @@ def _unfinished(folder: Path, identity: Identity, *, restart: bool) -> tuple[Sta
         # A journal that contains no documents can be dropped without --restart, because no work is
         # lost. This happens, for instance, if --text-field was wrong and no record had any text.
         is_lost = bool(state.counts.documents)
-        problem = _another(folder, state.identity, identity)
+        problem = _describe_other_preparation(folder, state.identity, identity)
     except UserError as error:
         is_lost, problem = True, str(error)
     if is_lost and not restart:
@@ -244,7 +244,7 @@ def _unfinished(folder: Path, identity: Identity, *, restart: bool) -> tuple[Sta
     return State(identity=identity), Journal(folder, FILES, None)
 
 
-def _another(folder: Path, before: Identity, now: Identity) -> str:
+def _describe_other_preparation(folder: Path, before: Identity, now: Identity) -> str:
     others = other_settings(before.settings, now.settings)
     if (before.files, before.part) != (now.files, now.part):
         others.append("other input files")

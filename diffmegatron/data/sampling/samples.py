@@ -77,8 +77,12 @@ class SourceSamples:
     def block(self, index: int) -> int:
         """Return the number of the block that is sample ``index`` of this source."""
         epoch = self.blocks.epoch(index)
-        first = self.blocks.first(epoch)
-        size = self.blocks.first(epoch + 1) - first if self._repeat else self.blocks.whole()
+        first = self.blocks.first_block(epoch)
+        size = (
+            self.blocks.first_block(epoch + 1) - first
+            if self._repeat
+            else self.blocks.blocks_in_one_epoch()
+        )
         return first + permute(index - first, size, derive_key(self._key, epoch))
 
     def __getitem__(self, index: int) -> Sample:
@@ -180,7 +184,7 @@ class Samples:
                 f"sample {index} comes from source {self.history.path(content)}, which "
                 "data.sources does not contain; add it again to replay the run from there"
             )
-        if not self._repeat and local >= source.blocks.whole():
+        if not self._repeat and local >= source.blocks.blocks_in_one_epoch():
             raise UserError(self._exhausted(source))
         return source[local]
 
@@ -195,7 +199,11 @@ class Samples:
         """
         for content, count in self.history.counts(num_samples).items():
             source = self.sources.get(content)
-            if not self._repeat and source is not None and count > source.blocks.whole():
+            if (
+                not self._repeat
+                and source is not None
+                and count > source.blocks.blocks_in_one_epoch()
+            ):
                 raise UserError(
                     f"{self._exhausted(source)}; the run of {num_samples} samples needs {count}"
                 )
@@ -207,7 +215,7 @@ class Samples:
         """
         counts = self.history.counts(num_samples)
         return {
-            source.corpus.prefix: counts.get(content, 0) / source.blocks.first(1)
+            source.corpus.prefix: counts.get(content, 0) / source.blocks.first_block(1)
             for content, source in self.sources.items()
         }
 
@@ -246,8 +254,9 @@ class Samples:
         return Samples(self.config, self.sources, history, self.settings)
 
     def _exhausted(self, source: SourceSamples) -> str:
+        count = source.blocks.blocks_in_one_epoch()
         return (
-            f"source {source.corpus.prefix} is used up after {source.blocks.whole()} samples and "
+            f"source {source.corpus.prefix} is exhausted after {count} samples and "
             "data.on_exhausted is 'stop'; lower its weight, add data, or set it to 'repeat'"
         )
 

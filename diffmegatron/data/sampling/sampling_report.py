@@ -76,12 +76,12 @@ def mixture_table(samples: Samples, first: int, number: int) -> str:
         first: first sample to count.
         number: number of samples to count.
     """
-    realised = Counter(samples[index].source for index in range(first, first + number))
+    actual = Counter(samples[index].source for index in range(first, first + number))
     weights = samples.history.periods[-1].sources
     total = sum(source.weight for source in weights)
-    lines = [f"{'source':<50} {'asked':>9} {'realised':>9}"]
+    lines = [f"{'source':<50} {'requested':>9} {'actual':>9}"]
     lines += [
-        f"{source.path:<50} {source.weight / total:>9.3%} {realised[source.path] / number:>9.3%}"
+        f"{source.path:<50} {source.weight / total:>9.3%} {actual[source.path] / number:>9.3%}"
         for source in weights
     ]
     return "\n".join(lines)

@@ -38,10 +38,10 @@ class Blocks(Protocol):
     def epoch(self, index: int) -> int:
         """Return the epoch in which block ``index`` begins."""
 
-    def first(self, epoch: int) -> int:
+    def first_block(self, epoch: int) -> int:
         """Return the number of the first block that begins in an epoch."""
 
-    def whole(self) -> int:
+    def blocks_in_one_epoch(self) -> int:
         """Return how many blocks of the first epoch contain no token of the second epoch."""
 
     def pieces(self, block: int) -> Pieces:
@@ -66,11 +66,11 @@ class Concatenated(Blocks):
         return index * self._seq_length // self._order.tokens
 
     @override
-    def first(self, epoch: int) -> int:
+    def first_block(self, epoch: int) -> int:
         return -(-epoch * self._order.tokens // self._seq_length)
 
     @override
-    def whole(self) -> int:
+    def blocks_in_one_epoch(self) -> int:
         return (self._order.tokens - 1) // self._seq_length
 
     @override
@@ -142,11 +142,11 @@ class Packed(Blocks):
         return index // self._size
 
     @override
-    def first(self, epoch: int) -> int:
+    def first_block(self, epoch: int) -> int:
         return epoch * self._size
 
     @override
-    def whole(self) -> int:
+    def blocks_in_one_epoch(self) -> int:
         return self._size
 
     @override

@@ -54,10 +54,10 @@ class Progress:
             *([] if utilization is None else [f"MFU {100 * utilization:.1f}%"]),
             f"ETA {left}",
         ]
-        say(" | ".join(parts))
+        print_line(" | ".join(parts))
 
 
-def say(text: str) -> None:
+def print_line(text: str) -> None:
     """Print a line and flush; ignore the error if standard output is closed or its disk is full."""
     with suppress(OSError):
         print(text, file=sys.stdout, flush=True)

@@ -30,7 +30,7 @@ from diffmegatron.files import HeldFolder, shown
 from diffmegatron.optim.zero import ZeroEngine
 from diffmegatron.parallel.launcher import LaunchEnvironment
 from diffmegatron.parallel.parallel_state import ParallelState, fail_together
-from diffmegatron.training.monitoring.progress import say
+from diffmegatron.training.monitoring.progress import print_line
 from diffmegatron.training.saving.save_time import save_warnings
 from diffmegatron.training.saving.snapshot import HostCopy, ParameterShards
 
@@ -193,7 +193,7 @@ class Saver:
         self.saved_step = position.step
         now = time.perf_counter()
         if self._parallel_state.is_main:
-            say(f"saved {self._store.path(position.step)}")
+            print_line(f"saved {self._store.path(position.step)}")
             self._warn_if_slow(now - self._started)
             self._begin_pruning(position.step)
         return {

@@ -8,13 +8,13 @@ import pytest
 
 SCRIPT = """
 import os
-from diffmegatron.training.monitoring.progress import say
+from diffmegatron.training.monitoring.progress import print_line
 for number in range(3):
-    say(f"line {number} " + "x" * LENGTH)
+    print_line(f"line {number} " + "x" * LENGTH)
 """
 ROOM_AGAIN = """
 os.dup2(2, 1)
-say("the last line")
+print_line("the last line")
 """
 
 

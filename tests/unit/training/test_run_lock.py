@@ -39,7 +39,7 @@ def holder(tmp_path):
 
 def test_a_second_run_is_refused_with_the_name_of_the_first(holder, tmp_path, capfd):
     with (
-        pytest.raises(UserError, match=rf"process {holder.pid} on .* is in run_dir "),
+        pytest.raises(UserError, match=rf"process {holder.pid} on .* uses run_dir "),
         run_lock(tmp_path, patience=0.5),
     ):
         pass
@@ -120,7 +120,9 @@ def test_without_patience_the_second_is_refused_at_once_and_silently(tmp_path, c
     lock = tmp_path / "corpus.lock"
     with (
         FileLock(lock, "--output corpus", "give another --output"),
-        pytest.raises(UserError, match=r"on .* is in --output corpus; let it end, or give another"),
+        pytest.raises(
+            UserError, match=r"on .* uses --output corpus; wait until it ends, or give another"
+        ),
         FileLock(lock, "--output corpus", "give another --output"),
     ):
         pass

@@ -480,7 +480,7 @@ def test_finished_files_that_were_damaged_before_they_had_their_names(
 def test_one_process_at_a_prefix(source: Path, tmp_path: Path) -> None:
     with (
         FileLock(tmp_path / "out.lock", "--output", ""),
-        pytest.raises(UserError, match=rf"process {os.getpid()} on .* is in --output .*out; let"),
+        pytest.raises(UserError, match=rf"process {os.getpid()} on .* uses --output .*out; wait"),
     ):
         run(source, tmp_path / "out")
     assert not list(tmp_path.glob("out*"))

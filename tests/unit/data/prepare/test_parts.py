@@ -337,7 +337,7 @@ def test_parts_that_are_none(text: str, tmp_path: Path) -> None:
         ({"tokenizer": "another"}, "00001-of-00002 was prepared with tokenizer 'bytes', and"),
         ({"text_field": "body"}, "00001-of-00002 was prepared with text_field 'text', and all"),
         ({"pattern": "*.jsonl"}, "was prepared from other input files .their names or sizes."),
-        ({"part": "2/3"}, "out.parts holds parts of 2, and --part 2/3 is one of 3; give K/2"),
+        ({"part": "2/3"}, "out.parts contains parts K/2, and --part 2/3 is not one; give K/2"),
     ],
 )
 def test_a_part_unlike_those_that_are_there_does_not_begin(
@@ -436,7 +436,7 @@ def duplicate(corpus: Path, prefix: Path) -> None:
         (lambda *_: None, "out.parts is not complete: 2/2 is missing; run .* --part 2/2 first"),
         (at_work, "out.parts is not complete: 2/2 is unfinished; run .* --part 2/2 first"),
         (duplicate, "00002-of-00002.json is the manifest of part 1/2, not of part 2/2; delete"),
-        (two_numbers, "out.parts holds parts of 2 and parts of 3; delete the parts of one"),
+        (two_numbers, "out.parts contains parts K/2 and parts K/3; delete the parts of one"),
         (
             tokenizers,
             "part 2/2 was prepared with tokenizer '.*own.tiktoken', unlike part 1/2; delete",

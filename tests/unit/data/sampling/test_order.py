@@ -303,7 +303,7 @@ def test_a_pass_is_shuffled_and_ends_before_the_next_begins(
 ) -> None:
     source = concatenated(lengths, seq_length)
     for epoch in range(4):
-        chosen = range(source.blocks.first(epoch), source.blocks.first(epoch + 1))
+        chosen = range(source.blocks.first_block(epoch), source.blocks.first_block(epoch + 1))
         assert sorted(source.block(index) for index in chosen) == list(chosen)
         for index in chosen:
             assert source.blocks.epoch(index) == epoch
@@ -321,7 +321,7 @@ def test_a_source_that_stops_gives_no_token_twice(
 ) -> None:
     source = concatenated(lengths, seq_length, seed, repeat=False)
     whole = (sum(lengths) - 1) // seq_length
-    assert source.blocks.whole() == whole
+    assert source.blocks.blocks_in_one_epoch() == whole
     inputs = [token for index in range(whole) for token in source[index].tokens[:-1].tolist()]
     labels = [token for index in range(whole) for token in source[index].tokens[1:].tolist()]
     assert len(set(inputs)) == len(inputs) == len(set(labels)) == whole * seq_length

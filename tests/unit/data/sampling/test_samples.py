@@ -510,9 +510,9 @@ def test_a_source_that_ends_is_known_before_training(tmp_path: Path) -> None:
     samples = open_samples(recipe, 32, 1, "train")
     samples.require(9)
     assert samples[8] is not None
-    with pytest.raises(UserError, match=r"used up after 9 samples .* needs 10"):
+    with pytest.raises(UserError, match=r"exhausted after 9 samples .* needs 10"):
         samples.require(10)
-    with pytest.raises(UserError, match="used up after 9 samples"):
+    with pytest.raises(UserError, match="exhausted after 9 samples"):
         samples[9]
     repeating = open_samples(config(path, validation_fraction=0), 32, 1, "train")
     repeating.require(10**12)
