@@ -302,7 +302,7 @@ def _byte_level() -> Tokenizer:
     return TiktokenTokenizer(BYTES, encoding, end_of_document=256)
 
 
-def _cl100k(path: Path, name: str = CL100K) -> Tokenizer:
+def _cl100k(path: Path) -> Tokenizer:
     content = read_bytes(path)
     found = hashlib.sha256(content).hexdigest()
     if found != CL100K_FILE_SHA256:
@@ -316,13 +316,13 @@ def _cl100k(path: Path, name: str = CL100K) -> Tokenizer:
         mergeable_ranks=_parse_ranks(path, content),
         special_tokens=CL100K_SPECIAL_TOKENS,
     )
-    return TiktokenTokenizer(name, encoding, CL100K_SPECIAL_TOKENS[END_OF_TEXT])
+    return TiktokenTokenizer(CL100K, encoding, CL100K_SPECIAL_TOKENS[END_OF_TEXT])
 
 
 def _from_file(path: Path) -> Tokenizer:
     content = read_bytes(path)
     if hashlib.sha256(content).hexdigest() == CL100K_FILE_SHA256:
-        return _cl100k(path, name=CL100K)
+        return _cl100k(path)
     ranks = _parse_ranks(path, content)
     pattern, special_tokens = CL100K_PATTERN, {END_OF_TEXT: max(ranks.values()) + 1}
     description = path.with_suffix(".json")

@@ -108,6 +108,8 @@ class Suite(Section, ABC):
         passes: names in progress lines of two passes: over the items, and over the follow-up items
             (:meth:`follow_ups`). They are empty strings if there are no follow-ups.
         published: values from papers, for the report.
+        reads_attention: whether the suite reads attention logits or maps, so that it needs a known
+            kind of attention.
         reads_runs: whether the suite reads only training records of runs and uses no network.
         is_parallel: whether several processes may score items at the same time.
         within_training: whether the suite needs only losses and generated tokens, so that it can
@@ -121,6 +123,7 @@ class Suite(Section, ABC):
     description: ClassVar[str]
     passes: ClassVar[tuple[str, str]] = ("", "")
     published: ClassVar[tuple[Published, ...]] = ()
+    reads_attention: ClassVar[bool] = False
     reads_runs: ClassVar[bool] = False
     is_parallel: ClassVar[bool] = True
     within_training: ClassVar[bool] = False
@@ -142,7 +145,9 @@ class Suite(Section, ABC):
         Raises:
             UserError: the suite does not support the target, or data are missing.
         """
-        return
+        if self.reads_attention:
+            # The property raises an error if the kind of attention is unknown.
+            _ = target.variant
 
     @abstractmethod
     def items(self, target: "Target") -> Sequence[Item]:

@@ -15,10 +15,17 @@ from diffmegatron.attempts.ledger import Ledger, bad_hosts, ledger_of
 from diffmegatron.config.load import dump_recipe, load_stages
 from diffmegatron.config.schema import Recipe
 from diffmegatron.errors import UserError
-from diffmegatron.files import clipped, read_text, reason, shown, write_durably
+from diffmegatron.files import clipped, reason, shown, write_durably
 from diffmegatron.operations.cluster import Cluster, load_cluster
 from diffmegatron.operations.recipe_checks import check_fit, check_starts, data_remarks
-from diffmegatron.operations.sbatch_file import JOB_FILE, JOB_NUMBER, JOB_RECIPE, Job, job_file
+from diffmegatron.operations.sbatch_file import (
+    JOB_FILE,
+    JOB_NUMBER,
+    JOB_RECIPE,
+    Job,
+    job_file,
+    read_job_number,
+)
 from diffmegatron.operations.status import examine
 from diffmegatron.plan import Plan, plan_recipe
 from diffmegatron.training.monitoring.metrics import newest_entries
@@ -79,10 +86,7 @@ def prepare_launch(
     """
     recipes = load_stages(config, overrides)
     cluster = load_cluster(cluster_file)
-    check_fit(recipes, nodes, cluster)
-    if dependency is None:  # With a dependency, an earlier job may still write the checkpoint.
-        check_starts(recipes)
-    check_free(ledger_of(recipes))
+    _check(recipes, nodes, cluster, dependency)
     return _launch(recipes, (str(config), *overrides), nodes, cluster, dependency, spares)
 
 
@@ -108,10 +112,7 @@ def prepare_chain(
         raise UserError(
             f"{shown(config)} has no stages, and --chain submits a job per stage; leave --chain out"
         )
-    check_fit(recipes, nodes, cluster)
-    if dependency is None:  # With a dependency, an earlier job may still write the checkpoint.
-        check_starts(recipes)
-    check_free(ledger_of(recipes))
+    _check(recipes, nodes, cluster, dependency)
     left = [recipe for recipe in recipes if not _is_finished(ledger_of([recipe]))]
     if not left:
         raise UserError(f"all stages of {shown(config)} are finished; give another run_dir")
@@ -125,6 +126,13 @@ def prepare_chain(
     return tuple(launches)
 
 
+def _check(recipes: Sequence[Recipe], nodes: int, cluster: Cluster, dependency: str | None) -> None:
+    check_fit(recipes, nodes, cluster)
+    if dependency is None:  # With a dependency, an earlier job may still write the checkpoint.
+        check_starts(recipes)
+    check_free(ledger_of(recipes))
+
+
 def _launch(
     recipes: Sequence[Recipe],
     arguments: tuple[str, ...],
@@ -133,9 +141,10 @@ def _launch(
     dependency: str | None,
     spares: int,
 ) -> Submission:
-    gpus = [] if cluster.gpu is None else [cluster.gpu]
-    ranks = nodes * cluster.ranks
-    plans = tuple(plan_recipe(recipe, ranks, gpu) for gpu in gpus for recipe in recipes)
+    plans: tuple[Plan, ...] = ()
+    if cluster.gpu is not None:
+        ranks = nodes * cluster.ranks
+        plans = tuple(plan_recipe(recipe, ranks, cluster.gpu) for recipe in recipes)
     folder = ledger_of(recipes).run_dir.absolute()
     save, step = _measured_seconds(recipes)
     job = Job(
@@ -227,9 +236,8 @@ def check_free(ledger: Ledger) -> None:
         UserError: a job uses ``run_dir``, or the run is finished.
     """
     queue = _queue()
-    path = ledger.run_dir / JOB_NUMBER
-    number = read_text(path, max_bytes=100).strip() if path.exists() else ""
-    if queue is not None and number in queue:
+    number = read_job_number(ledger.run_dir)
+    if queue is not None and number is not None and number in queue:
         raise UserError(
             f"{shown(ledger.run_dir)} has job {clipped(number)}, which is "
             f"{queue[number].lower()}; wait for its end, scancel it, or give another run_dir"

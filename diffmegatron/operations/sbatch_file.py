@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from diffmegatron.files import read_text
 from diffmegatron.operations.cluster import Cluster, Container
 from diffmegatron.own_code import import_environment
 from diffmegatron.shipped_files import shipped_folder
@@ -13,6 +14,7 @@ from diffmegatron.shipped_files import shipped_folder
 JOB_FILE = "job.sh"
 JOB_NUMBER = "job_number"
 JOB_RECIPE = "job.yaml"
+_MAX_NUMBER_BYTES = 100
 # The lines of slurm.sh before this line are defaults, which the job file replaces.
 _BODY_START = "set -uo pipefail\n"
 
@@ -118,3 +120,13 @@ def _srun_options(container: Container | None) -> list[str]:
     mounts = ",".join(f"{mount}:{mount}" for mount in container.mounts)
     options = [f"--container-image={container.image}", "--no-container-mount-home"]
     return [*options, *([f"--container-mounts={mounts}"] if mounts else [])]
+
+
+def read_job_number(run_dir: Path) -> str | None:
+    """Return the Slurm ID of the job that was last submitted for a ``run_dir``; None: no job.
+
+    Raises:
+        UserError: the file cannot be read.
+    """
+    path = run_dir / JOB_NUMBER
+    return read_text(path, max_bytes=_MAX_NUMBER_BYTES).strip() if path.exists() else None

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from itertools import pairwise
 from pathlib import Path
@@ -18,13 +18,12 @@ from diffmegatron.checkpoint.checkpoint_store import RECIPE, CheckpointStore
 from diffmegatron.checkpoint.stage_folders import only_last, stage_folders
 from diffmegatron.config.load import load_resolved
 from diffmegatron.errors import UserError
-from diffmegatron.files import clipped, read_text, shown
-from diffmegatron.operations.sbatch_file import JOB_NUMBER, JOB_RECIPE
+from diffmegatron.files import clipped, shown
+from diffmegatron.operations.sbatch_file import JOB_RECIPE, read_job_number
 from diffmegatron.training.monitoring.due import unrecorded_at
 from diffmegatron.training.monitoring.metrics import Entry, newest_entries
 
 _SHOWN_ATTEMPTS = 12
-_MAX_NUMBER_BYTES = 100
 
 
 @dataclass(frozen=True)
@@ -38,11 +37,11 @@ class Status:
         is_over: whether the job has ended and no attempt follows. A run without a ledger is over
             only if it is finished.
         run_dir: folder of the run, or of the current stage.
+        checkpoint: newest checkpoint of the run or stage; None: no checkpoint.
         step: last step reached; None: no step yet.
         steps: total steps of the run or stage; None: no attempt has read the recipe yet.
         seconds_left: remaining training time at the recent speed, in seconds; None: unknown.
         values: name of each metric -> its newest value.
-        checkpoint: newest checkpoint of the run or stage; None: no checkpoint.
         job: Slurm ID of a job that may be queued or running; None: no such job.
         attempts: entries of the ledger, oldest first; empty: no attempt has begun yet, or the run
             was started without a job script.
@@ -55,15 +54,15 @@ class Status:
     exit_status: int
     is_over: bool
     run_dir: str
-    step: int | None
-    steps: int | None
-    seconds_left: float | None
-    values: dict[str, float]
     checkpoint: Path | None
-    job: str | None
-    attempts: tuple[Attempt, ...]
-    suspects: dict[str, int]
-    stragglers: tuple[str, ...]
+    step: int | None = None
+    steps: int | None = None
+    seconds_left: float | None = None
+    values: dict[str, float] = field(default_factory=dict)
+    job: str | None = None
+    attempts: tuple[Attempt, ...] = ()
+    suspects: dict[str, int] = field(default_factory=dict)
+    stragglers: tuple[str, ...] = ()
 
 
 def examine(run_dir: Path) -> Status:
@@ -115,10 +114,7 @@ def examine(run_dir: Path) -> Status:
 
 def _submitted(run_dir: Path, attempts: Sequence[Attempt]) -> str | None:
     """Return the Slurm ID of the newest submitted job; None if the job has begun an attempt."""
-    path = run_dir / JOB_NUMBER
-    if not path.exists():
-        return None
-    number = read_text(path, max_bytes=_MAX_NUMBER_BYTES).strip()
+    number = read_job_number(run_dir)
     return None if number in {attempt.facts.job for attempt in attempts} else number
 
 
@@ -133,15 +129,8 @@ def _status_in_queue(run_dir: Path, number: str) -> Status:
         exit_status=1,
         is_over=False,
         run_dir=str(run_dir),
-        step=None,
-        steps=None,
-        seconds_left=None,
-        values={},
         checkpoint=CheckpointStore(run_dir).latest(),
         job=number,
-        attempts=(),
-        suspects={},
-        stragglers=(),
     )
 
 
@@ -196,10 +185,6 @@ def _status_without_ledger(run_dir: Path) -> Status:
         seconds_left=_seconds_left(entries, step, steps),
         values=values,
         checkpoint=checkpoint,
-        job=None,
-        attempts=(),
-        suspects={},
-        stragglers=(),
     )
 
 

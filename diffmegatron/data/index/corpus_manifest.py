@@ -23,7 +23,7 @@ _READ_BYTES = 1 << 24
 _HASHED_AT_ONCE = 1 << 30
 LAYOUTS = ("text", "instruction", "chat", "template")
 
-Count = Annotated[int, Field(ge=0, lt=1 << 63)]
+CountOrZero = Annotated[int, Field(ge=0, lt=1 << 63)]
 
 
 class TokenizerRecord(Section):
@@ -38,8 +38,8 @@ class TokenizerRecord(Section):
 
     name: str
     sha256: str
-    vocab_size: Count
-    end_of_document: Count
+    vocab_size: CountOrZero
+    end_of_document: CountOrZero
 
 
 class FileRecord(Section):
@@ -53,7 +53,7 @@ class FileRecord(Section):
     """
 
     path: str
-    bytes: Count
+    bytes: CountOrZero
     sha256: str
 
 
@@ -65,8 +65,8 @@ class InputRecord(FileRecord):
         after: number of bytes of the file after the range.
     """
 
-    before: Count = 0
-    after: Count = 0
+    before: CountOrZero = 0
+    after: CountOrZero = 0
 
 
 class PartRecord(Section):
@@ -92,9 +92,9 @@ class LengthBin(Section):
         tokens: number of tokens of these documents.
     """
 
-    at_least: Annotated[Count, Field(ge=1)]
-    documents: Count
-    tokens: Count
+    at_least: Annotated[CountOrZero, Field(ge=1)]
+    documents: CountOrZero
+    tokens: CountOrZero
 
 
 class Manifest(Section):
@@ -123,12 +123,12 @@ class Manifest(Section):
     version: Literal[1] = 1
     tokenizer: TokenizerRecord
     settings: dict[str, str | bool | int | None]
-    documents: Count
-    tokens: Count
-    text_bytes: Count
-    rejected: Count
-    empty: Count
-    duplicates: Count
+    documents: CountOrZero
+    tokens: CountOrZero
+    text_bytes: CountOrZero
+    rejected: CountOrZero
+    empty: CountOrZero
+    duplicates: CountOrZero
     lengths: tuple[LengthBin, ...]
     inputs: tuple[InputRecord, ...]
     outputs: tuple[FileRecord, ...]

@@ -1,7 +1,6 @@
 """Multi-query associative recall: predict the values of repeated keys (Arora et al., 2023)."""
 
 import sys
-from collections import defaultdict
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar
 
@@ -9,8 +8,7 @@ from pydantic import Field
 from typing_extensions import override
 
 from diffmegatron.errors import UserError
-from diffmegatron.evaluation.bootstrap import estimate
-from diffmegatron.evaluation.figures import plot_curves
+from diffmegatron.evaluation.figures import estimate_measures, plot_curves
 from diffmegatron.evaluation.requests import ItemGenerator, Scoring
 from diffmegatron.evaluation.suite import Direction, Item, Mean, Record, Records
 from diffmegatron.evaluation.targets import Target
@@ -21,6 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _ACCURACY = "accuracy"
+_BY_PAIRS = _ACCURACY + ", {} pairs"
 
 
 class AssociativeRecall(TextSuite):
@@ -81,7 +80,7 @@ class AssociativeRecall(TextSuite):
     def means(self, record: Record) -> dict[str, Mean]:
         """Return the accuracy, over all texts and over texts with the same number of pairs."""
         share = Mean(record["right"], record["pairs"], per_token=True)
-        return {_ACCURACY: share, f"{_ACCURACY}, {record['pairs']} pairs": share}
+        return {_ACCURACY: share, _BY_PAIRS.format(record["pairs"]): share}
 
     @override
     def better(self, measure: str) -> Direction:
@@ -92,11 +91,9 @@ class AssociativeRecall(TextSuite):
         """Draw the accuracy by number of pairs."""
         points = {}
         for name, of_target in records.items():
-            by_pairs: dict[int, dict[str, Mean]] = defaultdict(dict)
-            for number, record in enumerate(of_target):
-                by_pairs[record["pairs"]][str(number)] = Mean(record["right"], record["pairs"])
-            found = {pairs: estimate(shares) for pairs, shares in sorted(by_pairs.items())}
-            points[name] = [(pairs, each) for pairs, each in found.items() if each is not None]
+            estimates = estimate_measures(self, of_target)
+            numbers = sorted({record["pairs"] for record in of_target})
+            points[name] = [(pairs, estimates[_BY_PAIRS.format(pairs)]) for pairs in numbers]
         axes = figure.subplots()
         plot_curves(axes, points, "pairs in a text", _ACCURACY)
         axes.set(ylim=(-0.02, 1.02), title=self.title)

@@ -36,6 +36,7 @@ class AttentionAnalysis(TextSuite):
     """
 
     name: ClassVar[str] = "attention-analysis"
+    reads_attention: ClassVar[bool] = True
     title: ClassVar[str] = "Statistics of attention heads"
     description: ClassVar[str] = (
         "Scores are the attention weights that multiply a head's values, after any subtraction. "
@@ -56,11 +57,6 @@ class AttentionAnalysis(TextSuite):
     epsilons: tuple[Annotated[float, Field(gt=0)], ...] = Field(
         default=(0.001, 0.0001), min_length=1, description="thresholds for scores near zero"
     )
-
-    @override
-    def check(self, target: Target) -> None:
-        # The property raises an error if the kind of attention is unknown.
-        _ = target.variant
 
     @override
     def items(self, target: Target) -> list[Item]:

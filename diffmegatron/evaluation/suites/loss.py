@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 from typing_extensions import override
 
-from diffmegatron.evaluation.bootstrap import estimate
-from diffmegatron.evaluation.figures import place_legend
+from diffmegatron.evaluation.figures import estimate_measures, place_legend
 from diffmegatron.evaluation.requests import ItemGenerator, Scoring
 from diffmegatron.evaluation.suite import Direction, Item, Mean, Record, Records
 from diffmegatron.evaluation.targets import Target
@@ -174,17 +173,8 @@ class Loss(WindowSuite):
 
         axes = figure.subplots()
         for name, of_target in records.items():
-            shares = [self.means(record) for record in of_target]
-            measured = {
-                n: estimate(
-                    {
-                        str(place): own[_UP_TO.format(n)]
-                        for place, own in enumerate(shares)
-                        if _UP_TO.format(n) in own
-                    }
-                )
-                for n in self.lengths
-            }
+            estimates = estimate_measures(self, of_target)
+            measured = {n: estimates.get(_UP_TO.format(n)) for n in self.lengths}
             points = [(n, each) for n, each in measured.items() if each is not None]
             if not points:
                 continue

@@ -40,6 +40,7 @@ class NeedleAttention(Suite):
     """
 
     name: ClassVar[str] = "needle-attention"
+    reads_attention: ClassVar[bool] = True
     title: ClassVar[str] = "Attention to the answer and to noise"
     description: ClassVar[str] = (
         "The share of the last token's attention that falls on a hidden number that is asked "
@@ -61,11 +62,6 @@ class NeedleAttention(Suite):
     length: Size = Field(default=4096, description="tokens of the prompt")
     depths: tuple[Share, ...] = Field(default=DEPTHS, min_length=1)
     samples: Count = Field(default=20, description="items of each depth")
-
-    @override
-    def check(self, target: Target) -> None:
-        # The property raises an error if the kind of attention is unknown.
-        _ = target.variant
 
     @override
     def items(self, target: Target) -> list[Item]:

@@ -55,6 +55,7 @@ class Outliers(WindowSuite):
     """
 
     name: ClassVar[str] = "outliers"
+    reads_attention: ClassVar[bool] = True
     title: ClassVar[str] = "Activation outliers"
     description: ClassVar[str] = (
         "The k-th largest magnitude (top-k) and the median of attention logits before the "
@@ -70,11 +71,6 @@ class Outliers(WindowSuite):
     )
 
     tokens: Count = Field(default=400_000, description="largest number of tokens, as in the paper")
-
-    @override
-    def check(self, target: Target) -> None:
-        # The property raises an error if the kind of attention is unknown.
-        _ = target.variant
 
     @override
     def items(self, target: Target) -> list[Item]:

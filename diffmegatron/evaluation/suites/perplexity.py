@@ -1,7 +1,6 @@
 """Perplexity of text over windows of a fixed length that advance by a stride."""
 
 import math
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, ClassVar
@@ -10,8 +9,7 @@ from pydantic import Field
 from typing_extensions import override
 
 from diffmegatron.errors import UserError
-from diffmegatron.evaluation.bootstrap import estimate
-from diffmegatron.evaluation.figures import plot_bars
+from diffmegatron.evaluation.figures import estimate_measures, plot_bars
 from diffmegatron.evaluation.requests import ItemGenerator, Scoring
 from diffmegatron.evaluation.suite import Direction, Estimate, Item, Mean, Record, Records, Window
 from diffmegatron.evaluation.targets import Target
@@ -93,14 +91,8 @@ class Perplexity(TextSuite):
     @override
     def totals(self, records: Records) -> dict[str, Estimate]:
         """Return perplexities; resamples for their intervals draw windows."""
-        shares: dict[str, dict[str, Mean]] = defaultdict(dict)
-        for number, record in enumerate(records):
-            for measure, share in self.means(record).items():
-                shares[measure][str(number)] = share
         found = {}
-        for measure, each in shares.items():
-            nats = estimate(each)
-            assert nats is not None
+        for measure, nats in estimate_measures(self, records).items():
             # The exponential is an increasing function, so it maps the percentiles of the loss to
             # the percentiles of the perplexity.
             low, high = (None if end is None else _exp(end) for end in (nats.low, nats.high))

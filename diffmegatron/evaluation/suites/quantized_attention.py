@@ -28,6 +28,7 @@ class QuantizedAttention(WindowSuite):
     """
 
     name: ClassVar[str] = "quantized-attention"
+    reads_attention: ClassVar[bool] = True
     title: ClassVar[str] = "Loss with quantised attention logits"
     description: ClassVar[str] = (
         "The loss if attention logits are rounded to a few bits before the softmax, and what "
@@ -37,11 +38,6 @@ class QuantizedAttention(WindowSuite):
     documents: Count = Field(default=16, description="number of documents per source")
     characters: Count = Field(default=8_000, description="longer documents are cut")
     bits: tuple[Annotated[int, Field(ge=2, le=16)], ...] = Field(default=(8, 6, 4), min_length=1)
-
-    @override
-    def check(self, target: Target) -> None:
-        # The property raises an error if the kind of attention is unknown.
-        _ = target.variant
 
     @override
     def items(self, target: Target) -> list[Item]:
