@@ -72,7 +72,8 @@ _LIBRARY_WARNINGS = (
 if not sys.warnoptions:
     for _message, _module in _LIBRARY_WARNINGS:
         warnings.filterwarnings("ignore", _message, module=_module)
-    # When DeepSpeed is imported, torch looks for a CUDA compiler, and logs a line without a GPU.
+    # When DeepSpeed is imported on a machine without a GPU, torch looks for a CUDA compiler and
+    # logs that it found no CUDA runtime.
     logging.getLogger("torch.utils.cpp_extension").addFilter(
         lambda record: "No CUDA runtime is found" not in record.getMessage()
     )

@@ -158,7 +158,8 @@ def _layer_host() -> tuple[Finding, tuple[str, ...]]:
     if find_spec("transformer_engine") is None:
         return Finding("layers", "local", "transformer-engine is not installed"), ()
     try:
-        # Megatron-core imports this module and catches only ImportError.
+        # Megatron-core imports this module too. It catches only ImportError, so any other error
+        # here means that Megatron-core cannot be imported either.
         import_module("transformer_engine.pytorch.fp8")
     except ImportError as error:
         return _unusable_transformer_engine(error, "local", "the layers are Megatron-core's own")

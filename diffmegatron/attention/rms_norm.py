@@ -1,4 +1,4 @@
-"""RMSNorm for layers built with Megatron-core's own linear classes (host ``local``)."""
+"""RMSNorm for layers that use Megatron-core's own linear classes, not Transformer Engine's."""
 
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig

@@ -64,9 +64,9 @@ class Place:
 def check_tiling(places: Iterable[Place], owner: str) -> None:
     """Check that the pieces of one tensor cover every element exactly once.
 
-    The boxes must form a grid, whose cells may differ in size. The boxes of every parallel layout
-    do. It is therefore enough to compare each box with the edges of the grid, instead of comparing
-    all pairs of boxes.
+    The boxes must form a grid, whose cells may differ in size; every parallel layout gives such a
+    grid. It is therefore enough to compare each box with the edges of the grid, instead of
+    comparing all pairs of boxes.
 
     Args:
         places: positions of all pieces of one tensor; at least one.

@@ -4,8 +4,8 @@ Opening a file checks its header. The tensors must be one-dimensional, first tho
 then those of bytes, and must fill the file without gaps. :meth:`TensorFile.check_content` then
 checks the checksum and that all numbers are finite, in one pass over the file.
 
-``safetensors.safe_open`` would need one pass for each of the two checks, because it does not return
-the position of a tensor in the file.
+``safetensors.safe_open`` would need one pass for each of the two checks: it does not return the
+position of a tensor in the file, so one cannot tell which bytes of the checksum's pass are numbers.
 """
 
 import zlib
@@ -120,7 +120,8 @@ class TensorFile:
             beginning = stream.read(_LENGTH_BYTES)
             length = int.from_bytes(beginning, "little")
             if length > min(size - _LENGTH_BYTES, MAX_BYTES):
-                # A valid length, such as 640, can have the first bytes of a pickle.
+                # Only an impossible length shows that the file is a pickle: the bytes of a possible
+                # one, such as 640 (80 02 in hex), can begin like a pickle.
                 if beginning[:2] in _PICKLES:
                     raise UserError(
                         f"{shown(self.path)} is a pickle, which can run any program when it is "

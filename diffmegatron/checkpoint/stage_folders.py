@@ -1,4 +1,7 @@
-"""The folders of a recipe's stages within its ``run_dir``. Each stage is a run of its own."""
+"""The folders of a recipe's stages within its ``run_dir``.
+
+The stages of a recipe train one after the other, and each stage is a run with its own folder.
+"""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -33,7 +36,9 @@ class StageFolder:
 def stage_folders(
     run_dir: Path, having: str = CHECKPOINTS, recipe: str = RECIPE
 ) -> list[StageFolder]:
-    """Return the stages of a ``run_dir`` in the order of training; without stages, the only run.
+    """Return the stages of a ``run_dir`` in the order of training.
+
+    For a run without stages, return its only folder.
 
     Each stage comes after the stage that its ``checkpoint.start_from`` names. Stages that started
     from the same stage are sorted by name.
@@ -61,7 +66,7 @@ def stage_folders(
 
 
 def last_stage(run_dir: Path) -> StageFolder:
-    """Return the last stage that has a checkpoint; without stages, the only run.
+    """Return the last stage that has a checkpoint; for a run without stages, its only folder.
 
     Raises:
         UserError: ``run_dir`` has no checkpoint, or several last stages.

@@ -1,4 +1,4 @@
-"""Picture of the scores of all heads of a model, with the selected heads marked."""
+"""Picture of the scores by which DEX selects attention heads, with the selected heads marked."""
 
 from collections.abc import Sequence
 from pathlib import Path

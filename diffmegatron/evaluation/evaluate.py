@@ -1,6 +1,7 @@
 """``diffmegatron evaluate``: run every suite on every target, and write a report.
 
-A suite is a benchmark. A target is a model to evaluate: a Hugging Face folder or a checkpoint.
+A suite is a benchmark. It consists of items, such as questions or texts, which are scored one by
+one. A target is a model to evaluate: a Hugging Face folder or a checkpoint.
 """
 
 import math
@@ -128,8 +129,8 @@ def _run(suite: Suite, model: Model, out: Path, ranks: Ranks) -> Measured:
     with SharedRecords(out / suite.name / f"{target.name}.jsonl", header, ranks) as file:
         # Check existing records first, because scoring the other items may take hours.
         check_records(file.records.values(), suite.means)
-        # `target.context` loads the network's configuration, which suites that read only training
-        # records do not need. Their items have 0 tokens.
+        # `target.context` loads the network's configuration. The items of suites that read only
+        # training records have 0 tokens, so for them the configuration is not loaded.
         long = [item for item in items if item.tokens and item.tokens > target.context]
         too_long = {item.key for item in long}
         fitting = [item for item in items if item.key not in too_long]
@@ -141,7 +142,8 @@ def _run(suite: Suite, model: Model, out: Path, ranks: Ranks) -> Measured:
                 f"{target.context:,.0f}"
             )
         finite = [file.records[i.key] for i in fitting if NOT_FINITE not in file.records[i.key]]
-        # Follow-ups depend on the records of all items, so skip them if a record is not finite.
+        # Follow-ups, the items of a suite's second pass, depend on the records of all items of the
+        # first pass, so skip them if a record is not finite.
         if len(finite) == len(fitting):
             more = suite.follow_ups(target, finite)
             _score_items(suite, model, more, file, ranks, suite.passes[1])

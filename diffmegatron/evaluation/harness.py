@@ -78,7 +78,7 @@ class Tasks:
     Args:
         names: names of tasks, groups and tags.
         include_path: folder with further task configurations, or None.
-        data_dir: folder in which relative paths of task configurations begin. A folder in it with
+        data_dir: folder that relative paths in task configurations refer to. A folder in it with
             the name of a data set's repository replaces the repository on Hugging Face's hub.
 
     Attributes:
@@ -464,7 +464,8 @@ def _index(names: Sequence[str], include_path: Path | None) -> TaskManager:
     with _quiet():
         if folder is not None:
             index = TaskManager(include_path=folder, include_defaults=False)
-            # Compare with single tasks only: a group or tag may contain tasks of the library.
+            # Compare with single tasks only: a group or tag may contain tasks that come with
+            # lm-eval, which this index lacks.
             if set(names) <= set(index.all_subtasks):
                 return index
         index = TaskManager(include_path=folder)

@@ -158,7 +158,10 @@ class Model:
         return None
 
     def _read_prefix(self, ids: Sequence[int]) -> Rows:
-        """Read ``ids`` as one row, and return it with its cache; the last row is kept for reuse."""
+        """Run the network on ``ids`` as a batch of one row, and return its keys and values.
+
+        They are kept until other ids are read, so the next batch with the same ids reuses them.
+        """
         if self._prefix is None or self._prefix[0] != ids:
             self._prefix = None
             rows = self._batched.with_cache(1, len(ids))

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 Op = Literal["differential", "softmax", "subtraction"]
 
-# Operations with their names for messages. "differential" subtracts two maps, and its values are
-# twice as wide as the queries. "softmax" has one map, and values as wide as the queries.
+# Operations with their names for messages. "differential" subtracts two attention maps, and its
+# values are twice as wide as the queries. "softmax" has one map, and values as wide as the queries.
 # "subtraction" subtracts the noise heads from the signal heads of a softmax attention's output.
 OPS: dict[Op, str] = {
     "differential": "differential attention",
@@ -72,12 +72,12 @@ class Backend:
             query and a visible key.
         saved: function that returns the bytes per query saved for the backward pass, in addition to
             q, k, v and the result.
-        saves_bias: whether the mask of packed documents is saved for the backward pass as one
-            number per pair, which all heads share. `saved` does not include it.
+        saves_bias: whether the mask of packed documents is saved for the backward pass. It has one
+            number per pair of a query and a key, which all heads share. `saved` excludes it.
         saves_values: whether v itself is saved. Otherwise copies of v are saved, and `saved`
             includes them.
-        saves_result: whether the result is saved too. With a headwise norm, this result is the
-            input of the norm.
+        saves_result: whether the result of the attention is saved for the backward pass; with a
+            headwise norm, the result before the norm. `saved` does not include it.
         devices, dtypes, head_dims: supported values; None means any.
         library: name of the required library besides torch, or None.
         computes_hidden_pairs: whether the backend also computes the products of hidden pairs, which
@@ -85,12 +85,13 @@ class Backend:
         lacks: unsupported members of `FEATURES`.
         chunk_dtypes: dtypes supported for chunks, by device type. A device type that is missing
             here supports all `dtypes`.
-        fuses_norm: whether the backend applies the call's norm. It does so in its kernel, or after
-            it if signal heads share a noise head.
+        fuses_norm: whether the backend applies the call's norm. It does so within its kernel; if
+            several signal heads share a noise head, it applies the norm after the kernel.
         is_interpretable: whether the backend also runs in Triton's interpreter, with any device,
             dtype and head_dim.
         entry: name of the backend's function in the module. It maps an `AttentionCall` to the
-            result `[b, s, h, e]`. For "subtraction" its arguments are the heads and lambda.
+            result `[b, s, h, e]`, where e is the width of the values. For "subtraction" its
+            arguments are the heads and lambda.
     """
 
     module: str
@@ -290,5 +291,5 @@ BACKENDS: dict[Op, dict[str, Backend]] = {
 
 
 def whole_sequence_backends(op: Op) -> frozenset[str]:
-    """Return the names of the backends that cannot compute a sequence in chunks, as a ring does."""
+    """Return the names of the backends without support for chunks, which ring attention needs."""
     return frozenset(name for name, b in BACKENDS[op].items() if "chunks" in b.lacks)

@@ -69,9 +69,10 @@ class LambdaInit(Section):
 class DiffV1(Variant):
     """Differential heads: each of h = ``num_heads`` heads has two maps and an output of 2d.
 
-    h is half of the Transformer's number of heads, and :meth:`baseline` doubles it. Each of the
-    ``num_kv_heads`` key-value heads has two keys of width d = ``head_dim`` and one value of width
-    2d. A layer has four lambda vectors of length d, whose initial values are normally distributed
+    h is half the number of heads of the Transformer of the same size, which :meth:`baseline`
+    returns. Each of the h_kv = ``num_kv_heads`` key-value heads has two keys of width d =
+    ``head_dim`` and one value of width 2d. A layer has four lambda vectors of length d, whose
+    initial values are normally distributed
     with standard deviation ``lambda_std``, as in the reference code. ``headwise_norm`` is the
     RMSNorm over each head's output, whose weight all heads share.
     """
@@ -96,9 +97,9 @@ class DiffV1(Variant):
     def heads(self) -> Heads:
         """Layout of the heads.
 
-        A block has the signal queries, k1 and half of the value, and then the noise queries, k2 and
-        the other half of the value. With one noise head per signal head these are two of
-        Megatron-core's query groups.
+        A block consists of the heads of one key-value head: the signal queries, k1 and half of the
+        value, and then the noise queries, k2 and the other half of the value. With one noise head
+        per signal head, a block has the layout of two of Megatron-core's query groups.
         """
         signal, noise = (n // self.num_kv_heads for n in (self.num_heads, self.noise_heads))
         rows: Rows = (("q", signal), ("k", 1), ("v", 1), ("q", noise), ("k", 1), ("v", 1))
@@ -127,9 +128,10 @@ class DiffV1(Variant):
 
     @override
     def products(self) -> int:
-        # Each head of either map needs d for its scores, and each differential head 2d for the
-        # product of its subtracted maps with the values. Kernels that do not subtract the maps
-        # before this product multiply both maps with the values (paper, appendix A).
+        # Multiply-adds per pair of a query and a key: each head of either map needs d for its
+        # score, and each differential head 2d for the product of its subtracted maps with the
+        # values. Not counted: kernels that do not subtract the maps before this product multiply
+        # both maps with the values (paper, appendix A).
         maps = self.num_heads + self.noise_heads
         return (maps + 2 * self.num_heads) * self.head_dim
 
@@ -151,7 +153,8 @@ class DiffV1(Variant):
             core += FLOAT32 * (outputs * (2 if kernels.device == "cpu" else 1) + self.num_heads)
         projected = kernels.element * (heads.query_channels + outputs)
         if kernels.recomputes_core:
-            # The values are a view of the fused projection, which stays in memory as a whole.
+            # The values are a view of the output of the fused QKV projection, so this whole output
+            # stays in memory.
             projected += kernels.element * (heads.query_channels + 2 * heads.key_channels)
         return projected + self._keys_bytes(kernels, backend), core
 
@@ -164,13 +167,13 @@ class DiffV1(Variant):
         if backend.saves_values:
             return 2 * keys * whole
         if kernels.has_mask and backend.saves_bias and self.num_heads > self.num_kv_heads:
-            # With a mask, torch's kernels do not support several queries per key-value head. In
-            # each of the four calls every query head has a copy of its key and its half of the
-            # value.
+            # With a mask, torch's kernels do not support several query heads per key-value head.
+            # In each of the four calls every query head therefore has a copy of its key and of one
+            # half of its value.
             heads = self.num_heads + self.noise_heads
             return 4 * kernels.element * self.head_dim * heads * kernels.keys_per_query
-        # `Backend.saved` includes one copy of the values. With several ranks, keys and values are
-        # views of one received tensor, which stays in memory as a whole.
+        # `Backend.saved` includes one copy of the values. With several context-parallel ranks, keys
+        # and values are views of one received tensor, so this whole tensor stays in memory.
         arrived = 0 if kernels.communication is None else keys * whole
         return keys * (whole + kernels.keys_per_query - 1) + arrived
 
@@ -232,7 +235,7 @@ class DiffV1(Variant):
         q1, k1, q2, k2, v = self._split(query, key, value)
         # lambda = exp(lambda_q1 . lambda_k1) - exp(lambda_q2 . lambda_k2) + lambda_init
         lambda_ = self.current_lambda(layer)
-        # (1 - lambda_init) RMSNorm(head), which fused kernels apply within the call
+        # (1 - lambda_init) RMSNorm(head); fused kernels apply it within diff_attention
         norm = None
         if self.headwise_norm:
             scale = 1.0 - self.lambda_init.of_layer(layer.layer_number)
@@ -244,22 +247,23 @@ class DiffV1(Variant):
         """Return q1, k1, q2, k2 and v from heads in the order of :attr:`heads`.
 
         Returns:
-            q1 [b, s, h, d], q2 [b, s, h / r, d], k1 and k2 [b, s, h_kv, d], v [b, s, h_kv, 2d].
+            q1 [b, s, h, d], q2 [b, s, h / r, d], k1 and k2 [b, s, h_kv, d], v [b, s, h_kv, 2d],
+            with r signal heads per noise head (``ratio``).
         """
         blocks = key.shape[2] // 2
         noise = query.shape[2] // blocks // (self.ratio + 1)
         q1, q2 = query.unflatten(2, (blocks, -1)).split([self.ratio * noise, noise], dim=3)
         q1, q2 = q1.flatten(2, 3), q2.flatten(2, 3)
         if self.ratio > 1:
-            # A view of the noise heads would keep the signal heads in memory, so copy them. q1 is a
-            # copy.
+            # A view of the noise heads would keep the signal heads in memory, so copy the noise
+            # heads. `flatten` has already copied the signal heads into q1.
             q2 = q2.contiguous()
         k1, k2 = key.unflatten(2, (blocks, 2)).unbind(3)
         v = value.unflatten(2, (blocks, 2)).flatten(3)
         return q1, k1, q2, k2, v
 
     def hugging_face(self, hidden_size: int) -> hf.HuggingFace:
-        """Return the class DiffLlama.
+        """Return the description of Hugging Face's class DiffLlama for the export.
 
         Raises:
             UserError: lambda_init differs from the paper's, or the headwise norm is off.
@@ -288,7 +292,7 @@ class DiffV1(Variant):
 
     @property
     def mixed_export_kind(self) -> Variant:
-        """Grouped heads with one noise head per signal head, which compute the same."""
+        """Grouped kind with r = 1, equivalent to V1, for exports with layers of several kinds."""
         from diffmegatron.attention.variants.grouped import Grouped
 
         return Grouped(signal_per_noise=1, **self.model_dump(exclude={"kind"}))

@@ -1,8 +1,8 @@
 """Grouped differential attention (Motif, arXiv 2510.06949): DIFF V1 with fewer noise heads.
 
-Motif-2-12.7B has 32 signal and 8 noise heads, and 16 key and 16 value heads of width 128. Here it
-is ``num_heads`` 32, ``signal_per_noise`` 4 and ``num_kv_heads`` 8, because a key-value head here
-has two keys and two halves of a value.
+Motif-2-12.7B has 32 signal and 8 noise heads, and 16 key and 16 value heads of width 128. In this
+package its configuration is ``num_heads`` 32, ``signal_per_noise`` 4 and ``num_kv_heads`` 8,
+because a key-value head of this package has two keys and two halves of a value.
 """
 
 from collections.abc import Iterator, Mapping
@@ -43,7 +43,7 @@ class Grouped(DiffV1):
         return self
 
     def hugging_face(self, hidden_size: int) -> hf.HuggingFace:
-        """Return the class that this package defines; the export contains its code."""
+        """Return the description of this package's own model class, whose code is exported too."""
         return hf.HuggingFace(
             "grouped_diff",
             "GroupedDiffForCausalLM",
@@ -78,8 +78,8 @@ class Grouped(DiffV1):
     def weight_rules(self, ours: str, theirs: str, hidden_size: int) -> list[hf.WeightRule]:
         """Return the rules for the exported class.
 
-        There all signal heads precede all noise heads, and all first keys precede all second keys.
-        The two halves of a value stay adjacent.
+        In that class all signal heads precede all noise heads, and all first keys precede all
+        second keys. The two halves of a value stay adjacent.
         """
         vectors = [
             hf.same(f"{ours}.{name}", f"{theirs}.{name}", (self.head_dim,), keep_fp32=True)

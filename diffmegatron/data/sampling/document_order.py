@@ -29,7 +29,8 @@ class Selection:
         seed: seed that determines the order, and which short documents are kept.
         long_tokens: documents with at least this many tokens, without the end-of-document token,
             are always kept.
-        keep_short: probability with which a shorter document is kept; 1 disables up-sampling.
+        keep_short: probability with which a shorter document is kept. A value below 1 up-samples
+            long documents: their share of the tokens grows. 1 keeps all documents.
     """
 
     split: Split
@@ -49,7 +50,8 @@ class DocumentOrder:
         documents: int64 ``[n]``, number of each document in the corpus, in the order of the stream.
         ends: int64 ``[n]``, number of tokens of the stream up to the end of each document.
         split_lengths: length histogram of all documents of the split.
-        lengths: length histogram of the n documents of the stream, which up-sampling has kept.
+        lengths: length histogram of the n documents of the stream: those of the split without the
+            short documents that up-sampling dropped.
     """
 
     documents: np.ndarray

@@ -1,8 +1,9 @@
 """Mixtures of a run over time: weights and sources may change when a run resumes.
 
-A change at sample n begins a new period. The order before sample n stays unchanged, and each source
-continues with its next sample. The saved periods reproduce the order of the whole run. A source is
-identified by the hash of its content, because its path may change.
+A mixture draws samples from several sources (corpora) in proportion to their weights. A change at
+sample n begins a new period. The order before sample n stays unchanged, and each source continues
+with its next sample. The saved periods reproduce the order of the whole run. A source is identified
+by the hash of its content, because its path may change.
 """
 
 from bisect import bisect_right
@@ -44,7 +45,7 @@ class Period:
 
 
 class MixtureHistory:
-    """Mixtures of a run over time.
+    """Source of each sample of a run, over all periods with their different weights.
 
     Args:
         periods: periods in order; the first period begins at sample 0.

@@ -62,7 +62,8 @@ class AttentionAnalysis(TextSuite):
     def items(self, target: Target) -> list[Item]:
         """Return an item for the beginning of each document that is long enough.
 
-        A long enough text has a row with at least one top token.
+        It is long enough if the share ``top`` of the longest row of its attention maps is at least
+        one token.
         """
         # Tokens have less than 16 characters on average, so this suffices for `length` tokens.
         texts = first_texts(self.data, self.documents, 16 * self.length)

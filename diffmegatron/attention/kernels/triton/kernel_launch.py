@@ -67,7 +67,8 @@ def problem_of(call: AttentionCall, one_pass: bool | None, target: Target | None
     if one_pass is None:
         one_pass = default_one_pass(q.shape[-1], torch.are_deterministic_algorithms_enabled())
     if target is None:
-        # On a CPU, Triton interprets the kernels, and blocks of any size fit.
+        # On a CPU, Triton interprets the kernels, and blocks of any size fit, so any capability
+        # can be assumed.
         capability = torch.cuda.get_device_capability(q.device) if q.is_cuda else (8, 0)
         target = target_of(q.dtype, capability)
     return Problem(call.scale, call.mask, one_pass, target)
@@ -275,7 +276,7 @@ def same_strides(*tensors: Tensor) -> tuple[Tensor, ...]:
 def row_values(q: Tensor) -> Tensor:
     """Return an uninitialised tensor `[b, h, s]` for one number per query row of `q`.
 
-    Its dtype is fp32, or fp64 for fp64.
+    Its dtype is fp64 if `q` is fp64, and fp32 for all other dtypes of `q`.
     """
     batch, length, heads, _ = q.shape
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
@@ -288,7 +289,7 @@ def accumulate(q: Tensor) -> tl.dtype:
 
 
 def on_device(x: Tensor) -> AbstractContextManager[Any]:
-    """Return a context in which the tensor's device is current, because Triton launches there."""
+    """Return a context in which x's device is current, because Triton launches on that device."""
     return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
 
 

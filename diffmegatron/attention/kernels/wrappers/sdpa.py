@@ -44,9 +44,10 @@ def chunk_gradients(call: AttentionCall, grad: Tensor, whole: WholeAttention) ->
     """Return the contribution of a chunk to the gradients by torch's flash kernels.
 
     This is a backend function of `api.chunk_gradients`. The kernels receive the output and the
-    log-sum-exp over all keys, as in torch's own context parallelism. V is split into pieces that
-    are as wide as Q. A call per piece subtracts the piece's own rowsum(dO * O), so the calls'
-    gradients of q and k add up.
+    log-sum-exp of attention to the keys of all chunks, as in torch's own context parallelism. V is
+    split into pieces that are as wide as Q, and the kernel is called once per piece. The gradients
+    of q and k are the sums over these calls: each call subtracts rowsum(dO * O) of its own piece,
+    and these row sums add up to that of the whole width.
     """
     maps, lambda_ = call.maps, call.lambda_
     kv_heads, width = maps.v.shape[2], maps.queries[0].shape[3]
@@ -104,8 +105,8 @@ def _flash_gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     gradients: tuple[Tensor, Tensor, Tensor]
     if q.is_cuda:
-        # The random state is for dropout and the lengths are for nested tensors, which are not
-        # used.
+        # The random state (`unused`) is needed only for dropout, and the two cumulative lengths
+        # (None) only for nested tensors.
         unused = torch.empty(0, dtype=torch.uint64, device=q.device)
         lengths = (None, None, q.shape[2], k.shape[2])
         gradients = aten._scaled_dot_product_flash_attention_backward(
@@ -127,7 +128,10 @@ def _pieces(x: Tensor, heads: int, width: int) -> list[Tensor]:
 
 
 def _per_query_head(x: Tensor, heads: int) -> Tensor:
-    """Repeat `[b, t, h_kv, e] -> [b, h, t, e]`, because the kernel's backward sums no groups."""
+    """Repeat each kv head for the query heads that share it: `[b, t, h_kv, e] -> [b, h, t, e]`.
+
+    The kernel's backward pass cannot sum gradients over query heads that share a kv head.
+    """
     return x.transpose(1, 2).repeat_interleave(heads // x.shape[2], dim=1)
 
 
