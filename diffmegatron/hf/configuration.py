@@ -18,7 +18,8 @@ from diffmegatron.hf.modeling import CLASSES, register
 from diffmegatron.section import MAX_SIZE
 from diffmegatron.validation import describe, first_error
 
-# Fields of config.json, and the only values that our networks support. The first one is usual.
+# Fields of config.json, each with the values that our networks support. Error messages name the
+# first value.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
     "attention_bias": (False, None),
@@ -29,7 +30,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "is_encoder_decoder": (False, None),
     "quantization_config": (None,),
 }
-# Like _NEUTRAL, for fields of one model type; these replace the values in _NEUTRAL.
+# Values for a single model type. They are used instead of the values in _NEUTRAL.
 _NEUTRAL_OF: dict[str, dict[str, tuple[Any, ...]]] = {
     "seed_oss": {
         "attention_bias": (True,),
@@ -40,8 +41,8 @@ _NEUTRAL_OF: dict[str, dict[str, tuple[Any, ...]]] = {
 # File of a PEFT adapter, which transformers loads with the model if peft is installed.
 _ADAPTER = "adapter_config.json"
 _FULL = "full_attention"
-# Far above any real model. transformers creates lists with an entry per layer, so a file with a
-# huge number of layers would exhaust the memory.
+# Limit far above any real model. transformers creates lists with an entry per layer, so a file with
+# a huge number of layers would exhaust the memory.
 _MAX_LAYERS = 10_000
 # Keys of each kind of RoPE scaling: from the key in the recipe to that in rope_parameters.
 _LLAMA3 = {
@@ -74,9 +75,10 @@ def to_hf_config(recipe: Recipe, end_of_document: int, dtype: torch.dtype) -> Pr
         "initializer_range": model.initialization.std,
         "bos_token_id": end_of_document,
         "eos_token_id": end_of_document,
-        # transformers would pass a padding id in this file to the embedding as padding_idx. That
-        # row gets no gradient, so fine-tuning could not train the end-of-document token. The
-        # generation and tokenizer files contain the padding id instead.
+        # The padding token is the end-of-document token, and only the generation and tokenizer
+        # files contain its id. If this file contained it, transformers would pass it to the
+        # embedding as padding_idx. That row gets no gradient, so fine-tuning could not train the
+        # end-of-document token.
         "pad_token_id": None,
         "dtype": dtype,
         "architectures": [described.architecture],
@@ -259,8 +261,8 @@ def _check_rope(path: Path, raw: Mapping[str, Any], rope: Mapping[str, Any]) -> 
             raise UserError(
                 f"{shown(path)} has {key} {clipped(repr(rope[key]))}, a text; give a number"
             )
-    # A file may have these keys within the section and outside it. transformers 4 and 5 read
-    # different ones of the two, so their values must be equal.
+    # A file may have these keys within the section and also outside it. transformers 4 reads one of
+    # the two places and transformers 5 the other, so the two values must be equal.
     own = raw.get(section) or {}
     for key in ("rope_theta", "original_max_position_embeddings"):
         if raw.get(key) is not None and raw[key] != own.get(key, rope.get(key)):

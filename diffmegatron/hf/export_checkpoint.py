@@ -98,7 +98,8 @@ def _rounded_differently(
     """Return the dtype whose rounding explains a difference between export and training network.
 
     It is the coarser of the run's dtype and the dtype of the exported weights. If the export only
-    rearranges weights in the run's dtype, both models have equal weights, and it is float32.
+    rearranges weights in the run's dtype, both models have equal weights, and the result is
+    float32: only the order of float32 additions differs.
     """
     is_folded = recipe.model.lora is not None or any(
         rule.folds for rule in table(recipe.model, step)
@@ -119,7 +120,8 @@ def _why(dtype: torch.dtype) -> str:
 def _suspicion(recipe: Recipe) -> str:
     """Return a likely cause of different logits as text; "" if none is known.
 
-    A kind of attention may inherit the export of another kind, which computes something else.
+    A user's kind of attention may subclass another kind and inherit its export, although it
+    computes something else than the parent kind.
     """
     kind, inherited = recipe.model.attention.kind, recipe.model.attention.inherited_export
     if inherited is None:
@@ -167,7 +169,8 @@ def training_logits(checkpoint: Checkpoint, tokens: Tensor) -> Tensor:
 
 
 def _single_process(recipe: Recipe) -> Recipe:
-    # The float32 attention kernels use TF32 on a GPU, whose error is above the tolerance.
+    # On a GPU, the Triton attention kernels compute float32 products in TF32, whose error is above
+    # the tolerance, so use the reference implementation.
     exact = {"precision": "fp32", "attention_backend": "reference"}
     training = recipe.training.model_copy(update=exact)
     return recipe.model_copy(

@@ -63,7 +63,7 @@ def transformer_config(recipe: Recipe) -> TransformerConfig:
         sequence_parallel=parallel.sequence_parallel,
         **_recompute(recipe.recompute),
         # Fused SwiGLU is off on a CPU, where its compilation takes 19 s. It would be compiled at
-        # the first call, for a second sequence length, and for evaluation.
+        # the first call, and again for a second sequence length and for evaluation.
         bias_activation_fusion=torch.cuda.is_available(),
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,

@@ -28,7 +28,8 @@ def chunked_losses(losses: Losses, labels: Tensor, hidden: Tensor, size: int) ->
     Args:
         losses: function that returns the losses of a chunk from its labels and hidden states.
         labels: [b, s].
-        hidden: [s, b, h], or [s / tensor size, b, h] under sequence parallelism.
+        hidden: hidden states [s, b, hidden size], or [s / tensor-parallel size, b, hidden size]
+            under sequence parallelism.
         size: number of positions in a chunk.
 
     Returns:

@@ -94,7 +94,7 @@ def check(attention_kinds: Sequence[str], overrides: Sequence[str]) -> dict[str,
 
 
 def kind_and_baseline() -> tuple[str, str]:
-    """Return two kinds of attention: that of the recipe, and that of its baseline."""
+    """Return the recipe's kind of attention, and the kind of its baseline for comparison."""
     attention = load_recipe(CONFIG).model.attention
     return attention.kind, attention.baseline().kind
 

@@ -91,8 +91,8 @@ def _passes(recipe: Recipe) -> dict[str, float]:
     """Return a lower bound on the number of epochs over each data source, by its path.
 
     The bound is the number of tokens to train from the source, divided by the number of all its
-    tokens according to its manifest. Fewer tokens are available in fact, because documents are held
-    out, and packing and length up-sampling omit tokens.
+    tokens according to its manifest. The true number of epochs is higher, because not all of these
+    tokens are used: documents are held out, and packing and length up-sampling omit tokens.
     """
     weights = {source.path: source.weight for source in recipe.data.sources}
     if recipe.data.upsampling.mode == "global" and len(weights) > 1:

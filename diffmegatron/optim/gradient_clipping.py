@@ -36,8 +36,8 @@ def local_gradient_norms(
             memory.
 
     Returns:
-        The parameters, and the norms of their gradients, float32 [n] on ``device``. The device is
-        not synchronized.
+        The n parameters, and the norms of their gradients, float32 [n] on ``device``. The norms may
+        still be in computation there: the function does not synchronize the device.
     """
     held = [*_on_parameters(network), *partition.gradients()]
     if not held:

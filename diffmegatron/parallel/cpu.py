@@ -1,12 +1,12 @@
 """Patches that let Megatron-core run without CUDA.
 
-Megatron-core uses the device ``cuda`` in a few dozen places. If there is no CUDA device,
-:func:`without_cuda` redirects these calls to the CPU. Otherwise it changes nothing. Apart from
-``engine_imports.py``, this is the only module that patches another library.
+Megatron-core uses the device ``cuda`` in a few dozen places. On a machine without a CUDA device,
+:func:`without_cuda` redirects these calls to the CPU; on a machine with one, it changes nothing.
+Apart from ``engine_imports.py``, this is the only module that patches another library.
 
 Only calls that would raise an error are replaced. All patches are removed at the end of the
-context, because other code in the process needs the original functions. For example,
-``transformers`` builds models on the meta device.
+context, because other code in the process needs the original functions, such as ``transformers``,
+which builds models on the meta device.
 """
 
 from collections.abc import Iterator

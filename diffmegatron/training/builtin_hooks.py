@@ -128,7 +128,7 @@ def give_up(run: Run, decision: StepDecision) -> NoReturn:
 
 
 def _dump(run: Run) -> None:
-    """Write the report of the anomalous step; called on all ranks."""
+    """Write the report of the anomalous step. All ranks must call this function."""
     last_sample = run.loader.consumed_samples - 1
     event = {
         "loss": run.agreed.loss,
@@ -237,8 +237,8 @@ class EvaluationHook(Hook):
 def _should_continue(run: Run) -> bool:
     """Return, on every rank, whether to continue an evaluation; False if any rank must stop.
 
-    Also reports progress to the watchdog and to the job's record of this rank. If
-    ``run.broken_reason`` is set, stop requests are ignored.
+    Also report progress to the watchdog and to the job's record of this rank. If
+    ``run.broken_reason`` is set, the weights are considered broken, and stop requests are ignored.
     """
     agreed = run.agree(torch.zeros((), device=run.parallel_state.device))
     run.stopping = agreed.stop and run.broken_reason is None
@@ -263,8 +263,9 @@ class BeginSaveHook(Hook):
 
     @override
     def after_training(self, run: Run) -> None:
-        # Weights that are already saved are checked too if ``broken_reason`` is set. This happens
-        # after a restart whose first evaluation gave a value that is not finite.
+        # If ``broken_reason`` is set, `_save_now` ends the run with an error, so call it even if the
+        # weights are saved already. This happens if a restarted run first evaluates these weights,
+        # and a value is not finite.
         if run.saver.saved_step != run.step or run.broken_reason is not None:
             self._save_now(run)
         run.saver.wait()

@@ -33,7 +33,7 @@ def train_stages(
 
     Args:
         recipes: one recipe per stage.
-        record: record of this rank for the job script; each run updates its step.
+        record: writer of this rank's heartbeat and step for the job script.
         open_evaluators: function that opens the evaluators of a recipe's ``training.evaluate``.
         hooks: user-defined hooks, the same instances in every stage.
 

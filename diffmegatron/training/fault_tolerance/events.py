@@ -40,9 +40,9 @@ def write_event(
     shards: ParameterShards,
     parallel_state: ParallelState,
 ) -> None:
-    """Write the report of an anomalous step, and log a warning; called on all ranks.
+    """Write the report of an anomalous step, and log a warning.
 
-    Rank 0 writes ``run_dir/events/step_XXXXXXXX.json``.
+    All ranks must call this function. Rank 0 writes ``run_dir/events/step_XXXXXXXX.json``.
 
     Args:
         run_dir: directory of the run.

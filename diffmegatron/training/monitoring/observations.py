@@ -14,7 +14,7 @@ from diffmegatron.parallel.parallel_state import ParallelState
 
 
 def lambdas(network: Network, parallel_state: ParallelState) -> dict[str, float]:
-    """Return lambda of every layer of the network as metrics; called on all ranks.
+    """Return lambda of every layer of the network as metrics. All ranks must call this function.
 
     If lambda depends on the token, the value is the mean over all heads, and over the tokens that
     this data-parallel rank had in the last forward pass.

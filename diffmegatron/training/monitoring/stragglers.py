@@ -53,7 +53,7 @@ class PhaseClock:
     def report(self, parallel_state: ParallelState) -> dict[str, float]:
         """Return metrics of the slowest rank in each phase, and restart the measurement.
 
-        Called on all ranks.
+        All ranks must call this method.
 
         Returns:
             Two metrics per phase since the last report: ``perf/PHASE_slowest_rank``, and
@@ -67,7 +67,8 @@ class PhaseClock:
         distributed.all_gather(every, mine)
         self._seconds.clear()
         self._steps = 0
-        # With pipeline parallelism, ranks may differ because their stages have different work.
+        # With pipeline parallelism, the stages of the ranks have different work, so a longer time
+        # does not show that a rank is slow.
         if parallel_state.pipeline_size == 1:
             self.slow_ranks = slow([sum(each[:_OWN].tolist()) for each in every])
         seconds, ranks = torch.stack(every).max(dim=0)

@@ -26,7 +26,7 @@ from diffmegatron.training.saving.snapshot import ParameterShards
 def open_start(recipe: Recipe, parallel_state: ParallelState) -> Checkpoint | None:
     """Open the checkpoint of ``checkpoint.start_from``; None if the recipe does not set it.
 
-    Called on all ranks.
+    All ranks must call this function.
 
     Raises:
         UserError: If there is no intact checkpoint; if its network or tokenizer does not fit the
@@ -44,10 +44,10 @@ def open_start(recipe: Recipe, parallel_state: ParallelState) -> Checkpoint | No
 
 
 def _run_dir(start: Path, parallel_state: ParallelState) -> Path:
-    """Return the directory of the run to start from; called on all ranks.
+    """Return the directory of the run to start from.
 
-    If ``start`` is the folder of a recipe with stages, the result is the ``run_dir`` of the last
-    stage. Otherwise it is ``start``.
+    All ranks must call this function. If ``start`` is the folder of a recipe with stages, the
+    result is the ``run_dir`` of the last stage. Otherwise it is ``start``.
 
     Raises:
         UserError: If the last stage is not unique.
