@@ -263,9 +263,9 @@ class BeginSaveHook(Hook):
 
     @override
     def after_training(self, run: Run) -> None:
-        # If ``broken_reason`` is set, `_save_now` ends the run with an error, so call it even if the
-        # weights are saved already. This happens if a restarted run first evaluates these weights,
-        # and a value is not finite.
+        # If ``broken_reason`` is set, `_save_now` ends the run with an error, so call it even if
+        # the weights are saved already. This happens if a restarted run first evaluates these
+        # weights, and a value is not finite.
         if run.saver.saved_step != run.step or run.broken_reason is not None:
             self._save_now(run)
         run.saver.wait()

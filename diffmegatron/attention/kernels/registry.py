@@ -122,7 +122,8 @@ class Backend:
         return function
 
 
-# A library has the same limits in differential and in softmax attention.
+# Each function creates the backend of one library with the limits that the library has in
+# differential and in softmax attention alike.
 _triton_attention = partial(
     Backend,
     "triton.triton_attention",
@@ -155,7 +156,8 @@ _torch_attention = partial(
     Backend,
     "wrappers.sdpa",
     saves_bias=True,
-    # torch's flash kernels, which return log-sum-exps, support only a causal mask.
+    # Chunks need kernels that return log-sum-exps. Those of torch (flash) support no mask but the
+    # causal one.
     lacks=frozenset({"masked chunks"}),
     chunk_dtypes={"cuda": SIXTEEN_BIT_NAMES},
 )
