@@ -159,7 +159,7 @@ def prepare(
     """
     from diffmegatron.data.prepare.parts import Part
     from diffmegatron.data.prepare.prepare import prepare as prepare_corpus
-    from diffmegatron.files import shown
+    from diffmegatron.files import format_path
 
     chosen = None if part is None else Part.parse(part)
     manifest = prepare_corpus(
@@ -171,7 +171,7 @@ def prepare(
         part=chosen,
         restart=restart,
     )
-    name = shown(output if chosen is None else chosen.prefix(output))
+    name = format_path(output if chosen is None else chosen.prefix(output))
     print(
         f"{name}.bin, .idx and .json: {manifest.documents:,} documents, {manifest.tokens:,} "
         f"tokens of {len(manifest.inputs):,} files; {manifest.rejected:,} rejected"

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Self
 
 from diffmegatron.errors import UserError
-from diffmegatron.files import clipped, reason, shown
+from diffmegatron.files import format_path, os_error_text, shorten
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class FileLock:
 
     def __init__(self, path: Path, place: str, advice: str, patience: float = 0.0) -> None:
         self._path, self._patience = path, patience
-        self._place, self._advice = clipped(place), advice
+        self._place, self._advice = shorten(place), advice
 
     def __enter__(self) -> Self:
         try:
@@ -61,7 +61,7 @@ class FileLock:
             raise
         except (OSError, ValueError) as error:
             raise UserError(
-                f"cannot write in {self._place}: {reason(error)}; {self._advice}"
+                f"cannot write in {self._place}: {os_error_text(error)}; {self._advice}"
             ) from None
         return self
 
@@ -78,14 +78,16 @@ class FileLock:
         descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, 0o666)
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             os.close(descriptor)
-            raise UserError(f"{shown(self._path)} is not a file; remove it, or {self._advice}")
+            raise UserError(
+                f"{format_path(self._path)} is not a file; remove it, or {self._advice}"
+            )
         return descriptor
 
     def _wait(self) -> None:
         deadline, said = time.monotonic() + self._patience, not math.isfinite(self._patience)
         while not self._taken():
             holder = os.pread(self._descriptor, 200, 0).decode(errors="replace")
-            holder = clipped(holder) or "another process"
+            holder = shorten(holder) or "another process"
             if time.monotonic() >= deadline:
                 os.close(self._descriptor)
                 raise UserError(

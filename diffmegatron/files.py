@@ -43,10 +43,12 @@ def read_bytes(path: Path, *, max_bytes: int = MAX_BYTES) -> bytes:
                 pieces.append(piece)
                 left -= len(piece)
         except OSError as error:
-            raise UserError(f"cannot read {shown(path)}: {reason(error)}") from None
+            raise UserError(f"cannot read {format_path(path)}: {os_error_text(error)}") from None
     content = b"".join(pieces)
     if len(content) > max_bytes:
-        raise UserError(f"{shown(path)} is larger than the {max_bytes} bytes that it may have")
+        raise UserError(
+            f"{format_path(path)} is larger than the {max_bytes} bytes that it may have"
+        )
     return content
 
 
@@ -64,11 +66,11 @@ def open_file(path: Path, *, buffering: int = -1) -> BinaryIO:
         # Without O_NONBLOCK, opening a FIFO blocks until another process writes to it.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     except (OSError, ValueError) as error:
-        raise UserError(f"cannot read {shown(path)}: {reason(error)}") from None
+        raise UserError(f"cannot read {format_path(path)}: {os_error_text(error)}") from None
     mode = os.fstat(descriptor).st_mode
     if not stat.S_ISREG(mode):
         os.close(descriptor)
-        raise UserError(f"{shown(path)} is {_kind(mode)}, not a file")
+        raise UserError(f"{format_path(path)} is {_kind(mode)}, not a file")
     return os.fdopen(descriptor, "rb", buffering=buffering)
 
 
@@ -87,7 +89,9 @@ def read_text(path: Path, *, max_bytes: int = MAX_BYTES) -> str:
     try:
         return read_bytes(path, max_bytes=max_bytes).decode()
     except UnicodeDecodeError as error:
-        raise UserError(f"{shown(path)} is not UTF-8 text: byte {error.start} is invalid") from None
+        raise UserError(
+            f"{format_path(path)} is not UTF-8 text: byte {error.start} is invalid"
+        ) from None
 
 
 def read_json(path: Path, schema: Any, *, max_bytes: int = MAX_BYTES) -> Any:
@@ -103,7 +107,7 @@ def read_json(path: Path, schema: Any, *, max_bytes: int = MAX_BYTES) -> Any:
         UserError: the file cannot be read, or its content does not fit the schema. In the second
             case the message contains ``cannot be used`` and the place of the error in the file.
     """
-    return parse_json(read_bytes(path, max_bytes=max_bytes), schema, shown(path))
+    return parse_json(read_bytes(path, max_bytes=max_bytes), schema, format_path(path))
 
 
 def parse_json(content: bytes | str, schema: Any, name: str) -> Any:
@@ -127,8 +131,8 @@ def parse_json(content: bytes | str, schema: Any, name: str) -> Any:
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
         place = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in first["loc"])
-        at = f" at {clipped(place.lstrip('.'))}" if place else ""
-        raise UserError(f"{name} is damaged and cannot be used: {clipped(first['msg'])}{at}") from (
+        at = f" at {shorten(place.lstrip('.'))}" if place else ""
+        raise UserError(f"{name} is damaged and cannot be used: {shorten(first['msg'])}{at}") from (
             None
         )
 
@@ -234,9 +238,9 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def shown(path: Path) -> str:
+def format_path(path: Path) -> str:
     """Return a path as text for a message: shortened, and with undecodable bytes escaped."""
-    return clipped(str(path).encode(errors="backslashreplace").decode())
+    return shorten(str(path).encode(errors="backslashreplace").decode())
 
 
 def check_utf8(*paths: Path) -> None:
@@ -245,7 +249,9 @@ def check_utf8(*paths: Path) -> None:
         try:
             str(path).encode()
         except UnicodeEncodeError:
-            raise UserError(f"{shown(path)} is not a name in UTF-8; give one that is") from None
+            raise UserError(
+                f"{format_path(path)} is not a name in UTF-8; give one that is"
+            ) from None
 
 
 def printable(path: str | Path) -> str:
@@ -274,13 +280,13 @@ def _ends(path: PurePath) -> list[tuple[str, ...]]:
     return [path.parts[-length:] for length in range(1, len(path.parts) + 1)]
 
 
-def clipped(text: str) -> str:
+def shorten(text: str) -> str:
     """Return text for a message: on one line, and with its middle omitted if it is too long."""
     line = "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
     return line if len(line) <= _SHOWN else f"{line[:120]}...{line[-60:]}"
 
 
-def reason(error: Exception) -> str:
+def os_error_text(error: Exception) -> str:
     """Return the operating system's text for an error, without the error number and the path."""
     return error.strerror or str(error) if isinstance(error, OSError) else str(error)
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from diffmegatron.errors import UserError
-from diffmegatron.files import clipped, read_text, shown
+from diffmegatron.files import format_path, read_text, shorten
 
 IMPORTS = "DIFFMEGATRON_IMPORTS"
 """Environment variable with the names passed to ``--import``, separated by ``os.pathsep``.
@@ -82,7 +82,9 @@ def import_code(name: str) -> None:
     read_text(Path(name))  # This refuses a FIFO, on which Python's import would block.
     spec = spec_from_file_location(module, name)
     if spec is None or spec.loader is None:
-        raise UserError(f"{shown(Path(name))} is not a Python file; give one that ends with .py")
+        raise UserError(
+            f"{format_path(Path(name))} is not a Python file; give one that ends with .py"
+        )
     loaded, loader = module_from_spec(spec), spec.loader
     sys.modules[module] = loaded
     try:
@@ -139,7 +141,7 @@ def require_imported(values: Mapping[str, Any], place: str) -> None:
         if isinstance(name, str) and not is_imported(name):
             raise NotImportedError(
                 f"{place} belongs to a run with user-defined code, which is imported only on "
-                f"request; give diffmegatron --import {clipped(name)} before the command"
+                f"request; give diffmegatron --import {shorten(name)} before the command"
             )
 
 
@@ -158,5 +160,5 @@ def _run(name: str, imported: Any) -> None:
             lines = [error.lineno]
         place = f" at line {lines[-1]}" if lines else ""
         raise UserError(
-            f"--import {clipped(name)} failed{place}: {type(error).__name__}: {clipped(str(error))}"
+            f"--import {shorten(name)} failed{place}: {type(error).__name__}: {shorten(str(error))}"
         ) from error

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from diffmegatron.errors import MachineError, UserError
-from diffmegatron.files import check_utf8, reason, shown
+from diffmegatron.files import check_utf8, format_path, os_error_text
 
 # Errors caused by a wrong path. All other errors, such as a full disk, are failures of the machine.
 _USER_ERRNOS = {
@@ -54,7 +54,7 @@ def explain_path_errors(words: Sequence[str]) -> Iterator[None]:
         if path is None:
             raise
         kind = UserError if error.errno in _USER_ERRNOS else MachineError
-        raise kind(f"cannot use {shown(Path(path))}: {reason(error)}") from error
+        raise kind(f"cannot use {format_path(Path(path))}: {os_error_text(error)}") from error
 
 
 def escape_undecodable_output() -> None:

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from diffmegatron.errors import UserError
-from diffmegatron.files import clipped
+from diffmegatron.files import shorten
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -46,7 +46,7 @@ def describe(error: Any, known_keys: Collection[str]) -> str:
         error: result of :func:`first_error`.
         known_keys: valid keys of the section that contains the error.
     """
-    key = clipped(".".join(map(str, error["loc"]))) or "the content"
+    key = shorten(".".join(map(str, error["loc"]))) or "the content"
     if error["type"] == "extra_forbidden":
         known = sorted(known_keys)
         near = difflib.get_close_matches(str(error["loc"][-1]), known, n=1, cutoff=0.5)
@@ -57,4 +57,4 @@ def describe(error: Any, known_keys: Collection[str]) -> str:
     message = str(error.get("ctx", {}).get("error") or error["msg"])
     if error["type"] == "value_error":
         return message
-    return f"{key} is {clipped(repr(error['input']))}: {message[:1].lower()}{message[1:]}"
+    return f"{key} is {shorten(repr(error['input']))}: {message[:1].lower()}{message[1:]}"

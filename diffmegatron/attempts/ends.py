@@ -20,7 +20,7 @@ from typing import Self
 from pydantic import Field
 
 from diffmegatron.errors import UserError
-from diffmegatron.files import clipped, read_json, shown, write_durably
+from diffmegatron.files import format_path, read_json, shorten, write_durably
 from diffmegatron.section import Section
 
 log = logging.getLogger(__name__)
@@ -162,7 +162,7 @@ class RankRecord:
         if self._rank == 0 and self._step is not None:
             self._write_heartbeat(now)
         host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
-        end = End(status=status, reason=clipped(reason), step=self._step, host=host, time=now)
+        end = End(status=status, reason=shorten(reason), step=self._step, host=host, time=now)
         self._write(end_name(self._rank), end)
 
     def _write(self, name: str, content: Section) -> None:
@@ -170,7 +170,7 @@ class RankRecord:
         try:
             write_durably(self.folder / name, content.model_dump_json().encode())
         except OSError as error:  # A failed write must not end the run.
-            log.warning("cannot write %s: %s", shown(self.folder / name), error)
+            log.warning("cannot write %s: %s", format_path(self.folder / name), error)
 
     @contextmanager
     def write_failures(self) -> Iterator[None]:
@@ -225,7 +225,7 @@ def read_ends(folder: Path) -> dict[int, End]:
     try:
         names = sorted(path.name for path in folder.iterdir())
     except OSError as error:
-        raise UserError(f"cannot read {shown(folder)}: {error.strerror}") from None
+        raise UserError(f"cannot read {format_path(folder)}: {error.strerror}") from None
     ends: dict[int, End] = {}
     # In sorted order, the final file of a rank precedes the temporary file of the same rank.
     for name in names:

@@ -17,7 +17,7 @@ from diffmegatron.attempts.ends import Heartbeat, read_ends, read_heartbeat
 from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
 from diffmegatron.config.schema import Recipe
 from diffmegatron.errors import UserError
-from diffmegatron.files import clipped, read_json, reason, shown, write_durably
+from diffmegatron.files import format_path, os_error_text, read_json, shorten, write_durably
 from diffmegatron.section import Section
 
 log = logging.getLogger(__name__)
@@ -155,7 +155,9 @@ class Ledger:
         except FileNotFoundError:
             return []
         except OSError as error:
-            raise UserError(f"cannot read {shown(self.directory)}: {reason(error)}") from None
+            raise UserError(
+                f"cannot read {format_path(self.directory)}: {os_error_text(error)}"
+            ) from None
         found = []
         for name in filter(_NAME.fullmatch, names):
             try:
@@ -195,7 +197,9 @@ class Ledger:
             )
             self._write(attempt)
         except OSError as error:
-            raise UserError(f"cannot write in {shown(self.directory)}: {reason(error)}") from None
+            raise UserError(
+                f"cannot write in {format_path(self.directory)}: {os_error_text(error)}"
+            ) from None
         return attempt
 
     def record_mistake(self, facts: Facts, why: str) -> None:
@@ -223,13 +227,13 @@ class Ledger:
                 checkpoint=None if last is None else last.checkpoint,
                 ended=now,
                 cause=Cause.MISTAKE,
-                reason=clipped(why),
+                reason=shorten(why),
                 saved=0 if last is None else last.saved,
                 faults=0 if last is None else last.faults,
             )
             self._write(attempt)
         except (OSError, UserError) as error:  # The caller raises the error about the mistake.
-            log.warning("cannot write in %s: %s", shown(self.directory), error)
+            log.warning("cannot write in %s: %s", format_path(self.directory), error)
 
     def end(self, attempt: Attempt, *, was_killed: bool = False) -> Attempt:
         """Determine why an attempt ended, from the records of its ranks, and write its entry.
@@ -258,7 +262,7 @@ class Ledger:
         try:
             self._write(ended)
         except OSError as error:  # The job can be requeued without the entry.
-            log.warning("cannot write in %s: %s", shown(self.directory), reason(error))
+            log.warning("cannot write in %s: %s", format_path(self.directory), os_error_text(error))
         return ended
 
     def _ended(

@@ -17,7 +17,7 @@ from diffmegatron.checkpoint.stage_folders import last_stage
 from diffmegatron.checkpoint.weights import write_checkpoint
 from diffmegatron.config.stage_order import model_keys
 from diffmegatron.errors import UserError
-from diffmegatron.files import shown
+from diffmegatron.files import format_path
 
 
 def average_checkpoints(run_dir: Path, last: int, out: Path) -> Path:
@@ -40,13 +40,15 @@ def average_checkpoints(run_dir: Path, last: int, out: Path) -> Path:
             or ``out`` already has checkpoints or cannot be written.
     """
     if (out / CHECKPOINTS).exists():
-        raise UserError(f"{shown(out)} has checkpoints already; give a folder without checkpoints")
+        raise UserError(
+            f"{format_path(out)} has checkpoints already; give a folder without checkpoints"
+        )
     store = last_stage(run_dir).store
     steps = store.complete()
     if len(steps) < last:
         raise UserError(
-            f"--last is {last} and {shown(run_dir)} has {len(steps)} complete checkpoints; give "
-            f"--last {max(1, len(steps))} at most"
+            f"--last is {last} and {format_path(run_dir)} has {len(steps)} complete checkpoints; "
+            f"give --last {max(1, len(steps))} at most"
         )
     opened = [open_checkpoint(store.path(step)) for step in steps[-last:]]
     _check_one_network(opened)
@@ -64,8 +66,8 @@ def _check_one_network(checkpoints: Sequence[Checkpoint]) -> None:
         for key in [*now, *before]:
             if before.get(key) != now.get(key):
                 raise UserError(
-                    f"{shown(other.directory)} has {key} {before.get(key)!r} and "
-                    f"{shown(newest.directory)} {now.get(key)!r}; choose --last so that all "
+                    f"{format_path(other.directory)} has {key} {before.get(key)!r} and "
+                    f"{format_path(newest.directory)} {now.get(key)!r}; choose --last so that all "
                     "checkpoints are of one network"
                 )
 

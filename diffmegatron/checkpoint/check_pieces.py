@@ -12,7 +12,7 @@ from typing import Annotated
 from pydantic import ConfigDict, Field
 
 from diffmegatron.errors import UserError
-from diffmegatron.files import clipped
+from diffmegatron.files import shorten
 
 _Count = Annotated[int, Field(ge=0, lt=2**63)]
 _Axes = Annotated[tuple[_Count, ...], Field(max_length=8)]
@@ -81,15 +81,15 @@ def check_tiling(places: Iterable[Place], owner: str) -> None:
     name, shape = place.name, place.global_shape
     places = [place for box in boxes.values() for place in box]
     if any(place.global_shape != shape for place in places):
-        raise UserError(f"{owner} stores {clipped(name)} with more than one shape")
+        raise UserError(f"{owner} stores {shorten(name)} with more than one shape")
     held, whole = sum(place.numel for place in places), math.prod(shape)
     if held != whole:
         raise UserError(
-            f"{owner} holds {held} of the {whole} elements of {clipped(name)}; a rank's file is "
+            f"{owner} holds {held} of the {whole} elements of {shorten(name)}; a rank's file is "
             "missing or belongs to another save"
         )
     if not _is_grid(list(boxes), shape) or not all(_is_gapless(box) for box in boxes.values()):
-        raise UserError(f"{owner} holds pieces of {clipped(name)} that overlap")
+        raise UserError(f"{owner} holds pieces of {shorten(name)} that overlap")
 
 
 def _is_grid(boxes: list[Box], shape: tuple[int, ...]) -> bool:

@@ -46,7 +46,7 @@ from diffmegatron.config.load import dump_recipe, load_resolved
 from diffmegatron.config.schema import Recipe
 from diffmegatron.config.stage_order import model_keys
 from diffmegatron.errors import UserError
-from diffmegatron.files import MAX_BYTES, parse_json, read_bytes, shown
+from diffmegatron.files import MAX_BYTES, format_path, parse_json, read_bytes
 
 STATE = "state.json"
 # The limits are generous because users choose two lengths: the recipe's list of data sources, and
@@ -160,11 +160,11 @@ def open_checkpoint(directory: Path, share: tuple[int, int] = (0, 1)) -> Checkpo
     manifest = read_manifest(directory)
     entries = {entry.name: entry for entry in manifest.files}
     position = _read_small(directory, STATE, entries)
-    state: _State = parse_json(position, _State, shown(directory / STATE))
+    state: _State = parse_json(position, _State, format_path(directory / STATE))
     if state.step != manifest.step:
         raise UserError(
-            f"{shown(directory / STATE)} is of step {state.step} and the checkpoint's manifest of "
-            f"step {manifest.step}; use another checkpoint"
+            f"{format_path(directory / STATE)} is of step {state.step} and the checkpoint's "
+            f"manifest of step {manifest.step}; use another checkpoint"
         )
     _read_small(directory, RECIPE, entries)
     recipe = load_resolved(directory / RECIPE)
@@ -214,10 +214,10 @@ def finish_checkpoint(
 def _read_small(directory: Path, name: str, entries: dict[str, FileEntry]) -> bytes:
     path = directory / name
     if name not in entries:
-        raise UserError(f"the manifest of {shown(directory)} does not list {name}")
+        raise UserError(f"the manifest of {format_path(directory)} does not list {name}")
     content = read_bytes(path, max_bytes=_MAX_BYTES[name])
     if zlib.crc32(content) != entries[name].crc32:
-        raise UserError(f"{shown(path)} is damaged: its checksum is not the manifest's")
+        raise UserError(f"{format_path(path)} is damaged: its checksum is not the manifest's")
     return content
 
 
@@ -226,7 +226,7 @@ def _rank_files(directory: Path, world_size: int, entries: dict[str, FileEntry])
     files = sorted(entries.keys() - {STATE, RECIPE})
     if len(files) != world_size or files != [rank_file(rank) for rank in range(world_size)]:
         raise UserError(
-            f"{shown(directory)} was written by {world_size} ranks and its manifest lists "
+            f"{format_path(directory)} was written by {world_size} ranks and its manifest lists "
             f"{len(files)} files beside {STATE} and {RECIPE}; it must list one file of each rank"
         )
     return files

@@ -20,7 +20,7 @@ from typing import Annotated
 from pydantic import AfterValidator, ConfigDict, Field
 
 from diffmegatron.errors import UserError
-from diffmegatron.files import clipped, read_json, reason, shown
+from diffmegatron.files import format_path, os_error_text, read_json, shorten
 
 MANIFEST = "manifest.json"
 STEP_NAME = re.compile(r"step_(\d{8})")
@@ -33,7 +33,7 @@ _LISTED = 5
 
 def _check_plain(name: str) -> str:
     if not _FILE_NAME.fullmatch(name):
-        raise ValueError(f"{clipped(name)!r} is not a plain file name")
+        raise ValueError(f"{shorten(name)!r} is not a plain file name")
     return name
 
 
@@ -94,10 +94,10 @@ def read_manifest(directory: Path) -> Manifest:
     manifest: Manifest = read_json(path, Manifest)
     named = STEP_NAME.fullmatch(directory.name)
     if named and int(named[1]) != manifest.step:
-        raise UserError(f"{shown(path)} is of step {manifest.step}, not of {directory.name}")
+        raise UserError(f"{format_path(path)} is of step {manifest.step}, not of {directory.name}")
     if manifest.format != FORMAT:
         raise UserError(
-            f"{shown(path)} has format {manifest.format}; this version reads format {FORMAT}"
+            f"{format_path(path)} has format {manifest.format}; this version reads format {FORMAT}"
         )
     _check_files(directory, manifest)
     return manifest
@@ -109,7 +109,9 @@ def _check_files(directory: Path, manifest: Manifest) -> None:
     for entry in manifest.files:
         path = directory / entry.name
         if entry.name in listed:
-            raise UserError(f"{shown(directory / MANIFEST)} lists {entry.name} more than once")
+            raise UserError(
+                f"{format_path(directory / MANIFEST)} lists {entry.name} more than once"
+            )
         listed.add(entry.name)
         status = _status(path)
         if status is not None:
@@ -117,12 +119,12 @@ def _check_files(directory: Path, manifest: Manifest) -> None:
         if status is None or status.st_size != entry.size:
             found = "is missing" if status is None else f"has {status.st_size} bytes"
             raise UserError(
-                f"{shown(path)} {found}; the checkpoint's manifest lists {entry.size} bytes"
+                f"{format_path(path)} {found}; the checkpoint's manifest lists {entry.size} bytes"
             )
     for name in _names(directory):
         if name not in listed:
             raise UserError(
-                f"{shown(directory / name)} is not in the checkpoint's manifest; move it away"
+                f"{format_path(directory / name)} is not in the checkpoint's manifest; move it away"
             )
 
 
@@ -130,7 +132,7 @@ def _names(directory: Path) -> list[str]:
     try:
         return sorted(path.name for path in directory.iterdir())
     except OSError as error:  # a run may remove this checkpoint at the same time
-        raise UserError(f"cannot read {shown(directory)}: {reason(error)}") from None
+        raise UserError(f"cannot read {format_path(directory)}: {os_error_text(error)}") from None
 
 
 def _status(path: Path) -> os.stat_result | None:
@@ -140,14 +142,16 @@ def _status(path: Path) -> os.stat_result | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError) as error:
-        raise UserError(f"cannot read {shown(path)}: {reason(error)}") from None
+        raise UserError(f"cannot read {format_path(path)}: {os_error_text(error)}") from None
 
 
 def _check_ordinary(path: Path, status: os.stat_result) -> None:
     if stat.S_ISLNK(status.st_mode):
-        raise UserError(f"{shown(path)} is a link; replace it by the file itself")
+        raise UserError(f"{format_path(path)} is a link; replace it by the file itself")
     if not stat.S_ISREG(status.st_mode):
-        raise UserError(f"{shown(path)} is not an ordinary file; a checkpoint has only such files")
+        raise UserError(
+            f"{format_path(path)} is not an ordinary file; a checkpoint has only such files"
+        )
 
 
 def _no_checkpoint(directory: Path) -> str:
@@ -161,8 +165,11 @@ def _no_checkpoint(directory: Path) -> str:
         )
         if steps:
             listed = f"{', '.join(steps[-_LISTED:])}{' and older' if len(steps) > _LISTED else ''}"
-            return f"{shown(directory)} is not a checkpoint: {kind}; {shown(folder)} has {listed}"
+            return (
+                f"{format_path(directory)} is not a checkpoint: {kind}; "
+                f"{format_path(folder)} has {listed}"
+            )
     return (
-        f"{shown(directory)} is not a checkpoint: {kind}; give a directory such as "
+        f"{format_path(directory)} is not a checkpoint: {kind}; give a directory such as "
         "runs/NAME/checkpoints/step_00001000"
     )

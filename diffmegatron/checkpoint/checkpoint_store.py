@@ -14,7 +14,7 @@ from pathlib import Path
 
 from diffmegatron.checkpoint.checkpoint_manifest import STEP_NAME, read_manifest
 from diffmegatron.errors import UserError
-from diffmegatron.files import reason, shown
+from diffmegatron.files import format_path, os_error_text
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +51,9 @@ class CheckpointStore:
         except (FileNotFoundError, NotADirectoryError):
             return []
         except (OSError, ValueError) as error:
-            raise UserError(f"cannot read {shown(self.directory)}: {reason(error)}") from None
+            raise UserError(
+                f"cannot read {format_path(self.directory)}: {os_error_text(error)}"
+            ) from None
         found = (STEP_NAME.fullmatch(name) for name in names)
         return sorted(int(match[1]) for match in found if match)
 

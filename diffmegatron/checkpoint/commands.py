@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from diffmegatron.errors import UserError
-from diffmegatron.files import clipped, shown
+from diffmegatron.files import format_path, shorten
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -66,21 +66,21 @@ def verify(
     from diffmegatron.checkpoint.stage_folders import has_run, stage_folders
 
     if not _is_folder(path):
-        raise UserError(f"{shown(path)} is not a folder; give a checkpoint or a run_dir")
+        raise UserError(f"{format_path(path)} is not a folder; give a checkpoint or a run_dir")
     checkpoints = [path]
     if has_run(path):
         stores = [folder.store for folder in stage_folders(path)]
         checkpoints = [store.path(step) for store in stores for step in store.steps()]
         if not checkpoints:
-            raise UserError(f"{shown(path)} has no checkpoint yet; give another run_dir")
+            raise UserError(f"{format_path(path)} has no checkpoint yet; give another run_dir")
     damaged = 0
     for directory in checkpoints:
         try:
             opened = open_checkpoint(directory)
-            print(f"{shown(directory)}: good, {_gib(opened.manifest):.3f} GiB")
+            print(f"{format_path(directory)}: good, {_gib(opened.manifest):.3f} GiB")
         except UserError as error:
             damaged += 1
-            print(f"{shown(directory)}: damaged: {error}")
+            print(f"{format_path(directory)}: damaged: {error}")
     raise typer.Exit(1 if damaged else 0)
 
 
@@ -143,16 +143,16 @@ def inspect(
         newest = newest_checkpoint(checkpoint)
         if newest is None:
             raise UserError(
-                f"{shown(checkpoint)} has no complete checkpoint; run diffmegatron checkpoint "
-                "verify to see the damage"
+                f"{format_path(checkpoint)} has no complete checkpoint; run diffmegatron "
+                "checkpoint verify to see the damage"
             )
         directory = newest
     opened = open_checkpoint(directory)
-    print(f"{shown(directory)}, {_gib(opened.manifest):.3f} GiB")
+    print(f"{format_path(directory)}, {_gib(opened.manifest):.3f} GiB")
     print(json.dumps(opened.state, indent=1))
     table = Table("tensor", "shape")
     for name in sorted(opened.tensors.names()):
-        table.add_row(Text(clipped(name)), str(list(opened.tensors.shape(name))))
+        table.add_row(Text(shorten(name)), str(list(opened.tensors.shape(name))))
     Console().print(table)
 
 
@@ -170,7 +170,7 @@ def average(
     """
     from diffmegatron.checkpoint.average import average_checkpoints
 
-    print(f"wrote {shown(average_checkpoints(run_dir, last, out))}")
+    print(f"wrote {format_path(average_checkpoints(run_dir, last, out))}")
 
 
 def _is_folder(path: Path) -> bool:

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from diffmegatron.checkpoint.checkpoint_manifest import FileEntry
 from diffmegatron.errors import UserError
-from diffmegatron.files import MAX_BYTES, parse_json, reason, shown
+from diffmegatron.files import MAX_BYTES, format_path, os_error_text, parse_json
 
 _DTYPES: dict[str, np.dtype] = {"F32": np.dtype("<f4"), "U8": np.dtype("u1")}
 _LENGTH_BYTES = 8
@@ -71,9 +71,9 @@ class TensorFile:
             header, size = self._read_header()
             self._content = np.memmap(path, mode="r", dtype=np.uint8)
         except OSError as error:
-            raise UserError(f"cannot read {shown(path)}: {reason(error)}") from None
+            raise UserError(f"cannot read {format_path(path)}: {os_error_text(error)}") from None
         self._begin = _LENGTH_BYTES + len(header)
-        parsed: _Header = parse_json(header, _Header, shown(path))
+        parsed: _Header = parse_json(header, _Header, format_path(path))
         self.metadata = parsed.metadata
         self.tensors = parsed.tensors
         self._float_bytes = self._check_order(size - self._begin)
@@ -94,12 +94,17 @@ class TensorFile:
         try:
             checksum, is_finite = self._scan()
         except OSError as error:
-            raise UserError(f"cannot read {shown(self.path)}: {reason(error)}") from None
+            raise UserError(
+                f"cannot read {format_path(self.path)}: {os_error_text(error)}"
+            ) from None
         if checksum != entry.crc32:
-            raise UserError(f"{shown(self.path)} is damaged: its checksum is not the manifest's")
+            raise UserError(
+                f"{format_path(self.path)} is damaged: its checksum is not the manifest's"
+            )
         if not is_finite:
             raise UserError(
-                f"{shown(self.path)} holds numbers that are not finite; use an older checkpoint"
+                f"{format_path(self.path)} holds numbers that are not finite; use an older "
+                "checkpoint"
             )
 
     def _scan(self) -> tuple[int, bool]:
@@ -124,8 +129,8 @@ class TensorFile:
                 # one, such as 640 (80 02 in hex), can begin like a pickle.
                 if beginning[:2] in _PICKLES:
                     raise UserError(
-                        f"{shown(self.path)} is a pickle, which can run any program when it is "
-                        "read; checkpoints consist only of safetensors, JSON and YAML"
+                        f"{format_path(self.path)} is a pickle, which can run any program when it "
+                        "is read; checkpoints consist only of safetensors, JSON and YAML"
                     )
                 raise self._unreadable("its header is truncated")
             return stream.read(length), size
@@ -149,4 +154,4 @@ class TensorFile:
         return float_bytes
 
     def _unreadable(self, problem: str) -> UserError:
-        return UserError(f"{shown(self.path)} is not a readable checkpoint file: {problem}")
+        return UserError(f"{format_path(self.path)} is not a readable checkpoint file: {problem}")

@@ -27,7 +27,7 @@ from diffmegatron.checkpoint.checkpoint_manifest import FileEntry
 from diffmegatron.checkpoint.reading import TensorFile
 from diffmegatron.checkpoint.writing import write_safetensors
 from diffmegatron.errors import UserError
-from diffmegatron.files import clipped, parse_json, shown
+from diffmegatron.files import format_path, parse_json, shorten
 from diffmegatron.model.parameter_shards import Shard
 
 WEIGHT = "weight"
@@ -144,7 +144,7 @@ class ShardedReader:
                 boxes.setdefault(place.box, []).append(_Stored(place, file, index))
         for boxes in self._boxes.values():
             places = [stored.place for box in boxes.values() for stored in box]
-            check_tiling(places, shown(directory))
+            check_tiling(places, format_path(directory))
 
     def check_content(self, entry: FileEntry) -> None:
         """Read a whole file; check its checksum and that all its numbers are finite."""
@@ -179,8 +179,9 @@ class ShardedReader:
             first + size > end for first, size, end in zip(offset, shape, whole, strict=True)
         ):
             raise UserError(
-                f"{shown(self._directory)} has {name} with shape {list(whole)}, which does not "
-                f"contain a box {list(shape)} at {list(offset)}; give a checkpoint of this model"
+                f"{format_path(self._directory)} has {name} with shape {list(whole)}, which does "
+                f"not contain a box {list(shape)} at {list(offset)}; give a checkpoint of this "
+                "model"
             )
         wanted = torch.empty(shape)
         for (box_offset, box_shape), pieces in self._boxes_of(name).items():
@@ -189,8 +190,8 @@ class ShardedReader:
                 to, source = overlap
                 if any(kind not in _kinds(piece.file, piece.index) for piece in pieces):
                     raise UserError(
-                        f"{shown(self._directory)} has no {kind} of {name}, which was not trained; "
-                        "start a new run from it with checkpoint.start_from"
+                        f"{format_path(self._directory)} has no {kind} of {name}, which was not "
+                        "trained; start a new run from it with checkpoint.start_from"
                     )
                 wanted[to] = _join(kind, box_shape, pieces)[source]
         return wanted
@@ -204,7 +205,8 @@ class ShardedReader:
     def _boxes_of(self, name: str) -> dict[Box, list[_Stored]]:
         if name not in self._boxes:
             raise UserError(
-                f"{shown(self._directory)} has no tensor {name}; give a checkpoint of this model"
+                f"{format_path(self._directory)} has no tensor {name}; give a checkpoint of this "
+                "model"
             )
         return self._boxes[name]
 
@@ -215,7 +217,7 @@ def _places(file: TensorFile) -> list[Place]:
     Raises:
         UserError: the description is damaged, or a tensor is missing, unknown or of another shape.
     """
-    path = shown(file.path)
+    path = format_path(file.path)
     places: list[Place] = parse_json(file.metadata.get(_PIECES, ""), list[Place], path)
     wanted = {
         f"{kind}.{index}": ("F32", (place.numel,))
@@ -226,7 +228,7 @@ def _places(file: TensorFile) -> list[Place]:
         own = name.startswith(OWN) and tensor.dtype == "U8"
         if not own and wanted.get(name) != (tensor.dtype, tensor.shape):
             raise UserError(
-                f"{path} holds {clipped(name)}, {tensor.shape[0]} elements of {tensor.dtype}, "
+                f"{path} holds {shorten(name)}, {tensor.shape[0]} elements of {tensor.dtype}, "
                 "which is not a tensor of its pieces; use another checkpoint"
             )
     if missing := wanted.keys() - file.tensors.keys():

@@ -11,7 +11,7 @@ from pathlib import Path
 from diffmegatron.checkpoint.checkpoint_store import CHECKPOINTS, RECIPE, CheckpointStore
 from diffmegatron.config.load import load_resolved
 from diffmegatron.errors import UserError
-from diffmegatron.files import reason, shown
+from diffmegatron.files import format_path, os_error_text
 from diffmegatron.own_code import NotImportedError
 
 
@@ -57,10 +57,11 @@ def stage_folders(
         begun = sorted(path for path in run_dir.iterdir() if (path / having).exists())
     except OSError as error:
         raise UserError(
-            f"{shown(run_dir)} has no {having} ({reason(error)}); give the run_dir of a recipe"
+            f"{format_path(run_dir)} has no {having} ({os_error_text(error)}); give the run_dir of "
+            "a recipe"
         ) from None
     if not begun:
-        raise UserError(f"{shown(run_dir)} has no {having}; give the run_dir of a recipe")
+        raise UserError(f"{format_path(run_dir)} has no {having}; give the run_dir of a recipe")
     starts = {path.name: _start(path, recipe) for path in begun}
     return [StageFolder(name, run_dir / name) for name in _in_order(starts)]
 
@@ -73,7 +74,7 @@ def last_stage(run_dir: Path) -> StageFolder:
     """
     begun = [folder for folder in stage_folders(run_dir) if folder.store.steps()]
     if not begun:
-        raise UserError(f"{shown(run_dir)} has no finished checkpoint yet")
+        raise UserError(f"{format_path(run_dir)} has no finished checkpoint yet")
     return only_last(begun)
 
 
@@ -86,9 +87,9 @@ def only_last(folders: Sequence[StageFolder]) -> StageFolder:
     starts = {_start(folder.run_dir) for folder in folders}
     ends = [folder for folder in folders if folder.name is None or folder.name not in starts]
     if len(ends) > 1:
-        listed = ", ".join(shown(folder.run_dir) for folder in ends)
+        listed = ", ".join(format_path(folder.run_dir) for folder in ends)
         raise UserError(
-            f"{shown(ends[0].run_dir.parent)} has several last stages; give one of {listed}"
+            f"{format_path(ends[0].run_dir.parent)} has several last stages; give one of {listed}"
         )
     return ends[0]
 

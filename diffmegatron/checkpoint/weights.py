@@ -19,7 +19,7 @@ from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
 from diffmegatron.checkpoint.sharded import Piece, named_tensors, write_pieces
 from diffmegatron.config.schema import Recipe
 from diffmegatron.errors import UserError
-from diffmegatron.files import reason, shown
+from diffmegatron.files import format_path, os_error_text
 from diffmegatron.model.build import DTYPES, build_model
 from diffmegatron.model.network import Network, declared_parameter
 from diffmegatron.model.parameter_shards import Shard, parameter_shards
@@ -62,7 +62,7 @@ def write_checkpoint(
             entries.append(write_pieces(path, *named_tensors(pieces, {})))
         finish_checkpoint(store, position, recipe, entries, "weights")
     except OSError as error:
-        raise UserError(f"cannot write {shown(directory)}: {reason(error)}") from None
+        raise UserError(f"cannot write {format_path(directory)}: {os_error_text(error)}") from None
     return store.path(position.step)
 
 

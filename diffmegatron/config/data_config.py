@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from diffmegatron.files import clipped
+from diffmegatron.files import shorten
 from diffmegatron.section import PathText, Section, Seed, Size
 
 
@@ -77,7 +77,7 @@ class DataConfig(Section):
         weights = [source.weight for source in self.sources]
         if not 0 < sum(weights) < math.inf:
             raise ValueError(
-                f"the weights of data.sources are {clipped(str(weights))}; one must be above zero, "
+                f"the weights of data.sources are {shorten(str(weights))}; one must be above zero, "
                 "and their sum a finite number"
             )
         return self

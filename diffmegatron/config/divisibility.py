@@ -9,7 +9,7 @@ from typing import Literal
 from diffmegatron.attention.kernels.registry import whole_sequence_backends
 from diffmegatron.config.recipe_sections import RecipeSections
 from diffmegatron.errors import UserError
-from diffmegatron.files import clipped
+from diffmegatron.files import shorten
 from diffmegatron.section import divisors
 
 # Ten times the largest number of ranks in use; searching the divisors of such numbers is fast.
@@ -94,7 +94,7 @@ def check_ranks(world_size: int) -> None:
     """Refuse a number of ranks outside the supported range."""
     if not 1 <= world_size <= MAX_WORLD_SIZE:
         raise UserError(
-            f"{clipped(str(world_size))} ranks cannot be started; give 1 to {MAX_WORLD_SIZE}"
+            f"{shorten(str(world_size))} ranks cannot be started; give 1 to {MAX_WORLD_SIZE}"
         )
 
 
@@ -115,7 +115,7 @@ def _check_tensor(recipe: RecipeSections) -> None:
             raise ValueError(
                 f"{name} {size} is not a multiple of parallel.tensor {tensor}; the nearest "
                 f"tensor-parallel size that divides all it shards is "
-                f"{_nearest_divisor(common, tensor)} of {clipped(str(divisors(common)))}"
+                f"{_nearest_divisor(common, tensor)} of {shorten(str(divisors(common)))}"
             )
 
 

@@ -21,7 +21,7 @@ from diffmegatron.config.schema import Recipe
 from diffmegatron.config.stage_order import STAGES, by_stage, check_follows, read_stages
 from diffmegatron.config.yaml_documents import MAX_BYTES, MAX_DEPTH, dump_yaml, parse_yaml
 from diffmegatron.errors import UserError
-from diffmegatron.files import clipped, read_text, shown
+from diffmegatron.files import format_path, read_text, shorten
 from diffmegatron.own_code import import_recipe_code, require_imported
 from diffmegatron.validation import describe, first_error
 
@@ -53,7 +53,7 @@ def load_recipe(
     Raises:
         UserError: a file cannot be read or has stages, a key is unknown, or a value does not fit.
     """
-    name = shown(Path(path))
+    name = format_path(Path(path))
     values, origins = _Files().read(Path(path))
     if "stages" in values:
         raise UserError(f"{name} has stages; read it with load_stages")
@@ -89,19 +89,19 @@ def load_stages(
     if shared == values:
         if first := next((each for each in overrides if each.startswith(STAGES)), None):
             raise UserError(
-                f"override {clipped(first)!r} changes a stage; {shown(path)} has no stages"
+                f"override {shorten(first)!r} changes a stage; {format_path(path)} has no stages"
             )
-        return (_validate(*_overridden(values, origins, overrides, to_plan), shown(path)),)
-    stages = read_stages(values["stages"], shown(path))
-    own_overrides = by_stage(overrides, stages, shown(path))
+        return (_validate(*_overridden(values, origins, overrides, to_plan), format_path(path)),)
+    stages = read_stages(values["stages"], format_path(path))
+    own_overrides = by_stage(overrides, stages, format_path(path))
     recipes: dict[str, Recipe] = {}
     for name, stage in stages.items():
-        origin = f"{shown(path)}, stage {name!r}"
+        origin = f"{format_path(path)}, stage {name!r}"
         own = origins | dict.fromkeys(_dotted_keys(stage.changes), origin)
         changed = _merged(shared, stage.changes)
         changed, own = _overridden(changed, own, own_overrides[name], to_plan)
         before = None if stage.start_from is None else recipes[stage.start_from]
-        recipe = _validate(_placed(changed, name, before), own, shown(path), origin)
+        recipe = _validate(_placed(changed, name, before), own, format_path(path), origin)
         if before is not None:
             check_follows(before, before.run_dir, recipe, origin)
         recipes[name] = recipe
@@ -129,9 +129,11 @@ def load_resolved(path: Path) -> Recipe:
     values = _read_mapping(path)
     for key in ("extends", "stages"):
         if key in values:
-            raise UserError(f"{shown(path)} has {key!r}, which a resolved recipe must not have")
-    require_imported(values, shown(path))
-    return _validate(values, {}, shown(path))
+            raise UserError(
+                f"{format_path(path)} has {key!r}, which a resolved recipe must not have"
+            )
+    require_imported(values, format_path(path))
+    return _validate(values, {}, format_path(path))
 
 
 def check_recipe(values: Values, name: str, overrides: Sequence[str] = ()) -> Recipe:
@@ -166,7 +168,7 @@ class _Files:
         """Return the values of a file, merged over the values of the files that it extends."""
         self._read += 1
         if self._read > MAX_FILES:
-            raise UserError(f"{shown(path)}: a recipe may have at most {MAX_FILES} files")
+            raise UserError(f"{format_path(path)}: a recipe may have at most {MAX_FILES} files")
         own = _read_mapping(path)
         file = path.resolve()
         if file not in self._merged:
@@ -174,7 +176,9 @@ class _Files:
             self._merged[file] = self._extended(path, own)
         merged = self._merged[file]
         if merged is None:
-            raise UserError(f"{shown(path)}: recipes extend each other in a circle; remove a link")
+            raise UserError(
+                f"{format_path(path)}: recipes extend each other in a circle; remove a link"
+            )
         return merged
 
     def _extended(self, path: Path, own: Values) -> tuple[Values, Origins]:
@@ -185,13 +189,15 @@ class _Files:
             merged, origins = _merged(merged, inherited), origins | inherited_origins
         own = {key: value for key, value in own.items() if key != "extends"}
         own = _anchored(own, path.parent)
-        return _merged(merged, own), origins | dict.fromkeys(_dotted_keys(own), shown(path))
+        return _merged(merged, own), origins | dict.fromkeys(_dotted_keys(own), format_path(path))
 
 
 def _read_mapping(path: Path) -> Values:
-    values = parse_yaml(read_text(path, max_bytes=MAX_BYTES), shown(path))
+    values = parse_yaml(read_text(path, max_bytes=MAX_BYTES), format_path(path))
     if not isinstance(values, dict):
-        raise UserError(f"{shown(path)} must be a mapping of sections, not {type(values).__name__}")
+        raise UserError(
+            f"{format_path(path)} must be a mapping of sections, not {type(values).__name__}"
+        )
     return values
 
 
@@ -199,7 +205,8 @@ def _parents(extends: Any, path: Path) -> list[str]:
     parents = [extends] if isinstance(extends, str) else extends
     if not isinstance(parents, list) or not all(isinstance(parent, str) for parent in parents):
         raise UserError(
-            f"{shown(path)}: extends is {clipped(repr(extends))}; give a path or a list of paths"
+            f"{format_path(path)}: extends is {shorten(repr(extends))}; give a path or a list of "
+            "paths"
         )
     return parents
 
@@ -247,12 +254,12 @@ def _overridden(
     for override in overrides:
         key, equals, text = override.partition("=")
         if not equals or not key:
-            raise UserError(f"override {clipped(override)!r} is not of the form section.key=value")
-        nested = parse_yaml(text, f"the value of override {clipped(override)!r}")
+            raise UserError(f"override {shorten(override)!r} is not of the form section.key=value")
+        nested = parse_yaml(text, f"the value of override {shorten(override)!r}")
         nested = _anchored(nested, Path())
         parts = key.split(".")
         if len(parts) > MAX_DEPTH:
-            raise UserError(f"override {clipped(override)!r} has too many dots to be a key")
+            raise UserError(f"override {shorten(override)!r} has too many dots to be a key")
         for part in reversed(parts):
             nested = {part: nested}
         values = _merged(values, nested)
@@ -301,7 +308,7 @@ def _sentence(error: Any, values: dict[str, Any], origins: dict[str, str], path:
     origin = _origin(key, origins, path)
     if error["type"] == "extra_forbidden":
         if hint := _variants_key(error["loc"], values):
-            return f"{origin}: unknown key {clipped(key)!r}; {hint}"
+            return f"{origin}: unknown key {shorten(key)!r}; {hint}"
         return f"{origin}: {describe(error, _known_keys(error['loc'][:-1], values))}"
     sentence = describe(error, ())
     if error["type"] == "value_error":

@@ -10,7 +10,7 @@ from diffmegatron.attention.variants import Variant
 from diffmegatron.config.model_config import ModelConfig
 from diffmegatron.config.schema import Recipe
 from diffmegatron.errors import UserError
-from diffmegatron.files import clipped
+from diffmegatron.files import shorten
 
 MAX_STAGES = 64
 # Prefix of an override that changes only one stage: stages.NAME.key=value.
@@ -54,7 +54,7 @@ def read_stages(stages: Any, path: str) -> dict[str, Stage]:
     """
     if not isinstance(stages, list) or not 1 <= len(stages) <= MAX_STAGES:
         raise UserError(
-            f"{path}: stages is {clipped(repr(stages))}; give a list of 1 to {MAX_STAGES} "
+            f"{path}: stages is {shorten(repr(stages))}; give a list of 1 to {MAX_STAGES} "
             "mappings, or leave it out"
         )
     named: dict[str, Stage] = {}
@@ -65,13 +65,13 @@ def read_stages(stages: Any, path: str) -> dict[str, Stage]:
             raise UserError(
                 f"{path}: stages must be a list of mappings, each with its own name: up to 64 "
                 "letters, digits, '_', '-' and '.', no '-' or '.' first, and none of "
-                f"{', '.join(sorted(RESERVED))}; {clipped(repr(stage))} is not"
+                f"{', '.join(sorted(RESERVED))}; {shorten(repr(stage))} is not"
             )
         start = changes.pop("start_from", next(reversed(named), None))
         if start is not None and (not isinstance(start, str) or start not in named):
             hint = f"give one of {', '.join(named)}" if named else "give checkpoint.start_from"
             raise UserError(
-                f"{path}, stage {name!r}: start_from is {clipped(repr(start))}, which is not "
+                f"{path}, stage {name!r}: start_from is {shorten(repr(start))}, which is not "
                 f"an earlier stage; {hint}"
             )
         checkpoint = changes.get("checkpoint")
@@ -89,7 +89,7 @@ def is_stage_name(name: str) -> bool:
 
 def _starts_elsewhere(origin: str, start: Any) -> UserError:
     return UserError(
-        f"{origin}: checkpoint.start_from is {clipped(repr(start))}; a stage after the first "
+        f"{origin}: checkpoint.start_from is {shorten(repr(start))}; a stage after the first "
         "starts from the stage before it, or from its key start_from; leave it out"
     )
 
@@ -115,12 +115,12 @@ def by_stage(
         name = max((each for each in stages if rest.startswith(f"{each}.")), key=len, default=None)
         if name is None:
             raise UserError(
-                f"override {clipped(override)!r} names no stage of {path}; give "
+                f"override {shorten(override)!r} names no stage of {path}; give "
                 f"stages.NAME.section.key=value with one of {', '.join(stages)}"
             )
         key, _, value = rest.removeprefix(f"{name}.").partition("=")
         if key == "checkpoint.start_from" and stages[name].start_from is not None:
-            raise _starts_elsewhere(f"override {clipped(override)!r}", value)
+            raise _starts_elsewhere(f"override {shorten(override)!r}", value)
         own[name].append(rest.removeprefix(f"{name}."))
     return {name: [*shared, *changes] for name, changes in own.items()}
 

@@ -18,7 +18,7 @@ from diffmegatron.config.tensors import (
     outer_tensors,
     stage_tensors,
 )
-from diffmegatron.files import clipped
+from diffmegatron.files import shorten
 
 # More layers than any network that uses patterns. Every pattern is compared with every tensor, so
 # this bounds the time of the checks.
@@ -118,7 +118,7 @@ def check_trainable(recipe: RecipeSections) -> None:
     for number, of_stage in enumerate(trained):
         if not of_stage:
             raise ValueError(
-                f"optimizer.trainable {clipped(str(list(patterns or ())))} leaves stage "
+                f"optimizer.trainable {shorten(str(list(patterns or ())))} leaves stage "
                 f"{number + 1} of parallel.pipeline {recipe.parallel.pipeline} nothing to train; "
                 "give parallel.pipeline 1, or a pattern that a tensor of each stage matches"
             )
@@ -131,8 +131,8 @@ def _check_multipliers(trained: Iterable[NamedTensor], recipe: RecipeSections) -
         matching = [p for p in recipe.optimizer.lr_multipliers if fnmatchcase(tensor.name, p)]
         if len(matching) > 1:
             raise ValueError(
-                f"optimizer.lr_multipliers has {clipped(matching[0])!r} and "
-                f"{clipped(matching[1])!r}, and {tensor.name} matches both; each tensor may match "
+                f"optimizer.lr_multipliers has {shorten(matching[0])!r} and "
+                f"{shorten(matching[1])!r}, and {tensor.name} matches both; each tensor may match "
                 "only one pattern"
             )
         for pattern in matching:
@@ -169,7 +169,7 @@ def _no_match(key: str, pattern: str, recipe: RecipeSections) -> ValueError:
     near = max(names, key=lambda name: _likeness(pattern, name))
     trained = "" if key == "optimizer.trainable" else " that is trained"
     return ValueError(
-        f"{key} has {clipped(pattern)!r}, which matches no tensor{trained}; the nearest is {near!r}"
+        f"{key} has {shorten(pattern)!r}, which matches no tensor{trained}; the nearest is {near!r}"
     )
 
 

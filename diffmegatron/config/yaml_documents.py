@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from diffmegatron.errors import UserError
-from diffmegatron.files import clipped
+from diffmegatron.files import shorten
 
 # Limit on the size of a file in bytes, which is parsed within a second. The largest possible recipe
 # has two thirds of this size.
@@ -91,7 +91,7 @@ class _Loader(_Notation, yaml.SafeLoader):
             if not isinstance(key, yaml.ScalarNode) or key.value == "<<":
                 continue
             if (key.tag, key.value) in seen:
-                self._refuse(f"key {clipped(key.value)!r} occurs twice; keep one", key)
+                self._refuse(f"key {shorten(key.value)!r} occurs twice; keep one", key)
             seen.add((key.tag, key.value))
         return node
 
@@ -126,7 +126,7 @@ def parse_yaml(text: str, name: str) -> Any:
         return yaml.load(text, Loader=_Loader)
     # PyYAML raises built-in errors for escapes beyond Unicode and for long version numbers.
     except (yaml.YAMLError, ValueError, OverflowError) as error:
-        raise UserError(f"{name} is not valid YAML: {clipped(_message(error))}") from None
+        raise UserError(f"{name} is not valid YAML: {shorten(_message(error))}") from None
 
 
 def _message(error: Exception) -> str:

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 import typer
 
 from diffmegatron.errors import UserError
-from diffmegatron.files import shown
+from diffmegatron.files import format_path
 
 app = typer.Typer(
     help="Inspect a recipe's data; merge and verify prepared corpora.", no_args_is_help=True
@@ -49,7 +49,7 @@ def inspect(
 
     if Path(f"{config}.idx").exists():
         raise UserError(
-            f"{shown(config)} is a prepared corpus; give a recipe with it in data.sources"
+            f"{format_path(config)} is a prepared corpus; give a recipe with it in data.sources"
         )
     recipe = inspect_samples.choose_stage(load_stages(config, overrides or []), stage)
     console = Console(highlight=False)
@@ -73,7 +73,7 @@ def merge(
     from diffmegatron.data.prepare.merge_parts import merge as merge_parts
 
     manifest = merge_parts(prefix)
-    name = shown(prefix)
+    name = format_path(prefix)
     print(
         f"{name}.idx and .json, of the {len(manifest.parts):,} parts in {name}.parts: "
         f"{manifest.documents:,} documents, {manifest.tokens:,} tokens"
@@ -105,10 +105,10 @@ def verify(
             if sizes:
                 check_sizes(prefix, manifest)
             print(
-                f"{shown(prefix)}: good{' in size' if sizes else ''}, {manifest.documents:,} "
+                f"{format_path(prefix)}: good{' in size' if sizes else ''}, {manifest.documents:,} "
                 f"documents, {manifest.tokens:,} tokens"
             )
         except UserError as error:
             damaged += 1
-            print(f"{shown(prefix)}: damaged: {error}")
+            print(f"{format_path(prefix)}: damaged: {error}")
     raise typer.Exit(1 if damaged else 0)

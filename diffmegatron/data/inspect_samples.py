@@ -12,7 +12,7 @@ from diffmegatron.data.sampling.samples import Samples, open_samples
 from diffmegatron.data.sampling.sampling_report import length_table, mixture_table, plot_lengths
 from diffmegatron.data.tokenizers import Tokenizer, load_tokenizer
 from diffmegatron.errors import UserError
-from diffmegatron.files import check_replaceable, shown
+from diffmegatron.files import check_replaceable, format_path
 
 # Brackets around text without loss. Dim text alone would be lost in a pipe or a file.
 _MASKED = "⟦", "⟧"
@@ -59,7 +59,7 @@ def inspect(
     yield Text(title, style="bold").append(length_table(opened), style="not bold")
     if lengths is not None:
         plot_lengths(opened, lengths)
-        yield Text(f"wrote {shown(lengths)}")
+        yield Text(f"wrote {format_path(lengths)}")
 
 
 def decoded(samples: Samples, index: int, tokenizer: Tokenizer, max_tokens: int) -> Text:

@@ -19,7 +19,7 @@ from pydantic import BaseModel, Field
 from typing_extensions import override
 
 from diffmegatron.errors import UserError
-from diffmegatron.files import clipped, read_bytes, read_json, shown
+from diffmegatron.files import format_path, read_bytes, read_json, shorten
 
 END_OF_TEXT = "<|endoftext|>"
 BYTES = "bytes"
@@ -160,15 +160,16 @@ class HuggingFaceTokenizer(Tokenizer):
             self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
         except Exception as error:  # The library raises Exception itself, not a subclass.
             raise UserError(
-                f"{shown(self.folder / 'tokenizer.json')} is not a tokenizer: {clipped(str(error))}"
+                f"{format_path(self.folder / 'tokenizer.json')} is not a tokenizer: "
+                f"{shorten(str(error))}"
             ) from None
         # Text of a document that looks like a special token must be encoded as ordinary text.
         self._tokenizer.encode_special_tokens = True
         end = self._tokenizer.token_to_id(token) if token else None
         if end is None:
             raise UserError(
-                f"{shown(config)} has eos_token {clipped(repr(token))}, which is not a token of "
-                "tokenizer.json; give the token that ends a document"
+                f"{format_path(config)} has eos_token {shorten(repr(token))}, which is not a token "
+                "of tokenizer.json; give the token that ends a document"
             )
         self.end_of_document = end
         added = self._tokenizer.get_added_tokens_decoder().items()
@@ -334,7 +335,7 @@ def _from_file(path: Path) -> Tokenizer:
         )
     except ValueError as error:
         raise UserError(
-            f"{shown(description)} has a pat_str that cannot be used: {clipped(str(error))}"
+            f"{format_path(description)} has a pat_str that cannot be used: {shorten(str(error))}"
         ) from None
     return TiktokenTokenizer(str(path), encoding, special_tokens[END_OF_TEXT])
 
@@ -352,13 +353,13 @@ def _parse_ranks(path: Path, content: bytes) -> dict[bytes, int]:
         ranks = {}
     if not {bytes([byte]) for byte in range(256)} <= ranks.keys():
         raise UserError(
-            f"tokenizer file {shown(path)} is not a tiktoken file: it must have a line "
+            f"tokenizer file {format_path(path)} is not a tiktoken file: it must have a line "
             "'base64(token) rank' for each token, the 256 bytes among them"
         )
     ids = set(ranks.values())
     if len(ids) < len(ranks) or min(ids) < 0 or max(ids) >= _MAX_ID:
         raise UserError(
-            f"tokenizer file {shown(path)} is damaged: its ranks must differ, from 0 to "
+            f"tokenizer file {format_path(path)} is damaged: its ranks must differ, from 0 to "
             f"{_MAX_ID - 1}; copy the file again"
         )
     return ranks
@@ -379,7 +380,7 @@ def _read_description(path: Path, used: set[int]) -> tuple[str, dict[str, int]]:
     ids = set(special_tokens.values())
     if END_OF_TEXT not in special_tokens or len(ids) < len(special_tokens) or ids & used:
         raise UserError(
-            f"{shown(path)} must give {END_OF_TEXT!r} among its special_tokens, and each of them "
-            "an id that no other token has"
+            f"{format_path(path)} must give {END_OF_TEXT!r} among its special_tokens, and each of "
+            "them an id that no other token has"
         )
     return description.pat_str, special_tokens

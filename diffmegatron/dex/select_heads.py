@@ -23,7 +23,7 @@ from diffmegatron.config.yaml_documents import dump_yaml
 from diffmegatron.dex.picture import draw_scores
 from diffmegatron.dex.scores import Entropy, Gradient, Sums
 from diffmegatron.errors import UserError
-from diffmegatron.files import reason, shown, write_durably
+from diffmegatron.files import format_path, os_error_text, write_durably
 from diffmegatron.parallel.launcher import read_launch
 from diffmegatron.parallel.parallel_state import ParallelState, process_groups
 from diffmegatron.training.compute.batches import on_this_rank, open_loader
@@ -64,10 +64,10 @@ def select_heads(
         UserError: the checkpoint, the text, the layout or ``out`` cannot be used.
     """
     if not out.name:
-        raise UserError(f"--out {shown(out)} is a folder; give a file, such as heads.yaml")
+        raise UserError(f"--out {format_path(out)} is a folder; give a file, such as heads.yaml")
     for path in (out, *_files_beside(out)):
         if path.exists():
-            raise UserError(f"{shown(path)} exists already; give another --out")
+            raise UserError(f"{format_path(path)} exists already; give another --out")
     directory = CheckpointStore(model).latest() or model
     step = read_manifest(directory).step
     recipe = _calibration_recipe(directory / RECIPE, data, sequences, overrides)
@@ -146,7 +146,7 @@ def _calibration_recipe(
         "test_fraction": 0.0,
         "upsampling": {"mode": "none"},
     }
-    return check_recipe(values, shown(saved), overrides)
+    return check_recipe(values, format_path(saved), overrides)
 
 
 def _gather_scores(sums: Sums, weight: float, parallel_state: ParallelState) -> Scores:
@@ -187,4 +187,4 @@ def _write(out: Path, file: HeadsFile, scores: Scores, origin: dict[str, object]
         write_durably(table, (json.dumps(described, indent=1) + "\n").encode())
         write_durably(out, dump_yaml(file.model_dump(mode="json")).encode())
     except OSError as error:
-        raise UserError(f"cannot write {shown(out)}: {reason(error)}") from None
+        raise UserError(f"cannot write {format_path(out)}: {os_error_text(error)}") from None

@@ -21,7 +21,7 @@ from diffmegatron.evaluation.datasets import DataSet, Reader, choose
 from diffmegatron.evaluation.requests import Generation, LabelTree
 from diffmegatron.evaluation.suite import Item
 from diffmegatron.evaluation.targets import Target
-from diffmegatron.files import clipped, read_bytes, read_json, read_text, shown
+from diffmegatron.files import format_path, read_bytes, read_json, read_text, shorten
 from diffmegatron.validation import validated
 
 # Separates the examples of a prompt.
@@ -76,7 +76,7 @@ def _trec(*, is_fine: bool) -> Reader[Example]:
             match = _TREC_LINE.fullmatch(line)
             if match is None or match[1] not in _TREC:
                 raise UserError(
-                    f"{shown(path)} at line {number} is {clipped(repr(line))}; it must be "
+                    f"{format_path(path)} at line {number} is {shorten(repr(line))}; it must be "
                     f"'COARSE:fine question' with a class of {', '.join(_TREC)}"
                 )
             label = _TREC[match[1]]
@@ -94,9 +94,9 @@ def _banking(path: Path) -> Iterator[Example]:
     try:
         rows = list(csv.DictReader(StringIO(read_text(path))))
     except csv.Error as error:
-        raise UserError(f"{shown(path)} is not a CSV file: {error}") from None
+        raise UserError(f"{format_path(path)} is not a CSV file: {error}") from None
     for number, row in enumerate(rows, start=1):
-        found = validated(_Banking, row, f"{shown(path)} at row {number}")
+        found = validated(_Banking, row, f"{format_path(path)} at row {number}")
         yield Example(found.text.strip(), found.category.replace("_", " "))
 
 
@@ -104,7 +104,7 @@ def _clinic(split: str) -> Reader[Example]:
     def read(path: Path) -> Iterator[Example]:
         splits = read_json(path, dict[str, list[tuple[str, str]]])
         if split not in splits:
-            raise UserError(f"{shown(path)} has no split {split!r}")
+            raise UserError(f"{format_path(path)} has no split {split!r}")
         return (Example(text, intent.replace("_", " ")) for text, intent in splits[split])
 
     return read

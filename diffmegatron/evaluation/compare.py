@@ -15,7 +15,13 @@ from diffmegatron.config.schema import Recipe
 from diffmegatron.errors import UserError
 from diffmegatron.evaluation.plots import Curves, plot_runs
 from diffmegatron.evaluation.report_pages import Table, markdown_table
-from diffmegatron.files import check_replaceable, printable, shortest_ends, shown, write_durably
+from diffmegatron.files import (
+    check_replaceable,
+    format_path,
+    printable,
+    shortest_ends,
+    write_durably,
+)
 from diffmegatron.model.accounting import count_parameters
 from diffmegatron.training.monitoring.metrics import METRICS, Entry, read_metrics
 from diffmegatron.training.monitoring.source_losses import SOURCE_LOSS, SOURCE_TOKENS
@@ -122,7 +128,8 @@ def read_run(run_dir: Path) -> RecordedRun:
     stages = [_read_stage(folder.run_dir) for folder in folders]
     if not any(stage.entries for stage in stages):
         raise UserError(
-            f"{shown(folders[0].run_dir / METRICS)} has no entries; train the run for a step first"
+            f"{format_path(folders[0].run_dir / METRICS)} has no entries; train the run for a step "
+            "first"
         )
     return RecordedRun([stage for stage in stages if stage.entries])
 
@@ -140,7 +147,7 @@ def short_names(run_dirs: Sequence[Path]) -> list[str]:
     paths = [path.absolute().resolve() for path in run_dirs]
     if len(set(paths)) < len(paths):
         twice = next(path for n, path in enumerate(run_dirs) if paths[n] in paths[:n])
-        raise UserError(f"{shown(twice)} is given twice; give each run once")
+        raise UserError(f"{format_path(twice)} is given twice; give each run once")
     return [printable(end) for end in shortest_ends(paths)]
 
 

@@ -11,7 +11,7 @@ from pydantic import AliasChoices, BaseModel
 
 from diffmegatron.data.prepare.corpus_readers import find_files, read_records
 from diffmegatron.errors import UserError
-from diffmegatron.files import clipped, parse_json, read_bytes, shown
+from diffmegatron.files import format_path, parse_json, read_bytes, shorten
 from diffmegatron.validation import validated
 
 Example = TypeVar("Example")
@@ -47,7 +47,7 @@ class DataSet(Generic[Example]):
         path = self._path(data_dir)
         found = list(islice(self.read(path), count))
         if not found:
-            raise UserError(f"{shown(path)} is empty; it must be {self.origin}")
+            raise UserError(f"{format_path(path)} is empty; it must be {self.origin}")
         return found
 
     def _path(self, data_dir: Path) -> Path:
@@ -57,7 +57,7 @@ class DataSet(Generic[Example]):
             if each.exists():
                 return each
         tried = f" (nor with {', '.join(others)})" if others else ""
-        raise UserError(f"{shown(path)} does not exist{tried}; it must be {self.origin}")
+        raise UserError(f"{format_path(path)} does not exist{tried}; it must be {self.origin}")
 
 
 class Row(BaseModel, ABC):
@@ -81,7 +81,7 @@ def json_lines(row: type[Row]) -> Reader[Any]:
     def read(path: Path) -> Iterator[Any]:
         (file,) = find_files([path], "*")
         for record in read_records(file, tuple(_columns(row)), _MAX_ROW_BYTES):
-            name = f"{shown(path)} at line {record.line}"
+            name = f"{format_path(path)} at line {record.line}"
             if record.problem:
                 raise UserError(f"{name} cannot be read: {record.problem}")
             if isinstance(record.payload, bytes):
@@ -128,7 +128,7 @@ def choose(names: Iterable[str], known: Mapping[str, Named], kind: str) -> list[
     for name in names:
         if name not in known:
             raise UserError(
-                f"{kind} {clipped(repr(name))} is unknown; choose from {', '.join(known)}"
+                f"{kind} {shorten(repr(name))} is unknown; choose from {', '.join(known)}"
             )
         found.append(known[name])
     return found
@@ -141,9 +141,9 @@ def _columns(row: type[Row]) -> Iterator[str]:
 
 
 def _parsed(path: Path, schema: Any) -> Any:
-    return parse_json(read_bytes(path, max_bytes=_MAX_FILE_BYTES), schema, shown(path))
+    return parse_json(read_bytes(path, max_bytes=_MAX_FILE_BYTES), schema, format_path(path))
 
 
 def _examples(rows: Iterable[tuple[int | str, Row]], path: Path) -> Iterator[Any]:
     for number, row in rows:
-        yield from row.examples(f"{shown(path)} at row {number}")
+        yield from row.examples(f"{format_path(path)} at row {number}")

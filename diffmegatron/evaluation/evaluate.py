@@ -30,7 +30,7 @@ from diffmegatron.evaluation.suites import MAX_DEFAULT_CONTEXT, make_suites
 from diffmegatron.evaluation.targets import Target, find_targets, have_one_tokenizer
 from diffmegatron.evaluation.vllm_model import VllmModel, check_served
 from diffmegatron.file_lock import FileLock
-from diffmegatron.files import check_utf8, shown
+from diffmegatron.files import check_utf8, format_path
 
 _LOCK = "evaluate.lock"
 _SECONDS_BETWEEN_LINES = 5.0
@@ -91,7 +91,7 @@ def _given(options: Mapping[str, Any]) -> Iterator[Path | str]:
 
 
 def _lock(out: Path) -> FileLock:
-    return FileLock(out / _LOCK, f"--out {shown(out)}", "give another --out")
+    return FileLock(out / _LOCK, f"--out {format_path(out)}", "give another --out")
 
 
 def shortest_context(targets: Sequence[Target]) -> int:

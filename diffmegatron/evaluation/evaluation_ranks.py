@@ -13,7 +13,7 @@ from torch import distributed
 
 from diffmegatron.errors import UserError
 from diffmegatron.evaluation.targets import Target
-from diffmegatron.files import shown
+from diffmegatron.files import format_path
 from diffmegatron.parallel.default_group import default_group
 from diffmegatron.parallel.launcher import read_launch
 
@@ -90,7 +90,7 @@ def export_targets(targets: Sequence[Target], ranks: Ranks) -> None:
             export = subprocess.run([sys.executable, *command], env=environment, check=False)
             if export.returncode:
                 raise UserError(
-                    f"the export of {shown(target.checkpoint)} failed with the error above; "
+                    f"the export of {format_path(target.checkpoint)} failed with the error above; "
                     "correct it, or give a Hugging Face folder"
                 )
     ranks.barrier()

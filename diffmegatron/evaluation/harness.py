@@ -40,7 +40,7 @@ from typing_extensions import override
 from diffmegatron.errors import NotFiniteError, UserError
 from diffmegatron.evaluation.requests import Generation, Request, Scored, Scoring
 from diffmegatron.evaluation.targets import Target
-from diffmegatron.files import clipped, shown
+from diffmegatron.files import format_path, shorten
 
 # Number of bootstrap resamples for the standard errors of metrics that have no formula for it.
 # lm-eval draws 100,000 by default, which takes minutes; 1,000 give the standard error to about 2%.
@@ -93,7 +93,7 @@ class Tasks:
         for path in (data_dir, include_path):
             if path is not None and not path.is_dir():
                 raise UserError(
-                    f"{shown(path)} is not a folder; give the folder of the tasks' files"
+                    f"{format_path(path)} is not a folder; give the folder of the tasks' files"
                 )
         self.tasks: dict[str, Task] = {}
         self.groups: dict[str, Group] = {}
@@ -284,8 +284,8 @@ class Encoder(TemplateLM):
             )
         except Exception as error:  # transformers raises errors of any type here.
             raise UserError(
-                f"{shown(target.folder)} has no tokenizer that transformers can load: "
-                f"{clipped(str(error))}"
+                f"{format_path(target.folder)} has no tokenizer that transformers can load: "
+                f"{shorten(str(error))}"
             ) from None
         self.context = resolve_max_length(target.config, self.tokenizer)
 
@@ -473,7 +473,7 @@ def _index(names: Sequence[str], include_path: Path | None) -> TaskManager:
         if name not in index.task_index:
             near = difflib.get_close_matches(name, index.all_tasks, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise UserError(f"lm-eval has no task, group or tag {clipped(repr(name))}{hint}")
+            raise UserError(f"lm-eval has no task, group or tag {shorten(repr(name))}{hint}")
     return index
 
 
@@ -527,7 +527,7 @@ def _plain(value: Any, metric: str) -> Any:
 
 
 def _described(error: Exception) -> str:
-    return clipped(f"{type(error).__name__}: {' '.join(str(error).split())}")
+    return shorten(f"{type(error).__name__}: {' '.join(str(error).split())}")
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from diffmegatron.errors import UserError
 from diffmegatron.evaluation.targets import Target
 from diffmegatron.evaluation.text import digest, read_texts
-from diffmegatron.files import shown
+from diffmegatron.files import format_path
 
 CITIES = re.findall(
     r"\w+",
@@ -119,7 +119,7 @@ class Haystack:
             sentence for text in read_texts(path) for sentence in _SENTENCE.findall(text)
         ]
         if not self._sentences:
-            raise UserError(f"--haystack {shown(path)} has no text")
+            raise UserError(f"--haystack {format_path(path)} has no text")
         self._ids: dict[int, list[int]] = {}
 
     def build_prompt(
@@ -174,8 +174,9 @@ class Haystack:
             if not left:
                 return pieces
         raise UserError(
-            f"--haystack {shown(self._path)} has {space - left} tokens in {self._target.name}, and "
-            f"the prompt needs {space}; give a longer text, or a shorter length"
+            f"--haystack {format_path(self._path)} has {space - left} tokens in "
+            f"{self._target.name}, and the prompt needs {space}; give a longer text, or a shorter "
+            "length"
         )
 
     def _encoded(self, number: int) -> list[int]:

@@ -25,7 +25,7 @@ from diffmegatron.evaluation.requests import Answer, Generation, Request, Scored
 from diffmegatron.evaluation.suite import Item, Suite
 from diffmegatron.evaluation.suites import MAX_DEFAULT_CONTEXT, SUITES
 from diffmegatron.evaluation.targets import Target
-from diffmegatron.files import clipped
+from diffmegatron.files import shorten
 from diffmegatron.hf.pretrained_files import find_original
 from diffmegatron.model.network import Network
 from diffmegatron.parallel.parallel_state import ParallelState
@@ -71,7 +71,7 @@ def _suite(entry: EvaluateConfig, target: "RunTarget") -> Suite:
     light = [name for name, kind in SUITES.items() if kind.within_training]
     if entry.suite not in light:
         raise UserError(
-            f"training.evaluate has suite {clipped(repr(entry.suite))}; suites that can run within "
+            f"training.evaluate has suite {shorten(repr(entry.suite))}; suites that can run within "
             f"training are {', '.join(light)}"
         )
     kind, settings = SUITES[entry.suite], entry.settings

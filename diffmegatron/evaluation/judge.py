@@ -25,7 +25,7 @@ from diffmegatron.errors import NotFiniteError, UserError
 from diffmegatron.evaluation.model import Model
 from diffmegatron.evaluation.requests import Generation
 from diffmegatron.evaluation.targets import find_targets
-from diffmegatron.files import clipped, parse_json, shown
+from diffmegatron.files import format_path, parse_json, shorten
 
 # Seconds to wait before a failed request to a URL is repeated for the first and second time.
 _PAUSES = (1.0, 5.0)
@@ -144,7 +144,7 @@ class _Folder(Judge):
             )
         except Exception as error:  # transformers raises errors of any type here.
             raise UserError(
-                f"{shown(folder)} has no usable tokenizer: {clipped(str(error))}"
+                f"{format_path(folder)} has no usable tokenizer: {shorten(str(error))}"
             ) from (None)
 
 
@@ -179,7 +179,7 @@ class _Endpoint(Judge):
             )
         if not model:
             raise UserError(
-                f"hallucination.judge {clipped(url)} is a URL; also give "
+                f"hallucination.judge {shorten(url)} is a URL; also give "
                 "hallucination.judge_model, the name of the model there"
             )
         secret = os.environ.get(key, "").strip()
@@ -209,7 +209,7 @@ class _Endpoint(Judge):
                 break
             time.sleep(pause)
         raise UserError(
-            f"judge {clipped(self._url)} {problem}; all texts and verdicts so far are stored, so "
+            f"judge {shorten(self._url)} {problem}; all texts and verdicts so far are stored, so "
             "run the same command again when the judge is available"
         )
 
@@ -232,7 +232,7 @@ class _Endpoint(Judge):
             cause = getattr(error, "reason", error)
             if isinstance(cause, TimeoutError):
                 return None, f"does not answer within {self._seconds:g} seconds", True
-            return None, f"cannot be reached ({clipped(str(cause))})", True
+            return None, f"cannot be reached ({shorten(str(cause))})", True
         try:
             found: _Completion = parse_json(content, _Completion, "its answer")
         except UserError:

@@ -9,7 +9,7 @@ from typing_extensions import override
 
 from diffmegatron.errors import UserError
 from diffmegatron.evaluation.datasets import DataSet, Row, json_lines, json_list, json_table
-from diffmegatron.files import clipped
+from diffmegatron.files import shorten
 
 
 class Problem(NamedTuple):
@@ -120,7 +120,7 @@ class _TabMwp(Row):
         choices = tuple(self.choices or ())
         if choices and self.answer not in choices:
             raise UserError(
-                f"{name} has the answer {clipped(repr(self.answer))}; it must be one of its choices"
+                f"{name} has the answer {shorten(repr(self.answer))}; it must be one of its choices"
             )
         yield Problem(question, self.answer.strip(), choices=choices)
 

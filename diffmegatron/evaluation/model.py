@@ -17,7 +17,7 @@ from diffmegatron.evaluation.batched_network import BatchedNetwork, Rows
 from diffmegatron.evaluation.evaluate_settings import Computing
 from diffmegatron.evaluation.requests import Answer, Generation, Request, Scored, Scoring
 from diffmegatron.evaluation.targets import Target
-from diffmegatron.files import clipped, shown
+from diffmegatron.files import format_path, shorten
 from diffmegatron.hf.modeling import register
 
 
@@ -64,11 +64,13 @@ class Model:
             )
         except Exception as error:  # transformers raises errors of any type here.
             raise UserError(
-                f"transformers cannot load {shown(folder)}: {clipped(str(error))}"
+                f"transformers cannot load {format_path(folder)}: {shorten(str(error))}"
             ) from None
         # transformers fills missing weights with random numbers.
         if problems := {kind: sorted(names) for kind, names in report.items() if names}:
-            raise UserError(f"{shown(folder)} is not a complete model: {clipped(str(problems))}")
+            raise UserError(
+                f"{format_path(folder)} is not a complete model: {shorten(str(problems))}"
+            )
         return network.to("cuda" if self.computing.is_gpu else "cpu").eval()
 
     @property

@@ -19,7 +19,14 @@ from typing import Any, Self
 from diffmegatron.errors import UserError
 from diffmegatron.evaluation.evaluation_ranks import Ranks
 from diffmegatron.evaluation.suite import Item, Record
-from diffmegatron.files import clipped, create_file, parse_json, read_bytes, reason, shown
+from diffmegatron.files import (
+    create_file,
+    format_path,
+    os_error_text,
+    parse_json,
+    read_bytes,
+    shorten,
+)
 
 # Key in the record of an item for which the model computed NaN or infinity; its value is a message.
 NOT_FINITE = "not_finite"
@@ -131,13 +138,13 @@ class RecordFile:
             key = record.get("item")
             if not isinstance(key, str) or key in self.records:
                 raise UserError(
-                    f"{shown(self._path)} is damaged at line {number}: its item is missing or "
-                    "repeated; remove the file to measure again"
+                    f"{format_path(self._path)} is damaged at line {number}: its item is missing "
+                    "or repeated; remove the file to measure again"
                 )
             self.records[key] = record
 
     def _parsed(self, number: int, line: bytes) -> _Line:
-        place = f"{shown(self._path)} at line {number}"
+        place = f"{format_path(self._path)} at line {number}"
         sealed = _SEALED.fullmatch(line)
         if sealed is None or sealed[2] != _checksum(sealed[1]):
             raise UserError(
@@ -151,12 +158,12 @@ class RecordFile:
         if asked != found:
             wrong = [key for key in asked if asked[key] != found.get(key)] or ["keys"]
             raise UserError(
-                f"{shown(self._path)} has results for other {', '.join(wrong)}; give another "
+                f"{format_path(self._path)} has results for other {', '.join(wrong)}; give another "
                 "--out, or remove the file to measure again"
             )
 
     def _unwritable(self, error: OSError) -> UserError:
-        return UserError(f"cannot write {shown(self._path)}: {reason(error)}")
+        return UserError(f"cannot write {format_path(self._path)}: {os_error_text(error)}")
 
 
 class SharedRecords:
@@ -215,8 +222,8 @@ class SharedRecords:
         missing = sum(key not in self.records for key in order)
         if missing:
             raise UserError(
-                f"{shown(self._path)} lacks {missing} measured items, because its folder was moved "
-                "or replaced meanwhile; restore it, or run the same command again"
+                f"{format_path(self._path)} lacks {missing} measured items, because its folder was "
+                "moved or replaced meanwhile; restore it, or run the same command again"
             )
 
     def _close(self) -> None:
@@ -239,7 +246,9 @@ class SharedRecords:
             if parts:
                 self._parts.rmdir()
         except OSError as error:
-            raise UserError(f"cannot write {shown(self._parts)}: {reason(error)}") from None
+            raise UserError(
+                f"cannot write {format_path(self._parts)}: {os_error_text(error)}"
+            ) from None
 
 
 def check_records(records: Iterable[Record], read: Callable[[Record], object]) -> None:
@@ -253,7 +262,7 @@ def check_records(records: Iterable[Record], read: Callable[[Record], object]) -
             try:
                 read(record)
             except (TypeError, ValueError, AttributeError) as error:
-                raise record.refused(clipped(str(error))) from None
+                raise record.refused(shorten(str(error))) from None
 
 
 def digest(items: Sequence[Item]) -> str:

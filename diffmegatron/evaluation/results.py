@@ -24,7 +24,7 @@ from diffmegatron.evaluation.report_pages import to_html, to_markdown
 from diffmegatron.evaluation.result_file import Measured
 from diffmegatron.evaluation.suite import Estimate, Mean, Published, Record, Suite
 from diffmegatron.evaluation.targets import Target, have_one_tokenizer
-from diffmegatron.files import reason, shown, write_durably, write_picture
+from diffmegatron.files import format_path, os_error_text, write_durably, write_picture
 
 REPORT = "report.html"
 
@@ -84,7 +84,7 @@ def write_outcome(
         write_durably(out / "report.md", to_markdown(outcome, pictures).encode())
         write_durably(out / REPORT, to_html(outcome, pictures).encode())
     except OSError as error:
-        raise UserError(f"cannot write into {shown(out)}: {reason(error)}") from None
+        raise UserError(f"cannot write into {format_path(out)}: {os_error_text(error)}") from None
 
 
 def _draw(suite: Suite, path: Path, records: Mapping[str, list[Record]]) -> bool:

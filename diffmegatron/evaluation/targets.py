@@ -17,7 +17,7 @@ from diffmegatron.checkpoint.stage_folders import newest_checkpoint
 from diffmegatron.data.index.corpus_manifest import hash_file
 from diffmegatron.data.tokenizers import HuggingFaceTokenizer, Tokenizer
 from diffmegatron.errors import UserError
-from diffmegatron.files import clipped, read_bytes, shown
+from diffmegatron.files import format_path, read_bytes, shorten
 from diffmegatron.hf.configuration import load_config
 from diffmegatron.hf.export_checkpoint import export_checkpoint
 from diffmegatron.hf.tokenizer import SAMPLE
@@ -114,8 +114,8 @@ class Target:
         value = getattr(self.config, key, None)
         if value is not None and not (isinstance(value, int) and least <= value <= MAX_SIZE):
             raise UserError(
-                f"{shown(self.folder / CONFIG_NAME)} has {key} {clipped(repr(value))}; it must be "
-                f"a number from {least} to {MAX_SIZE}"
+                f"{format_path(self.folder / CONFIG_NAME)} has {key} {shorten(repr(value))}; it "
+                f"must be a number from {least} to {MAX_SIZE}"
             )
         return value
 
@@ -128,7 +128,7 @@ class Target:
         rows = self._number("vocab_size", 1)
         if rows is not None and self.tokenizer.vocab_size > rows:
             raise UserError(
-                f"the tokenizer of {shown(self.folder)} has ids up to "
+                f"the tokenizer of {format_path(self.folder)} has ids up to "
                 f"{self.tokenizer.vocab_size - 1}, and {CONFIG_NAME} has vocab_size {rows}; "
                 "evaluate the model with the tokenizer that it was trained with"
             )
@@ -144,17 +144,18 @@ class Target:
         kind = of_model_type(model_type)
         if kind is None:
             raise UserError(
-                f"{shown(self.path)} has model_type {clipped(repr(model_type))}, whose attention "
-                f"is unknown; suites that read attention support {', '.join(model_types())}"
+                f"{format_path(self.path)} has model_type {shorten(repr(model_type))}, whose "
+                "attention is unknown; suites that read attention support "
+                f"{', '.join(model_types())}"
             )
         try:
             return kind.from_hugging_face(self.config.to_dict())
         except ValidationError as error:
             problem = describe(first_error(error), kind.model_fields)
         except (KeyError, TypeError, ArithmeticError) as error:
-            problem = clipped(str(error))
+            problem = shorten(str(error))
         raise UserError(
-            f"{shown(self.folder / CONFIG_NAME)} does not describe attention: {problem}"
+            f"{format_path(self.folder / CONFIG_NAME)} does not describe attention: {problem}"
         )
 
     @cached_property
@@ -189,7 +190,9 @@ def find_targets(paths: Sequence[Path], out: Path) -> list[Target]:
         UserError: a path is not a model, or is given twice.
     """
     if len({path.resolve() for path in paths}) < len(paths):
-        raise UserError(f"a target is given twice: {', '.join(map(shown, paths))}; give each once")
+        raise UserError(
+            f"a target is given twice: {', '.join(map(format_path, paths))}; give each once"
+        )
     names = _names(paths)
     return [_found(path, name, out / EXPORTS) for path, name in zip(paths, names, strict=True)]
 
@@ -218,7 +221,7 @@ def _names(paths: Sequence[Path]) -> list[str]:
         names = ["-".join(each[-count:]) for each in parts]
         if len(set(names)) == len(names):
             return names
-    raise UserError(f"targets {', '.join(map(shown, paths))} share a name; rename one folder")
+    raise UserError(f"targets {', '.join(map(format_path, paths))} share a name; rename one folder")
 
 
 def _found(path: Path, name: str, exports: Path) -> Target:
@@ -230,7 +233,7 @@ def _found(path: Path, name: str, exports: Path) -> Target:
     checkpoint = newest_checkpoint(path)
     if checkpoint is None:
         raise UserError(
-            f"{shown(path)} is not a model; give a Hugging Face folder with a {CONFIG_NAME}, a "
-            "checkpoint, or a run_dir with a checkpoint"
+            f"{format_path(path)} is not a model; give a Hugging Face folder with a {CONFIG_NAME}, "
+            "a checkpoint, or a run_dir with a checkpoint"
         )
     return Target(name, path, checkpoint, exports)

@@ -19,7 +19,7 @@ from diffmegatron.data.tokenizers import load_tokenizer
 from diffmegatron.errors import UserError
 from diffmegatron.evaluation.suite import Suite, Window
 from diffmegatron.evaluation.targets import Target
-from diffmegatron.files import shown
+from diffmegatron.files import format_path
 from diffmegatron.section import Count
 
 _MAX_BYTES = 1 << 28
@@ -79,8 +79,8 @@ def named_paths(options: tuple[str, ...]) -> dict[str, Path]:
         name, where = (name, Path(path)) if equals else (Path(option).stem, Path(option))
         if name in found:
             raise UserError(
-                f"two sources have the name {name!r}: {shown(found[name])} and {shown(where)}; "
-                "give one as NAME=PATH"
+                f"two sources have the name {name!r}: {format_path(found[name])} and "
+                f"{format_path(where)}; give one as NAME=PATH"
             )
         found[name] = where
     return found
@@ -153,6 +153,6 @@ def _of_files(path: Path) -> Iterator[str]:
                 (text,) = segments(parse(record, file.format, _SETTINGS), _SETTINGS)
             except UnusableError as error:
                 raise UserError(
-                    f"{shown(file.path)} at line {record.line} is not a document: {error}"
+                    f"{format_path(file.path)} at line {record.line} is not a document: {error}"
                 ) from None
             yield text

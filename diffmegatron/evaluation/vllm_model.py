@@ -13,7 +13,7 @@ from diffmegatron.evaluation.model import Computing, Model
 from diffmegatron.evaluation.requests import Answer, Generation, Request
 from diffmegatron.evaluation.suite import Suite
 from diffmegatron.evaluation.targets import Target
-from diffmegatron.files import clipped, shown
+from diffmegatron.files import format_path, shorten
 
 
 class VllmModel(Model):
@@ -74,7 +74,7 @@ class VllmModel(Model):
             )
         except Exception as error:  # vLLM raises errors of any type here.
             raise UserError(
-                f"vLLM cannot load {shown(self.target.folder)}: {clipped(str(error))}; give "
+                f"vLLM cannot load {format_path(self.target.folder)}: {shorten(str(error))}; give "
                 "--engine transformers"
             ) from None
 
@@ -105,8 +105,8 @@ def check_served(
         layers = target.config.num_hidden_layers
         if has_variant and any(kind.map_pairs for kind, _ in target.variant.by_kind(layers)):
             raise UserError(
-                f"{shown(target.path)} has model_type {target.config.model_type!r}, which vLLM "
-                "does not support; give --engine transformers"
+                f"{format_path(target.path)} has model_type {target.config.model_type!r}, which "
+                "vLLM does not support; give --engine transformers"
             )
 
 

@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from diffmegatron.errors import UserError
-from diffmegatron.files import check_utf8, reason, shown
+from diffmegatron.files import check_utf8, format_path, os_error_text
 
 
 @contextmanager
@@ -30,7 +30,7 @@ def atomic_directory(out: Path) -> Iterator[Path]:
         try:
             if out.exists() and not (out.is_dir() and not any(out.iterdir())):
                 raise UserError(
-                    f"{shown(out)} exists already; give a directory that is new or empty"
+                    f"{format_path(out)} exists already; give a directory that is new or empty"
                 )
             out.parent.mkdir(parents=True, exist_ok=True)
             # Without this lock another process could remove the new directory before it is locked.
@@ -42,14 +42,14 @@ def atomic_directory(out: Path) -> Iterator[Path]:
                 stack.enter_context(_locked(partial))
         except OSError as error:
             raise UserError(
-                f"cannot create a directory beside {shown(out)}: {reason(error)}"
+                f"cannot create a directory beside {format_path(out)}: {os_error_text(error)}"
             ) from None
         yield partial
         try:
             partial.rename(out)
         except OSError as error:
             raise UserError(
-                f"cannot rename the written directory to {shown(out)}: {reason(error)}"
+                f"cannot rename the written directory to {format_path(out)}: {os_error_text(error)}"
             ) from None
 
 

@@ -17,7 +17,7 @@ from diffmegatron.data.prepare.record_formats import segments
 from diffmegatron.data.tokenizers import CHAT_END, CHAT_START
 from diffmegatron.data.tokenizers import Tokenizer as TrainingTokenizer
 from diffmegatron.errors import UserError
-from diffmegatron.files import clipped
+from diffmegatron.files import shorten
 
 CHAT_TEMPLATE = f"""\
 {{%- for message in messages -%}}
@@ -95,5 +95,5 @@ def _check(chat: list[dict[str, str]], tokenizer: TrainingTokenizer, exported: A
         place = next(place for place, (one, other) in pairs if one != other)
         raise UserError(
             f"the chat template gives ids {ids[place : place + 4]} at place {place} of "
-            f"{clipped(repr(chat))}; the tokenizer of training gives {expected[place : place + 4]}"
+            f"{shorten(repr(chat))}; the tokenizer of training gives {expected[place : place + 4]}"
         )

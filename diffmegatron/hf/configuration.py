@@ -13,7 +13,7 @@ from diffmegatron.attention.variants import Variant, model_types, of_model_type
 from diffmegatron.config.model_config import ModelConfig
 from diffmegatron.config.schema import Recipe
 from diffmegatron.errors import UserError
-from diffmegatron.files import clipped, read_json, shown
+from diffmegatron.files import format_path, read_json, shorten
 from diffmegatron.hf.modeling import CLASSES, register
 from diffmegatron.section import MAX_SIZE
 from diffmegatron.validation import describe, first_error
@@ -177,8 +177,8 @@ def load_config(folder: Path) -> PretrainedConfig:
     path = folder / CONFIG_NAME
     if (folder / _ADAPTER).exists():
         raise UserError(
-            f"{shown(folder)} has an {_ADAPTER} beside its {CONFIG_NAME}, and the adapter would be "
-            "ignored; merge it into the weights and save these without it"
+            f"{format_path(folder)} has an {_ADAPTER} beside its {CONFIG_NAME}, and the adapter "
+            "would be ignored; merge it into the weights and save these without it"
         )
     raw = read_json(path, dict[str, Any])
     if "num_hidden_layers" in raw:
@@ -187,11 +187,11 @@ def load_config(folder: Path) -> PretrainedConfig:
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers raises many classes of exceptions here.
-        raise UserError(f"{shown(path)} cannot be used: {clipped(str(error))}") from None
+        raise UserError(f"{format_path(path)} cannot be used: {shorten(str(error))}") from None
     attention = config._attn_implementation
     if attention is not None and not (isinstance(attention, str) and attention.isidentifier()):
         raise UserError(
-            f"{shown(path)} has attn_implementation {clipped(repr(attention))}, whose code "
+            f"{format_path(path)} has attn_implementation {shorten(repr(attention))}, whose code "
             "would be downloaded; remove the key"
         )
     config._attn_implementation = None
@@ -230,7 +230,7 @@ def _check_count(path: Path, values: Mapping[str, Any], key: str, most: int) -> 
     value = values.get(key)
     if not isinstance(value, int) or not 1 <= value <= most:
         raise UserError(
-            f"{shown(path)} has {key} {clipped(repr(value))}; give a number from 1 to {most}"
+            f"{format_path(path)} has {key} {shorten(repr(value))}; give a number from 1 to {most}"
         )
 
 
@@ -240,8 +240,8 @@ def _check_code(path: Path, raw: Mapping[str, Any]) -> None:
     own = [config().auto_map for config, *_ in CLASSES if config.model_type == raw["model_type"]]
     if code is not None and code not in own:
         raise UserError(
-            f"{shown(path)} has auto_map {clipped(repr(code))}, code that is not run here; if "
-            f"transformers' {raw['model_type']} computes the same, remove the key"
+            f"{format_path(path)} has auto_map {shorten(repr(code))}, code that is not run here; "
+            f"if transformers' {raw['model_type']} computes the same, remove the key"
         )
 
 
@@ -259,7 +259,7 @@ def _check_rope(path: Path, raw: Mapping[str, Any], rope: Mapping[str, Any]) -> 
     for key in ("rope_theta", *_SCALINGS.get(kind, {}).values()):
         if isinstance(rope.get(key), str):
             raise UserError(
-                f"{shown(path)} has {key} {clipped(repr(rope[key]))}, a text; give a number"
+                f"{format_path(path)} has {key} {shorten(repr(rope[key]))}, a text; give a number"
             )
     # A file may have these keys within the section and also outside it. transformers 4 reads one of
     # the two places and transformers 5 the other, so the two values must be equal.
@@ -267,14 +267,14 @@ def _check_rope(path: Path, raw: Mapping[str, Any], rope: Mapping[str, Any]) -> 
     for key in ("rope_theta", "original_max_position_embeddings"):
         if raw.get(key) is not None and raw[key] != own.get(key, rope.get(key)):
             raise UserError(
-                f"{shown(path)} has {key} {clipped(repr(raw[key]))}, but in {section} it is "
-                f"{clipped(repr(own.get(key, rope.get(key))))}; keep one of the two"
+                f"{format_path(path)} has {key} {shorten(repr(raw[key]))}, but in {section} it is "
+                f"{shorten(repr(own.get(key, rope.get(key))))}; keep one of the two"
             )
 
 
 def _no_equivalent(path: Path, field: str, value: object, known: str) -> UserError:
     return UserError(
-        f"{shown(path)} has {field} {clipped(repr(value))}, which has no equivalent here; "
+        f"{format_path(path)} has {field} {shorten(repr(value))}, which has no equivalent here; "
         f"only models with {known} can be imported"
     )
 

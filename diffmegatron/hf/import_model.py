@@ -11,7 +11,7 @@ from diffmegatron.config.load import check_recipe, dump_recipe
 from diffmegatron.config.schema import Recipe
 from diffmegatron.data.tokenizers import HuggingFaceTokenizer
 from diffmegatron.errors import UserError
-from diffmegatron.files import clipped, read_json, shown
+from diffmegatron.files import format_path, read_json, shorten
 from diffmegatron.hf.atomic_directory import atomic_directory
 from diffmegatron.hf.configuration import model_section, read_config
 from diffmegatron.hf.export_checkpoint import sample, training_logits
@@ -61,7 +61,7 @@ def import_model(
     tokenizer = HuggingFaceTokenizer(str(folder))
     section = model_section(config, -config.vocab_size % vocab_multiple)
     length = min(config.max_position_embeddings, _SEQ_LENGTH)
-    recipe = _recipe(section, source, length, out, f"the recipe of {shown(folder)}")
+    recipe = _recipe(section, source, length, out, f"the recipe of {format_path(folder)}")
     _check_tokenizer(tokenizer, recipe)
     rules = table(recipe.model)
     source.check(rules, tied=recipe.model.tied_embeddings)
@@ -79,8 +79,8 @@ def import_model(
         if not difference.relative <= TOLERANCE:
             raise UserError(
                 f"the imported network's logits differ from those of transformers by "
-                f"{difference.relative:.1e} relative, more than {TOLERANCE:g}; {shown(out)} was "
-                "not written"
+                f"{difference.relative:.1e} relative, more than {TOLERANCE:g}; {format_path(out)} "
+                "was not written"
             )
     return Verified(*difference, TOLERANCE, SUMMATION)
 
@@ -107,11 +107,12 @@ def _check_tokenizer(tokenizer: HuggingFaceTokenizer, recipe: Recipe) -> None:
     config = tokenizer.folder / CONFIG
     if code := read_json(config, dict[str, Any]).get("auto_map"):
         raise UserError(
-            f"{shown(config)} has auto_map {clipped(repr(code))}, code that is not run here; "
+            f"{format_path(config)} has auto_map {shorten(repr(code))}, code that is not run here; "
             "if tokenizer.json gives the same ids, remove the key"
         )
     if tokenizer.vocab_size > recipe.model.tokens:
         raise UserError(
-            f"the tokenizer in {shown(Path(tokenizer.name))} uses {tokenizer.vocab_size} ids, and "
-            f"config.json has vocab_size {recipe.model.tokens}; use the model's own tokenizer"
+            f"the tokenizer in {format_path(Path(tokenizer.name))} uses {tokenizer.vocab_size} "
+            f"ids, and config.json has vocab_size {recipe.model.tokens}; use the model's own "
+            "tokenizer"
         )

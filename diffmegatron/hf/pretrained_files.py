@@ -18,7 +18,7 @@ from transformers.utils import GENERATION_CONFIG_NAME
 from diffmegatron.attention.variants.hugging_face import HuggingFace
 from diffmegatron.config.schema import Recipe
 from diffmegatron.errors import UserError
-from diffmegatron.files import read_json, reason, shown
+from diffmegatron.files import format_path, os_error_text, read_json
 from diffmegatron.hf.configuration import changed_keys, read_config, write_config
 from diffmegatron.hf.pretrained_weights import DTYPES, Source
 from diffmegatron.hf.tokenizer import copy_tokenizer
@@ -99,7 +99,7 @@ def keep_original(source: Source, folder: Path) -> None:
         (folder / DTYPES_NAME).write_text(described.model_dump_json(indent=1) + "\n")
     except OSError as error:
         raise UserError(
-            f"cannot copy the files of {shown(source.folder)}: {reason(error)}"
+            f"cannot copy the files of {format_path(source.folder)}: {os_error_text(error)}"
         ) from None
 
 

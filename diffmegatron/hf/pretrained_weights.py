@@ -14,7 +14,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from diffmegatron.attention.variants.hugging_face import WeightRule
 from diffmegatron.errors import UserError
-from diffmegatron.files import clipped, file_size, read_json, shown
+from diffmegatron.files import file_size, format_path, read_json, shorten
 
 DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
 # Buffers in old files that are not weights; transformers recomputes them too.
@@ -58,18 +58,18 @@ class Source:
             for name, stored in _read_header(folder / file):
                 if name in self.tensors:
                     raise UserError(
-                        f"{shown(stored.path)} and {self.tensors[name].path.name} both hold "
-                        f"{clipped(name)}; each tensor must be in one file"
+                        f"{format_path(stored.path)} and {self.tensors[name].path.name} both hold "
+                        f"{shorten(name)}; each tensor must be in one file"
                     )
                 self.tensors[name] = stored
         if not self.tensors:
             raise UserError(
-                f"{shown(folder / SAFE_WEIGHTS_NAME)} contains no tensor; copy it again"
+                f"{format_path(folder / SAFE_WEIGHTS_NAME)} contains no tensor; copy it again"
             )
         for name, file in index.items():
             if name not in self.tensors or self.tensors[name].path.name != file:
                 raise UserError(
-                    f"{shown(folder / file)} lacks {clipped(name)}, which "
+                    f"{format_path(folder / file)} lacks {shorten(name)}, which "
                     f"{SAFE_WEIGHTS_INDEX_NAME} lists for it; copy both again"
                 )
 
@@ -95,29 +95,29 @@ class Source:
             stored = self.tensors.get(name)
             if stored is None:
                 raise UserError(
-                    f"{shown(self.folder)} has no tensor {name}, which its {config} requires"
+                    f"{format_path(self.folder)} has no tensor {name}, which its {config} requires"
                 )
             if stored.shape != shape:
                 raise UserError(
-                    f"{shown(stored.path)} has {name} with shape {list(stored.shape)}; "
+                    f"{format_path(stored.path)} has {name} with shape {list(stored.shape)}; "
                     f"{config} requires {list(shape)}"
                 )
             if stored.dtype not in DTYPES:
                 raise UserError(
-                    f"{shown(stored.path)} has {name} in {stored.dtype}; only "
+                    f"{format_path(stored.path)} has {name} in {stored.dtype}; only "
                     f"{', '.join(DTYPES)} can be imported"
                 )
             left.remove(name)
         copies = {_OUTPUT} if tied else set()
         if unknown := sorted(n for n in left - copies if not _BUFFER.fullmatch(n)):
             raise UserError(
-                f"{shown(self.tensors[unknown[0]].path)} has {clipped(unknown[0])}, which is not a "
-                f"tensor of the model in {config}"
+                f"{format_path(self.tensors[unknown[0]].path)} has {shorten(unknown[0])}, which is "
+                f"not a tensor of the model in {config}"
             )
         if left & copies and not torch.equal(self.read(_OUTPUT), self.read(_EMBEDDING)):
             raise UserError(
-                f"{shown(self.tensors[_OUTPUT].path)} has different {_OUTPUT} and {_EMBEDDING}, "
-                f"and {config} ties them (tie_word_embeddings)"
+                f"{format_path(self.tensors[_OUTPUT].path)} has different {_OUTPUT} and "
+                f"{_EMBEDDING}, and {config} ties them (tie_word_embeddings)"
             )
 
     def stream(self, rules: Iterable[WeightRule]) -> Iterator[tuple[str, Tensor]]:
@@ -130,8 +130,8 @@ class Source:
             tensor = self.read(name)
             if not tensor.isfinite().all():
                 raise UserError(
-                    f"{shown(self.tensors[name].path)} has values in {name} that are not finite; "
-                    "training cannot start from it"
+                    f"{format_path(self.tensors[name].path)} has values in {name} that are not "
+                    "finite; training cannot start from it"
                 )
             yield name, tensor
 
@@ -160,8 +160,8 @@ def _read_index(folder: Path) -> Mapping[str, str]:
     bad = next((file for file in index.values() if not _PLAIN.fullmatch(file)), None)
     if bad is not None or not index:
         raise UserError(
-            f"{shown(path)} is damaged: its weight_map must have a .safetensors file of its folder "
-            f"for each tensor{'' if bad is None else f', not {clipped(repr(bad))}'}"
+            f"{format_path(path)} is damaged: its weight_map must have a .safetensors file of its "
+            f"folder for each tensor{'' if bad is None else f', not {shorten(repr(bad))}'}"
         )
     return index
 
@@ -170,12 +170,12 @@ def _no_weights(folder: Path) -> UserError:
     pickles = sorted(path.name for kind in _PICKLES for path in folder.glob(kind))
     if pickles:
         return UserError(
-            f"{shown(folder)} has its weights in {clipped(pickles[0])}, a pickle, which can run "
-            "any program when it is read; convert them to safetensors"
+            f"{format_path(folder)} has its weights in {shorten(pickles[0])}, a pickle, which can "
+            "run any program when it is read; convert them to safetensors"
         )
     return UserError(
-        f"{shown(folder)} has neither {SAFE_WEIGHTS_NAME} nor {SAFE_WEIGHTS_INDEX_NAME}; give the "
-        "folder of a Hugging Face model"
+        f"{format_path(folder)} has neither {SAFE_WEIGHTS_NAME} nor {SAFE_WEIGHTS_INDEX_NAME}; "
+        "give the folder of a Hugging Face model"
     )
 
 
@@ -192,5 +192,6 @@ def _read_header(path: Path) -> Iterator[tuple[str, Stored]]:
 
 def _unreadable(path: Path, error: Exception) -> UserError:
     return UserError(
-        f"{shown(path)} is not a complete safetensors file ({clipped(str(error))}); copy it again"
+        f"{format_path(path)} is not a complete safetensors file ({shorten(str(error))}); copy it "
+        "again"
     )

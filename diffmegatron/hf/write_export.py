@@ -14,7 +14,7 @@ from diffmegatron.config.model_config import ModelConfig
 from diffmegatron.config.schema import Recipe
 from diffmegatron.data.tokenizers import Tokenizer, check_vocabulary
 from diffmegatron.errors import UserError
-from diffmegatron.files import clipped, read_json, shown
+from diffmegatron.files import format_path, read_json, shorten
 from diffmegatron.hf.atomic_directory import atomic_directory
 from diffmegatron.hf.configuration import to_hf_config, write_config
 from diffmegatron.hf.modeling import remote_files
@@ -178,7 +178,7 @@ def verify_export(directory: Path, tokens: Tensor, expected: Tensor) -> LogitDif
         )
     except Exception as error:  # transformers raises many classes of exceptions here.
         raise UserError(
-            f"{shown(directory)} does not load as a model: {clipped(str(error))}"
+            f"{format_path(directory)} does not load as a model: {shorten(str(error))}"
         ) from None
     if problems := {kind: sorted(names) for kind, names in report.items() if names}:
         raise UserError(f"{directory} does not load as a whole model: {problems}")

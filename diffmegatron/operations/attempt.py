@@ -22,7 +22,7 @@ from diffmegatron.attempts.ledger import (
 )
 from diffmegatron.config.load import load_stages
 from diffmegatron.errors import UserError
-from diffmegatron.files import clipped, shown
+from diffmegatron.files import format_path, shorten
 
 _LIBRARIES = ("torch", "megatron-core", "deepspeed", "triton")
 _EXIT_FAULTS = 1
@@ -99,7 +99,7 @@ def end(folder: Path, spares: int = 0) -> tuple[Attempt, int, list[str]]:
     attempt = next((each for each in ledger.attempts() if each.number == number), None)
     if attempt is None:
         raise UserError(
-            f"{shown(folder)} is not the directory of an attempt; give RUN_DIR/attempts/NNNN"
+            f"{format_path(folder)} is not the directory of an attempt; give RUN_DIR/attempts/NNNN"
         )
     ended = ledger.end(attempt)
     bad = bad_hosts(ledger.attempts())
@@ -176,7 +176,7 @@ def _num_ranks() -> int:
     value = os.environ.get("SLURM_NTASKS", "")
     if not value.isdecimal() or int(value) < 1:
         raise UserError(
-            f"SLURM_NTASKS is {clipped(value)!r}; begin an attempt inside a Slurm job with "
+            f"SLURM_NTASKS is {shorten(value)!r}; begin an attempt inside a Slurm job with "
             "--ntasks-per-node"
         )
     return int(value)
@@ -195,7 +195,7 @@ def _address(nodes: Sequence[str]) -> str:
             continue
         return name
     raise UserError(
-        f"no name of the first node can be resolved: {clipped(', '.join(names))}; name the nodes "
+        f"no name of the first node can be resolved: {shorten(', '.join(names))}; name the nodes "
         "after their hosts"
     )
 

@@ -9,7 +9,7 @@ from pydantic_core import PydanticCustomError
 
 from diffmegatron.config.yaml_documents import MAX_BYTES, parse_yaml
 from diffmegatron.errors import UserError
-from diffmegatron.files import read_text, shown
+from diffmegatron.files import format_path, read_text
 from diffmegatron.section import PathText, Section, Size, SizeOrZero
 from diffmegatron.validation import validated
 
@@ -109,7 +109,7 @@ def load_cluster(path: Path) -> Cluster:
     Raises:
         UserError: the file cannot be read, a key is unknown or missing, or a value is invalid.
     """
-    name = shown(path)
+    name = format_path(path)
     values = parse_yaml(read_text(path, max_bytes=MAX_BYTES), name)
     if not isinstance(values, dict):
         raise UserError(f"{name} must be a mapping of keys, not {type(values).__name__}")

@@ -15,7 +15,7 @@ from diffmegatron.attempts.ledger import Ledger, bad_hosts, ledger_of
 from diffmegatron.config.load import dump_recipe, load_stages
 from diffmegatron.config.schema import Recipe
 from diffmegatron.errors import UserError
-from diffmegatron.files import clipped, reason, shown, write_durably
+from diffmegatron.files import format_path, os_error_text, shorten, write_durably
 from diffmegatron.operations.cluster import Cluster, load_cluster
 from diffmegatron.operations.recipe_checks import check_fit, check_starts, data_remarks
 from diffmegatron.operations.sbatch_file import (
@@ -110,12 +110,13 @@ def prepare_chain(
     cluster = load_cluster(cluster_file)
     if len(recipes) == 1:
         raise UserError(
-            f"{shown(config)} has no stages, and --chain submits a job per stage; leave --chain out"
+            f"{format_path(config)} has no stages, and --chain submits a job per stage; leave "
+            "--chain out"
         )
     _check(recipes, nodes, cluster, dependency)
     left = [recipe for recipe in recipes if not _is_finished(ledger_of([recipe]))]
     if not left:
-        raise UserError(f"all stages of {shown(config)} are finished; give another run_dir")
+        raise UserError(f"all stages of {format_path(config)} are finished; give another run_dir")
     launches = []
     for recipe in left:
         check_free(ledger_of([recipe]))
@@ -186,7 +187,9 @@ def submit(launch: Submission, after: str | None = None) -> str:
         number = _sbatch(launch.path, [] if after is None else dependency)
         write_durably(launch.path.with_name(JOB_NUMBER), f"{number}\n".encode())
     except OSError as error:
-        raise UserError(f"cannot write in {shown(launch.path.parent)}: {reason(error)}") from None
+        raise UserError(
+            f"cannot write in {format_path(launch.path.parent)}: {os_error_text(error)}"
+        ) from None
     return number
 
 
@@ -239,19 +242,19 @@ def check_free(ledger: Ledger) -> None:
     number = read_job_number(ledger.run_dir)
     if queue is not None and number is not None and number in queue:
         raise UserError(
-            f"{shown(ledger.run_dir)} has job {clipped(number)}, which is "
+            f"{format_path(ledger.run_dir)} has job {shorten(number)}, which is "
             f"{queue[number].lower()}; wait for its end, scancel it, or give another run_dir"
         )
     if ledger.attempts():
         found = examine(ledger.run_dir)
         last = found.attempts[-1]
         if last.cause == Cause.FINISHED:
-            raise UserError(f"{shown(ledger.run_dir)} is finished; give another run_dir")
+            raise UserError(f"{format_path(ledger.run_dir)} is finished; give another run_dir")
         # The ledger of a job that was cancelled a moment ago still shows it as running.
         has_left = queue is not None and last.facts.job != "" and last.facts.job not in queue
         if found.exit_status == 0 and not has_left:
             raise UserError(
-                f"{shown(ledger.run_dir)} is used by job {last.facts.job or '(unknown)'}: "
+                f"{format_path(ledger.run_dir)} is used by job {last.facts.job or '(unknown)'}: "
                 f"{found.state}; wait for its end, or give another run_dir"
             )
 
@@ -338,7 +341,7 @@ def _sbatch(path: Path, options: Sequence[str]) -> str:
         ) from None
     if result.returncode:
         lines = result.stderr.strip().splitlines() or ["no reason given"]
-        raise UserError(f"Slurm rejects the job: {clipped(_ERROR_PREFIX.sub('', lines[-1]))}")
+        raise UserError(f"Slurm rejects the job: {shorten(_ERROR_PREFIX.sub('', lines[-1]))}")
     return result.stdout.strip().split(";")[0]
 
 

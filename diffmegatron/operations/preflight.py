@@ -24,7 +24,7 @@ from diffmegatron.config.schema import Recipe
 from diffmegatron.data.index.corpus_manifest import read_manifest
 from diffmegatron.data.index.verify_corpus import check_sizes
 from diffmegatron.errors import UnfitNodeError, UserError
-from diffmegatron.files import clipped, reason, shown, write_durably
+from diffmegatron.files import format_path, os_error_text, shorten, write_durably
 from diffmegatron.model.accounting import count_parameters
 from diffmegatron.operations.attempt import commit, versions
 from diffmegatron.parallel.default_group import default_group
@@ -147,7 +147,7 @@ def find_problems(every: Sequence[Findings], space: int, run_dir: str) -> dict[i
             problem = f"its clock differs from the others' by {each.clock - clock:+.1f} s"
         if not problem and each.space < space:
             problem = (
-                f"run_dir {clipped(run_dir)} has {each.space / 2**30:.1f} GiB free, and the next "
+                f"run_dir {shorten(run_dir)} has {each.space / 2**30:.1f} GiB free, and the next "
                 f"saves need {space / 2**30:.1f} GiB"
             )
         if not problem and tuple(sorted(each.versions.items())) != usual:
@@ -184,7 +184,7 @@ def _check_this_machine(recipes: Sequence[Recipe]) -> Findings:
         values["product_seconds"] = _product_seconds()
         values["write_rate"], values["space"] = _disk(Path(recipes[-1].run_dir))
     except (UserError, RuntimeError) as error:  # torch raises RuntimeError if a GPU fails.
-        values["problem"] = clipped(str(error))
+        values["problem"] = shorten(str(error))
     return Findings.model_validate(values)
 
 
@@ -227,7 +227,9 @@ def _disk(run_dir: Path) -> tuple[float, int]:
             path.unlink(missing_ok=True)
         return _WRITTEN / seconds, shutil.disk_usage(run_dir).free
     except OSError as error:
-        raise UserError(f"cannot write in run_dir {shown(run_dir)}: {reason(error)}") from None
+        raise UserError(
+            f"cannot write in run_dir {format_path(run_dir)}: {os_error_text(error)}"
+        ) from None
 
 
 def _measure_collectives() -> dict[str, float]:

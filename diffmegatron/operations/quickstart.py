@@ -19,7 +19,7 @@ from diffmegatron.attention.variants import VARIANTS
 from diffmegatron.config.load import load_recipe
 from diffmegatron.errors import UserError
 from diffmegatron.evaluation.run_report import Run, write_report
-from diffmegatron.files import clipped
+from diffmegatron.files import shorten
 from diffmegatron.operations.recipes import CONFIGS
 
 RUNS = Path("runs/quickstart")
@@ -67,12 +67,12 @@ def check(attention_kinds: Sequence[str], overrides: Sequence[str]) -> dict[str,
             ranks, or does not measure the held-out loss, which the report needs.
     """
     if wrong := [each for each in overrides if "=" not in each]:
-        raise UserError(f"override {clipped(repr(wrong[0]))} is not of the form section.key=value")
+        raise UserError(f"override {shorten(repr(wrong[0]))} is not of the form section.key=value")
     for choice in attention_kinds:
         kind, *keys = choice.split(",")
         if kind not in VARIANTS or not all("=" in key for key in keys):
             raise UserError(
-                f"--attention {clipped(repr(choice))} is not of the form KIND[,KEY=VALUE...]; KIND "
+                f"--attention {shorten(repr(choice))} is not of the form KIND[,KEY=VALUE...]; KIND "
                 f"is one of {', '.join(VARIANTS)}"
             )
     names = {}

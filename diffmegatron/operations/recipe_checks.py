@@ -10,7 +10,7 @@ from diffmegatron.config.schema import Recipe
 from diffmegatron.data.index.corpus_manifest import read_manifest
 from diffmegatron.data.index.verify_corpus import check_sizes
 from diffmegatron.errors import UserError
-from diffmegatron.files import clipped, shown
+from diffmegatron.files import format_path, shorten
 from diffmegatron.operations.cluster import Cluster
 
 # Training for up to four epochs on the same text is almost as good as training on new text
@@ -46,7 +46,7 @@ def check_fit(recipes: Sequence[Recipe], nodes: int, cluster: Cluster) -> None:
                 )
     container = cluster.container
     if container is not None and container.is_file and not Path(container.image).exists():
-        raise UserError(f"container image {clipped(container.image)} is missing; build it first")
+        raise UserError(f"container image {shorten(container.image)} is missing; build it first")
 
 
 def check_starts(recipes: Sequence[Recipe]) -> None:
@@ -69,7 +69,7 @@ def check_starts(recipes: Sequence[Recipe]) -> None:
                 read_checkpoint_manifest(Path(start))  # start_from may be a checkpoint itself.
         except UserError as error:
             raise UserError(
-                f"checkpoint.start_from {shown(Path(start))} holds no checkpoint: {error}"
+                f"checkpoint.start_from {format_path(Path(start))} holds no checkpoint: {error}"
             ) from None
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from diffmegatron.config.load import recipe_files
 from diffmegatron.errors import UserError
-from diffmegatron.files import clipped, read_bytes, reason, shown
+from diffmegatron.files import format_path, os_error_text, read_bytes, shorten
 from diffmegatron.shipped_files import shipped_folder
 
 CONFIGS = shipped_folder("configs")
@@ -62,9 +62,9 @@ def copy(name: str, folder: Path) -> list[Path]:
         UserError: no recipe has this name, or a file with other content exists in its place.
     """
     if name.removesuffix(".yaml") not in names():
-        near = difflib.get_close_matches(clipped(name.removesuffix(".yaml")), names(), n=1)
+        near = difflib.get_close_matches(shorten(name.removesuffix(".yaml")), names(), n=1)
         raise UserError(
-            f"{clipped(repr(name))} is not a recipe of this package; "
+            f"{shorten(repr(name))} is not a recipe of this package; "
             + (f"did you mean {near[0]}?" if near else "see diffmegatron configs list")
         )
     sources = dict(_sources(name.removesuffix(".yaml")))
@@ -73,13 +73,14 @@ def copy(name: str, folder: Path) -> list[Path]:
         for target, source in targets.items():
             if os.path.lexists(target) and read_bytes(target) != source.read_bytes():
                 raise UserError(
-                    f"{shown(target)} exists and differs from the package's; give another folder"
+                    f"{format_path(target)} exists and differs from the package's; give another "
+                    "folder"
                 )
         for target, source in targets.items():
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(source, target)
     except OSError as error:
-        raise UserError(f"cannot copy into {shown(folder)}: {reason(error)}") from None
+        raise UserError(f"cannot copy into {format_path(folder)}: {os_error_text(error)}") from None
     return [*targets]
 
 

@@ -18,7 +18,7 @@ from diffmegatron.checkpoint.checkpoint_store import RECIPE, CheckpointStore
 from diffmegatron.checkpoint.stage_folders import only_last, stage_folders
 from diffmegatron.config.load import load_resolved
 from diffmegatron.errors import UserError
-from diffmegatron.files import clipped, shown
+from diffmegatron.files import format_path, shorten
 from diffmegatron.operations.sbatch_file import JOB_RECIPE, read_job_number
 from diffmegatron.training.monitoring.due import unrecorded_at
 from diffmegatron.training.monitoring.metrics import Entry, newest_entries
@@ -75,7 +75,8 @@ def examine(run_dir: Path) -> Status:
     attempts = ledger.attempts()
     if not attempts and run_dir.resolve().name in _stages_beside(run_dir):
         raise UserError(
-            f"{shown(run_dir)} is a stage of {shown(run_dir.parent)}; give that folder instead"
+            f"{format_path(run_dir)} is a stage of {format_path(run_dir.parent)}; give that folder "
+            "instead"
         )
     submitted = _submitted(run_dir, attempts)
     if not attempts:
@@ -119,7 +120,7 @@ def _submitted(run_dir: Path, attempts: Sequence[Attempt]) -> str | None:
 
 
 def _queue_sentence(number: str) -> str:
-    return f"job {clipped(number)} has not started: it waits in the queue or was cancelled there"
+    return f"job {shorten(number)} has not started: it waits in the queue or was cancelled there"
 
 
 def _status_in_queue(run_dir: Path, number: str) -> Status:
@@ -319,7 +320,7 @@ def _properties(status: Status) -> list[tuple[str, str]]:
         ("checkpoint", checkpoint),
     ]
     if status.job is not None:
-        number = clipped(status.job)
+        number = shorten(status.job)
         lines.append(("job", f"{number}; squeue --jobs={number} shows it until it ends"))
     if status.attempts:
         lines.append(("faults in a row", f"{status.attempts[-1].faults} of {MAX_FAULTS}"))

@@ -9,7 +9,7 @@ from pathlib import Path
 from diffmegatron.attempts.ledger import ledger_of
 from diffmegatron.config.load import load_stages
 from diffmegatron.errors import UserError
-from diffmegatron.files import clipped, reason, shown, write_durably
+from diffmegatron.files import format_path, os_error_text, shorten, write_durably
 from diffmegatron.operations.cluster import Cluster, load_cluster
 from diffmegatron.operations.recipe_checks import check_fit, check_starts
 from diffmegatron.own_code import import_environment
@@ -47,7 +47,7 @@ def torchrun_file(
     check_starts(recipes)
     if cluster.container is not None:
         raise UserError(
-            f"container {clipped(cluster.container.image)} is entered only under Slurm; remove it "
+            f"container {shorten(cluster.container.image)} is entered only under Slurm; remove it "
             "from the cluster file, and start the script inside the container"
         )
     if nodes == 1 and rendezvous is not None:
@@ -58,7 +58,7 @@ def torchrun_file(
             "machine"
         )
     if rendezvous is not None and not _ENDPOINT.fullmatch(rendezvous):
-        raise UserError(f"--rendezvous is {clipped(rendezvous)!r}; give HOST:PORT")
+        raise UserError(f"--rendezvous is {shorten(rendezvous)!r}; give HOST:PORT")
     arguments = (str(config), *overrides)
     path = ledger_of(recipes).run_dir.absolute() / SCRIPT
     return path, _text(arguments, nodes, cluster, rendezvous)
@@ -78,7 +78,9 @@ def write(path: Path, text: str) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_durably(path, os.fsencode(text))
     except OSError as error:
-        raise UserError(f"cannot write in {shown(path.parent)}: {reason(error)}") from None
+        raise UserError(
+            f"cannot write in {format_path(path.parent)}: {os_error_text(error)}"
+        ) from None
 
 
 def _text(arguments: Sequence[str], nodes: int, cluster: Cluster, rendezvous: str | None) -> str:

@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass, replace
 
 from diffmegatron.errors import UserError
-from diffmegatron.files import clipped
+from diffmegatron.files import shorten
 
 _RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # Upper limit of WORLD_SIZE. It is far above any cluster, and within torch's limit.
@@ -89,7 +89,7 @@ def _read_integer(name: str, low: int, high: int, default: int | None = None) ->
     value = os.environ[name]
     if not re.fullmatch("[0-9]{1,9}", value) or not low <= int(value) <= high:
         raise UserError(
-            f"the environment sets {name} {clipped(value)!r}; it must be a whole number from {low} "
+            f"the environment sets {name} {shorten(value)!r}; it must be a whole number from {low} "
             f"to {high}"
         )
     return int(value)
@@ -105,7 +105,7 @@ def _seconds(name: str, since: str = "") -> float | None:
         seconds = math.nan
     if not math.isfinite(seconds):
         raise UserError(
-            f"the environment sets {name} {clipped(value)!r}; it must be a number of seconds"
+            f"the environment sets {name} {shorten(value)!r}; it must be a number of seconds"
             f"{since}, or unset"
         )
     return seconds

@@ -15,7 +15,7 @@ from datetime import timedelta
 from torch.distributed import DistError, PrefixStore, Store, TCPStore
 
 from diffmegatron.errors import MachineError, UserError
-from diffmegatron.files import clipped, reason
+from diffmegatron.files import os_error_text, shorten
 from diffmegatron.parallel.launcher import LaunchEnvironment
 
 # Key of the outcome. Rank 0 stores it when all ranks have arrived or the time limit is reached. The
@@ -120,8 +120,8 @@ def _connected(launch: LaunchEnvironment, seconds: float, place: str) -> Store:
         socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, ValueError) as error:
         raise MachineError(
-            f"the environment sets MASTER_ADDR {clipped(host)!r}, which cannot be resolved "
-            f"({clipped(reason(error))}); give the host of rank 0"
+            f"the environment sets MASTER_ADDR {shorten(host)!r}, which cannot be resolved "
+            f"({shorten(os_error_text(error))}); give the host of rank 0"
         ) from None
     if launch.rank == 0 and not launch.agent_store:
         return _serve(port, seconds)
@@ -141,7 +141,7 @@ def _serve(port: int, seconds: float) -> Store:
         )
     except OSError as error:
         raise MachineError(
-            f"rank 0 cannot listen on MASTER_PORT {port}: {reason(error)}; give a free port"
+            f"rank 0 cannot listen on MASTER_PORT {port}: {os_error_text(error)}; give a free port"
         ) from None
     return TCPStore(
         "localhost",
@@ -196,4 +196,4 @@ def _wait_until(condition: Callable[[], bool], seconds: float) -> bool:
 def _place(launch: LaunchEnvironment) -> str:
     assert launch.master is not None
     host, port = launch.master
-    return f"MASTER_ADDR {clipped(host)}, MASTER_PORT {port}"
+    return f"MASTER_ADDR {shorten(host)}, MASTER_PORT {port}"

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from diffmegatron.config.schema import Recipe
 from diffmegatron.data.tokenizers import check_vocabulary, vocabulary_size
 from diffmegatron.errors import UserError
-from diffmegatron.files import clipped
+from diffmegatron.files import shorten
 from diffmegatron.model.accounting import (
     ACCELERATORS,
     Flops,
@@ -168,7 +168,7 @@ def check_hardware(name: str) -> None:
     """Raise a UserError if ``name`` is not in ``ACCELERATORS``."""
     if name not in ACCELERATORS:
         raise UserError(
-            f"hardware {clipped(name)!r} is unknown; give one of {', '.join(ACCELERATORS)}"
+            f"hardware {shorten(name)!r} is unknown; give one of {', '.join(ACCELERATORS)}"
         )
 
 

@@ -8,11 +8,11 @@ from pydantic import BaseModel
 
 from diffmegatron.errors import UserError
 from diffmegatron.files import (
+    format_path,
     read_bytes,
     read_json,
     read_text,
     shortest_ends,
-    shown,
     write_durably,
 )
 
@@ -100,9 +100,9 @@ def test_a_full_disk_gets_back_what_a_failed_write_took(tmp_path, monkeypatch):
 
 
 def test_paths_are_shown_short_and_on_one_line(tmp_path):
-    assert shown(tmp_path / "a\nb").endswith("a\\nb")
-    assert "\\udcff" in shown(tmp_path / "x\udcff")
-    assert len(shown(tmp_path / ("n" * 5_000))) < 200
+    assert format_path(tmp_path / "a\nb").endswith("a\\nb")
+    assert "\\udcff" in format_path(tmp_path / "x\udcff")
+    assert len(format_path(tmp_path / ("n" * 5_000))) < 200
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from diffmegatron.errors import UserError
 from diffmegatron.file_lock import FileLock
-from diffmegatron.files import shown
+from diffmegatron.files import format_path
 from diffmegatron.training.monitoring.evaluators import HELD_OUT
 from tools.benchmarks.command_line import make_parser
 from tools.benchmarks.study_file import Cell, PlannedRun, Study, load_study, wanted_runs
@@ -37,7 +37,7 @@ def main(argv: Sequence[str]) -> None:
         cells = selected_cells(study, arguments.arms)
         work = (arguments.work / name).absolute()
         runner = Runner(study, arguments.study.parent / study.recipe, work)
-        with FileLock(work / "study.lock", f"study {shown(work)}", "give another --work"):
+        with FileLock(work / "study.lock", f"study {format_path(work)}", "give another --work"):
             run_all(study, cells, runner, lines, arguments.jobs)
     write_report(study, lines.by_run, arguments.out / name)
     print((arguments.out / f"{name}.md").read_text())

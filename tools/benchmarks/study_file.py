@@ -29,7 +29,7 @@ from pydantic import Field, StringConstraints, ValidationError, model_validator
 
 from diffmegatron.config.yaml_documents import parse_yaml
 from diffmegatron.errors import UserError
-from diffmegatron.files import clipped, read_text, shown
+from diffmegatron.files import format_path, read_text, shorten
 from diffmegatron.section import PathText, Section, Seed, Size
 
 _Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.]{0,63}$")]
@@ -174,14 +174,16 @@ def load_study(path: Path) -> Study:
     Raises:
         UserError: If the file cannot be read, or a value is not valid.
     """
-    values = parse_yaml(read_text(path), shown(path))
+    values = parse_yaml(read_text(path), format_path(path))
     try:
         return Study.model_validate(values)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         key = ".".join(map(str, first["loc"]))
         message = str(first.get("ctx", {}).get("error") or first["msg"])
-        raise UserError(f"{shown(path)}: {key + ': ' if key else ''}{clipped(message)}") from None
+        raise UserError(
+            f"{format_path(path)}: {key + ': ' if key else ''}{shorten(message)}"
+        ) from None
 
 
 def wanted_runs(

@@ -19,7 +19,7 @@ from diffmegatron.config.schema import Recipe
 from diffmegatron.data.index.corpus_manifest import read_manifest
 from diffmegatron.errors import UserError
 from diffmegatron.evaluation.compare import final_figures, read_run
-from diffmegatron.files import parse_json, read_bytes, shown, write_durably
+from diffmegatron.files import format_path, parse_json, read_bytes, write_durably
 from diffmegatron.model.accounting import count_parameters
 from diffmegatron.training.fault_tolerance.safeguards import run_lock
 from diffmegatron.training.monitoring.evaluators import HELD_OUT, TEST
@@ -74,7 +74,7 @@ def read_lines(path: Path) -> list[Line]:
     """
     content = read_bytes(path).splitlines() if path.exists() else []
     return [
-        parse_json(each, Line, f"{shown(path)} at line {number}")
+        parse_json(each, Line, f"{format_path(path)} at line {number}")
         for number, each in enumerate(content, start=1)
     ]
 
@@ -176,7 +176,7 @@ class Runner:
         if status:
             raise UserError(
                 f"'{arguments[0]}' of run {run.name!r} failed with exit status {status}; "
-                f"{shown(log)} ends with the reason"
+                f"{format_path(log)} ends with the reason"
             )
 
     def _evaluate(
@@ -202,7 +202,7 @@ class Runner:
         for step in steps:
             if step not in complete:
                 raise UserError(
-                    f"{shown(run_dir)} has no checkpoint of step {step}; make along.every a "
+                    f"{format_path(run_dir)} has no checkpoint of step {step}; make along.every a "
                     "multiple of checkpoint.interval, and remove the folder to train the run again"
                 )
         measures = self._evaluate(

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
 
 from diffmegatron.errors import UserError
-from diffmegatron.files import shown
+from diffmegatron.files import format_path
 from tools.benchmarks.command_line import make_parser
 
 # Texts of up to this many characters are titles and pages of links.
@@ -87,7 +87,7 @@ def find(folder: Path, pattern: str) -> Path:
     found = sorted(folder.glob(pattern))
     if len(found) != 1:
         raise UserError(
-            f"{shown(folder)} has {len(found)} entries {pattern!r}; download each package once, "
-            "as 'python -m tools.benchmarks study_text --help' shows"
+            f"{format_path(folder)} has {len(found)} entries {pattern!r}; download each package "
+            "once, as 'python -m tools.benchmarks study_text --help' shows"
         )
     return found[0]

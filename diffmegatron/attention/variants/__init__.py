@@ -11,7 +11,7 @@ from diffmegatron.attention.variants.diff_v2 import DiffV2
 from diffmegatron.attention.variants.grouped import Grouped
 from diffmegatron.attention.variants.pattern import Pattern
 from diffmegatron.attention.variants.softmax import Softmax
-from diffmegatron.files import clipped
+from diffmegatron.files import shorten
 
 __all__ = ["VARIANTS", "Variant", "model_types", "of_model_type", "read_variant", "register"]
 
@@ -76,7 +76,7 @@ def read_variant(section: object) -> Variant:
     kinds = ", ".join(VARIANTS)
     if not isinstance(section, Mapping):
         raise ValueError(
-            f"model.attention is {clipped(repr(section))}; it takes a mapping with a kind of "
+            f"model.attention is {shorten(repr(section))}; it takes a mapping with a kind of "
             f"{kinds}, such as {{kind: diff_v1, num_heads: 12}}, or a list of such mappings"
         )
     values: dict[str, Any] = dict(section)
@@ -86,5 +86,5 @@ def read_variant(section: object) -> Variant:
     if not isinstance(kind, str) or kind not in VARIANTS:
         near = difflib.get_close_matches(str(kind), VARIANTS, n=1, cutoff=0.6)
         hint = f"did you mean {near[0]!r}, of {kinds}?" if near else f"give one of {kinds}"
-        raise ValueError(f"model.attention.kind is {clipped(repr(kind))}; {hint}")
+        raise ValueError(f"model.attention.kind is {shorten(repr(kind))}; {hint}")
     return VARIANTS[kind].model_validate(values)

@@ -22,7 +22,7 @@ from diffmegatron.attention.variants.hugging_face import HuggingFace, WeightRule
 from diffmegatron.attention.variants.layer import Context, Layer
 from diffmegatron.attention.variants.projection_heads import Heads
 from diffmegatron.errors import UserError
-from diffmegatron.files import clipped
+from diffmegatron.files import shorten
 from diffmegatron.section import Section, SizeOrZero, divisors
 
 if TYPE_CHECKING:
@@ -500,4 +500,4 @@ class Variant(Section, ABC):
 
 
 def _fits(number: int) -> str:
-    return clipped(str(divisors(number)))
+    return shorten(str(divisors(number)))

@@ -41,7 +41,7 @@ from diffmegatron.attention.variants.base import (
 from diffmegatron.attention.variants.diff_v1 import LambdaInit
 from diffmegatron.attention.variants.softmax import Softmax
 from diffmegatron.errors import UserError
-from diffmegatron.files import clipped, read_text, shown
+from diffmegatron.files import format_path, read_text, shorten
 from diffmegatron.section import Count, Section, Size
 from diffmegatron.validation import validated
 
@@ -181,7 +181,7 @@ class Dex(Softmax):
             are_rising = list(heads) == sorted({*heads})
             if not are_rising or not all(0 <= head < self.num_heads for head in heads):
                 raise ValueError(
-                    f"model.attention.selected_heads of layer {layer} are {clipped(str([*heads]))};"
+                    f"model.attention.selected_heads of layer {layer} are {shorten(str([*heads]))};"
                     f" give numbers from 0 to {self.num_heads - 1}, rising, each once"
                 )
 
@@ -234,9 +234,10 @@ class Dex(Softmax):
         if not isinstance(self.selected_heads, Unselected):
             return None
         return (
-            f"{shown(Path(self.selected_heads.file))}, the file of model.attention.selected_heads, "
-            f"is not written yet: counted are {_assumed(self.num_heads)} of the {self.num_heads} "
-            f"heads of every layer, a --share of {SHARE:g}"
+            f"{format_path(Path(self.selected_heads.file))}, the file of "
+            "model.attention.selected_heads, is not written yet: counted are "
+            f"{_assumed(self.num_heads)} of the {self.num_heads} heads of every layer, a --share "
+            f"of {SHARE:g}"
         )
 
     def _selected(self, layer: int) -> tuple[int, ...]:
@@ -372,9 +373,9 @@ def _is_missing(path: str) -> bool:
 
 def _not_selected(path: str) -> UserError:
     return UserError(
-        f"model.attention.selected_heads names {shown(Path(path))}, which does not exist; write it "
-        "with 'diffmegatron dex select MODEL --data PREFIX --out "
-        f"{shown(Path(path))}'"
+        f"model.attention.selected_heads names {format_path(Path(path))}, which does not exist; "
+        "write it with 'diffmegatron dex select MODEL --data PREFIX --out "
+        f"{format_path(Path(path))}'"
     )
 
 
@@ -386,12 +387,12 @@ def _read_heads(path: Path) -> HeadsFile:
     """
     from diffmegatron.config.yaml_documents import MAX_BYTES, parse_yaml
 
-    content = parse_yaml(read_text(path, max_bytes=MAX_BYTES), shown(path))
-    name = f"{shown(path)}, read as a file of 'diffmegatron dex select'"
+    content = parse_yaml(read_text(path, max_bytes=MAX_BYTES), format_path(path))
+    name = f"{format_path(path)}, read as a file of 'diffmegatron dex select'"
     file = validated(HeadsFile, content, name)
     if file.model.num_layers != len(file.heads):
         raise UserError(
-            f"{shown(path)} has heads of {len(file.heads)} layers, and model.num_layers is "
+            f"{format_path(path)} has heads of {len(file.heads)} layers, and model.num_layers is "
             f"{file.model.num_layers}; run 'diffmegatron dex select' again"
         )
     return file

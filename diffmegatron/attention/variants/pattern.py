@@ -20,7 +20,7 @@ from diffmegatron.attention.variants.base import (
 )
 from diffmegatron.attention.variants.projection_heads import Heads
 from diffmegatron.errors import UserError
-from diffmegatron.files import clipped
+from diffmegatron.files import shorten
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -161,12 +161,12 @@ class Pattern(Variant):
             for each in () if text is None else _ranges(text):
                 if not 0 <= each.start < each.stop <= num_layers:
                     raise ValueError(
-                        f"model.attention has layers {clipped(repr(text))}, and model.num_layers "
+                        f"model.attention has layers {shorten(repr(text))}, and model.num_layers "
                         f"is {num_layers}; give numbers from 1 to {num_layers}, the smaller first"
                     )
                 if any(overlap(each, other) for other in taken):
                     raise ValueError(
-                        f"model.attention has layers {clipped(repr(text))}, of which another entry "
+                        f"model.attention has layers {shorten(repr(text))}, of which another entry "
                         "names some; give each layer one kind"
                     )
                 taken.append(each)
@@ -303,7 +303,7 @@ def _layers_as_text(given: object) -> str | None:
     text = str(given) if isinstance(given, int) and not isinstance(given, bool) else given
     if not isinstance(text, str) or not _RANGES.fullmatch(text):
         raise ValueError(
-            f"model.attention has layers {clipped(repr(given))}; give numbers from 1, such as 3, "
+            f"model.attention has layers {shorten(repr(given))}; give numbers from 1, such as 3, "
             "'5-8' or '1, 5-8'"
         )
     return text

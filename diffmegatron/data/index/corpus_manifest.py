@@ -15,7 +15,7 @@ import numpy as np
 from pydantic import Field, field_validator, model_validator
 
 from diffmegatron.errors import UserError
-from diffmegatron.files import clipped, file_size, open_file, read_json, reason, shown
+from diffmegatron.files import file_size, format_path, open_file, os_error_text, read_json, shorten
 from diffmegatron.section import Section
 
 _BUFFER = 1 << 20
@@ -182,7 +182,7 @@ class Manifest(Section):
 def other_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Return the settings that differ, each as its name and its value in ``before``."""
     return [
-        f"{name} {clipped(repr(before.get(name)))}" for name in now if before.get(name) != now[name]
+        f"{name} {shorten(repr(before.get(name)))}" for name in now if before.get(name) != now[name]
     ]
 
 
@@ -204,10 +204,12 @@ def read_manifest(prefix: str | Path) -> Manifest:
     """
     path = manifest_path(prefix)
     if not os.path.lexists(path):
-        command = f"prepare INPUT --output {shown(Path(prefix))}"
+        command = f"prepare INPUT --output {format_path(Path(prefix))}"
         if parts_folder(prefix).is_dir():
-            command = f"data merge {shown(Path(prefix))}"
-        raise UserError(f"{shown(path)} does not exist; write it with 'diffmegatron {command}'")
+            command = f"data merge {format_path(Path(prefix))}"
+        raise UserError(
+            f"{format_path(path)} does not exist; write it with 'diffmegatron {command}'"
+        )
     manifest: Manifest = read_json(path, Manifest)
     return manifest
 
@@ -254,7 +256,7 @@ def pieces(path: Path, before: int = 0) -> Iterator[memoryview]:
             while count := stream.readinto(buffer):  # type: ignore[attr-defined]
                 yield buffer[:count]
         except OSError as error:
-            raise UserError(f"cannot read {shown(path)}: {reason(error)}") from None
+            raise UserError(f"cannot read {format_path(path)}: {os_error_text(error)}") from None
 
 
 def length_histogram(lengths: np.ndarray, counts: np.ndarray) -> tuple[LengthBin, ...]:

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from diffmegatron.errors import UserError
-from diffmegatron.files import create_file, open_file, shown
+from diffmegatron.files import create_file, format_path, open_file
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _START = _MAGIC + struct.pack("<Q", 1)
@@ -141,23 +141,23 @@ def read_header(path: Path) -> IndexHeader:
     types: dict[int, np.dtype] = {code: dtype for dtype, code in _TYPE_CODES.items()}
     if len(content) < _HEADER.size or not content.startswith(_START) or content[17] not in types:
         raise UserError(
-            f"{shown(path)} is not an index of Megatron (version 1, int32 or uint16 tokens)"
+            f"{format_path(path)} is not an index of Megatron (version 1, int32 or uint16 tokens)"
         )
     _, _, code, sequences, boundaries = _HEADER.unpack(content)
     header = IndexHeader(types[code], sequences, boundaries)
     if not (1 <= header.documents <= sequences or header.documents == sequences == 0):
         raise UserError(
-            f"index {shown(path)} has {sequences} sequences for {header.documents} documents; copy "
-            "or prepare it again"
+            f"index {format_path(path)} has {sequences} sequences for {header.documents} "
+            "documents; copy or prepare it again"
         )
     if size != header.file_size:
         raise UserError(
-            f"index {shown(path)} has {size} bytes, but {sequences} sequences need "
+            f"index {format_path(path)} has {size} bytes, but {sequences} sequences need "
             f"{header.file_size}; copy or prepare it again"
         )
     if end != sequences:
         raise UserError(
-            f"index {shown(path)} is damaged: its documents end with sequence {end} of "
+            f"index {format_path(path)} is damaged: its documents end with sequence {end} of "
             f"{sequences}; copy or prepare it again"
         )
     return header
@@ -185,8 +185,8 @@ def check_boundaries(path: str | Path, boundaries: np.ndarray) -> None:
 
 def _damaged_boundary(path: str | Path, boundaries: np.ndarray, place: int) -> UserError:
     return UserError(
-        f"index {shown(Path(path))} is damaged at boundary {place} of its documents: sequence "
-        f"{boundaries[place]}; copy or prepare it again"
+        f"index {format_path(Path(path))} is damaged at boundary {place} of its documents: "
+        f"sequence {boundaries[place]}; copy or prepare it again"
     )
 
 

@@ -10,7 +10,7 @@ from typing import Protocol
 import numpy as np
 
 from diffmegatron.errors import UserError
-from diffmegatron.files import open_file, shown
+from diffmegatron.files import format_path, open_file
 
 # Each mapping keeps a file open, and a process may often open only 1024 files.
 _MAPPED_AT_ONCE = 128
@@ -70,4 +70,4 @@ def _map(path: Path, length: int, dtype: np.dtype) -> np.ndarray:
         try:
             return np.asarray(np.memmap(stream, dtype, "r", shape=(length,)))
         except (OSError, ValueError) as error:
-            raise UserError(f"cannot map {shown(path)}: {error}; copy it again") from None
+            raise UserError(f"cannot map {format_path(path)}: {error}; copy it again") from None

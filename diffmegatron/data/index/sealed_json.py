@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from diffmegatron.errors import UserError
-from diffmegatron.files import parse_json, read_bytes, shown, write_durably
+from diffmegatron.files import format_path, parse_json, read_bytes, write_durably
 
 
 def write_sealed(path: Path, content: str) -> None:
@@ -38,8 +38,8 @@ def read_sealed(path: Path, schema: Any) -> Any:
     """
     line, _, seal = read_bytes(path).removesuffix(b"\n").rpartition(b"\n")
     if seal != _seal(line):
-        raise UserError(f"{shown(path)} is damaged and cannot be used: its checksum differs")
-    return parse_json(line, schema, shown(path))
+        raise UserError(f"{format_path(path)} is damaged and cannot be used: its checksum differs")
+    return parse_json(line, schema, format_path(path))
 
 
 def _seal(content: bytes) -> bytes:

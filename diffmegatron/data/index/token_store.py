@@ -12,7 +12,7 @@ from diffmegatron.data.index.part_tokens import PartTokens, Tokens
 from diffmegatron.data.index.verify_corpus import check_sizes
 from diffmegatron.data.tokenizers import Tokenizer
 from diffmegatron.errors import UserError
-from diffmegatron.files import clipped, shown
+from diffmegatron.files import format_path, shorten
 
 _BUFFER = 1 << 22
 
@@ -117,7 +117,8 @@ def open_corpus(prefix: str) -> Corpus:
     header = check_sizes(prefix, manifest)
     if not manifest.documents:
         raise UserError(
-            f"corpus {shown(Path(prefix))} is a part without documents; give the merged corpus"
+            f"corpus {format_path(Path(prefix))} is a part without documents; give the merged "
+            "corpus"
         )
     tokens: Tokens
     if manifest.parts:
@@ -151,7 +152,7 @@ def _check_segments(prefix: str, segments: np.ndarray) -> None:
 
 
 def _shown(prefix: str) -> str:
-    return shown(Path(f"{prefix}.idx"))
+    return format_path(Path(f"{prefix}.idx"))
 
 
 def check_tokenizer(corpus: Corpus, tokenizer: Tokenizer) -> None:
@@ -163,8 +164,8 @@ def check_tokenizer(corpus: Corpus, tokenizer: Tokenizer) -> None:
     recorded = corpus.manifest.tokenizer
     if recorded.sha256 != tokenizer.sha256:
         raise UserError(
-            f"corpus {corpus.prefix} was prepared with tokenizer {clipped(repr(recorded.name))} "
-            f"(sha256 {clipped(recorded.sha256[:12])}), but data.tokenizer is {tokenizer.name!r} "
+            f"corpus {corpus.prefix} was prepared with tokenizer {shorten(repr(recorded.name))} "
+            f"(sha256 {shorten(recorded.sha256[:12])}), but data.tokenizer is {tokenizer.name!r} "
             f"({tokenizer.sha256[:12]}); prepare it again, or give the tokenizer of the corpus"
         )
     made = recorded.vocab_size, recorded.end_of_document

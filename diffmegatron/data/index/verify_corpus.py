@@ -17,7 +17,7 @@ from diffmegatron.data.index.corpus_manifest import (
 )
 from diffmegatron.data.index.index_file import IndexHeader, read_header
 from diffmegatron.errors import UserError
-from diffmegatron.files import file_size, shown
+from diffmegatron.files import file_size, format_path
 
 
 def data_files(manifest: Manifest) -> tuple[str, ...]:
@@ -36,26 +36,26 @@ def check_sizes(prefix: str | Path, manifest: Manifest) -> IndexHeader:
         UserError: a file is missing, truncated or belongs to another corpus.
     """
     header = read_header(Path(f"{prefix}.idx"))
-    name = shown(manifest_path(prefix))
+    name = format_path(manifest_path(prefix))
     for part in manifest.parts:
         path = parts_folder(prefix) / part.path
         if (size := file_size(path)) != part.bytes:
             raise UserError(
-                f"{shown(path)} has {size} bytes, but {name} has {part.bytes}; copy it again, or "
-                "prepare that part again"
+                f"{format_path(path)} has {size} bytes, but {name} has {part.bytes}; copy it "
+                "again, or prepare that part again"
             )
     data = Path(f"{prefix}.bin")
     size = sum(part.bytes for part in manifest.parts) or file_size(data)
     wanted = manifest.tokens * header.dtype.itemsize
     if size != wanted:
         raise UserError(
-            f"{shown(data)} has {size} bytes, but {name} has {manifest.tokens} tokens of "
+            f"{format_path(data)} has {size} bytes, but {name} has {manifest.tokens} tokens of "
             f"{header.dtype.itemsize} bytes ({wanted}); copy or prepare it again"
         )
     if header.documents != manifest.documents:
         raise UserError(
-            f"index {shown(Path(f'{prefix}.idx'))} has {header.documents} documents, but {name} "
-            f"has {manifest.documents}; copy or prepare it again"
+            f"index {format_path(Path(f'{prefix}.idx'))} has {header.documents} documents, but "
+            f"{name} has {manifest.documents}; copy or prepare it again"
         )
     return header
 
@@ -82,8 +82,8 @@ def check_hash(prefix: str | Path, suffix: str) -> Iterator[None]:
         yield
     if sha256 != recorded.get(suffix):
         raise UserError(
-            f"{shown(path)} is damaged: its sha256 is not that of {shown(manifest_path(prefix))}; "
-            "copy or prepare it again"
+            f"{format_path(path)} is damaged: its sha256 is not that of "
+            f"{format_path(manifest_path(prefix))}; copy or prepare it again"
         )
 
 

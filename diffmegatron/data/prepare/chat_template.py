@@ -26,7 +26,7 @@ from jinja2 import TemplateError
 from diffmegatron.data.prepare.record_formats import UnusableError, checked_messages
 from diffmegatron.data.tokenizers import HuggingFaceTokenizer, Tokenizer
 from diffmegatron.errors import UserError
-from diffmegatron.files import clipped
+from diffmegatron.files import shorten
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _ASSISTANT = "assistant"
@@ -205,4 +205,4 @@ def _are_equal(pair: tuple[str, str]) -> bool:
 
 
 def _not_written(error: Exception) -> UnusableError:
-    return UnusableError(f"the chat template cannot render this chat: {clipped(str(error))}")
+    return UnusableError(f"the chat template cannot render this chat: {shorten(str(error))}")

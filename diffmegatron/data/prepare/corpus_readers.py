@@ -20,7 +20,7 @@ import zstandard
 from typing_extensions import override
 
 from diffmegatron.errors import UserError
-from diffmegatron.files import clipped, open_file, reason, shown
+from diffmegatron.files import format_path, open_file, os_error_text, shorten
 
 Format = Literal["jsonl", "parquet", "text"]
 _SUFFIXES: dict[str, Format] = {
@@ -109,8 +109,8 @@ class CorpusFile:
             changed = "was removed"
         if changed:
             raise UserError(
-                f"corpus file {shown(self.path)} {changed} while it was read; leave it unchanged, "
-                "and start again with --restart"
+                f"corpus file {format_path(self.path)} {changed} while it was read; leave it "
+                "unchanged, and start again with --restart"
             )
 
 
@@ -132,7 +132,7 @@ def find_files(inputs: list[Path], pattern: str) -> list[CorpusFile]:
 
 def _find(path: Path, pattern: str) -> list[Path]:
     if not os.path.lexists(path):  # Path.exists would raise an error if the name is too long.
-        raise UserError(f"corpus {shown(path)} does not exist; give a file or a folder")
+        raise UserError(f"corpus {format_path(path)} does not exist; give a file or a folder")
     if not path.is_dir():
         return [path]
     found = [
@@ -143,12 +143,14 @@ def _find(path: Path, pattern: str) -> list[Path]:
         if Path(folder, name).relative_to(path).match(pattern)
     ]
     if not found:
-        raise UserError(f"corpus folder {shown(path)} holds no file that matches {pattern!r}")
+        raise UserError(f"corpus folder {format_path(path)} holds no file that matches {pattern!r}")
     return sorted(found, key=lambda file: file.as_posix())
 
 
 def _refuse_folder(error: OSError) -> NoReturn:
-    raise UserError(f"cannot read corpus folder {shown(Path(error.filename))}: {reason(error)}")
+    raise UserError(
+        f"cannot read corpus folder {format_path(Path(error.filename))}: {os_error_text(error)}"
+    )
 
 
 def _corpus_file(path: Path) -> CorpusFile:
@@ -182,9 +184,9 @@ def read_records(file: CorpusFile, columns: tuple[str, ...], max_bytes: int) -> 
     except _READ_ERRORS as error:
         file.check_unchanged()
         raise UserError(
-            f"corpus file {shown(file.path)} cannot be read beyond document {line}"
+            f"corpus file {format_path(file.path)} cannot be read beyond document {line}"
             f"{f' after byte {file.before}' if file.before else ''}: "
-            f"{clipped(str(error))}; correct it or leave it out, and start again with --restart"
+            f"{shorten(str(error))}; correct it or leave it out, and start again with --restart"
         ) from None
     file.check_unchanged()
 

@@ -13,7 +13,7 @@ from diffmegatron.data.prepare.corpus_readers import CorpusFile, Record
 from diffmegatron.data.prepare.prepare_settings import PrepareSettings
 from diffmegatron.data.prepare.record_formats import UnusableError, parse, segments
 from diffmegatron.data.tokenizers import Tokenizer, load_tokenizer
-from diffmegatron.files import clipped, printable
+from diffmegatron.files import printable, shorten
 
 DIGEST_BYTES = 16
 _SURROGATE = "the text has a lone surrogate, which is not a character"
@@ -183,7 +183,7 @@ def _reject(file: CorpusFile, record: Record, settings: PrepareSettings, reason:
         except UnusableError:
             identity = None
     name = None if identity is None else str(identity)
-    return Reject(printable(file.path), file.before, record.line, name, clipped(reason))
+    return Reject(printable(file.path), file.before, record.line, name, shorten(reason))
 
 
 class Deduplicator:

@@ -11,7 +11,7 @@ from pydantic import BaseModel, Field
 
 from diffmegatron.data.index.sealed_json import read_sealed, write_sealed
 from diffmegatron.errors import UserError
-from diffmegatron.files import shown
+from diffmegatron.files import format_path
 
 _STATE = "journal.json"
 _BUFFER = 1 << 24
@@ -87,7 +87,7 @@ class Journal:
                 self._files[name] = _open(folder / name)
                 committed = commit.files.get(name) if commit else nothing
                 if committed is None or not self._resume(name, committed):
-                    raise UserError(f"{shown(folder / name)} differs from what was committed")
+                    raise UserError(f"{format_path(folder / name)} differs from what was committed")
         except BaseException:
             self.close()
             raise
@@ -142,7 +142,7 @@ def _open(path: Path) -> BinaryIO:
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, 0o666)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise UserError(f"{shown(path)} is not a regular file")
+        raise UserError(f"{format_path(path)} is not a regular file")
     return os.fdopen(descriptor, "r+b")
 
 

@@ -31,7 +31,7 @@ from diffmegatron.data.index.verify_corpus import check_hash, check_hashes, chec
 from diffmegatron.data.prepare.parts import Part, difference, find_parts
 from diffmegatron.errors import UserError
 from diffmegatron.file_lock import FileLock
-from diffmegatron.files import clipped, printable, reason, shown, write_durably
+from diffmegatron.files import format_path, os_error_text, printable, shorten, write_durably
 
 _LISTED = 8
 _COUNTS = ("documents", "tokens", "text_bytes", "rejected", "empty", "duplicates")
@@ -54,7 +54,7 @@ def merge(prefix: Path, *, show_progress: bool = True) -> Manifest:
             inputs, files of another preparation exist at the prefix, the files cannot be written,
             or another process holds the lock.
     """
-    place = f"the parts of {shown(prefix)}"
+    place = f"the parts of {format_path(prefix)}"
     try:
         with FileLock(Path(f"{prefix}.lock"), place, "merge others"):
             parts = _complete(prefix)
@@ -70,23 +70,23 @@ def merge(prefix: Path, *, show_progress: bool = True) -> Manifest:
             return _write(prefix, prefixes, manifests, show_progress)
     except ValidationError:  # If counts are damaged, their sum may exceed the bounds of Manifest.
         raise UserError(
-            f"the manifests in {shown(parts_folder(prefix))} are damaged: the sums of their counts "
-            "are too large; copy them again, or prepare the parts again"
+            f"the manifests in {format_path(parts_folder(prefix))} are damaged: the sums of their "
+            "counts are too large; copy them again, or prepare the parts again"
         ) from None
     except OSError as error:
         raise UserError(
-            f"cannot write {shown(Path(error.filename or prefix))}: {reason(error)}; correct that "
-            "and run the same command again"
+            f"cannot write {format_path(Path(error.filename or prefix))}: {os_error_text(error)}; "
+            "correct that and run the same command again"
         ) from None
 
 
 def _complete(prefix: Path) -> list[Part]:
     """Return all parts in order; refuse the merge if a part is missing or unfinished."""
-    found, folder = find_parts(prefix), shown(parts_folder(prefix))
+    found, folder = find_parts(prefix), format_path(parts_folder(prefix))
     if not found:
         raise UserError(
             f"{folder} holds no part; write parts with 'diffmegatron prepare INPUT --output "
-            f"{shown(prefix)} --part 1/8' and so on"
+            f"{format_path(prefix)} --part 1/8' and so on"
         )
     whole = [Part(number, found[0].of) for number in range(1, found[0].of + 1)]
     for problem, parts in (
@@ -112,7 +112,7 @@ def _read(prefix: Path, part: Part) -> Manifest:
     manifest = read_manifest(part.prefix(prefix))
     recorded = manifest.part
     if recorded is None or (recorded.number, recorded.of) != (part.number, part.of):
-        path = shown(manifest_path(part.prefix(prefix)))
+        path = format_path(manifest_path(part.prefix(prefix)))
         what = f"part {recorded.number}/{recorded.of}" if recorded else "a whole corpus"
         raise UserError(
             f"{path} is the manifest of {what}, not of part {part}; delete it, and run "
@@ -125,7 +125,7 @@ def _check_alike(prefix: Path, parts: Sequence[Part], manifests: Sequence[Manife
     first = manifests[0]
     for part, manifest in zip(parts, manifests, strict=True):
         if first.part and (problem := difference(manifest, first.settings, first.part)):
-            name = f"{shown(part.prefix(prefix))}.*"
+            name = f"{format_path(part.prefix(prefix))}.*"
             raise UserError(
                 f"part {part} was prepared {problem}, unlike part {parts[0]}; delete {name} and "
                 f"prepare it like part {parts[0]}"
@@ -148,14 +148,14 @@ def _check_cuts(prefix: Path, manifests: Sequence[Manifest]) -> None:
             return
     path = (begins or expected or ("",))[0]
     raise UserError(
-        f"input file {clipped(path)} was changed between the parts of {shown(prefix)} that read "
-        "it: one does not begin where another ends; delete these parts and prepare them again"
+        f"input file {shorten(path)} was changed between the parts of {format_path(prefix)} that "
+        "read it: one does not begin where another ends; delete these parts and prepare them again"
     )
 
 
 def _check_merged(prefix: Path, manifests: Sequence[Manifest]) -> Manifest:
     """Verify that an existing merged corpus consists of these parts and is undamaged."""
-    path = shown(manifest_path(prefix))
+    path = format_path(manifest_path(prefix))
     if read_manifest(prefix).parts != tuple(map(_record, manifests)):
         raise UserError(f"{path} was merged from other parts; delete it to merge these")
     try:
@@ -168,8 +168,8 @@ def _check_free(prefix: Path) -> None:
     for name in (f"{prefix}.bin", f"{prefix}.partial"):
         if os.path.lexists(name):
             raise UserError(
-                f"{shown(Path(name))} belongs to a preparation without parts; finish it, or delete "
-                "it to merge the parts"
+                f"{format_path(Path(name))} belongs to a preparation without parts; finish it, or "
+                "delete it to merge the parts"
             )
 
 
@@ -183,8 +183,8 @@ def _write(
 ) -> Manifest:
     if not any(manifest.documents for manifest in manifests):
         raise UserError(
-            f"the {len(manifests)} parts in {shown(parts_folder(prefix))} hold no document with "
-            "text; check the input and its layout"
+            f"the {len(manifests)} parts in {format_path(parts_folder(prefix))} hold no document "
+            "with text; check the input and its layout"
         )
     sha256 = _hash_tokens(prefixes, manifests, show_progress)
     index = Path(f"{prefix}.idx")
@@ -247,7 +247,7 @@ def _hash_tokens(
                 pending.result()
             if own.hexdigest() != _record(manifest).sha256:
                 raise UserError(
-                    f"{shown(path)} is damaged: its sha256 is not that of "
-                    f"{shown(manifest_path(prefix))}; prepare this part again with --restart"
+                    f"{format_path(path)} is damaged: its sha256 is not that of "
+                    f"{format_path(manifest_path(prefix))}; prepare this part again with --restart"
                 )
     return whole.hexdigest()

@@ -26,7 +26,7 @@ from diffmegatron.data.index.corpus_manifest import (
 )
 from diffmegatron.data.prepare.corpus_readers import CorpusFile
 from diffmegatron.errors import UserError
-from diffmegatron.files import clipped, open_file, printable, reason, shown
+from diffmegatron.files import format_path, open_file, os_error_text, printable, shorten
 
 MAX_PARTS = 99_999
 _NAME = re.compile(r"(\d{5})-of-(\d{5})")
@@ -56,7 +56,7 @@ class Part:
         number, of = map(int, found.groups()) if found else (0, 0)
         if not 1 <= number <= of <= MAX_PARTS:
             raise UserError(
-                f"--part {clipped(text)} is not a part; give K/N, part K of N, with K from 1 to N "
+                f"--part {shorten(text)} is not a part; give K/N, part K of N, with K from 1 to N "
                 f"and N up to {MAX_PARTS}, such as 3/8"
             )
         return cls(number, of)
@@ -160,7 +160,7 @@ def _next_line(file: CorpusFile, offset: int) -> int:
                 pass
             return min(stream.tell(), file.size)
     except OSError as error:
-        raise UserError(f"cannot read {shown(file.path)}: {reason(error)}") from None
+        raise UserError(f"cannot read {format_path(file.path)}: {os_error_text(error)}") from None
 
 
 def _corpus(files: list[CorpusFile]) -> str:
@@ -181,13 +181,13 @@ def find_parts(prefix: str | Path) -> list[Part]:
     except FileNotFoundError:
         return []
     except OSError as error:
-        raise UserError(f"cannot read {shown(folder)}: {reason(error)}") from None
+        raise UserError(f"cannot read {format_path(folder)}: {os_error_text(error)}") from None
     found = {part for name in names if (part := Part.of_name(name))}
     numbers = sorted({part.of for part in found})
     if len(numbers) > 1:
         raise UserError(
-            f"{shown(folder)} contains parts K/{numbers[0]} and parts K/{numbers[1]}; delete the "
-            "parts of one number"
+            f"{format_path(folder)} contains parts K/{numbers[0]} and parts K/{numbers[1]}; delete "
+            "the parts of one number"
         )
     return sorted(found, key=lambda part: part.number)
 
@@ -208,8 +208,8 @@ def check_fits(prefix: Path, part: Part, record: PartRecord, settings: Mapping[s
     begun = find_parts(prefix)
     if begun and begun[0].of != part.of:
         raise UserError(
-            f"{shown(parts_folder(prefix))} contains parts K/{begun[0].of}, and --part {part} "
-            f"is not one; give K/{begun[0].of}, or delete them"
+            f"{format_path(parts_folder(prefix))} contains parts K/{begun[0].of}, and --part "
+            f"{part} is not one; give K/{begun[0].of}, or delete them"
         )
     for other in begun:
         if other != part and manifest_path(other.prefix(prefix)).exists():
@@ -217,8 +217,8 @@ def check_fits(prefix: Path, part: Part, record: PartRecord, settings: Mapping[s
             problem = difference(manifest, settings, record)
             if problem:
                 raise UserError(
-                    f"{shown(other.prefix(prefix))} was prepared {problem}, and all parts must be "
-                    "prepared alike; use the same settings and inputs, or delete that part"
+                    f"{format_path(other.prefix(prefix))} was prepared {problem}, and all parts "
+                    "must be prepared alike; use the same settings and inputs, or delete that part"
                 )
             return
 
@@ -232,7 +232,7 @@ def difference(manifest: Manifest, settings: Mapping[str, Any], part: PartRecord
         part: record of any part of the preparation.
     """
     if manifest.settings.get("tokenizer_sha256") != settings["tokenizer_sha256"]:
-        return f"with tokenizer {clipped(repr(manifest.tokenizer.name))}"
+        return f"with tokenizer {shorten(repr(manifest.tokenizer.name))}"
     if others := other_settings(manifest.settings, settings):
         return f"with {', '.join(others)}"
     if manifest.part is None or manifest.part.corpus != part.corpus:

@@ -26,7 +26,7 @@ from diffmegatron.data.prepare.prepare_progress import PrepareProgress
 from diffmegatron.data.prepare.prepare_settings import PrepareSettings
 from diffmegatron.data.prepare.worker_pool import Position, encode_in_order
 from diffmegatron.errors import UserError
-from diffmegatron.files import clipped, open_file, printable, shown, write_durably
+from diffmegatron.files import format_path, open_file, printable, shorten, write_durably
 from diffmegatron.section import Section
 
 TOKENS, LENGTHS, COUNTS, DIGESTS = "tokens.bin", "lengths.i32", "counts.i32", "digests.bin"
@@ -167,7 +167,7 @@ class Preparation:
             raise UserError(
                 f"{bad} of {seen} documents cannot be used, more than the share --max-reject-share "
                 f"{limit:g}; the first is {self.first_reject}{self._columns()}; all are in "
-                f"{shown(self.journal.folder / REJECTS)}; name the right fields "
+                f"{format_path(self.journal.folder / REJECTS)}; name the right fields "
                 f"({self._field_options()}){restart}, or allow more and resume"
             )
 
@@ -193,7 +193,7 @@ class Preparation:
                 with suppress(UserError, OSError, pyarrow.ArrowException):
                     with open_file(file.path) as stream:
                         names = pyarrow.parquet.read_schema(stream).names
-                    listed = clipped(", ".join(names))
+                    listed = shorten(", ".join(names))
                     return "" if required <= set(names) else f", its columns: {listed}"
         return ""
 
@@ -211,7 +211,7 @@ class Preparation:
 
     def _refuse_empty(self) -> None:
         remove_journal(self.journal.folder)
-        names = ", ".join(shown(file.path) for file in self.files[:3])
+        names = ", ".join(format_path(file.path) for file in self.files[:3])
         raise UserError(
             f"the corpus holds no document with text ({len(self.files)} files: {names}"
             f"{', ...' if len(self.files) > 3 else ''}); check the input and its layout"

@@ -36,7 +36,7 @@ from diffmegatron.data.prepare.prepare_progress import PrepareProgress
 from diffmegatron.data.prepare.prepare_settings import PrepareSettings
 from diffmegatron.errors import UserError
 from diffmegatron.file_lock import FileLock
-from diffmegatron.files import clipped, printable, reason, shown, sync_folder
+from diffmegatron.files import format_path, os_error_text, printable, shorten, sync_folder
 
 _REMEDY = " (--restart prepares it again)"
 
@@ -127,20 +127,20 @@ def prepare(
             return _verified(output_prefix) if state.finished else read_manifest(output_prefix)
     except OSError as error:
         raise UserError(
-            f"cannot write {shown(Path(error.filename or output_prefix))}: {reason(error)}; correct"
-            " that and run the same command again to resume"
+            f"cannot write {format_path(Path(error.filename or output_prefix))}: "
+            f"{os_error_text(error)}; correct that and run the same command again to resume"
         ) from None
 
 
 def _check_prefix(prefix: Path) -> None:
     """Refuse a prefix that is a folder or the name of an output file."""
-    name = shown(prefix)
+    name = format_path(prefix)
     if os.path.lexists(prefix) and prefix.is_dir():
         raise UserError(f"--output {name} is a folder; give a name in it, such as {name}/corpus")
     if prefix.suffix in (".bin", ".idx", ".json", ".parts"):
         raise UserError(
             f"--output {name} has the ending of an output file; give "
-            f"{shown(prefix.with_suffix(''))}"
+            f"{format_path(prefix.with_suffix(''))}"
         )
 
 
@@ -176,7 +176,7 @@ def _check_same(
 ) -> None:
     if manifest.parts:
         raise UserError(
-            f"{shown(path)} was merged from {len(manifest.parts)} parts; verify it with "
+            f"{format_path(path)} was merged from {len(manifest.parts)} parts; verify it with "
             "'diffmegatron data merge', choose another --output or delete it"
         )
     others = other_settings(manifest.settings, identity.settings)
@@ -185,8 +185,8 @@ def _check_same(
         others.append("other input files")
     if others:
         raise UserError(
-            f"{shown(path)} was prepared with {', '.join(others)}; choose another --output or "
-            "delete it"
+            f"{format_path(path)} was prepared with {', '.join(others)}; choose another --output "
+            "or delete it"
         )
 
 
@@ -197,9 +197,9 @@ def _describe_changed_input(before: tuple[InputRecord, ...], now: list[CorpusFil
         At most one description: of the first input that differs, or of the number of inputs.
     """
     for record, file in zip(before, now, strict=False):
-        name = shown(file.path)
+        name = format_path(file.path)
         if record.path != printable(file.path):
-            return [f"input {clipped(record.path)} instead of {name}"]
+            return [f"input {shorten(record.path)} instead of {name}"]
         if (record.before, record.bytes) != (file.before, file.size):
             return [f"{record.bytes} bytes of {name}, which has {file.size}"]
         if hash_file(file.path, file.before, file.after) != record.sha256:
@@ -249,8 +249,8 @@ def _describe_other_preparation(folder: Path, before: Identity, now: Identity) -
     if (before.files, before.part) != (now.files, now.part):
         others.append("other input files")
     return (
-        f"{shown(folder)} holds an unfinished preparation with {', '.join(others)}; finish that "
-        "one with its own command"
+        f"{format_path(folder)} holds an unfinished preparation with {', '.join(others)}; finish "
+        "that one with its own command"
     )
 
 

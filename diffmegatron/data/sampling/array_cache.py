@@ -22,7 +22,14 @@ from diffmegatron.data.index.sealed_json import read_sealed, write_sealed
 from diffmegatron.data.sampling.permutation import derive_key
 from diffmegatron.errors import UserError
 from diffmegatron.file_lock import FileLock
-from diffmegatron.files import create_file, file_size, open_file, reason, shown, sync_folder
+from diffmegatron.files import (
+    create_file,
+    file_size,
+    format_path,
+    open_file,
+    os_error_text,
+    sync_folder,
+)
 from diffmegatron.section import Section
 
 log = logging.getLogger(__name__)
@@ -104,7 +111,9 @@ class Cache:
                 try:
                     _write(folder, name, *built)
                 except OSError as error:
-                    raise UserError(f"cannot write {place}: {reason(error)}; {_ADVICE}") from None
+                    raise UserError(
+                        f"cannot write {place}: {os_error_text(error)}; {_ADVICE}"
+                    ) from None
                 found = _read(folder, name)
         if found is None:
             raise UserError(f"{place} does not hold what was written into it; {_ADVICE}")
@@ -136,9 +145,9 @@ def _read(folder: Path, name: str) -> Arrays | None:
 
 def _mapped(path: Path, record: ArrayRecord) -> np.ndarray:
     if file_size(path) != record.length * np.dtype(record.dtype).itemsize:
-        raise UserError(f"{shown(path)} has another size than it was written with")
+        raise UserError(f"{format_path(path)} has another size than it was written with")
     if hash_file(path) != record.sha256:
-        raise UserError(f"{shown(path)} has another content than it was written with")
+        raise UserError(f"{format_path(path)} has another content than it was written with")
     if not record.length:
         return np.empty(0, record.dtype)
     with open_file(path) as stream:

@@ -23,7 +23,7 @@ from diffmegatron.evaluation.suites.quantized_attention import QuantizedAttentio
 from diffmegatron.evaluation.suites.recall import Recall
 from diffmegatron.evaluation.suites.scaling import Scaling
 from diffmegatron.evaluation.suites.throughput import Throughput
-from diffmegatron.files import clipped
+from diffmegatron.files import shorten
 from diffmegatron.validation import validated
 
 # Largest default of the setting ``context``, in tokens.
@@ -76,7 +76,7 @@ def make_suites(
         if name not in SUITES:
             near = difflib.get_close_matches(name, SUITES, n=1)
             hint = f"did you mean {near[0]!r}? There are" if near else "choose from"
-            raise UserError(f"--suite {clipped(repr(name))} is unknown; {hint} {', '.join(SUITES)}")
+            raise UserError(f"--suite {shorten(repr(name))} is unknown; {hint} {', '.join(SUITES)}")
         fields = SUITES[name].model_fields
         values[name] = {key: value for key, value in options.items() if key in fields}
     for setting in settings:
@@ -84,7 +84,7 @@ def make_suites(
         name, dot, field = key.partition(".")
         if not equals or not dot or name not in values:
             raise UserError(
-                f"--set {clipped(repr(setting))} does not have the form SUITE.KEY=VALUE with a "
+                f"--set {shorten(repr(setting))} does not have the form SUITE.KEY=VALUE with a "
                 f"suite of {', '.join(names)}"
             )
         values[name][field] = parse_yaml(value, f"--set {key}")

@@ -28,7 +28,7 @@ from diffmegatron.evaluation.suite import (
     Suite,
 )
 from diffmegatron.evaluation.targets import Target
-from diffmegatron.files import shown
+from diffmegatron.files import format_path
 from diffmegatron.section import Count
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ class LmEval(Suite):
         encoder = _encoder(target)
         if self.apply_chat_template and not encoder.tokenizer.chat_template:
             raise UserError(
-                f"the tokenizer of {shown(target.folder)} has no chat template; leave out "
+                f"the tokenizer of {format_path(target.folder)} has no chat template; leave out "
                 "lm-eval.apply_chat_template"
             )
         self._questions(target)

@@ -21,7 +21,7 @@ from diffmegatron.evaluation.requests import ItemGenerator, Scoring
 from diffmegatron.evaluation.suite import Direction, Item, Mean, Published, Record
 from diffmegatron.evaluation.targets import Target, encode_alike
 from diffmegatron.evaluation.text import WindowSuite
-from diffmegatron.files import shown
+from diffmegatron.files import format_path
 from diffmegatron.section import SizeOrZero
 
 HITS = "nats per token, AR hits"
@@ -68,7 +68,7 @@ class Recall(WindowSuite):
         recorded = open_corpus(str(self.training)).manifest.tokenizer
         if not encode_alike(load_tokenizer(recorded.name), target.tokenizer):
             raise UserError(
-                f"recall.training {shown(self.training)} was prepared with tokenizer "
+                f"recall.training {format_path(self.training)} was prepared with tokenizer "
                 f"{recorded.name!r}, and {target.name} has another one; give the corpus that the "
                 "model was trained on"
             )

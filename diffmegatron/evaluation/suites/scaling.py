@@ -19,7 +19,7 @@ from diffmegatron.evaluation.figures import place_legend
 from diffmegatron.evaluation.model import Model
 from diffmegatron.evaluation.suite import Direction, Item, Record, Records, Suite
 from diffmegatron.evaluation.targets import Target
-from diffmegatron.files import shown
+from diffmegatron.files import format_path
 from diffmegatron.model.accounting import count_parameters
 from diffmegatron.training.monitoring.metrics import METRICS, read_metrics
 
@@ -71,7 +71,7 @@ class Scaling(Suite):
         """Check that the target is a run with recorded metrics."""
         if target.run_dir is None or not (target.run_dir / METRICS).exists():
             raise UserError(
-                f"suite 'scaling' reads {METRICS} of runs, and {shown(target.path)} is not a "
+                f"suite 'scaling' reads {METRICS} of runs, and {format_path(target.path)} is not a "
                 f"run_dir with this file; give run_dirs"
             )
 
@@ -86,8 +86,8 @@ class Scaling(Suite):
         ]
         if not losses:
             raise UserError(
-                f"{shown(target.run_dir / METRICS)} has no valid/loss after step 0; train with "
-                "data.validation_fraction and training.eval_interval"
+                f"{format_path(target.run_dir / METRICS)} has no valid/loss after step 0; train "
+                "with data.validation_fraction and training.eval_interval"
             )
         return [Item("run", 0, (str(target.run_dir), losses))]
 

@@ -15,7 +15,7 @@ from diffmegatron.attempts.ends import EXIT_STOPPED, NOT_BEGUN, RankRecord
 from diffmegatron.config.recovery_config import WatchdogConfig
 from diffmegatron.errors import UserError
 from diffmegatron.file_lock import FileLock
-from diffmegatron.files import read_text, shown
+from diffmegatron.files import format_path, read_text
 from diffmegatron.parallel.launcher import LaunchEnvironment
 from diffmegatron.training.monitoring.records import log_write_errors
 
@@ -65,7 +65,7 @@ def check_not_a_file(run_dir: Path) -> None:
     """Raise a UserError if ``run_dir`` is a file."""
     if run_dir.exists() and not run_dir.is_dir():
         raise UserError(
-            f"run_dir {shown(run_dir)} is a file; give a directory, or a path that is free"
+            f"run_dir {format_path(run_dir)} is a file; give a directory, or a path that is free"
         )
 
 

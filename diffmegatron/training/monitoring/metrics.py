@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Self
 from pydantic import FiniteFloat, TypeAdapter, ValidationError
 
 from diffmegatron.errors import UserError
-from diffmegatron.files import open_file, read_bytes, shown, write_durably
+from diffmegatron.files import format_path, open_file, read_bytes, write_durably
 from diffmegatron.training.monitoring.records import Records, log_write_errors
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ def read_metrics(run_dir: Path) -> list[Entry]:
     lines, _ = _read_lines(path)
     entries = [entry for line in lines if (entry := _parsed(line)) is not None]
     if len(entries) < len(lines):
-        log.warning("%s has %d damaged lines", shown(path), len(lines) - len(entries))
+        log.warning("%s has %d damaged lines", format_path(path), len(lines) - len(entries))
     return entries
 
 
@@ -184,7 +184,7 @@ def _drop_after(path: Path, last_step: int) -> None:
     try:
         lines, unfinished = _read_lines(path)
     except UserError as error:
-        log.warning("%s; it is kept as %s", error, shown(_set_aside(path)))
+        log.warning("%s; it is kept as %s", error, format_path(_set_aside(path)))
         return
     entries = [_parsed(line) for line in lines]
     kept = [line for line, each in zip(lines, entries, strict=True) if _is_kept(each, last_step)]
@@ -203,9 +203,9 @@ def _drop_after(path: Path, last_step: int) -> None:
     repaired.rename(path)
     log.warning(
         "%s had %d damaged lines: it is kept as %s, and the run continues with the %d whole ones",
-        shown(path),
+        format_path(path),
         damaged,
-        shown(aside),
+        format_path(aside),
         len(kept),
     )
 

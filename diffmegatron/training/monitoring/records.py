@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from diffmegatron.files import reason, shown
+from diffmegatron.files import format_path, os_error_text
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ def log_write_errors(path: Path, errors: type[Exception] = OSError) -> Iterator[
     try:
         yield
     except errors as error:
-        log.error("cannot write %s: %s; the run continues", shown(path), reason(error))
+        log.error("cannot write %s: %s; the run continues", format_path(path), os_error_text(error))
 
 
 class Records:
@@ -66,7 +66,9 @@ class Records:
         with suppress(OSError):
             self._write()
         if lost := self._lost + len(self._pending):
-            log.error("%s lacks %d records that could not be written", shown(self._path), lost)
+            log.error(
+                "%s lacks %d records that could not be written", format_path(self._path), lost
+            )
 
     def _write(self) -> None:
         if not self._pending:
@@ -86,14 +88,14 @@ class Records:
         if not self._failing:
             log.error(
                 "cannot write %s: %s; the run continues and tries again",
-                shown(self._path),
-                reason(error),
+                format_path(self._path),
+                os_error_text(error),
             )
         self._failing = True
 
     def _recovered(self) -> None:
         if self._failing:
-            log.warning("%s is written again; %d records lost", shown(self._path), self._lost)
+            log.warning("%s is written again; %d records lost", format_path(self._path), self._lost)
         self._failing, self._lost = False, 0
 
 

@@ -19,7 +19,7 @@ from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
 from diffmegatron.checkpoint.sharded import ShardedReader, pieces_of
 from diffmegatron.config.schema import Recipe
 from diffmegatron.errors import UserError
-from diffmegatron.files import shown
+from diffmegatron.files import format_path
 from diffmegatron.optim.zero import MOMENTS, ZeroEngine
 from diffmegatron.parallel.parallel_state import ParallelState, fail_together
 from diffmegatron.parallel.random import restore_random_states
@@ -110,7 +110,7 @@ def newest_good(
                 log.warning("skipped a damaged checkpoint: %s", error)
     if steps and before is None:
         raise UserError(
-            f"none of the {len(steps)} checkpoints in {shown(store.directory)} is intact; "
+            f"none of the {len(steps)} checkpoints in {format_path(store.directory)} is intact; "
             "restore one, or move them away to start over"
         )
     return None

@@ -26,7 +26,7 @@ from diffmegatron.checkpoint.checkpoint_store import CheckpointStore, prunable
 from diffmegatron.checkpoint.sharded import write_pieces
 from diffmegatron.config.schema import Recipe
 from diffmegatron.errors import UserError
-from diffmegatron.files import HeldFolder, shown
+from diffmegatron.files import HeldFolder, format_path
 from diffmegatron.optim.zero import ZeroEngine
 from diffmegatron.parallel.launcher import LaunchEnvironment
 from diffmegatron.parallel.parallel_state import ParallelState, fail_together
@@ -225,8 +225,8 @@ class Saver:
         if self._run_dir is not None and not self._run_dir.is_in_place():
             run_dir = self._store.directory.parent
             raise UserError(
-                f"run_dir {shown(run_dir)} was moved, removed or replaced while the run was in it; "
-                f"step {step} could not be saved; put it back and start the run again"
+                f"run_dir {format_path(run_dir)} was moved, removed or replaced while the run was "
+                f"in it; step {step} could not be saved; put it back and start the run again"
             )
 
     def _fail(self, position: Position, problem: str) -> dict[str, float]:

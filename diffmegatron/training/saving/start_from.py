@@ -15,7 +15,7 @@ from diffmegatron.config.schema import Recipe
 from diffmegatron.config.stage_order import check_follows
 from diffmegatron.config.trainable_patterns import is_lora
 from diffmegatron.errors import UserError
-from diffmegatron.files import shown
+from diffmegatron.files import format_path
 from diffmegatron.model.network import declared_parameter
 from diffmegatron.optim.zero import ZeroEngine
 from diffmegatron.parallel.parallel_state import ParallelState, fail_together
@@ -78,8 +78,8 @@ def _check_made_for(source: Checkpoint, attention: Variant) -> None:
     if None not in (made_for, found) and made_for != found:
         raise UserError(
             f"model.attention was made for weights of fingerprint {made_for} and "
-            f"{shown(source.directory)} has {found}; select the heads on the model that the run "
-            "starts with"
+            f"{format_path(source.directory)} has {found}; select the heads on the model that the "
+            "run starts with"
         )
 
 
