@@ -35,8 +35,9 @@ def train(
 
     Args:
         recipe: a recipe, or all stages that :func:`load_stages` returned, in order.
-        hooks: hooks whose methods run before training, after every step and after training. They
-            run before the hooks of ``register_hook``. Every rank must pass the same hooks.
+        hooks: hooks whose methods run before training, after every step and after training. At each
+            of these times they run before the hooks that were registered with ``register_hook``.
+            Every rank must pass the same hooks.
         record: writer of this rank's last step and exit status, which launch scripts read; None:
             nothing is written.
 
@@ -46,7 +47,8 @@ def train(
 
     Raises:
         UserError: the recipe, the data, the layout or a checkpoint do not fit each other, the guard
-            stopped the run, ``run_dir`` was moved or removed, or the last save failed.
+            against loss spikes stopped the run, ``run_dir`` was moved or removed, or the last save
+            failed.
     """
     stages = (recipe,) if isinstance(recipe, Recipe) else tuple(recipe)
     read_launch()
@@ -117,7 +119,7 @@ def evaluate(
 
     Raises:
         UserError: a target is not a model, a suite does not support a target, data is missing, or
-            ``out`` holds results of other targets or settings.
+            ``out`` holds an evaluation of other targets or with other settings.
     """
     read_launch()
     with importing_engines():

@@ -31,12 +31,12 @@ HEARTBEAT = "heartbeat.json"
 EXIT_STOPPED = 75
 """Exit status of a stopped run that has saved and can be resumed (EX_TEMPFAIL of sysexits.h)."""
 NOT_BEGUN = "before the run had begun"
-"""Last words of :attr:`End.reason` of a rank that was stopped when there was nothing to save."""
+"""Text that ends :attr:`End.reason` if a signal stopped the rank before there was a run to save."""
 _END_NAME = re.compile(r"rank_(\d{5,7})\.json(\.tmp)?")
 # Minimum seconds between two heartbeats. Steps may take milliseconds, and a write for each step
 # would load the file server.
 _HEARTBEAT_SECONDS = 5.0
-# A rank counts as a straggler only after this number of reports.
+# Number of reports (see `Heartbeat`) in an attempt before any rank counts as a straggler.
 _MIN_REPORTS = 10
 
 
@@ -61,7 +61,8 @@ class End(Section):
 class Heartbeat(Section):
     """Training progress that rank 0 writes every few seconds.
 
-    A report compares the time that each rank spent on its own work since the previous report.
+    The attribute ``slow`` comes from reports on stragglers. Each report compares the time that each
+    rank spent on its own work since the previous report.
 
     Attributes:
         time: time of writing in seconds since 1970.
@@ -132,7 +133,7 @@ class RankRecord:
         self._write_heartbeat(now)
 
     def add_report(self, slow_ranks: Collection[int]) -> None:
-        """Count a report on the working time of all ranks, and the ranks that were slow in it."""
+        """Count one report (see :class:`Heartbeat`), and the ranks that were slow in it."""
         self._reports += 1
         self._slow.update(slow_ranks)
 
@@ -176,7 +177,8 @@ class RankRecord:
     def write_failures(self) -> Iterator[None]:
         """Write the end of this rank if the body raises, and write nothing if it succeeds.
 
-        This context is used for checks before the training run, which writes its own end.
+        The preflight checks use this context. They are a process of their own before training. If
+        they succeed, the training process writes the end of this rank.
         """
         try:
             yield

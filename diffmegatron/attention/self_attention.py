@@ -193,8 +193,9 @@ class SelfAttention(MegatronModule):
     def _split(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Split the output of ``linear_qkv``, [s, b, channels], into queries, keys and values.
 
-        The heads in a row of the projection repeat in groups (:attr:`Heads.group`). If the query
-        heads of a group are adjacent, q is a view, otherwise a copy; so are k and v.
+        The channels consist of groups of heads, which all have the same order of q, k and v heads
+        (:attr:`Heads.group`). If the query heads of a group are adjacent, q is a view, otherwise a
+        copy. The same holds for k and v.
 
         Returns:
             q [s, b, groups, queries per group, d], k [s, b, groups, keys per group, d] and v
@@ -233,9 +234,9 @@ class SelfAttention(MegatronModule):
     def project(self, name: str, hidden: Tensor) -> Tensor:
         """Multiply hidden states by a matrix that is sharded by rows.
 
-        The ranks communicate the matrix and its products. The matrix has few rows, so these tensors
-        are hundreds of times smaller than the hidden states that a column-parallel layer would
-        gather.
+        The ranks gather the matrix and exchange its products with the hidden states. The matrix has
+        few rows, so these tensors are hundreds of times smaller than the hidden states that a
+        column-parallel layer would gather.
 
         Args:
             name: name of the declared matrix [rows, hidden].
@@ -285,7 +286,10 @@ class SelfAttention(MegatronModule):
         )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> torch.nn.Module:
-        """Keep this module's own parameters in their dtype if the surrounding model is cast."""
+        """Apply ``fn``, but keep the dtype of this module's own parameters.
+
+        ``fn`` may cast the surrounding model, for example to bf16.
+        """
 
         def moved_only(tensor: Tensor) -> Tensor:
             moved = fn(tensor)

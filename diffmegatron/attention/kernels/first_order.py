@@ -17,12 +17,14 @@ Backward = Callable[..., Gradients]
 def first_order(backward: Backward) -> Backward:
     """Decorate the backward of an autograd Function that has no second derivative.
 
-    The Function must save its inputs. Apply this decorator below ``staticmethod``. A second
-    derivative then raises an error. torch's `once_differentiable` attaches its error to the
-    gradients only, and only if the incoming gradient requires a gradient. `autograd.grad` with
-    respect to the inputs does not reach that error, and silently omits the second derivative. Here
-    the gradients depend on all tensors from which they were computed, through a function whose
-    backward raises the error.
+    A second derivative then raises an error. The Function must save its inputs with
+    ``save_for_backward``. Apply this decorator below ``staticmethod``.
+
+    torch's `once_differentiable` adds a node that raises its error only if the incoming gradient
+    requires a gradient, and does not link this node to the Function's inputs. `autograd.grad` with
+    respect to the inputs therefore never reaches the node, and silently omits the second
+    derivative. This decorator links the returned gradients to the incoming gradients and to all
+    saved tensors, through a function whose backward raises the error.
     """
 
     @wraps(backward)
@@ -41,7 +43,8 @@ def first_order(backward: Backward) -> Backward:
 class _Refusal(torch.autograd.Function):
     """Identity of the first `count` tensors that raises an error when it is differentiated.
 
-    The remaining tensors are inputs for autograd only: the results depend on them.
+    The values of the other tensors are not used. They are arguments only so that autograd treats
+    the results as functions of them.
     """
 
     @staticmethod

@@ -86,10 +86,10 @@ class DiffV2(Variant):
         return 2 * self.heads.query_channels
 
     def saved_bytes(self, kernels: Kernels) -> tuple[float, float]:
-        """Return the bytes that softmax attention and the subtraction save.
+        """Return the bytes per token that softmax attention and the subtraction save.
 
-        On one rank the values are a view of the fused projection, which stays in memory as a whole
-        beside rotated q and k.
+        Without context parallelism the values are a view of the output of the fused projection.
+        This view keeps the projected q and k in memory beside the rotated q and k.
         """
         heads, element, backend = self.heads, kernels.element, SOFTMAX[kernels.backend]
         queries = element * heads.query_channels
@@ -99,8 +99,8 @@ class DiffV2(Variant):
             projected += queries + element * heads.key_channels
         is_copied = kernels.communication in ("all_gather", "ulysses")
         if is_copied or (kernels.has_mask and backend.saves_bias):
-            # The heads that the subtraction saves are a copy, so the kernel's own output stays in
-            # memory too.
+            # In these cases the subtraction saves a copy of the kernel's output, so memory also
+            # holds the output that the kernel itself saves.
             core += queries
         return projected, core
 
@@ -135,7 +135,7 @@ class DiffV2(Variant):
         return subtract_noise(heads, lambda_)
 
     def hugging_face(self, hidden_size: int) -> hf.HuggingFace:
-        """Return the class that this package defines; the export contains its code."""
+        """Return the model class of an export; this package defines it and exports its code."""
         return hf.HuggingFace(
             "diff_v2",
             "DiffV2ForCausalLM",

@@ -1,9 +1,10 @@
 """Differential attention in blocks of query rows, in plain PyTorch: the CPU backend.
 
 One block holds both score matrices of a few query rows and all of their visible keys. Both maps P1
-and P2 are normalised and subtracted before the product with V. The forward pass therefore needs 4d
-multiply-adds per (query, key) pair, as many as a Transformer of equal size. So does the backward
-pass with 10d: both maps share dP = dO V^T, where dO is the gradient of the output, and dV = (P1 -
+and P2 are normalised and subtracted before the product with V. With queries of width d and values
+of width 2d, the forward pass therefore needs 4d multiply-adds per (query, key) pair, and the
+backward pass 10d. A Transformer of equal size needs as many. The backward pass needs no more
+because both maps share dP = dO V^T, where dO is the gradient of the output, and because dV = (P1 -
 lambda P2)^T dO is one product.
 
 Only the inputs are saved, and the backward pass computes the maps again. With the scores S_i of map
@@ -157,7 +158,7 @@ class _BlockedAttention(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        inputs = ctx.saved_tensors  # read once: activation checkpointing refuses a second read
+        inputs = ctx.saved_tensors  # Activation checkpointing allows only one access.
         lambda_, v, *queries_and_keys = inputs
         mask, softmax_scale = ctx.mask, ctx.softmax_scale
         with torch.autocast(v.device.type, enabled=False):
@@ -188,8 +189,8 @@ class _BlockedAttention(torch.autograd.Function):
                     dq[heads, :, rows] = product.view_as(dq[heads, :, rows])
                     dk[heads, seen].baddbmm_(dscores.mT, q[heads, :, rows].flatten(1, 2))
             if lambda_ is not None:
-                # The second map has the factor -lambda in the output, which its gradients lack so
-                # far.
+                # The output contains -lambda times the second map. The loop above has left this
+                # factor out of the gradients of the map's queries and keys.
                 for x in (dqs[1], dks[1]):
                     x.mul_(-lambda_.to(v_.dtype))
             batch = v.shape[0]

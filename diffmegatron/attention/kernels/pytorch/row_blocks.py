@@ -3,6 +3,9 @@
 Queries have the layout `[b * h_kv, repeats, s, d]`, where repeats = h / h_kv is the number of query
 heads per kv head. Keys have the layout `[b * h_kv, t, d]`. All are contiguous, in fp32 (fp64 for
 fp64 inputs).
+
+In the shapes b is the batch size, s the number of queries, t the number of keys, h the number of
+query heads of the map, h_kv the number of kv heads, d the width of a query, and e any width.
 """
 
 from collections.abc import Iterator
@@ -13,10 +16,11 @@ from torch import Tensor
 from ..cached_tensors import cached_tensors
 from ..masks import AttentionMask
 
-# Size of a block: query rows times query heads per kv head, and elements of one map per CPU core.
-# 2**17 elements in fp32 are 512 KiB, so that both maps fit into a core's L2 cache. Blocks of 32 or
-# 128 rows, or of four times as many elements, were up to a third slower at 256 to 2K keys, and
-# equally fast at 4K.
+# ROWS_PER_BLOCK is the number of query rows in a block times the number of query heads per kv head.
+# ELEMENTS_PER_CORE is the number of elements of one map that a CPU core computes in a block. 2**17
+# elements in fp32 are 512 KiB, so that both maps fit into a core's L2 cache. Blocks of 32 or 128
+# rows, or of four times as many elements, were up to a third slower at 256 to 2K keys, and equally
+# fast at 4K.
 ROWS_PER_BLOCK = 64
 ELEMENTS_PER_CORE = 2**17
 
@@ -25,9 +29,10 @@ def row_blocks(q: Tensor, mask: AttentionMask) -> Iterator[tuple[slice, slice, s
     """Yield slices (heads, query rows, visible keys) for each block with visible keys.
 
     Heads are indices into the first dimension of `q` `[b * h_kv, repeats, s, d]`. On a CPU a block
-    has one such head per thread, so that each core's part stays in its cache. If the rows see few
-    keys, a block has more heads, because the overhead of its calls would exceed the computation. On
-    other devices a block has all heads, so that there are few kernel launches.
+    has one such head per thread, so that the scores that a core computes stay in its cache. If the
+    rows see few keys, a block has more heads, because the overhead of torch calls on a small block
+    would exceed its computation. On other devices a block has all heads, so that there are few
+    kernel launches.
     """
     groups, repeats, length = q.shape[:3]
     rows_per_block = max(ROWS_PER_BLOCK // repeats, 16)

@@ -26,8 +26,9 @@ class Blocks(NamedTuple):
         N: number of keys in a block.
         num_warps, num_stages: launch options of Triton.
         licm: whether the compiler applies loop-invariant code motion. It then computes values that
-            do not change in a loop before the loop, and keeps them in registers. The descriptors
-            with which matrix instructions address one shared-memory tile are several such values.
+            do not change in a loop before the loop, and keeps them in registers. This can cost many
+            registers: for example, the matrix instructions address each shared-memory tile with
+            several descriptors, and all of them are such values.
     """
 
     M: int
@@ -56,10 +57,10 @@ class Target(Enum):
 def target_of(dtype: torch.dtype, capability: tuple[int, int]) -> Target:
     """Return the target for a chip of this compute capability, SMALL for unknown chips.
 
-    fp32 tiles are loaded through plain pointers, because with descriptors the backward kernels
-    would spill kilobytes. On Blackwell (10.x) all tiles are loaded through plain pointers. With
-    descriptors Triton's pipeliner aborts the process there, if a loop with prefetched loads
-    contains the inline assembly of `tiles.opaque`.
+    fp32 tiles are loaded through plain pointers, because with tensor descriptors the backward
+    kernels would spill kilobytes of registers. On Blackwell (10.x) all tiles are loaded through
+    plain pointers. There Triton's pipeliner aborts the process if a loop prefetches tiles through
+    descriptors and contains the inline assembly of `tiles.opaque`.
     """
     if capability[0] == 9 and dtype in SIXTEEN_BITS:
         return Target.HOPPER
@@ -85,7 +86,7 @@ def dkdv_blocks(head_dim: int, dtype: torch.dtype, target: Target, one_pass: boo
     if dtype not in SIXTEEN_BITS:
         return Blocks(16, 16, 2, 1) if is_cramped else Blocks(16, 32, 4, 1)
     if target is Target.HOPPER:
-        # At d = 128 the one-pass form spills registers with or without code motion, but less often
+        # At head_dim 128 the one-pass form spills registers with and without code motion, but fewer
         # with it.
         is_full = one_pass and head_dim > 64
         return Blocks(128 if head_dim <= 64 else 64, 64, 8, 3, licm=is_full)

@@ -35,8 +35,8 @@ def attend(
     """Compute attention with one or two maps.
 
     Args:
-        call: attention call. The forward kernel applies its norm. If signal heads share a noise
-            head, the norm is applied after the kernels.
+        call: attention call. If one kernel computes both maps, this kernel also applies the norm of
+            the call. Otherwise the norm is applied after the kernels.
         one_pass: whether the backward pass adds up dQ in the kernel of dK and dV; by default
             `default_one_pass` decides.
         target: class of chips to compile for; by default `target_of` chooses it.

@@ -1,4 +1,7 @@
-"""Attention by torch's FlexAttention, compiled on CUDA, in one call per map with the whole V."""
+"""Attention by torch's FlexAttention, compiled on CUDA, in one call per map.
+
+With two maps each call gets V in its full width 2d, where d is the width of a query.
+"""
 
 from functools import cache
 from typing import Any
@@ -15,9 +18,9 @@ from .two_map_calls import Attend, two_calls
 
 # FlexAttention's own block sizes, in rows of queries and of keys.
 BLOCK = 128
-# Maximum number of compilations for different widths, dtypes and groupings of heads; one more is an
-# error. torch's own limit is eight. Beyond it torch would run FlexAttention uncompiled, which
-# stores all scores.
+# Maximum number of compilations for different widths, dtypes and groupings of heads; torch's own
+# limit is eight. With fullgraph=True one more compilation is an error. Without it torch would run
+# FlexAttention uncompiled, which stores all scores.
 MOST_COMPILATIONS = 64
 
 
@@ -57,8 +60,8 @@ def _plain_attention(call: AttentionCall, options: dict[str, int] | None) -> Att
 def block_mask(mask: AttentionMask, device: torch.device) -> BlockMask:
     """Return the same table as `create_block_mask`, computed from the visible keys of each row.
 
-    `create_block_mask` needs several tensors `[s, t]`, of 4 GiB each at 64K positions. This
-    function needs tensors `[s, t / 128]`.
+    For s queries and t keys, `create_block_mask` needs several tensors `[s, t]`, of 4 GiB each at
+    64K positions. This function needs tensors `[s, t / 128]`.
     """
     start, stop = mask.key_intervals(device)
     first_key = torch.arange(0, mask.key_length, BLOCK, device=device)
@@ -102,13 +105,15 @@ def kernel_options(
 ) -> dict[str, int]:
     """Return block sizes for a V of width 2d, because torch's defaults assume a V as wide as Q.
 
-    At d = 128 torch's defaults exceed the shared memory of every chip in one direction:
+    d is `head_dim`. At d = 128, on every chip, the forward or the backward kernel with torch's
+    defaults needs more shared memory than the chip has:
 
-    - backward: 242 of 227 KiB on Hopper, 290 on Blackwell;
-    - forward: 144 of 99 KiB on 8.9; in fp32 176 of 163 KiB on 8.0, and 128 of 99 KiB on 12.0.
+    - backward: 242 KiB on Hopper, which has 227, and 290 KiB on Blackwell;
+    - forward: 144 KiB on compute capability 8.9, which has 99; in fp32 176 KiB on 8.0, which has
+      163, and 128 KiB on 12.0, which has 99.
 
-    At d = 64 the defaults have four warps, whose registers cannot hold the forward's result. These
-    figures come from compiling torch's code with triton 3.7.1; nothing was run.
+    At d = 64 the defaults have four warps, whose registers cannot hold the forward kernel's result.
+    These figures come from compiling torch's code with triton 3.7.1; nothing was run.
     """
     backward = _backward_options(head_dim, dtype, target)
     options = {f"bwd_{name}": size for name, size in backward.items()}
@@ -142,8 +147,8 @@ def _backward_options(head_dim: int, dtype: torch.dtype, target: Target) -> dict
 def _flex_attention(device: str) -> Any:
     """Return FlexAttention, compiled on CUDA, because uncompiled it stores all scores.
 
-    torch compiles once for the first length, and then once for all other lengths. Documents are
-    data and cause no compilation.
+    torch compiles once for the first sequence length, and once for all other lengths. The
+    boundaries of documents are tensor values, so other boundaries cause no compilation.
     """
     if device != "cuda":
         return flex_attention

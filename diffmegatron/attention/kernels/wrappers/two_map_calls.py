@@ -1,8 +1,9 @@
 """Differential attention from calls of any plain attention (arXiv 2410.05258, appendix A).
 
-The paper has two forms. FlashDiffAttn_1 makes two calls, one per map, with the whole V (6d
-multiply-adds per pair forward, 14d backward). FlashDiffAttn_2 makes four calls, for kernels that
-need a V as wide as Q (8d and 20d).
+The paper has two forms; d is the width of Q, and V has the width 2d. FlashDiffAttn_1 makes two
+calls, one per map, with the whole V. Per (query, key) pair it needs 6d multiply-adds in the forward
+pass and 14d in the backward pass. FlashDiffAttn_2 makes four calls, for kernels that need a V as
+wide as Q. It needs 8d and 20d.
 """
 
 from collections.abc import Callable
@@ -32,8 +33,9 @@ def two_calls(attend: Attend, call: AttentionCall) -> Tensor:
 def four_calls(attend: Attend, call: AttentionCall) -> Tensor:
     """Return the same result as `two_calls`, with V in two halves that are as wide as Q.
 
-    Both maps attend to the same contiguous copy of each half, which is saved for the backward pass.
-    Saved views would keep more memory, because V itself is a view of all heads of the projection.
+    Both maps attend to the same contiguous copy of each half, and the copy is saved for the
+    backward pass. A saved view of V would keep more memory alive, because V itself is a view of the
+    output of the fused projection, which has all query, key and value heads.
     """
     halves = [half.contiguous() for half in call.maps.v.chunk(2, -1)]
 
