@@ -49,15 +49,16 @@ from diffmegatron.errors import UserError
 from diffmegatron.files import MAX_BYTES, format_path, parse_json, read_bytes
 
 STATE = "state.json"
-# The limits are generous because users choose two lengths: the recipe's list of data sources, and
-# the window of recent losses that the guard stores in the state.
+# Largest sizes in bytes. They are generous because users choose two lengths: that of the recipe's
+# list of data sources, and that of the window of recent losses, which the guard against loss spikes
+# stores in the state.
 _MAX_BYTES = {RECIPE: 1 << 24, STATE: MAX_BYTES}
 
 _LIBRARIES = ("torch", "megatron-core", "deepspeed")
 _SAMPLE_ORDER_KEYS = ("seq_length", "global_batch_size", "seed")
 
 Contents = Literal["run", "weights"]
-"""Content of a checkpoint: ``run`` adds optimizer and random states to what ``weights`` has."""
+"""Content of a checkpoint: only weights, or all of a run (also optimizer and random states)."""
 _Steps = Annotated[int, Field(ge=0, le=MAX_STEP)]
 
 
@@ -152,7 +153,8 @@ def open_checkpoint(directory: Path, share: tuple[int, int] = (0, 1)) -> Checkpo
         directory: directory of the checkpoint.
         share: (i, n), where i is the index of this process among n processes that open the
             checkpoint together. Process i checks the content of the files i, i + n, i + 2n, and so
-            on; the caller combines the results. The default checks all files.
+            on. If process i finds a damaged file, only process i raises an error, so the caller
+            must pass the error on to the others. The default checks all files.
 
     Raises:
         UserError: the directory is not a checkpoint, or is damaged.

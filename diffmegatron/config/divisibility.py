@@ -34,8 +34,9 @@ def data_parallel_size(recipe: RecipeSections, world_size: int) -> int:
     """Return the data-parallel size on ``world_size`` ranks.
 
     Raises:
-        UserError: ``world_size`` is too large or not a multiple of tensor x context x pipeline; or
-            the global batch does not give each data-parallel rank equally many microbatches.
+        UserError: ``world_size`` is too large or not a multiple of tensor x context x pipeline; the
+            global batch does not give each data-parallel rank equally many microbatches; or, with
+            ``virtual_pipeline`` above 1, their number is not a multiple of ``pipeline``.
     """
     check_ranks(world_size)
     parallel, training = recipe.parallel, recipe.training
@@ -190,7 +191,8 @@ def _check_pipeline(recipe: RecipeSections) -> None:
 def _check_recompute(recipe: RecipeSections) -> None:
     """Check ``recompute.layers`` against the number of layers of a virtual stage.
 
-    The groups of ``uniform`` must be equal, because Megatron-core would go past the last layer.
+    With the method ``uniform`` all groups of layers must have the same size, because Megatron-core
+    would go past the last layer in a smaller last group.
     """
     recompute, parallel = recipe.recompute, recipe.parallel
     layers = recipe.model.num_layers // (parallel.pipeline * parallel.virtual_pipeline)

@@ -25,11 +25,11 @@ class Initialization(Section):
     (GPT-2, and Megatron-core's default). ``normal`` uses ``std`` everywhere. Norm weights start at
     1. Each kind of attention defines the initial values of its own parameters.
 
-    The paper of the Differential Transformer does not name a scheme. Embeddings start at N(0, 1),
-    because the headwise norm makes the output of every differential head as large as a trained
-    one from the first step, and embeddings of 0.02 would be small beside it (docs/recipes.md shows
-    the loss). Tied embeddings start with ``std``, because the same matrix is the output layer,
-    whose logits would be too large with N(0, 1).
+    The paper of the Differential Transformer does not name a scheme. By default, embeddings start
+    at N(0, 1) and not with ``std``. The reason is that the headwise norm makes the output of every
+    differential head as large as a trained one from the first step, and embeddings of 0.02 would be
+    small beside it (docs/recipes.md shows the loss). Tied embeddings start with ``std``, because
+    the same matrix is the output layer, whose logits would be too large with N(0, 1).
     """
 
     scheme: Literal["scaled", "normal"] = "scaled"

@@ -21,12 +21,14 @@ RESERVED = frozenset(
     {"attempts", "checkpoints", "events", "job.sh", "job.yaml", "job_number", "lock", "profile"}
     | {"metrics.jsonl", "recipe.yaml", "stacks", "tensorboard", "torchrun.sh", "wandb_id"}
 )
-# Reserved too: numbered files of jobs, and temporary files that are renamed to a reserved name.
+# Names that stages cannot have either: numbered files of jobs, and temporary files that are renamed
+# to a reserved name.
 _RESERVED_FORMS = re.compile(
     rf"job_\d+\.log|preflight_\d+|({'|'.join(map(re.escape, sorted(RESERVED)))})\..*"
 )
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
-# Keys of the network that a stage may change, because any value fits the weights it starts from.
+# Keys of the network that a stage may change, because the weights of an earlier stage fit any value
+# of these keys.
 _ROTARY = ("model.rope_theta", "model.rope_scaling")
 _FREE = frozenset({*_ROTARY, "model.initialization"})
 
@@ -36,7 +38,8 @@ class Stage:
     """One entry of ``stages``.
 
     Attributes:
-        changes: values of the stage, nested by section, which replace the recipe's other values.
+        changes: values of the stage, nested by section. They replace the values that the recipe has
+            outside of ``stages``.
         start_from: name of the stage whose weights this stage starts with; None if it uses
             ``checkpoint.start_from`` instead.
     """
@@ -100,10 +103,11 @@ def by_stage(
     """Return the overrides that apply to each stage, by the stage's name.
 
     An override ``stages.NAME.key=value`` applies to one stage, as ``key=value``. Any other override
-    applies to all stages, and comes first.
+    applies to all stages. In each list, the overrides for all stages precede those for this stage.
 
     Raises:
-        UserError: no stage has that name, or the override changes what the stage starts from.
+        UserError: no stage has the name NAME, or the override sets ``checkpoint.start_from`` of a
+            stage that starts from an earlier stage.
     """
     shared = [each for each in overrides if not each.startswith(STAGES)]
     own: dict[str, list[str]] = {name: [] for name in stages}

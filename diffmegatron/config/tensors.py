@@ -68,7 +68,11 @@ def layer_tensors(model: ModelConfig, kind: Variant) -> list[NamedTensor]:
 
 
 def _lora(model: ModelConfig, projections: list[NamedTensor]) -> Iterator[NamedTensor]:
-    """Yield LoRA's matrices: B is sharded if the projection shards its rows, otherwise A."""
+    """Yield LoRA's matrices A and B of each projection that LoRA adapts.
+
+    B is sharded if the projection shards its rows (output channels). A is sharded if the projection
+    shards its columns.
+    """
     if model.lora is None:
         return
     for projection in projections:

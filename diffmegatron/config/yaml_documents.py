@@ -14,11 +14,12 @@ import yaml
 from diffmegatron.errors import UserError
 from diffmegatron.files import shorten
 
-# Limit on the size of a file in bytes, which is parsed within a second. The largest possible recipe
-# has two thirds of this size.
+# Limit on the size of a file in bytes. A file of this size is parsed within a second. The largest
+# possible recipe has two thirds of this size.
 MAX_BYTES = 1 << 18
 MAX_DEPTH = 32
-# Limit on values and keys; each alias counts as all the nodes that it repeats.
+# Limit on the number of nodes (values and keys) of a file; each alias counts as all the nodes that
+# it repeats.
 MAX_NODES = 5_000
 # An integer with more digits is parsed as text, which no key for a number accepts. Python refuses
 # to convert more than 4,300 digits.
@@ -59,7 +60,7 @@ class _Loader(_Notation, yaml.SafeLoader):
 
     def __init__(self, stream: str) -> None:
         super().__init__(stream)
-        # Numbers of levels above and below the node that is being composed.
+        # Number of levels down to the node that is being composed, and number of levels below it.
         self._depth = self._height = 0
         self._nodes = 0
         # Numbers of nodes and levels below each complete node; each alias of it adds them again.

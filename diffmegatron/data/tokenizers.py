@@ -27,7 +27,8 @@ CL100K = "cl100k_base"
 CL100K_FILE_SHA256 = "223921b76ee99bde995b7ff738513eef100fb51d18c93597a113bcffe865b2a7"
 # Name of the file in tiktoken's cache: the sha1 of the URL from which tiktoken downloads the file.
 CL100K_CACHE_NAME = "9b5ad71b2ce5302211f9c61530b329a4922fc6a4"
-# Pattern of tiktoken >= 0.9. Its possessive quantifiers split text exactly as the original pattern.
+# Pattern of tiktoken >= 0.9. It has possessive quantifiers, but splits text exactly as the original
+# pattern without them.
 CL100K_PATTERN = (
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+"
     r"|\s++$|\s*[\r\n]|\s+(?!\S)|\s"

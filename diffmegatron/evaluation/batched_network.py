@@ -74,7 +74,8 @@ class Rows:
 
     Attributes:
         cache: keys and values of the tokens read so far; None if the rows read only one chunk.
-        is_token: True for tokens and False for padding in the columns of the cache, bool [b, t].
+        is_token: True for tokens and False for padding, bool [b, t] for b rows and the t columns
+            that were read so far.
         has_padding: whether a column contains padding.
     """
 

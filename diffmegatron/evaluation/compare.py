@@ -35,7 +35,8 @@ _LAST_SHARE = 0.1
 class RecordedStage:
     """A stage of a run, and its recorded metrics.
 
-    Stages are trainings that follow each other in one run. A run without stages counts as one.
+    Stages are trainings that follow each other in one run. A run without stages is represented as
+    one stage.
 
     Attributes:
         recipe: resolved recipe of the stage.
@@ -101,7 +102,8 @@ def compare(run_dirs: Sequence[Path], out: Path) -> Table:
         Table of the final figures, with a row per figure and a column per run.
 
     Raises:
-        UserError: a run_dir has no recipe, no metrics or several last stages, or occurs twice.
+        UserError: a run_dir has no recipe or no metrics, has several last stages (stages from which
+            no other stage started), or occurs twice.
         OSError: ``out`` or a file in it cannot be written.
     """
     runs = dict(zip(short_names(run_dirs), map(read_run, run_dirs), strict=True))
@@ -121,7 +123,8 @@ def read_run(run_dir: Path) -> RecordedRun:
     """Return the recipe and metrics of each stage of a run that has recorded metrics.
 
     Raises:
-        UserError: a file is missing or cannot be read, or the run has several last stages.
+        UserError: a file is missing or cannot be read, or the run has several last stages (stages
+            from which no other stage started).
     """
     folders = stage_folders(run_dir, RECIPE)
     only_last(folders)

@@ -14,9 +14,10 @@ from diffmegatron.errors import UserError
 if TYPE_CHECKING:
     from diffmegatron.evaluation.targets import Target
 
-# Default numbers of tokens per batch. On a CPU, batches do not make scoring faster, so each request
-# is a batch. They make generation faster, because the weights are read once for the new tokens of
-# all texts. On a GPU, batches that do not fit into the memory are halved.
+# Default values of `batch_tokens`. On a CPU, larger batches do not make the scoring of given texts
+# faster, so the default of 1 token makes each text a batch by itself. Larger batches do make
+# generation faster, because the weights are read once for the new tokens of all texts. On a GPU,
+# batches that do not fit into the memory are halved.
 _CPU_SCORING, _CPU_GENERATION, _GPU = 1, 4096, 65_536
 
 
@@ -99,9 +100,9 @@ class EvaluateSettings(Computing):
     ] = None
 
     def suite_fields(self) -> dict[str, Any]:
-        """Return the options that are fields of suites, by name, if the user has set them.
+        """Return those of ``data``, ``haystack`` and ``data_dir`` that are set, by name.
 
-        They are ``data``, ``haystack`` and ``data_dir``.
+        Evaluation suites have fields with these names.
         """
         given = {
             "data": tuple(self.data or ()) or None,

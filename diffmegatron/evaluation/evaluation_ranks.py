@@ -1,4 +1,7 @@
-"""Processes of an evaluation: each one scores a share of the items; rank 0 writes the report."""
+"""Processes of an evaluation: each scores a share of the items, and rank 0 writes the report.
+
+An item is the smallest part of a suite that is scored, such as a question or a document.
+"""
 
 import os
 import subprocess

@@ -70,8 +70,8 @@ def write_export(
     """Write a model and its tokenizer for the Hugging Face class that computes the model.
 
     If ``transformers`` lacks the class, its code is written too, and users load the model with
-    ``trust_remote_code=True``. The files are written to a temporary directory. It is renamed to
-    ``out`` when it is complete and verified, and removed after an error.
+    ``trust_remote_code=True``. The files are written to a temporary directory. This directory is
+    renamed to ``out`` when it is complete and verified, and removed after an error.
 
     Args:
         weights: unsharded weights with Megatron's names (see
@@ -93,7 +93,7 @@ def write_export(
             raises ends the export.
 
     Raises:
-        UserError: no Hugging Face class can compute this model, ``out`` is in use or cannot be
+        UserError: no Hugging Face class can compute this model, ``out`` is not empty or cannot be
             written, the weights do not match the recipe, or the tokenizer has no exact conversion.
     """
     described = recipe.model.attention.hugging_face(recipe.model.hidden_size)
@@ -155,7 +155,7 @@ def verify_export(directory: Path, tokens: Tensor, expected: Tensor) -> LogitDif
 
     Args:
         directory: directory that :func:`write_export` wrote, or a pretrained model to import.
-        tokens: ids [b, s]. b s is limited to ``MAX_VERIFY_TOKENS``, which limits memory and time.
+        tokens: ids [b, s], at most ``MAX_VERIFY_TOKENS`` in total, to limit memory and time.
         expected: logits of the training model, [b, s, vocab_size].
 
     Raises:

@@ -232,8 +232,9 @@ def _layouts(recipe: Recipe, world_size: int) -> Iterator[Changes]:
 def _sizes(recipe: Recipe, world_size: int) -> Iterator[tuple[int, int, int]]:
     """Yield tensor, context and pipeline sizes.
 
-    Their product divides the number of ranks. The network's heads, layers and sequences can be
-    divided by them. The tensor size divides the number of GPUs in a node.
+    The product of the three sizes divides the number of ranks. The tensor size divides the number
+    of key-value heads and the number of GPUs in a node, and the pipeline size divides the number of
+    layers. Each context-parallel rank has at least ``SHORTEST_PART`` tokens of a sequence.
     """
     layers, length = recipe.model.num_layers, recipe.training.seq_length
     for tensor in range(1, GPUS_PER_NODE + 1):

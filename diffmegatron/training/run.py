@@ -50,7 +50,7 @@ class Run:
         step: number of the last completed step; 0 before the first step.
         values: metrics of the last completed step by name: loss, gradient norm, learning rates.
         agreed: loss, gradient norm and flags of that step, reduced over all ranks.
-        decision: the guard's decision on that step.
+        decision: decision of the guard against loss spikes on that step.
         stopping: whether the run saves and ends after this step's hooks. A hook that sets it must
             set it on every rank.
         pending_evaluators: names of the evaluators that are due at this step and have no result
@@ -130,7 +130,7 @@ class Run:
         return Position(self.step, self.engine.updates, self.loader.state(), self.guard.state())
 
     def resume(self, checkpoint: Checkpoint) -> Position:
-        """Load a checkpoint of this run, and return its position; called on all ranks."""
+        """Load a checkpoint of this run, and return its position; every rank must call this."""
         if self.parallel_state.is_main:
             print_line(f"resuming from {checkpoint.directory}")
         return load_snapshot(checkpoint, self.engine, self.shards, self.parallel_state)
@@ -138,7 +138,8 @@ class Run:
     def agree(self, loss: Tensor, gradient_norm: Tensor | float = 0.0) -> Agreement:
         """Reduce loss, gradient norm, stop requests and the state of saves over all ranks.
 
-        Called on all ranks; see :func:`~diffmegatron.training.compute.agreement.agree`.
+        Every rank must call this method; see
+        :func:`~diffmegatron.training.compute.agreement.agree`.
         """
         return agree(
             loss,
@@ -154,7 +155,7 @@ class Run:
         return self.loader.read_step(max(0, self.loader.consumed_samples - size))
 
     def forward(self, microbatches: Sequence[Batch]) -> Agreement:
-        """Return the loss of a global batch in evaluation mode; called on all ranks.
+        """Return the loss of a global batch in evaluation mode; every rank must call this method.
 
         Args:
             microbatches: this data-parallel rank's microbatches.
@@ -174,7 +175,7 @@ class Run:
     def rewind_metrics(self) -> None:
         """Drop the metrics of steps after ``self.step``, and restart the speed measurement.
 
-        Called after a rollback.
+        Called after a rollback, in which the run goes back to an earlier checkpoint.
         """
         if self.metrics is not None:
             self.metrics.rewind(self.step)
@@ -182,7 +183,10 @@ class Run:
         self.progress = self._new_progress()
 
     def complete_or_drop_save(self) -> None:
-        """Complete or drop the open save, if there is one; called on all ranks."""
+        """Complete the save that has begun, or drop it if its weights may be broken.
+
+        Without such a save, the method has no effect. Every rank must call it.
+        """
         with self.watchdog.long_limit():
             self.write_metrics(self.saver.complete_or_drop())
 
@@ -190,8 +194,8 @@ class Run:
     def pause(self) -> Iterator[None]:
         """Exclude the time inside the context from the measured speed.
 
-        The watchdog's limit inside the context is ``watchdog.startup_seconds``, which also allows
-        for a save.
+        The watchdog's limit inside the context is ``watchdog.startup_seconds``, which is long
+        enough for a save.
         """
         started = time.perf_counter()
         with self.watchdog.long_limit():

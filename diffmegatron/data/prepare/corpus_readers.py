@@ -70,7 +70,7 @@ class Fingerprint(NamedTuple):
 
 @dataclass(frozen=True)
 class CorpusFile:
-    """Input file, or the range of an input file that belongs to one part of a preparation.
+    """Input file, or a range of it if several machines prepare parts of a corpus in parallel.
 
     Attributes:
         path: path of the file.
@@ -255,7 +255,7 @@ def _rows(batch: pyarrow.RecordBatch) -> Iterator[dict[str, Any] | str]:
 
 
 def _as_bytes(batch: pyarrow.RecordBatch) -> pyarrow.RecordBatch:
-    """Convert string columns to binary, because invalid UTF-8 in one row would fail all rows."""
+    """Convert string columns to binary, because one row with invalid UTF-8 would fail the batch."""
     columns = [
         column.cast(pyarrow.large_binary())
         if pyarrow.types.is_string(column.type) or pyarrow.types.is_large_string(column.type)
@@ -277,7 +277,7 @@ def _open(path: Path) -> Iterator[BinaryIO]:
     """Open a file; a .gz or .zst archive is decompressed while it is read.
 
     Raises:
-        EOFError: when the caller reads, if the archive is truncated or empty.
+        EOFError: on entering, if an archive is empty; while the caller reads, if it is truncated.
     """
     with open_file(path, buffering=_READ_BYTES) as raw:
         if path.suffix not in _ARCHIVES:

@@ -32,7 +32,8 @@ class Reject(NamedTuple):
 
     Attributes:
         file: path of the file as text (:func:`~diffmegatron.files.printable`).
-        before: number of bytes of the file before line 1; 0 unless a part reads a range of it.
+        before: number of bytes of the file before line 1; above 0 if the preparation reads only a
+            range of the file (``prepare --part``) that does not begin at its start.
         line: number of the line or row, counted from 1.
         id: value of ``id_field``; None if it is not configured or cannot be read.
         reason: one sentence.

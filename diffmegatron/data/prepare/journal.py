@@ -149,7 +149,8 @@ def _open(path: Path) -> BinaryIO:
 def remove_journal(folder: Path) -> None:
     """Delete the folder of a journal.
 
-    The file with the last commit is deleted last, so that a kill leaves a readable journal.
+    The file with the last commit is deleted last. After a kill, :func:`last_commit` therefore still
+    returns the commit, and this function can be called again.
     """
     for path in folder.iterdir():
         if path.name != _STATE:

@@ -1,4 +1,4 @@
-"""Settings of ``prepare``, shared by the command line, the Python function and the journal.
+"""Settings of ``prepare``, for the command line, the Python function and the saved progress.
 
 This module imports neither pydantic nor numpy, so that ``--help`` stays fast.
 """
@@ -70,7 +70,8 @@ class PrepareSettings:
     def recorded(self) -> dict[str, Any]:
         """Return the settings that the manifest records.
 
-        The tokenizer is not among them, because the manifest identifies it by a hash.
+        The tokenizer is not among them, because the manifest identifies it by a hash. Neither is
+        ``max_reject_share``, because it does not change the documents.
         """
         values = asdict(self)
         del values["tokenizer"], values["max_reject_share"]

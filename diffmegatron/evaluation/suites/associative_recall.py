@@ -26,8 +26,8 @@ class AssociativeRecall(TextSuite):
     """Share of values that the model predicts after the second occurrence of their keys.
 
     A text has 4 D tokens: D pairs of a key and a value of one token each, then the same pairs in
-    another order. A value counts if it is the most likely token after its key. The model reads the
-    whole text, so one forward pass predicts all D values.
+    another order. A value is predicted correctly if it is the most likely token after its key. The
+    model reads the whole text, so one forward pass predicts all D values.
     """
 
     name: ClassVar[str] = "associative-recall"

@@ -278,9 +278,9 @@ class LmEval(Suite):
         return tasks
 
     def _questions(self, target: Target) -> "Sequence[Question]":
-        """Return the questions of all tasks, which are cached.
+        """Return the questions of all tasks, from a cache after the first call.
 
-        They are the same for all targets, unless the target's chat template is applied.
+        The questions are the same for all targets, unless the target's chat template is applied.
         """
         key = target.name if self.apply_chat_template else None
         if key not in self._built:

@@ -90,7 +90,7 @@ class Perplexity(TextSuite):
 
     @override
     def totals(self, records: Records) -> dict[str, Estimate]:
-        """Return perplexities; resamples for their intervals draw windows."""
+        """Return perplexities, with intervals from bootstrap resamples of the windows."""
         found = {}
         for measure, nats in estimate_measures(self, records).items():
             # The exponential is an increasing function, so it maps the percentiles of the loss to
@@ -121,11 +121,15 @@ class Perplexity(TextSuite):
 
 
 def _windows(ids: Sequence[int], length: int, stride: int) -> Iterator[tuple[Sequence[int], int]]:
-    """Yield each window with the number of tokens, at its end, that no earlier window counted."""
+    """Yield windows, each with the number of tokens at its end that are not in earlier windows.
+
+    The first token of a window is not included in the number. A window with the number 0 is left
+    out.
+    """
     counted = 0
     for first in range(0, len(ids), stride):
         end = min(first + length, len(ids))
-        # The first token of the window does not count, because no token precedes it.
+        # Exclude the first token of the window, because no token precedes it.
         count = end - max(counted, first + 1)
         if count:
             yield ids[first:end], count

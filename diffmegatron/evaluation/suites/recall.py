@@ -138,7 +138,7 @@ def count_bigrams(tokens: Tokens, bigrams: set[tuple[int, int]]) -> dict[tuple[i
 
 
 def _key(first: Any, second: Any) -> Any:
-    """Return a number for a bigram, or for arrays of bigrams; numbers sort like the bigrams."""
+    """Return a number for a bigram, elementwise for arrays; the numbers sort like the bigrams."""
     return first * (1 << 32) + second
 
 

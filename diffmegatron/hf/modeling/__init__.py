@@ -1,8 +1,9 @@
-"""Models that transformers has no class for. An export contains copies of their code files.
+"""Classes of the models that transformers has no class for.
 
-The files beside this one therefore import only torch and transformers. They are named after
-``model_type``: ``configuration_<model_type>.py`` and ``modeling_<model_type>.py``. The ``auto_map``
-of a configuration refers to them, so that transformers loads them with ``trust_remote_code=True``.
+An export of such a model contains copies of its code files, which are the other files of this
+folder. They therefore import only torch and transformers. They are named after ``model_type``:
+``configuration_<model_type>.py`` and ``modeling_<model_type>.py``. The ``auto_map`` of a
+configuration refers to them, so that transformers loads them with ``trust_remote_code=True``.
 ``configuration_diff_base.py`` has the keys that all models share.
 """
 
@@ -27,7 +28,8 @@ CLASSES = (
 def register() -> None:
     """Register these models with transformers' Auto classes; repeated calls have no effect.
 
-    After this, ``save_pretrained`` writes a model's code files too, as for remote code.
+    After this, ``save_pretrained`` also writes the code files of such a model, as it does for a
+    model that was loaded with ``trust_remote_code=True``.
     """
     for config, model, causal_lm in CLASSES:
         AutoConfig.register(config.model_type, config, exist_ok=True)

@@ -5,7 +5,9 @@ All functions count bytes on one rank. "Saved" always means saved for the backwa
 The values depend on ``device``. On a ``gpu``, norms and SwiGLU are fused. On a ``cpu``, torch also
 saves their intermediate results, and differential attention is computed in blocks of rows.
 
-- Attention: the attention variant counts the tensors that its kernels save.
+The following rules hold on both devices:
+
+- The attention variant counts the tensors that its kernels save.
 - A frozen projection saves its input only if it has LoRA. The narrow activations between LoRA's two
   matrices are not counted.
 - The input of a frozen attention output projection is always counted, because the attention kernel
@@ -104,8 +106,8 @@ def layer_backward(recipe: Recipe, stage: int, device: Device) -> tuple[int, int
     ffn = model.ffn_hidden_size / parallel.tensor
     shards = parallel.tensor if parallel.sequence_parallel else 1
     # ``streams`` is the number of gradients of the residual stream. In the first stage of a
-    # pipeline, stage_activations already counts the received gradient. Virtual stages of one layer
-    # copy the gradient that they receive.
+    # pipeline, stage_activations already counts the received gradient. If each virtual stage has
+    # only one layer, the stage makes a copy of the gradient that it receives.
     virtual_stages = parallel.pipeline * parallel.virtual_pipeline
     is_copied = parallel.virtual_pipeline > 1 and model.num_layers == virtual_stages
     streams = (stage > 0 or parallel.pipeline == 1) + is_copied
@@ -231,9 +233,9 @@ def embedding_backward(recipe: Recipe, stage: int) -> int:
     the output's gradient is gathered from another tensor, which is counted too. A tied embedding
     without a pipeline has two gradients of its weight.
 
-    The result is 0 for an untied embedding without a pipeline, because its peak is lower than that
-    of the output layer. :func:`embedding_freed` counts the activations that are freed before this
-    moment.
+    The result is 0 for an untied embedding without a pipeline, because the embedding's backward
+    pass then needs less memory than that of the output layer. :func:`embedding_freed` counts the
+    activations that are freed before the embedding's backward pass.
     """
     parallel, model = recipe.parallel, recipe.model
     if stage > 0 or not _is_trained(recipe, EMBEDDING):

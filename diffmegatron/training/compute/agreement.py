@@ -36,7 +36,7 @@ def agree(
     writing: bool,
     parallel_state: ParallelState,
 ) -> Agreement:
-    """Return the maximum of each value over all ranks; called on all ranks.
+    """Return the maximum of each value over all ranks; every rank must call this function.
 
     The loss and the norm are already reduced within process groups, but the results of two groups
     may differ in the last bit. All ranks need equal values, because ranks that decide differently
@@ -63,10 +63,12 @@ def agree(
 
 
 class StepCheck:
-    """Callback for the optimizer step: agrees on the step with all ranks, then calls the guard.
+    """Callback with which the optimizer step asks whether it may update the weights.
+
+    It reduces the step's values over all ranks, and then calls the guard against loss spikes.
 
     Args:
-        guard: guard of the run.
+        guard: guard of the run, which decides whether the step is applied.
         agree_on: function that reduces the step's values over all ranks, given the gradient norm.
     """
 
@@ -75,7 +77,9 @@ class StepCheck:
         self._result: tuple[Agreement, StepDecision] | None = None
 
     def allow(self, gradient_norm: Tensor) -> bool:
-        """Return whether the optimizer may update the weights; called once per step on every rank.
+        """Return whether the optimizer may update the weights.
+
+        Every rank must call this method once per step.
 
         Args:
             gradient_norm: gradient norm before clipping, 0-dim float32.

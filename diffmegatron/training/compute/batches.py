@@ -28,9 +28,9 @@ def verify_sources(
     parallel_state: ParallelState,
     extend_limit: Callable[[], AbstractContextManager[None]],
 ) -> None:
-    """Compare the hash of every data file with its manifest; called on all ranks.
+    """Compare the hash of every data file with its manifest; every rank must call this function.
 
-    Does nothing unless ``data.verify`` is ``"hashes"``. Each rank hashes some of the files. All
+    It has no effect unless ``data.verify`` is ``"hashes"``. Each rank hashes some of the files. All
     ranks synchronize after each gibibyte, because a rank that waited until another rank has hashed
     a terabyte would exceed the time limit of a collective.
 

@@ -104,7 +104,7 @@ def forward_only(
 
 
 def token_losses(network: Network, batch: Batch, parallel_state: ParallelState) -> Tensor:
-    """Return the loss of every token of a batch; called on all ranks.
+    """Return the loss of every token of a batch; every rank must call this function.
 
     Args:
         network: network of this rank.
@@ -118,7 +118,9 @@ def token_losses(network: Network, batch: Batch, parallel_state: ParallelState) 
 
 
 def next_tokens(network: Network, batch: Batch, parallel_state: ParallelState) -> Tensor:
-    """Return the id of the most likely next token at every position; called on all ranks.
+    """Return the id of the most likely next token at every position.
+
+    Every rank must call this function.
 
     Args:
         network: network of this rank.
@@ -178,7 +180,7 @@ def _on_all_ranks(
     """Return the last pipeline stage's values of the unsharded sequences, on every rank.
 
     The last stage gathers the context-parallel shards and broadcasts the result to the other
-    stages. Then the first rank of each data-parallel group broadcasts its result to the group.
+    stages. Finally the first rank of each data-parallel group broadcasts its result to the group.
 
     Args:
         own: values of this rank's sequence shards [b, s]; None before the last stage.
@@ -276,8 +278,9 @@ def _pipeline(
 ) -> list[Tensor]:
     """Run Megatron's 1F1B schedule, interleaved if the network has several virtual stages.
 
-    The schedule is given the network and not DeepSpeed's engine, because the schedule reads the
-    attribute ``config``. The network's ``config`` is Megatron's, the engine's is DeepSpeed's.
+    The schedule runs the network itself and not DeepSpeed's engine, because it needs an attribute
+    ``config`` with Megatron's configuration. The network has it; the ``config`` of the engine is
+    DeepSpeed's.
 
     Args:
         network: this rank's virtual pipeline stages.
