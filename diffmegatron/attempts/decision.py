@@ -64,9 +64,10 @@ def decide(
     The first rule that applies decides:
 
     1. If a rank ended with a mistake in the user's input, the cause is a mistake.
-    2. If a rank has exit status 75 and has saved, the attempt was stopped. All ranks save together,
-       so failures after the save do not matter. A rank with status 75 that had nothing to save has
-       the same effect, but only if no other rank crashed.
+    2. If a rank received a stop signal and saved a checkpoint (exit status 75), the attempt was
+       stopped. All ranks save together, so failures after the save do not matter. If ranks with
+       status 75 were stopped before there was anything to save, the attempt was also stopped, but
+       only if no signal other than a stop signal killed a rank.
     3. If a rank failed the preflight checks of its node, the cause is a fault of this node.
     4. If the job was killed and some ranks recorded no end, the attempt is lost, unless a signal
        killed one of the recorded ranks. A rank that failed without a signal is ignored here,
@@ -81,7 +82,9 @@ def decide(
         host_of: function that returns the host of a rank; used for ranks that recorded no end.
         was_killed: whether the job was killed before all ranks had ended.
     """
-    if was_killed:  # Some shells outlive their killed ranks and record the SIGKILL of the job.
+    if was_killed:
+        # Ignore ranks that SIGKILL ended, because Slurm kills the ranks of a killed job with it. A
+        # rank's shell can outlive the rank, and then records this.
         ends = _select(ends, lambda end: end.status != _SIGNAL + signal.SIGKILL)
     mistakes = _select(ends, lambda end: end.status == UserError.exit_status)
     if mistakes:
@@ -102,7 +105,8 @@ def decide(
     absent = tuple(sorted({host_of(rank) for rank in missing} - {""}))
     failed = _select(ends, lambda end: end.status not in {0, EXIT_STOPPED, *_STOP_STATUSES})
     if was_killed and missing and not _select(failed, lambda end: end.status > _SIGNAL):
-        # If recorded ranks failed too, the node of the missing ranks died and so ended the job.
+        # If recorded ranks failed too, the node of the missing ranks died, which ended the job, so
+        # their hosts are blamed. If no recorded rank failed, no host is blamed.
         reason = f"the job ended before {_list_ranks(missing)}"
         return Decision(Cause.LOST, reason, absent if failed and 2 * len(missing) <= ranks else ())
     unmet = _select(failed, lambda end: end.status == MachineError.exit_status)

@@ -54,6 +54,9 @@ class Facts(Section):
 class Attempt(Section):
     """One entry of the ledger.
 
+    A recipe can describe several stages, which are trained one after the other. Without stages, the
+    whole run is the only stage.
+
     Attributes:
         number: number of the attempt, counted from 1.
         facts: facts known at the beginning.
@@ -70,8 +73,9 @@ class Attempt(Section):
         reason: one sentence about the end.
         hosts: hosts of the ranks that caused a fault.
         unfit: hosts among ``hosts`` that failed the preflight checks.
-        stragglers: hosts of ranks that were much slower than most ranks in more than half of the
-            reports on working time.
+        stragglers: hosts of slow ranks. A report compares the working times of the ranks every few
+            steps. A rank is slow if it was much slower than most ranks in more than half of the
+            reports.
         first_step: first step of the attempt in the last stage that it trained.
         last_step: last step of the attempt in the last stage that it trained.
         saved: saved progress at the end, in the unit of ``saved_at_start``.
@@ -330,7 +334,7 @@ def ledger_of(recipes: Sequence[Recipe]) -> Ledger:
     """Return the ledger of a run: in its ``run_dir``, or in the common parent folder of its stages.
 
     Args:
-        recipes: stages of the run; a recipe without stages has one.
+        recipes: one recipe per stage; only one for a run without stages.
     """
     first = Path(recipes[0].run_dir)
     return Ledger(first if len(recipes) == 1 else first.parent)

@@ -20,8 +20,8 @@ from diffmegatron.config.tensors import (
 )
 from diffmegatron.files import shorten
 
-# More layers than any network that uses patterns. Every pattern is compared with every tensor, so
-# this bounds the time of the checks.
+# Largest number of layers of a recipe with patterns. Every pattern is compared with every tensor,
+# so this limits the time of the checks.
 MAX_LAYERS = 1024
 
 
@@ -31,7 +31,7 @@ def trains_everything(recipe: RecipeSections) -> bool:
 
 
 def trained_parts(tensor: NamedTensor, recipe: RecipeSections) -> tuple[str, ...]:
-    """Return which fused parts of a tensor are trained.
+    """Return which fused parts of a tensor (such as q, k and v of ``linear_qkv``) are trained.
 
     Returns:
         Names from :attr:`NamedTensor.parts`; ("",) for a trained tensor that is not fused; () for a
@@ -67,10 +67,12 @@ def learning_rate_factor(name: str, recipe: RecipeSections) -> float:
 
 
 def without_replaced_patterns(optimizer: OptimizerConfig, model: ModelConfig) -> OptimizerConfig:
-    """Remove the patterns that match only tensors which ``model.baseline`` has removed.
+    """Remove the patterns that match only tensors of the attention that was replaced.
 
-    A recipe can therefore be trained with and without ``model.baseline``. A pattern that matches no
-    tensor of the two networks is kept here; :func:`check_trainable` refuses it.
+    ``model.baseline`` replaces a recipe's attention by that of the Transformer to compare with. The
+    new network lacks some tensors of the original one. Patterns that match only such tensors are
+    removed, so that the same recipe is valid with and without ``model.baseline``. A pattern that
+    matches no tensor of either network is kept here, and :func:`check_trainable` refuses it.
     """
     if model.replaced is None or model.num_layers > MAX_LAYERS:
         return optimizer

@@ -100,7 +100,8 @@ def check_served(
                 "not support; run it with --engine transformers"
             )
     for target in targets:
-        # A model type without a variant in this package may be supported by vLLM.
+        # Variants that subtract two attention maps (map_pairs) are refused. vLLM may support a
+        # model type without a variant in this package.
         has_variant = of_model_type(target.config.model_type) is not None
         layers = target.config.num_hidden_layers
         if has_variant and any(kind.map_pairs for kind, _ in target.variant.by_kind(layers)):

@@ -67,7 +67,8 @@ def _remove_left(out: Path) -> None:
 def _locked(directory: Path, *, wait: bool = True) -> Iterator[bool]:
     """Lock a directory (flock) for the duration of the context, and yield whether this succeeded.
 
-    It never succeeds on a file system without locks, so nothing is removed there.
+    On a file system without locks it always yields False, so directories that killed processes left
+    behind are not removed there.
     """
     descriptor = os.open(directory, os.O_RDONLY)
     try:

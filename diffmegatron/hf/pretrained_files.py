@@ -1,8 +1,8 @@
 """Files of the pretrained model that a run started from: config.json, tokenizer and dtypes.
 
 ``diffmegatron import`` copies the model's files, except the weights, into the folder that the
-recipe names as ``data.tokenizer``. It adds ``dtypes.json``, which distinguishes this folder from
-that of a mere tokenizer.
+recipe names as ``data.tokenizer``. It adds ``dtypes.json``. A tokenizer folder without this file is
+not the copy of a pretrained model.
 """
 
 import shutil
@@ -32,7 +32,7 @@ class Dtypes(BaseModel):
 
     Attributes:
         usual: most frequent dtype of the model's tensors.
-        others: dtypes of all other tensors, by tensor name.
+        others: dtype by tensor name, of the tensors whose dtype is not ``usual``.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -81,7 +81,7 @@ class Original:
 
 
 def keep_original(source: Source, folder: Path) -> None:
-    """Copy a model's files except its weights into a new folder, and record their dtypes.
+    """Copy a model's files except its weights into a new folder, and record the weights' dtypes.
 
     Raises:
         UserError: a file cannot be copied.

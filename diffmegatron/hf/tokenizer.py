@@ -120,7 +120,7 @@ def write_tokenizer(
 def _write_copied(tokenizer: HuggingFaceTokenizer, directory: Path, *, chat: bool) -> None:
     copy_tokenizer(tokenizer.folder, directory)
     config = read_json(directory / CONFIG, dict[str, Any]) | {"padding_side": "left"}
-    # Training used only tokenizer.json, and the code that auto_map names is not copied.
+    # Remove auto_map, because the code that it names is not copied. Training did not use that code.
     config.pop("auto_map", None)
     if chat:
         # The folder's own template gives other ids than those that the run was trained on.
@@ -156,7 +156,8 @@ def _give_template(
     tokenizer: HuggingFaceTokenizer, config: dict[str, Any], directory: Path
 ) -> bool:
     """Add the chat template to copied files; remove it and return False if its ids are wrong."""
-    # Other classes rebuild parts of tokenizer.json and would lose the split.
+    # Name the class that uses tokenizer.json unchanged. Other classes rebuild parts of it, and
+    # would lose the split around responses that split_responses adds.
     _write_config(config | {"tokenizer_class": _CLASS}, directory)
     changed = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
     split_responses(changed)
@@ -191,14 +192,15 @@ def copy_tokenizer(source: Path, directory: Path) -> None:
 def convert(encoding: tiktoken.Encoding) -> tokenizers.Tokenizer:
     """Convert an encoding to byte-level BPE of the ``tokenizers`` library, with the same ids.
 
-    The encoding's pattern splits text into pieces of bytes. The merges of a token are all pairs of
-    tokens whose bytes it joins. tiktoken merges in the order of the joined token's rank, so the
-    merges are sorted by this rank.
+    The encoding's pattern splits text into pieces of bytes. tiktoken has no list of merges: it
+    joins two tokens if their joined bytes are a token, lowest rank of the joined token first. The
+    list here therefore contains, for every token in the order of rank, all pairs of tokens whose
+    joined bytes are this token.
     """
     ranks: dict[bytes, int] = encoding._mergeable_ranks
     special: dict[str, int] = encoding._special_tokens
-    # The BPE model needs the special tokens in its vocabulary: added tokens get consecutive ids,
-    # without the encoding's gap before them.
+    # Put the special tokens into the vocabulary with their ids. As added tokens outside the
+    # vocabulary they would get the next free ids, without the gap of the encoding before them.
     vocabulary = {_visible(token): rank for token, rank in ranks.items()} | special
     # With ignore_merges, a piece that is a token is not merged, as in tiktoken.
     tokenizer = tokenizers.Tokenizer(models.BPE(vocabulary, _merges(ranks), ignore_merges=True))

@@ -6,8 +6,8 @@ needs no copy. DeepSpeed's own reduction copies the gradients:
 - In bf16 it concatenates all gradients of the rank (``buffered_allreduce_fallback`` in
   runtime/engine.py).
 - In float32 it copies every gradient into a bucket, back, and into two more buffers
-  (``reduce_gradients`` in runtime/zero/stage_1_and_2.py). On a CPU this is most of the time of a
-  small update.
+  (``reduce_gradients`` in runtime/zero/stage_1_and_2.py). On a CPU these copies are most of the
+  time of an update of a small model.
 """
 
 from collections.abc import Iterator, Sequence
@@ -54,7 +54,7 @@ class FlatGradients(Protocol):
         """Assign the reduced gradients to the attributes that DeepSpeed's step reads."""
 
     def reset(self) -> None:
-        """Set the gradients to zero; called after DeepSpeed's step."""
+        """Set the gradients to zero, after DeepSpeed's step has used them."""
 
 
 def flat_gradients(zero_optimizer: Any) -> FlatGradients | None:

@@ -44,7 +44,7 @@ class ExactValues:
     def refresh(self) -> None:
         """Set ``exact`` of all parameters from the partitioned master weights, in one all-reduce.
 
-        Called on all ranks after the master weights have changed.
+        All ranks must call this method after the master weights have changed.
         """
         if not self._parameters:
             return

@@ -47,7 +47,7 @@ class FrozenWeights:
     def refresh(self) -> None:
         """Copy every rank's range to all ranks, so that their weights are equal.
 
-        Called on all ranks after values were written to :meth:`ranges`.
+        All ranks must call this method after values were written to the views of :meth:`ranges`.
         """
         for parameter in self._parameters:
             weight = _full_weight(parameter)

@@ -1,8 +1,9 @@
 """The guard, which decides from loss and gradient norm whether a training step is applied.
 
 - A step is finite if its loss and gradient norm are finite. Other steps are never applied.
-- A spike is a step whose loss or gradient norm is far above those of recent steps. Depending on
-  ``guard.spikes``, such a step is applied (and recorded or not), or skipped.
+- A spike is a step whose loss or gradient norm is far above those of recent steps.
+  ``guard.spikes`` of the recipe selects whether spikes are ignored, applied and recorded, or
+  skipped.
 - After several skipped steps in a row, the run rolls back to a checkpoint or stops. PaLM (Chowdhery
   et al. 2022, section 5.1) also restarts before a spike and skips its batches.
 
@@ -19,8 +20,8 @@ from typing import Any
 from diffmegatron.config.recovery_config import GuardConfig
 
 # Lower bound of the standard deviation, as a fraction of the mean. If the recent values are nearly
-# constant, their standard deviation is only rounding error. Without the bound, a deviation of 1% of
-# the mean would then count as a spike.
+# constant, their standard deviation is only rounding error. Without the bound, even a change of 1%
+# of the mean would then be many standard deviations, and count as a spike.
 _LEAST_SPREAD = 0.01
 
 
@@ -70,7 +71,7 @@ class Guard:
         self.rollbacks = 0
 
     def decide(self, loss: float, gradient_norm: float) -> StepDecision:
-        """Decide whether a step is applied; called before the optimizer changes anything.
+        """Decide whether a step is applied, before the optimizer changes anything.
 
         Loss and gradient norm of an applied step are added to the recent steps.
         """

@@ -12,7 +12,8 @@ from diffmegatron.plan.rank_layout import Layout, ranks_in_words
 from diffmegatron.plan.summary import Plan
 
 _SECONDS_PER_DAY = 86_400
-# For a run on a GPU that is shorter than this, no time is printed. Its recipe is sized for a CPU.
+# If the estimated time of a run on a GPU is shorter than this, it is not printed, because the
+# recipe is sized for a CPU.
 _SHORT_RUN_SECONDS = 60
 # Names of the rows in the traffic table, by attribute of Traffic.
 TRAFFIC = {
@@ -23,7 +24,8 @@ TRAFFIC = {
     "weights": "ZeRO, weights",
 }
 
-# Names of the parts of a plan that are not printed again if the previous stage has equal values.
+# Names of the parts of a plan. If a recipe has several training stages, a part is not printed again
+# if it equals that of the previous stage.
 _NETWORK, _MEMORY, _TRAFFIC = "the network", "memory per rank", "what is sent"
 _ASSUMPTIONS = "assumptions"
 

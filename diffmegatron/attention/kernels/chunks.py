@@ -1,13 +1,18 @@
 """Attention between chunks of a longer sequence, forward and backward, for a ring of ranks.
 
+A *map* is softmax(Q K^T). A call has one map, or the two maps of differential attention. Shapes use
+the symbols of `maps`: batch b, queries s, keys t, heads h of the first map, width d of a query,
+width e of a value.
+
 The forward pass returns the output and the log-sum-exp (lse) of each map over one chunk of keys,
 and `merge_maps` merges the chunks.
 
-The backward pass of a chunk does not repeat its forward pass. It uses the log-sum-exps and the
-deltas (`WholeAttention.deltas`) of attention over *all* keys. The weights of a map are then
-exp(scores - lse), and the gradients of the chunks add up (Liu et al., arXiv 2310.01889, section 3).
-Both maps are computed together, because they share matrix products. This needs 10d multiply-adds
-per pair and head (14d in some backends). A separate backward pass of each map would need 20d.
+The backward pass of a chunk does not repeat its forward pass. It uses two values of attention over
+*all* keys: the log-sum-exps, and the deltas rowsum(gradient * output) (`WholeAttention.deltas`).
+With them, the weights of a map are exp(scores - lse), and the gradients of the chunks add up (Liu
+et al., arXiv 2310.01889, section 3). Both maps are computed together, because they share matrix
+products. This needs 10d multiply-adds per head and (query, key) pair (14d in some backends). A
+separate backward pass of each map would need 20d.
 """
 
 from dataclasses import replace
@@ -83,7 +88,7 @@ def chunk_gradients(
     call = replace(AttentionCall.checked(maps, **options), lambda_=lambda_)
     _check_whole(grad, maps, lambda_, whole)
     compute = _chosen_backend(call, backend).load().chunk_gradients
-    # float64 maps are merged in float64. float32 is enough for the log-sum-exps of other maps.
+    # With float64 inputs the log-sum-exps stay float64; with other inputs float32 is enough.
     wide = torch.promote_types(maps.v.dtype, torch.float32)
     whole = whole._replace(lses=tuple(lse.to(wide) for lse in whole.lses))
     grad = grad.to(torch.promote_types(grad.dtype, maps.v.dtype))

@@ -16,10 +16,10 @@ class Sizes(NamedTuple):
 
     Attributes:
         element: bytes of an element of q, k and v.
-        head_dim: d.
+        head_dim: width d of a query and of a key.
         signal_heads: number of query heads of the first map; in softmax attention, of all query
             heads.
-        noise_heads: number of query heads of the second map, h / r; 0 with one map.
+        noise_heads: number of query heads of the second map; 0 with one map.
         kv_heads: number of heads of keys and of values.
         keys: number t of keys; the mean if queries have different numbers of keys.
         is_deterministic: whether the kernels must sum gradients in a fixed order.
@@ -56,7 +56,8 @@ def default_one_pass(head_dim: int, deterministic: bool) -> bool:
 def triton_work(sizes: Sizes, *, one_pass: bool) -> tuple[int, int]:
     """Return the work of the Triton kernels in the one-pass or the split form.
 
-    The split form computes the scores and dP of each pair twice in the backward pass.
+    In the backward pass, the split form computes two values of each (query, key) pair twice: the
+    score, and the gradient dP of the attention weight.
     """
     if sizes.is_grouped:
         return per_head((3, 3), (7, 7) if one_pass else (10, 10))(sizes)
@@ -74,8 +75,9 @@ def per_head(forward: tuple[int, int], backward: tuple[int, int]) -> Work:
     """Return a function that computes the work of all heads.
 
     Args:
-        forward: multiply-adds per signal head and per noise head, divided by d.
-        backward: the same numbers for the backward pass.
+        forward: multiply-adds of the forward pass per (query, key) pair, divided by ``head_dim``:
+            first of one signal head, then of one noise head.
+        backward: the same two numbers for the backward pass.
     """
 
     def work(sizes: Sizes) -> tuple[int, int]:
@@ -138,7 +140,7 @@ def four_calls(sizes: Sizes) -> int:
 def output_and_log_sum_exps(sizes: Sizes) -> int:
     """Return the bytes of one map's output and log-sum-exps, as FlexAttention saves them.
 
-    The result is a copy of the saved output.
+    The saved output takes memory in addition to the result, because the result is a copy of it.
     """
     return sizes.element * sizes.head_dim * sizes.signal_heads + log_sum_exps(sizes)
 

@@ -32,13 +32,14 @@ FLOAT32 = 4
 # Methods that define the computation of a layer, and methods that map it to Hugging Face.
 COMPUTATION = ("normalize_qk", "gate", "forward", "current_lambda")
 EXPORT = ("hugging_face", "weight_rules", "layer_rules")
-# Name of the bias of the first projection, the only declared parameter that belongs to one.
+# Name of the bias of the first projection. All other parameters that a kind declares are outside
+# the two projections.
 QKV_BIAS = "linear_qkv.bias"
 ContextCommunication = Literal["ring", "all_gather", "ulysses"]
 
 
 Layers = tuple[range, ...]
-"""Ranges of layer numbers, which begin at 0."""
+"""Ranges of layer numbers; the first layer has number 0."""
 
 
 def overlap(some: range, others: range) -> int:
@@ -95,8 +96,8 @@ class Kernels:
         keys: number of keys in a row of scores, averaged over the rank's queries. With packed
             documents a row has the keys of the whole microbatch.
         has_mask: whether attention needs a mask that torch's ``is_causal`` cannot express. This is
-            the case with packed documents, and with an all-gather, where the queries of a call have
-            the last positions of its keys.
+            the case with packed documents, and with an all-gather: its queries have the last
+            positions of the keys, but ``is_causal`` aligns the first query with the first key.
         recomputes_core: whether the backward pass computes attention again from q, k and v.
     """
 
@@ -117,9 +118,9 @@ class Kernels:
         """
         if self.communication != "all_gather":
             return 1.0
-        # Of the 2 P chunks of a sequence, rank r has the queries of chunks r and 2 P - 1 - r. It
-        # attends to r + 1 and to 2 P - r chunks of keys, which is 2 P + 1 for two chunks of
-        # queries.
+        # With P context-parallel ranks a sequence has 2 P chunks. Rank r has the queries of chunks
+        # r and 2 P - 1 - r. They attend to r + 1 and to 2 P - r chunks of keys. The sum is 2 P + 1
+        # chunks of keys for two chunks of queries.
         return (2 * self.context + 1) / 2
 
     def softmax_keys(self, heads: Heads, backend: Backend) -> float:
@@ -137,8 +138,9 @@ class Kernels:
 class Variant(Section, ABC):
     """A kind of attention and its sizes: the section ``model.attention`` of a recipe.
 
-    ``num_heads`` and ``num_kv_heads`` count heads of that kind. If either ``num_heads`` or
-    ``head_dim`` is missing, it is chosen so that the heads' outputs fill ``hidden_size``.
+    What ``num_heads`` and ``num_kv_heads`` count depends on the kind: a differential head has two
+    maps and is one head. If either ``num_heads`` or ``head_dim`` is missing, it is chosen so that
+    the heads' outputs fill ``hidden_size``.
 
     Attributes:
         title: name of a network of this kind, for reports.
@@ -171,7 +173,8 @@ class Variant(Section, ABC):
 
         Args:
             section: section of the recipe.
-            may_be_missing: accept a file that does not exist yet, and use :attr:`assumption`.
+            may_be_missing: accept a file that does not exist yet. Values are then assumed in its
+                place, and :attr:`assumption` describes them.
 
         Raises:
             UserError: a file cannot be read, or has an unexpected content.
@@ -197,7 +200,8 @@ class Variant(Section, ABC):
                     f"model.attention.{name} {size}; give one that divides it, or {missing} too"
                 )
             sizes[missing] = hidden_size // (self.output_width * size)
-        # A group of signal heads and its noise head must share a key-value head.
+        # By default each group of ``ratio`` signal heads has its own key-value head. More are not
+        # possible, because a group and its noise head share one.
         kv_heads = self.num_kv_heads or max(1, sizes["num_heads"] // self.ratio)
         sized = self.model_copy(update=sizes | {"num_kv_heads": kv_heads})
         sized.check()

@@ -81,7 +81,7 @@ class Unselected:
 def _heads_schema(_: Any, schema_of: GetCoreSchemaHandler) -> CoreSchema:
     """Return a schema that checks heads and accepts `Unselected`.
 
-    A plain union of both types would list both in the error.
+    With a plain union of both types, pydantic's error would have a message for each of them.
     """
 
     def check(value: Any, check_heads: Callable[[Any], Heads]) -> Heads | Unselected:
@@ -126,8 +126,9 @@ class Dex(Softmax):
     name a file that ``diffmegatron dex select`` wrote; the resolved recipe then contains the
     numbers from the file. If the file is missing, ``plan`` counts ``SHARE`` of every layer's heads.
     ``annealing_steps`` is T. With null, lambda is lambda_learn from the first step, for example to
-    continue after the annealing. lambda_learn starts at ``lambda_learn_init``. If lambda_learn and
-    W_D were both zero at the start, only the annealed term could change them.
+    continue after the annealing. lambda_learn starts at ``lambda_learn_init``, which should not be
+    zero if W_D starts at zero: the gradient of lambda_learn is proportional to W_D, and the
+    gradient of W_D to lambda. With both zero, only the annealed term of lambda could change them.
     """
 
     can_mix: ClassVar[bool] = False
@@ -139,7 +140,7 @@ class Dex(Softmax):
     lambda_learn_init: float = 0.1
 
     title: ClassVar[str] = "Transformer with DEX"
-    # An export is softmax attention, and an import reads it as softmax attention.
+    # Empty, because an export of this kind is plain softmax attention and is imported as such.
     model_types: ClassVar[tuple[str, ...]] = ()
     free_keys: ClassVar[frozenset[str]] = frozenset(
         {"annealing_steps", "projection_init", "lambda_learn_init", "selected_on"}
@@ -282,10 +283,10 @@ class Dex(Softmax):
     ) -> "Tensor":
         """Return O' = O - lambda O W_D of the selected heads, and O of the others.
 
-        The heads are split into runs, because gathering by an index would copy the index to the
-        device in every layer. A rank without selected heads computes the term for no heads. Its
-        contribution to the gradient of W_D is then zero, but it has to take part in the sum over
-        ranks.
+        The heads are split into runs of neighbours that are all selected or all unselected.
+        Gathering the selected heads by an index would copy the index to the device in every layer.
+        A rank without selected heads computes the term for zero heads: the gradient of W_D is
+        summed over all ranks, so every rank must have one, even if it is zero.
 
         Returns:
             [b, s, num_heads, d].
@@ -294,8 +295,8 @@ class Dex(Softmax):
 
         heads = super().forward(layer, context, query, key, value, gate)
         lengths = self._runs(layer)
-        # Compute in [s, b, ...], so that the gradient of W_D sums tokens in the order of the
-        # sequence.
+        # The gradient of W_D is a sum over tokens, and its rounding depends on their order. Compute
+        # in [s, b, ...], so that tokens are in order of their position, as elsewhere in the layer.
         parts = list(heads.transpose(0, 1).split(lengths, dim=2))
         selected = torch.cat(parts[1::2], dim=2)
         projection = (self.current_lambda(layer) * layer.parameter(PROJECTION)).to(selected.dtype)

@@ -69,10 +69,18 @@ def qkv(
 ) -> WeightRule:
     """Return the rule that splits ``linear_qkv`` into ``q_proj``, ``k_proj`` and ``v_proj``.
 
-    ``Heads.rows`` describes the runs of heads in a block of ``linear_qkv``. A projection has the
-    first run of its kind from all blocks, then the second run from all blocks. With
-    ``paired_values``, ``v_proj`` instead has all values of the first block, then all values of the
-    second block.
+    ``linear_qkv`` consists of blocks, and a block of runs of query, key or value heads
+    (``Heads.rows``). A block can have several runs of queries. ``q_proj`` then has the first run of
+    queries of every block, followed by the second run of every block. The same holds for ``k_proj``
+    and ``v_proj``. With ``paired_values``, ``v_proj`` instead has all values of the first block,
+    then all values of the second block, and so on.
+
+    Args:
+        ours: prefix of our weights.
+        theirs: prefix of Hugging Face's weights.
+        heads: layout of ``linear_qkv``.
+        hidden_size: hidden size of the network.
+        paired_values: whether ``v_proj`` has the values block by block.
     """
     d = heads.head_dim
     sizes = {"q": heads.queries, "k": heads.keys, "v": heads.keys}

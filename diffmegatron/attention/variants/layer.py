@@ -41,10 +41,11 @@ class Layer(Protocol):
 class Context(Protocol):
     """Causal attention to the whole sequence, on one device or on several ranks.
 
-    If one device has the whole sequence, its methods are the functions of
-    :mod:`diffmegatron.attention.kernels.api`. Otherwise
+    If one device has the whole sequence, the methods are the functions of
+    :mod:`diffmegatron.attention.kernels.api`. With context parallelism,
     :mod:`diffmegatron.attention.context_parallel.whole_sequence` adds the communication. All
-    tensors are `[b, s, heads, width]` of this rank's shard of the sequence.
+    tensors are `[b, s, heads, width]` of this rank's shard of the sequence, with b sequences and s
+    positions. d is the width of a query, and h the number of heads of Q1.
     """
 
     def softmax_attention(self, q: "Tensor", k: "Tensor", v: "Tensor", /) -> "Tensor":

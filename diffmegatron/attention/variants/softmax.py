@@ -1,4 +1,4 @@
-"""softmax(Q K^T / sqrt(d)) V: the Transformer's attention, and the baseline of every variant."""
+"""softmax(Q K^T / sqrt(d)) V: the Transformer's attention, and the baseline of all variants."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
@@ -34,7 +34,7 @@ _SEED_OSS = {
 
 
 class Softmax(Variant):
-    """Heads of ``head_dim``; ``num_heads / num_kv_heads`` heads share keys and values.
+    """Softmax attention; ``num_heads / num_kv_heads`` query heads share a key-value head.
 
     ``qkv_bias`` adds a bias to queries, keys and values, as in Qwen2 and Qwen2.5. ``qk_norm``
     applies an RMSNorm to each query and each key before their rotation, as in Qwen3.
@@ -79,8 +79,10 @@ class Softmax(Variant):
     def saved_bytes(self, kernels: Kernels) -> tuple[float, float]:
         """Return the bytes of q, keys, values and the input of the output projection.
 
-        On one rank the values are a view of the fused projection, which stays in memory as a whole
-        beside rotated q and k. The kernel's output is the output projection's input.
+        Without context parallelism, v is a view of the output of the fused q, k and v projection.
+        The whole output therefore stays in memory, in addition to the rotated q and k. The kernel's
+        output is counted once, because it is also the input of the output projection, except where
+        that input is a copy.
         """
         heads, element, backend = self.heads, kernels.element, SOFTMAX[kernels.backend]
         queries = element * heads.query_channels
@@ -90,8 +92,8 @@ class Softmax(Variant):
             projected += queries + element * heads.key_channels
         is_copied = kernels.communication in ("all_gather", "ulysses")
         if is_copied or (kernels.has_mask and backend.saves_bias):
-            # The output projection's input is a copy, so the kernel's own output stays in memory
-            # too.
+            # The input of the output projection is a copy of the kernel's output, and both stay in
+            # memory.
             core += queries
         if self.qk_norm:
             projected += self._qk_norm_bytes(kernels)
@@ -156,15 +158,17 @@ class Softmax(Variant):
         from diffmegatron.attention.kernels.api import HeadwiseNorm
 
         norm = HeadwiseNorm(layer.parameter("head_norm"), layer.norm_eps, 1.0)
-        # Norm in [s, b, ...], so that the gradient of the weight sums tokens in the order of the
-        # sequence.
+        # The gradient of the norm's weight is a sum over tokens, and its rounding depends on their
+        # order. Compute the norm in [s, b, ...], so that tokens are in order of their position, as
+        # elsewhere in the layer.
         return norm.apply_to(heads.transpose(0, 1)).transpose(0, 1)
 
     def hugging_face(self, hidden_size: int) -> hf.HuggingFace:
         """Return the class that computes these settings: Qwen3, SeedOss, Mistral, or Llama.
 
-        Qwen2 has the same biases as SeedOss, but transformers 5 always builds Qwen's tokenizer for
-        it, which gives other ids. Its heads also have to fill the hidden size.
+        For ``qkv_bias`` the class is SeedOss. Qwen2 has the same biases, but transformers 5 always
+        builds Qwen's own tokenizer for a Qwen2 model, which gives other ids than the run's
+        tokenizer. The heads of Qwen2 also have to fill the hidden size.
 
         Raises:
             UserError: no class computes these settings.
@@ -185,7 +189,8 @@ class Softmax(Variant):
         }
         own = {"head_dim": self.head_dim}
         if self.qkv_bias:
-            # Qwen2's configuration class does not define this key, but its model reads it.
+            # Write head_dim only if needed. A Qwen2 model computes from these keys too (``also``).
+            # Its configuration class does not define head_dim, but its model reads it.
             if self.num_heads * self.head_dim != hidden_size:
                 config |= own
             return hf.HuggingFace(

@@ -1,8 +1,9 @@
 """``diffmegatron data merge``: join the parts that ``prepare --part`` wrote into one corpus.
 
-The merge writes ``PREFIX.idx`` and ``PREFIX.json``. The index equals the index that a single
-``prepare`` of all inputs writes. The tokens stay in ``PREFIX.parts``. They are read once, to verify
-the checksum of each part and to compute the checksum of all tokens.
+The merge writes only ``PREFIX.idx`` and ``PREFIX.json``. The index equals the index that a single
+``prepare`` of all inputs writes. The tokens are not copied: the merged corpus uses the token files
+of the parts in the folder ``PREFIX.parts``. The merge reads these files once, to verify the
+checksum of each part and to compute the checksum of all tokens.
 """
 
 import hashlib
@@ -133,9 +134,10 @@ def _check_alike(prefix: Path, parts: Sequence[Part], manifests: Sequence[Manife
 
 
 def _check_cuts(prefix: Path, manifests: Sequence[Manifest]) -> None:
-    """Check that, in each file that was cut, the next part begins where the part before it ends.
+    """Check that consecutive parts fit together in each input file that was cut between parts.
 
-    This detects an input file that was changed between the preparations of two parts.
+    A part must begin at the byte at which the part before it ends. This detects an input file that
+    was changed between the preparations of two parts.
     """
     expected: tuple[str, int] | None = None
     for record in (record for manifest in manifests for record in manifest.inputs):

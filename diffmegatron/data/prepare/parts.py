@@ -63,7 +63,7 @@ class Part:
 
     @classmethod
     def of_name(cls, name: str) -> Self | None:
-        """Return the part with a :attr:`name`; None if the name is not that of a part."""
+        """Return the part whose :attr:`name` is ``name``; None if it is not the name of a part."""
         found = _NAME.fullmatch(name)
         return cls(*map(int, found.groups())) if found else None
 

@@ -1,4 +1,9 @@
-"""Encode a corpus from the last commit to its end, and write the finished files."""
+"""Encode a corpus, or the rest of it after an interruption, and write the finished files.
+
+The files are written in a *journal*, a folder of append-only files. A commit of the journal records
+the lengths of the files and the position in the input. After an interruption, the preparation
+continues from the last commit.
+"""
 
 import dataclasses
 import time
@@ -69,7 +74,7 @@ class Counts:
 
 
 class Identity(Section):
-    """Inputs and settings of a preparation; an unfinished one resumes only if they are equal.
+    """Inputs and settings of a preparation; they must be the same to resume the preparation.
 
     Attributes:
         settings: settings, as recorded in the manifest.
@@ -83,7 +88,7 @@ class Identity(Section):
 
 
 class State(Section):
-    """Progress of a preparation, as committed to its journal.
+    """Progress of a preparation, which each commit of the journal records.
 
     Attributes:
         identity: inputs and settings.
@@ -101,7 +106,7 @@ class State(Section):
 
 
 class Preparation:
-    """Encoder of a corpus, from a committed state of the journal to a finished journal."""
+    """Preparation in progress, which begins at the last committed state of the journal."""
 
     def __init__(
         self,

@@ -12,9 +12,10 @@ from diffmegatron.files import write_picture
 def length_table(samples: Samples) -> str:
     """Return a table of document lengths before and after length up-sampling.
 
-    A row contains, for one source and one power of two of the document length, the number of
-    documents and their share of the tokens: among all documents of the split, and among the
-    documents that are kept. Lengths include the end-of-document token.
+    A row is about the documents of one source whose lengths have the same power of two as lower
+    bound. It contains their number and their share of the tokens, before up-sampling (all documents
+    of the split) and after it (the documents that up-sampling keeps). Lengths include the
+    end-of-document token.
     """
     lines = [
         f"{'':<16} {'tokens,':>9} {'documents':>23} {'share of tokens':>17}",

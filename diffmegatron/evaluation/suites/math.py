@@ -33,7 +33,7 @@ class Mathematics(Suite):
 
     The examples are the first problems of GSM8K's training set. Decoding is greedy. It ends at the
     end-of-document token, at the next question, or after ``answer_tokens`` tokens (1,024 or 16,384
-    in the paper).
+    in Differential Transformer, Ye et al.).
     """
 
     name: ClassVar[str] = "math"
@@ -73,9 +73,9 @@ class Mathematics(Suite):
             for number, each in enumerate(problems):
                 asked = target.encode(f"{before}Question: {each.question}\nAnswer:")
                 ids = [target.start_token, *asked]
-                # Count the first tokens that equal those of the examples alone, which all problems
-                # share. The last one may differ, because the tokenizer may join it with the
-                # question.
+                # Count the first tokens that all prompts share, because their keys and values are
+                # computed only once. These are the tokens of the examples, perhaps without the
+                # last one, which the tokenizer may join with the start of the question.
                 pairs = zip(ids, demonstrated, strict=False)
                 shared = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
                 content = (name, ids, shared, each.answer, each.choices)

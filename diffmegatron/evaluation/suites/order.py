@@ -87,7 +87,10 @@ class Order(Suite):
 
     @override
     def unit(self, key: str, record: Record) -> str:
-        """Return the question as the unit, because it is asked once for each permutation."""
+        """Return the question as the unit that a resample draws for the confidence intervals.
+
+        A question has one item for each permutation, and these items are not independent.
+        """
         return f"{record['task']}/{record['question']}"
 
     @override

@@ -15,9 +15,9 @@ class GroupedDiffConfig(NoiseHeadsConfig):
             noise heads. Each has d = ``head_dim`` channels.
         signal_per_noise: r, number of signal heads that share a noise head. r = 1 is the
             Differential Transformer.
-        num_key_value_heads: number of key heads with d channels, 2 h_kv: each of the h_kv
-            differential key-value heads has two keys of d channels and one value of 2d channels.
-            The output of a head also has 2d channels. h_kv must divide h / r.
+        num_key_value_heads: number of key heads of d channels each. It is 2 h_kv, because each of
+            the h_kv differential key-value heads has two keys of d channels. Its value, and the
+            output of each signal head, have 2d channels. h_kv must divide h / r.
         lambda_init: "exponential" for 0.8 - 0.6 exp(-0.3 l) in layer l (from 0), or a constant
             between 0 and 1 for all layers.
         lambda_std_dev: standard deviation of the initial values of the lambda vectors.

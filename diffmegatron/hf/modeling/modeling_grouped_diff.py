@@ -64,7 +64,8 @@ FLOAT32 = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2", "subln")
 class NoiseHeads(nn.Module):
     """Attributes that attention functions read from a module, with the values for noise heads.
 
-    There are fewer noise heads than signal heads, so fewer of them share a key-value head.
+    They differ from those of the signal heads in ``num_key_value_groups``, the number of query
+    heads per key-value head, because there are fewer noise heads than signal heads.
     """
 
     def __init__(self, config: GroupedDiffConfig, layer_idx: int) -> None:
@@ -217,8 +218,9 @@ class GroupedDiffPreTrainedModel(LlamaPreTrainedModel):
 
     def post_init(self) -> None:
         """Keep the lambda vectors and the headwise norm in float32, then call Llama's method."""
-        # transformers 4 refuses a name that no parameter has. A model without the norm lacks some
-        # of these names, and Llama's constructor calls this method before all parameters exist.
+        # List only names that parameters have, because transformers 4 refuses others. A model
+        # without the norm lacks some names, and Llama's constructor calls this method before all
+        # parameters exist.
         parts = {part for name, _ in self.named_parameters() for part in name.split(".")}
         self._keep_in_fp32_modules_strict = [name for name in FLOAT32 if name in parts]
         super().post_init()

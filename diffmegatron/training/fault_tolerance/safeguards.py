@@ -28,8 +28,8 @@ _LOCK_PATIENCE_SECONDS = 120.0
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 # A rank can receive the same stop request several times: Slurm signals every process of a step, a
-# terminal signals every process of a job, and torchrun forwards signals to its ranks. Signals
-# within this time count as one request; a later signal is a second request.
+# terminal signals every process of its foreground job, and torchrun forwards signals to its ranks.
+# Signals within this time count as one request; a later signal is a second request.
 _ONE_REQUEST_SECONDS = 5.0
 # The time for Ctrl-C (SIGINT) is shorter, because a person waits at the keyboard.
 _ONE_INTERRUPT_SECONDS = 1.0
@@ -73,8 +73,8 @@ def check_not_a_file(run_dir: Path) -> None:
 def exit_on_stop_signal(record: RankRecord) -> Iterator[None]:
     """End the process with exit status 75 if a stop signal arrives inside the context.
 
-    Used at the start of a process, for the import of torch and everything else before
-    :class:`StopRequest` is entered. At that time there is nothing to save.
+    This context is for the start of a process, from before the import of torch until
+    :class:`StopRequest` is entered. During this time there is nothing to save.
 
     Args:
         record: record of this rank for the job script, which receives the reason of the end.
@@ -243,7 +243,7 @@ class Watchdog:
     def restart_timer(self) -> None:
         """Restart the timer with the limit ``watchdog.step_seconds``.
 
-        Called after each step and each batch of an evaluation.
+        The training loop calls this after each step and after each batch of an evaluation.
         """
         self._limit = self._config.step_seconds
         self._arm()

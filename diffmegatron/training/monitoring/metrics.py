@@ -102,7 +102,7 @@ class _TensorBoardEvents:
         return log_write_errors(self._folder, Exception)
 
     def restart(self, first_step: int) -> None:
-        """Open a new event file; TensorBoard then hides earlier events from ``first_step`` on."""
+        """Open a new event file. TensorBoard then hides older events of ``first_step`` or later."""
         # Import late: the import takes most of a second, and code that only reads metrics does not
         # need it.
         from torch.utils.tensorboard import SummaryWriter

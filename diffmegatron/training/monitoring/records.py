@@ -35,7 +35,7 @@ class Records:
     """A file to which a run appends records, with a buffer for the time when writing fails.
 
     While writing fails, for example because the disk is full, the newest 10,000 records are held
-    in memory. Each new record tries again to write them all. The log gets one line when writing
+    in memory. Each :meth:`append` tries to write all of them. The log gets one line when writing
     begins to fail and one line when it works again.
     """
 

@@ -65,13 +65,13 @@ class SourceLosses:
     def report(self) -> dict[str, float]:
         """Return the metrics of all sources since the last report, and set all sums to 0.
 
-        Called on all ranks; the result is the same on every rank.
+        All ranks must call this method, and all get the same result.
 
         Returns:
             Two metrics per source: ``train/loss_tokens/SOURCE`` is the number of counted tokens,
             and ``train/loss/SOURCE`` is their mean loss (missing if the number is 0). SOURCE is
-            the shortest suffix of the source's path that no other source has. Empty with only one
-            source.
+            the shortest suffix of the source's path that no other source has. With only one source
+            the result is empty.
         """
         if len(self._names) == 1:
             return {}

@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 def starting_checkpoint(
     store: CheckpointStore, recipe: Recipe, parallel_state: ParallelState
 ) -> Checkpoint | None:
-    """Return the checkpoint to resume from, or None for a new run; called on all ranks.
+    """Return the checkpoint to resume from, or None for a new run; all ranks must call this.
 
     Raises:
         UserError: If there are checkpoints but the run cannot resume: ``checkpoint.resume`` is
@@ -69,7 +69,7 @@ def _check_not_past(checkpoint: Checkpoint, recipe: Recipe) -> None:
 
 
 def open_together(directory: Path, parallel_state: ParallelState) -> Checkpoint:
-    """Open a checkpoint; called on all ranks, and each rank verifies some of the files.
+    """Open a checkpoint on all ranks together; each rank verifies some of the files.
 
     Raises:
         UserError: On all ranks, if at least one rank found a problem. The message is that of the
@@ -87,7 +87,7 @@ def open_together(directory: Path, parallel_state: ParallelState) -> Checkpoint:
 def newest_good(
     store: CheckpointStore, parallel_state: ParallelState, before: int | None = None
 ) -> Checkpoint | None:
-    """Return the newest intact checkpoint, or None if there is none; called on all ranks.
+    """Return the newest intact checkpoint, or None if there is none; all ranks must call this.
 
     A checkpoint is intact if all its files match their hashes. A damaged checkpoint is logged, and
     the next older one is tried.
@@ -98,8 +98,8 @@ def newest_good(
         before: try only checkpoints of steps before this one; None to try all.
 
     Raises:
-        UserError: If ``before`` is None and there are checkpoints, but none is intact. A run that
-            started over without notice would lose its progress.
+        UserError: If ``before`` is None and there are checkpoints, but none is intact. With None as
+            the result, the run would start over, and the user would not notice the lost progress.
     """
     steps = [step for step in _steps(store, parallel_state) if before is None or step < before]
     for step in reversed(steps):
@@ -133,7 +133,7 @@ def _steps(store: CheckpointStore, parallel_state: ParallelState) -> list[int]:
 def rollback_checkpoint(
     store: CheckpointStore, parallel_state: ParallelState, *, no_progress: bool
 ) -> Checkpoint | None:
-    """Return the checkpoint to roll back to, or None if there is none; called on all ranks.
+    """Return the checkpoint to roll back to, or None if there is none; all ranks must call this.
 
     Args:
         store: checkpoints of the run.
@@ -212,7 +212,7 @@ def read_fragments(
     shards: ParameterShards,
     should_skip: Callable[[str], bool] = lambda name: False,
 ) -> None:
-    """Copy tensors of a checkpoint into this rank's part of the weights and the optimizer state.
+    """Copy tensors of a checkpoint into this rank's shards of the weights and optimizer state.
 
     The engine's tensors are overwritten in place. Call ``engine.restore`` afterwards, to apply the
     new values to the network.

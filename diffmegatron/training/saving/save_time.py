@@ -1,7 +1,8 @@
 """Warnings about saves that take too long for Slurm's time limits (no import of torch).
 
-Slurm sends SIGKILL to a process KillWait seconds after SIGTERM. Some seconds before a job reaches
-its time limit, Slurm sends a stop signal.
+There are two limits. After a SIGTERM, Slurm waits KillWait seconds and then sends SIGKILL. Before a
+job reaches its time limit, the run stops by itself or by a stop signal from Slurm, and must save in
+the remaining seconds.
 """
 
 from diffmegatron.parallel.launcher import LaunchEnvironment

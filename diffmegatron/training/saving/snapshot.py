@@ -38,7 +38,8 @@ class HostCopy:
         for name, values in tensors.items():
             if name not in self._buffers:
                 pinned = values.device.type == "cuda"
-                # Files have float32. Frozen weights may have another dtype, that of the network.
+                # Checkpoint files store float32. Frozen weights may have the network's dtype, such
+                # as bf16, and are converted by the copy.
                 dtype = torch.float32 if values.is_floating_point() else values.dtype
                 self._buffers[name] = torch.empty_like(
                     values, dtype=dtype, device="cpu", pin_memory=pinned

@@ -11,8 +11,8 @@ the gradient of O1 - lambda O2. Both maps share dP = dO V^T:
 The backward pass has two forms:
 
 - Split: this kernel computes dK and dV, and the kernel of `backward_dq` computes dQ. Both kernels
-  compute the scores and dP, which together needs 14d multiply-adds per (query, key) pair. The
-  result is deterministic.
+  compute the scores and dP. Together they need 14d multiply-adds per (query, key) pair, where d is
+  the width of a query. The result is deterministic.
 - One-pass: this kernel also adds dQ up in memory by atomic additions. It needs 10d multiply-adds.
   The order of the additions changes from run to run, and so do the last bits of dQ.
 
@@ -230,10 +230,10 @@ def _rows_times_keys(
     TRANSPOSED computes keys rows^T and transposes the result. All products of the loop then read
     the tiles that the loop loads (Q and dO) transposed, and no product reads them directly. If a
     product reads a tile directly, Triton's pipeliner reserves an additional buffer, because the
-    product may still run while the next tile is loaded. Here the loop waits for its products before
-    it loads the next tile. Without the additional buffer, at d = 128 shared memory suffices to load
-    tiles two blocks ahead. Loading one block ahead would not overlap with products, because Triton
-    issues loads at the end of a block.
+    product may still run while the next tile is loaded. This loop does not need that buffer,
+    because it waits for its products before it loads the next tile. Without the additional buffer,
+    at d = 128 shared memory suffices to load tiles two blocks ahead. Loading only one block ahead
+    would not overlap with products, because Triton issues loads at the end of a block.
     """
     if TRANSPOSED:
         product = tl.trans(multiply(keys, tl.trans(rows), ACCUMULATE, INTERPRETED))

@@ -45,7 +45,7 @@ def attend(call: AttentionCall) -> Tensor:
 def attend_in_two_calls(call: AttentionCall) -> Tensor:
     """Compute differential attention by two calls of flex_head_fa with the whole V.
 
-    This is FlashDiffAttn_1, the form that the paper timed.
+    This is FlashDiffAttn_1, the form that Differential Transformer (arXiv 2410.05258) timed.
     """
     return two_calls(plain_attention(load_library("flex_head_fa"), call), call)
 
@@ -53,7 +53,7 @@ def attend_in_two_calls(call: AttentionCall) -> Tensor:
 def attend_in_four_calls(call: AttentionCall) -> Tensor:
     """Compute differential attention by four calls of FlashAttention 2 with halves of V.
 
-    This is FlashDiffAttn_2.
+    This is FlashDiffAttn_2 of Differential Transformer (arXiv 2410.05258).
     """
     return four_calls(plain_attention(load_library("flash_attn"), call), call)
 
