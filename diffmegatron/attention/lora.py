@@ -39,8 +39,8 @@ class LoraColumnParallelLinear(ColumnParallelLinear):
         dtype = self.config.params_dtype
         self.lora_a = _parameter(lora.rank, self.input_size, dtype)
         self.lora_b = _parameter(self.output_size_per_partition, lora.rank, dtype)
-        # Under sequence parallelism a rank's gradient covers only its shard of the sequence.
-        # Because of this mark, optim/tensor_sums.py sums the gradient over the ranks.
+        # Under sequence parallelism a rank's gradient of A covers only its shard of the sequence.
+        # This attribute makes optim/tensor_sums.py sum the gradient over the ranks.
         self.lora_a.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, input_: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, None]:

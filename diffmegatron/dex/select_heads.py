@@ -152,7 +152,8 @@ def _calibration_recipe(
 def _gather_scores(sums: Sums, weight: float, parallel_state: ParallelState) -> Scores:
     """Return the scores of the heads of every layer, the same on every rank.
 
-    The ranks' sums are added in a fixed order: by data-parallel, then by tensor-parallel rank.
+    A score is a weighted mean over all sequences: the sum of all ranks' sums, divided by the sum of
+    their weights. They are added in a fixed order: by data-parallel, then by tensor-parallel rank.
     """
     coordinates = (parallel_state.data_rank, parallel_state.tensor_rank)
     own = {layer: value.tolist() for layer, value in sums.items()}

@@ -336,8 +336,8 @@ class Encoder(TemplateLM):
     def length(self, question: Question) -> int:
         """Return the number of tokens that a question needs, or 0 if the target's context suffices.
 
-        A long prompt is cut at its beginning, and a long text is divided into windows, so only a
-        choice or the space for an answer can be too long.
+        A long prompt is cut at its beginning, and a long text is divided into windows. Only a
+        choice (a continuation to score) or the space for a generated answer can be too long.
         """
         if question.instances[0].request_type == "generate_until":
             needed = max(_decoding(each)["max_gen_toks"] + 1 for each in question.instances)
@@ -367,8 +367,8 @@ class Encoder(TemplateLM):
             pairs = self._pairs(question.arguments)
         else:
             pairs = [pair for (text,) in question.arguments for pair in self._windows(text)]
-        # The network does not read the last token, so context and continuation may together have
-        # one token more than the network's context.
+        # Nothing is predicted after the last token, so the network does not process it. Context and
+        # continuation together may therefore have one token more than the network's context.
         most = [self.context + 1 - len(after) for _, after in pairs]
         cut = any(len(before) > limit for (before, _), limit in zip(pairs, most, strict=True))
         fitting = [

@@ -85,7 +85,8 @@ class Model:
     def answers(self, requests: Sequence[Request]) -> Iterator[tuple[int, Answer]]:
         """Answer requests in batches of similar lengths, the longest first.
 
-        A batch that does not fit into the GPU's memory is halved, and so are all later batches.
+        If a batch does not fit into the GPU's memory, it is divided, and from then on no batch has
+        more than half of its tokens.
 
         Args:
             requests: requests in any order.

@@ -49,7 +49,7 @@ def transformer_config(recipe: Recipe) -> TransformerConfig:
         add_bias_linear=False,
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        # diffmegatron.model.initialize sets the weights, so that every layout has the same ones.
+        # diffmegatron.model.initialize sets the weights, which are the same for every layout.
         perform_initialization=False,
         params_dtype=dtype,
         pipeline_dtype=dtype,
@@ -68,7 +68,8 @@ def transformer_config(recipe: Recipe) -> TransformerConfig:
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
-        # Make the embedding's gradient deterministic. Otherwise CUDA sums it by atomic additions.
+        # Make the embedding's gradient deterministic. Without this mode CUDA sums it by atomic
+        # additions, in an order that changes from run to run.
         deterministic_mode=recipe.training.deterministic,
         # Off without CUDA: with batched sends on gloo, interleaved schedules compute wrong results
         # and raise no error.

@@ -60,7 +60,7 @@ def cross_entropy(
     """Return the loss of each token, [b, s], from this tensor-parallel rank's logits.
 
     Logits of vocabulary padding are excluded from the softmax. A pretrained model was trained
-    without padding, and the padding's logits of 0 would be larger than most of its logits.
+    without padding, and the padding's logits of 0 would be larger than most logits of its tokens.
 
     Args:
         fallback: Megatron-core's cross-entropy, used if the Triton kernel cannot run.

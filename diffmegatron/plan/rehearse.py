@@ -257,7 +257,7 @@ def _trained(recipe: Recipe) -> dict[str, Any]:
     """Return the ``optimizer`` section's settings for trained tensors.
 
     A tensor that the recipe trains in at least one layer is trained in all layers of the tiny
-    network, because layer numbers in the recipe's patterns may not exist there.
+    network, because it may not have the layers whose numbers are in the recipe's patterns.
     """
     if recipe.optimizer.trainable is None:
         return {"lr_multipliers": {}}

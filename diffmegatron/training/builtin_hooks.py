@@ -101,8 +101,8 @@ class GuardHook(Hook):
     def _roll_back(self, run: Run) -> None:
         """Load the newest intact checkpoint, but keep the position in the data.
 
-        Training continues with the batch after the anomalous step. The batches between the
-        checkpoint and that step, which caused the anomaly, are not read again.
+        Training continues with the batch after the anomalous step. The batches from the checkpoint
+        up to that step, which led to the anomaly, are not read again.
         """
         with run.pause():
             run.complete_or_drop_save()

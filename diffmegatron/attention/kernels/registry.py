@@ -1,8 +1,8 @@
-"""The table of backends: the calls that each supports, and its costs.
+"""The table of backends (implementations of attention): the calls that each supports, its costs.
 
-This module does not import torch, because recipes and plans read it. To add a backend, write its
-module, describe it in `BACKENDS`, and add its name to `choose_backend.AUTO_ORDER` if `auto` should
-choose it.
+This module does not import torch, because recipes and plans use it, and do not need torch. To
+add a backend, write its module, describe it in `BACKENDS`, and add its name to
+`choose_backend.AUTO_ORDER` if `auto` should choose it.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,7 +21,8 @@ Op = Literal["differential", "softmax", "subtraction"]
 
 # Operations with their names for messages. "differential" subtracts two attention maps, and its
 # values are twice as wide as the queries. "softmax" has one map, and values as wide as the queries.
-# "subtraction" subtracts the noise heads from the signal heads of a softmax attention's output.
+# "subtraction" divides the heads of a softmax attention's output into signal heads and noise heads,
+# and subtracts the noise heads, times lambda, from the signal heads.
 OPS: dict[Op, str] = {
     "differential": "differential attention",
     "softmax": "softmax attention",

@@ -72,9 +72,9 @@ class DiffV1(Variant):
     h is half the number of heads of the Transformer of the same size, which :meth:`baseline`
     returns. Each of the h_kv = ``num_kv_heads`` key-value heads has two keys of width d =
     ``head_dim`` and one value of width 2d. A layer has four lambda vectors of length d, whose
-    initial values are normally distributed
-    with standard deviation ``lambda_std``, as in the reference code. ``headwise_norm`` is the
-    RMSNorm over each head's output, whose weight all heads share.
+    initial values are normally distributed with standard deviation ``lambda_std``, as in the
+    reference code. ``headwise_norm`` is the RMSNorm over each head's output, whose weight all heads
+    share.
     """
 
     kind: Literal["diff_v1"] = "diff_v1"
@@ -184,7 +184,10 @@ class DiffV1(Variant):
         )
 
     def warnings(self, hidden_size: int, parameters: int, lr: float) -> Iterator[str]:
-        """Warn if the heads seem to be halved twice, or if sizes exceed the paper's."""
+        """Warn if settings differ from those of the paper in a way that is often a mistake.
+
+        ``num_heads`` is half the number of heads of a Transformer, so users may halve it twice.
+        """
         heads = f"model.attention.num_heads {self.num_heads}"
         if self.num_heads < 8:
             yield (
@@ -300,7 +303,7 @@ class DiffV1(Variant):
     @classmethod
     @override
     def from_hugging_face(cls, config: Mapping[str, Any]) -> Self:
-        # The configuration counts the heads of both maps.
+        # The configuration counts the heads of both maps, twice as many as `num_heads`.
         return cls(
             num_heads=config["num_attention_heads"] // 2,
             num_kv_heads=config["num_key_value_heads"] // 2,
@@ -309,7 +312,9 @@ class DiffV1(Variant):
         )
 
     def weight_rules(self, ours: str, theirs: str, hidden_size: int) -> list[hf.WeightRule]:
-        """Return the rules for DiffLlama, where all heads and values of the first map come first.
+        """Return the rules that convert a layer's weights to those of DiffLlama and back.
+
+        In DiffLlama all heads and values of the first map precede those of the second map.
 
         DiffLlama's headwise norm has no weight. The norm's output is the input of the output
         projection. The export therefore multiplies the weight of channel c into the columns of the

@@ -76,7 +76,7 @@ class Grouped(DiffV1):
         )
 
     def weight_rules(self, ours: str, theirs: str, hidden_size: int) -> list[hf.WeightRule]:
-        """Return the rules for the exported class.
+        """Return the rules that convert a layer's weights to those of the exported class and back.
 
         In that class all signal heads precede all noise heads, and all first keys precede all
         second keys. The two halves of a value stay adjacent.

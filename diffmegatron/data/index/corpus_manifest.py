@@ -1,7 +1,7 @@
 """Manifest of a prepared corpus, ``PREFIX.json``: counts, settings, input files and checksums.
 
 The manifest contains no times and no machine names, so the same input and settings give the same
-bytes. Names of files are converted by :func:`~diffmegatron.files.printable`.
+bytes. Names of files are converted to UTF-8 text by :func:`~diffmegatron.files.printable`.
 """
 
 import hashlib
@@ -278,7 +278,7 @@ def length_histogram(lengths: np.ndarray, counts: np.ndarray) -> tuple[LengthBin
 
 
 class Histogram:
-    """Histogram of document lengths: documents and tokens of each power of two of the length."""
+    """Histogram of document lengths: numbers of documents and tokens, in a bin per power of two."""
 
     def __init__(self) -> None:
         self._documents, self._tokens = np.zeros(64, np.int64), np.zeros(64, np.int64)

@@ -58,7 +58,7 @@ class ArrayRecord(Section):
 
 
 class Contents(Section):
-    """Table of contents of an entry, written last; a folder without it counts as no entry.
+    """Table of contents of an entry, written last; an entry without it is unfinished.
 
     Attributes:
         key: text of the key of the entry.

@@ -26,7 +26,8 @@ from diffmegatron.evaluation.suites.throughput import Throughput
 from diffmegatron.files import shorten
 from diffmegatron.validation import validated
 
-# Largest default of the setting ``context``, in tokens.
+# The setting ``context`` of suites has the shortest context of all targets as its default, but at
+# most this number of tokens.
 MAX_DEFAULT_CONTEXT = 2048
 SUITES: dict[str, type[Suite]] = {
     each.name: each

@@ -62,8 +62,8 @@ class AttentionAnalysis(TextSuite):
     def items(self, target: Target) -> list[Item]:
         """Return an item for the beginning of each document that is long enough.
 
-        It is long enough if the share ``top`` of the longest row of its attention maps is at least
-        one token.
+        It is long enough if it has at least 4 tokens, and if the share ``top`` of its tokens is at
+        least one token.
         """
         # Tokens have less than 16 characters on average, so this suffices for `length` tokens.
         texts = first_texts(self.data, self.documents, 16 * self.length)

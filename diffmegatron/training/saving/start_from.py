@@ -66,6 +66,7 @@ def _run_dir(start: Path, parallel_state: ParallelState) -> Path:
 def _check_made_for(source: Checkpoint, attention: Variant) -> None:
     """Check that the heads in ``model.attention`` were selected on the weights of ``source``.
 
+    Only kinds that extend selected heads of another model (DEX) have such heads.
     ``attention.fingerprint`` is a hash of the weights on which the heads were selected, and must
     equal the hash of the checkpoint's weights. Nothing is checked if the checkpoint has the same
     attention variant, or if one of the hashes is missing.
