@@ -91,7 +91,7 @@ class ParallelConfig(Section):
 class RecomputeConfig(Section):
     """Activations that the backward pass computes again instead of keeping (by Megatron-core).
 
-    ``selective`` recomputes the core attention (scores, softmax, values). It saves nothing with a
+    ``selective`` recomputes the core attention (scores, softmax, values). It saves no memory with a
     fused attention kernel, which recomputes these anyway. ``full`` recomputes whole layers. Its
     method ``uniform`` recomputes all layers in groups of ``layers`` and keeps only the input of
     each group; ``block`` recomputes only the first ``layers`` layers of each stage.

@@ -14,7 +14,8 @@ from diffmegatron.data.tokenizers import Tokenizer, load_tokenizer
 from diffmegatron.errors import UserError
 from diffmegatron.files import check_replaceable, format_path
 
-# Brackets around text without loss. Dim text alone would be lost in a pipe or a file.
+# Brackets around tokens that do not count in the loss. These tokens are also printed dim, but a
+# pipe or a file does not keep this style.
 _MASKED = "⟦", "⟧"
 
 
@@ -65,7 +66,7 @@ def inspect(
 def decoded(samples: Samples, index: int, tokenizer: Tokenizer, max_tokens: int) -> Text:
     """Return the first ``max_tokens`` tokens of a sample as text.
 
-    Text without loss is dim and in brackets.
+    Tokens that do not count in the loss are dim and in brackets.
     """
     sample = samples[index]
     counted = collate([sample], samples.config).loss_mask[0].bool().tolist()
@@ -73,7 +74,8 @@ def decoded(samples: Samples, index: int, tokenizer: Tokenizer, max_tokens: int)
     text = Text(f"sample {index} from {sample.source}", style="bold")
     text.append(f", {len(starts) + 1} documents, {sum(counted)} labels\n", style="not bold")
     run = 0
-    # The first token of a sample is never a label. It is shown in the style of the second token.
+    # True for each shown token that counts in the loss. The first token of a sample is never a
+    # label, so it is shown in the style of the second token.
     labels = [*counted[:1], *counted][: min(max_tokens, len(sample.tokens))]
     for position in range(1, len(labels) + 1):
         at_end = position == len(labels)

@@ -1,4 +1,7 @@
-"""Scores of attention heads on text: the entropy of their attention, or their importance."""
+"""Scores of attention heads on text: the entropy of their attention, or their importance.
+
+Shapes: s is the number of positions on this rank, b the batch size, and d the width of a head.
+"""
 
 import math
 from abc import ABC, abstractmethod
@@ -158,9 +161,9 @@ def _set_observer(
 def _add_gradient_hook(
     layer: SelfAttention, add: Callable[[Tensor, Tensor], None]
 ) -> Callable[[], object]:
-    """Call ``add`` in each backward pass with the outputs of a layer's heads and their gradient.
+    """Make each backward pass call ``add`` with the outputs of a layer's heads and their gradient.
 
-    Both are [s, b, heads * d].
+    The outputs and the gradient are [s, b, heads * d].
 
     Returns:
         Function that removes the hook.

@@ -1,4 +1,8 @@
-"""95% intervals by the paired bootstrap: all targets (models) use the same resamples of items."""
+"""95% intervals by the paired bootstrap: all targets (models) use the same resamples.
+
+A measure is a number of a suite, such as an accuracy. A unit is what a resample draws: usually an
+item, or a group of items that depend on each other (:meth:`Suite.unit`).
+"""
 
 from collections.abc import Callable, Iterator, Mapping
 
@@ -18,7 +22,7 @@ def estimate(shares: Mapping[str, Mean]) -> Estimate | None:
     """Return a measure of one target with its interval, or None if all weights are 0.
 
     Args:
-        shares: contribution of each unit (usually an item) to the measure, by the unit's name.
+        shares: contribution of each unit to the measure, by the unit's name.
     """
     return _estimate(_arrays(shares, sorted(shares)))
 

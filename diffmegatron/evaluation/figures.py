@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 def estimate_measures(suite: Suite, records: Records) -> dict[str, Estimate]:
     """Return every measure of a target with its interval, by name.
 
-    The bootstrap draws single records. It is therefore only correct for measures to which each unit
-    of dependent items (:meth:`Suite.unit`) contributes one record.
+    The bootstrap draws single records, which must be independent. It is therefore only correct for
+    measures to which each unit, a group of dependent items (:meth:`Suite.unit`), contributes one
+    record.
     """
     shares: dict[str, dict[str, Mean]] = {}
     for number, record in enumerate(records):

@@ -36,7 +36,7 @@ class Needle(NamedTuple):
     Attributes:
         city: name of the city.
         number: digits of its number.
-        depth: share of the haystack's tokens before the sentence, from 0 to 1.
+        depth: share of the haystack's tokens that precede the sentence, from 0 to 1.
     """
 
     city: str
@@ -55,7 +55,7 @@ class HaystackPrompt(NamedTuple):
     Attributes:
         ids: ids of the start token, the haystack with its needles, and the question.
         spans: first position of each needle in ``ids``, and the position after its last token.
-        haystack_end: position in ``ids`` of the question, which follows the haystack.
+        haystack_end: position in ``ids`` at which the haystack ends and the question begins.
     """
 
     ids: list[int]
@@ -77,8 +77,8 @@ def draw_needles(count: int, depth: float, draw: random.Random) -> list[Needle]:
 def question(cities: Sequence[str]) -> str:
     """Return the question about some cities, followed by the beginning of its answer.
 
-    The beginning of the answer is there because otherwise a pretrained model may write anything,
-    and a chat model may end the text at once.
+    With the beginning of the answer the model continues with the numbers. Without it, a pretrained
+    model may write anything, and a chat model may end the text at once.
     """
     listed = " and ".join(cities)
     one = len(cities) == 1

@@ -81,7 +81,7 @@ def _suite(entry: EvaluateConfig, target: "RunTarget") -> Suite:
 
 
 class _ExportTokenizer(Tokenizer):
-    """A tokenizer that ignores ids without text when it decodes, as an export's tokenizer does.
+    """A tokenizer whose ``decode`` skips ids without text, as the exported model's tokenizer does.
 
     The network's vocabulary may be larger than the tokenizer's, and an untrained network may
     generate any id.
@@ -110,12 +110,14 @@ class _ExportTokenizer(Tokenizer):
 
 @dataclass(frozen=True)
 class RunTarget(Target):
-    """A run in training as a target of suites, which encodes text exactly as its export will.
+    """A run in training as a target (evaluated model) of suites.
+
+    It encodes text exactly as the model that is exported from the run will.
 
     Attributes:
         tokenizer_name: name of the recipe's tokenizer.
-        bos_token_id: id of the token before a text in the export; None for the end-of-document
-            token.
+        bos_token_id: id of the token that the export puts before a text; None for the
+            end-of-document token.
         length: length of the run's sequences in tokens.
     """
 
@@ -130,7 +132,7 @@ class RunTarget(Target):
 
     @cached_property
     def start_token(self) -> int:
-        """Id of the token before a text in the export."""
+        """Id of the token that the export puts before a text."""
         return self.tokenizer.end_of_document if self.bos_token_id is None else self.bos_token_id
 
     @cached_property
@@ -166,8 +168,9 @@ class SuiteEvaluator:
     ) -> Generator[None, None, Values]:
         """Score all items, and return the suite's measures by the names of their metrics.
 
-        The generator yields after every item except the last. If a number is not finite, the only
-        value is that of the metric ``without_values``, which is 1.
+        The generator yields None after every item except the last, so that the caller can stop the
+        measurement there. If a number is not finite, the result is only the metric
+        ``without_values`` with the value 1.
         """
         model = _RunModel(self._target, network, parallel_state)
         sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
@@ -238,6 +241,7 @@ class _RunModel(Model):
             before = [*request.ids, *text.found]
             after = next_tokens(self._sharded, self._batch(before, before), self._parallel_state)
             token = int(after[0, len(before) - 1])
+            # A negative id means that a logit is not finite.
             if token < 0:
                 text.fail()
             else:

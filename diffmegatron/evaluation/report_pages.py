@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-# Header and rows.
+# Header and rows of a table.
 Table = tuple[Sequence[str], Sequence[Sequence[str]]]
 
 _STYLE = """

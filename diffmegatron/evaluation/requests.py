@@ -60,7 +60,7 @@ class Generation(NamedTuple):
 
     Attributes:
         ids: token ids of the prompt, one or more.
-        limit: largest number of new tokens, 1 or more.
+        limit: maximum number of new tokens, 1 or more.
         stop: strings that end the text.
         shared: number of tokens at the beginning of ``ids`` that other requests share, less than
             ``len(ids)``. The keys and values of shared tokens are computed once.
@@ -76,8 +76,8 @@ class Generation(NamedTuple):
 
 
 Request = Scoring | Generation
-# The answer to Scoring is a list of Scored, and the answer to Generation is a list of token ids. It
-# is an error if a number is not finite.
+# The answer to Scoring is a list of Scored, and the answer to Generation is a list of token ids. If
+# the model computes a number that is not finite, the answer is a NotFiniteError.
 Answer = list[Scored] | list[int] | NotFiniteError
 # Generator of a suite for one item. It yields requests, receives the answers in the same order, and
 # returns the item's record.

@@ -1,8 +1,8 @@
 """Files with a suite's records for a target, one line per item; a restart resumes from them.
 
-A target is a model to evaluate, and a record is the result of an item. Every line ends with a
-checksum. Without checksums, a digit that a disk or an editor has changed would change the results
-without a warning.
+A target is a model to evaluate. An item is the smallest part of a suite that is scored, such as a
+question, and its record is the result. Every line ends with a checksum. Without checksums, a digit
+that a disk or an editor has changed would change the results without a warning.
 """
 
 import hashlib
@@ -31,7 +31,7 @@ from diffmegatron.files import (
 # Key in the record of an item for which the model computed NaN or infinity; its value is a message.
 NOT_FINITE = "not_finite"
 _MAX_BYTES = 1 << 34
-# A line as `sealed_line` writes it: the content, and its checksum.
+# Pattern of a line that `sealed_line` has written. Its groups are the content and the checksum.
 _SEALED = re.compile(rb'(.+), "crc32": "([0-9a-f]{8})"\}')
 
 
@@ -72,7 +72,8 @@ class RecordFile:
 
     Args:
         path: path of the file, which is created if it is missing.
-        header: all that the records depend on: settings, hash of the items, hash of the weights.
+        header: all values on which the records depend: settings, hash of the items, hash of the
+            weights.
 
     Attributes:
         records: records of the file by the keys of their items.
@@ -288,5 +289,5 @@ def _checksum(content: bytes) -> bytes:
 
 
 def _json(entry: dict[str, Any]) -> bytes:
-    # JSON has no NaN, so a suite with NaN in a record has a bug. The call raises ValueError.
+    # JSON has no NaN. A suite with NaN in a record has a bug, so let this raise a ValueError.
     return json.dumps(entry, allow_nan=False, ensure_ascii=False).encode()

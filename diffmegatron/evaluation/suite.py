@@ -47,7 +47,7 @@ class Item(NamedTuple):
 
 
 class Mean(NamedTuple):
-    """An item's contribution to a measure.
+    """An item's contribution to a measure, one number of the suite such as an accuracy.
 
     The measure is the sum of the totals of all items divided by the sum of their weights.
 
@@ -105,8 +105,8 @@ class Suite(Section, ABC):
         name: name on the command line.
         title: the measured quantity, in a line.
         description: the requests and the score, for readers of the report.
-        passes: names in progress lines of two passes: over the items, and over the follow-up items
-            (:meth:`follow_ups`). They are empty strings if there are no follow-ups.
+        passes: names, for progress lines, of the pass over the items and of the pass over the
+            follow-up items (:meth:`follow_ups`). Both are empty if there are no follow-ups.
         published: values from papers, for the report.
         reads_attention: whether the suite reads attention logits or maps, so that it needs a known
             kind of attention.
@@ -114,8 +114,9 @@ class Suite(Section, ABC):
         is_parallel: whether several processes may score items at the same time.
         within_training: whether the suite needs only losses and generated tokens, so that it can
             run during training.
-        follow_up_settings: names of fields that affect only the follow-ups. They may change in a
-            restart, so keys of follow-ups must distinguish records that must not be mixed.
+        follow_up_settings: names of fields that affect only the follow-ups. A restart may change
+            these fields and still uses the recorded follow-ups. A follow-up's key must therefore
+            contain the fields on which its record depends.
     """
 
     name: ClassVar[str]

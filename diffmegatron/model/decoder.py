@@ -56,9 +56,10 @@ class Decoder(MegatronModule):
         """Run the layers, and the final norm in the last virtual stage.
 
         Args:
-            hidden: hidden states [s, b, hidden size]. Under sequence parallelism, s counts only
-                this rank's positions.
-            angles: rotary angles, [s, 1, 1, d], of all positions of this context-parallel rank.
+            hidden: hidden states [positions, batch, hidden size]; under sequence parallelism only
+                the positions of this tensor-parallel rank.
+            angles: rotary angles [positions, 1, 1, head width] of all positions of this
+                context-parallel rank, also under sequence parallelism.
             documents: boundaries of the documents in full sequences; None if attention crosses
                 documents.
 

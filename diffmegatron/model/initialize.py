@@ -55,7 +55,7 @@ def initial_tensor(name: str, shape: tuple[int, ...], model: ModelConfig, seed: 
 def initial_values(
     name: str, shape: tuple[int, ...], model: ModelConfig
 ) -> float | Constant | Identity:
-    """Return the distribution of a tensor's initial values.
+    """Return what a tensor is initialized with: fixed values, or a standard deviation.
 
     Args:
         name: name of the tensor in the network.

@@ -1,4 +1,4 @@
-"""Settings of parameters for partial training: frozen tensors, frozen rows, learning rates.
+"""Attributes and hooks of parameters for frozen tensors, frozen rows and learning-rate factors.
 
 A fully frozen parameter has ``requires_grad=False``. It has no optimizer state, and Megatron's
 linear layers save nothing for its gradient. If only some rows of a fused projection are frozen, the

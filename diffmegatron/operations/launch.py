@@ -1,4 +1,7 @@
-"""``diffmegatron launch``: check a run, write its job file and submit it to Slurm."""
+"""``diffmegatron launch``: check a run, write its job file and submit it to Slurm.
+
+An attempt is one start of a job, and the ledger is the record of all attempts in ``run_dir``.
+"""
 
 import math
 import os
@@ -50,8 +53,8 @@ class Submission:
         path: absolute path of the job file.
         plans: estimates for every stage; empty if the cluster file names no GPU.
         remarks: warnings for the user.
-        recipe: text of a resolved recipe to write beside the job file; None: the job reads the
-            recipe file that the user named.
+        recipe: text of a complete recipe to write beside the job file, which the job then reads;
+            None: the job reads the recipe file that the user named.
     """
 
     job: Job
@@ -129,7 +132,8 @@ def prepare_chain(
 
 def _check(recipes: Sequence[Recipe], nodes: int, cluster: Cluster, dependency: str | None) -> None:
     check_fit(recipes, nodes, cluster)
-    if dependency is None:  # With a dependency, an earlier job may still write the checkpoint.
+    # With a dependency, an earlier job may still have to write the checkpoint to start from.
+    if dependency is None:
         check_starts(recipes)
     check_free(ledger_of(recipes))
 
@@ -214,7 +218,7 @@ def submit_chain(launches: Sequence[Submission]) -> list[str]:
 
 
 def write_files(launch: Submission) -> None:
-    """Write the job file into ``run_dir`` and, for a job of a single stage, the stage's recipe.
+    """Write the job file into ``run_dir``, and the recipe if ``launch.recipe`` is set.
 
     Raises:
         OSError: a file cannot be written.
@@ -250,7 +254,8 @@ def check_free(ledger: Ledger) -> None:
         last = found.attempts[-1]
         if last.cause == Cause.FINISHED:
             raise UserError(f"{format_path(ledger.run_dir)} is finished; give another run_dir")
-        # The ledger of a job that was cancelled a moment ago still shows it as running.
+        # The ledger of a job that was cancelled a moment ago still shows the job as running. Only
+        # Slurm's queue shows that it has ended.
         has_left = queue is not None and last.facts.job != "" and last.facts.job not in queue
         if found.exit_status == 0 and not has_left:
             raise UserError(

@@ -1,11 +1,13 @@
-"""Ring attention: keys and values are sent from rank to rank, to the queries of every rank.
+"""Ring attention: the ranks pass their keys and values around a ring; queries stay on their rank.
 
 It follows Liu et al., arXiv 2310.01889, for one softmax map or for the two maps of differential
 attention. Each rank has two chunks of the sequence (see `zigzag`). Attention is computed between a
 chunk of queries and a chunk of keys and values, and the results are merged exactly by their
-log-sum-exps. While a rank computes with the keys and values of one rank, it receives those of the
-next. A rank saves only its own keys and values. In the backward pass they are sent around again,
-together with their gradients.
+log-sum-exps. While a rank computes with the keys and values of one rank, it already receives those
+of another rank, which it needs next. For the backward pass a rank saves only its own keys and
+values. They are then sent around the ring once more, together with their gradients.
+
+Shapes: b is the batch size, s the number of positions on this rank.
 """
 
 from collections.abc import Iterator, Sequence
@@ -50,7 +52,8 @@ def ring_attention(
             None.
 
     Returns:
-        `[b, s, h, e]` in the dtype of v: the output of the only map, or `out1 - lambda out2`.
+        `[b, s, heads, width]` with the heads of the queries and the width of v, in the dtype of v:
+        the output of the only map, or `out1 - lambda out2`.
     """
     maps = QKV.of(*heads)
     # Keys and values are sent as one tensor [s, b, kv heads, channels]. The channels of a kv head
@@ -117,7 +120,10 @@ class _RingAttention(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _ChunkPair:
-    """A chunk of this rank's queries, and a chunk of keys and values that these queries see.
+    """A pair of chunks between which attention is computed.
+
+    One chunk has queries of this rank. The other has keys and values that these queries see, which
+    may come from any rank.
 
     Attributes:
         maps: queries, keys and values of the two chunks.
@@ -136,9 +142,9 @@ class _ChunkPair:
 def _visible_chunk_pairs(
     queries: Sequence[Tensor], packed_kv: Tensor, source: int, ring: _Ring
 ) -> Iterator[_ChunkPair]:
-    """Yield the pairs of a query chunk of this rank and a key chunk of ``source`` that it sees.
+    """Yield each query chunk of this rank with each key chunk of the rank ``source`` that it sees.
 
-    ``packed_kv`` has the keys and values of the rank ``source``.
+    ``packed_kv`` has the keys and values of that rank.
     """
     size, length = ring.group.size(), packed_kv.shape[0] // 2
     query_numbers, key_numbers = (rank_chunks(rank, size) for rank in (ring.group.rank(), source))
@@ -153,7 +159,8 @@ def _visible_chunk_pairs(
                 [width * n for n in range(1, len(queries) + 1)], dim=3
             )
             options = {
-                # All keys of an earlier chunk are visible, and kernels are faster without a mask.
+                # A causal mask is needed only within one chunk. All keys of an earlier chunk are
+                # visible, and kernels are faster without a mask.
                 "causal": query_number == key_number,
                 "backend": ring.backend,
                 "cu_seqlens": ring.documents,
@@ -166,7 +173,10 @@ def _visible_chunk_pairs(
 def _merge(
     before: list[tuple[Tensor, Tensor]], parts: list[tuple[Tensor, Tensor]]
 ) -> list[tuple[Tensor, Tensor]]:
-    """Merge one more chunk of keys into the result of every map over the earlier chunks."""
+    """Merge the attention to one more chunk of keys into the result so far, for every map.
+
+    Both arguments have one (output, log-sum-exp) per map.
+    """
     return [
         merge_maps([out, new_out], [lse, new_lse])
         for (out, lse), (new_out, new_lse) in zip(before, parts, strict=True)
@@ -186,9 +196,9 @@ def _both_query_chunks(
 
 
 def _circulate(packed_kv: Tensor, group: ProcessGroup) -> Iterator[tuple[int, Tensor]]:
-    """Yield each rank with its keys and values, starting with this rank.
+    """Yield each rank's number and its keys and values: first this rank, then the ranks before it.
 
-    The keys and values of the next rank are received while the caller uses the present ones.
+    While the caller uses the keys and values of one rank, those of the following one are received.
     """
     size, rank = group.size(), group.rank()
     present = packed_kv.contiguous()

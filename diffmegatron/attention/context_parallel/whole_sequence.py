@@ -1,8 +1,10 @@
 """Attention to the whole sequence: the functions that the ``forward`` of a variant calls.
 
-Without context parallelism and documents these are the functions of the kernels. Otherwise each of
-them is wrapped in a function with the same arguments, which adds the communication or the
-documents.
+A sharded sequence needs communication, and packed documents need boundaries. For these cases the
+functions of the kernels are wrapped in functions with the same arguments. In all other cases they
+are used directly.
+
+Shapes: b is the batch size, s the number of positions on this rank.
 """
 
 from collections.abc import Callable
@@ -36,9 +38,9 @@ class WholeSequence(NamedTuple):
 
     Attributes:
         softmax_attention: function from this rank's q, k, v `[b, s, heads, d]` to
-            `[b, s, heads, d]`.
+            `[b, s, heads, d]`, where d is the width of a head.
         diff_attention: function from this rank's q1, k1, q2, k2, v and ``lambda_`` to
-            `[b, s, heads, 2d]`.
+            `[b, s, heads, 2d]`. The values are twice as wide as the queries.
     """
 
     softmax_attention: Attention
@@ -104,8 +106,9 @@ def ulysses_attention(
     """Attend over the whole sequence, where each rank computes a range of the heads.
 
     It follows Jacobs et al., arXiv 2309.14509, with one all-to-all before the attention and one
-    after it. The kernels receive a plain causal sequence. The number of context-parallel ranks must
-    divide the number of key-value heads of a tensor-parallel rank.
+    after it. The kernels receive the whole sequence in the order of positions, so they need no
+    offsets. The number of context-parallel ranks must divide the number of key-value heads of a
+    tensor-parallel rank.
 
     Args:
         attend: attention function for whole sequences.

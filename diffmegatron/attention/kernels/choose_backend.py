@@ -1,6 +1,7 @@
-"""The choice of a backend: the order of `auto`, and the reasons against a backend.
+"""The choice of an attention backend: the order in which `auto` tries them, and what excludes one.
 
-This module does not import torch. :mod:`.installed_backends` adds the installed libraries.
+This module does not import torch. :mod:`.installed_backends` finds the installed libraries and
+calls :func:`choose_backend` with them.
 """
 
 import os
@@ -11,9 +12,9 @@ from .registry import BACKENDS, FEATURES, Call, Op
 # Backends in the order in which "auto" tries them, by operation and device type. The first one that
 # can run is chosen. For attention "triton" comes after all libraries until tests/gpu has passed on
 # a GPU, because so far its kernels have been compiled and interpreted, but never run on a GPU. It
-# is therefore chosen only where no library can run: in a ring with documents, or in float32. There
-# "blocked" would be a loop in Python with thousands of small products for 64K positions.
-# "cudnn_2call" is missing, because it has not run yet.
+# is therefore chosen only where no library can run: in a ring with documents, or in float32. It
+# comes before "blocked", a loop in Python, which would need thousands of small matrix products for
+# 64K positions. "cudnn_2call" is missing, because it has not run yet.
 AUTO_ORDER: dict[Op, dict[str, tuple[str, ...]]] = {
     "differential": {
         "cpu": ("blocked",),

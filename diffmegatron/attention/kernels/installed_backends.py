@@ -53,7 +53,14 @@ def _unusable_reason(library: str) -> str | None:
 
 
 def call_of(op: Op, q: Tensor, needs: frozenset[str] = frozenset()) -> Call:
-    """Return the properties of an operation whose queries or heads are like `q`."""
+    """Return the properties of a call that determine its backend.
+
+    Args:
+        op: the operation.
+        q: queries, or the heads of a subtraction, `[b, s, heads, d]`. Only device, dtype and d are
+            used.
+        needs: features that the backend must support.
+    """
     return Call(op, q.device.type, dtype_name(q.dtype), q.shape[3], needs)
 
 
@@ -64,7 +71,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 @cache
 def installed_backend(backend: str, call: Call) -> Backend:
-    """Return the chosen backend; log each choice and its reason once.
+    """Return the backend for a call, and log the choice with its reason the first time.
 
     Raises:
         ValueError: for the same reasons as in `choose_backend.choose_backend`.
@@ -87,7 +94,7 @@ def backend_table(
         op: the operation.
         device: device type; by default the accelerator if there is one.
         dtype: dtype of queries, keys and values.
-        head_dim: d.
+        head_dim: width of a query.
 
     Returns:
         Tuples of the name, whether the backend can run, and its note or the reason why it cannot.

@@ -56,9 +56,9 @@ class AttentionMask:
     def is_plain(self) -> bool:
         """True if the `is_causal` argument of torch's attention can express this mask.
 
-        Then either no pair is hidden, or queries and keys have the same positions and exactly the
-        pairs above the diagonal are hidden. torch aligns `is_causal` at the first query and the
-        first key.
+        There are two such masks: one that hides no pair, and one for queries and keys with the
+        same positions that hides exactly the pairs above the diagonal. torch aligns `is_causal` at
+        the first query and the first key.
         """
         is_square = (self.query_offset, self.query_length) == (self.key_offset, self.key_length)
         return self.cu_seqlens is None and (is_square or not self.causal)
@@ -119,7 +119,7 @@ class AttentionMask:
     def document_bounds(self, position: Tensor) -> tuple[Tensor, Tensor]:
         """Return start and end of the document at each position, in global positions.
 
-        Without documents both are beyond all positions.
+        Without documents, the start lies before and the end after all positions.
         """
         if self.cu_seqlens is None:
             infinite = torch.full_like(position, torch.iinfo(torch.int32).max)
@@ -143,7 +143,10 @@ def build_mask(
     query_offset: int | None = None,
     key_offset: int = 0,
 ) -> AttentionMask:
-    """Return the mask of a call; `query_offset=None` aligns the last query with the last key.
+    """Return the mask of an attention call, after checking the offsets and `cu_seqlens`.
+
+    The arguments are the attributes of `AttentionMask`. `query_offset=None` gives the last query
+    the position of the last key.
 
     Raises:
         ValueError: an offset is not an integer in the range of the kernels, cu_seqlens is not a

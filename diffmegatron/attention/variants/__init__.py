@@ -1,4 +1,7 @@
-"""The attention variants by kind, and the reader of a recipe's section ``model.attention``."""
+"""The registry of attention variants, and the parser of a recipe's section ``model.attention``.
+
+The kind of a variant is its name in a recipe.
+"""
 
 import difflib
 from collections.abc import Mapping
@@ -30,7 +33,8 @@ def register(variant: type[Variant]) -> type[Variant]:
     """Register a variant under the default value of its field ``kind``; usable as a decorator.
 
     Raises:
-        ValueError: another class has the same kind, or the class defines a former name of a member.
+        ValueError: another class has the same kind, or the class defines a member under its former
+            name, a key of ``RENAMED``.
     """
     for former, present in RENAMED.items():
         if former in vars(variant):

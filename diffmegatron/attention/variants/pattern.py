@@ -32,7 +32,7 @@ _RANGES = re.compile(r"\d{1,10}(-\d{1,10})?(, *\d{1,10}(-\d{1,10})?)*")
 
 
 class Pattern(Variant):
-    """A list of kinds of attention with the layers of each kind; no layer has the kind ``pattern``.
+    """Several kinds of attention, each for some of the layers.
 
     A recipe gives the kinds as a list, each with its layers::
 
@@ -45,8 +45,8 @@ class Pattern(Variant):
     has all remaining layers.
 
     Attributes:
-        kinds: kinds of the entries, in order.
-        layers: layers of the entries as in the recipe; None for the remaining layers.
+        kinds: variants of the entries, in order; none of them is a pattern.
+        layers: text of each entry's ``layers`` in the recipe; None for the remaining layers.
     """
 
     kind: Literal["pattern"] = "pattern"
@@ -112,7 +112,7 @@ class Pattern(Variant):
 
     @property
     def ratio(self) -> int:
-        """Least common multiple of the kinds' numbers of signal heads per noise head."""
+        """Least common multiple of the kinds' ratios (signal heads per noise head)."""
         return math.lcm(*(each.ratio for each in self.kinds))
 
     def keys(self) -> dict[str, Any]:
@@ -197,11 +197,19 @@ class Pattern(Variant):
 
     @property
     def heads(self) -> Heads:
-        """Layout of the first kind's heads, from which Megatron-core reads only a head's width."""
+        """Layout of the first kind's heads.
+
+        It stands for all kinds, because Megatron-core reads only the width of a head from it, and
+        all kinds have the same width.
+        """
         return self.kinds[0].heads
 
     def baseline(self) -> Variant:
-        """Return the pattern of all kinds' baselines, or a single baseline if they are equal."""
+        """Return the Transformer to compare with.
+
+        Every kind is replaced by its own baseline. If all baselines are equal, the result is that
+        one variant and not a pattern.
+        """
         baselines = tuple(each.baseline() for each in self.kinds)
         if all(each == baselines[0] for each in baselines):
             return baselines[0]
@@ -213,10 +221,12 @@ class Pattern(Variant):
         return iter(dict.fromkeys(sentences))
 
     def hugging_face(self, hidden_size: int) -> hf.HuggingFace:
-        """Return the class that this package defines; the export contains its code.
+        """Return the Hugging Face class with which a network of several kinds is exported.
+
+        This package defines the class, and the export contains its code.
 
         Raises:
-            UserError: the class cannot compute a kind.
+            UserError: the class cannot compute one of the kinds.
         """
         entries = []
         for kind, layers in zip(self.kinds, self.layers, strict=True):
@@ -252,7 +262,7 @@ class Pattern(Variant):
     def layer_rules(
         self, ours: str, theirs: str, hidden_size: int, *, layer: int, step: int
     ) -> list[hf.WeightRule]:
-        """Return the rules for a layer's kind in the exported class."""
+        """Return the weight rules of one layer; arguments as in :meth:`Variant.layer_rules`."""
         kind = self.of_layer(layer - 1).mixed_export_kind
         return kind.layer_rules(ours, theirs, hidden_size, layer=layer, step=step)
 

@@ -1,7 +1,8 @@
 """JSON files that contain a checksum of their content, for state that users never edit.
 
-A damaged disk may change a number in such a file. The file is then still valid JSON, and without
-the checksum documents would be lost or repeated unnoticed.
+Such a file describes other data files, for example how many documents they contain. A damaged disk
+may change a number in it. The file is then still valid JSON, and without the checksum documents
+would be lost or repeated unnoticed.
 """
 
 import hashlib

@@ -120,7 +120,10 @@ def _parse_json(text: str) -> dict[str, Any]:
 
 
 def _only(document: dict[str, Any]) -> str:
-    """List the fields that a record has; for Parquet, only columns that were read are known."""
+    """List the fields of a record for an error message.
+
+    Of a Parquet file only the columns that were read are listed.
+    """
     names = [repr(name) for name in document if document[name] is not None]
     listed = ", ".join(names[:_LISTED]) + (", ..." if len(names) > _LISTED else "")
     return f", only {listed}" if names else ""

@@ -1,7 +1,8 @@
-"""Mixture of weighted sources: the source of sample i, and the number of the sample in that source.
+"""Mixture of weighted sources (corpora): the source of each sample of a run.
 
-Both are computed from the weights and i alone, so nothing is stored, and samples can be read in any
-order. The computation descends a binary tree over the sources. After any number of samples, the
+From the weights and the number i of a sample, :class:`Mixture` computes the sample's source and its
+number within that source. Nothing else is needed or stored, so samples can be read in any order.
+The computation descends a binary tree over the sources. After any number of samples, the
 count of each source deviates from its exact share by at most one sample per level of the tree.
 Megatron's BlendedDataset stores the same information in two arrays with one element per sample of
 the run.

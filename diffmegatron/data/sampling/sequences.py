@@ -42,7 +42,7 @@ class Blocks(Protocol):
         """Return the number of the first block that begins in an epoch."""
 
     def blocks_in_one_epoch(self) -> int:
-        """Return how many blocks of the first epoch contain no token of the second epoch."""
+        """Return the number of blocks that lie completely within the first epoch."""
 
     def pieces(self, block: int) -> Pieces:
         """Return the pieces of a block, which have at most s + 1 tokens together."""
@@ -109,9 +109,10 @@ class Concatenated(Blocks):
 
 
 class Packed(Blocks):
-    """Blocks built by :func:`pack`, with at most s + 1 tokens each; they are read from the cache.
+    """Blocks built by :func:`pack`, with at most s + 1 tokens each (s = ``seq_length``).
 
-    A block that is shorter than s + 1 tokens is padded when a sample is read.
+    They are built once and then read from the cache. A block that is shorter than s + 1 tokens is
+    padded when a sample is read.
     """
 
     def __init__(
@@ -181,7 +182,9 @@ def open_blocks(
 
 
 def _check_some_document_fills(corpus: Corpus, order: DocumentOrder, seq_length: int) -> None:
-    if order.lengths[-1].at_least > seq_length:  # Avoids a pass over all lengths.
+    # The histogram's last bin has a lower bound of its lengths. If that suffices, skip the pass
+    # over all lengths below.
+    if order.lengths[-1].at_least > seq_length:
         return
     longest = int(corpus.lengths[order.documents].max())
     if longest > seq_length:

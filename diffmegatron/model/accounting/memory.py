@@ -52,7 +52,7 @@ class StageMemory:
         gradients: accumulated gradients; with ZeRO 2 and 3 this rank's partition.
         optimizer: this rank's partition of the float32 master weights and of Adam's moments.
         communication: buckets for reducing gradients.
-        activations: saved activations when all microbatches in flight have done their forward pass.
+        activations: saved activations of all microbatches in flight, after their forward passes.
         loss: memory during the loss and the backward pass of the output layer.
         reduction: memory while the ZeRO engine copies or reduces the output layer's gradient.
         layer: memory during the backward pass of one layer.
@@ -156,7 +156,7 @@ def _stage_memory(
 def _states(recipe: Recipe, stage: int, shards: int, microbatches: int) -> StageMemory:
     """Return the memory of weights, gradients, optimizer state and update, without activations.
 
-    The few elements that align ZeRO's partitions are not counted.
+    The few elements with which ZeRO pads its partitions are not counted.
 
     Args:
         recipe: recipe of the run.
@@ -229,8 +229,8 @@ def _zero_2(states: StageMemory, recipe: Recipe, shards: int, microbatches: int)
     return replace(
         states,
         gradients=gradients,
-        # The bucket is allocated with the first gradient, after the loss. So it counts in the
-        # backward pass of the layers only.
+        # The bucket is allocated with the first gradient, after the loss. So it is added only to
+        # the memory of the layers' backward pass.
         communication=0,
         layer=Moment(states.communication),
         update=update,
@@ -303,9 +303,10 @@ def _reduction(
     - ZeRO 2 with offload allocates its bucket, and copies a gradient larger than the bucket.
     - ZeRO 2 without offload holds a gradient that is larger than the bucket until the gradient of
       the final norm is computed. Then it copies and reduces the gradient in pieces.
-    - ZeRO 3 is not counted.
+    - The copies of ZeRO 3 are not estimated; the result is then 0.
 
-    The gradient of a tied embedding is complete only at the end of the backward pass.
+    The gradient of a tied embedding is complete, and copied, only at the end of the backward pass.
+    More activations are freed by then.
     """
     parallel, element = recipe.parallel, BYTES[recipe.training.precision]
     weight = activations.output_weight(recipe)

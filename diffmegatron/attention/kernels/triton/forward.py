@@ -2,10 +2,10 @@
 # Kernel parameters are values of Triton's compiler, so they have no Python types.
 """Triton forward kernel: each program computes both maps of a block of query rows.
 
-The program computes the maps one after the other, because two accumulators of `[rows, 2d]` side by
-side would not fit the registers. It first computes the output of the second map and stores it in
-memory, where the backward pass needs it anyway. Then it computes the output of the first map, loads
-the second output again and subtracts it.
+The program computes the maps one after the other, because two accumulators of `[rows, value width]`
+side by side would not fit the registers. It first computes the output of the second map and stores
+it in memory, where the backward pass needs it anyway. Then it computes the output of the first map,
+loads the second output from memory and subtracts it.
 
 A block has M query rows and N keys. D and DV are the widths of queries and values, rounded up to
 powers of 2. The sources q, k and v are described in `tiles`.
@@ -239,6 +239,7 @@ def forward_kernel(
             width, value_width, M, N, D, DV, CAUSAL, DOCUMENTS, TMA, LICM, ACCUMULATE, INTERPRETED,
         )  # fmt: skip
         store_tile(out2_ptr, out2, batch, head, first_row, query_length, heads, value_width, M, DV)
+        # Recompute addresses in the second call of _one_map, instead of keeping them in registers.
         first_row = opaque(first_row, INTERPRETED)
     out = _one_map(
         q1, k1, v, lse1_ptr, batch, head, kv_head, first_row, heads,
@@ -248,7 +249,8 @@ def forward_kernel(
         width, value_width, M, N, D, DV, CAUSAL, DOCUMENTS, TMA, LICM, ACCUMULATE, INTERPRETED,
     )  # fmt: skip
     if MAPS == 2:
-        tl.debug_barrier()  # Other threads stored parts of the out2 tile that is loaded next.
+        # Wait for the other threads, which stored parts of the out2 tile that is loaded next.
+        tl.debug_barrier()
         out2 = load_tile(
             out2_ptr, batch, head, first_row, query_length,
             tl.cast(query_length, tl.int64) * (heads * value_width), heads * value_width,

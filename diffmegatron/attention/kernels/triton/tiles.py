@@ -114,9 +114,10 @@ def multiply(a, b, ACCUMULATE: tl.constexpr, INTERPRETED: tl.constexpr):
 def opaque(x, INTERPRETED: tl.constexpr):
     """Return the integer x, without letting the compiler see that the result equals x.
 
-    The compiler then recomputes all values that depend on the result. Otherwise it would compute
-    the addresses of two accesses to the same rows once, and keep them in registers across the loops
-    in between. At d = 128 the forward kernel has no free registers for these addresses.
+    The compiler then recomputes all values that depend on the result. If it saw that x is the same,
+    it would compute the addresses of two accesses to the same rows only once, and keep them in
+    registers across the loops in between. With query heads of width 128 the forward kernel has no
+    free registers for these addresses.
     """
     if INTERPRETED:
         copy = x
