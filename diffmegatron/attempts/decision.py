@@ -138,8 +138,8 @@ def decide(
 def _only_waited(failed: Mapping[int, End], absent: set[str]) -> bool:
     """Return whether the failed ranks failed only because they waited for the missing ranks.
 
-    A missing rank is one that recorded no end. The answer is True in two cases, if no signal killed
-    a failed rank:
+    A missing rank is one that recorded no end. If a signal killed a failed rank, the result is
+    False. Otherwise the result is True in two cases:
 
     - The watchdog ended all failed ranks. The watchdog of a frozen rank does not run, so the frozen
       rank is among the missing ranks.

@@ -69,7 +69,10 @@ class Original:
         return self.config.model_type in (described.model_type, *described.also)
 
     def write_config(self, recipe: Recipe, directory: Path) -> None:
-        """Write ``config.json`` with the recipe's changes, and copy ``generation_config.json``."""
+        """Write ``config.json``, changed where the recipe differs from the pretrained model.
+
+        ``generation_config.json`` is copied if the model has one.
+        """
         if changed := changed_keys(self.config, recipe):
             config = type(self.config).from_dict(self.config.to_dict() | changed)
             write_config(config, directory)

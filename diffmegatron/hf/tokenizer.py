@@ -77,9 +77,9 @@ def write_tokenizer(
         seq_length: maximum length of a text, in tokens.
         directory: an existing directory. A ``config.json`` in it is part of the check, because
             ``AutoTokenizer`` chooses a class by the model type.
-        chat: whether to add the template of :mod:`diffmegatron.hf.chat_template`, which gives the
-            same ids as prepared chats. If a copied tokenizer cannot give the same ids, a warning is
-            logged and no template is added.
+        chat: whether to add the template of :mod:`diffmegatron.hf.chat_template`. It gives a chat
+            the same ids as ``diffmegatron prepare``. If a copied tokenizer cannot give the same
+            ids, a warning is logged and no template is added.
 
     Raises:
         UserError: the tokenizer is of neither kind, or the written files give other ids or other

@@ -46,9 +46,9 @@ Saved = Callable[[Sizes], float]
 def default_one_pass(head_dim: int, deterministic: bool) -> bool:
     """Return whether Triton's backward pass has the one-pass form by default.
 
-    The one-pass form computes dQ in the kernel of dK and dV. It is the default up to d = 64, where
-    the kernel fits the registers. Deterministic runs need the split form with two kernels, because
-    the one-pass form sums dQ in an order that changes from run to run.
+    The one-pass form computes dQ in the kernel of dK and dV. It is the default up to a ``head_dim``
+    of 64, where the kernel fits the registers. Deterministic runs need the split form with two
+    kernels, because the one-pass form sums dQ in an order that changes from run to run.
     """
     return head_dim <= 64 and not deterministic
 

@@ -21,7 +21,7 @@ class HeadwiseNorm(NamedTuple):
     scale: float
 
     def check(self, v: Tensor) -> None:
-        """Raise ValueError unless eps is valid and the weight fits values `[b, t, h_kv, 2d]`."""
+        """Raise ValueError unless eps is valid and the weight fits the values v, `[..., 2d]`."""
         if not self.eps >= 0.0:
             raise ValueError(f"norm.eps is {self.eps}; it must be 0 or more")
         if self.weight is None:

@@ -114,7 +114,8 @@ class Kernels:
     def keys_per_query(self) -> float:
         """Number of keys in all attention calls of a rank, divided by the rank's number of queries.
 
-        It is 1 except with an all-gather, where each chunk of queries has a call with its own keys.
+        A key counts once for each call. The result is 1 except with an all-gather, where each chunk
+        of queries has a call with all keys up to the end of this chunk.
         """
         if self.communication != "all_gather":
             return 1.0
@@ -246,7 +247,7 @@ class Variant(Section, ABC):
 
     @property
     def mixed_export_kind(self) -> "Variant":
-        """Equivalent kind that is exported if the network has layers of several kinds."""
+        """Equivalent kind that an export uses if the network has layers of several kinds."""
         return self
 
     @property

@@ -28,14 +28,14 @@ class Layer(Protocol):
         """Return a declared parameter, or this rank's shard of it."""
 
     def project(self, name: str, hidden: "Tensor") -> "Tensor":
-        """Multiply hidden states [s, b, hidden] by a matrix that is sharded by rows.
+        """Multiply hidden states [s, b, hidden] by the declared matrix ``name``, sharded by rows.
 
         Returns:
             [s, b, rows of this rank].
         """
 
     def observe(self, name: str, value: "Tensor") -> None:
-        """Store a tensor of this forward pass for the log, which shows its mean over this rank."""
+        """Store a tensor of this forward pass; the log shows the mean of its values on a rank."""
 
 
 class Context(Protocol):
