@@ -29,7 +29,7 @@ def read_bytes(path: Path, *, max_bytes: int = MAX_BYTES) -> bytes:
 
     Args:
         path: file to read.
-        max_bytes: a larger file is refused without being read.
+        max_bytes: a larger file is refused; no more than ``max_bytes`` + 1 bytes are read.
 
     Raises:
         UserError: the file is missing, is not a regular file (reading a FIFO could block forever),
@@ -101,7 +101,7 @@ def read_json(path: Path, schema: Any, *, max_bytes: int = MAX_BYTES) -> Any:
         path: file to read.
         schema: type against which pydantic checks the content, such as a model or ``dict[str,
             int]``.
-        max_bytes: a larger file is refused without being read.
+        max_bytes: a larger file is refused; no more than ``max_bytes`` + 1 bytes are read.
 
     Raises:
         UserError: the file cannot be read, or its content does not fit the schema. In the second

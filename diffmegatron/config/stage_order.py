@@ -133,7 +133,8 @@ def check_follows(before: Recipe, before_name: str, now: Recipe, now_name: str) 
     """Check that a run can start with the weights of another run.
 
     The two networks must be equal with these exceptions. The new run may add LoRA, may change the
-    keys in ``_FREE``, and may have a kind of attention that extends the kind of the weights
+    keys in ``_FREE`` and the ``free_keys`` of its attention, and may have a kind of attention that
+    extends the kind of the weights
     (:meth:`~diffmegatron.attention.variants.base.Variant.foundation`).
 
     Args:

@@ -21,8 +21,8 @@ MAX_DEPTH = 32
 # Limit on the number of nodes (values and keys) of a file; each alias counts as all the nodes that
 # it repeats.
 MAX_NODES = 5_000
-# An integer with more digits is parsed as text, which no key for a number accepts. Python refuses
-# to convert more than 4,300 digits.
+# Limit on the number of digits of an integer, because Python refuses to convert more than 4,300
+# digits. A longer integer is parsed as text, which no key for a number accepts.
 _DIGITS = 300
 
 _TAG = "tag:yaml.org,2002:"

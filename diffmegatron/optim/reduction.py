@@ -40,7 +40,7 @@ class Bucket:
 
 
 class GradientReduction:
-    """Averages flat gradients over data-parallel ranks, in place of DeepSpeed's reduction.
+    """Averaging of flat gradients over data-parallel ranks, in place of DeepSpeed's reduction.
 
     Args:
         gradients: gradients of this rank. Every rank has the same parameters in the same order.
@@ -119,7 +119,7 @@ class GradientReduction:
         return parameters, norms
 
     def reset(self) -> None:
-        """Set the gradients to zero; called after DeepSpeed's step."""
+        """Set the gradients to zero; call this method after DeepSpeed's step."""
         self._gradients.reset()
 
     def close(self) -> None:
@@ -130,8 +130,8 @@ class GradientReduction:
     def _arrive(self, parameter: torch.nn.Parameter) -> None:
         """Record that a gradient was added to the flat tensor, and reduce complete buckets.
 
-        Called by autograd's hook. Buckets are reduced in their fixed order: a complete bucket waits
-        for those before it.
+        This method is the hook of every parameter. Buckets are reduced in their fixed order: a
+        complete bucket waits for those before it.
 
         Raises:
             UserError: If the bucket of the parameter is already being reduced.

@@ -163,12 +163,13 @@ def _fitting(
 
     Returns:
         The layouts that fit; and, of the layouts that do not fit, the one with the smallest peak
-        memory, as a tuple of the peak in bytes and the recipe (None if all fit).
+        memory, as a tuple of the peak in bytes and the recipe (None if all valid layouts fit).
     """
     fitting: list[Candidate] = []
     nearest: tuple[int, Recipe] | None = None
     for layout in _layouts(recipe, world_size):
-        # Micro-batch sizes increase, and need more memory. So stop at the first that does not fit.
+        # Each micro-batch size is larger than the one before it and needs more memory, so stop at
+        # the first that does not fit.
         for changes, changed in _valid(recipe, layout, world_size):
             peak = peak_memory(changed, world_size)
             if peak > available:

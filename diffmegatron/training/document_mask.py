@@ -15,7 +15,7 @@ def decide_document_mask(recipe: Recipe, *, prints: bool = True) -> Recipe:
 
     Args:
         recipe: recipe of the run.
-        prints: whether this rank prints a decision for the mask.
+        prints: whether this rank prints a message if it decides to set the value to true.
 
     Raises:
         UserError: If the manifest of a source cannot be read.

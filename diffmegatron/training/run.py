@@ -150,7 +150,7 @@ class Run:
         )
 
     def last_batch(self) -> list[Batch]:
-        """Read again this data-parallel rank's microbatches of the last step's global batch."""
+        """Return this data-parallel rank's microbatches of the last step, read a second time."""
         size = self.recipe.training.global_batch_size
         return self.loader.read_step(max(0, self.loader.consumed_samples - size))
 

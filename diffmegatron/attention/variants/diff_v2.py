@@ -82,7 +82,7 @@ class DiffV2(Variant):
         return (Parameter("lambda_proj", shape, "matrix", "matrix", sharded=True),)
 
     def products(self) -> int:
-        """Return the multiply-adds of softmax attention with all signal and noise heads."""
+        """Return the multiply-adds of softmax attention with all heads, per (query, key) pair."""
         return 2 * self.heads.query_channels
 
     def saved_bytes(self, kernels: Kernels) -> tuple[float, float]:

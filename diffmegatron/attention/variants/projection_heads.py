@@ -51,7 +51,7 @@ class Heads:
 
     @property
     def group(self) -> Rows:
-        """Shortest run sequence that, repeated one or more times, gives ``rows``."""
+        """Shortest sequence of runs that, repeated one or more times, gives ``rows``."""
         lengths = (n for n in range(1, len(self.rows)) if len(self.rows) % n == 0)
         repeated = (n for n in lengths if self.rows == self.rows[:n] * (len(self.rows) // n))
         return self.rows[: next(repeated, len(self.rows))]

@@ -115,7 +115,7 @@ class CorpusFile:
 
 
 def find_files(inputs: list[Path], pattern: str) -> list[CorpusFile]:
-    """Return the files of a corpus, in the order of ``inputs``; those of a folder are sorted.
+    """Return the files of a corpus, in the order of ``inputs``; the files of a folder are sorted.
 
     Args:
         inputs: files, and folders that are searched recursively.
@@ -242,7 +242,7 @@ def _read_parquet(file: CorpusFile, columns: tuple[str, ...], max_bytes: int) ->
 def _rows(batch: pyarrow.RecordBatch) -> Iterator[dict[str, Any] | str]:
     """Yield each row as Python values, or the reason why the row cannot be converted.
 
-    Two reasons are invalid UTF-8 in a nested value, and a date beyond the range of Python.
+    For example, a nested value may have invalid UTF-8, or a date may be beyond Python's range.
     """
     try:
         yield from batch.to_pylist()

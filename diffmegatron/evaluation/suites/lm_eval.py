@@ -123,7 +123,10 @@ class LmEval(Suite):
 
     @override
     def requests_of(self, target: Target, item: Item) -> ItemGenerator:
-        """Return the likelihoods or texts of a question, and lm-eval's metrics of them."""
+        """Yield the requests of a question, and return its answers with lm-eval's metrics.
+
+        The answers are likelihoods or generated texts.
+        """
         question: Question = item.content
         encoder = _encoder(target)
         requests, cut = encoder.requests(question)

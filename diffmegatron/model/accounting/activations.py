@@ -34,7 +34,8 @@ FLOAT32 = 4
 def stage_activations(recipe: Recipe, stage: int, microbatches: int, device: Device) -> int:
     """Return the bytes of activations that a pipeline stage holds at the peak of its schedule.
 
-    At this moment all microbatches in flight have saved their activations.
+    At the peak, all microbatches in flight (those whose backward pass has not run yet) have saved
+    their activations.
 
     Args:
         recipe: recipe of the run.
@@ -68,7 +69,8 @@ def virtual_stages_in_flight(recipe: Recipe, stage: int, microbatches: int) -> i
     is the number of pipeline stages from this stage to the last. With interleaving, before its
     first backward pass a rank runs two forward passes per later rank. It also runs one round of
     microbatches (as many as there are pipeline ranks) through each of its virtual stages except the
-    last (``get_pp_rank_microbatches`` in Megatron-core's pipeline_parallel/schedules.py).
+    last (``get_pp_rank_microbatches`` in Megatron-core's pipeline_parallel/schedules.py). One more
+    forward pass then directly precedes the first backward pass.
     """
     size, stages = recipe.parallel.pipeline, recipe.parallel.virtual_pipeline
     if stages == 1:

@@ -183,7 +183,7 @@ def _on_all_ranks(
     stages. Finally the first rank of each data-parallel group broadcasts its result to the group.
 
     Args:
-        own: values of this rank's sequence shards [b, s]; None before the last stage.
+        own: values of this rank's sequence shards [b, s]; None on all stages except the last.
         batch: batch of the values, which determines their shape.
         parallel_state: parallel layout, and this rank's place in it.
         dtype: dtype of the values.
@@ -238,10 +238,10 @@ def _output(network: Callable[..., Tensor], batch: Batch, *, has_labels: bool) -
 def _packed_documents(batch: Batch) -> PackedSeqParams | None:
     """Return the document boundaries as ``PackedSeqParams``, which Megatron passes to every layer.
 
-    Returns None if attention crosses documents. The format is ``sbhd``, not the packed format
-    ``thd``. With ``thd``, Megatron takes ``max_seqlen`` for the length of the longest document, and
-    computes its rotary embedding for this length. Here ``max_seqlen`` is the length of a sequence
-    in the batch.
+    Returns None if attention crosses documents. The format is ``sbhd``, because tensors keep one
+    row per sequence, and ``max_seqlen`` is the length of a sequence. In Megatron's packed format
+    ``thd`` it would be the length of the longest document, for which Megatron would compute its
+    rotary embedding.
     """
     if batch.document_ids is None:
         return None
@@ -368,7 +368,8 @@ def _mean_over_ranks(
     """Return the mean loss over all counted tokens of the global batch; 0-dim, on every rank.
 
     Args:
-        losses: summed losses of this rank's microbatches; empty before the last pipeline stage.
+        losses: summed losses of this rank's microbatches; empty on all pipeline stages except the
+            last.
         count: number of counted tokens of the global batch, 0-dim.
         parallel_state: parallel layout, and this rank's place in it.
     """

@@ -33,7 +33,8 @@ class Evaluator(Protocol):
         A part is one or a few forward passes. Every rank must have the same parts.
 
         Yields:
-            None after each part except the last.
+            None after each part except the last. The function :func:`measure` then checks whether
+            to stop.
 
         Returns:
             One or more values, by the name of the metric.

@@ -6,6 +6,9 @@ fp64 inputs).
 
 In the shapes b is the batch size, s the number of queries, t the number of keys, h the number of
 query heads of the map, h_kv the number of kv heads, d the width of a query, and e any width.
+
+The heads of the first map are called signal heads, and those of the second map, which is
+subtracted, noise heads. Several signal heads may share a noise head.
 """
 
 from collections.abc import Iterator

@@ -13,7 +13,7 @@ def subtract_noise(heads: Tensor, lambda_: Tensor) -> Tensor:
 
 
 class _SubtractNoise(torch.autograd.Function):
-    """Subtraction that saves only its inputs; autograd would also save a wider copy of them."""
+    """Subtraction that saves only its inputs; autograd would also save copies of them in fp32."""
 
     @staticmethod
     def forward(ctx: Any, heads: Tensor, lambda_: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def"
 # Kernel parameters are values of Triton's compiler, so they have no Python types.
-"""Triton kernel before the other backward kernels: deltas, and the norm's backward pass.
+"""Triton kernel that runs before the other backward kernels: deltas, and the norm's backward pass.
 
 The delta of map i is D_i = rowsum(dO * O_i), where O_i is the output of the map and dO the gradient
 of out = O1 - lambda O2. If the forward kernel applied the headwise RMSNorm, this kernel first

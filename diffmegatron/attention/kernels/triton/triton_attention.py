@@ -1,9 +1,10 @@
 """The Triton backend: the kernels as autograd functions.
 
-The forward pass saves the inputs, the output `out`, the output `out2` of the second map, and a
-log-sum-exp per map. The first map's output follows as out1 = out + lambda out2. If every signal
-head has its own noise head, one kernel computes both maps. Otherwise each map is computed by a
-kernel launch of its own.
+With the outputs `out1` and `out2` of the two maps, attention returns `out = out1 - lambda out2`.
+The forward pass saves the inputs, `out`, `out2` and a log-sum-exp per map. The backward pass
+computes out1 as out + lambda out2. If each head of the second map (noise head) belongs to only one
+head of the first map (signal head), one kernel computes both maps. Otherwise each map is computed
+by a kernel launch of its own.
 """
 
 from collections.abc import Sequence

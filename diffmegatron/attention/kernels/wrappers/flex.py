@@ -19,8 +19,8 @@ from .two_map_calls import Attend, two_calls
 # FlexAttention's own block sizes, in rows of queries and of keys.
 BLOCK = 128
 # Maximum number of compilations for different widths, dtypes and groupings of heads; torch's own
-# limit is eight. With fullgraph=True one more compilation is an error. Without it torch would run
-# FlexAttention uncompiled, which stores all scores.
+# limit is eight. With fullgraph=True one more compilation is an error. Without fullgraph torch
+# would then run FlexAttention uncompiled, which stores all scores.
 MOST_COMPILATIONS = 64
 
 
