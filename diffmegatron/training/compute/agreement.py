@@ -63,7 +63,7 @@ def agree(
 
 
 class StepCheck:
-    """Callback with which the optimizer step asks whether it may update the weights.
+    """Callback of the optimizer step that decides whether the weights are updated.
 
     It reduces the step's values over all ranks, and then calls the guard against loss spikes.
 
