@@ -30,6 +30,7 @@ from diffmegatron.model.accounting.activations import (
 )
 from diffmegatron.model.accounting.parameters import counted_kinds
 from diffmegatron.plan.traffic import (
+    attention_passes,
     busiest_stage,
     forward_passes,
     stage_collectives,
@@ -204,9 +205,8 @@ def _compute(recipe: Recipe, gpu: Accelerator, assumed: Assumptions) -> Compute:
     matmul += 2 * tokens * _vocabulary(recipe) * output_passes
     matmul -= 2 * tokens * frozen_matrices(recipe) / parallel.pipeline
     once, backward = _attention_work(recipe)
-    again = 2 if recipe.recompute.granularity != "none" else 1
     pair = 2 * tokens * layers * training.seq_length / 2 / (assumed.attention * gpu.peak_flops)
-    attention = pair * (again * once + backward)
+    attention = pair * (attention_passes(recipe) * once + backward)
     elementwise = _elementwise_bytes(recipe) / (assumed.memory * gpu.memory_bandwidth)
     total = matmul / (assumed.matmul * gpu.peak_flops) + attention + elementwise
     weights = layers * layer_weights + _vocabulary(recipe)

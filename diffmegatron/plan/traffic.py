@@ -99,15 +99,14 @@ def stage_collectives(recipe: Recipe, world_size: int, stage: int) -> Traffic:
         # The cross-entropy has two all-reduces: of the largest logits, and of the sums.
         tensor += 2 if is_last else 0
     layers = model.num_layers / parallel.pipeline
-    again = 2 if recipe.recompute.granularity != "none" else 1
-    communication = context_communication(recipe)
+    communication, passes = context_communication(recipe), attention_passes(recipe)
     context = 0.0
     if communication == "ring":
-        context = layers * (again * (parallel.context - 1) + 2 * parallel.context - 1)
+        context = layers * (passes * (parallel.context - 1) + 2 * parallel.context - 1)
     elif communication is not None:
         # Ulysses has one all-to-all for q, k and v, and one for the outputs. All-gather has one
         # collective for k and v. The backward pass has as many for the gradients.
-        context = layers * (again + 1) * (2 if communication == "ulysses" else 1)
+        context = layers * (passes + 1) * (2 if communication == "ulysses" else 1)
     elements = sum(trained_parameters(recipe, stage))
     gradients = weights = 0.0
     if world_size > parallel.model_ranks or parallel.context > 1:
@@ -131,6 +130,14 @@ def stage_collectives(recipe: Recipe, world_size: int, stage: int) -> Traffic:
 def forward_passes(recipe: Recipe) -> int:
     """Return the number of forward passes of a layer per microbatch, 2 with full recomputation."""
     return 2 if recipe.recompute.granularity == "full" else 1
+
+
+def attention_passes(recipe: Recipe) -> int:
+    """Return the number of forward passes of the core attention per microbatch.
+
+    It is 2 with full and with selective recomputation.
+    """
+    return 1 if recipe.recompute.granularity == "none" else 2
 
 
 def _hidden_state(recipe: Recipe) -> int:
@@ -197,7 +204,6 @@ def _context(recipe: Recipe) -> float:
     if communication is None:
         return 0.0
     element, tokens = BYTES[recipe.training.precision], local_tokens(recipe)
-    again = 2 if recipe.recompute.granularity != "none" else 1
     total = 0.0
     for kind, count in counted_kinds(model):
         heads = kind.heads
@@ -215,7 +221,7 @@ def _context(recipe: Recipe) -> float:
                 # The float32 gradients of keys and values are sent around the ring too. They need
                 # one more message than the keys and values, to return to their rank.
                 backward += FLOAT32 * pair * size
-        total += count * (again * forward + backward)
+        total += count * (attention_passes(recipe) * forward + backward)
     return total / parallel.pipeline
 
 
