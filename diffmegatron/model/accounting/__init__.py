@@ -8,6 +8,7 @@
   an estimate without the overhead of the allocator.
 """
 
+from diffmegatron.model.accounting.flops import Flops, count_flops, frozen_matrices
 from diffmegatron.model.accounting.hardware import (
     ACCELERATORS,
     Accelerator,
@@ -25,12 +26,9 @@ from diffmegatron.model.accounting.memory import (
 )
 from diffmegatron.model.accounting.mfu import mfu_metric, model_flops_utilization
 from diffmegatron.model.accounting.parameters import (
-    Flops,
     Parameters,
-    count_flops,
     count_parameters,
     count_trained,
-    frozen_matrices,
 )
 
 __all__ = [

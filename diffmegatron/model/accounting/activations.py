@@ -23,6 +23,7 @@ from diffmegatron.config.divisibility import context_communication as chosen_com
 from diffmegatron.config.schema import Recipe
 from diffmegatron.config.tensors import EMBEDDING, LORA_A, OUTPUT, network_tensors, stage_kinds
 from diffmegatron.config.trainable_patterns import trained_parts, trains_everything
+from diffmegatron.model.accounting.parameters import counted_kinds
 
 Device = Literal["gpu", "cpu"]
 # Bytes per element, by the value of training.precision.
@@ -188,10 +189,17 @@ def output_weight(recipe: Recipe) -> int:
 
     The number is that of one tensor-parallel rank.
     """
-    model = recipe.model
-    if not _is_trained(recipe, EMBEDDING if model.tied_embeddings else OUTPUT):
+    if not _is_trained(recipe, EMBEDDING if recipe.model.tied_embeddings else OUTPUT):
         return 0
-    return model.vocab_size * model.hidden_size // recipe.parallel.tensor
+    return vocabulary_elements(recipe)
+
+
+def vocabulary_elements(recipe: Recipe) -> int:
+    """Return the number of elements of a vocabulary matrix on a tensor-parallel rank.
+
+    The embedding and the output layer are vocabulary matrices. They are the largest parameters.
+    """
+    return recipe.model.vocab_size * recipe.model.hidden_size // recipe.parallel.tensor
 
 
 def final_hidden_bytes(recipe: Recipe) -> int:
@@ -245,7 +253,7 @@ def embedding_backward(recipe: Recipe, stage: int) -> int:
     if parallel.pipeline == 1 and not model.tied_embeddings:
         return 0
     element = BYTES[recipe.training.precision]
-    weights = model.vocab_size * model.hidden_size // parallel.tensor
+    weights = vocabulary_elements(recipe)
     if sums_tied_gradients(recipe):
         weights *= 2
     streams = model.hidden_size
@@ -312,23 +320,20 @@ def _recomputed_bytes(recipe: Recipe, device: Device) -> float:
     recompute = recipe.recompute
     if recompute.granularity == "none":
         return 0
+    kinds = [kind for kind, _ in counted_kinds(recipe.model)]
     if recompute.granularity == "selective":
-        cores = (attention_bytes_per_token(recipe, device, kind)[1] for kind in _kinds(recipe))
+        cores = (attention_bytes_per_token(recipe, device, kind)[1] for kind in kinds)
         return local_tokens(recipe) * max(cores)
     together = recompute.layers if recompute.method == "uniform" else 1
-    layers = (_layer_bytes(recipe, device, kind, recomputed=True) for kind in _kinds(recipe))
+    layers = (_layer_bytes(recipe, device, kind, recomputed=True) for kind in kinds)
     return together * max(layers)
-
-
-def _kinds(recipe: Recipe) -> list[Variant]:
-    return [kind for kind, _ in recipe.model.attention.by_kind(recipe.model.num_layers)]
 
 
 def _offloaded_bytes(recipe: Recipe, device: Device) -> float:
     """Return the bytes of offloaded activations that are on the device: one layer in transfer."""
     if not recipe.training.offload_activations:
         return 0
-    return max(_layer_bytes(recipe, device, kind) for kind in _kinds(recipe))
+    return max(_layer_bytes(recipe, device, kind) for kind, _ in counted_kinds(recipe.model))
 
 
 def _layer_bytes(

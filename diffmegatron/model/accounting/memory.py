@@ -75,7 +75,7 @@ class StageMemory:
     host: int
 
     @property
-    def held(self) -> int:
+    def allocated(self) -> int:
         """Memory that is allocated for the whole run."""
         return self.weights + self.gradients + self.optimizer + self.communication
 
@@ -87,10 +87,10 @@ class StageMemory:
 
     @property
     def total(self) -> int:
-        """Estimated peak memory: ``held`` plus the largest temporary memory."""
+        """Estimated peak memory: ``allocated`` plus the largest temporary memory."""
         most = self.passes
         passes = self.activations - most.freed + most.beside + most.gathered
-        return self.held + max(passes, self.update)
+        return self.allocated + max(passes, self.update)
 
 
 def memory_by_stage(
@@ -348,18 +348,10 @@ def _reduced_together(recipe: Recipe, stage: int, shards: int) -> int:
     return min(weight, max(copies, default=0))
 
 
-def _vocabulary_elements(recipe: Recipe) -> int:
-    """Return the number of elements of a vocabulary matrix on a tensor-parallel rank.
-
-    The embedding and the output layer are vocabulary matrices. They are the largest parameters.
-    """
-    return recipe.model.vocab_size * recipe.model.hidden_size // recipe.parallel.tensor
-
-
 def largest_trained(recipe: Recipe, stage: int) -> int:
     """Return the number of elements of a stage's largest trained parameter on a tensor rank."""
     if trains_everything(recipe):
-        return _vocabulary_elements(recipe)
+        return activations.vocabulary_elements(recipe)
     return max(
         tensor.elements(recipe.parallel.tensor)
         for tensor in stage_tensors(recipe, stage)

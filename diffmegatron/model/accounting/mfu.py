@@ -4,8 +4,8 @@ Definition: PaLM (arXiv 2204.02311), appendix B.
 """
 
 from diffmegatron.config.schema import Recipe
+from diffmegatron.model.accounting.flops import count_flops, frozen_matrices
 from diffmegatron.model.accounting.hardware import Accelerator, find_accelerator
-from diffmegatron.model.accounting.parameters import count_flops, frozen_matrices
 
 
 def model_flops_utilization(

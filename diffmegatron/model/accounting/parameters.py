@@ -1,4 +1,4 @@
-"""Numbers of parameters and FLOPs of a network, computed from the recipe without torch."""
+"""Numbers of parameters of a network, computed from the recipe without torch."""
 
 import math
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from typing import Literal
 from diffmegatron.attention.variants.base import Variant
 from diffmegatron.config.model_config import ModelConfig
 from diffmegatron.config.schema import Recipe
-from diffmegatron.config.tensors import EMBEDDING, layer_number, layer_tensors, network_tensors
+from diffmegatron.config.tensors import layer_number, layer_tensors, network_tensors
 from diffmegatron.config.trainable_patterns import is_lora, trained_parts, trains_everything
 
 
@@ -48,19 +48,6 @@ class Parameters:
         return self.total - self.embedding - self.output
 
 
-@dataclass(frozen=True)
-class Flops:
-    """Model FLOPs per token.
-
-    Attributes:
-        forward: FLOPs of the forward pass.
-        training: FLOPs of the forward and the backward pass.
-    """
-
-    forward: float
-    training: float
-
-
 def count_parameters(model: ModelConfig) -> Parameters:
     """Count the parameters of the unsharded network that ``build_model`` builds."""
     layers, vocabulary = model.num_layers, model.vocab_size * model.hidden_size
@@ -97,47 +84,6 @@ def count_trained(recipe: Recipe) -> int:
             rows = sum(heads.channels(part) for part in trained)
         count += rows * math.prod(others) if trained else 0
     return count
-
-
-def count_flops(model: ModelConfig, seq_length: int, frozen: int = 0) -> Flops:
-    """Return the model FLOPs per token of causal training.
-
-    Matrix products, including the output layer, need 2 FLOPs per weight and token in the forward
-    pass and 4 in the backward pass. Frozen weights need only 2 in the backward pass, for the
-    gradient of their input. Attention counts the minimum FLOPs of its equations for each pair of a
-    query and a key. A query attends to half the sequence on average. Additional work of a kernel,
-    such as recomputing scores, is not counted, so it lowers the measured utilization.
-
-    Args:
-        model: model section of the recipe.
-        seq_length: number of tokens in a sequence.
-        frozen: number of frozen weights in matrix products (:func:`frozen_matrices`).
-    """
-    weights: float = model.vocab_size * model.hidden_size
-    attention = 0.0
-    for kind, count in counted_kinds(model):
-        own = kind.own_products(model.hidden_size) + lora_weights(model, kind)
-        weights += count * (projection_weights(model, kind) + mlp_weights(model) + own)
-        attention += 2 * (count * seq_length / 2) * kind.products()
-    training = 6 * weights - 2 * frozen + 3 * attention
-    return Flops(forward=2 * weights + attention, training=training)
-
-
-def frozen_matrices(recipe: Recipe) -> int:
-    """Count the frozen weights of matrix products.
-
-    An untied embedding is not counted, because a lookup is not a matrix product. A tied embedding
-    is counted, because it is also the output layer.
-    """
-    if trains_everything(recipe):
-        return 0
-    model = recipe.model
-    looked_up = None if model.tied_embeddings else EMBEDDING
-    return sum(
-        math.prod(each.shape)
-        for each in network_tensors(model)
-        if len(each.shape) == 2 and each.name != looked_up and not trained_parts(each, recipe)
-    )
 
 
 def counted_kinds(model: ModelConfig) -> list[tuple[Variant, int]]:

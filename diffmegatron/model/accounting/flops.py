@@ -1,0 +1,69 @@
+"""Model FLOPs of a network, computed from the recipe without torch."""
+
+import math
+from dataclasses import dataclass
+
+from diffmegatron.config.model_config import ModelConfig
+from diffmegatron.config.schema import Recipe
+from diffmegatron.config.tensors import EMBEDDING, network_tensors
+from diffmegatron.config.trainable_patterns import trained_parts, trains_everything
+from diffmegatron.model.accounting.parameters import (
+    counted_kinds,
+    lora_weights,
+    mlp_weights,
+    projection_weights,
+)
+
+
+@dataclass(frozen=True)
+class Flops:
+    """Model FLOPs per token.
+
+    Attributes:
+        forward: FLOPs of the forward pass.
+        training: FLOPs of the forward and the backward pass.
+    """
+
+    forward: float
+    training: float
+
+
+def count_flops(model: ModelConfig, seq_length: int, frozen: int = 0) -> Flops:
+    """Return the model FLOPs per token of causal training.
+
+    Matrix products, including the output layer, need 2 FLOPs per weight and token in the forward
+    pass and 4 in the backward pass. Frozen weights need only 2 in the backward pass, for the
+    gradient of their input. Attention counts the minimum FLOPs of its equations for each pair of a
+    query and a key. A query attends to half the sequence on average. Additional work of a kernel,
+    such as recomputing scores, is not counted, so it lowers the measured utilization.
+
+    Args:
+        model: model section of the recipe.
+        seq_length: number of tokens in a sequence.
+        frozen: number of frozen weights in matrix products (:func:`frozen_matrices`).
+    """
+    weights: float = model.vocab_size * model.hidden_size
+    attention = 0.0
+    for kind, count in counted_kinds(model):
+        own = kind.own_products(model.hidden_size) + lora_weights(model, kind)
+        weights += count * (projection_weights(model, kind) + mlp_weights(model) + own)
+        attention += 2 * (count * seq_length / 2) * kind.products()
+    training = 6 * weights - 2 * frozen + 3 * attention
+    return Flops(forward=2 * weights + attention, training=training)
+
+
+def frozen_matrices(recipe: Recipe) -> int:
+    """Count the frozen weights of matrix products.
+
+    An untied embedding is not counted, because a lookup is not a matrix product. A tied embedding
+    is counted, because it is also the output layer.
+    """
+    if trains_everything(recipe):
+        return 0
+    model = recipe.model
+    looked_up = None if model.tied_embeddings else EMBEDDING
+    return sum(
+        math.prod(each.shape)
+        for each in network_tensors(model)
+        if len(each.shape) == 2 and each.name != looked_up and not trained_parts(each, recipe)
+    )
