@@ -1,10 +1,11 @@
 """Process groups of a parallel layout, and this rank's index in each group."""
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any, TypeVar
 
 import torch
 from megatron.core import parallel_state as megatron_state
@@ -16,6 +17,8 @@ from diffmegatron.config.parallel_config import ParallelConfig
 from diffmegatron.errors import UserError
 from diffmegatron.parallel.cpu import without_cuda
 from diffmegatron.parallel.default_group import TIMEOUT, default_group, own_device
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -97,18 +100,15 @@ class ParallelState:
 class ModelParallelUnit:
     """Adapter that passes Megatron's process groups to DeepSpeed, as its argument ``mpu``.
 
-    DeepSpeed's data-parallel group is Megatron's data x context parallel group. The methods
-    ``get_sequence_parallel_*`` are missing on purpose. If they existed, ZeRO 1 and 2 would sum
-    gradients over the group, whereas ZeRO 3 averages them.
+    It has only the methods that DeepSpeed calls for ZeRO. DeepSpeed's data-parallel group is
+    Megatron's data x context parallel group. The methods ``get_sequence_parallel_*`` are missing on
+    purpose. If they existed, ZeRO 1 and 2 would sum gradients over the group, whereas ZeRO 3
+    averages them.
     """
 
     def get_data_parallel_group(self) -> ProcessGroup:
         """Return the group over which ZeRO partitions."""
         return megatron_state.get_data_parallel_group(with_context_parallel=True)
-
-    def get_data_parallel_rank(self) -> int:
-        """Return the rank within :meth:`get_data_parallel_group`."""
-        return megatron_state.get_data_parallel_rank(with_context_parallel=True)
 
     def get_data_parallel_world_size(self) -> int:
         """Return the size of :meth:`get_data_parallel_group`."""
@@ -126,21 +126,13 @@ class ModelParallelUnit:
         """Return the size of :meth:`get_model_parallel_group`."""
         return distributed.get_world_size(megatron_state.get_model_parallel_group())
 
-    def get_tensor_model_parallel_group(self) -> ProcessGroup:
-        """Return the group of ranks that shard each layer."""
-        return megatron_state.get_tensor_model_parallel_group()
-
     def get_tensor_model_parallel_rank(self) -> int:
-        """Return the rank within :meth:`get_tensor_model_parallel_group`."""
+        """Return the rank among the ranks that shard each layer."""
         return megatron_state.get_tensor_model_parallel_rank()
 
     def get_tensor_model_parallel_world_size(self) -> int:
-        """Return the size of :meth:`get_tensor_model_parallel_group`."""
+        """Return the number of ranks that shard each layer."""
         return megatron_state.get_tensor_model_parallel_world_size()
-
-    def get_pipeline_model_parallel_rank(self) -> int:
-        """Return the pipeline stage of this rank."""
-        return megatron_state.get_pipeline_model_parallel_rank()
 
     def get_pipeline_model_parallel_world_size(self) -> int:
         """Return the number of pipeline stages."""
@@ -164,6 +156,40 @@ def fail_together(problem: str | None) -> None:
     for rank, found in enumerate(problems):
         if found is not None:
             raise UserError(f"{found} (rank {rank})" if len(problems) > 1 else found)
+
+
+@contextmanager
+def errors_on_all_ranks() -> Iterator[None]:
+    """Raise a UserError of the context on all ranks.
+
+    All ranks must enter this context.
+
+    Raises:
+        UserError: With the message of the lowest rank whose context raised a UserError.
+    """
+    problem = None
+    try:
+        yield
+    except UserError as error:
+        problem = str(error)
+    fail_together(problem)
+
+
+def from_rank_0(function: Callable[[], T]) -> T:
+    """Call a function on rank 0, and return its result on all ranks.
+
+    All ranks must call ``from_rank_0``.
+
+    Raises:
+        UserError: On all ranks, if the function raised one.
+    """
+    results: list[Any] = [None]
+    with errors_on_all_ranks():
+        if distributed.get_rank() == 0:
+            results = [function()]
+    distributed.broadcast_object_list(results, src=0)
+    result: T = results[0]
+    return result
 
 
 @contextmanager

@@ -10,10 +10,9 @@ from diffmegatron.checkpoint.checkpoint_format import check_same_run, read_recip
 from diffmegatron.checkpoint.checkpoint_manifest import read_manifest
 from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
 from diffmegatron.config.schema import Recipe
-from diffmegatron.errors import UserError
 from diffmegatron.parallel.default_group import default_group
 from diffmegatron.parallel.launcher import read_launch
-from diffmegatron.parallel.parallel_state import fail_together
+from diffmegatron.parallel.parallel_state import from_rank_0
 from diffmegatron.training.fault_tolerance.safeguards import StopRequest
 from diffmegatron.training.hook import Hook
 from diffmegatron.training.monitoring.due import unrecorded_at
@@ -92,18 +91,11 @@ def _unfinished(recipes: Sequence[Recipe], names: Sequence[str]) -> list[Recipe]
     Raises:
         UserError: If a finished stage was trained with another recipe.
     """
-    finished, problem = [[False] * len(recipes)], None
-    if distributed.get_rank() == 0:
-        try:
-            finished = [[_is_finished(recipe) for recipe in recipes]]
-        except UserError as error:
-            problem = str(error)
-    fail_together(problem)
-    distributed.broadcast_object_list(finished, src=0)
-    for recipe, name, is_finished in zip(recipes, names, finished[0], strict=True):
+    finished = from_rank_0(lambda: [_is_finished(recipe) for recipe in recipes])
+    for recipe, name, is_finished in zip(recipes, names, finished, strict=True):
         if is_finished and distributed.get_rank() == 0:
             print_line(f"{name}: finished at step {recipe.training.total_steps}")
-    return [recipe for recipe, done in zip(recipes, finished[0], strict=True) if not done]
+    return [recipe for recipe, done in zip(recipes, finished, strict=True) if not done]
 
 
 def _is_finished(recipe: Recipe) -> bool:

@@ -16,8 +16,7 @@ from diffmegatron.data.index.verify_corpus import check_hash, data_files
 from diffmegatron.data.loader import Batch, Loader
 from diffmegatron.data.sampling.document_order import Split
 from diffmegatron.data.sampling.samples import open_samples
-from diffmegatron.errors import UserError
-from diffmegatron.parallel.parallel_state import ParallelState, fail_together
+from diffmegatron.parallel.parallel_state import ParallelState, errors_on_all_ranks
 
 # Fields of Batch that have one value per token, shape [b, s].
 _BY_TOKEN = ("tokens", "labels", "loss_mask", "position_ids")
@@ -48,13 +47,9 @@ def verify_sources(
     parts = _hash(data, parallel_state.rank, parallel_state.world_size)
     pending = True
     while pending:
-        problem = None
         with extend_limit():
-            try:
+            with errors_on_all_ranks():
                 ended = next(parts, "ended") == "ended"
-            except UserError as error:
-                ended, problem = True, str(error)
-            fail_together(problem)
             flag = torch.tensor([not ended], dtype=torch.int32, device=parallel_state.device)
             distributed.all_reduce(flag, op=distributed.ReduceOp.MAX)
         pending = bool(flag)
@@ -127,16 +122,11 @@ def on_this_rank(microbatches: Sequence[Batch], parallel_state: ParallelState) -
 
 
 def _on_this_rank(batch: Batch, parallel_state: ParallelState) -> Batch:
-    parts = {name: _part(getattr(batch, name), parallel_state) for name in _BY_TOKEN}
+    tensors: dict[str, Tensor] = {name: getattr(batch, name) for name in _BY_TOKEN}
+    rank, size = parallel_state.context_rank, parallel_state.context_size
+    if size > 1:
+        tensors = {name: shard_sequence(x, 1, rank, size) for name, x in tensors.items()}
     if batch.sources is not None:
-        parts["sources"] = batch.sources
+        tensors["sources"] = batch.sources
     device = parallel_state.device
-    return replace(
-        batch, **{name: part.to(device, non_blocking=True) for name, part in parts.items()}
-    )
-
-
-def _part(whole: Tensor, parallel_state: ParallelState) -> Tensor:
-    if parallel_state.context_size == 1:
-        return whole
-    return shard_sequence(whole, 1, parallel_state.context_rank, parallel_state.context_size)
+    return replace(batch, **{name: x.to(device, non_blocking=True) for name, x in tensors.items()})

@@ -5,8 +5,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import distributed
-
 from diffmegatron.checkpoint.checkpoint_format import (
     WEIGHT,
     Checkpoint,
@@ -21,7 +19,7 @@ from diffmegatron.config.schema import Recipe
 from diffmegatron.errors import UserError
 from diffmegatron.files import format_path
 from diffmegatron.optim.zero import MOMENTS, ZeroEngine
-from diffmegatron.parallel.parallel_state import ParallelState, fail_together
+from diffmegatron.parallel.parallel_state import ParallelState, errors_on_all_ranks, from_rank_0
 from diffmegatron.parallel.random import restore_random_states
 from diffmegatron.training.saving.snapshot import ParameterShards
 
@@ -75,13 +73,8 @@ def open_together(directory: Path, parallel_state: ParallelState) -> Checkpoint:
         UserError: On all ranks, if at least one rank found a problem. The message is that of the
             lowest rank with a problem.
     """
-    problem = None
-    try:
-        checkpoint = open_checkpoint(directory, (parallel_state.rank, parallel_state.world_size))
-    except UserError as error:
-        problem = str(error)
-    fail_together(problem)
-    return checkpoint
+    with errors_on_all_ranks():
+        return open_checkpoint(directory, (parallel_state.rank, parallel_state.world_size))
 
 
 def newest_good(
@@ -101,7 +94,8 @@ def newest_good(
         UserError: If ``before`` is None and there are checkpoints, but none is intact. With None as
             the result, the run would start over, and the user would not notice the lost progress.
     """
-    steps = [step for step in _steps(store, parallel_state) if before is None or step < before]
+    # Ranks that listed the directory themselves could find different checkpoints.
+    steps = [step for step in from_rank_0(store.steps) if before is None or step < before]
     for step in reversed(steps):
         try:
             return open_together(store.path(step), parallel_state)
@@ -114,20 +108,6 @@ def newest_good(
             "restore one, or move them away to start over"
         )
     return None
-
-
-def _steps(store: CheckpointStore, parallel_state: ParallelState) -> list[int]:
-    """Return the steps of the checkpoints as rank 0 lists them, the same on every rank."""
-    steps: list[list[int]] = [[]]
-    problem = None
-    try:
-        if parallel_state.is_main:
-            steps = [store.steps()]
-    except UserError as error:
-        problem = str(error)
-    fail_together(problem)
-    distributed.broadcast_object_list(steps, src=0)
-    return steps[0]
 
 
 def rollback_checkpoint(

@@ -3,9 +3,8 @@
 For example, the second stage of a recipe starts with the weights of the first stage.
 """
 
+from functools import partial
 from pathlib import Path
-
-from torch import distributed
 
 from diffmegatron.attention.variants import Variant
 from diffmegatron.checkpoint.checkpoint_format import WEIGHT, Checkpoint
@@ -18,7 +17,7 @@ from diffmegatron.errors import UserError
 from diffmegatron.files import format_path
 from diffmegatron.model.network import declared_parameter
 from diffmegatron.optim.zero import ZeroEngine
-from diffmegatron.parallel.parallel_state import ParallelState, fail_together
+from diffmegatron.parallel.parallel_state import ParallelState, from_rank_0
 from diffmegatron.training.saving.resume import newest_good, open_together, read_fragments
 from diffmegatron.training.saving.snapshot import ParameterShards
 
@@ -34,7 +33,7 @@ def open_start(recipe: Recipe, parallel_state: ParallelState) -> Checkpoint | No
     """
     if recipe.checkpoint.start_from is None:
         return None
-    path = _run_dir(Path(recipe.checkpoint.start_from), parallel_state)
+    path = from_rank_0(partial(_run_dir, Path(recipe.checkpoint.start_from)))
     source = newest_good(CheckpointStore(path), parallel_state) or open_together(
         path, parallel_state
     )
@@ -43,24 +42,16 @@ def open_start(recipe: Recipe, parallel_state: ParallelState) -> Checkpoint | No
     return source
 
 
-def _run_dir(start: Path, parallel_state: ParallelState) -> Path:
+def _run_dir(start: Path) -> Path:
     """Return the directory of the run to start from.
 
-    All ranks must call this function. If ``start`` is the folder of a recipe with stages, the
-    result is the ``run_dir`` of the last stage. Otherwise it is ``start``.
+    If ``start`` is the folder of a recipe with stages, the result is the ``run_dir`` of the last
+    stage. Otherwise it is ``start``.
 
     Raises:
         UserError: If the last stage is not unique.
     """
-    found, problem = [start], None
-    if parallel_state.is_main:
-        try:
-            found = [last_stage(start).run_dir if has_run(start) else start]
-        except UserError as error:
-            problem = str(error)
-    fail_together(problem)
-    distributed.broadcast_object_list(found, src=0)
-    return found[0]
+    return last_stage(start).run_dir if has_run(start) else start
 
 
 def _check_made_for(source: Checkpoint, attention: Variant) -> None:
