@@ -3,8 +3,8 @@
 The manifest is written last. A directory that has no manifest, or whose files do not match the
 manifest, does not count as a checkpoint.
 
-:func:`read_manifest` compares names, kinds and sizes of the files without reading them. This
-detects files that are missing, truncated or unknown.
+:func:`read_manifest` compares names and sizes of the files without reading them, and refuses links
+and other special files. This detects files that are missing, truncated or not listed.
 :func:`~diffmegatron.checkpoint.checkpoint_format.open_checkpoint` also checks their content.
 """
 
@@ -83,8 +83,9 @@ def read_manifest(directory: Path) -> Manifest:
     """Read the manifest of a checkpoint and compare it with the files, without reading the files.
 
     Raises:
-        UserError: the manifest is missing, damaged, or of another format or step; or a file is
-            missing, not listed, not an ordinary file, or of another size.
+        UserError: the manifest is missing or damaged, has another format, or has another step than
+            the directory's name; or a file is missing, not listed, not an ordinary file, or of
+            another size.
     """
     path = directory / MANIFEST
     status = _status(path)
@@ -104,7 +105,7 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 def _check_files(directory: Path, manifest: Manifest) -> None:
-    """Compare the names, kinds and sizes of a directory's files with its manifest."""
+    """Compare names and sizes of a directory's files with its manifest; refuse special files."""
     listed = {MANIFEST}
     for entry in manifest.files:
         path = directory / entry.name

@@ -1,9 +1,9 @@
 """AdamW with a gate, a callback that can refuse a step after the gradient norm is computed.
 
 One call of DeepSpeed's optimizer computes the gradient norm, clips the gradients and updates the
-weights. For the update it calls :class:`GatedAdamW`. At that point the norm is available and no
-weight or moment has changed. Refusing the step there needs no additional pass over the gradients,
-no collective and no synchronization.
+weights. For the update it calls :class:`GatedAdamW`. At that point the norm is available, and
+weights and moments are still unchanged. A refusal there costs nothing: no additional pass over the
+gradients, no collective and no synchronization.
 """
 
 from collections.abc import Callable, Mapping
@@ -45,8 +45,9 @@ class GatedAdamW(torch.optim.AdamW):
 
     Attributes:
         gate: function that returns whether the present step is applied.
-        decaying_rows: for parameters of which some rows are frozen, the trained rows. The keys are
-            flat master tensors (flattened float32 weights), and the values are views into the key.
+        decaying_rows: trained rows of the parameters of which other rows are frozen, to which
+            alone weight decay applies. The keys are flat master tensors (flattened float32
+            weights), and the values are views into the key.
     """
 
     gate: Callable[[], bool]

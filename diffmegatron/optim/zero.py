@@ -114,9 +114,9 @@ class ZeroEngine:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Destroy the engine; called before its process groups are destroyed.
+        """Destroy the engine. Leave this context before the engine's process groups are destroyed.
 
-        Otherwise DeepSpeed's hooks would keep the engine and the threads of its process groups
+        Without this, DeepSpeed's hooks would keep the engine and the threads of its process groups
         alive: about fifty threads per run, which keep a CPU core busy.
         """
         if self._reduction is not None:
@@ -124,10 +124,10 @@ class ZeroEngine:
         self._engine.destroy()
 
     def __call__(self, *args: object, **kwargs: object) -> Tensor:
-        """Run the network's forward pass for training.
+        """Run the network's forward pass for training, through DeepSpeed's engine.
 
-        Calls must go through DeepSpeed's engine, because ZeRO 3 counts microbatches by the engine's
-        forward passes. Without them it would keep only the gradients of the last microbatch.
+        ZeRO 3 counts microbatches by the forward passes of DeepSpeed's engine. If the network were
+        called directly, it would keep only the gradients of the last microbatch.
         """
         return self._engine(*args, **kwargs)
 
@@ -144,9 +144,7 @@ class ZeroEngine:
             self._engine.backward(loss)
 
     def step(self, learning_rate: float, allow: Callable[[Tensor], bool]) -> None:
-        """Reduce the gradients, and update the weights if ``allow`` returns True.
-
-        Afterwards the gradients are cleared in both cases.
+        """Reduce the gradients, update the weights if ``allow`` returns True, clear the gradients.
 
         Args:
             learning_rate: learning rate of this step, which each parameter group multiplies by its
@@ -177,14 +175,15 @@ class ZeroEngine:
             # optimizer. Call ``allow`` to record the step.
             allow(torch.tensor(torch.inf, device=self._parallel_state.device))
         elif not gate.answer:
-            # A refused first step does not create Adam's moments, which the next step needs.
+            # Torch creates Adam's moments in the first update. If that step is refused, create
+            # them here, because the next step needs them.
             self._create_moments()
 
     def _checked(self, norm: Tensor) -> Tensor:
         """Return the norm, or infinity if a gradient on this rank is not finite.
 
-        DeepSpeed's norm alone can miss this: of a replicated parameter it includes only the copy on
-        the first tensor-parallel rank.
+        DeepSpeed's norm can be finite then. For a parameter that all tensor-parallel ranks have, it
+        includes only the gradient on the first of these ranks.
         """
         assert self._local_norms is not None
         _, norms = self._local_norms
@@ -226,7 +225,8 @@ class ZeroEngine:
     def restore(self, updates: int) -> None:
         """Apply the values that were written into the tensors of :meth:`fragments`.
 
-        Called on all ranks. The network's weights are set from the new master weights.
+        The network's weights are set from the new master weights. All ranks must call this method,
+        because it communicates.
 
         Args:
             updates: number of updates so far, for Adam's bias correction.
@@ -300,10 +300,10 @@ def engine_config(recipe: Recipe) -> dict[str, Any]:
             "immediate_grad_update": recipe.parallel.zero_stage == 1,
         }
         if recipe.parallel.zero_stage == 1:
-            # The microbatches accumulate gradients in float32. By default DeepSpeed would round
-            # them to bf16 before the sum over hundreds of ranks, and lose this precision. The
-            # setting matters only with an offloaded optimizer, where DeepSpeed reduces the
-            # gradients, once per step.
+            # Gradients are accumulated over microbatches in float32. By default DeepSpeed would
+            # round them to bf16 before it sums them over hundreds of ranks, and lose this
+            # precision. The setting has an effect only with an offloaded optimizer, because without
+            # offload DeepSpeed does not reduce the gradients.
             config["communication_data_type"] = "fp32"
     return config
 
@@ -318,7 +318,10 @@ def import_deepspeed() -> Any:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     with importing_engines():
         import deepspeed
-        import deepspeed.runtime.zero.muon.muon_optimizer  # Else ZeRO's first step imports it.
+
+        # ZeRO's first step would import this module, but outside of `importing_engines`, which
+        # makes the import faster.
+        import deepspeed.runtime.zero.muon.muon_optimizer
 
     # DeepSpeed fills this dictionary by searching for compilers and CUDA headers, and prints a
     # warning for each of its operations that cannot be built. None of the operations is used, so
@@ -333,10 +336,11 @@ def import_deepspeed() -> Any:
 def _restoring(
     values: dict[torch.nn.Parameter, Tensor], create: Callable[[], torch.optim.Optimizer]
 ) -> Callable[[object], torch.optim.Optimizer]:
-    """Return a function for DeepSpeed's argument ``optimizer`` that first restores parameters.
+    """Return a function that restores float32 parameters and then creates the optimizer.
 
-    In bf16 DeepSpeed rounds every parameter to bf16, and no setting prevents this. DeepSpeed calls
-    the returned function after the rounding, and before it flattens the parameter groups.
+    It is for the argument ``optimizer`` of ``deepspeed.initialize``. In bf16 DeepSpeed rounds every
+    parameter to bf16, and no setting prevents this. DeepSpeed calls the function after the
+    rounding, and before it flattens the parameter groups.
 
     Args:
         values: float32 values of the parameters to restore.

@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 # Time limit of a collective.
 TIMEOUT = timedelta(minutes=30)
-# Time limit for all ranks to arrive at the start.
+# Time limit for all ranks to connect at the start.
 _MEETING_SECONDS = 600.0
 # Attribute of torch's wrapper of sys.excepthook, with the function that it wraps.
 _WRAPPED = "wrapped_by_torch"
@@ -55,12 +55,13 @@ def default_group(
     """Start torch's default process group for the context, unless it already exists.
 
     A process that enters :func:`~diffmegatron.parallel.parallel_state.process_groups` several times
-    must enter this context around all of them. Under ``torchrun``, torch cannot start a second
-    default group: it would find the keys of the first group in the store and wait forever.
+    must enter this context once around all of them. Under ``torchrun``, torch cannot start a second
+    default group: it would find the keys of the first group in the agent's key-value store and wait
+    forever.
 
     Args:
         timeout: time limit of a collective.
-        meeting_seconds: time limit for all ranks to arrive.
+        meeting_seconds: time limit for all ranks to connect.
 
     Raises:
         UserError: If the ranks cannot connect to each other, or this rank has no GPU of its own.

@@ -102,8 +102,8 @@ class ModelParallelUnit:
 
     It has only the methods that DeepSpeed calls for ZeRO. DeepSpeed's data-parallel group is
     Megatron's data x context parallel group. The methods ``get_sequence_parallel_*`` are missing on
-    purpose. If they existed, ZeRO 1 and 2 would sum gradients over the group, whereas ZeRO 3
-    averages them.
+    purpose. If they existed, ZeRO 1 and 2 would sum the gradients over the ranks of a sequence, but
+    ZeRO 3 would average them, so the stages would train differently.
     """
 
     def get_data_parallel_group(self) -> ProcessGroup:
@@ -140,10 +140,10 @@ class ModelParallelUnit:
 
 
 def fail_together(problem: str | None) -> None:
-    """Raise an error on all ranks if at least one rank has a problem; called on all ranks.
+    """Raise an error on all ranks if at least one rank has a problem.
 
-    If only the rank with the problem raised, the other ranks would wait for it in the next
-    collective.
+    All ranks must call this function. If only the rank with the problem raised an error, the other
+    ranks would wait for it in the next collective.
 
     Args:
         problem: message of this rank's problem; None if it has none.
@@ -198,9 +198,9 @@ def process_groups(
 ) -> Iterator[ParallelState]:
     """Create the process groups of a layout, and destroy them at the end of the context.
 
-    The ranks connect with the launcher's environment variables. Without a launcher this process is
-    the only rank. The backend is NCCL with one GPU per rank, or gloo without CUDA. If the default
-    group already exists, it is used and not destroyed.
+    The ranks find each other by the launcher's environment variables. Without a launcher this
+    process is the only rank. The backend is NCCL with one GPU per rank, or gloo without CUDA. If
+    torch's default group already exists, it is used and not destroyed.
 
     Args:
         parallel: ``parallel`` section of the recipe, whose sizes must fit the number of ranks
@@ -227,8 +227,8 @@ def process_groups(
             megatron_state.destroy_model_parallel()
 
 
-# If more objects than this are frozen for the garbage collector, process_groups has frozen them
-# before. Python 3.12 itself starts with some hundred frozen objects.
+# Number of objects frozen for the garbage collector (gc.freeze) above which an earlier call of
+# process_groups must have frozen them. Python 3.12 itself starts with some hundred frozen objects.
 _FROZEN_AT_START = 10_000
 
 
@@ -241,11 +241,12 @@ def _ending_new_groups() -> Iterator[None]:
     A network also refers to its groups until the garbage collector finds its reference cycles, so
     the collector runs at the end.
 
-    At the beginning all existing objects, mostly modules, are frozen for the garbage collector
-    permanently. DeepSpeed runs the collector before and after each parameter group, and without
-    freezing each run takes a quarter of a second. If objects were frozen before, the collector runs
-    first. Otherwise the network of an earlier layout could be frozen too, and the threads of its
-    groups would run until the process ends.
+    At the beginning all existing objects, mostly modules, are frozen permanently, which means that
+    the garbage collector skips them. DeepSpeed runs the collector before and after each parameter
+    group, and without freezing each of these collections takes a quarter of a second. If an earlier
+    context has frozen objects, the collector runs before the freezing. It removes the network of
+    the earlier layout, which would otherwise be frozen too, so that the threads of its groups would
+    run until the process ends.
     """
     existing = set(_groups())
     if gc.get_freeze_count() > _FROZEN_AT_START:

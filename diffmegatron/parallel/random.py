@@ -27,13 +27,15 @@ def restore_random_states(saved: Callable[[str], Tensor | None]) -> list[str]:
     """Restore the random states of this rank; states that were not saved stay unchanged.
 
     Megatron's random states are those of the GPU generator, or of the CPU generator on a machine
-    without GPU. They cannot be restored on the other kind of machine, and stay unchanged too.
+    without GPU. If a checkpoint from a machine with GPU is loaded on a machine without GPU, or the
+    reverse, these states cannot be restored, and they stay unchanged.
 
     Args:
         saved: function that returns a saved state by name, or None if it was not saved.
 
     Returns:
-        Names of the states that were saved on the other kind of device.
+        Names of the states that were not restored, because they belong to the other kind of
+        device.
 
     Raises:
         UserError: If a saved state has a different size than the state of this torch version.

@@ -23,7 +23,8 @@ from diffmegatron.parallel.launcher import LaunchEnvironment
 _OUTCOME, _MARGIN_SECONDS = "outcome", 15.0
 # Largest number of missing ranks in an error message.
 _SHOWN_RANKS = 16
-# First words of the only error that cannot be solved by starting again, so it is a UserError.
+# First words of the message about different values of WORLD_SIZE. A restart cannot solve this
+# problem, so it is a UserError; all other problems are MachineErrors.
 _SIZES = "rank 0 was started with WORLD_SIZE"
 
 
@@ -32,7 +33,8 @@ def meet(launch: LaunchEnvironment, seconds: float) -> Store:
 
     Args:
         launch: environment of this rank; ``master`` must be set.
-        seconds: time limit for connecting to rank 0, and then again for all ranks to arrive.
+        seconds: time limit for the connection to rank 0, and a second time for the arrival of all
+            ranks.
 
     Raises:
         UserError: On every rank that has arrived, if ranks have different values of ``WORLD_SIZE``.
@@ -40,9 +42,10 @@ def meet(launch: LaunchEnvironment, seconds: float) -> Store:
             address of ``MASTER_ADDR`` and ``MASTER_PORT`` cannot be used at the moment.
     """
     place = _place(launch)
-    # The store of torchrun's agent lives through restarts, so a prefix hides the keys of earlier
-    # attempts. A store of rank 0 is always new and needs no prefix. There the agents of several
-    # machines may count restarts differently, so ``attempt`` must not be used.
+    # The store of torchrun's agent survives restarts of the ranks, so the number of the restart in
+    # the prefix hides the keys of earlier attempts. A store of rank 0 is always new. Its prefix
+    # must be the same on all machines, but their agents may count restarts differently, so it is
+    # constant.
     attempt = launch.attempt if launch.agent_store else 0
     store = PrefixStore(f"attempt_{attempt}", _connected(launch, seconds, place))
     arrivals = [f"arrived/{rank}" for rank in range(launch.ranks)]
@@ -60,7 +63,7 @@ def meet(launch: LaunchEnvironment, seconds: float) -> Store:
 
 
 def _decide(store: Store, arrivals: Sequence[str], _: int, seconds: float) -> str:
-    """Return the problem of the rendezvous, or "" if there is none; called on rank 0.
+    """Return the problem of the rendezvous, or "" if there is none; runs on rank 0 only.
 
     The problem is also stored for the other ranks.
     """
@@ -70,7 +73,8 @@ def _decide(store: Store, arrivals: Sequence[str], _: int, seconds: float) -> st
         problem = _missing_ranks(store, arrivals, seconds)
     store.set(_OUTCOME, problem)
     if problem:
-        # This process will exit, and its store with it. First wait until the others have read it.
+        # The error ends this process and the store in it. First wait until the other ranks have
+        # read the problem.
         received = [
             _received(rank) for rank, key in enumerate(arrivals) if rank and store.check([key])
         ]
@@ -79,7 +83,7 @@ def _decide(store: Store, arrivals: Sequence[str], _: int, seconds: float) -> st
 
 
 def _wait_for_decision(store: Store, arrivals: Sequence[str], rank: int, seconds: float) -> str:
-    """Return the problem that rank 0 found, or "" if there is none; called on the other ranks."""
+    """Return the problem that rank 0 found, or "" if there is none; runs on all other ranks."""
     if not _wait_until(lambda: store.check([arrivals[0]]), seconds):
         return _missing_ranks(store, arrivals, seconds)
     if not _wait_until(lambda: store.check([_OUTCOME]), seconds + _MARGIN_SECONDS):

@@ -296,7 +296,7 @@ def _communication(
     collectives. The bandwidth depends on whether a process group spans several nodes. Megatron
     numbers the ranks in the order tensor, context, data, pipeline, with consecutive ranks in a
     tensor-parallel group. So a group spans nodes if the product of its size and the sizes before it
-    in this order exceeds the number of GPUs in a node.
+    in this order is larger than the number of GPUs in a node.
 
     Args:
         recipe: recipe of the run.
@@ -334,8 +334,8 @@ def _communication(
 def _last_share(recipe: Recipe) -> float:
     """Return the fraction of the gradients whose reduction cannot overlap with the backward pass.
 
-    These are the gradients of the last bucket, which are complete only at the end of the backward
-    pass. It contains the embedding and can be larger than other buckets.
+    These are the gradients of the last bucket, which is complete only at the end of the backward
+    pass. This bucket contains the embedding's gradient and can be larger than other buckets.
     """
     trained = sum(trained_parameters(recipe, 0))
     return min(1.0, max(REDUCE_BUCKET, largest_trained(recipe, 0)) / trained)
@@ -350,8 +350,8 @@ def _optimizer(recipe: Recipe, world_size: int, gpu: Accelerator, assumed: Assum
         sum(trained_parameters(recipe, stage)) for stage in range(recipe.parallel.pipeline)
     )
     partition = parameters / (recipe.data_parallel(world_size) * recipe.parallel.context)
-    # Master weights and two moments are read and written once. Gradients are read three times: for
-    # the norm, the clipping and the update.
+    # Master weights and two moments (3 x float32) are each read and written once. Gradients are
+    # read three times: for the norm, the clipping and the update.
     states = partition * (6 * FLOAT32 + 3 * FLOAT32)
     if recipe.parallel.offload_optimizer:
         moved = 2 * BYTES[recipe.training.precision] * partition

@@ -35,7 +35,8 @@ class Traffic:
     Attributes:
         tensor: tensor parallelism: all-reduces of the hidden states, or with sequence parallelism
             their all-gathers and reduce-scatters.
-        context: context parallelism: keys and values (ring and all-gather), or heads (ulysses).
+        context: context parallelism: keys and values (ring and all-gather), or queries, keys,
+            values and outputs (ulysses); and their gradients.
         pipeline: pipeline parallelism: hidden states to the next stage, their gradients to the
             previous stage, and the gradient of a tied embedding on the first and the last stage.
         gradients: gradients that ZeRO reduces over data x context parallel ranks.
@@ -156,9 +157,10 @@ def _tensor(recipe: Recipe, stage: int) -> float:
 def _gates(recipe: Recipe) -> float:
     """Return the bytes per microbatch for attention's additional products with hidden states.
 
-    An example is the projection that computes the lambda of variant V2. These products are not in
-    Megatron's projections. Under sequence parallelism the ranks gather the product's matrix, and
-    an all-to-all changes the result from a shard of the sequence to a shard of the heads.
+    An example is the projection that computes lambda in Differential Transformer V2. These products
+    are not part of Megatron's projections. Under sequence parallelism the ranks gather the
+    product's matrix, and an all-to-all changes the result from a shard of the sequence to a shard
+    of the heads.
     """
     model, parallel = recipe.model, recipe.parallel
     if not parallel.sequence_parallel:
@@ -181,7 +183,8 @@ def _hidden_states_sent(recipe: Recipe, stage: int) -> int:
     A transfer is an all-gather or a reduce-scatter over the tensor-parallel ranks. An all-reduce
     counts as two. Under sequence parallelism, the backward pass gathers the inputs of the
     column-parallel projections and of the output layer once more. With ``training.loss_chunk``, the
-    logits are computed again, and the output layer's input is gathered for this too.
+    backward pass computes the logits a second time, which needs one more gather of the output
+    layer's input.
     """
     parallel = recipe.parallel
     layers = recipe.model.num_layers // parallel.pipeline
@@ -209,7 +212,7 @@ def _context(recipe: Recipe) -> float:
         heads = kind.heads
         pair = 2 * tokens * heads.key_channels / parallel.tensor
         if communication == "ulysses":
-            # An operation on single maps sends the output of each map, and the attention variant
+            # A variant whose kernel computes single softmax maps sends the output of each map, and
             # combines the outputs after the communication.
             is_softmax = kind.operation == "softmax"
             results = heads.query_channels if is_softmax else heads.output_channels
@@ -218,8 +221,8 @@ def _context(recipe: Recipe) -> float:
         else:
             forward = backward = element * pair * (size - 1)
             if communication == "ring":
-                # The float32 gradients of keys and values are sent around the ring too. They need
-                # one more message than the keys and values, to return to their rank.
+                # In addition, the float32 gradients of keys and values are sent around the ring.
+                # They need one more message than the keys and values, to return to their rank.
                 backward += FLOAT32 * pair * size
         total += count * (attention_passes(recipe) * forward + backward)
     return total / parallel.pipeline

@@ -9,8 +9,8 @@ if TYPE_CHECKING:
 class Hook:
     """Base class for code that a run calls before, between and after its steps.
 
-    Pass instances of subclasses to :func:`~diffmegatron.training.trainer.train`. Every rank calls
-    the same hooks in the same order: first the built-in hooks
+    Pass instances of subclasses to :func:`~diffmegatron.training.trainer.train` as the argument
+    ``hooks``. Every rank calls the same hooks in the same order: first the built-in hooks
     (:func:`~diffmegatron.training.builtin_hooks.builtin_hooks`), then the user's hooks in the order
     of the ``hooks`` argument. A hook may therefore call collectives, but not inside
     ``if run.parallel_state.is_main``, because then only rank 0 would call them.
@@ -25,8 +25,9 @@ class Hook:
     def after_step(self, run: "Run") -> None:
         """Run after each step.
 
-        ``run.step`` is the number of the step. If the guard rolled the run back after this step,
-        ``run.step`` is the step of the checkpoint.
+        ``run.step`` is the number of the step. The guard, which checks losses and gradient norms,
+        may have returned the run to a checkpoint after this step. ``run.step`` is then the step of
+        the checkpoint.
         """
 
     def after_training(self, run: "Run") -> None:
@@ -40,8 +41,9 @@ HOOKS: list[type[Hook]] = []
 def register_hook(hook: type[Hook]) -> type[Hook]:
     """Add a hook class to every run; usable as a class decorator.
 
-    Each run creates an instance without arguments. Use it in modules that ``--import`` or the
-    recipe's ``imports`` loads: a run from the command line has no ``hooks`` argument.
+    Each run creates an instance of the class without arguments. The decorator is for modules that
+    are loaded with ``--import`` or the recipe's ``imports``, because a run from the command line
+    cannot pass the argument ``hooks``.
     """
     if hook not in HOOKS:
         HOOKS.append(hook)

@@ -1,6 +1,7 @@
 """The training loop: :func:`train` runs a recipe, and :func:`train_step` does one step.
 
-Saves, metrics, evaluations and the guard's reactions are hooks that run between the steps.
+Saves, metrics, evaluations and the reactions of the guard are hooks that run between the steps. The
+guard checks the loss and gradient norm of each step and decides whether its update is applied.
 """
 
 from collections.abc import Sequence
@@ -115,8 +116,8 @@ def train_step(run: Run) -> None:
     run.agreed, run.decision = step_check.result
     run.source_losses.step_done(finite=run.decision.finite)
     run.broken_reason = None if run.decision.finite else run.decision.reason
-    # A run that stops saves its weights. Only a finite step shows that the weights are sound, so a
-    # stop request waits for one.
+    # A run that stops saves its weights. Only a step with finite loss and gradients shows that the
+    # weights are sound, so a stop request takes effect only after such a step.
     run.stopping = run.agreed.stop and run.decision.finite
     run.values = {
         "train/loss": run.agreed.loss,

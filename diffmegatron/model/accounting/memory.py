@@ -263,10 +263,11 @@ def _gathered_bytes(recipe: Recipe) -> dict[str, int]:
 def _offloaded(states: StageMemory, recipe: Recipe, shards: int) -> StageMemory:
     """Return ``states`` with the optimizer offloaded to host memory.
 
-    - Host memory holds master weights, Adam's moments and the gradients of the update. With ZeRO 1
-      and 2 it also holds the updated partition in the run's precision, and a buffer for the largest
-      parameter.
-    - With ZeRO 1 and 2, the device has a buffer for the largest parameter too.
+    - Host memory holds master weights, Adam's moments and the float32 gradients that the update
+      reads (two copies with ZeRO 3). With ZeRO 1 and 2 it also holds the updated partition in the
+      run's precision, and a buffer for the largest parameter.
+    - With ZeRO 1 and 2, the device has such a buffer as well.
+
     - ZeRO 1 still accumulates all gradients on the device in float32, and reduces them in a float32
       bucket. A gradient that is larger than the bucket is copied.
     - ZeRO 2 computes the norm of gradients in float64.

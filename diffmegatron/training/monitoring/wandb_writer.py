@@ -55,7 +55,7 @@ class WandbWriter:
             # Use the logged "step" as the x axis. W&B's own step counter cannot decrease, but after
             # a rollback the step does.
             self._run.define_metric("*", step_metric="step")
-        except Exception as error:  # Any failure of the service must not end the training.
+        except Exception as error:  # No failure of the service may end the training.
             self._give_up("begin", error)
         return self
 
