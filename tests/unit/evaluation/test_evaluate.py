@@ -362,7 +362,7 @@ def test_a_line_that_is_no_record_is_named_before_anything_is_asked(
     change(record)
     file.write_text("".join([*lines[:2], sealed_line(record).decode(), *lines[3:5]]))
     asked = []
-    monkeypatch.setattr(Loss, "ask", lambda *given: asked.append(given))
+    monkeypatch.setattr(Loss, "requests_of", lambda *given: asked.append(given))
     with pytest.raises(UserError, match=rf"loss/plain\.jsonl at line 3 is not a record .*{said}"):
         measure("plain")
     assert not asked
