@@ -67,7 +67,7 @@ NOT_ENTERED = {
     "operations/preflight.py:_product_seconds": HARDWARE,
     "operations/preflight.py:_seconds": HARDWARE,
     "operations/preflight.py:_measure_collectives": HARDWARE,
-    "operations/quickstart.py:overrides": "the precision of the quickstart on a GPU",
+    "operations/quickstart.py:with_machine_overrides": "the precision of the quickstart on a GPU",
     "operations/quickstart.py:ranks": "the number of ranks of the quickstart on GPUs",
 }
 
