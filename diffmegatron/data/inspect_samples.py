@@ -92,10 +92,12 @@ def decoded(samples: Samples, index: int, tokenizer: Tokenizer, max_tokens: int)
 
 
 def choose_stage(stages: Sequence[Recipe], name: str | None) -> Recipe:
-    """Return the stage with a name, which is the last folder of the stage's ``run_dir``.
+    """Return the recipe of the stage with a name.
+
+    The name of a stage is the last folder of its ``run_dir``.
 
     Args:
-        stages: stages of a recipe; a recipe without stages has one.
+        stages: recipes of the stages, or the only recipe if it is not divided into stages.
         name: name of a stage; None for a recipe without stages.
 
     Raises:

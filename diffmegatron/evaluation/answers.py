@@ -93,8 +93,8 @@ class WrittenText:
     Attributes:
         request: request that the text answers.
         found: ids of the tokens generated so far.
-        labels: tree of the labels that are still possible; its keys are the ids of the allowed
-            next tokens. None: every token is allowed.
+        labels: tree of the labels (allowed answers) that are still possible; its keys are the ids
+            of the allowed next tokens. None: every token is allowed.
         has_ended: whether the text is complete.
         error: error that ended the text; None if there was no error.
     """

@@ -1,4 +1,7 @@
-"""Requests of suites to a model: likelihoods of given tokens, and greedy decoding."""
+"""Requests of suites to a model: likelihoods of given tokens, and greedy decoding.
+
+A request may restrict decoding to some allowed answers, called labels.
+"""
 
 from collections.abc import Generator, Sequence
 from typing import Any, NamedTuple

@@ -47,7 +47,7 @@ class Item(NamedTuple):
 
 
 class Mean(NamedTuple):
-    """An item's contribution to a measure, one number of the suite such as an accuracy.
+    """An item's contribution to a measure; a measure is a number such as an accuracy.
 
     The measure is the sum of the totals of all items divided by the sum of their weights.
 

@@ -237,7 +237,7 @@ def _is_finished(ledger: Ledger) -> bool:
 def check_free(ledger: Ledger) -> None:
     """Check that a ``run_dir`` can be launched: no job uses it, and its run is unfinished.
 
-    A job uses a ``run_dir`` if the job runs or waits in Slurm's queue.
+    A job uses its ``run_dir`` while it waits in Slurm's queue and while it runs.
 
     Raises:
         UserError: a job uses ``run_dir``, or the run is finished.

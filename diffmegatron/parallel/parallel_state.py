@@ -160,7 +160,7 @@ def fail_together(problem: str | None) -> None:
 
 @contextmanager
 def errors_on_all_ranks() -> Iterator[None]:
-    """Raise a UserError of the context on all ranks.
+    """Raise a UserError on all ranks if the code inside the context raises one on any rank.
 
     All ranks must enter this context.
 
@@ -181,7 +181,7 @@ def from_rank_0(function: Callable[[], T]) -> T:
     All ranks must call ``from_rank_0``.
 
     Raises:
-        UserError: On all ranks, if the function raised one.
+        UserError: On all ranks, if the function raised a UserError.
     """
     results: list[Any] = [None]
     with errors_on_all_ranks():

@@ -190,9 +190,9 @@ class Compute(NamedTuple):
 def _compute(recipe: Recipe, gpu: Accelerator, assumed: Assumptions) -> Compute:
     """Return the seconds of computation for one microbatch on the slowest pipeline stage.
 
-    This stage has the output layer. The time of matrix products and attention is their FLOPs
-    divided by the assumed FLOP/s, and that of element-wise operations is their bytes divided by the
-    assumed memory bandwidth.
+    The slowest stage is the one with the output layer. The time of matrix products and attention is
+    their FLOPs divided by the assumed FLOP/s, and that of element-wise operations is their bytes
+    divided by the assumed memory bandwidth.
     """
     model, training, parallel = recipe.model, recipe.training, recipe.parallel
     tokens = local_tokens(recipe) / parallel.tensor

@@ -28,9 +28,10 @@ _MODULES_PER_LAYER = 7
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that a rank sends per step, or number of its collectives per step.
+    """One number per kind of communication of a rank in a step.
 
-    The attributes are kinds of communication.
+    The numbers are bytes that the rank sends (:func:`stage_traffic`), or collectives that it calls
+    (:func:`stage_collectives`).
 
     Attributes:
         tensor: tensor parallelism: all-reduces of the hidden states, or with sequence parallelism

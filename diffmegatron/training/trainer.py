@@ -47,7 +47,9 @@ def train(
     Args:
         recipe: recipe of the run, checked by
             :func:`~diffmegatron.training.training_stages.train_stages`.
-        record: record of this rank for the job script; the run updates its step.
+        record: writer of this rank's heartbeat and end, which the job script reads; the run updates
+            the step in it.
+
         evaluators: one evaluator per entry of ``training.evaluate``.
         hooks: user-defined hooks, called after the built-in hooks; the same on every rank.
         stop: handler of stop signals that the caller has entered; None to enter a new one.

@@ -2,9 +2,9 @@
 
 The random bits come from the finaliser of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014). A
 permutation is a Feistel network that uses this finaliser as its round function. The network
-permutes a power of two of numbers. It is therefore applied repeatedly until the result is below the
-wanted size (Black and Rogaway, CT-RSA 2002). The results are the same on every machine and in every
-version of this package.
+permutes the numbers below a power of two. It is therefore applied repeatedly until the result is
+below the wanted size (Black and Rogaway, CT-RSA 2002). The results are the same on every machine
+and in every version of this package.
 """
 
 import hashlib

@@ -217,8 +217,8 @@ def _zero_2(states: StageMemory, recipe: Recipe, shards: int, microbatches: int)
       one microbatch per step, they therefore exist only during the update.
     - ``update`` is the larger of two sizes. The first is a gradient copied to float64 to compute
       its norm. The second is the gradients of this rank's partition in the run's precision, which
-      stay in memory until the backward pass ends. At its end no activations are left, as in the
-      update.
+      stay in memory until the backward pass ends. They count as memory of the update, because at
+      that end, as in the update, no activations are left.
     """
     norm, elements = _float64_norm(states, recipe, shards), states.gradients // FLOAT32
     update = norm if recipe.training.precision == "bf16" else max(states.update, norm)
@@ -267,7 +267,6 @@ def _offloaded(states: StageMemory, recipe: Recipe, shards: int) -> StageMemory:
       reads (two copies with ZeRO 3). With ZeRO 1 and 2 it also holds the updated partition in the
       run's precision, and a buffer for the largest parameter.
     - With ZeRO 1 and 2, the device has such a buffer as well.
-
     - ZeRO 1 still accumulates all gradients on the device in float32, and reduces them in a float32
       bucket. A gradient that is larger than the bucket is copied.
     - ZeRO 2 computes the norm of gradients in float64.

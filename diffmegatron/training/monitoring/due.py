@@ -53,7 +53,6 @@ def unrecorded_at(recipe: Recipe, step: int, run_dir: Path) -> list[str]:
     except UserError:
         # The file is damaged. When the run starts, it renames the file and begins a new one, so no
         # value is recorded.
-
         entries = []
     recorded = [name for entry in entries if entry["step"] == step for name in entry]
     return [
