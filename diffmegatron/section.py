@@ -1,8 +1,8 @@
 """Base class of the sections of a recipe, and the types of their values.
 
 The upper bounds of sizes, counts and names are far above those of any real run. They ensure that
-every product of sizes is a finite number, every count and seed fits in 64 bits, and file systems
-accept every name.
+a product of sizes does not overflow to infinity when it is computed as a float, every count and
+seed fits in 64 bits, and file systems accept every name.
 """
 
 import math

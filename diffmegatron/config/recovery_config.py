@@ -28,13 +28,16 @@ class CheckpointConfig(Section):
 class GuardConfig(Section):
     """Reaction to a step whose loss or gradient norm is not finite or is a spike.
 
-    The update of a step that is not finite is never applied. A spike is a loss or gradient norm
-    more than ``sigma`` standard deviations above the mean of the last ``window`` applied steps;
-    spikes are detected once half a window of steps has been applied. ``spikes`` selects whether a
-    spike is ignored, recorded (its update is applied), or skipped. After ``patience`` consecutive
-    skipped steps the run stops (``then: stop``), or it returns to its newest good checkpoint and
-    continues with the data after the skipped steps (``then: rollback``, at most ``max_rollbacks``
-    times).
+    A spike is a loss or gradient norm more than ``sigma`` standard deviations above the mean of the
+    last ``window`` applied steps; spikes are detected once half a window of steps has been applied.
+
+    A step is skipped if its update is not applied. A step that is not finite is always skipped. For
+    a spike, ``spikes`` selects: ``ignore`` (do not detect spikes), ``record`` (report the spike and
+    apply the update), or ``skip``.
+
+    After ``patience`` skipped steps in a row, of either kind, ``then`` selects what the run does:
+    ``stop`` ends it; ``rollback`` loads the newest intact checkpoint and continues with the data
+    after the skipped steps. After ``max_rollbacks`` rollbacks the run stops instead.
     """
 
     spikes: Literal["ignore", "record", "skip"] = "record"

@@ -47,7 +47,10 @@ class NamedTensor:
 
 
 def layer_tensors(model: ModelConfig, kind: Variant) -> list[NamedTensor]:
-    """Return the tensors of a layer with this kind of attention, by names within the layer."""
+    """Return the tensors of a layer with this kind of attention.
+
+    Their names do not have the prefix ``decoder.layers.N.``.
+    """
     hidden, ffn, heads = model.hidden_size, model.ffn_hidden_size, kind.heads
     attention = "self_attention."
     declared = [

@@ -171,8 +171,9 @@ class SharedRecords:
     """Context manager with which several processes add records to one shared file.
 
     Each process writes to a file of its own, in a folder beside the shared file. In :meth:`gather`,
-    rank 0 moves the records of all files in this folder into the shared file. They include records
-    of processes that were killed earlier. A single process writes to the shared file directly.
+    rank 0 moves the records of all files in this folder into the shared file, including the files
+    that killed processes left there. If there is only one process, it has no file of its own and
+    writes to the shared file directly.
 
     Args:
         path: path of the shared file.
@@ -253,10 +254,16 @@ class SharedRecords:
 
 
 def check_records(records: Iterable[Record], read: Callable[[Record], object]) -> None:
-    """Check that ``read`` accepts the records that were read from a file.
+    """Call ``read`` on each record that came from a file, to find records with unusable values.
+
+    Records that this process has just measured, and records with :data:`NOT_FINITE`, are skipped.
+
+    Args:
+        records: records to check.
+        read: function that uses the values of a record; its result is ignored.
 
     Raises:
-        UserError: ``read`` does not accept a record; the message names the line of the record.
+        UserError: ``read`` raised an error; the message names the file and line of the record.
     """
     for record in records:
         if isinstance(record, _Line) and NOT_FINITE not in record:

@@ -75,10 +75,10 @@ def to_hf_config(recipe: Recipe, end_of_document: int, dtype: torch.dtype) -> Pr
         "initializer_range": model.initialization.std,
         "bos_token_id": end_of_document,
         "eos_token_id": end_of_document,
-        # The padding token is the end-of-document token, and only the generation and tokenizer
-        # files contain its id. If this file contained it, transformers would pass it to the
-        # embedding as padding_idx. That row gets no gradient, so fine-tuning could not train the
-        # end-of-document token.
+        # The padding token is the end-of-document token. Its id is written to the generation and
+        # tokenizer files, but not to config.json: transformers would pass pad_token_id from
+        # config.json to the embedding as padding_idx. The embedding's row of padding_idx gets no
+        # gradient, so fine-tuning could not train the end-of-document token.
         "pad_token_id": None,
         "dtype": dtype,
         "architectures": [described.architecture],
@@ -141,11 +141,15 @@ def _rope_parameters(model: ModelConfig) -> dict[str, Any]:
 
 
 def changed_keys(config: PretrainedConfig, recipe: Recipe) -> dict[str, Any]:
-    """Return the keys of a pretrained model's configuration that a recipe changes, and new values.
+    """Return the keys whose values differ between a pretrained model and a recipe.
 
     Args:
-        config: configuration of the class that computes the recipe's network.
-        recipe: recipe of the run that started from that model.
+        config: configuration of the pretrained model. Its class must be able to compute the
+            recipe's network.
+        recipe: recipe of a run that started from the pretrained model.
+
+    Returns:
+        The recipe's values, by their keys in ``config``.
     """
     changed = {
         key: value

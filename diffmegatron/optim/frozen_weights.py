@@ -67,10 +67,11 @@ class FrozenWeights:
 
 
 def _full_weight(parameter: torch.nn.Parameter) -> Tensor | None:
-    """Return the full weight if this rank stores it; None if ZeRO 3 partitions it.
+    """Return the unpartitioned weight if this rank stores it; None if ZeRO 3 partitions it.
 
-    ZeRO 3 rounds a float32 parameter of a bf16 model. The full float32 value is in the attribute
-    ``exact`` (:mod:`~diffmegatron.optim.float32_parameters`).
+    In a bf16 model, ZeRO 3 rounds and partitions also the parameters that must be float32. For
+    these, every rank has in addition the unrounded, unpartitioned value in the attribute ``exact``
+    (:mod:`~diffmegatron.optim.float32_parameters`), which is returned.
     """
     exact: Tensor | None = getattr(parameter, "exact", None)
     if exact is not None:

@@ -41,9 +41,10 @@ class Partition(Protocol):
         """Set the network's weights from the master weights of all ranks."""
 
     def gradients(self) -> Iterator[tuple[torch.nn.Parameter, Tensor]]:
-        """Yield each gradient that DeepSpeed's optimizer stores, with its parameter.
+        """Yield each gradient in the lists of DeepSpeed's optimizer, with its parameter.
 
-        Gradients in attributes of the parameters are not included.
+        Gradients that DeepSpeed stores on the parameters themselves, as ZeRO 1 does while it
+        accumulates them (``grad``, ``grad_accum`` or ``_hp_grad``), are not yielded.
         """
 
 

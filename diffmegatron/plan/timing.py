@@ -216,9 +216,11 @@ def _compute(recipe: Recipe, gpu: Accelerator, assumed: Assumptions) -> Compute:
 
 
 def _attention_work(recipe: Recipe) -> tuple[float, float]:
-    """Return the multiply-adds of attention per visible pair of a query and a key.
+    """Return the multiply-adds of a layer's attention per visible pair of a query and a key.
 
-    They depend on the attention variant and its backend. The result is the mean over the layers.
+    They are the sum over the heads of a layer, and the mean over the layers. They depend on the
+    attention variant and its backend. A causal mask hides about half of all pairs, so a backend
+    that also computes the hidden pairs needs twice as many per visible pair.
 
     Returns:
         Multiply-adds of the forward pass, and of the backward pass.

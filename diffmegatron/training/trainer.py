@@ -47,9 +47,8 @@ def train(
     Args:
         recipe: recipe of the run, checked by
             :func:`~diffmegatron.training.training_stages.train_stages`.
-        record: writer of this rank's heartbeat and end, which the job script reads; the run updates
-            the step in it.
-
+        record: writer of the files that tell the job script the progress of the run (heartbeat) and
+            how this rank ended. This function passes it each step that is reached.
         evaluators: one evaluator per entry of ``training.evaluate``.
         hooks: user-defined hooks, called after the built-in hooks; the same on every rank.
         stop: handler of stop signals that the caller has entered; None to enter a new one.

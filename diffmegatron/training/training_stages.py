@@ -101,6 +101,9 @@ def _unfinished(recipes: Sequence[Recipe], names: Sequence[str]) -> list[Recipe]
 def _is_finished(recipe: Recipe) -> bool:
     """Return whether a stage has its last checkpoint and all evaluations of its last step.
 
+    With ``checkpoint.resume`` false no stage counts as finished, so that :func:`train` refuses to
+    start in a ``run_dir`` that has checkpoints.
+
     Only small files are read: the manifest and recipe of the checkpoint, and the metrics.
 
     Raises:

@@ -11,8 +11,9 @@ The backward pass of a chunk does not repeat its forward pass. It uses two value
 *all* keys: the log-sum-exps, and the deltas rowsum(gradient * output) (`WholeAttention.deltas`).
 With them, the weights of a map are exp(scores - lse), and the gradients of the chunks add up (Liu
 et al., arXiv 2310.01889, section 3). Both maps are computed together, because they share matrix
-products. This needs 10d multiply-adds per head and (query, key) pair (14d in some backends). A
-separate backward pass of each map would need 20d.
+products. With e = 2d, this needs 10d multiply-adds per head of the first map and (query, key) pair
+(14d in backends that compute the scores twice). If autograd differentiated each map of each chunk
+separately, 20d would be needed: 6d to repeat the forward pass, and 14d for two backward passes.
 """
 
 from dataclasses import replace

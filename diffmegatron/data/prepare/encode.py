@@ -32,9 +32,9 @@ class Reject(NamedTuple):
 
     Attributes:
         file: path of the file as text (:func:`~diffmegatron.files.printable`).
-        before: number of bytes of the file before line 1; above 0 if the preparation reads only a
-            range of the file (``prepare --part``) that does not begin at its start.
-        line: number of the line or row, counted from 1.
+        before: offset in bytes at which the preparation began to read the file. It is 0 for a whole
+            file, and may be above 0 with ``prepare --part``, which reads a range of the file.
+        line: number of the line or row; the first one after ``before`` has number 1.
         id: value of ``id_field``; None if it is not configured or cannot be read.
         reason: one sentence.
     """

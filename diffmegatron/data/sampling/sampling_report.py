@@ -12,10 +12,10 @@ from diffmegatron.files import write_picture
 def length_table(samples: Samples) -> str:
     """Return a table of document lengths before and after length up-sampling.
 
-    A row is about the documents of one source whose lengths have the same power of two as lower
-    bound. It contains their number and their share of the tokens, before up-sampling (all documents
-    of the split) and after it (the documents that up-sampling keeps). Lengths include the
-    end-of-document token.
+    There is a row for each source and each range of lengths from 2**k to 2**(k + 1) - 1 tokens. The
+    row has the number of documents in this range, and their share of the source's tokens: before
+    up-sampling (all documents of the split) and after it (the documents that up-sampling keeps).
+    Lengths include the end-of-document token.
     """
     lines = [
         f"{'':<16} {'tokens,':>9} {'documents':>23} {'share of tokens':>17}",

@@ -82,7 +82,10 @@ class Order(Suite):
 
     @override
     def means(self, record: Record) -> dict[str, Mean]:
-        """Return accuracies by task and arrangement, over all permutations."""
+        """Return the answer's contribution, 0 or 1, to the accuracy of its task and arrangement.
+
+        This accuracy is the mean over all questions and permutations.
+        """
         return {f"{record['task']}, {record['arrangement']}": Mean(float(record["right"]))}
 
     @override

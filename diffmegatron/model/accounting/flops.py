@@ -33,9 +33,14 @@ def count_flops(model: ModelConfig, seq_length: int, frozen: int = 0) -> Flops:
 
     Matrix products, including the output layer, need 2 FLOPs per weight and token in the forward
     pass and 4 in the backward pass. Frozen weights need only 2 in the backward pass, for the
-    gradient of their input. Attention counts the minimum FLOPs of its equations for each pair of a
-    query and a key. A query attends to half the sequence on average. Additional work of a kernel,
-    such as recomputing scores, is not counted, so it lowers the measured utilization.
+    gradient of their input.
+
+    For each pair of a query and a key, attention needs the FLOPs of its equations when they are
+    computed in the cheapest way. For example, the maps of DIFF V1 are subtracted before the product
+    with the values, so there is one such product and not two. The backward pass needs twice the
+    FLOPs of the forward pass. A query attends to half the sequence on average. FLOPs that a kernel
+    spends beyond this, such as recomputing scores, are not counted, so they lower the measured
+    utilization.
 
     Args:
         model: model section of the recipe.

@@ -50,9 +50,9 @@ class HostCopy:
 
     @property
     def tensors(self) -> tuple[dict[str, Tensor], str]:
-        """Tensors by their name in the file, and the description of the pieces.
+        """Tensors by their name in the file, and a JSON text with the place of each piece.
 
-        These are the last two arguments of
-        :func:`~diffmegatron.checkpoint.sharded.write_pieces`.
+        A piece is the range of a parameter's shard that this rank saves. The two values are the
+        last two arguments of :func:`~diffmegatron.checkpoint.sharded.write_pieces`.
         """
         return self._buffers, self._description

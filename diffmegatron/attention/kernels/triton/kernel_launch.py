@@ -254,11 +254,11 @@ def _constants(q: Tensor, v: Tensor, blocks: Blocks, problem: Problem, maps: int
 
 
 def same_strides(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Return the tensors with equal strides that the kernels and TMA descriptors accept.
+    """Return all the tensors, copied if their memory layout does not suit the kernels and TMA.
 
-    The last stride is 1. The other strides are positive multiples of 16 bytes, and so is each
-    address, because TMA requires this. If a tensor violates these conditions, all tensors are
-    copied.
+    The tensors are returned unchanged if all have the same strides, the last stride is 1, and the
+    other strides and the addresses are multiples of 16 bytes (no stride is 0), as TMA requires.
+    Otherwise every tensor is copied to contiguous memory.
     """
     first = tensors[0]
     step = 16 // first.element_size()

@@ -1,11 +1,11 @@
 # mypy: disable-error-code="no-untyped-def"
 # Kernel parameters are values of Triton's compiler, so they have no Python types.
-"""The subtraction of DIFF V2 in Triton: `signal - lambda noise` per token and signal head.
+"""The subtraction of DIFF V2 in Triton: `signal - lambda * noise` per token and signal head.
 
-Heads have the shape `[batch, length, groups (r + 1), width]`. Each group has r signal heads,
-followed by its noise head. Lambda is contiguous, `[batch, length, groups r]`. A program handles
-ROWS tokens of one group. It loads the noise head once, and sums the noise head's gradient over the
-signal heads in registers.
+The heads tensor has the shape `[batch, length, groups * (r + 1), width]`: each group has r signal
+heads, followed by the noise head that they share. Lambda has the shape
+`[batch, length, groups * r]` and is contiguous. A program handles ROWS tokens of one group. It
+loads the noise head once, and sums the noise head's gradient over the signal heads in registers.
 """
 
 from typing import Any

@@ -61,8 +61,9 @@ def attend_in_four_calls(call: AttentionCall) -> Tensor:
 def plain_attention(library: ModuleType, call: AttentionCall) -> Attend:
     """Return a function from q, k, v to their attention under the call's mask.
 
-    Tensors are `[b, length, heads, width]`. Packed documents use the library's function for
-    variable lengths. All batch rows have the same documents.
+    Tensors are `[b, length, heads, width]`. If the mask has documents (`cu_seqlens`), the library's
+    function for variable lengths is used. The mask has one list of document boundaries, which
+    applies to every batch row.
     """
     mask = call.mask
     options = {

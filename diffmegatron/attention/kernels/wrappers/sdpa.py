@@ -41,13 +41,16 @@ def attention_with_lse(call: AttentionCall, q: Tensor, k: Tensor) -> tuple[Tenso
 
 
 def chunk_gradients(call: AttentionCall, grad: Tensor, whole: WholeAttention) -> QKV:
-    """Return the contribution of a chunk to the gradients by torch's flash kernels.
+    """Return the contribution of one chunk to the gradients, computed by torch's flash kernels.
 
-    This is a backend function of `api.chunk_gradients`. The kernels receive the output and the
-    log-sum-exp of attention to the keys of all chunks, as in torch's own context parallelism. V is
-    split into pieces that are as wide as Q, and the kernel is called once per piece. The gradients
-    of q and k are the sums over these calls: each call subtracts rowsum(dO * O) of its own piece,
-    and these row sums add up to that of the whole width.
+    A chunk is a part of the keys and values. This is a backend function of `api.chunk_gradients`.
+    As in torch's own context parallelism, the kernels receive the output and the log-sum-exp of
+    attention to the keys of all chunks (`whole`).
+
+    V, the output O and its gradient dO are split along their width into pieces that are as wide as
+    Q, and the kernel is called once per piece. A call computes the gradient of the scores as
+    P * (dO V^T - rowsum(dO * O)) from its pieces. Both terms in the parentheses are sums over the
+    width, so adding the calls' gradients of q and k gives those for the whole width.
     """
     maps, lambda_ = call.maps, call.lambda_
     kv_heads, width = maps.v.shape[2], maps.queries[0].shape[3]
