@@ -64,16 +64,17 @@ def decide(
     The first rule that applies decides:
 
     1. If a rank ended with a mistake in the user's input, the cause is a mistake.
-    2. If a rank received a stop signal and saved a checkpoint (exit status 75), the attempt was
-       stopped. All ranks save together, so failures after the save do not matter. If ranks with
-       status 75 were stopped before there was anything to save, the attempt was also stopped, but
-       only if no signal other than a stop signal killed a rank.
+    2. Exit status 75 means that a rank ended in an orderly way after a stop signal. If such a rank
+       saved a checkpoint, the attempt was stopped. All ranks save together, so failures after the
+       save do not matter. If the signal came before there was anything to save, the attempt was
+       also stopped, but only if no signal other than a stop signal killed a rank.
     3. If a rank failed the preflight checks of its node, the cause is a fault of this node.
     4. If the job was killed and some ranks recorded no end, the attempt is lost, unless a signal
        killed one of the recorded ranks. A rank that failed without a signal is ignored here,
        because ranks fail when their peers are killed.
-    5. If any other rank failed, or recorded no end, the cause is a fault.
-    6. If a stop signal ended ranks before they could save, the attempt was stopped.
+    5. If a rank failed in any other way, or recorded no end, the cause is a fault.
+    6. If a stop signal killed ranks that had not yet installed their signal handlers, the attempt
+       was stopped.
     7. Otherwise all ranks ended with status 0, and the job is finished.
 
     Args:
@@ -83,8 +84,8 @@ def decide(
         was_killed: whether the job was killed before all ranks had ended.
     """
     if was_killed:
-        # Ignore ranks that SIGKILL ended, because Slurm kills the ranks of a killed job with it. A
-        # rank's shell can outlive the rank, and then records this.
+        # Slurm ends the ranks of a killed job with SIGKILL. If the shell of a rank outlives the
+        # rank, it records this status. Ignore these records, because they are not faults.
         ends = _select(ends, lambda end: end.status != _SIGNAL + signal.SIGKILL)
     mistakes = _select(ends, lambda end: end.status == UserError.exit_status)
     if mistakes:
@@ -105,14 +106,15 @@ def decide(
     absent = tuple(sorted({host_of(rank) for rank in missing} - {""}))
     failed = _select(ends, lambda end: end.status not in {0, EXIT_STOPPED, *_STOP_STATUSES})
     if was_killed and missing and not _select(failed, lambda end: end.status > _SIGNAL):
-        # If recorded ranks failed too, the node of the missing ranks died, which ended the job, so
-        # their hosts are blamed. If no recorded rank failed, no host is blamed.
+        # If ranks that recorded an end failed too, the node of the missing ranks probably died and
+        # thereby ended the job, so blame the hosts of the missing ranks. Blame no host if no
+        # recorded rank failed, or if more than half of the ranks are missing.
         reason = f"the job ended before {_list_ranks(missing)}"
         return Decision(Cause.LOST, reason, absent if failed and 2 * len(missing) <= ranks else ())
     unmet = _select(failed, lambda end: end.status == MachineError.exit_status)
     if unmet and unmet == failed:
-        # All failed ranks waited for ranks that did not connect. The missing ranks, which recorded
-        # no end, are to blame.
+        # All failed ranks waited for ranks that did not connect. Blame the hosts of the missing
+        # ranks, which recorded no end, unless more than half of the ranks are missing.
         hosts = absent if 2 * len(missing) <= ranks else ()
         return Decision(Cause.FAULT, _first_reason(unmet, ""), hosts)
     if failed:
@@ -141,8 +143,8 @@ def _only_waited(failed: Mapping[int, End], absent: set[str]) -> bool:
     A missing rank is one that recorded no end. If a signal killed a failed rank, the result is
     False. Otherwise the result is True in two cases:
 
-    - The watchdog ended all failed ranks. The watchdog of a frozen rank does not run, so the frozen
-      rank is among the missing ranks.
+    - The watchdog ended all failed ranks, which therefore recorded no reason. The watchdog of a
+      frozen rank does not run, so the frozen rank is among the missing ranks.
     - The failed ranks ran on hosts that had no missing rank.
 
     Args:
@@ -156,11 +158,15 @@ def _only_waited(failed: Mapping[int, End], absent: set[str]) -> bool:
 
 
 def _fault(failed: Mapping[int, End], ranks: int) -> Decision:
-    """Return a fault that blames the rank that failed first, because it made the others fail.
+    """Return a fault with the reason of the rank that failed first, and the hosts to blame.
 
     The ranks are ordered by the kind of failure, and within a kind by time: first the ranks that a
-    signal killed (SIGSEGV, or SIGKILL by the kernel out of memory), then the ranks without an error
-    message, which the watchdog ended, then the ranks that raised an error.
+    signal killed (SIGSEGV, or SIGKILL from the kernel when memory is full), then the ranks without
+    an error message, which the watchdog ended, then the ranks that raised an error.
+
+    In the first two kinds, the hosts of all ranks with the first rank's kind of failure are blamed.
+    If the first rank raised an error, only its host is blamed, because this error probably made
+    the other ranks fail.
     """
 
     def order(rank: int) -> tuple[int, float]:
@@ -198,7 +204,7 @@ def _hosts(ends: Mapping[int, End]) -> tuple[str, ...]:
 def _first_reason(ends: Mapping[int, End], default: str) -> str:
     """Return the first recorded reason, with its rank and host.
 
-    If no rank recorded a reason, the first rank is returned with the reason ``default``.
+    If no rank recorded a reason, the text has the first rank and the reason ``default``.
     """
     rank = next((rank for rank, end in ends.items() if end.reason), next(iter(ends)))
     end = ends[rank]

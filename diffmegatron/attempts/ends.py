@@ -29,9 +29,9 @@ ATTEMPT = "DIFFMEGATRON_ATTEMPT"
 """Environment variable with the directory of the current attempt."""
 HEARTBEAT = "heartbeat.json"
 EXIT_STOPPED = 75
-"""Exit status of a stopped run that has saved and can be resumed (EX_TEMPFAIL of sysexits.h)."""
+"""Exit status of a run that was stopped and can be resumed (EX_TEMPFAIL of sysexits.h)."""
 NOT_BEGUN = "before the run had begun"
-"""Text that ends :attr:`End.reason` if a signal stopped the rank before there was a run to save."""
+"""Last words of :attr:`End.reason` if a signal stopped the rank before it had a run to save."""
 _END_NAME = re.compile(r"rank_(\d{5,7})\.json(\.tmp)?")
 # Minimum seconds between two heartbeats. Steps may take milliseconds, and a write for each step
 # would load the file server.
@@ -82,7 +82,7 @@ class Heartbeat(Section):
 
     @property
     def stragglers(self) -> list[int]:
-        """Ranks that were slow in more than half of the reports."""
+        """Ranks that were slow in more than half of the reports; empty before ten reports."""
         if self.reports < _MIN_REPORTS:
             return []
         return [rank for rank, count in self.slow.items() if 2 * count > self.reports]
@@ -113,7 +113,8 @@ class RankRecord:
     def set_step(self, step: int, run_dir: str) -> None:
         """Record that the run has reached a step.
 
-        Rank 0 writes a heartbeat with this step, but at most one heartbeat every five seconds.
+        Rank 0 writes a heartbeat with this step, but at most one heartbeat every five seconds in
+        the same ``run_dir``.
 
         Args:
             step: number of the step.
@@ -177,7 +178,7 @@ class RankRecord:
     def write_failures(self) -> Iterator[None]:
         """Write the end of this rank if the body raises, and write nothing if it succeeds.
 
-        The preflight checks use this context. They are a process of their own before training. If
+        The preflight checks use this context. They run in a separate process before training. If
         they succeed, the training process writes the end of this rank.
         """
         try:

@@ -79,7 +79,7 @@ def last_stage(run_dir: Path) -> StageFolder:
 
 
 def only_last(folders: Sequence[StageFolder]) -> StageFolder:
-    """Return the last stage, which is the only stage that no other stage started from.
+    """Return the last stage: the stage from which no other stage started.
 
     Raises:
         UserError: there are several such stages.
@@ -95,7 +95,7 @@ def only_last(folders: Sequence[StageFolder]) -> StageFolder:
 
 
 def has_run(path: Path) -> bool:
-    """Return whether a folder is a ``run_dir``. The folder of a single checkpoint is not.
+    """Return whether a folder is a ``run_dir``. The folder of a single checkpoint is not one.
 
     Raises:
         NotImportedError: the recipe of a stage needs user code (key ``imports``) that was not
@@ -111,7 +111,7 @@ def has_run(path: Path) -> bool:
 
 
 def newest_checkpoint(path: Path) -> Path | None:
-    """Return the newest complete checkpoint of a ``run_dir``, or of its last stage.
+    """Return the newest complete checkpoint of a run; for a run with stages, of its last stage.
 
     Returns:
         None if ``path`` is not a ``run_dir``, or has only damaged checkpoints.
@@ -125,7 +125,8 @@ def newest_checkpoint(path: Path) -> Path | None:
 def _start(run_dir: Path, recipe: str = RECIPE) -> str | None:
     """Return the name of the stage that a stage started from.
 
-    None if it started from scratch, or from weights outside this ``run_dir``.
+    The result is None if the stage started from scratch or from weights outside the ``run_dir`` of
+    all stages, or if its recipe cannot be read.
     """
     try:
         start_from = load_resolved(run_dir / recipe).checkpoint.start_from

@@ -1,4 +1,4 @@
-"""The table of backends (implementations of attention): the calls that each supports, its costs.
+"""The table of backends (implementations of attention), with their supported calls and costs.
 
 This module does not import torch, because recipes and plans use it, and do not need torch. To
 add a backend, write its module, describe it in `BACKENDS`, and add its name to
@@ -81,13 +81,15 @@ class Backend:
             headwise norm, the result before the norm. `saved` does not include it.
         devices, dtypes, head_dims: supported values; None means any.
         library: name of the required library besides torch, or None.
-        computes_hidden_pairs: whether the backend also computes the products of hidden pairs, which
-            `work` does not include. Causal attention then needs twice the work.
+        computes_hidden_pairs: whether the backend also computes the products of pairs of a query
+            and a key that the mask hides. `work` does not include them. Causal attention then needs
+            twice the work.
         lacks: unsupported members of `FEATURES`.
         chunk_dtypes: dtypes supported for chunks, by device type. A device type that is missing
             here supports all `dtypes`.
-        fuses_norm: whether the backend applies the call's norm. It does so within its kernel; if
-            several signal heads share a noise head, it applies the norm after the kernel.
+        fuses_norm: whether the backend itself applies the call's norm of the heads' outputs. It
+            does so within its kernel, except if several heads of the first map share a head of the
+            second map: then it applies the norm after the kernel.
         is_interpretable: whether the backend also runs in Triton's interpreter, with any device,
             dtype and head_dim.
         entry: name of the backend's function in the module. It maps an `AttentionCall` to the
@@ -123,8 +125,8 @@ class Backend:
         return function
 
 
-# Each function creates the backend of one library with the limits that the library has in
-# differential and in softmax attention alike.
+# Each function creates a backend of one library. Its arguments here are the properties that the
+# library has both in differential and in softmax attention.
 _triton_attention = partial(
     Backend,
     "triton.triton_attention",
@@ -157,8 +159,8 @@ _torch_attention = partial(
     Backend,
     "wrappers.sdpa",
     saves_bias=True,
-    # Chunks need kernels that return log-sum-exps. Those of torch (flash) support no mask but the
-    # causal one.
+    # Chunks need kernels that return log-sum-exps. The only such kernels of torch (flash) support
+    # no mask other than the causal one.
     lacks=frozenset({"masked chunks"}),
     chunk_dtypes={"cuda": SIXTEEN_BIT_NAMES},
 )
@@ -294,5 +296,8 @@ BACKENDS: dict[Op, dict[str, Backend]] = {
 
 
 def whole_sequence_backends(op: Op) -> frozenset[str]:
-    """Return the names of the backends without support for chunks, which ring attention needs."""
+    """Return the names of the operation's backends that ring attention cannot use.
+
+    They compute attention only over whole sequences, and not chunk by chunk.
+    """
     return frozenset(name for name, b in BACKENDS[op].items() if "chunks" in b.lacks)

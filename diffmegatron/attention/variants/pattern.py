@@ -116,7 +116,10 @@ class Pattern(Variant):
         return math.lcm(*(each.ratio for each in self.kinds))
 
     def keys(self) -> dict[str, Any]:
-        """Return the keys of all entries, prefixed with their layers."""
+        """Return the recipe keys of all entries with their values.
+
+        Each key is prefixed with the layers of its entry, such as ``[5-8].num_heads``.
+        """
         return {
             f"[{layers or 'the rest'}].{key}": value
             for each, layers in zip(self.kinds, self.layers, strict=True)
@@ -155,7 +158,11 @@ class Pattern(Variant):
         )
 
     def check_layers(self, num_layers: int) -> None:
-        """Refuse layers that do not exist, that two entries name, or that no entry names."""
+        """Check that every layer belongs to exactly one entry, and that every entry has layers.
+
+        Raises:
+            ValueError: a layer does not exist, has two entries or none, or an entry has no layers.
+        """
         taken: list[range] = []
         for text in self.layers:
             for each in () if text is None else _ranges(text):
@@ -262,7 +269,10 @@ class Pattern(Variant):
     def layer_rules(
         self, ours: str, theirs: str, hidden_size: int, *, layer: int, step: int
     ) -> list[hf.WeightRule]:
-        """Return the weight rules of one layer; arguments as in :meth:`Variant.layer_rules`."""
+        """Return the weight rules of one layer; arguments as in :meth:`Variant.layer_rules`.
+
+        ``layer`` counts from 1 here, unlike in :meth:`of_layer`.
+        """
         kind = self.of_layer(layer - 1).mixed_export_kind
         return kind.layer_rules(ours, theirs, hidden_size, layer=layer, step=step)
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 QK_NORMS = ("q_norm", "k_norm")
-# SeedOss has dropouts that are on by default.
+# Dropouts are on by default in SeedOss, so exported configurations set them to 0.
 _SEED_OSS = {
     "attention_bias": True,
     "attention_out_bias": False,
@@ -38,7 +38,8 @@ class Softmax(Variant):
 
     ``qkv_bias`` adds a bias to queries, keys and values, as in Qwen2 and Qwen2.5. ``qk_norm``
     applies an RMSNorm to each query and each key before their rotation, as in Qwen3.
-    ``headwise_norm`` applies an RMSNorm to each head's output, an ablation of Ye et al. (table 6).
+    ``headwise_norm`` applies an RMSNorm to each head's output, an ablation in the paper of the
+    Differential Transformer (Ye et al., table 6).
     """
 
     kind: Literal["softmax"] = "softmax"
@@ -77,7 +78,10 @@ class Softmax(Variant):
         return 2 * self.heads.query_channels
 
     def saved_bytes(self, kernels: Kernels) -> tuple[float, float]:
-        """Return the bytes of q, keys, values and the input of the output projection.
+        """Return the bytes per token that all heads of a layer save for the backward pass.
+
+        The first number counts q, k, v and the input of the output projection, and the second all
+        tensors in between.
 
         Without context parallelism, v is a view of the output of the fused q, k and v projection.
         The whole output therefore stays in memory, in addition to the rotated q and k. The kernel's
@@ -104,8 +108,8 @@ class Softmax(Variant):
     def _qk_norm_bytes(self, kernels: Kernels) -> float:
         """Return the bytes that the norms of queries and keys save.
 
-        They save a float32 per query and key. Unfused norms also save their normalised input in
-        float32, and in bf16 runs a float32 copy of their input.
+        They save a float32 per query and key. On a CPU the norms are not fused: they also save
+        their normalised input in float32, and in bf16 runs a float32 copy of their input.
         """
         heads = self.heads
         kept = FLOAT32 * (heads.queries + heads.keys)
@@ -115,11 +119,11 @@ class Softmax(Variant):
         return kept
 
     def _norm_bytes(self, kernels: Kernels) -> float:
-        """Return the bytes that the headwise norm saves.
+        """Return the bytes that the headwise norm adds to those of attention without it.
 
-        It saves its float32 input and a float32 per head, and on a CPU its normalised input. The
-        attention kernel saves its own output, which in float32 runs is the norm's input. The output
-        projection's input is a further tensor.
+        The norm saves its input in float32 and a float32 per head, and on a CPU its normalised
+        input. In float32 runs, its input is the output of the attention kernel, which is counted
+        already. The norm's output, which the output projection saves, is a further tensor.
         """
         channels = self.heads.query_channels
         copy = 0 if kernels.element == FLOAT32 else FLOAT32 * channels
@@ -189,8 +193,9 @@ class Softmax(Variant):
         }
         own = {"head_dim": self.head_dim}
         if self.qkv_bias:
-            # Write head_dim only if needed. A Qwen2 model computes from these keys too (``also``).
-            # Its configuration class does not define head_dim, but its model reads it.
+            # A Qwen2 model can compute the same from these keys (``also``). Qwen2's model uses a
+            # head_dim, but its configuration class does not define this key. So write head_dim
+            # only if the heads do not fill the hidden size.
             if self.num_heads * self.head_dim != hidden_size:
                 config |= own
             return hf.HuggingFace(
@@ -200,7 +205,8 @@ class Softmax(Variant):
         if self.qk_norm:
             return hf.HuggingFace("qwen3", "Qwen3ForCausalLM", config)
         if hidden_size % self.num_heads:
-            # Llama's configuration, unlike Mistral's, requires that heads divide the hidden size.
+            # Llama's configuration requires that the number of heads divides the hidden size;
+            # Mistral's does not.
             whole = {"sliding_window": None}
             return hf.HuggingFace("mistral", "MistralForCausalLM", config | whole)
         return hf.HuggingFace("llama", "LlamaForCausalLM", config, also=("mistral",))

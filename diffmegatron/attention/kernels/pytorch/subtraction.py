@@ -1,4 +1,4 @@
-"""The subtraction of DIFF V2 in plain PyTorch: `signal - lambda noise` per token and head."""
+"""DIFF V2's subtraction in plain PyTorch: `signal - lambda * noise` per token and signal head."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def subtract_noise(heads: Tensor, lambda_: Tensor) -> Tensor:
-    """Return `signal - lambda noise` (see `api.subtract_noise`); it can be differentiated twice."""
+    """Return `signal - lambda * noise` (see `api.subtract_noise`), differentiable twice."""
     out: Tensor = _SubtractNoise.apply(heads, lambda_)
     return out
 

@@ -3,12 +3,16 @@
 """Triton backward kernel for dQ, the second kernel of the split form of the backward pass.
 
 P_i is the softmax map i (1 or 2) of the queries Q_i and keys K_i, with output O_i = P_i V. dO is
-the gradient of O1 - lambda O2. With dP = dO V^T and D_i = rowsum(dO * O_i):
+the gradient of O_1 - lambda * O_2. With dP = dO V^T and delta_i = rowsum(dO * O_i), where * is the
+elementwise product:
 
-    dS1 = P1 (dP - D1)      dS2 = -lambda P2 (dP - D2)      dQi = scale dSi Ki
+    dS_1 = P_1 * (dP - delta_1)
+    dS_2 = -lambda * P_2 * (dP - delta_2)
+    dQ_i = scale * (dS_i K_i)
 
-The first kernel, `backward_dkdv`, computes dK and dV. A program here handles M query rows, in
-blocks of N keys. D and DV are the widths of queries and values, rounded up to powers of 2.
+The first kernel, `backward_dkdv`, computes dK and dV. Each program of the kernel in this module
+handles M query rows, and reads the keys in blocks of N. The constants D and DV are the widths of
+queries and values, rounded up to powers of 2.
 """
 
 import triton

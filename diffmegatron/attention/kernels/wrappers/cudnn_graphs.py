@@ -6,8 +6,8 @@ support a graph, the error contains cuDNN's reason. The code follows the interfa
 
 Tensors are contiguous `[b, length, heads, width]`. A graph describes them as
 `[b, heads, length, width]` with the corresponding strides. Packed documents have cuDNN's *ragged*
-layout: every document is a batch row of the longest document's length, and an offset and a length
-define which tokens belong to the document.
+layout: for cuDNN every document is a batch row as long as the longest document. The tensors store
+only the tokens that exist, and cuDNN finds those of a document by an offset and a length.
 """
 
 from collections.abc import Mapping
@@ -37,10 +37,11 @@ class Problem(NamedTuple):
     """Properties of attention with one map for which a plan is compiled.
 
     Attributes:
-        batch: number of batch rows; with packed documents, the number of documents, rounded up.
+        batch: number of batch rows; with packed documents, the number of documents, rounded up to a
+            power of two.
         heads, kv_heads: number of query heads, and of key and value heads.
         rows, keys: number of queries and of keys; with packed documents, the length of the longest
-            document, rounded up.
+            document, rounded up to a power of two.
         width, value_width: width of queries and keys, and of values.
         causal: hide later keys; the last query is aligned with the last key.
         is_packed: whether the batch rows are documents of different lengths.
@@ -140,13 +141,19 @@ def _attend_documents(
     return _attend(scale, causal, q_row, k_row, v_row, documents)[0].unflatten(0, q.shape[:2])
 
 
-# Both maps and all layers of a batch use the same documents.
+# Cached, because both maps and all layers use the same documents for a batch.
 @cached_tensors
 def documents_of(bounds: tuple[int, ...], batch: int, device: torch.device) -> Documents:
     """Return the documents of all batch rows, concatenated row by row.
 
     The number of documents and `longest` are rounded up to powers of two, so that many batches use
     the same graph. The additional documents have no tokens.
+
+    Args:
+        bounds: cumulative lengths of the documents in one batch row, beginning with 0. All batch
+            rows have the same documents.
+        batch: number of batch rows.
+        device: device of the tensors.
     """
     row = torch.tensor(bounds)
     lengths = row.diff().repeat(batch)
@@ -219,7 +226,11 @@ class _Attention(torch.autograd.Function):
 
 
 def _of_documents(problem: Problem, documents: Documents | None) -> dict[str, Tensor]:
-    """Return the lengths of documents, and their starts in each ragged tensor in elements."""
+    """Return the graph's inputs that describe the documents, by name; empty without documents.
+
+    They are the lengths of the documents in tokens, and for each tensor the offsets at which the
+    documents start in it, in elements.
+    """
     if documents is None:
         return {}
     starts = {

@@ -1,8 +1,9 @@
 """Plain attention by FlashAttention 2, or by its fork flex_head_fa, where V may be wider than Q.
 
 Both libraries follow the conventions of this package: the last query is aligned with the last key,
-the output of rows without visible keys is zero, and query head n attends to kv head n // (h /
-h_kv). (Source: flash_attn_interface.py of flash_attn 2.8 and flex_head_fa 0.1.2.)
+the output of rows without visible keys is zero, and with h query heads and h_kv kv heads, query
+head n attends to kv head n // (h / h_kv). (Source: flash_attn_interface.py of flash_attn 2.8 and
+flex_head_fa 0.1.2.)
 """
 
 import inspect

@@ -91,7 +91,9 @@ def block_mask(mask: AttentionMask, device: torch.device) -> BlockMask:
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return, for each row of a table, the number of true entries and the columns, true ones first.
+    """Return for each row of a table its number of true entries, and its column indices.
+
+    The columns with true entries come first.
 
     `blocks` is boolean `[query blocks, key blocks]`. The results are int32 `[1, 1, query blocks]`
     and `[1, 1, query blocks, key blocks]`, as FlexAttention expects them.

@@ -1,4 +1,8 @@
-"""Attention by torch's scaled_dot_product_attention: one call with one map, four with two maps."""
+"""Attention by torch's scaled_dot_product_attention: one call with one map, four with two maps.
+
+In shapes, b is the batch size, s and t the numbers of queries and keys, h and h_kv the numbers of
+query heads and kv heads, d the width of a query and e the width of a value.
+"""
 
 from functools import partial
 from typing import NamedTuple
@@ -181,8 +185,8 @@ def _bias(mask: AttentionMask, v: Tensor) -> _Bias | None:
     hidden = mask.hidden((0, mask.query_length), (0, mask.key_length), v.device)
     if hidden is None:
         return None
-    # A row without visible keys would be NaN. Make all keys visible, and set the output to zero
-    # later.
+    # The output of a row without visible keys would be NaN. Make all keys visible to such a row
+    # here; `_attend` sets its output to zero.
     empty_rows = hidden.all(-1, keepdim=True)
     scores = torch.zeros_like(hidden, dtype=v.dtype).masked_fill_(hidden & ~empty_rows, -torch.inf)
     return _Bias(scores, empty_rows)
