@@ -1,9 +1,9 @@
 """Megatron-core's parallel linear layers with a low-rank term: W x + (alpha / rank) B A x.
 
-``peft`` replaces ``torch.nn.Linear``. It supports neither these layers nor the communication
-between A and B. The term follows Hu et al., 2021 (arXiv 2106.09685), without dropout. In a
-column-parallel layer B is sharded by rows like W, and each rank holds all of A. In a row-parallel
-layer A is sharded by columns like W, and each rank holds all of B.
+The library ``peft`` cannot be used: it replaces ``torch.nn.Linear``, and supports neither these
+layers nor the communication between A and B. The term follows Hu et al., 2021 (arXiv 2106.09685),
+without dropout. In a column-parallel layer B is sharded by rows like W, and each rank holds all of
+A. In a row-parallel layer A is sharded by columns like W, and each rank holds all of B.
 """
 
 import torch
@@ -27,8 +27,8 @@ class LoraColumnParallelLinear(ColumnParallelLinear):
 
     Args:
         lora: rank and scale.
-        gated: whether the rows belong to the two projections of SwiGLU. Each rank then holds rows
-            of both projections.
+        gated: whether the rows of W and of B belong to two projections, those of SwiGLU. Each rank
+            then holds rows of both projections.
     """
 
     def __init__(

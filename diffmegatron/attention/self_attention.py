@@ -220,10 +220,10 @@ class SelfAttention(MegatronModule):
         """Return a declared parameter, or this rank's shard of it.
 
         The gradient of an unsharded parameter is summed over the tensor-parallel ranks
-        (:mod:`diffmegatron.optim.tensor_sums`). With ZeRO 3 in bf16 the parameter itself is
-        rounded. Its attribute ``exact`` then has the float32 value that is returned
-        (:mod:`diffmegatron.optim.float32_parameters`), and the gradient still reaches the
-        parameter.
+        (:mod:`diffmegatron.optim.tensor_sums`). With ZeRO 3 in bf16, a parameter that is declared
+        as float32 is stored in bf16, and its attribute ``exact`` has the float32 value
+        (:mod:`diffmegatron.optim.float32_parameters`). The method then returns the value of
+        ``exact``, and the gradient of the result still reaches the parameter.
         """
         parameter = getattr(self, name)
         exact = getattr(parameter, "exact", None)
@@ -234,9 +234,11 @@ class SelfAttention(MegatronModule):
     def project(self, name: str, hidden: Tensor) -> Tensor:
         """Multiply hidden states by a matrix that is sharded by rows.
 
-        The ranks gather the matrix and exchange its products with the hidden states. The matrix has
-        few rows, so these tensors are hundreds of times smaller than the hidden states that a
-        column-parallel layer would gather.
+        Every rank gathers the whole matrix and multiplies its hidden states by it. Under sequence
+        parallelism the ranks then exchange these products, so that each rank has its rows for the
+        whole sequence; otherwise each rank keeps its rows. The matrix has few rows, so the matrix
+        and the products are hundreds of times smaller than the hidden states that a column-parallel
+        layer would gather.
 
         Args:
             name: name of the declared matrix [rows, hidden].

@@ -23,11 +23,12 @@ from diffmegatron.files import format_path
 def average_checkpoints(run_dir: Path, last: int, out: Path) -> Path:
     """Write a checkpoint with the mean weights of a run's newest checkpoints.
 
-    Its step and its position in the data are those of the newest checkpoint. The float32 master
-    weights are added in float64, one tensor at a time.
+    The new checkpoint has the step and the position in the data of the newest averaged one. The
+    float32 master weights are added in float64, one tensor at a time.
 
     Args:
-        run_dir: folder of the run. If it has stages, checkpoints of the last stage are averaged.
+        run_dir: folder of the run. If the run has stages (trainings that follow each other), the
+            checkpoints of the last stage are averaged.
         last: number of checkpoints to average.
         out: folder for the new checkpoint; it must not contain checkpoints yet.
 

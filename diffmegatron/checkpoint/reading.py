@@ -4,8 +4,9 @@ Opening a file checks its header. The tensors must be one-dimensional, first tho
 then those of bytes, and must fill the file without gaps. :meth:`TensorFile.check_content` then
 checks the checksum and that all numbers are finite, in one pass over the file.
 
-``safetensors.safe_open`` would need one pass for each of the two checks: it does not return the
-position of a tensor in the file, so one cannot tell which bytes of the checksum's pass are numbers.
+``safetensors.safe_open`` would need two passes, one for the checksum of all bytes and one for the
+numbers. It does not return the position of a tensor in the file, so a pass over the bytes would not
+show which of them are numbers.
 """
 
 import zlib
@@ -125,8 +126,8 @@ class TensorFile:
             beginning = stream.read(_LENGTH_BYTES)
             length = int.from_bytes(beginning, "little")
             if length > min(size - _LENGTH_BYTES, MAX_BYTES):
-                # Only an impossible length shows that the file is a pickle: the bytes of a possible
-                # one, such as 640 (80 02 in hex), can begin like a pickle.
+                # Look for a pickle only after the length has proved impossible. A possible length
+                # can begin with the same bytes as a pickle, such as 640 (80 02 in hex).
                 if beginning[:2] in _PICKLES:
                     raise UserError(
                         f"{format_path(self.path)} is a pickle, which can run any program when it "

@@ -38,7 +38,8 @@ def write_checkpoint(
 ) -> Path:
     """Write unsharded weights as a checkpoint from which runs can start.
 
-    No process group and no training engine are needed. At most one file's weights are in memory.
+    No process group and no training engine are needed. The weights are written file by file, so
+    the weights of at most one file are in memory.
 
     Args:
         weights: name and value of every tensor of the network, which are stored in float32.

@@ -63,7 +63,8 @@ class _Loader(_Notation, yaml.SafeLoader):
         # Number of levels down to the node that is being composed, and number of levels below it.
         self._depth = self._height = 0
         self._nodes = 0
-        # Numbers of nodes and levels below each complete node; each alias of it adds them again.
+        # For each node that is composed: number of nodes and number of levels below it. Each alias
+        # of the node adds them to the counts again.
         self._extents: dict[yaml.Node | None, tuple[int, int]] = {}
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:

@@ -1,10 +1,13 @@
-"""Attention to the whole sequence: the functions that the ``forward`` of a variant calls.
+"""Attention to the whole sequence: the functions that a variant's ``forward`` calls.
 
-A sharded sequence needs communication, and packed documents need boundaries. For these cases the
-functions of the kernels are wrapped in functions with the same arguments. In all other cases they
-are used directly.
+A variant is a kind of attention. A sequence that is sharded over context-parallel ranks needs
+communication, and packed documents need boundaries. For these two cases the functions of the
+kernels are wrapped in functions with the same arguments. In all other cases they are used directly.
 
-Shapes: b is the batch size, s the number of positions on this rank.
+A rank holds the zigzag shard of the sequence: two chunks that are not adjacent
+(:mod:`~diffmegatron.attention.context_parallel.zigzag`). In the shapes, b is the batch size, and s
+the number of positions on this rank. The arguments ``*heads`` are the tensors q, k, v or q1, k1,
+q2, k2, v.
 """
 
 from collections.abc import Callable
@@ -85,13 +88,16 @@ def whole_sequence(
 
 
 def in_one_row(attend: Attention, documents: Tensor, *heads: Tensor, **options: Any) -> Tensor:
-    """Attend within documents, with the rows of the batch concatenated to one row."""
+    """Attend within documents, in one call with the batch's rows concatenated to one row."""
     out = attend(*(x.flatten(0, 1)[None] for x in heads), cu_seqlens=documents, **options)
     return out[0].unflatten(0, heads[0].shape[:2])
 
 
 def by_row(attend: Attention, documents: Tensor, *heads: Tensor, **options: Any) -> Tensor:
-    """Attend within documents, one call per row; the positions of each row begin at 0."""
+    """Attend within documents, in one call for each row of the batch.
+
+    The boundaries that a call receives are positions in its row, which begin at 0.
+    """
     rows = zip(*(x.split(1) for x in heads), strict=True)
     bounds = row_boundaries(documents, heads[0].shape[0])
     outs = [
@@ -103,12 +109,12 @@ def by_row(attend: Attention, documents: Tensor, *heads: Tensor, **options: Any)
 def ulysses_attention(
     attend: Attention, group: ProcessGroup, *heads: Tensor, **options: Any
 ) -> Tensor:
-    """Attend over the whole sequence, where each rank computes a range of the heads.
+    """Attend over the whole sequence; each rank computes the attention of a range of the heads.
 
-    It follows Jacobs et al., arXiv 2309.14509, with one all-to-all before the attention and one
-    after it. The kernels receive the whole sequence in the order of positions, so they need no
-    offsets. The number of context-parallel ranks must divide the number of key-value heads of a
-    tensor-parallel rank.
+    The method is Ulysses (Jacobs et al., arXiv 2309.14509), with one all-to-all before the
+    attention and one after it. The kernels receive the whole sequence in the order of positions, so
+    they need no offsets. The number of context-parallel ranks must divide the number of key-value
+    heads of a tensor-parallel rank.
 
     Args:
         attend: attention function for whole sequences.
@@ -135,11 +141,13 @@ def gathered_attention(
 ) -> Tensor:
     """Gather all keys and values, and attend twice, once for each of this rank's two chunks.
 
-    It has the fewest communication steps and the fastest kernels, but saves the keys and values of
-    the whole sequence for the backward pass. It suits short sequences on many ranks.
+    Of the methods for context parallelism, this one has the fewest communication steps and the
+    fastest kernels, but it saves the keys and values of the whole sequence for the backward pass.
+    It suits short sequences on many ranks.
 
     Args:
-        attend: attention function for queries at an offset, and for all keys up to the last query.
+        attend: attention function. Its arguments are the queries of one chunk, all keys and values
+            up to the end of this chunk, and ``query_offset``, the position of the first query.
         group: context-parallel ranks.
         heads: this rank's zigzag shard of each tensor, `[b, s, heads, width]`.
         options: options of ``attend``.
@@ -165,12 +173,12 @@ def gathered_attention(
 
 
 def sequence_of_all_ranks(local: Tensor, group: ProcessGroup) -> Tensor:
-    """Gather the sequence along the first dimension, in the order of positions.
+    """Gather the sequence from all ranks along dimension 0, in the order of positions.
 
     The backward pass returns to each rank the sum of all ranks' gradients of its shard.
 
     Args:
-        local: this rank's zigzag shard.
+        local: this rank's zigzag shard, `[s, ...]`.
         group: context-parallel ranks.
     """
     by_rank = gather_from_sequence_parallel_region(
@@ -180,7 +188,7 @@ def sequence_of_all_ranks(local: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def _unpacked(packed: Tensor, shapes: list[torch.Size]) -> list[Tensor]:
-    """Split `[s, b, channels]` into one tensor `[b, s, heads, width]` for each (heads, width)."""
+    """Split `[s, b, channels]` into one tensor `[b, s, heads, width]` per shape (heads, width)."""
     parts = packed.transpose(0, 1).split([shape.numel() for shape in shapes], dim=2)
     return [part.unflatten(2, shape) for part, shape in zip(parts, shapes, strict=True)]
 

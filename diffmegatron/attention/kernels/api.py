@@ -104,6 +104,8 @@ def softmax_attention(
 ) -> Tensor:
     """Return plain softmax attention, by default computed by torch's scaled_dot_product_attention.
 
+    The letters in the shapes are those of `diff_attention`; h is the number of query heads.
+
     Args:
         q: `[b, s, h, d]`, floating point.
         k, v: `[b, t, h_kv, d]`, same dtype and device; h_kv divides h.
@@ -136,6 +138,8 @@ def diff_attention_v2(
     r = 1 the groups are the pairs (2i, 2i + 1). Query head n attends to kv head
     `n // ((h + h / r) / h_kv)`, and all heads of a group must share their kv head.
 
+    In the shapes h is the number of signal heads; the other letters are those of `diff_attention`.
+
     Args:
         q: `[b, s, h + h / r, d]`, floating point.
         k, v: `[b, t, h_kv, d]`, same dtype and device; h_kv divides h / r.
@@ -158,7 +162,9 @@ def diff_attention_v2(
 def subtract_noise(heads: Tensor, lambda_: Tensor, *, backend: str = "auto") -> Tensor:
     """Return `signal - lambda noise` of every signal head, the last step of DIFF V2.
 
-    The subtraction is computed in fp32 or wider. The backward pass saves only heads and lambda_.
+    The subtraction is computed in fp32 or wider. Only `heads` and `lambda_` are saved for the
+    backward pass. In the shapes b is the batch size, s the number of queries, h the number of
+    signal heads, and d the width of a head.
 
     Args:
         heads: `[b, s, h + h / r, d]`, groups of r signal heads followed by their noise head;

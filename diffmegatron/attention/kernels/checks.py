@@ -57,6 +57,9 @@ def _check_noise_queries(q2: Tensor, q1: Tensor, kv_heads: int) -> None:
 def check_noise_groups(name: str, heads: Tensor, lambda_: Tensor, kv_heads: int = 1) -> None:
     """Raise ValueError unless heads are groups of r signal heads followed by a noise head.
 
+    In the shapes b is the batch size, s the length, h the number of signal heads, and d the width
+    of a head.
+
     Args:
         name: name of `heads` in the message.
         heads: `[b, s, h + h / r, d]`: queries, or attention's outputs for them.
@@ -93,7 +96,7 @@ def check_noise_groups(name: str, heads: Tensor, lambda_: Tensor, kv_heads: int 
 
 
 def check_lambda(lambda_: Tensor, like: Tensor) -> None:
-    """Raise ValueError unless lambda is a floating-point number on the queries' device."""
+    """Raise ValueError unless lambda is a 0-dim floating-point tensor on the device of `like`."""
     check_tensors(lambda_=lambda_)
     if lambda_.dim() != 0 or not lambda_.is_floating_point():
         raise ValueError(

@@ -95,12 +95,12 @@ def zero_bytes(_: Sizes) -> int:
 
 
 def log_sum_exps(sizes: Sizes) -> int:
-    """Return the bytes of the log-sum-exps, one float32 per query head."""
+    """Return the bytes of the log-sum-exps: one float32 per query and query head."""
     return FLOAT32 * (sizes.signal_heads + sizes.noise_heads)
 
 
 def _noise_outputs(sizes: Sizes) -> int:
-    """Return the number of elements of the second map's output."""
+    """Return the number of elements of the second map's output per query."""
     return 2 * sizes.head_dim * sizes.noise_heads
 
 
@@ -127,10 +127,10 @@ def two_calls(sizes: Sizes) -> int:
 def four_calls(sizes: Sizes) -> int:
     """Return the bytes saved by four calls of plain attention, each with half of V.
 
-    They are the bytes of `two_calls`, a second set of log-sum-exps, and a copy of V that both maps
-    share. The gradient of lambda needs the second map's output, whose halves are concatenated in a
-    new float32 tensor. `two_calls` includes this tensor only if the inputs are narrower than
-    float32.
+    Four calls save what `two_calls` counts, a second set of log-sum-exps, and a copy of V that both
+    maps share. They also save a float32 tensor for the gradient of lambda, in which the two halves
+    of the second map's output are concatenated. `two_calls` already counts this tensor if the
+    inputs are narrower than float32, so it is added here only for float32 inputs.
     """
     values = sizes.element * 2 * sizes.head_dim * sizes.kv_heads
     joined = FLOAT32 * _noise_outputs(sizes) if sizes.element == FLOAT32 else 0

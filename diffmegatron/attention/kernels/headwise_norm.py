@@ -13,7 +13,7 @@ class HeadwiseNorm(NamedTuple):
     Attributes:
         weight: `[2d]`, the same for all heads, or None for no weight.
         eps: number that is added to the mean square.
-        scale: (1 - lambda_init) in the paper.
+        scale: factor of the normalised head, (1 - lambda_init) in the paper.
     """
 
     weight: Tensor | None

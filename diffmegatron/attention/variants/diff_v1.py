@@ -130,8 +130,8 @@ class DiffV1(Variant):
     def products(self) -> int:
         # Multiply-adds per pair of a query and a key: each head of either map needs d for its
         # score, and each differential head 2d for the product of its subtracted maps with the
-        # values. Not counted: kernels that do not subtract the maps before this product multiply
-        # both maps with the values (paper, appendix A).
+        # values. Some kernels multiply both maps with the values before they subtract (paper,
+        # appendix A). Their additional multiply-adds are not counted.
         maps = self.num_heads + self.noise_heads
         return (maps + 2 * self.num_heads) * self.head_dim
 
@@ -159,7 +159,7 @@ class DiffV1(Variant):
         return projected + self._keys_bytes(kernels, backend), core
 
     def _keys_bytes(self, kernels: Kernels, backend: Backend) -> float:
-        """Return the bytes per token of the saved keys and values."""
+        """Return the bytes per token of saved keys and values that `Backend.saved` leaves out."""
         keys = kernels.element * self.heads.key_channels
         if kernels.communication == "ring":
             return 2 * keys
@@ -172,8 +172,9 @@ class DiffV1(Variant):
             # half of its value.
             heads = self.num_heads + self.noise_heads
             return 4 * kernels.element * self.head_dim * heads * kernels.keys_per_query
-        # `Backend.saved` includes one copy of the values. With several context-parallel ranks, keys
-        # and values are views of one received tensor, so this whole tensor stays in memory.
+        # `Backend.saved` includes one copy of the values, so they are not counted here. But with
+        # several context-parallel ranks, keys and values are views of one received tensor. It stays
+        # in memory, so its values are counted in addition to the copy.
         arrived = 0 if kernels.communication is None else keys * whole
         return keys * (whole + kernels.keys_per_query - 1) + arrived
 
@@ -295,7 +296,10 @@ class DiffV1(Variant):
 
     @property
     def mixed_export_kind(self) -> Variant:
-        """Grouped kind with r = 1, equivalent to V1, for exports with layers of several kinds."""
+        """Grouped attention with one signal head per noise head, which is equivalent to DIFF V1.
+
+        It replaces DIFF V1 in exports whose layers have several kinds of attention.
+        """
         from diffmegatron.attention.variants.grouped import Grouped
 
         return Grouped(signal_per_noise=1, **self.model_dump(exclude={"kind"}))
@@ -318,8 +322,8 @@ class DiffV1(Variant):
 
         DiffLlama's headwise norm has no weight. The norm's output is the input of the output
         projection. The export therefore multiplies the weight of channel c into the columns of the
-        output projection that read channel c, in fp32. The lambda vectors stay in fp32, because
-        rounding to bf16 would change lambda by up to 5e-3.
+        output projection that read channel c, in fp32. The import sets the norm's weight to 1. The
+        lambda vectors stay in fp32, because rounding to bf16 would change lambda by up to 5e-3.
         """
 
         def fold(proj: "Tensor", norm: "Tensor") -> tuple["Tensor", ...]:

@@ -35,7 +35,7 @@ class Layer(Protocol):
         """
 
     def observe(self, name: str, value: "Tensor") -> None:
-        """Store a tensor of this forward pass; the log shows the mean of its values on a rank."""
+        """Store the mean of a tensor of this forward pass, which the log shows under ``name``."""
 
 
 class Context(Protocol):

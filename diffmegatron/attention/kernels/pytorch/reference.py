@@ -15,7 +15,7 @@ from ..maps import QKV, WholeAttention, map_factors
 def attend(call: AttentionCall) -> Tensor:
     """Compute attention from whole score matrices, in the dtype of the inputs.
 
-    Autograd differentiates it. It needs O(s t) memory per head.
+    Autograd differentiates it. For s queries and t keys it needs O(s * t) memory per head.
     """
     (q1, *q2), (k1, *k2), v = call.maps
     weights = _attention_map(call, q1, k1)
