@@ -49,9 +49,9 @@ from diffmegatron.errors import UserError
 from diffmegatron.files import MAX_BYTES, format_path, parse_json, read_bytes
 
 STATE = "state.json"
-# Largest sizes in bytes. They are generous because users choose two lengths: that of the recipe's
-# list of data sources, and that of the window of recent losses, which the guard against loss spikes
-# stores in the state.
+# Largest sizes in bytes at which the two files are read. They are generous because users choose two
+# lengths: that of the recipe's list of data sources, and that of the window of recent losses, which
+# the guard against loss spikes stores in the state.
 _MAX_BYTES = {RECIPE: 1 << 24, STATE: MAX_BYTES}
 
 _LIBRARIES = ("torch", "megatron-core", "deepspeed")
@@ -65,7 +65,9 @@ _Steps = Annotated[int, Field(ge=0, le=MAX_STEP)]
 class _State(BaseModel):
     """The content of ``state.json``.
 
-    The data loader defines the content of ``data``, and the guard the content of ``guard``.
+    The data loader defines the content of ``data``, and the guard against loss spikes the content
+    of ``guard``. The other fields are those of :class:`Position`, the number of ranks and library
+    versions of the run that wrote the file, and the contents of the checkpoint.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -84,7 +86,7 @@ class Position:
     """The progress of a run, which is equal on every rank.
 
     Attributes:
-        step: number of steps done, including steps that the guard skipped.
+        step: number of steps done, including steps whose update the guard skipped.
         updates: number of optimizer updates applied; Adam's step count.
         data: state of the data loader; None at the beginning.
         guard: state of the guard against loss spikes; None at the beginning.

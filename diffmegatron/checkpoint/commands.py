@@ -26,7 +26,7 @@ RunDir = Annotated[
 
 @app.command("list")
 def list_(run_dir: RunDir) -> None:
-    """List checkpoints, complete or not, with their sizes."""
+    """List all checkpoints with their state; complete ones also with size and number of files."""
     from rich.console import Console
     from rich.table import Table
 

@@ -1,6 +1,6 @@
 """Check that a parallel layout divides the model and its batches.
 
-Each error names the nearest layout that does.
+Each error names the nearest size, or the settings, that would fit.
 """
 
 import math
@@ -34,9 +34,10 @@ def data_parallel_size(recipe: RecipeSections, world_size: int) -> int:
     """Return the data-parallel size on ``world_size`` ranks.
 
     Raises:
-        UserError: ``world_size`` is too large or not a multiple of tensor x context x pipeline; the
-            global batch does not give each data-parallel rank equally many microbatches; or, with
-            ``virtual_pipeline`` above 1, their number is not a multiple of ``pipeline``.
+        UserError: ``world_size`` is out of range or not a multiple of tensor x context x pipeline;
+            the global batch cannot be divided into equally many microbatches for each data-parallel
+            rank; or, with ``virtual_pipeline`` above 1, the number of microbatches per
+            data-parallel rank is not a multiple of ``pipeline``.
     """
     check_ranks(world_size)
     parallel, training = recipe.parallel, recipe.training
@@ -81,8 +82,9 @@ def context_communication(recipe: RecipeSections) -> Literal["ring", "all_gather
 
     ``auto`` prefers Ulysses. It moves the least data (each rank sends its own queries, keys, values
     and outputs once), and its kernels are as fast as on one rank. Ulysses requires that the
-    context-parallel size divides the number of key-value heads per tensor-parallel rank. Otherwise
-    ``auto`` selects the ring, which works with any number of ranks and divides memory by it.
+    context-parallel size divides the number of key-value heads per tensor-parallel rank. If it does
+    not, ``auto`` selects the ring, which works with any number of ranks. With P ranks the ring
+    divides the memory for queries, keys and values by P.
     """
     parallel = recipe.parallel
     if parallel.context_communication != "auto":
@@ -124,8 +126,9 @@ def _check_context(recipe: RecipeSections) -> None:
     """Require a sequence length that all ranks can share equally.
 
     In the zigzag order each context-parallel rank has two equal chunks of the sequence. With
-    sequence parallelism, tensor-parallel ranks shard each chunk further. Ulysses also requires that
-    context-parallel ranks divide the key-value heads.
+    sequence parallelism, tensor-parallel ranks shard each chunk further. If the recipe selects
+    Ulysses, the context-parallel size must also divide the number of key-value heads per
+    tensor-parallel rank.
     """
     parallel, length = recipe.parallel, recipe.training.seq_length
     if parallel.context == 1:
@@ -153,7 +156,7 @@ def _check_context(recipe: RecipeSections) -> None:
 
 
 def _check_ring(recipe: RecipeSections) -> None:
-    """Require a backend that can attend to chunks of a sequence, if the layout uses a ring."""
+    """Require a backend that can attend to chunks, if differential attention runs over a ring."""
     backend = recipe.training.attention_backend
     kinds = recipe.model.attention.by_kind(recipe.model.num_layers)
     if (
@@ -191,8 +194,9 @@ def _check_pipeline(recipe: RecipeSections) -> None:
 def _check_recompute(recipe: RecipeSections) -> None:
     """Check ``recompute.layers`` against the number of layers of a virtual stage.
 
-    With the method ``uniform`` all groups of layers must have the same size, because Megatron-core
-    would go past the last layer in a smaller last group.
+    Only full recomputation uses ``recompute.layers``. The method ``block`` recomputes at most all
+    layers of a virtual stage. With the method ``uniform`` all groups of layers must have the same
+    size, because Megatron-core would go past the last layer in a smaller last group.
     """
     recompute, parallel = recipe.recompute, recipe.parallel
     layers = recipe.model.num_layers // (parallel.pipeline * parallel.virtual_pipeline)

@@ -61,7 +61,8 @@ class Recipe(RecipeSections):
         """Return the data-parallel size on ``world_size`` ranks.
 
         Raises:
-            UserError: the ranks do not fill the layout, or the batch is not divisible by it.
+            UserError: the ranks do not fill the layout, or the global batch cannot be divided into
+                equally many microbatches per data-parallel rank.
         """
         return data_parallel_size(self, world_size)
 

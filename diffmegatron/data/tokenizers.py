@@ -164,7 +164,8 @@ class HuggingFaceTokenizer(Tokenizer):
                 f"{format_path(self.folder / 'tokenizer.json')} is not a tokenizer: "
                 f"{shorten(str(error))}"
             ) from None
-        # Text of a document that looks like a special token must be encoded as ordinary text.
+        # Text of a document that looks like a special token must be encoded as ordinary text. In
+        # the tokenizers library this option does that.
         self._tokenizer.encode_special_tokens = True
         end = self._tokenizer.token_to_id(token) if token else None
         if end is None:
@@ -210,8 +211,9 @@ def load_tokenizer(name_or_path: str) -> Tokenizer:
             :func:`find_cl100k`), a ``.tiktoken`` file, or a Hugging Face folder or its
             ``tokenizer.json``. A ``.tiktoken`` file contains only tokens and ranks. If a JSON file
             of the same stem lies beside it, ``pat_str`` and ``special_tokens`` are read from there.
-            Otherwise the pattern is that of ``cl100k_base``, and ``<|endoftext|>`` is added as the
-            last id.
+            If not, the pattern is that of ``cl100k_base``, and ``<|endoftext|>`` is added as the
+            last id. A copy of the file of ``cl100k_base`` under another name is loaded as
+            ``cl100k_base``.
 
     Raises:
         UserError: the name is unknown, or its files are missing or damaged.
@@ -267,7 +269,10 @@ def check_vocabulary(tokenizer: str, used: int, rows: int) -> None:
 
 
 def find_cl100k() -> Path:
-    """Find ``cl100k_base.tiktoken`` in the folder DIFFMEGATRON_TIKTOKEN or in tiktoken's cache.
+    """Find ``cl100k_base.tiktoken`` on this machine.
+
+    The folder named by the environment variable DIFFMEGATRON_TIKTOKEN is searched first, then the
+    folders in which tiktoken keeps its cache.
 
     Raises:
         UserError: no folder contains the file; nothing is downloaded.
@@ -288,7 +293,7 @@ def find_cl100k() -> Path:
 
 
 def _search_folders() -> list[Path]:
-    """Return the folder named by the user, then the folders in which tiktoken keeps its cache."""
+    """Return the folder in DIFFMEGATRON_TIKTOKEN (if set), then the folders of tiktoken's cache."""
     variables = (SEARCH_VARIABLE, "TIKTOKEN_CACHE_DIR", "DATA_GYM_CACHE_DIR")
     named = [Path(os.environ[variable]) for variable in variables if os.environ.get(variable)]
     return [*named, Path(tempfile.gettempdir()) / "data-gym-cache"]

@@ -1,7 +1,8 @@
 """Scoring of many items at once, so that a model can answer their requests in batches.
 
-An item is a part of a suite that is scored by itself, such as a question. Its score may need
-several requests to the model, one after the other.
+A suite is a benchmark. An item is a part of a suite that is scored by itself, such as a question.
+Its score may need several requests to the model, one after the other. The result is the item's
+record, a dictionary.
 """
 
 from collections.abc import Iterable, Iterator
@@ -26,8 +27,8 @@ class _OpenItem:
         key: key of the item.
         requests: the requests that the suite's generator (:meth:`Suite.requests_of`) has yielded
             most recently, and whose answers it waits for.
-        record: record of the item, or the error that a request was answered with; None while the
-            item is not complete.
+        record: record of the item, or the error that the model returned for a request; None while
+            the item is not complete.
     """
 
     def __init__(self, key: str, generator: ItemGenerator) -> None:
@@ -36,7 +37,11 @@ class _OpenItem:
         self._advance(None)
 
     def receive(self, number: int, answer: Answer) -> None:
-        """Store the answer to request ``number``; after the last one, send all to the suite."""
+        """Store the answer to request ``number``; when all are answered, send them to the suite.
+
+        If the answer is an error, the item is complete, and the error takes the place of its
+        record.
+        """
         self._answers[number] = answer
         if isinstance(answer, NotFiniteError):
             self.record = answer

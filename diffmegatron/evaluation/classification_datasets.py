@@ -1,7 +1,7 @@
 """Text classification in context: data sets, prompts, and decoding constrained to the labels.
 
 Decoding follows Ratner et al. (2023): at every step the model chooses only among tokens that
-continue a label. A label takes part as long as it begins with the tokens chosen so far.
+continue a label. A label remains possible as long as it begins with the tokens chosen so far.
 """
 
 import csv
@@ -40,7 +40,8 @@ class ClassificationTask:
     """A classification data set, and the form of its prompt.
 
     Attributes:
-        train, test: examples for prompts, and examples to classify.
+        train: examples that prompts contain.
+        test: examples to classify.
         text, label: words that a prompt puts before a text and before its label, such as
             ``Question`` and ``Type``.
     """
@@ -176,7 +177,11 @@ class Prompt:
         return Generation(ids, self.labels.depth, shared=len(self.prefix), labels=self.labels)
 
     def label(self, tokens: Sequence[int]) -> str:
-        """Return the label that an answer's ``tokens`` spell."""
+        """Return the label at the end of the path ``tokens`` in the tree.
+
+        Args:
+            tokens: tokens of the model's answer to :meth:`request`.
+        """
         node = self.labels
         for token in tokens:
             node = node[token]
@@ -185,7 +190,7 @@ class Prompt:
 
 
 class EncodedTask:
-    """A classification task that is encoded with a target's tokenizer.
+    """A classification task, encoded with the tokenizer of a target (a model to evaluate).
 
     Args:
         name: name in ``TASKS``.

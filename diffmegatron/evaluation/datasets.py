@@ -114,7 +114,7 @@ def json_table(row: type[Row]) -> Reader[Any]:
 
 
 def choose(names: Iterable[str], known: Mapping[str, Named], kind: str) -> list[Named]:
-    """Return the entries of ``known`` with these names.
+    """Return the values of ``known`` for these names, in the order of the names.
 
     Args:
         names: keys of ``known``.

@@ -4,8 +4,9 @@ It follows Liu et al., arXiv 2310.01889, for one softmax map or for the two maps
 attention. Each rank has two chunks of the sequence (see `zigzag`). Attention is computed between a
 chunk of queries and a chunk of keys and values, and the results are merged exactly by their
 log-sum-exps. While a rank computes with the keys and values of one rank, it already receives those
-of another rank, which it needs next. For the backward pass a rank saves only its own keys and
-values. They are then sent around the ring once more, together with their gradients.
+of another rank, which it needs next. For the backward pass a rank saves its own keys and values,
+but not those that it received. The backward pass sends all keys and values around the ring once
+more, together with their gradients.
 
 Shapes: b is the batch size, s the number of positions on this rank.
 """
@@ -52,8 +53,8 @@ def ring_attention(
             None.
 
     Returns:
-        `[b, s, heads, width]` with the heads of the queries and the width of v, in the dtype of v:
-        the output of the only map, or `out1 - lambda out2`.
+        `[b, s, heads, width]` with the heads of q1 and the width of v, in the dtype of v: the
+        output of the only map, or `out1 - lambda out2`; normalised if ``norm`` is given.
     """
     maps = QKV.of(*heads)
     # Keys and values are sent as one tensor [s, b, kv heads, channels]. The channels of a kv head
@@ -65,7 +66,10 @@ def ring_attention(
 
 
 class _Ring(NamedTuple):
-    """The ranks of a ring, and the options of its kernels, as in `ring_attention`."""
+    """The ranks of a ring, and the options of its kernels.
+
+    The fields are the arguments of `ring_attention`; ``documents`` is its ``cu_seqlens``.
+    """
 
     group: ProcessGroup
     backend: str
@@ -142,9 +146,10 @@ class _ChunkPair:
 def _visible_chunk_pairs(
     queries: Sequence[Tensor], packed_kv: Tensor, source: int, ring: _Ring
 ) -> Iterator[_ChunkPair]:
-    """Yield each query chunk of this rank with each key chunk of the rank ``source`` that it sees.
+    """Yield the pairs of a query chunk of this rank and a key chunk of the rank ``source``.
 
-    ``packed_kv`` has the keys and values of that rank.
+    Pairs in which the queries see none of the keys are left out. ``packed_kv`` contains the keys
+    and values of ``source``.
     """
     size, length = ring.group.size(), packed_kv.shape[0] // 2
     query_numbers, key_numbers = (rank_chunks(rank, size) for rank in (ring.group.rank(), source))
@@ -186,7 +191,11 @@ def _merge(
 def _both_query_chunks(
     merged: dict[int, list[tuple[Tensor, Tensor]]],
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the outputs and the log-sum-exps of each map, for both query chunks of this rank."""
+    """Concatenate the results of this rank's two query chunks.
+
+    ``merged`` has one (output, log-sum-exp) per map for each query chunk. Return the list of the
+    maps' outputs, and the list of their log-sum-exps.
+    """
     first, second = ([list(x) for x in zip(*merged[chunk], strict=True)] for chunk in (0, 1))
     outs, lses = (
         [torch.cat(chunks, dim=1) for chunks in zip(*two, strict=True)]
@@ -223,7 +232,10 @@ class _RingGradient:
         self._pending: list[Work] = []
 
     def add_and_send(self, part: Tensor) -> None:
-        """Add this rank's part to the received gradient, and start to send the sum."""
+        """Add this rank's part to the gradient that it receives, and start to send the sum.
+
+        The first call starts with this rank's part alone.
+        """
         total = part if self._incoming is None else part + self.receive()
         self._sent = total
         self._incoming = torch.empty_like(total)

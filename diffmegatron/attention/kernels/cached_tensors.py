@@ -1,4 +1,4 @@
-"""A decorator that caches tensors which all layers of a batch use."""
+"""A decorator that caches tensors which are the same for all layers of a network."""
 
 from collections.abc import Callable
 from functools import lru_cache
@@ -12,8 +12,9 @@ T = TypeVar("T")
 def cached_tensors(create: Callable[..., T]) -> Callable[..., T]:
     """Cache the last eight results of a function that creates tensors.
 
-    All layers of a batch use the same tables of the mask, and each copy of a table to a GPU would
-    wait for the GPU. The tensors are created outside of inference_mode, because training cannot use
-    tensors that were created under it.
+    For one batch all layers use the same attention mask, and so the same tables that describe it
+    (for example the first and last visible key of each query). Without the cache every layer would
+    copy these tables to the GPU, and each copy would wait for the GPU. The tensors are created
+    outside of inference_mode, because training cannot use tensors that were created under it.
     """
     return lru_cache(maxsize=8)(torch.inference_mode(False)(create))

@@ -123,11 +123,11 @@ class WholeAttention(NamedTuple):
         return first, second
 
     def deltas(self, grad: Tensor, lambda_: Tensor | None) -> tuple[Tensor, ...]:
-        """Return the delta D of each map, `[b, s, heads of the map]`.
+        """Return one delta per map, `[b, s, heads of the map]`, which the softmax gradient needs.
 
-        D1 is rowsum(grad * out1). D2 is the sum of rowsum(grad * out2) over the signal heads that
-        share a noise head. The gradient of lambda is minus the sum of all D2. The dtype is that of
-        the log-sum-exps.
+        The delta of the first map is rowsum(grad * out1). That of the second map is the sum of
+        rowsum(grad * out2) over the signal heads that share a noise head. The gradient of lambda is
+        minus the sum of all elements of the second delta. The dtype is that of the log-sum-exps.
         """
         wide = grad.to(self.lses[0].dtype)
         sums = (wide * self.out).sum(-1)
@@ -148,7 +148,8 @@ def merge_maps(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
         The output `[b, s, h, e]` and the log-sum-exp `[b, s, h]` over the keys of all chunks.
 
     Raises:
-        ValueError: ``outs`` is empty, or differs from ``lses`` in number or shape.
+        ValueError: ``outs`` is empty, the chunks differ in shape, or ``outs`` and ``lses`` do not
+            match in number or shape.
     """
     out_shapes, lse_shapes = ([list(x.shape) for x in of_chunks] for of_chunks in (outs, lses))
     expected = out_shapes[:1] * len(outs)

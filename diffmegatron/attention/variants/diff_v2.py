@@ -9,9 +9,9 @@ n, and noise(m) that of noise head m. Lambda is sigmoid(x W_lambda), where x is 
 There are r signal heads per noise head. V2 has neither a headwise norm nor lambda_init.
 
 A group is r signal heads, followed by their noise head. All heads of a group share a key-value
-head. If all signal heads preceded all noise heads, the heads of a group would have different
-key-value heads. The authors use r = 1. Motif-3 uses a larger r, and latent attention, which is not
-implemented here.
+head, because grouped-query attention assigns consecutive query heads to a key-value head. If all
+signal heads preceded all noise heads, the heads of a group would have different key-value heads.
+The authors use r = 1. Motif-3 uses a larger r, and latent attention, which is not implemented here.
 """
 
 from collections.abc import Mapping
@@ -71,7 +71,10 @@ class DiffV2(Variant):
         return Heads(self.head_dim, self.num_kv_heads, rows, signal)
 
     def baseline(self) -> Softmax:
-        """Return the Transformer of h heads and h_kv key-value heads of the same d."""
+        """Return softmax attention with as many heads as signal heads.
+
+        The number of key-value heads and the width of a head are the same.
+        """
         return Softmax(
             num_heads=self.num_heads, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim
         )
@@ -82,7 +85,7 @@ class DiffV2(Variant):
         return (Parameter("lambda_proj", shape, "matrix", "matrix", sharded=True),)
 
     def products(self) -> int:
-        """Return the multiply-adds of softmax attention with all heads, per (query, key) pair."""
+        """Return the multiply-adds per (query, key) pair, summed over signal and noise heads."""
         return 2 * self.heads.query_channels
 
     def saved_bytes(self, kernels: Kernels) -> tuple[float, float]:
@@ -90,6 +93,10 @@ class DiffV2(Variant):
 
         Without context parallelism the values are a view of the output of the fused projection.
         This view keeps the projected q and k in memory beside the rotated q and k.
+
+        Returns:
+            Bytes of q, k, v and the input of the output projection, and bytes of all tensors in
+            between, which selective recomputation computes again.
         """
         heads, element, backend = self.heads, kernels.element, SOFTMAX[kernels.backend]
         queries = element * heads.query_channels
@@ -135,7 +142,7 @@ class DiffV2(Variant):
         return subtract_noise(heads, lambda_)
 
     def hugging_face(self, hidden_size: int) -> hf.HuggingFace:
-        """Return the model class of an export; this package defines it and exports its code."""
+        """Return the description of this package's own model class, whose code is exported too."""
         return hf.HuggingFace(
             "diff_v2",
             "DiffV2ForCausalLM",
@@ -179,7 +186,7 @@ class DiffV2(Variant):
 
     @override
     def weight_rules(self, ours: str, theirs: str, hidden_size: int) -> list[hf.WeightRule]:
-        # The exported class has the heads in the same order.
+        # The exported class has the heads of each projection in the order that hf.qkv produces.
         shape = (self.num_heads, hidden_size)
         return [
             hf.qkv(ours, theirs, self.heads, hidden_size),

@@ -1,4 +1,7 @@
-"""Rules that map a variant's weights to Hugging Face, and the class that reads them there."""
+"""Rules that convert a variant's weights to and from those of a transformers model class.
+
+:class:`HuggingFace` describes that model class.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -14,12 +17,13 @@ Rearrange = Callable[..., tuple["Tensor", ...]]
 
 
 class WeightRule(NamedTuple):
-    """Mapping between a few of our weights and the same weights at Hugging Face.
+    """Conversion between a few weights of this package and the same weights of transformers.
 
     Attributes:
-        ours: unsharded shapes of our weights by name.
-        theirs: shapes of Hugging Face's weights by name.
-        to_hf: function from our tensors, in the order of ``ours``, to those of ``theirs``.
+        ours: unsharded shape of each of this package's weights, by name.
+        theirs: shape of each weight of the transformers model, by name.
+        to_hf: function from the tensors of ``ours``, in that order, to a tuple of those of
+            ``theirs``.
         from_hf: inverse of ``to_hf``.
         keep_fp32: whether the exported weights stay in float32, because rounding to bf16 would
             change the model's outputs.
@@ -33,19 +37,20 @@ class WeightRule(NamedTuple):
 
     @property
     def folds(self) -> bool:
-        """True if one weight is multiplied into another, so that their product is rounded."""
+        """True if ``to_hf`` multiplies one weight into another, so that the product is rounded."""
         return len(self.ours) > len(self.theirs)
 
 
 @dataclass(frozen=True)
 class HuggingFace:
-    """The class of Hugging Face that computes a variant.
+    """The transformers model class that computes an attention variant, and its configuration.
 
     Attributes:
         model_type: model type of its configuration.
         architecture: name of the class.
-        config: keys of the configuration that depend on the variant.
-        fixed: further keys of a new configuration, which the classes in ``also`` do not have.
+        config: keys and values of the configuration that depend on the variant.
+        fixed: further keys and values of an exported configuration. The configurations of the
+            classes in ``also`` do not have these keys.
         also: other model types whose classes compute the same from the keys in ``config``.
         remote_code: whether the export contains the code of the class, because transformers lacks
             it.
@@ -69,15 +74,15 @@ def qkv(
 ) -> WeightRule:
     """Return the rule that splits ``linear_qkv`` into ``q_proj``, ``k_proj`` and ``v_proj``.
 
-    ``linear_qkv`` consists of blocks, and a block of runs of query, key or value heads
-    (``Heads.rows``). A block can have several runs of queries. ``q_proj`` then has the first run of
-    queries of every block, followed by the second run of every block. The same holds for ``k_proj``
-    and ``v_proj``. With ``paired_values``, ``v_proj`` instead has all values of the first block,
-    then all values of the second block, and so on.
+    ``linear_qkv`` consists of blocks. Each block consists of several runs of heads, and the heads
+    of a run are all query, all key or all value heads (``Heads.rows``). If a block has two runs of
+    queries, ``q_proj`` has the first runs of all blocks, followed by the second runs of all blocks.
+    The same holds for ``k_proj`` and ``v_proj``. With ``paired_values``, ``v_proj`` instead has all
+    values of the first block, then all values of the second block, and so on.
 
     Args:
-        ours: prefix of our weights.
-        theirs: prefix of Hugging Face's weights.
+        ours: prefix of the names of this package's weights.
+        theirs: prefix of the names of the transformers model's weights.
         heads: layout of ``linear_qkv``.
         hidden_size: hidden size of the network.
         paired_values: whether ``v_proj`` has the values block by block.

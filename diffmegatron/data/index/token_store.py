@@ -34,7 +34,8 @@ class Corpus:
         manifest: content of ``PREFIX.json``.
         tokens: int32 or uint16 ``[tokens]``, token ids of all documents. For a merged corpus they
             lie in several files.
-        lengths: int32 ``[documents]``, number of tokens, including the end-of-document token.
+        lengths: int32 ``[documents]``, number of tokens of each document, including its
+            end-of-document token.
         offsets: int64 ``[documents]``, start of each document in bytes from the start of
             ``tokens``.
         index: Megatron's reader of the index.
@@ -73,7 +74,7 @@ class Corpus:
         return self.manifest.is_fine_tuning
 
     def loss_mask(self, document: int) -> np.ndarray:
-        """Return the loss mask of a fine-tuning document, bool ``[length]``, True in responses.
+        """Return the loss mask of a fine-tuning document, bool ``[tokens]``, True in responses.
 
         Args:
             document: number of the document.

@@ -5,13 +5,14 @@ equal the ids that an inference server sends to the model. Only the assistant's 
 to the loss. They are found in the rendered text in one of two ways:
 
 - If the template contains ``{% generation %}``, these blocks are the responses.
-- Otherwise the messages before a response are rendered alone, with ``add_generation_prompt``. The
-  result must be a prefix of the rendered chat, and the response begins where the prefix ends. The
-  response ends after the first special token that follows its content, or else where the next
-  message begins.
+- If it does not, the messages before a response are rendered alone, with ``add_generation_prompt``.
+  The result must be a prefix of the rendered chat, and the response begins where the prefix ends.
+  The response ends after the first special token that follows its content. If no special token
+  follows, it ends where the next message begins.
 
 In both cases the ids before a response must equal the ids of the same prompt when it is encoded
-alone, because a model that generates the response receives those ids. Other chats are refused.
+alone, because a model that generates the response receives those ids. A chat that violates a
+condition is refused.
 """
 
 import re
@@ -46,7 +47,8 @@ class _Rendered(NamedTuple):
 
     Attributes:
         text: text of the chat.
-        responses: character range ``(start, end)`` of each response in ``text``, without ``end``.
+        responses: character range ``(start, end)`` of each response in ``text``; ``end`` is
+            exclusive.
     """
 
     text: str
@@ -73,7 +75,8 @@ class ChatTemplate:
                 "folder of a Hugging Face tokenizer, and --layout chat works with any tokenizer"
             )
         self._end = tokenizer.end_of_document
-        # AutoTokenizer could change the tokenizer, but training uses tokenizer.json unchanged.
+        # Training uses tokenizer.json unchanged. AutoTokenizer may select a class that changes it,
+        # so use the generic class.
         self._tokenizer = PreTrainedTokenizerFast.from_pretrained(
             tokenizer.folder, local_files_only=True
         )
@@ -182,7 +185,7 @@ class ChatTemplate:
             number: index of the message that is the response.
 
         Returns:
-            The character range ``(start, end)`` of the response in ``text``, without ``end``.
+            The character range ``(start, end)`` of the response in ``text``; ``end`` is exclusive.
         """
         before = self._text(messages[:number], prompt=True)
         as_last = self._text(messages[: number + 1])

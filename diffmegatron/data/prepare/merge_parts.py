@@ -1,4 +1,4 @@
-"""``diffmegatron data merge``: join the parts that ``prepare --part`` wrote into one corpus.
+"""``diffmegatron data merge``: form one corpus from the parts that ``prepare --part`` wrote.
 
 The merge writes only ``PREFIX.idx`` and ``PREFIX.json``. The index equals the index that a single
 ``prepare`` of all inputs writes. The tokens are not copied: the merged corpus uses the token files
@@ -51,9 +51,9 @@ def merge(prefix: Path, *, show_progress: bool = True) -> Manifest:
         The manifest of the merged corpus.
 
     Raises:
-        UserError: a part is missing, unfinished or damaged, the parts have different settings or
-            inputs, files of another preparation exist at the prefix, the files cannot be written,
-            or another process holds the lock.
+        UserError: a part is missing, unfinished or damaged, the parts were prepared with different
+            settings or from different lists of input files, files of another preparation exist at
+            the prefix, the files cannot be written, or another process holds the lock.
     """
     place = f"the parts of {format_path(prefix)}"
     try:

@@ -23,9 +23,9 @@ _LISTED = 8
 
 
 def parse(record: Record, format: Format, settings: PrepareSettings) -> dict[str, Any]:
-    """Decode a raw record to its fields by name.
+    """Return the fields of a raw record as a dictionary from names to values.
 
-    A plain-text file has one field, ``settings.text_field``.
+    A record of a plain-text file has one field, ``settings.text_field``.
 
     Raises:
         UnusableError: the record is not UTF-8, is not JSON, or lacks a field.
@@ -42,10 +42,10 @@ def parse(record: Record, format: Format, settings: PrepareSettings) -> dict[str
 
 
 def segments(document: dict[str, Any], settings: PrepareSettings) -> list[str]:
-    """Return the segments of a document in any layout except ``template``.
+    """Return the segments of a document, whose layout must not be ``template``.
 
-    The layout ``template`` needs a tokenizer, see
-    :mod:`diffmegatron.data.prepare.chat_template`.
+    The layout ``template`` needs a tokenizer, so
+    :mod:`diffmegatron.data.prepare.chat_template` handles it.
 
     Args:
         document: fields of the record by name.
@@ -122,7 +122,7 @@ def _parse_json(text: str) -> dict[str, Any]:
 def _only(document: dict[str, Any]) -> str:
     """List the fields of a record for an error message.
 
-    Of a Parquet file only the columns that were read are listed.
+    For a record of a Parquet file, only the columns that were read are listed.
     """
     names = [repr(name) for name in document if document[name] is not None]
     listed = ", ".join(names[:_LISTED]) + (", ..." if len(names) > _LISTED else "")

@@ -1,6 +1,6 @@
 """Mixture of weighted sources (corpora): the source of each sample of a run.
 
-From the weights and the number i of a sample, :class:`Mixture` computes the sample's source and its
+From the weights and the number of a sample, :class:`Mixture` computes the sample's source and its
 number within that source. Nothing else is needed or stored, so samples can be read in any order.
 The computation descends a binary tree over the sources. After any number of samples, the
 count of each source deviates from its exact share by at most one sample per level of the tree.
@@ -49,7 +49,10 @@ class Mixture:
         self._tree = _build([n for n in range(self._size) if exact[n]], exact)
 
     def locate(self, index: int) -> tuple[int, int]:
-        """Return the index of the source of a sample, and the sample's number in this source."""
+        """Return the source of sample number ``index``, and the sample's number in this source.
+
+        The source is returned as its index in the weights.
+        """
         node = self._tree
         while isinstance(node, _Node):
             before = _floor(index, node.share)

@@ -182,8 +182,8 @@ def open_blocks(
 
 
 def _check_some_document_fills(corpus: Corpus, order: DocumentOrder, seq_length: int) -> None:
-    # The histogram's last bin has a lower bound of its lengths. If that suffices, skip the pass
-    # over all lengths below.
+    # The documents of the histogram's last bin have at least `at_least` tokens. If that is more
+    # than seq_length, the slower search through all lengths (below) is not needed.
     if order.lengths[-1].at_least > seq_length:
         return
     longest = int(corpus.lengths[order.documents].max())

@@ -50,7 +50,7 @@ class AssociativeRecall(TextSuite):
 
     @override
     def items(self, target: Target) -> list[Item]:
-        """Return an item for each text, after a check that its second half repeats its pairs."""
+        """Return an item for each text, after a check that its second half repeats the first."""
         found: list[Item] = []
         for source, text in first_texts(self.data, self.documents, sys.maxsize):
             ids = target.encode(text)

@@ -37,8 +37,9 @@ if TYPE_CHECKING:
     from diffmegatron.evaluation.harness import Encoder, Question, Tasks
 
 _TABLE = "3B, 1T tokens, accuracy of a kind that the paper does not name"
-# Metric and accuracy of each task for the paper's Differential Transformer. The paper does not name
-# the metric. For HellaSwag, models of this size reach the paper's number only with acc_norm.
+# Assumed metric, and accuracy of the paper's Differential Transformer, for each task. The paper
+# does not name the metric. For HellaSwag, models of this size reach the paper's number only with
+# acc_norm.
 _PAPER = {
     "arc_challenge": ("acc", 0.378),
     "arc_easy": ("acc", 0.729),
@@ -153,7 +154,8 @@ class LmEval(Suite):
     def totals(self, records: Records) -> dict[str, float | Estimate]:
         """Return metrics that are not means over questions, and metrics of groups of tasks.
 
-        If all seven tasks of the paper were measured, their average accuracy is added.
+        For each number of shots with which all seven tasks of the paper were measured, the average
+        of their accuracies is added.
         """
         found: dict[str, float | Estimate] = {}
         for name, shots, key, value, stderr in self._results(records):

@@ -98,8 +98,9 @@ class Order(Suite):
 
     @override
     def totals(self, records: Records) -> dict[str, Estimate]:
-        """Return the accuracies of the best and the worst permutation, and the margin.
+        """Return, by task and arrangement, the best and the worst accuracy and the margin.
 
+        The best accuracy is that of the best permutation, and the margin is best minus worst.
         For the intervals, a resample draws questions, and the best and the worst permutation are
         determined again for each resample.
         """

@@ -3,8 +3,8 @@
 The block sizes depend on the width of a head, the dtype and the chip. They were chosen by the
 output of Triton's compiler for sm_90 and sm_80: as few register spills in the loops as possible,
 and no matrix product that two groups of warps both compute. They also fit the shared memory of the
-other chips. tests/kernels/test_triton_compile.py contains the figures. No block size has been timed
-on a GPU yet; tools/benchmarks/tune_attention.py does that.
+other chips. tests/kernels/test_triton_compile.py contains the numbers of spills. No block size has
+been timed on a GPU yet; tools/benchmarks/tune_attention.py does that.
 """
 
 from enum import Enum
@@ -57,10 +57,10 @@ class Target(Enum):
 def target_of(dtype: torch.dtype, capability: tuple[int, int]) -> Target:
     """Return the target for a chip of this compute capability, SMALL for unknown chips.
 
-    fp32 tiles are loaded through plain pointers, because with tensor descriptors the backward
-    kernels would spill kilobytes of registers. On Blackwell (10.x) all tiles are loaded through
-    plain pointers. There Triton's pipeliner aborts the process if a loop prefetches tiles through
-    descriptors and contains the inline assembly of `tiles.opaque`.
+    Only Hopper (9.x) with a 16-bit dtype uses tensor descriptors. With descriptors for fp32 tiles
+    the backward kernels would spill kilobytes of registers. On Blackwell (10.x) Triton's pipeliner
+    aborts the process if a loop prefetches tiles through descriptors and contains the inline
+    assembly of `tiles.opaque`.
     """
     if capability[0] == 9 and dtype in SIXTEEN_BITS:
         return Target.HOPPER

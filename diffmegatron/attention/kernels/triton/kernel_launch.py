@@ -1,4 +1,8 @@
-"""Launch functions of the Triton kernels, with their grids, block sizes and arguments."""
+"""Launch functions of the Triton kernels, with their grids, block sizes and arguments.
+
+In shapes b is the batch size, s the number of query rows and h the number of heads. In formulas O_i
+is the output of map i, and dO the gradient of the result O_1 - lambda O_2.
+"""
 
 import math
 from contextlib import AbstractContextManager, nullcontext
@@ -27,7 +31,7 @@ MOST_HEADS = 65535
 
 
 class Problem(NamedTuple):
-    """Settings that all kernels of one call share.
+    """Settings that all kernels of one attention call share.
 
     Attributes:
         softmax_scale: factor of the scores.
@@ -48,12 +52,12 @@ class Problem(NamedTuple):
 
 
 def problem_of(call: AttentionCall, one_pass: bool | None, target: Target | None) -> Problem:
-    """Return the settings that all kernels of a call share.
+    """Return the settings that all kernels of an attention call share.
 
     Args:
         call: attention call.
-        one_pass: form of the backward pass; None for the form that `default_one_pass` chooses.
-        target: class of chips; None to choose it with `target_of`.
+        one_pass: as in `Problem`; None to choose it with `default_one_pass`.
+        target: as in `Problem`; None to choose it with `target_of`.
 
     Raises:
         ValueError: batch * heads exceeds the limit of a launch.
@@ -87,11 +91,12 @@ def launch_forward(
     Args:
         inputs: q1, k1, q2, k2, v, each `[b, length, heads, width]`.
         lambda_: 0-dim factor of the second map, or None.
-        outs: tensors that receive out1 - lambda out2, and out2 (None with one map).
-        lses: tensors `[b, h, s]` that receive the base-2 log-sum-exps of each map.
+        outs: tensors that receive O_1 - lambda O_2, and O_2 (None with one map).
+        lses: tensors `[b, h, s]` that receive the base-2 log-sum-exps of each map (the second is
+            None with one map).
         problem: settings of the call.
-        norm: weight of the headwise norm, tensor that receives the normed output, eps and scale.
-            Without a norm the first two are None.
+        norm: weight of the headwise norm, tensor that receives the normalised output, eps and
+            scale. Without a norm the first two are None.
     """
     q1, k1, _, _, v = inputs
     batch, length, heads, width = q1.shape
@@ -123,8 +128,8 @@ def launch_preprocess(
 
     Args:
         grad: gradient of the output, after the norm if there is one.
-        out: output before the norm, out1 - lambda out2.
-        out2: output of the second map.
+        out: output before the norm, O_1 - lambda O_2.
+        out2: output of the second map, O_2.
         lambda_: 0-dim factor of the second map.
         norm: weight (None without a norm), eps and scale of the headwise norm.
 
@@ -165,7 +170,7 @@ def launch_backward(
 
     Args:
         inputs: q1, k1, q2, k2, v.
-        grad: gradient of out1 - lambda out2, before any norm.
+        grad: gradient dO of O_1 - lambda O_2, before any norm.
         lambda_: 0-dim factor of the second map; None to differentiate the first map alone.
         lses: base-2 log-sum-exp of each map, `[b, h, s]`.
         deltas: rowsum(dO * O_i) of each map, `[b, h, s]`.
@@ -289,7 +294,7 @@ def accumulate(q: Tensor) -> tl.dtype:
 
 
 def on_device(x: Tensor) -> AbstractContextManager[Any]:
-    """Return a context in which x's device is current, because Triton launches on that device."""
+    """Return a context in which x's device is current: Triton launches on the current device."""
     return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
 
 

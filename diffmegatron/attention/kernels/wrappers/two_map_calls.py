@@ -14,7 +14,8 @@ from torch import Tensor
 from ..call import AttentionCall
 from ..maps import combine_maps
 
-# A function from q, k, v `[b, length, heads, width]` of one map to `[b, s, h, width]`.
+# A function that receives q, k and v of one map, `[batch, length, heads, width]` each, and returns
+# the map's output, with the length and heads of q and the width of v.
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
