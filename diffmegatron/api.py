@@ -34,7 +34,8 @@ def train(
     Call this function in the main thread, because it installs signal handlers while it runs.
 
     Args:
-        recipe: a recipe, or all stages that :func:`load_stages` returned, in order.
+        recipe: a recipe, or the recipes of all training stages in order, as :func:`load_stages`
+            returned them.
         hooks: hooks whose methods run before training, after every step and after training. At each
             of these times they run before the hooks that were registered with ``register_hook``.
             Every rank must pass the same hooks.
@@ -46,9 +47,9 @@ def train(
         after a save; the same call then resumes the run.
 
     Raises:
-        UserError: the recipe, the data, the layout or a checkpoint do not fit each other, the guard
-            against loss spikes stopped the run, ``run_dir`` was moved or removed, or the last save
-            failed.
+        UserError: the recipe, the data, the parallel layout and the checkpoint do not fit each
+            other, the guard against loss spikes stopped the run, ``run_dir`` was moved or removed,
+            or the last save failed.
     """
     stages = (recipe,) if isinstance(recipe, Recipe) else tuple(recipe)
     read_launch()

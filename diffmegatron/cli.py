@@ -113,7 +113,8 @@ def plan(
     if search is not None and gpus is not None:
         raise UserError(f"--search {search} ranks layouts of that many GPUs; drop --gpus {gpus}")
     stages = load_stages(config, overrides or [], to_plan=True)
-    # Standard output may be JSON, so assumptions go to standard error.
+    # Standard output may be JSON, so print to standard error what the plan assumes about files that
+    # do not exist yet.
     for sentence in dict.fromkeys(stage.model.attention.assumption for stage in stages):
         if sentence is not None:
             print(f"assumed: {sentence}", file=sys.stderr)
@@ -246,7 +247,7 @@ def import_(
 ) -> None:
     """Import a Hugging Face model as a checkpoint from which runs can start.
 
-    The logits of the Hugging Face model and of the imported network are compared.
+    Unless --no-verify is given, the logits of both models are compared.
 
     To train the imported network, write a recipe with "extends: OUT/recipe.yaml", its own run_dir
     and data, and checkpoint.start_from: OUT.

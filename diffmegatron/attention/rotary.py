@@ -70,12 +70,13 @@ def scaled_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
 
 
 def rotate(query: Tensor, key: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotate channels i and i + d / 2 of each head by the angle of its position.
+    """Rotate channels i and i + d / 2 of each query and key head by the angle of their position.
 
     Sines and cosines are rounded to the dtype of the heads.
 
     Args:
-        query, key: [s, b, ..., d], floating point, with the same dtype.
+        query, key: [s, b, ..., d] for s positions, b sequences and d channels per head; floating
+            point, with the same dtype.
         angles: [s, 1, 1, d] in radians; both halves of d are equal.
 
     Returns:

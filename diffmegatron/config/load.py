@@ -67,8 +67,8 @@ def load_stages(
 
     ``stages`` is a list of mappings. Each mapping has a ``name``, an optional ``start_from``
     (default: the stage before it), and the keys in which the stage differs from the rest of the
-    recipe. A stage's ``run_dir`` becomes ``run_dir/name``. Its ``checkpoint.start_from`` becomes
-    the ``run_dir`` of the stage that it starts from.
+    recipe. A stage's ``run_dir`` becomes ``run_dir/name``. If the stage starts from another one,
+    its ``checkpoint.start_from`` becomes the ``run_dir`` of that stage.
 
     Args:
         path: YAML file.
@@ -161,11 +161,19 @@ class _Files:
 
     @property
     def paths(self) -> list[Path]:
-        """Resolved paths of the files that were read; each file precedes the files it extends."""
+        """Resolved paths of the files that were read, each once, in the order of first reading."""
         return [*self._merged]
 
     def read(self, path: Path) -> tuple[Values, Origins]:
-        """Return the values of a file, merged over the values of the files that it extends."""
+        """Read a file and all files that it extends, and merge its values over theirs.
+
+        Returns:
+            The merged values, and the origin of each key.
+
+        Raises:
+            UserError: a file cannot be read, files extend each other in a circle, or there are too
+                many files.
+        """
         self._read += 1
         if self._read > MAX_FILES:
             raise UserError(f"{format_path(path)}: a recipe may have at most {MAX_FILES} files")
@@ -276,7 +284,8 @@ def _with_files(values: Values, to_plan: bool) -> Values:
     kind = attention.get("kind")
     if not isinstance(kind, str) or kind not in VARIANTS:
         return values
-    # The baseline does not need the files of the attention that it replaces.
+    # With model.baseline a standard Transformer replaces this attention, and does not need its
+    # files.
     may_be_missing = to_plan or model.get("baseline") is True
     read = VARIANTS[kind].with_files(attention, may_be_missing=may_be_missing)
     return _merged(values, {"model": {"attention": dict(read)}})
@@ -352,10 +361,14 @@ def _kinds(values: Values) -> list[str]:
 def _variants_key(location: tuple[str | int, ...], values: Values) -> str | None:
     """Return a hint for an unknown key that is a key of at least one kind of ``model.attention``.
 
-    If the recipe's kind has the key, or all kinds have it, the key is in the wrong section, and the
-    hint gives its correct place. Otherwise the hint names the kinds that have the key. None if no
-    kind has the key, if the key already is in ``model.attention`` and its kind has it, or if the
-    key is in a section where keys of attention are not expected.
+    The hint depends on the kinds that have the key:
+
+    - The recipe's kind or all kinds have it: the key is in the wrong section, and the hint gives
+      its correct place. If the key already is in ``model.attention``, the result is None.
+    - Only other kinds have it: the hint names these kinds.
+
+    The result is also None if no kind has the key, or if the key is in a section where keys of
+    attention are not expected.
     """
     section, name = location[:-1], str(location[-1])
     if section not in (("model",), ("model", "attention"), ("model", "initialization")):

@@ -94,7 +94,7 @@ class RecomputeConfig(Section):
     ``selective`` recomputes the core attention (scores, softmax, values). It saves no memory with a
     fused attention kernel, which recomputes these anyway. ``full`` recomputes whole layers. Its
     method ``uniform`` recomputes all layers in groups of ``layers`` and keeps only the input of
-    each group; ``block`` recomputes only the first ``layers`` layers of each stage.
+    each group; ``block`` recomputes only the first ``layers`` layers of each virtual stage.
     """
 
     granularity: Literal["none", "selective", "full"] = "none"

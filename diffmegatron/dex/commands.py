@@ -1,7 +1,7 @@
 """``diffmegatron dex``: select the attention heads that DEX extends.
 
-DEX, the differential extension of a pretrained model (Kong, Jang and Kwak, 2025), subtracts a
-trained projection from the output of each selected head.
+DEX, the differential extension of a pretrained model (Kong, Jang and Kwak, 2025), multiplies the
+output of each selected head by a trained matrix and subtracts a multiple of this product from it.
 """
 
 from pathlib import Path

@@ -26,8 +26,8 @@ from diffmegatron.model.accounting import count_parameters
 from diffmegatron.training.monitoring.metrics import METRICS, Entry, read_metrics
 from diffmegatron.training.monitoring.source_losses import SOURCE_LOSS, SOURCE_TOKENS
 
-# The final training loss is the mean over this last share of the steps, because the loss of a
-# single batch is noisy.
+# The final training loss is the mean over this fraction of the steps, the last ones, because the
+# loss of a single batch is noisy.
 _LAST_SHARE = 0.1
 
 
@@ -57,7 +57,7 @@ class RecordedStage:
         return self.last_step * self.recipe.training.tokens_per_step
 
     def series(self, name: str) -> list[tuple[float, float]]:
-        """Return (tokens seen in this stage, value) for each record of the metric ``name``."""
+        """Return a pair (tokens seen in this stage, value) for each record of metric ``name``."""
         tokens = self.recipe.training.tokens_per_step
         return [(entry["step"] * tokens, entry[name]) for entry in self.entries if name in entry]
 
@@ -78,7 +78,7 @@ class RecordedRun:
         return [0, *accumulate(stage.tokens for stage in self.stages[:-1])]
 
     def series(self, name: str) -> list[tuple[float, float]]:
-        """Return (tokens seen in all stages, value) for each record of the metric ``name``."""
+        """Return a pair (tokens seen in all stages, value) for each record of metric ``name``."""
         return [
             (start + tokens, value)
             for start, stage in zip(self.starts, self.stages, strict=True)
@@ -120,11 +120,11 @@ def compare(run_dirs: Sequence[Path], out: Path) -> Table:
 
 
 def read_run(run_dir: Path) -> RecordedRun:
-    """Return the recipe and metrics of each stage of a run that has recorded metrics.
+    """Read the recipe and the metrics of a run, leaving out stages without recorded metrics.
 
     Raises:
-        UserError: a file is missing or cannot be read, or the run has several last stages (stages
-            from which no other stage started).
+        UserError: a file is missing or cannot be read, no stage has recorded metrics, or the run
+            has several last stages (stages from which no other stage started).
     """
     folders = stage_folders(run_dir, RECIPE)
     only_last(folders)
@@ -155,7 +155,7 @@ def short_names(run_dirs: Sequence[Path]) -> list[str]:
 
 
 def curves_of(run: RecordedRun) -> Curves:
-    """Return the losses, throughput and lambda of a run by tokens seen."""
+    """Return the losses, throughput and lambda of a run as functions of the tokens seen."""
     return Curves(
         losses=run.series("train/loss"),
         held_out=run.series("valid/loss"),

@@ -22,7 +22,8 @@ from diffmegatron.parallel.launcher import read_launch
 
 _Any = TypeVar("_Any")
 
-# Timeout of collectives. Processes may finish their shares of the items at very different times.
+# Timeout of collectives. It is long because processes may finish their shares of the items at very
+# different times.
 _TIMEOUT = timedelta(days=1)
 # Prefixes of the environment variables that a launcher sets.
 _LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "TORCHELASTIC_")
@@ -75,9 +76,10 @@ def join_ranks() -> Iterator[Ranks]:
 def export_targets(targets: Sequence[Target], ranks: Ranks) -> None:
     """Export the targets that are checkpoints to Hugging Face folders, once for all processes.
 
-    Rank 0 exports, and the other processes wait. The export compares logits in process groups of a
-    single rank, so it runs in a new process outside the launcher's group. If there is only one
-    process, this function does nothing, and a checkpoint is exported when it is first used.
+    Rank 0 exports those that have no export yet, and the other processes wait. An export compares
+    logits in process groups of a single rank, so it runs in a new process outside the launcher's
+    group. If there is only one process, this function does nothing, and a checkpoint is exported
+    when it is first used.
 
     Raises:
         UserError: an export failed.

@@ -1,8 +1,8 @@
 """The shard of a sequence that each context-parallel rank holds: the zigzag order.
 
-For P ranks the sequence is cut into 2 P chunks, and rank r holds chunks r and 2 P - 1 - r. With a
-causal mask every rank then computes the same number of (query, key) pairs. Megatron-core shards its
-rotary embeddings in the same way (models/common/embeddings/rope_utils.py).
+For P ranks the sequence is cut into 2 * P chunks, and rank r holds chunks r and 2 * P - 1 - r. With
+a causal mask every rank then computes the same number of (query, key) pairs. Megatron-core shards
+its rotary embeddings in the same way (models/common/embeddings/rope_utils.py).
 """
 
 import torch
@@ -10,26 +10,27 @@ from torch import Tensor
 
 
 def rank_chunks(rank: int, size: int) -> tuple[int, int]:
-    """Return the numbers of the two chunks that a rank holds, in their order on the rank."""
+    """Return the numbers (from 0) of the two chunks that a rank holds, in their order there."""
     return rank, 2 * size - 1 - rank
 
 
 def shard_sequence(whole: Tensor, dim: int, rank: int, size: int) -> Tensor:
-    """Return a rank's zigzag shard of a tensor along ``dim``.
+    """Return a rank's zigzag shard of the unsharded tensor ``whole`` along ``dim``.
 
-    The length of ``dim`` must be a multiple of 2 ``size``.
+    The length of ``dim`` must be a multiple of 2 * ``size``, where ``size`` is the number of
+    context-parallel ranks.
     """
     chunks = whole.chunk(2 * size, dim)
     return torch.cat([chunks[number] for number in rank_chunks(rank, size)], dim)
 
 
 def to_sequence_order(by_rank: Tensor, size: int) -> Tensor:
-    """Reorder the zigzag shards of all ranks, concatenated along dimension 0, to the sequence."""
+    """Reorder all ranks' zigzag shards, concatenated along dimension 0, into sequence order."""
     return _reordered(by_rank, _chunks_by_rank(size).argsort())
 
 
 def to_rank_order(whole: Tensor, size: int) -> Tensor:
-    """Reorder a sequence to the concatenated shards of all ranks; inverts `to_sequence_order`."""
+    """Reorder an unsharded tensor into the concatenated shards; inverts `to_sequence_order`."""
     return _reordered(whole, _chunks_by_rank(size))
 
 

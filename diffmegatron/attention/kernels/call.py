@@ -31,7 +31,7 @@ class AttentionCall:
         scale: factor of the scores, above 0.
         mask: visible (query, key) pairs.
         lambda_: 0-dim factor of the second map. None with one map, and in `chunk_attention`, which
-            returns the two maps without subtracting them.
+            returns the outputs of the two maps without subtracting them.
         norm: headwise norm of the result, or None. A backend with `fuses_norm` applies it itself.
             For other backends `diff_attention` applies it afterwards.
     """

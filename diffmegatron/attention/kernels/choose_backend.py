@@ -12,9 +12,9 @@ from .registry import BACKENDS, FEATURES, Call, Op
 # Backends in the order in which "auto" tries them, by operation and device type. The first one that
 # can run is chosen. For attention "triton" comes after all libraries until tests/gpu has passed on
 # a GPU, because so far its kernels have been compiled and interpreted, but never run on a GPU. It
-# is therefore chosen only where no library can run: in a ring with documents, or in float32. It
-# comes before "blocked", a loop in Python, which would need thousands of small matrix products for
-# 64K positions. "cudnn_2call" is missing, because it has not run yet.
+# is therefore chosen only where no library can run: in ring context parallelism with packed
+# documents, or in float32. It comes before "blocked", a loop in Python, which would need thousands
+# of small matrix products for 64K positions. "cudnn_2call" is missing, because it has not run yet.
 AUTO_ORDER: dict[Op, dict[str, tuple[str, ...]]] = {
     "differential": {
         "cpu": ("blocked",),
@@ -67,7 +67,7 @@ def why_not(name: str, call: Call, libraries: frozenset[str]) -> str | None:
 
 
 def is_interpreting() -> bool:
-    """Return whether Triton interprets its kernels, because TRITON_INTERPRET=1 is set."""
+    """Return whether TRITON_INTERPRET=1 is set: Triton then interprets its kernels on the CPU."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 

@@ -1,6 +1,7 @@
 """A decorator for autograd functions that have no second derivative.
 
-It raises an error where torch's ``once_differentiable`` would silently return wrong results.
+Their second derivative raises an error, also where torch's ``once_differentiable`` would silently
+return wrong results.
 """
 
 from collections.abc import Callable
@@ -17,7 +18,7 @@ Backward = Callable[..., Gradients]
 def first_order(backward: Backward) -> Backward:
     """Decorate the backward of an autograd Function that has no second derivative.
 
-    A second derivative then raises an error. The Function must save its inputs with
+    Computing a second derivative then raises an error. The Function must save its inputs with
     ``save_for_backward``. Apply this decorator below ``staticmethod``.
 
     torch's `once_differentiable` adds a node that raises its error only if the incoming gradient
@@ -41,7 +42,7 @@ def first_order(backward: Backward) -> Backward:
 
 
 class _Refusal(torch.autograd.Function):
-    """Identity of the first `count` tensors that raises an error when it is differentiated.
+    """Copies of the first `count` tensors; differentiating the copies raises an error.
 
     The values of the other tensors are not used. They are arguments only so that autograd treats
     the results as functions of them.

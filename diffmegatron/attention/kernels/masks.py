@@ -64,10 +64,10 @@ class AttentionMask:
         return self.cu_seqlens is None and (is_square or not self.causal)
 
     def key_range(self, row_start: int, row_stop: int) -> tuple[int, int]:
-        """Return the smallest interval [start, stop) that contains all keys visible to these rows.
+        """Return the smallest interval [start, stop) that contains all keys visible to some rows.
 
-        The rows are [row_start, row_stop). The interval is empty (start == stop) if they see no
-        key.
+        Rows [row_start, row_stop) and keys are indices within this call, not global positions. The
+        interval is empty (start == stop) if the rows see no key.
         """
         first, last = self.query_offset + row_start, self.query_offset + row_stop - 1
         start, stop = 0, self.key_length
@@ -80,7 +80,10 @@ class AttentionMask:
         return (start, stop) if start < stop else (0, 0)
 
     def unmasked_prefix(self, row_start: int, row_stop: int) -> int:
-        """Return the number of leading keys of `key_range` that every one of these rows sees."""
+        """Return how many keys at the start of `key_range` are visible to every one of these rows.
+
+        If the rows belong to several documents, the result is 0.
+        """
         start, stop = self.key_range(row_start, row_stop)
         if self.cu_seqlens is not None and not self._same_document(row_start, row_stop - 1):
             return 0
@@ -94,7 +97,7 @@ class AttentionMask:
     ) -> Tensor | None:
         """Return a boolean mask `[rows, keys]`, True for hidden pairs; None if no pair is hidden.
 
-        `rows` and `keys` are intervals (start, stop).
+        `rows` and `keys` are intervals (start, stop) of indices within this call.
         """
         if not self.causal and self.cu_seqlens is None:
             return None

@@ -19,7 +19,8 @@ from diffmegatron.files import shorten
 __all__ = ["VARIANTS", "Variant", "model_types", "of_model_type", "read_variant", "register"]
 
 VARIANTS: dict[str, type[Variant]] = {}
-# Former names of members that a user's class may define, and their present names.
+# Members of `Variant` that were renamed: the former name, which a user's class may still define,
+# and the present name.
 RENAMED = {
     "attend": "forward, whose tensors are [b, s, ...],",
     "normalised": "normalize_qk",
@@ -53,7 +54,7 @@ for each in (Softmax, DiffV1, DiffV2, Grouped, Dex):
 
 
 def of_model_type(model_type: object) -> type[Variant] | None:
-    """Return the variant that can import a model type of Hugging Face, or None."""
+    """Return the variant's class that can import this model type of Hugging Face, or None."""
     return next((kind for kind in _readable() if model_type in kind.model_types), None)
 
 
@@ -69,8 +70,12 @@ def _readable() -> list[type[Variant]]:
 def read_variant(section: object) -> Variant:
     """Return the variant of a recipe's section ``model.attention``.
 
+    Args:
+        section: mapping with a ``kind``, or a list of such mappings, which gives a ``Pattern`` of
+            several kinds. A ``Variant`` is returned unchanged.
+
     Raises:
-        ValueError: the section is not a mapping, or its kind is missing or unknown.
+        ValueError: the section is of another type, or a kind is missing or unknown.
         ValidationError: a key or value does not fit the kind.
     """
     if isinstance(section, Variant):

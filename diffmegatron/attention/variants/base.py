@@ -1,11 +1,17 @@
 """The base class of all attention variants.
 
 A variant, or *kind* of attention, is one class in one file of this package. It defines the recipe's
-section with the sizes of the heads, and a layer's parameters other than the two projections. It
-also defines the costs, the forward pass of a layer, and the mapping to Hugging Face. No other
-module depends on the name of a kind.
+section with the sizes of the heads, and a layer's parameters other than the two projections: the
+fused projection to queries, keys and values, and the output projection. It also defines the costs,
+the forward pass of a layer, and the mapping to Hugging Face. No other module depends on the name of
+a kind.
 
-Recipes import these files before torch. Functions that compute therefore import torch themselves.
+A differential kind subtracts a second softmax map from a first one. The query heads of the first
+map are signal heads, and those of the second map are noise heads. In the shapes s is the number of
+tokens, b the number of sequences, and d the number of channels of a query head.
+
+Reading a recipe imports these files and must not wait for the import of torch. Functions that
+compute with tensors therefore import torch themselves.
 """
 
 import math
@@ -96,8 +102,9 @@ class Kernels:
         keys: number of keys in a row of scores, averaged over the rank's queries. With packed
             documents a row has the keys of the whole microbatch.
         has_mask: whether attention needs a mask that torch's ``is_causal`` cannot express. This is
-            the case with packed documents, and with an all-gather: its queries have the last
-            positions of the keys, but ``is_causal`` aligns the first query with the first key.
+            the case with packed documents, and with an all-gather of keys: the queries of a call
+            then have the last positions of its keys, but ``is_causal`` aligns the first query with
+            the first key.
         recomputes_core: whether the backward pass computes attention again from q, k and v.
     """
 
@@ -119,16 +126,16 @@ class Kernels:
         """
         if self.communication != "all_gather":
             return 1.0
-        # With P context-parallel ranks a sequence has 2 P chunks. Rank r has the queries of chunks
-        # r and 2 P - 1 - r. They attend to r + 1 and to 2 P - r chunks of keys. The sum is 2 P + 1
-        # chunks of keys for two chunks of queries.
+        # With P context-parallel ranks a sequence has 2 * P chunks. Rank r has the queries of
+        # chunks r and 2 * P - 1 - r. They attend to r + 1 and to 2 * P - r chunks of keys. The sum
+        # is 2 * P + 1 chunks of keys for two chunks of queries.
         return (2 * self.context + 1) / 2
 
     def softmax_keys(self, heads: Heads, backend: Backend) -> float:
         """Return the bytes per token of the keys and values that softmax attention saves.
 
-        With a mask, torch's kernels do not support several queries per key-value head, so each
-        query head has a copy of its keys and values.
+        With a mask, torch's kernels (a backend with ``saves_bias``) do not support several query
+        heads per key-value head, so each query head then has a copy of its keys and values.
         """
         if self.has_mask and backend.saves_bias and heads.queries > heads.keys:
             return 2 * self.element * heads.query_channels * self.keys_per_query
@@ -150,7 +157,7 @@ class Variant(Section, ABC):
         reads_hidden: whether the kind reads the layer's normalised input beside q, k and v.
         model_types: model types of Hugging Face that :meth:`from_hugging_face` reads.
         can_mix: whether other layers of the network may have another kind.
-        free_keys: keys that a run may change when it starts from existing weights.
+        free_keys: keys of the section that a run may change when it starts from existing weights.
     """
 
     kind: str
@@ -171,6 +178,9 @@ class Variant(Section, ABC):
         cls, section: Mapping[str, Any], *, may_be_missing: bool = False
     ) -> Mapping[str, Any]:
         """Return a recipe's section in which names of files are replaced by the files' content.
+
+        A kind whose section names files overrides this method; the others return the section
+        unchanged.
 
         Args:
             section: section of the recipe.
@@ -320,7 +330,7 @@ class Variant(Section, ABC):
         """
 
     def work(self, backend: str, *, deterministic: bool = False) -> tuple[int, int]:
-        """Return the multiply-adds of a backend per pair of a query and a visible key.
+        """Return the multiply-adds of a backend per (query, visible key) pair, for all heads.
 
         Args:
             backend: name of a backend for :attr:`operation` in the registry.
@@ -348,8 +358,8 @@ class Variant(Section, ABC):
         """Return the bytes per token that all heads of a layer save for the backward pass.
 
         Returns:
-            Bytes of q, k, v and the input of the output projection, and bytes of all tensors in
-            between, which selective recomputation computes again.
+            Two numbers: the bytes of q, k, v and the input of the output projection; and the bytes
+            of all tensors between these, which selective recomputation computes again.
         """
 
     def kv_cache_bytes(self, element: int) -> int:
@@ -385,8 +395,8 @@ class Variant(Section, ABC):
         Args:
             layer: layer with its parameters.
             context: functions that compute attention to the whole sequence.
-            query: rotated queries of this rank, [b, s, queries, d].
-            key, value: keys (rotated) and values of this rank, [b, s, keys, d].
+            query: rotated queries of this rank, [b, s, query heads, d].
+            key, value: keys (rotated) and values of this rank, [b, s, key heads, d].
             gate: result of :meth:`gate`, [b, s, ...].
         """
 
@@ -421,7 +431,7 @@ class Variant(Section, ABC):
         Args:
             attention: attention module of the layer.
             maps: softmax maps of all query heads in the order of ``q_proj``'s rows, float32
-                [queries, rows, keys].
+                [query heads, rows, keys], where a row is a query token.
             hidden: input of the attention at these rows, [rows, hidden_size].
 
         Returns:
@@ -449,7 +459,7 @@ class Variant(Section, ABC):
 
     @property
     def inherited_export(self) -> str | None:
-        """Kind from which this one inherits ``hugging_face`` or ``weight_rules``, or None."""
+        """Kind whose class this one inherits ``hugging_face`` or its weight rules from, or None."""
         rules = "layer_rules" if "layer_rules" in vars(type(self)) else "weight_rules"
         for name in (rules, "hugging_face"):
             owner = next(each for each in type(self).__mro__ if name in vars(each))

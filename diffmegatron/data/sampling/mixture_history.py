@@ -18,10 +18,10 @@ from diffmegatron.errors import UserError
 
 @dataclass(frozen=True)
 class SourceWeight:
-    """Source in one period.
+    """A source (corpus) and its weight in one period.
 
     Attributes:
-        path: prefix of its corpus.
+        path: PREFIX of the corpus's files ``PREFIX.bin`` and ``PREFIX.idx``.
         content: hash of its content (``Manifest.content``).
         weight: relative weight, at least 0.
     """
@@ -96,6 +96,8 @@ class MixtureHistory:
 
     def changed(self, from_sample: int, sources: tuple[SourceWeight, ...]) -> "MixtureHistory":
         """Return a history in which other weights apply from a sample on.
+
+        Periods that begin at or after this sample are dropped.
 
         Args:
             from_sample: first sample with the new weights.

@@ -67,9 +67,9 @@ def _cut(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray, np
 def best_fit(sizes: np.ndarray, capacity: int) -> np.ndarray:
     """Assign pieces to bins by the algorithm best-fit decreasing.
 
-    All pieces of equal size are placed together. In each step, all bins with the least sufficient
-    space are filled with as many of these pieces as fit. The number of steps depends on the number
-    of distinct sizes, not on the number of pieces.
+    All pieces of equal size are placed together. In each step, a group of bins that share the least
+    sufficient remaining space is filled with as many of these pieces as fit. The number of steps
+    depends on the number of distinct sizes, not on the number of pieces.
 
     Args:
         sizes: int ``[n]``, size of each piece, from 1 to ``capacity``.
@@ -111,10 +111,11 @@ class _OpenBins:
         self._count = 0
 
     def take(self, size: int, pieces: int) -> tuple[int, np.ndarray]:
-        """Take bins out for pieces of equal size; create bins if none has enough space.
+        """Remove and return bins for pieces of equal size; create bins if none has enough space.
 
         All returned bins have the same remaining space, the least that suffices. No more bins are
-        returned than the pieces need. The bins that were added last are taken first.
+        returned than the pieces need, and perhaps fewer. The bins that were added last are removed
+        first.
 
         Args:
             size: size of each piece.
@@ -139,7 +140,7 @@ class _OpenBins:
         return space, bins[:wanted]
 
     def put(self, space: int, bins: np.ndarray) -> None:
-        """Add bins with a remaining space; full bins are ignored."""
+        """Add bins that all have the remaining space ``space``; full bins (space 0) are ignored."""
         if space and len(bins):
             self._bins.setdefault(space, []).append(bins)
             self._open |= 1 << space

@@ -75,7 +75,8 @@ def block_scores(q: Tensor, k: Tensor, mask: AttentionMask, rows: slice, keys: s
 def rows_without_keys(mask: AttentionMask, rows: slice, keys: slice, like: Tensor) -> Tensor | None:
     """Return a mask `[repeats * rows, 1]`, True for rows without visible keys.
 
-    Return None if all rows see a key. `like` has the block's queries, `[heads, repeats, rows, d]`.
+    Return None if all rows see a key. `like` holds the block's queries `[heads, repeats, rows, d]`;
+    only its shape and device are used.
     """
     if mask.unmasked_prefix(rows.start, rows.stop) > 0:
         return None
@@ -130,7 +131,7 @@ def sum_over_signal_heads(x: Tensor, noise_heads: int, repeats: int) -> Tensor:
     return x if repeats == 1 else block_by_noise_head(x, noise_heads, repeats).sum(2).flatten(1, 2)
 
 
-# All heads, maps and layers use the same mask of a block.
+# The mask of a block is cached, because all heads, maps and layers use the same one.
 @cached_tensors
 def _hidden(
     mask: AttentionMask, rows: tuple[int, int], keys: tuple[int, int], device: torch.device

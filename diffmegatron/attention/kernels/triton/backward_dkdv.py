@@ -16,8 +16,8 @@ The backward pass has two forms:
 - One-pass: this kernel also adds dQ up in memory by atomic additions. It needs 10d multiply-adds.
   The order of the additions changes from run to run, and so do the last bits of dQ.
 
-A program handles N keys, in blocks of M query rows. D and DV are the widths of queries and values,
-rounded up to powers of 2. MAPS = 1 is the backward pass of one map alone.
+A Triton program handles N keys and loops over blocks of M query rows. D and DV are the widths of
+queries and values, rounded up to powers of 2. MAPS = 1 is the backward pass of one map alone.
 """
 
 import triton
@@ -75,8 +75,9 @@ def _key_block_gradients(
     """Add the contributions of the query rows [row_begin, row_end) of one head to dK and dV.
 
     Blocks of the maps and of their gradients are `[M, N]`. The accumulators are dK `[N, D]` and dV
-    `[N, DV]`. With TMA (on Hopper) they are transposed, `[D, N]` and `[DV, N]`. Their products then
-    have at least D rows, which two warpgroups share, and both operands stay in shared memory.
+    `[N, DV]`. With TMA (on Hopper) the accumulators are transposed, `[D, N]` and `[DV, N]`. The
+    products that are added to them then have at least D rows, which two warpgroups share, and both
+    operands of these products stay in shared memory.
     """
     for first_row in tl.range(row_begin, row_end, M, disable_licm=not LICM):
         rows = first_row + tl.arange(0, M)
@@ -225,15 +226,16 @@ def _rows_times_keys(
     ACCUMULATE: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Return rows keys^T, `[M, N]`, of `rows` `[M, D]` and `keys` `[N, D]`.
+    """Return the product `rows @ keys^T` `[M, N]` of `rows` `[M, D]` and `keys` `[N, D]`.
 
-    TRANSPOSED computes keys rows^T and transposes the result. All products of the loop then read
-    the tiles that the loop loads (Q and dO) transposed, and no product reads them directly. If a
-    product reads a tile directly, Triton's pipeliner reserves an additional buffer, because the
-    product may still run while the next tile is loaded. This loop does not need that buffer,
-    because it waits for its products before it loads the next tile. Without the additional buffer,
-    at d = 128 shared memory suffices to load tiles two blocks ahead. Loading only one block ahead
-    would not overlap with products, because Triton issues loads at the end of a block.
+    TRANSPOSED computes `keys @ rows^T` and transposes the result. The loop over query rows loads
+    tiles of Q and dO. With TRANSPOSED all its products read these tiles transposed, and none reads
+    them directly. If a product reads a tile directly, Triton's pipeliner reserves an additional
+    buffer, because the product may still run while the next tile is loaded. This loop does not need
+    that buffer, because it waits for its products before it loads the next tile. Without the
+    additional buffer, at d = 128 shared memory suffices to load tiles two blocks ahead. Loading
+    only one block ahead would not overlap with products, because Triton issues loads at the end of
+    a block.
     """
     if TRANSPOSED:
         product = tl.trans(multiply(keys, tl.trans(rows), ACCUMULATE, INTERPRETED))
@@ -258,7 +260,7 @@ def _add_dq(
     ACCUMULATE: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Add dS K of one block to dQ, a contiguous `[batch, length, heads, width]` tensor.
+    """Add the product dS K of one block to dQ, a contiguous `[batch, length, heads, width]` tensor.
 
     The atomic additions read dQ from registers. A reduction by TMA would need another 32 KiB of
     shared memory, which is not available at d = 128 with blocks of 64 keys.

@@ -64,8 +64,8 @@ def preprocess_kernel(
         weight = tl.load(norm_weight_ptr + columns, mask=columns < value_width, other=0.0)
         rows = first_row + tl.arange(0, M)
         mean_square = tl.sum(out * out, 1) / value_width
-        # Rows past the end are zero. With an eps of 0 their rstd would be infinite, and gradients
-        # NaN.
+        # Rows past the end of the queries are zero. If eps were 0, their rstd (1 / root mean
+        # square) would be infinite and their gradients NaN, so set it to 0.
         rstd = tl.where(rows < query_length, 1.0 / tl.sqrt(mean_square + norm_eps), 0.0)
         unit = out * rstd[:, None]
         program = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)

@@ -5,6 +5,9 @@ The forward pass saves the inputs, `out`, `out2` and a log-sum-exp per map. The 
 computes out1 as out + lambda out2. If each head of the second map (noise head) belongs to only one
 head of the first map (signal head), one kernel computes both maps. Otherwise each map is computed
 by a kernel launch of its own.
+
+In the shapes b is the batch size, s the number of queries, h the number of heads of the first map,
+heads the number of heads of the map in question, and e the width of the values.
 """
 
 from collections.abc import Sequence
@@ -57,16 +60,21 @@ def attend(
 
 
 def attention_with_lse(call: AttentionCall, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the output and log-sum-exp of one map, for `api.chunk_attention`.
+    """Return the output `[b, s, heads, e]` and log-sum-exp `[b, s, heads]` of one map.
 
-    The values may have any width. The function is not differentiable.
+    This is the backend's part of `api.chunk_attention`. The log-sum-exp is a natural logarithm. The
+    values may have any width. The function is not differentiable.
     """
     out, lse = _one_map(q, k, call.maps.v, problem_of(call, None, None))
     return out, lse.transpose(1, 2) / LOG2_E
 
 
 def chunk_gradients(call: AttentionCall, grad: Tensor, whole: WholeAttention) -> QKV:
-    """Return the contribution of a chunk of keys to the gradients, for `api.chunk_gradients`."""
+    """Return the contribution of a chunk of keys to the gradients, for `api.chunk_gradients`.
+
+    `call` has the chunk, `grad` is the gradient of the output of attention over all keys, and
+    `whole` holds that output and its log-sum-exps.
+    """
     lses = [by_head(lse * LOG2_E) for lse in whole.lses]
     deltas = whole.deltas(grad, call.lambda_)
     problem = problem_of(call, None, None)
@@ -74,7 +82,10 @@ def chunk_gradients(call: AttentionCall, grad: Tensor, whole: WholeAttention) ->
 
 
 class _BothMaps(torch.autograd.Function):
-    """Attention with two maps in one kernel, which also applies the headwise norm."""
+    """Attention with two maps in one kernel, which also applies the headwise norm if there is one.
+
+    Without a norm `norm_weight` is None.
+    """
 
     @staticmethod
     def forward(
