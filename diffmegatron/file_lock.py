@@ -37,8 +37,8 @@ class FileLock:
             too if it was created here and is empty.
         place: name of the locked resource in messages, such as ``run_dir runs/quickstart``.
         advice: what the user can do instead, for messages, such as ``give another run_dir``.
-        patience: seconds to wait until another process releases the lock. The start of a finite
-            wait is announced on standard error; an infinite wait is silent.
+        patience: seconds to wait until another process releases the lock; 0: do not wait. The start
+            of a finite wait is announced on standard error; an infinite wait is silent.
 
     Raises:
         UserError: the file cannot be created or written, or another process keeps the lock.
@@ -67,7 +67,8 @@ class FileLock:
 
     def __exit__(self, *_: object) -> None:
         with suppress(OSError):  # The folder is not empty, or somebody has removed the folder.
-            # If the folder was moved, the file at this path may be the lock of another process.
+            # Remove only the file that this process opened: if the folder was moved, the file at
+            # this path may be the lock of another process.
             if self._is_in_place():
                 self._path.unlink()
                 if self._made:

@@ -152,7 +152,8 @@ def write_durably(path: Path, content: bytes) -> None:
     """Write a file atomically: write and sync a temporary file, then rename it to ``path``.
 
     Raises:
-        OSError: the file cannot be written; its previous content is unchanged.
+        OSError: the file cannot be written, and its previous content is unchanged; or the rename
+            cannot be synced to the disk.
     """
     check_replaceable(path)
     temporary = path.with_name(f"{path.name}.tmp")

@@ -131,7 +131,7 @@ def stage_kinds(recipe: RecipeSections, stage: int) -> list[tuple[Variant, int]]
 
 
 def in_layer(tensor: NamedTensor, layer: int | str) -> NamedTensor:
-    """Add the prefix of a layer to the name of a tensor from :func:`layer_tensors`."""
+    """Return a tensor of :func:`layer_tensors` with the layer's prefix added to its name."""
     return replace(tensor, name=f"decoder.layers.{layer}.{tensor.name}")
 
 

@@ -1,7 +1,8 @@
 """Statistics of a network's heads over one text, as in the figures of DEX (Kong et al., 2025).
 
 A score is an entry of a head's attention map, after any subtraction, for a query token and a token
-that it can attend to. docs/evaluation.md defines every measure.
+that it can attend to. A row of a map has the scores of one query token. docs/evaluation.md defines
+every measure.
 """
 
 import math
@@ -17,14 +18,15 @@ from diffmegatron.errors import NotFiniteError
 from diffmegatron.evaluation.captured_attention import LayerAttention, layers, row_blocks
 from diffmegatron.evaluation.model import Model
 
-# Names of measures. The two maps of a head are the softmax maps of its signal and its noise.
+# Names of measures. The two maps of a differential head are its two softmax maps before the
+# subtraction: the signal map, and the noise map that is subtracted.
 MAPS, HEADS = "two maps of a head", "two heads of a layer"
 TOP, IN_TOP, IN_REST = "overlap of top tokens", "overlap of top scores", "overlap of other scores"
 NEAR_ZERO = "share of |scores| below "
 ENTROPY, FIRST_ENTROPY, SECOND_ENTROPY = "entropy", "entropy, first map", "entropy, second map"
 NEGATIVE, NEGATIVE_MASS = "share of negative scores", "negative share of |scores|"
 
-# For each measure, by name, its values in all layers.
+# The key is the name of a measure, and the value is a list with one number per layer.
 ByLayer = dict[str, list[float]]
 
 
@@ -43,12 +45,12 @@ def map_statistics(
         epsilons: thresholds for scores near zero.
 
     Returns:
-        The mean of each measure over the rows and heads of every layer; and 1 - cosine similarity
-        of the maps of every two heads of the network, float64 [heads, heads] in the order of the
-        layers.
+        For each measure and layer, the mean over the layer's rows and heads; and 1 - cosine
+        similarity of the maps of every two heads of the network, float64 [heads, heads] in the
+        order of the layers.
 
     Raises:
-        NotFiniteError: a score is not finite.
+        NotFiniteError: a score or a mean is not finite.
     """
     rows, queries = seen[0].rows, sum(len(call.query) for each in seen for call in each.calls)
     sums: list[dict[str, tuple[Tensor | float, int]]] = [{} for _ in seen]
@@ -132,8 +134,9 @@ class _Block:
 
     def __init__(self, first: int, end: int, top: float, device: torch.device) -> None:
         self._lengths = torch.arange(first, end, device=device) + 1
-        # Number of top tokens of each row. Adding 1e-9 corrects products that were rounded to below
-        # an integer. The first `skipped` rows are too short to have a top token.
+        # Number of top tokens of each row, rounded down. Adding 1e-9 corrects products that were
+        # rounded to slightly below an integer. The first `skipped` rows of the block are too short
+        # to have a top token.
         self.counts = (self._lengths.double() * top + 1e-9).floor().long()
         self.skipped = int((self.counts == 0).sum())
         self._earlier = torch.arange(end, device=device) < self._lengths[:, None]
@@ -219,8 +222,9 @@ class _Kernels:
 def head_importance(model: Model, ids: Sequence[int], heads: int) -> Tensor:
     """Return the importance |dL / dxi| of every head (Michel et al., 2019).
 
-    The factor xi = 1 multiplies the head's output. L is the mean loss of the text's tokens after
-    the first. A backward pass with the logits of all tokens must fit into the memory.
+    xi is a factor with the value 1 by which the head's output is multiplied. L is the mean loss of
+    the text's tokens after the first. A backward pass with the logits of all tokens must fit into
+    the memory.
 
     Args:
         model: model of the heads.

@@ -1,4 +1,7 @@
-"""The network of a target (a model to evaluate), which answers requests of suites in batches."""
+"""The network of a target (a model to evaluate), which answers requests of suites in batches.
+
+A request asks for the loss of given tokens (scoring) or for new tokens (generation).
+"""
 
 import math
 from collections import deque
@@ -83,10 +86,11 @@ class Model:
         return torch.tensor(ids, dtype=torch.int64, device=self.device)[None]
 
     def answers(self, requests: Sequence[Request]) -> Iterator[tuple[int, Answer]]:
-        """Answer requests in batches of similar lengths, the longest first.
+        """Answer requests in batches of similar lengths.
 
-        If a batch does not fit into the GPU's memory, it is divided, and from then on no batch has
-        more than half of its tokens.
+        A batch has only requests of one group (:class:`_Size`). Within a group the longest requests
+        come first. If a batch does not fit into the GPU's memory, it is divided, and from then on
+        no batch has more than half of its tokens.
 
         Args:
             requests: requests in any order.
@@ -163,7 +167,8 @@ class Model:
     def _read_prefix(self, ids: Sequence[int]) -> Rows:
         """Run the network on ``ids`` as a batch of one row, and return its keys and values.
 
-        They are kept until other ids are read, so the next batch with the same ids reuses them.
+        They are kept until the method is called with other ids, so the next batch with the same ids
+        reuses them.
         """
         if self._prefix is None or self._prefix[0] != ids:
             self._prefix = None

@@ -40,7 +40,7 @@ class Measured:
     """The result of a suite on a target.
 
     Attributes:
-        records: records from which measures are computed, by the keys of their items.
+        records: for each item's key, the record from which measures are computed.
         remarks: sentences for the report about items that were not run or are not used.
     """
 
@@ -76,7 +76,7 @@ class RecordFile:
             weights.
 
     Attributes:
-        records: records of the file by the keys of their items.
+        records: records of the file, those added included, by the keys of their items.
 
     Raises:
         UserError: the file has another header, is damaged, or cannot be written.

@@ -1,7 +1,8 @@
-"""A Hugging Face chat template for the ChatML of ``prepare``, and the tokenizer change it needs.
+"""A Hugging Face chat template that matches the training data, and the tokenizer change it needs.
 
-``prepare`` encodes prompts and responses separately, so no token spans a boundary between them. A
-chat template is encoded as one text, so the tokenizer must split that text at the same boundaries.
+``diffmegatron prepare`` writes chats in the ChatML format. It encodes prompts and responses
+separately, so no token spans a boundary between them. Hugging Face encodes a whole chat as one
+text, so the tokenizer must split that text at the same boundaries.
 """
 
 import itertools
@@ -32,11 +33,12 @@ CHAT_TEMPLATE = f"""\
 {{{{- '{CHAT_START}assistant\\n' -}}}}
 {{%- endif -%}}
 """
-# A chat is split before and after each match, so that a response becomes a piece of its own. The
-# first alternative is for a tokenizer in which the ChatML markers are ordinary text. It matches a
-# response with its <|im_end|>. The second alternative is for a tokenizer in which the markers are
-# special tokens, at which the text is already cut. A piece is then "assistant\n" and the response;
-# the match is "assistant\n", and the rest of the piece is the response.
+# The tokenizer splits a chat before and after each match of this pattern, so that a response
+# becomes a piece of its own. The first alternative is for a tokenizer in which the ChatML markers
+# are ordinary text. It matches a response with its <|im_end|>. The second alternative is for a
+# tokenizer in which the markers are special tokens. The text is then already cut at the markers,
+# into pieces such as "assistant\n" followed by the response. The pattern matches "assistant\n",
+# which leaves the response as the other piece.
 _RESPONSE = r"(?<=<\|im_start\|>assistant\n)[\s\S]*?<\|im_end\|>|\Aassistant\n"
 _TEXTS = (
     "What is 12345 + 1?",

@@ -50,13 +50,13 @@ def export_checkpoint(
         The comparison; None without ``verify``.
 
     Raises:
-        UserError: the checkpoint is unusable, Hugging Face cannot compute this network, ``out`` is
-            in use, or the logits differ by more than rounding explains. ``out`` is then not
-            created.
+        UserError: the checkpoint is unusable, Hugging Face cannot compute this network, ``out``
+            exists and is not empty, or the logits differ by more than rounding explains. ``out`` is
+            then not created.
     """
     transformers_logging.disable_progress_bar()
-    # This verifies the checksums. The comparison of logits cannot detect damage, because both
-    # models would have the damaged weights.
+    # Opening the checkpoint verifies its checksums. The comparison of logits cannot detect damage,
+    # because both models would have the damaged weights.
     checkpoint = open_checkpoint(directory)
     recipe = checkpoint.recipe
     tokenizer = load_tokenizer(recipe.data.tokenizer)
@@ -100,6 +100,13 @@ def _rounded_differently(
     It is the coarser of the run's dtype and the dtype of the exported weights. If the export only
     rearranges weights in the run's dtype, both models have equal weights, and the result is
     float32: only the order of float32 additions differs.
+
+    Args:
+        recipe: recipe of the run.
+        dtype: dtype of the run.
+        original: files of the pretrained model that the run started from, in whose dtype weights
+            are exported; None for other runs, which export in ``dtype``.
+        step: training step of the weights.
     """
     is_folded = recipe.model.lora is not None or any(
         rule.folds for rule in table(recipe.model, step)

@@ -53,8 +53,9 @@ def import_model(
         The comparison; None without ``verify``.
 
     Raises:
-        UserError: the model's files cannot be used, a recipe cannot express its network, ``out`` is
-            in use, or the logits differ by more than float32 explains. ``out`` is then not created.
+        UserError: the model's files cannot be used, a recipe cannot express its network, ``out``
+            exists and is not empty, or the logits differ by more than float32 explains. ``out`` is
+            then not created.
     """
     transformers_logging.disable_progress_bar()
     config, source = read_config(folder), Source(folder)

@@ -85,9 +85,10 @@ def _whose(inherited: str | None) -> str:
 
 
 def _vocabulary(model: ModelConfig, ours: str, theirs: str) -> WeightRule:
-    """Return the rule of a matrix with one row per token.
+    """Return the rule of a matrix with one row per token of the vocabulary.
 
-    The export drops the padding rows, and the import adds them as zeros.
+    Our matrix ends with ``vocab_padding`` rows that no token uses. The export drops these rows, and
+    the import adds them as zeros.
     """
 
     def drop(weight: Tensor) -> tuple[Tensor, ...]:

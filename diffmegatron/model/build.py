@@ -1,4 +1,4 @@
-"""Construction of this rank's stages of a recipe's network from Megatron-core's modules."""
+"""Construction of this rank's pipeline stage of the network from Megatron-core's modules."""
 
 import math
 from typing import Any
@@ -160,6 +160,9 @@ def _recompute(recompute: RecomputeConfig) -> dict[str, Any]:
 def _check_backend(recipe: Recipe, parallel_state: ParallelState) -> None:
     """Check, before the first step, that the recipe's attention backend can run on this machine.
 
+    The recipe's setting applies only to differential attention, so layers with softmax attention
+    are not checked.
+
     Raises:
         UserError: If it cannot run.
     """
@@ -174,7 +177,7 @@ def _check_backend(recipe: Recipe, parallel_state: ParallelState) -> None:
 
 
 def lambda_by_layer(network: Network) -> dict[int, Tensor]:
-    """Return lambda of each layer on this rank, by global layer number.
+    """Return lambda of each layer on this rank, by global layer number (from 1).
 
     Lambda is the factor of the noise map, the softmax map that differential attention subtracts.
     Layers of softmax attention have no entry.

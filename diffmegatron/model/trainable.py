@@ -28,8 +28,10 @@ def mark_trained(network: Network, recipe: Recipe) -> None:
     - ``requires_grad``: False for a fully frozen parameter.
     - ``lr_factor``: factor of the learning rate. It is missing if the recipe trains everything
       with one learning rate.
-    - ``trained_ranges``: ranges of the trained rows in the flattened parameter. It is set only if
-      some rows are frozen.
+    - ``trained_ranges``: ranges of the trained rows, as pairs of offsets (first, end) into the
+      elements of the flattened parameter. It is set only if some rows are frozen.
+
+    With recomputation, a frozen embedding also gets a hook (:func:`_require_hidden_gradients`).
     """
     if trains_everything(recipe) and not recipe.optimizer.lr_multipliers:
         return

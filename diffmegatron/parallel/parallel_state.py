@@ -36,7 +36,7 @@ class ParallelState:
         virtual_pipeline_size: number of virtual stages per rank; 1 without interleaving.
         context_size: number of context-parallel ranks.
         context_rank: index of this rank among the context-parallel ranks.
-        data_size: number of data-parallel ranks, without context parallelism.
+        data_size: number of data-parallel ranks; ranks that share a sequence count as one.
         data_rank: index of this rank among the data-parallel ranks.
     """
 
@@ -227,8 +227,8 @@ def process_groups(
             megatron_state.destroy_model_parallel()
 
 
-# Number of objects frozen for the garbage collector (gc.freeze) above which an earlier call of
-# process_groups must have frozen them. Python 3.12 itself starts with some hundred frozen objects.
+# If more objects than this are frozen (gc.freeze), an earlier call of process_groups has frozen
+# them. Python 3.12 itself starts with only some hundred frozen objects.
 _FROZEN_AT_START = 10_000
 
 

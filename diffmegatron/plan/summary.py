@@ -53,7 +53,7 @@ class Plan:
         tokens_per_step: number of tokens in a global batch.
         flops_per_token: model FLOPs per token.
         memory: memory of a rank in each pipeline stage.
-        traffic: bytes per step that a rank sends, in the stage that sends most.
+        traffic: bytes per step that a rank sends, in the pipeline stage that sends most.
         time: estimated time of a step and of the run.
         assumptions: sentences about the assumptions of ``time``.
         warnings: sentences of :func:`diffmegatron.plan.advice.warnings`.

@@ -99,10 +99,12 @@ class GuardHook(Hook):
             self._roll_back(run)
 
     def _roll_back(self, run: Run) -> None:
-        """Load the newest intact checkpoint, but keep the position in the data.
+        """Load an intact checkpoint, but keep the position in the data.
 
-        Training continues with the batch after the anomalous step. The batches from the checkpoint
-        up to that step, which led to the anomaly, are not read again.
+        It is the newest one. If no step was applied since the last rollback, it is the one before
+        that, if there is one. Without a checkpoint the run ends with an error. Training continues
+        with the batch after the anomalous step. The batches from the checkpoint up to that step,
+        which led to the anomaly, are not read again.
         """
         with run.pause():
             run.complete_or_drop_save()
@@ -121,7 +123,10 @@ class GuardHook(Hook):
 
 
 def give_up(run: Run, decision: StepDecision) -> NoReturn:
-    """Raise a UserError with the reason of ``decision``; the run ends without saving."""
+    """Raise a UserError with the reason of ``decision``, without saving the present weights.
+
+    A save that is open is completed or dropped first.
+    """
     run.complete_or_drop_save()
     newest = run.store.latest()
     raise stopped_by_guard(run.recipe, run.step, decision, run.guard, newest)
@@ -164,7 +169,7 @@ def _largest_logits(run: Run) -> dict[int, float]:
 
 
 class MetricsHook(Hook):
-    """Records metrics and prints a line every ``training.log_interval`` steps."""
+    """Records metrics and prints a line every ``training.log_interval`` steps and at the last."""
 
     @override
     def after_step(self, run: Run) -> None:
@@ -237,7 +242,7 @@ class EvaluationHook(Hook):
 def _should_continue(run: Run) -> bool:
     """Return, on every rank, whether to continue an evaluation; False if any rank must stop.
 
-    Also report progress to the watchdog and to the job's record of this rank. If
+    Also report progress to the watchdog and to the rank record, which launch scripts read. If
     ``run.broken_reason`` is set, the weights are considered broken, and stop requests are ignored.
     """
     agreed = run.agree(torch.zeros((), device=run.parallel_state.device))
@@ -264,8 +269,8 @@ class BeginSaveHook(Hook):
     @override
     def after_training(self, run: Run) -> None:
         # If ``broken_reason`` is set, `_save_now` ends the run with an error, so call it even if
-        # the weights are saved already. This happens if a restarted run first evaluates these
-        # weights, and a value is not finite.
+        # the weights are saved already. Saved weights can have a ``broken_reason`` if a restarted
+        # run first evaluates them and gets a value that is not finite.
         if run.saver.saved_step != run.step or run.broken_reason is not None:
             self._save_now(run)
         run.saver.wait()
@@ -301,8 +306,8 @@ def _check_sound(run: Run) -> None:
 class ProfileHook(Hook):
     """Traces the steps of ``training.profile`` on the configured ranks with torch's profiler.
 
-    Each rank writes one trace per start of the run, into ``run_dir/profile``. On a GPU it also
-    writes a snapshot of the memory allocations.
+    If a start of the run reaches these steps, each of these ranks writes one trace into
+    ``run_dir/profile``. On a GPU it also writes a snapshot of the memory allocations.
     """
 
     def __init__(self, config: ProfileConfig) -> None:

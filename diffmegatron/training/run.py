@@ -55,8 +55,8 @@ class Run:
             set it on every rank.
         pending_evaluators: names of the evaluators that are due at this step and have no result
             yet. If the run stops now, the resumed run first runs these evaluators.
-        broken_reason: reason why the present weights may be broken; None if the last step was
-            finite.
+        broken_reason: reason why the present weights may be broken: the last step was not finite,
+            or the held-out or test loss after it was not finite. Otherwise None.
     """
 
     agreed: Agreement
@@ -155,7 +155,10 @@ class Run:
         return self.loader.read_step(max(0, self.loader.consumed_samples - size))
 
     def forward(self, microbatches: Sequence[Batch]) -> Agreement:
-        """Return the loss of a global batch in evaluation mode; every rank must call this method.
+        """Run a forward pass on a global batch in evaluation mode, without gradients.
+
+        Every rank must call this method. The returned agreement has the mean loss of the batch and
+        the flags of all ranks.
 
         Args:
             microbatches: this data-parallel rank's microbatches.
@@ -183,7 +186,7 @@ class Run:
         self.progress = self._new_progress()
 
     def complete_or_drop_save(self) -> None:
-        """Complete the save that has begun, or drop it if its weights may be broken.
+        """Complete the save that has begun, or drop it if no later step was finite.
 
         Without such a save, the method has no effect. Every rank must call it.
         """
@@ -203,7 +206,10 @@ class Run:
         self.progress.skip(time.perf_counter() - started)
 
     def _begin(self) -> Position:
-        """Begin a new run; load the weights of ``checkpoint.start_from`` if the recipe sets it."""
+        """Begin a new run, and return the position of its beginning.
+
+        If the recipe sets ``checkpoint.start_from``, load the weights of that checkpoint.
+        """
         source = open_start(self.recipe, self.parallel_state)
         if source is not None:
             if self.parallel_state.is_main:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Llama whose layers have several kinds of attention: Llama's, grouped differential, DIFF V2.
+"""A Llama in which each layer has one of three attentions: Llama's, grouped differential, DIFF V2.
 
 This file imports only torch, transformers and the files of these kinds, because exported models
 contain copies of these files.
@@ -28,7 +28,7 @@ ATTENTION = {
 
 
 class MixedDiffPreTrainedModel(GroupedDiffPreTrainedModel):
-    """Properties of the model that differ from those of a grouped differential model."""
+    """Class attributes that transformers reads, where they differ from the grouped model's."""
 
     config_class = MixedDiffConfig  # type: ignore[assignment]
     _can_record_outputs: ClassVar = {

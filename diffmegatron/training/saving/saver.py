@@ -240,7 +240,7 @@ class Saver:
         return {"ckpt/failed": self._failed}
 
     def _warn_if_slow(self, seconds: float) -> None:
-        """Log a warning for each time limit of Slurm that a save of ``seconds`` is too long for.
+        """Log a warning for each time limit of Slurm that is too short for a save of ``seconds``.
 
         The limits are KillWait (from SIGTERM to SIGKILL) and the time before the end of the job at
         which the run stops. Each of the two warnings is logged once at most.
@@ -275,9 +275,10 @@ class Saver:
             log.error("cannot remove an old checkpoint: %s", error)
 
     def _all(self, function: Callable[..., object], *arguments: object, only: bool) -> None:
-        """Call ``function(*arguments)`` if ``only`` is true; if one rank fails, fail on all.
+        """Call ``function(*arguments)`` on the ranks that pass ``only=True``.
 
-        All ranks must call this method. A rank that passes ``only=False`` does nothing but wait.
+        All ranks must call this method. A rank that passes ``only=False`` does nothing but wait. If
+        the call fails on one rank, all ranks raise an error.
 
         Raises:
             UserError: On all ranks, if the function failed on one rank.

@@ -16,7 +16,7 @@ ParameterShards = dict[torch.nn.Parameter, list[Shard]]
 
 
 class HostCopy:
-    """Copy of this rank's tensors in host buffers that every save uses again.
+    """Copy of this rank's tensors in host buffers, which all saves of a run share.
 
     Allocating new buffers would take longer than the copy, because the operating system must map
     each page and CUDA must pin it.
