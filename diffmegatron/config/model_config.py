@@ -20,16 +20,17 @@ from diffmegatron.section import Section, Size, SizeOrZero
 class Initialization(Section):
     """Initial weights, normally distributed with standard deviation ``std``.
 
-    ``scaled`` (default) divides ``std`` by sqrt(2 num_layers) for the two projections of a layer
+    ``scaled`` (default) divides ``std`` by sqrt(2 * num_layers) for the two projections of a layer
     that write into the residual stream, so that the variance of the stream does not grow with depth
     (GPT-2, and Megatron-core's default). ``normal`` uses ``std`` everywhere. Norm weights start at
     1. Each kind of attention defines the initial values of its own parameters.
 
     The paper of the Differential Transformer does not name a scheme. By default, embeddings start
     at N(0, 1) and not with ``std``. The reason is that the headwise norm makes the output of every
-    differential head as large as a trained one from the first step, and embeddings of 0.02 would be
-    small beside it (docs/recipes.md shows the loss). Tied embeddings start with ``std``, because
-    the same matrix is the output layer, whose logits would be too large with N(0, 1).
+    differential head as large at the first step as after training. Beside it, embeddings with a
+    standard deviation of 0.02 would be too small (docs/recipes.md shows the loss). Tied embeddings
+    start with ``std``, because the same matrix is the output layer, whose logits would be too large
+    with N(0, 1).
     """
 
     scheme: Literal["scaled", "normal"] = "scaled"
@@ -46,8 +47,8 @@ class ModelConfig(Section):
     each with the layers that it applies to (:mod:`diffmegatron.attention.variants.pattern`).
 
     ``baseline`` gives the Transformer that a differential model is compared with: it replaces the
-    attention by softmax attention of the same width, with as many keys and values. The resolved
-    recipe contains the resulting numbers of heads.
+    attention by softmax attention of the same width, with the same number of channels for keys and
+    values. The resolved recipe contains the resulting numbers of heads.
     """
 
     num_layers: Size
@@ -77,7 +78,10 @@ class ModelConfig(Section):
     @field_validator("attention", mode="after")
     @classmethod
     def _sized(cls, attention: Variant, others: ValidationInfo) -> Variant:
-        """Fill in sizes that follow from other keys, so that the saved recipe contains them."""
+        """Fill in sizes that follow from other keys, so that the saved recipe contains them.
+
+        The layers that a list of kinds names are also checked.
+        """
         if "hidden_size" not in others.data or "baseline" not in others.data:
             return attention
         sized = attention.sized(others.data["hidden_size"])

@@ -43,7 +43,7 @@ def trained_parts(tensor: NamedTensor, recipe: RecipeSections) -> tuple[str, ...
     return _matched_parts(tensor.name, parts, recipe.optimizer.trainable or ())
 
 
-# Cached because a search for layouts estimates thousands of layouts that have the same tensors.
+# Cached, because a search estimates thousands of parallel layouts, all with the same tensors.
 @lru_cache(maxsize=2**14)
 def _matched_parts(name: str, parts: tuple[str, ...], patterns: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(part for part in parts if any(_matches(each, name, part) for each in patterns))
@@ -61,7 +61,7 @@ def is_lora(name: str) -> bool:
 
 
 def learning_rate_factor(name: str, recipe: RecipeSections) -> float:
-    """Return the factor of the learning rate for a tensor."""
+    """Return the factor of the learning rate for a tensor; 1 if no pattern matches its name."""
     factors = recipe.optimizer.lr_multipliers
     return next((factors[pattern] for pattern in factors if fnmatchcase(name, pattern)), 1.0)
 
@@ -73,6 +73,8 @@ def without_replaced_patterns(optimizer: OptimizerConfig, model: ModelConfig) ->
     new network lacks some tensors of the original one. Patterns that match only such tensors are
     removed, so that the same recipe is valid with and without ``model.baseline``. A pattern that
     matches no tensor of either network is kept here, and :func:`check_trainable` refuses it.
+    Above ``MAX_LAYERS`` layers nothing is removed, because :func:`check_trainable` refuses patterns
+    for such a network.
     """
     if model.replaced is None or model.num_layers > MAX_LAYERS:
         return optimizer
@@ -178,7 +180,8 @@ def _no_match(key: str, pattern: str, recipe: RecipeSections) -> ValueError:
 def _likeness(pattern: str, name: str) -> float:
     """Return the similarity of a pattern and a tensor name, from 0 to 1.
 
-    A leading wildcard stands for the beginning of the name, so only the rest is compared.
+    A leading wildcard stands for the beginning of the name, so the rest of the pattern is compared
+    with the end of the name.
     """
     end = pattern.lstrip("*.")
     if end != pattern:

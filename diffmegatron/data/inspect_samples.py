@@ -35,9 +35,9 @@ def inspect(
         split: split of the documents.
         from_step: first optimizer step to inspect.
         samples: number of samples to decode.
-        batches: number of global batches over which the mixture is counted.
+        batches: number of global batches in which the samples of each source are counted.
         max_tokens: maximum number of tokens to show of each sample.
-        lengths: PNG file for a picture of document lengths; None: no picture.
+        lengths: PNG file in which to draw the document lengths; None: no file is written.
 
     Raises:
         UserError: a corpus or the tokenizer cannot be read.
@@ -92,7 +92,7 @@ def decoded(samples: Samples, index: int, tokenizer: Tokenizer, max_tokens: int)
 
 
 def choose_stage(stages: Sequence[Recipe], name: str | None) -> Recipe:
-    """Return the recipe of the stage with a name.
+    """Return the recipe of the stage that has the given name.
 
     The name of a stage is the last folder of its ``run_dir``.
 

@@ -54,9 +54,10 @@ class Batch:
 def collate(samples: list[Sample], config: DataConfig) -> Batch:
     """Stack samples of equal length into a microbatch.
 
-    Position ids, document ids and the loss mask depend on three options of the section ``data``
-    with the same meaning as in Megatron: ``reset_position_ids``, ``reset_attention_mask`` and
-    ``eod_mask_loss`` (no loss where the input is an end-of-document token).
+    Three options of the section ``data`` have the same meaning as in Megatron:
+    ``reset_position_ids`` changes the position ids, ``reset_attention_mask`` adds the document ids,
+    and ``eod_mask_loss`` removes the loss where the input is an end-of-document token. Labels that
+    a sample's own ``loss_mask`` excludes, such as prompts, have no loss either.
     """
     tokens = torch.from_numpy(np.stack([sample.tokens for sample in samples]))
     size, length = tokens.shape[0], tokens.shape[1] - 1

@@ -35,7 +35,7 @@ class Score(ABC):
     """A method to score attention heads.
 
     Attributes:
-        highest: whether the heads with the highest scores are selected.
+        highest: True if the heads with the highest scores are selected, False for the lowest.
     """
 
     highest: bool
@@ -84,9 +84,9 @@ class Entropy(Score):
 class Gradient(Score):
     """The importance |dL/dxi| of a head (Michel et al., 2019).
 
-    The factor xi = 1 multiplies the head's output, and L is the mean loss of a sequence. The score
-    is the mean over sequences. The backward pass also computes the gradients of the weights, which
-    need memory.
+    xi is a factor of value 1 that multiplies the head's output, and L is the mean loss of a
+    sequence. The score is the mean of |dL/dxi| over sequences. The backward pass also computes the
+    gradients of the weights, so they need memory.
     """
 
     highest = False
@@ -122,7 +122,7 @@ class Gradient(Score):
 
 
 class _EngineWithoutOptimizer:
-    """A replacement for the ZeRO engine, which computes gradients and has no optimizer."""
+    """A replacement for the ZeRO engine that only computes gradients, without an optimizer."""
 
     def __init__(self, network: Network) -> None:
         self.network = network
@@ -197,7 +197,7 @@ def _entropy_sums(
         query, key = (sequence_of_all_ranks(x, group) for x in (query, key))
     length, rows = query.shape[:2]
     ends = range(0, length * rows + 1, length) if documents is None else documents.tolist()
-    # Concatenate the sequences of the batch: [b s, heads, d].
+    # Concatenate the sequences of the batch: [b * s, heads, d].
     queries, keys = (x.transpose(0, 1).flatten(0, 1).float() for x in (query, key))
     queries = queries / math.sqrt(query.shape[3])
     blocks = [

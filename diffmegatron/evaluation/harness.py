@@ -54,13 +54,13 @@ Results = dict[str, dict[str, Any]]
 
 @dataclass(frozen=True)
 class Question:
-    """A document of a task with lm-eval's requests.
+    """A document of a task, with the requests that lm-eval builds from it.
 
     Attributes:
         task: name of the task.
         shots: number of examples before the question.
         number: position of the document within the task, from 0.
-        arguments: arguments of each request. By the type of the task they are (prompt,
+        arguments: arguments of each request. The type of the task determines their form: (prompt,
             continuation), (text,), or (prompt, settings of decoding).
         instances: the same requests as lm-eval's objects.
     """
@@ -173,14 +173,15 @@ class Tasks:
         return found
 
     def metrics(self, question: Question, answers: Sequence[Any]) -> dict[str, Any]:
-        """Return the metrics of a question, by metric and filter, such as ``acc,none``.
+        """Return the values of a question's metrics.
 
         Args:
             question: a question of :meth:`questions`.
             answers: answer to each request, in the form of :meth:`Encoder.answers`.
 
         Returns:
-            Values in types of JSON: numbers, or lists for metrics that aggregate several numbers.
+            Value by metric and filter, such as ``acc,none``. The values have types of JSON:
+            numbers, or lists for metrics that aggregate several numbers.
 
         Raises:
             NotFiniteError: a value is not finite.
@@ -208,7 +209,10 @@ class Tasks:
         return self._aggregation(task, key) is mean
 
     def better(self, name: str, metric: str) -> Literal["higher", "lower"] | None:
-        """Return which values of a metric are better, or None if lm-eval does not define it."""
+        """Return which values of a metric are better.
+
+        The result is None if lm-eval does not define it, or if the tasks of a group disagree.
+        """
         tasks = self.groups[name].get_all_tasks() if name in self.groups else [self.tasks[name]]
         directions = {task.higher_is_better().get(metric) for task in tasks} - {None}
         return None if len(directions) != 1 else "higher" if directions.pop() else "lower"
@@ -303,7 +307,11 @@ class Encoder(TemplateLM):
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **_: object
     ) -> list[int]:
-        """Return the ids of a text, by default with special tokens as the tokenizer adds them."""
+        """Return the token ids of a text.
+
+        By default the tokenizer adds its special tokens, unless the text already begins with the
+        start token.
+        """
         if add_special_tokens is None and has_bos_prefix(
             string, self.tokenizer.decode(self.prefix_token_id)
         ):
@@ -334,10 +342,11 @@ class Encoder(TemplateLM):
             return render([each for each in chat_history if each["role"] != "system"])
 
     def length(self, question: Question) -> int:
-        """Return the number of tokens that a question needs, or 0 if the target's context suffices.
+        """Return the number of tokens that a question needs; 0 if it fits the target's context.
 
-        A long prompt is cut at its beginning, and a long text is divided into windows. Only a
-        choice (a continuation to score) or the space for a generated answer can be too long.
+        A prompt that is too long is cut at its beginning, and a text that is too long is divided
+        into windows, so both always fit. Only a choice (a continuation to score) or the space for a
+        generated answer can be too long.
         """
         if question.instances[0].request_type == "generate_until":
             needed = max(_decoding(each)["max_gen_toks"] + 1 for each in question.instances)

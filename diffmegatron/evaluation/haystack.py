@@ -93,7 +93,7 @@ def question(cities: Sequence[str]) -> str:
 def open_haystack(path: Path, target: Target) -> "Haystack":
     """Return the text in ``path`` as a haystack in the tokens of a target.
 
-    The last haystack is cached, because consecutive items use the same one.
+    The last haystack is cached, because consecutive prompts use the same one.
     """
     return Haystack(path, target)
 
@@ -162,9 +162,9 @@ class Haystack:
         return HaystackPrompt([*ids, *ending], [spans[n] for n in range(len(needles))], len(ids))
 
     def _pieces(self, space: int, draw: random.Random) -> list[list[int]]:
-        """Return the token ids of consecutive sentences, with ``space`` tokens in total.
+        """Return a list of token ids for each of consecutive sentences, ``space`` ids in total.
 
-        The last sentence is cut to fit.
+        The first sentence is random, and the last one is cut to fit.
         """
         first, pieces, left = draw.randrange(len(self._sentences)), [], space
         for step in range(len(self._sentences)):

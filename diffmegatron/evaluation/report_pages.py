@@ -2,7 +2,7 @@
 
 The argument ``outcome`` of the functions is the content of ``results.json``, as ``make_outcome``
 returns it. ``pictures`` maps the name of a suite to its picture as PNG. A target is a model that
-was evaluated.
+was evaluated. An item is an example that a suite scores, such as a question.
 """
 
 import base64
@@ -32,7 +32,7 @@ _NOTE = (
 _ARROWS = {"higher": "↑", "lower": "↓"}
 
 # With fewer items, a bootstrap interval is too narrow for 95%. Its ends for n normally distributed
-# items lie at 1.96 sqrt((n - 1) / n) standard errors. For n below this limit, the probability
+# items lie at 1.96 * sqrt((n - 1) / n) standard errors. For n below this limit, the probability
 # between these ends is below 90% in Student's t distribution.
 _FEW_ITEMS = 10
 _NOTE_ON_FEW = (
@@ -82,7 +82,7 @@ def to_html(outcome: Mapping[str, Any], pictures: Mapping[str, bytes]) -> str:
 
 
 def _items(suite: Mapping[str, Any]) -> list[str]:
-    """Return a line with the number of items from which the suite's measures are computed.
+    """Return a list with one line: the number of items from which the measures are computed.
 
     The list is empty if the suite has no measures.
     """
@@ -189,7 +189,8 @@ def _decimals(row: Sequence[Mapping[str, Any] | None]) -> int:
     """Return the number of decimals for all numbers of a row.
 
     With this number, the width of the row's narrowest interval has two significant digits. In a
-    row without intervals, the largest number has four significant digits.
+    row without intervals, the largest number has four significant digits. The result is at most
+    six.
     """
     known = [each for each in row if each is not None]
     widths = [each["high"] - each["low"] for each in known if each["low"] is not None]
@@ -215,7 +216,11 @@ def _estimate(found: Mapping[str, Any] | None, decimals: int, sign: str = "") ->
 
 
 def _finding(suite: Mapping[str, Any]) -> str:
-    """Return the alternative text of a suite's picture: the first measure of each target."""
+    """Return the alternative text of a suite's picture.
+
+    It has the value of the suite's first measure for each target, or of the first total if the
+    suite has no measures.
+    """
     if suite["measures"]:
         measure, found = next(iter(suite["measures"].items()))
         values = found["targets"]

@@ -58,13 +58,13 @@ class Scored(NamedTuple):
 class Generation(NamedTuple):
     """A request for greedy decoding after ``ids``.
 
-    The answer is the list of new token ids. It ends before the token that ends a document, after
+    The answer is the list of new token ids. It ends before an end-of-document token, after
     ``limit`` tokens, or with the token that completes a string of ``stop``.
 
     Attributes:
         ids: token ids of the prompt, one or more.
         limit: maximum number of new tokens, 1 or more.
-        stop: strings that end the text.
+        stop: strings at which decoding ends.
         shared: number of tokens at the beginning of ``ids`` that other requests share, less than
             ``len(ids)``. The keys and values of shared tokens are computed once.
         labels: labels to choose from, so that the answer is a path from the root to a leaf; None
@@ -82,6 +82,6 @@ Request = Scoring | Generation
 # The answer to Scoring is a list of Scored, and the answer to Generation is a list of token ids. If
 # the model computes a number that is not finite, the answer is a NotFiniteError.
 Answer = list[Scored] | list[int] | NotFiniteError
-# Generator of a suite for one item. It yields requests, receives the answers in the same order, and
-# returns the item's record.
+# Generator of a suite for one item (an example to score). It yields requests, receives the answers
+# in the same order, and returns the item's record, from which the suite computes its score.
 ItemGenerator = Generator[Sequence[Request], Sequence[Any], dict[str, Any]]

@@ -1,6 +1,7 @@
 """Results of an evaluation: ``results.json``, and the pictures and reports.
 
-A target is an evaluated model. A measure is a number of a suite, such as an accuracy.
+A target is an evaluated model. A measure is a number of a suite, such as an accuracy. An item is an
+example that a suite scores, such as a question.
 """
 
 import json

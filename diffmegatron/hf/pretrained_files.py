@@ -107,7 +107,10 @@ def keep_original(source: Source, folder: Path) -> None:
 
 
 def find_original(recipe: Recipe) -> Original | None:
-    """Return the files of the pretrained model that a run started from; None if there is none.
+    """Return the files of the pretrained model that a run started from.
+
+    Returns:
+        None if the run did not start from a pretrained model.
 
     Raises:
         UserError: the files exist but cannot be used.

@@ -39,7 +39,7 @@ class Decoder(MegatronModule):
     ) -> None:
         super().__init__(config)
         self.tp_group = groups.tp
-        # Megatron's layer adds the number of layers in earlier virtual stages to this number.
+        # Megatron's layer adds the number of layers in earlier virtual stages to `layer_number`.
         self.layers: Sequence[TransformerLayer] = torch.nn.ModuleList(  # type: ignore[assignment]
             build_module(
                 spec, config=config, layer_number=number, pg_collection=groups, vp_stage=vp_stage
@@ -79,7 +79,8 @@ class Decoder(MegatronModule):
 
         Only the input of a recomputed group is saved for backward. With the method "uniform", all
         groups have ``recompute_num_layers`` layers and are recomputed. With "block", each group is
-        one layer, and the first ``recompute_num_layers`` layers are recomputed.
+        one layer, and the first ``recompute_num_layers`` layers are recomputed. Without full
+        recomputation, all layers are one group, which is not recomputed as a whole.
         """
         count, method = self.config.recompute_num_layers, self.config.recompute_method
         if self.config.recompute_granularity != "full":

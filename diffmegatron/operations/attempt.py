@@ -37,15 +37,15 @@ _PORTS = range(20_000, 30_000)
 def begin(
     config: Path, overrides: Sequence[str], nodes: Sequence[str], run_dir: Path | None = None
 ) -> str:
-    """Begin an attempt on the first node of a job.
+    """Begin an attempt. The job script calls this on the first node of the job.
 
     Args:
         config: recipe.
         overrides: ``KEY=VALUE`` arguments of the recipe.
         nodes: host names of the job, in the order of the ranks.
         run_dir: folder of the ledger (the record of all attempts of the run) if ``launch``
-            submitted the job; None otherwise. If it is None, only the recipe tells where the ledger
-            is, so an attempt that fails because the recipe cannot be read is not recorded.
+            submitted the job; None otherwise. With None, the folder is found in the recipe, so an
+            attempt that fails because the recipe cannot be read is not recorded.
 
     Returns:
         Shell lines that export ``DIFFMEGATRON_ATTEMPT``, ``MASTER_ADDR``, ``MASTER_PORT`` and
@@ -123,8 +123,9 @@ def exit_status(attempt: Attempt, bad_hosts: Sequence[str] = ()) -> int:
     """Return the exit status of the job script for a job without spare nodes.
 
     After a fault during training, the script restarts the ranks at once, unless the next attempt
-    must avoid a host. After a fault during startup, it requeues the job, because Slurm needs
-    minutes to detect a dead node.
+    must avoid a host. After any other end that does not end the run, such as a stop signal or a
+    fault during startup, it requeues the job. After a fault during startup this gives Slurm the
+    minutes that it needs to detect a dead node.
 
     Args:
         attempt: the ended attempt.

@@ -103,8 +103,8 @@ def prepare_chain(
 ) -> tuple[Submission, ...]:
     """Check a recipe like :func:`prepare_launch`, and prepare one job for each unfinished stage.
 
-    Each job uses the ``run_dir`` of its stage. The stage is written there as a separate recipe,
-    which the job reads. The arguments are those of :func:`prepare_launch`.
+    Each job uses the ``run_dir`` of its stage and reads a recipe of this stage alone, which
+    :func:`submit` writes there. The arguments are those of :func:`prepare_launch`.
 
     Raises:
         UserError: a check fails, the recipe has no stages, or all its stages are finished.
@@ -132,7 +132,8 @@ def prepare_chain(
 
 def _check(recipes: Sequence[Recipe], nodes: int, cluster: Cluster, dependency: str | None) -> None:
     check_fit(recipes, nodes, cluster)
-    # With a dependency, an earlier job may still have to write the checkpoint to start from.
+    # With a dependency, an earlier job may still have to write the checkpoint to start from, so its
+    # existence is not checked.
     if dependency is None:
         check_starts(recipes)
     check_free(ledger_of(recipes))

@@ -28,6 +28,8 @@ def torchrun_file(
 ) -> tuple[Path, str]:
     """Check a recipe and a cluster like ``launch.prepare_launch``, and return a start script.
 
+    Whether another job uses ``run_dir`` is not checked.
+
     Args:
         config: recipe.
         overrides: ``KEY=VALUE`` arguments of the recipe.

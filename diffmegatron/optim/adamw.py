@@ -45,9 +45,9 @@ class GatedAdamW(torch.optim.AdamW):
 
     Attributes:
         gate: function that returns whether the present step is applied.
-        decaying_rows: trained rows of the parameters of which other rows are frozen, to which
-            alone weight decay applies. The keys are flat master tensors (flattened float32
-            weights), and the values are views into the key.
+        decaying_rows: rows to which weight decay applies in parameters with frozen and trained
+            rows. These are the trained rows; the frozen rows must not change. The keys are flat
+            master tensors (flattened float32 weights), and the values are views into the key.
     """
 
     gate: Callable[[], bool]
@@ -80,7 +80,7 @@ def create_adamw(network: Network, recipe: Recipe) -> GatedAdamW:
 
 
 def decaying_rows(partition: Partition, network: torch.nn.Module) -> dict[Tensor, list[Tensor]]:
-    """Return the trained rows of the parameters of which some rows are frozen.
+    """Return the trained rows of those parameters that have both frozen and trained rows.
 
     Only the elements in this rank's ZeRO partition are returned.
 

@@ -1,7 +1,7 @@
 """Number of bytes that a rank sends per training step, by kind of communication.
 
 The bytes are counted for ring algorithms. In an all-gather or reduce-scatter of n bytes over k
-ranks, each rank sends n (k - 1) / k bytes. In an all-reduce it sends twice as many.
+ranks, each rank sends n * (k - 1) / k bytes. In an all-reduce it sends twice as many.
 
 Functions of this module raise UserError if the number of ranks does not fit the layout, or if the
 global batch cannot be divided over the data-parallel ranks.
@@ -70,7 +70,7 @@ def busiest_stage(recipe: Recipe, world_size: int) -> int:
 
 
 def stage_traffic(recipe: Recipe, world_size: int, stage: int) -> Traffic:
-    """Return the bytes that a rank of a pipeline stage sends per step."""
+    """Return the bytes that a rank of a pipeline stage sends per step, by kind."""
     shards = recipe.data_parallel(world_size) * recipe.parallel.context
     microbatches = recipe.num_microbatches(world_size)
     gradients, weights = _zero(recipe, stage, shards, microbatches)
@@ -84,7 +84,7 @@ def stage_traffic(recipe: Recipe, world_size: int, stage: int) -> Traffic:
 
 
 def stage_collectives(recipe: Recipe, world_size: int, stage: int) -> Traffic:
-    """Return the number of collectives that a rank of a pipeline stage calls per step.
+    """Return the number of collectives that a rank of a pipeline stage calls per step, by kind.
 
     Point-to-point messages of the pipeline count as collectives. ``gradients`` and ``weights`` are
     estimates that assume full buckets. Reductions of single numbers are not counted.
@@ -252,7 +252,9 @@ def _tied(recipe: Recipe, stage: int) -> float:
     """Return the bytes per step that a rank sends to reduce a tied embedding's gradient.
 
     The all-reduce is over the first and the last pipeline stage. With two ranks, each sends the
-    gradient once. The gradient is float32, because a pipeline requires ZeRO 1.
+    gradient once. The gradient is float32, because a pipeline requires ZeRO 1. The result is 0
+    without a tied embedding, without a pipeline, in a stage between the first and the last, or if
+    some tensors are frozen.
     """
     model, parallel = recipe.model, recipe.parallel
     if not model.tied_embeddings or stage not in (0, parallel.pipeline - 1):

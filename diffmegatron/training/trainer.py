@@ -40,9 +40,10 @@ def train(
 ) -> bool:
     """Train a recipe on all ranks that the launcher started, or on this process alone.
 
-    Writes ``recipe.yaml``, ``metrics.jsonl``, ``tensorboard/`` and ``checkpoints/`` into
-    ``run_dir``, and ``events/`` and ``stacks/`` when needed. Resumes from the newest intact
-    checkpoint in ``run_dir`` if ``checkpoint.resume`` is true.
+    The run writes ``recipe.yaml``, ``metrics.jsonl``, ``tensorboard/`` and ``checkpoints/`` into
+    ``run_dir``, and ``events/`` and ``stacks/`` when needed. It resumes from the newest intact
+    checkpoint in ``run_dir``; if there are checkpoints and ``checkpoint.resume`` is false, an error
+    is raised.
 
     Args:
         recipe: recipe of the run, checked by

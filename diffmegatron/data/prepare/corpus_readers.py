@@ -255,7 +255,10 @@ def _rows(batch: pyarrow.RecordBatch) -> Iterator[dict[str, Any] | str]:
 
 
 def _as_bytes(batch: pyarrow.RecordBatch) -> pyarrow.RecordBatch:
-    """Convert string columns to binary, because one row with invalid UTF-8 would fail the batch."""
+    """Convert string columns to binary.
+
+    One string with invalid UTF-8 would otherwise make the conversion of the whole batch fail.
+    """
     columns = [
         column.cast(pyarrow.large_binary())
         if pyarrow.types.is_string(column.type) or pyarrow.types.is_large_string(column.type)

@@ -216,7 +216,7 @@ def _median(counts: np.ndarray, second: Records) -> float:
 
 
 def _middle(counts: np.ndarray) -> tuple[int, int]:
-    """Return the ranks, from 0, of the two middle values.
+    """Return the ranks of the two middle values; the smallest value has rank 0.
 
     The ranks are equal if the number of values is odd.
     """
@@ -225,7 +225,10 @@ def _middle(counts: np.ndarray) -> tuple[int, int]:
 
 
 def _place(counts: np.ndarray, rank: int) -> tuple[int, int]:
-    """Return the bin of the value with rank ``rank``, and the number of values in earlier bins."""
+    """Return the bin of the value with the given rank, and the number of values in lower bins.
+
+    The smallest value has rank 0.
+    """
     ends = np.cumsum(counts)
     chosen = int(np.searchsorted(ends, rank, side="right"))
     return chosen, int(ends[chosen] - counts[chosen])

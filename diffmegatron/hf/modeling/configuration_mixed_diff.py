@@ -41,7 +41,8 @@ class MixedDiffConfig(DiffBaseConfig):
         lambda_std_dev: float = 0.1,
         **kwargs: Any,
     ) -> None:
-        # transformers creates a configuration without arguments, to compare it with this one.
+        # transformers also creates a configuration without arguments, and saves only the keys that
+        # differ from it. So `layer_kinds` needs a default.
         self.layer_kinds = layer_kinds or [{"layers": None, "model_type": "llama"}]
         self.lambda_std_dev = lambda_std_dev
         super().__init__(**kwargs)

@@ -164,7 +164,10 @@ class TimeLimit:
         return self._end is not None and time.time() > self._end - seconds
 
     def _read(self) -> None:
-        """Read the present end time; keep the last one if the file is missing or damaged."""
+        """Read the present end time, at most once in ten seconds.
+
+        The last end time is kept if the file is missing or damaged.
+        """
         if self._folder is None or time.monotonic() < self._next_reading:
             return
         self._next_reading = time.monotonic() + _JOB_END_SECONDS

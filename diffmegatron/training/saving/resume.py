@@ -91,10 +91,11 @@ def newest_good(
         before: try only checkpoints of steps before this one; None to try all.
 
     Raises:
-        UserError: If ``before`` is None and there are checkpoints, but none is intact. With None as
-            the result, the run would start over, and the user would not notice the lost progress.
+        UserError: If ``before`` is None and there are checkpoints, but none is intact. If the
+            function returned None here, the run would start over, and the user would not notice the
+            lost progress.
     """
-    # Ranks that listed the directory themselves could find different checkpoints.
+    # If every rank listed the directory itself, ranks could find different checkpoints.
     steps = [step for step in from_rank_0(store.steps) if before is None or step < before]
     for step in reversed(steps):
         try:
