@@ -55,7 +55,10 @@ class Schedule(Section):
         return self
 
     def warmup(self, total_steps: int) -> int:
-        """Return the number of warm-up steps in a run of ``total_steps``; a ratio is rounded."""
+        """Return the number of warm-up steps in a run of ``total_steps``.
+
+        It is ``warmup_steps``, or ``warmup_ratio`` of the run, rounded to a whole step.
+        """
         return _steps(self.warmup_steps, self.warmup_ratio, total_steps)
 
     def decay(self, total_steps: int) -> int:

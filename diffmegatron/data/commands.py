@@ -67,8 +67,8 @@ def merge(
 ) -> None:
     """Join all parts of a PREFIX into one corpus.
 
-    PREFIX.idx and PREFIX.json are written. The tokens stay in PREFIX.parts, so keep that folder;
-    they are read once to compute a checksum.
+    PREFIX.idx and PREFIX.json are written. The tokens are not copied but stay in PREFIX.parts, so
+    keep that folder; they are read once to compute a checksum.
     """
     from diffmegatron.data.prepare.merge_parts import merge as merge_parts
 

@@ -1,4 +1,4 @@
-"""Computation of a batch of requests: likelihoods of given tokens, and greedy decoding."""
+"""Compute the answers to a batch of requests: likelihoods of given tokens, or generated text."""
 
 from collections.abc import Callable, Sequence
 
@@ -21,9 +21,10 @@ def score(
 
     A row of the batch is a context with one of its continuations. The last token of the
     continuation is left out, because no likelihood depends on the prediction after it. Two
-    continuations that differ only in their last token therefore share a row. If a context has
-    several rows, the network reads the context once, and its keys and values are copied to each
-    row.
+    continuations that differ only in their last token therefore share a row. If some context has
+    several rows, each context is read once by the network, and its keys and values are copied to
+    each of its rows. Networks whose cache drops tokens (``keeps_all_tokens`` is false) read the
+    context in every row instead.
 
     Args:
         network: network that reads the rows.
@@ -158,10 +159,10 @@ def generate(
 
     Args:
         network: network that reads the texts.
-        requests: requests that begin with the same ``shared`` token ids.
+        requests: requests with the same number ``shared``, and the same first ``shared`` token ids.
         tokenizer: tokenizer of the network.
-        read_prefix: function that reads token ids, and returns them as one row with its keys and
-            values.
+        read_prefix: function that runs the network on the shared token ids, and returns one row
+            with their keys and values.
 
     Returns:
         For each request, the ids of the new tokens, or an error if a logit is not finite.

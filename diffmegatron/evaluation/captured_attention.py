@@ -156,8 +156,9 @@ def quantize_logits(model: Model, bits: int) -> Iterator[None]:
 
     Every forward pass must have a single text.
 
-    A logit x becomes s round(x / s) with s = max |x| / (2^(bits - 1) - 1). The maximum is over all
-    queries, heads and visible keys of an attention call. The softmax is computed in float32.
+    A logit x becomes s * round(x / s), where the step s is max |x| / (2^(bits - 1) - 1). The
+    maximum is over all queries, heads and visible keys of an attention call. The softmax is
+    computed in float32.
 
     Raises:
         UserError: the kind of attention is unknown, or attention is limited to a window.
@@ -200,7 +201,8 @@ def _largest(logits: Tensor) -> float:
 def _attending(network: PreTrainedModel, attend: Callable) -> Iterator[None]:
     """Replace the attention function of a network within this context.
 
-    ``transformers`` builds no attention mask for a function that is not its own.
+    ``transformers`` builds no attention mask for a function that is not its own. The function must
+    therefore apply the causal mask itself.
     """
     usual = network.config._attn_implementation
     ALL_ATTENTION_FUNCTIONS[_NAME] = attend

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 def estimate_measures(suite: Suite, records: Records) -> dict[str, Estimate]:
     """Return every measure of a target with its interval, by name.
 
-    The bootstrap draws single records, which must be independent. It is therefore only correct for
+    A measure without a value, because all its weights are 0, is left out.
+
+    The bootstrap draws single records, so the records must be independent. This holds only for
     measures to which each unit, a group of dependent items (:meth:`Suite.unit`), contributes one
     record.
     """

@@ -43,8 +43,8 @@ def open_evaluators(recipe: Recipe) -> list["SuiteEvaluator"]:
     """Return the evaluators of ``training.evaluate``, after reading their data.
 
     Raises:
-        UserError: a suite cannot run during training, a setting is not valid, data are missing, or
-            an item is longer than the run's sequences.
+        UserError: a suite is named twice or cannot run during training, a setting is not valid,
+            data are missing or empty, or an item is longer than the run's sequences.
     """
     names = [entry.suite for entry in recipe.training.evaluate]
     if len(set(names)) < len(names):
@@ -169,8 +169,8 @@ class SuiteEvaluator:
         """Score all items, and return the suite's measures by the names of their metrics.
 
         The generator yields None after every item except the last, so that the caller can stop the
-        measurement there. If a number is not finite, the result is only the metric
-        ``without_values`` with the value 1.
+        measurement there. If a number is not finite, or if no measure has a value, the result is
+        only the metric ``without_values`` with the value 1.
         """
         model = _RunModel(self._target, network, parallel_state)
         sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
@@ -249,10 +249,10 @@ class _RunModel(Model):
         return text.answer
 
     def _batch(self, ids: Sequence[int], labels: Sequence[int]) -> Batch:
-        """Return this rank's share of a text, padded at its end, as a batch.
+        """Return this rank's shard of a text, padded at its end, as a batch of one row.
 
-        No token of the text attends to the padding. The padded length is divisible by 2 x context
-        ranks x tensor ranks, because every context-parallel rank holds two chunks of equal length,
+        No token of the text attends to the padding. The padded length is a multiple of 2 * context
+        ranks * tensor ranks, because every context-parallel rank holds two chunks of equal length,
         and sequence parallelism divides them equally among the tensor-parallel ranks.
         """
         unit = 2 * self._parallel_state.context_size * self._parallel_state.tensor_size

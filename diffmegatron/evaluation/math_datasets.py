@@ -147,7 +147,10 @@ def _latex(answer: str) -> str:
 
 
 def _boxed(solution: str) -> str | None:
-    r"""Return the content of the last ``\boxed{}``, which may contain balanced braces."""
+    r"""Return the content of the last ``\boxed{}``, which may contain balanced braces.
+
+    Return None if there is no ``\boxed{}``, or if its closing brace is missing.
+    """
     _, mark, rest = solution.rpartition("\\boxed{")
     depth = 1
     for place, letter in enumerate(rest if mark else ""):

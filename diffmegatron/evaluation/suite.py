@@ -1,9 +1,9 @@
 """The base class of the suites (benchmarks) of an evaluation.
 
 A suite is a class in a file of ``suites/``, listed in ``SUITES`` there. Its fields are settings.
-Its methods define the items, the requests to a model, and the score of an item. Restarts,
-progress, intervals, comparison and reports are the same for all suites. A target is a model to
-evaluate.
+Its methods define the items (such as questions), the requests to a model, and the score of an item.
+Restarts, progress, intervals, comparison and reports are the same for all suites, so a suite does
+not define them. A target is a model to evaluate.
 """
 
 from abc import ABC, abstractmethod
@@ -37,8 +37,9 @@ class Item(NamedTuple):
     Attributes:
         key: name within the suite; the same for every target.
         tokens: number of tokens that the model's context must hold; 0 if no model is needed.
-        content: values from which the suite makes the requests. A restart compares a hash of their
-            ``repr``, so different requests need different values.
+        content: values from which the suite makes the requests. A restarted evaluation uses the
+            recorded results only if a hash of the items' ``repr`` is unchanged. Items with
+            different requests must therefore differ in the ``repr`` of these values.
     """
 
     key: str
@@ -52,10 +53,11 @@ class Mean(NamedTuple):
     The measure is the sum of the totals of all items divided by the sum of their weights.
 
     Attributes:
-        total: for example a negative log-likelihood, or 1 for a correct answer.
-        weight: for example the number of tokens.
-        per_token: whether the measure counts tokens, so that it can only be compared between models
-            with the same tokenizer.
+        total: contribution to the sum, for example a negative log-likelihood, or 1 for a correct
+            answer.
+        weight: contribution to the divisor, for example the number of tokens.
+        per_token: whether the measure depends on the division of a text into tokens, so that it can
+            only be compared between models with the same tokenizer.
     """
 
     total: float
@@ -202,7 +204,7 @@ class Suite(Section, ABC):
                 yield item.key, error
 
     def means(self, record: Record) -> Mapping[str, Mean]:
-        """Return an item's contribution to each of its measures, by the measure's name."""
+        """Return an item's contributions to measures, by the name of the measure."""
         return {}
 
     def unit(self, key: str, record: Record) -> str:
@@ -214,7 +216,11 @@ class Suite(Section, ABC):
         return key
 
     def better(self, measure: str) -> Direction | None:
-        """Return whether higher or lower values of a measure or total are better; None: neither."""
+        """Return which values are better, "higher" or "lower"; None: neither.
+
+        Args:
+            measure: name of a measure (:meth:`means`) or of a total (:meth:`totals`).
+        """
         return None
 
     def ordered(self, measures: Sequence[str]) -> list[str]:
@@ -226,7 +232,11 @@ class Suite(Section, ABC):
         return list(measures)
 
     def totals(self, records: Records) -> Mapping[str, float | Estimate]:
-        """Return numbers of a target that are not means over its items, by name."""
+        """Return numbers of one target that are not means over items, by name.
+
+        Args:
+            records: records of all items of the target.
+        """
         return {}
 
     def across(self, records: Mapping[str, Records]) -> Mapping[str, float]:

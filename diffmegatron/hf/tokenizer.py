@@ -1,8 +1,9 @@
 """Convert a tiktoken encoding to a fast Hugging Face tokenizer with the same ids.
 
-``transformers.integrations.tiktoken`` cannot be used. It needs the package blobfile, renumbers
-special tokens although cl100k_base has a gap before them, and does not convert the pattern, so that
-long numbers are split differently (see :func:`oniguruma_pattern`).
+``transformers.integrations.tiktoken`` cannot be used. It needs the package blobfile. It renumbers
+the special tokens, although the ids of cl100k_base have a gap before them that must be kept. It
+also does not convert the regular expression that splits text, so that long numbers are split
+differently (see :func:`oniguruma_pattern`).
 """
 
 import itertools
@@ -74,7 +75,7 @@ def write_tokenizer(
     Args:
         tokenizer: tokenizer of the run. A converted tokenizer uses its end-of-document token as
             bos, eos and padding token.
-        seq_length: maximum length of a text, in tokens.
+        seq_length: maximum length of a text in tokens, which a converted tokenizer records.
         directory: an existing directory. A ``config.json`` in it is part of the check, because
             ``AutoTokenizer`` chooses a class by the model type.
         chat: whether to add the template of :mod:`diffmegatron.hf.chat_template`. It gives a chat
@@ -82,8 +83,9 @@ def write_tokenizer(
             ids, a warning is logged and no template is added.
 
     Raises:
-        UserError: the tokenizer is of neither kind, or the written files give other ids or other
-            text for a sample text.
+        UserError: the tokenizer is neither a tiktoken encoding nor from a Hugging Face folder, or
+            a converted tokenizer gives other ids or other text for a sample text. If a copied
+            tokenizer gives other ids, a warning is logged instead.
     """
     if isinstance(tokenizer, HuggingFaceTokenizer):
         _write_copied(tokenizer, directory, chat=chat)
@@ -155,7 +157,10 @@ def _first_difference(tokenizer: HuggingFaceTokenizer, directory: Path) -> str |
 def _give_template(
     tokenizer: HuggingFaceTokenizer, config: dict[str, Any], directory: Path
 ) -> bool:
-    """Add the chat template to copied files; remove it and return False if its ids are wrong."""
+    """Add the chat template to copied files, and return whether the export has it.
+
+    If the template gives other ids than ``tokenizer``, it is removed, and the result is False.
+    """
     # Name the class that uses tokenizer.json unchanged. Other classes rebuild parts of it, and
     # would lose the split around responses that split_responses adds.
     _write_config(config | {"tokenizer_class": _CLASS}, directory)

@@ -114,7 +114,10 @@ def examine(run_dir: Path) -> Status:
 
 
 def _submitted(run_dir: Path, attempts: Sequence[Attempt]) -> str | None:
-    """Return the Slurm ID of the newest submitted job; None if the job has begun an attempt."""
+    """Return the Slurm ID of the newest submitted job, if the job has not begun an attempt yet.
+
+    Return None if it has begun one, or if no job was submitted.
+    """
     number = read_job_number(run_dir)
     return None if number in {attempt.facts.job for attempt in attempts} else number
 
@@ -201,8 +204,11 @@ def _stages_beside(run_dir: Path) -> list[str]:
 def _current_stage(attempt: Attempt, heartbeat: Heartbeat | None) -> str | None:
     """Return the ``run_dir`` of an attempt's current stage.
 
+    This is the stage of the heartbeat. Without a heartbeat of a stage, it is the last stage that
+    has checkpoints, or else the first stage.
+
     Returns:
-        None if the attempt has no stages, because its recipe could not be read.
+        Path as text; None if the attempt has no stages, because its recipe could not be read.
     """
     if heartbeat is not None and heartbeat.run_dir in attempt.stages:
         return heartbeat.run_dir
@@ -215,7 +221,7 @@ def _state(attempt: Attempt, heartbeat: Heartbeat | None, now: float) -> tuple[s
 
     Args:
         attempt: newest attempt of the job.
-        heartbeat: last heartbeat of this attempt; None: no step yet.
+        heartbeat: training progress that the attempt last wrote; None: no step yet.
         now: present time in seconds since 1970.
     """
     name = f"attempt {attempt.number}"
@@ -239,8 +245,8 @@ def _state(attempt: Attempt, heartbeat: Heartbeat | None, now: float) -> tuple[s
 def _seconds_left(entries: Sequence[Entry], step: int | None, steps: int | None) -> float | None:
     """Estimate the remaining seconds from the mean seconds per step of the newest metric entries.
 
-    An interval with more than ten times the median seconds per step is ignored, because it contains
-    a requeue.
+    An interval between two entries in which a step took more than ten times the median is ignored,
+    because the job was requeued in it.
 
     Args:
         entries: newest entries of the metrics.

@@ -166,7 +166,7 @@ def estimate_time(
 def bubble_share(recipe: Recipe, microbatches: int) -> float:
     """Return a stage's idle time in the pipeline's bubble divided by its working time.
 
-    It is (p - 1) / (m v) with p pipeline stages, m microbatches and v virtual stages per rank
+    It is (p - 1) / (m * v) with p pipeline stages, m microbatches and v virtual stages per rank
     (Narayanan et al., 2021, arXiv 2104.04473).
     """
     parallel = recipe.parallel

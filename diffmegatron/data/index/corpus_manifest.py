@@ -229,7 +229,8 @@ def hash_file(path: Path, before: int = 0, after: int = 0) -> str:
 def hash_in_parts(path: Path) -> Iterator[str]:
     """Yield the sha256 of the bytes read so far: after every GiB, and at the end of the file.
 
-    The last value is the hash of the whole file. The caller can do other work between two values.
+    The last value is the hash of the whole file. Because the hash comes in parts, the caller can do
+    other work between two values.
     """
     digest, read = hashlib.sha256(), 0
     for piece in pieces(path):
@@ -261,6 +262,9 @@ def pieces(path: Path, before: int = 0) -> Iterator[memoryview]:
 
 def length_histogram(lengths: np.ndarray, counts: np.ndarray) -> tuple[LengthBin, ...]:
     """Return a histogram of document lengths, computed in constant memory.
+
+    A document consists of one sequence, or in a corpus for fine-tuning of several: its prompts and
+    responses.
 
     Args:
         lengths: int32 ``[sequences]``, number of tokens of each sequence.

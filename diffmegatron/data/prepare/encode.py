@@ -20,9 +20,9 @@ _SURROGATE = "the text has a lone surrogate, which is not a character"
 
 
 def token_dtype(tokenizer: str) -> np.dtype:
-    """Return the dtype of Megatron for the ids of a tokenizer (``DType.optimal_dtype``).
+    """Return the dtype in which Megatron stores a tokenizer's ids (``DType.optimal_dtype``).
 
-    The dtype is uint16 if the vocabulary has fewer than 65,500 ids, and int32 otherwise.
+    It is uint16 if the vocabulary has fewer than 65,500 ids, and int32 otherwise.
     """
     return np.dtype(np.uint16 if loaded(tokenizer).vocab_size < 65500 else np.int32)
 

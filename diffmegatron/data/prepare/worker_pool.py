@@ -111,7 +111,8 @@ def _delayed_interrupts() -> Iterator[None]:
     if is_main:
         handler = signal.signal(signal.SIGINT, lambda *call: received.append(call))
     try:
-        # Before CPython 3.12, the start of the tracker unblocks SIGINT, so it must come first.
+        # Before CPython 3.12, the start of multiprocessing's resource tracker unblocks SIGINT. So
+        # start it before SIGINT is blocked.
         resource_tracker.ensure_running()
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
@@ -134,7 +135,8 @@ def _start_worker() -> None:
 def _exit_with_parent() -> None:
     """Wait until the parent process has ended, and then end this worker process.
 
-    Otherwise the worker would wait for work forever, because it keeps the queue open itself.
+    A worker whose parent was killed would otherwise wait for work forever. The end of the parent
+    does not close the queue of work, because the worker also holds the queue's writing end.
     """
     parent = multiprocessing.parent_process()
     if parent is not None:

@@ -1,4 +1,4 @@
-"""Statistics of attention heads, as in the figures of DEX (Kong, Jang, Kwak, 2025)."""
+"""Statistics of attention heads, as in the figures of the paper DEX (Kong, Jang, Kwak, 2025)."""
 
 from collections.abc import Mapping, Sequence
 from itertools import chain, cycle
@@ -65,7 +65,8 @@ class AttentionAnalysis(TextSuite):
         It is long enough if it has at least 4 tokens, and if the share ``top`` of its tokens is at
         least one token.
         """
-        # Tokens have less than 16 characters on average, so this suffices for `length` tokens.
+        # Tokens have less than 16 characters on average, so the first 16 * length characters of a
+        # document contain at least `length` tokens.
         texts = first_texts(self.data, self.documents, 16 * self.length)
         found = []
         for number, (_, text) in enumerate(texts):
@@ -152,11 +153,15 @@ def _between_layers(pairs: torch.Tensor, count: int) -> dict[str, Any]:
     """Return the mean over all pairs of different heads, and the means by pair of layers.
 
     The mean of a pair of layers is over pairs with one head in each layer. A mean is None if there
-    are no pairs, which happens within a layer that has one head.
+    are no pairs of different heads, which happens within a layer that has one head.
 
     Args:
         pairs: values of pairs of heads, [layers * count, layers * count].
         count: number of heads of a layer.
+
+    Returns:
+        The mean over all pairs as "mean", and the means by pair of layers as "layers", which is a
+        list of rows.
 
     Raises:
         NotFiniteError: a value is not finite.

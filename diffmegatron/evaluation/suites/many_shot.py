@@ -20,16 +20,16 @@ if TYPE_CHECKING:
 DATA_DIR = Field(description="folder with the files of published data sets")
 
 
-# Suffix in the name of the measure that is the mean of a task over all numbers of examples.
+# Suffix in the name of a task's measure that is the mean of its accuracy over all ``shots``.
 _MEAN = ", mean over shots"
 
 
 class ManyShot(Suite):
     """Accuracy of classification after ``shots`` examples of the training set.
 
-    The examples are the same for every test item. More shots add examples at the end of those for
-    fewer shots. The model chooses among all labels of the training set. An item whose prompt is
-    longer than a target's context is not run.
+    ``shots`` is a list of numbers of examples. The examples are the same for every test item, and
+    the examples of a number begin with those of every smaller number. The model chooses among all
+    labels of the training set. An item whose prompt is longer than a target's context is not run.
     """
 
     name: ClassVar[str] = "many-shot"
@@ -69,7 +69,10 @@ class ManyShot(Suite):
 
     @override
     def means(self, record: Record) -> dict[str, Mean]:
-        """Return the accuracy by task and number of shots, and by task over all numbers."""
+        """Return the item's part of two accuracies of its task.
+
+        One is for the item's number of shots, the other is over all numbers of shots.
+        """
         right = Mean(float(record["right"]))
         task, shots = record["task"], record["shots"]
         return {f"{task}, {shots} shots": right, f"{task}{_MEAN}": right}

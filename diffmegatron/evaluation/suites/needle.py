@@ -1,6 +1,6 @@
 """Multi-needle retrieval: find numbers of cities in a long text (LWM, Gemini 1.5).
 
-A needle is a sentence with the number of a city, which is hidden in the text.
+A needle is a sentence that gives a number for a city, and that is hidden in the text.
 """
 
 import random

@@ -9,8 +9,9 @@ heads and A2 of the noise heads:
     lambda = exp(lambda_q1 . lambda_k1) - exp(lambda_q2 . lambda_k2) + lambda_init
     heads = (1 - lambda_init) RMSNorm(out), over the 2d channels of each head
 
-A differential key-value head has two keys of d channels, k1 for its signal heads and k2 for their
-noise heads, and one value of 2d channels.
+Here d is the number of channels of a query (``head_dim``). A differential key-value head has two
+keys of d channels, k1 for its signal heads and k2 for their noise heads, and one value v of 2d
+channels.
 
 Order of the heads in the projections:
 
@@ -21,9 +22,10 @@ Order of the heads in the projections:
 
 **Motif-2's checkpoints** have the same heads in another order. They have 40 query heads, of which 8
 are noise heads, and 16 key heads: h = 32, r = 4, h_kv = 8. Their queries are in groups of r signal
-heads followed by their noise head: the d rows of block 5m + i are signal head 4m + i for i < 4, and
-noise head m for i = 4. Their keys alternate: block 2j + i is k1 (i = 0) or k2 (i = 1) of key-value
-head j. Values and output have the same order as here. Their MLP has another activation, PolyNorm.
+heads followed by their noise head. In blocks of d rows, block 5 * m + i is signal head 4 * m + i
+for i < 4, and noise head m for i = 4. Their keys alternate: block 2 * j + i is k1 (i = 0) or k2
+(i = 1) of key-value head j. Values and output have the same order as here. Their MLP has another
+activation, PolyNorm.
 
 This file imports only torch, transformers and its configuration, because exported models contain a
 copy of it.
@@ -62,10 +64,11 @@ FLOAT32 = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2", "subln")
 
 
 class NoiseHeads(nn.Module):
-    """Attributes that attention functions read from a module, with the values for noise heads.
+    """Module without weights that attention functions receive when they compute the noise heads.
 
-    They differ from those of the signal heads in ``num_key_value_groups``, the number of query
-    heads per key-value head, because there are fewer noise heads than signal heads.
+    They read its attributes. For the signal heads they receive :class:`GroupedDiffAttention`, whose
+    ``num_key_value_groups`` (the number of query heads per key-value head) is larger if there are
+    more signal heads than noise heads.
     """
 
     def __init__(self, config: GroupedDiffConfig, layer_idx: int) -> None:
@@ -114,8 +117,8 @@ class GroupedDiffAttention(LlamaAttention):
             position_embeddings: cosines and sines of RoPE, [b, s, d] each.
             attention_mask: mask in the form of the attention function in use.
             past_key_values: cache of previous keys and values, to which this call adds its own. The
-                keys are [b, 2 h_kv, t, d], all k1 and then all k2. The values have the same shape:
-                the first d channels of all values, then their last d channels.
+                keys are [b, 2 * h_kv, t, d], all k1 and then all k2. The values have the same
+                shape: the first d channels of all values, then their last d channels.
             kwargs: arguments of the attention function.
 
         Raises:
@@ -186,7 +189,7 @@ class GroupedDiffAttention(LlamaAttention):
     def _combine(self, signal: Tensor, noise: Tensor) -> Tensor:
         """Subtract lambda times the noise and apply the headwise norm; return [b, s, h, 2d].
 
-        It is computed in at least float32, so that only the result is rounded, and not every term.
+        The computation is in at least float32. Only its result is rounded, in the caller.
 
         Args:
             signal: outputs of the signal heads, [b, s, h, 2d].

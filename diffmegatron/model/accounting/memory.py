@@ -54,7 +54,7 @@ class StageMemory:
         communication: buckets for reducing gradients.
         activations: saved activations of all microbatches in flight, after their forward passes.
         loss: memory during the loss and the backward pass of the output layer.
-        reduction: memory while the ZeRO engine copies or reduces the output layer's gradient.
+        reduction: memory while DeepSpeed copies or reduces the output layer's gradient.
         layer: memory during the backward pass of one layer.
         embedding: memory during the backward pass of the embedding.
         update: temporary memory of the optimizer's update, after the activations are freed.
@@ -217,8 +217,8 @@ def _zero_2(states: StageMemory, recipe: Recipe, shards: int, microbatches: int)
       one microbatch per step, they therefore exist only during the update.
     - ``update`` is the larger of two sizes. The first is a gradient copied to float64 to compute
       its norm. The second is the gradients of this rank's partition in the run's precision, which
-      stay in memory until the backward pass ends. They count as memory of the update, because at
-      that end, as in the update, no activations are left.
+      stay in memory until the backward pass ends. They count as memory of the update, because no
+      activations are left at the end of the backward pass, as during the update.
     """
     norm, elements = _float64_norm(states, recipe, shards), states.gradients // FLOAT32
     update = norm if recipe.training.precision == "bf16" else max(states.update, norm)
@@ -269,7 +269,7 @@ def _offloaded(states: StageMemory, recipe: Recipe, shards: int) -> StageMemory:
     - With ZeRO 1 and 2, the device has such a buffer as well.
     - ZeRO 1 still accumulates all gradients on the device in float32, and reduces them in a float32
       bucket. A gradient that is larger than the bucket is copied.
-    - ZeRO 2 computes the norm of gradients in float64.
+    - ZeRO 2 computes the norm of gradients on the device, in float64.
     """
     element = BYTES[recipe.training.precision]
     partition = states.optimizer // (3 * FLOAT32)
@@ -296,13 +296,16 @@ def _offloaded(states: StageMemory, recipe: Recipe, shards: int) -> StageMemory:
 def _reduction(
     recipe: Recipe, stage: int, shards: int, microbatches: int, device: Device
 ) -> Moment:
-    """Return the memory while the ZeRO engine copies or reduces the output layer's weight gradient.
+    """Return the memory while DeepSpeed copies or reduces the output layer's weight gradient.
 
-    - ZeRO 1 without offload needs no copy.
+    The result is 0 if this weight is frozen.
+
+    - ZeRO 1 without offload needs no copy; the result is then 0.
     - ZeRO 1 with offload copies each gradient to float32 to accumulate it.
     - ZeRO 2 with offload allocates its bucket, and copies a gradient larger than the bucket.
     - ZeRO 2 without offload holds a gradient that is larger than the bucket until the gradient of
-      the final norm is computed. Then it copies and reduces the gradient in pieces.
+      the final norm is computed. Then it copies and reduces the gradient in pieces. For a smaller
+      gradient, the result is 0.
     - The copies of ZeRO 3 are not estimated; the result is then 0.
 
     The gradient of a tied embedding is complete, and copied, only at the end of the backward pass.
@@ -349,7 +352,11 @@ def _reduced_together(recipe: Recipe, stage: int, shards: int) -> int:
 
 
 def largest_trained(recipe: Recipe, stage: int) -> int:
-    """Return the number of elements of a stage's largest trained parameter on a tensor rank."""
+    """Return the number of elements of a stage's largest trained parameter on a rank.
+
+    If everything is trained, this is the shard of a vocabulary matrix on a tensor-parallel rank,
+    also for stages without such a matrix.
+    """
     if trains_everything(recipe):
         return activations.vocabulary_elements(recipe)
     return max(

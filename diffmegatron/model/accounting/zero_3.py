@@ -5,8 +5,8 @@ weights and prefetch those of the next modules; after the call they release them
 follows ``PartitionedParameterCoordinator`` of DeepSpeed 0.19.8
 (runtime/zero/partitioned_param_coordinator.py) with the defaults of runtime/zero/config.py.
 
-The first microbatch of a run gathers more than the result, because the coordinator has not yet
-recorded the order of the modules.
+The result is for every microbatch except the first one of a run. The first one gathers more,
+because the coordinator has not yet recorded the order of the modules.
 """
 
 from collections import deque
@@ -84,7 +84,8 @@ def _calls(recipe: Recipe) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int,
     Returns:
         A tuple of three:
 
-        - number of elements of each module's large weights;
+        - number of elements of each module's weights, counting only tensors that are larger than
+          ``PERSISTENT``;
         - indices of the modules in the order of the calls in the forward pass;
         - indices of the modules in the order of the calls in the backward pass, which includes the
           forward calls of recomputed layers.

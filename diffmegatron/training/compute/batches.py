@@ -56,9 +56,10 @@ def verify_sources(
 
 
 def _hash(data: DataConfig, rank: int, ranks: int) -> Iterator[None]:
-    """Hash every ``ranks``-th data file; yield after each gibibyte.
+    """Hash every ``ranks``-th data file, beginning with number ``rank``; yield after each gibibyte.
 
-    Small index files come last, so that the large files are spread evenly over the ranks.
+    Index files are small. They are last in the list of files, so that the large files are spread
+    evenly over the ranks.
 
     Raises:
         UserError: If a file is damaged.

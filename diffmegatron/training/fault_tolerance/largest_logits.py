@@ -46,7 +46,7 @@ def _observe(
     key: Tensor,
     documents: Tensor | None,
 ) -> None:
-    """Add a layer's largest logit of one microbatch to ``found``; called by the layer.
+    """Update a layer's largest logit in ``found`` with one microbatch; the layer calls this.
 
     Args:
         found: largest logit so far, by global layer number.
@@ -58,7 +58,7 @@ def _observe(
     """
     length, rows = query.shape[:2]
     ends = range(0, length * rows + 1, length) if documents is None else documents.tolist()
-    # [s, b, heads, d] to [b s, heads, d]: the sequences of the batch one after the other.
+    # [s, b, heads, d] to [b * s, heads, d]: the sequences of the batch one after the other.
     queries, keys = (x.transpose(0, 1).flatten(0, 1).float() for x in (query, key))
     pairs = [
         (queries[:, query_heads], keys[:, key_head].unsqueeze(1))
@@ -79,7 +79,9 @@ def _observe(
 
 
 def _largest(queries: Tensor, keys: Tensor) -> Tensor:
-    """Return the largest q · k of one document under the causal mask, 0-dim.
+    """Return the largest q · k, before the division by sqrt(d), of one document; 0-dim.
+
+    The maximum is over the pairs that the causal mask does not hide.
 
     Args:
         queries: query heads that share one key head, [s, heads, d].

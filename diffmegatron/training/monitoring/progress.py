@@ -28,7 +28,11 @@ class Progress:
         return (step - marked_step) * self._tokens_per_step / (now - marked_time)
 
     def skip(self, seconds: float) -> None:
-        """Exclude a pause of ``seconds``, such as an evaluation or a save, from the speed."""
+        """Exclude a pause, such as an evaluation or a save, from the next ``tokens_per_second``.
+
+        Args:
+            seconds: duration of the pause.
+        """
         step, marked_time = self._marked
         self._marked = (step, marked_time + seconds)
 

@@ -22,10 +22,11 @@ _SLOWER = 1.5
 
 
 class PhaseClock:
-    """Total seconds that this rank has spent in each phase, measured by the CPU's clock.
+    """Clock of the seconds that this rank has spent in each phase since the last report.
 
-    On a GPU, the first two phases only launch kernels. The phase ``update`` reads a value from the
-    device, so its time includes the wait for the kernels of all phases.
+    It uses the clock of the CPU. On a GPU, the first two phases only launch kernels. The phase
+    ``update`` reads a value from the device, so its time includes the wait for the kernels of all
+    phases.
 
     Attributes:
         slow_ranks: ranks that were slow in the last report: their time in the phases ``data`` and
