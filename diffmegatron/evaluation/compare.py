@@ -166,7 +166,7 @@ def curves_of(run: RecordedRun) -> Curves:
 
 
 def final_figures(run: RecordedRun) -> dict[str, Any]:
-    """Return the final figures of a run by name, for the comparison with other runs.
+    """Return a dict with the names and values of a run's final figures.
 
     Steps and tokens are sums over all stages; other figures are those of the last stage. Training
     losses are means over the last tenth of the stage's steps. Throughput is the median of its

@@ -38,7 +38,8 @@ class Model:
         # Largest number of tokens of a batch. It is reduced when a batch does not fit into the
         # memory.
         self._batch_tokens: float = math.inf
-        # Token ids that the requests of the last batch share, and their keys and values.
+        # The tokens with which all prompts of the last generation batch begin, and the keys and
+        # values of these tokens.
         self._prefix: tuple[list[int], Rows] | None = None
 
     @cached_property

@@ -2,8 +2,9 @@
 
 A :class:`WeightRule` names some of our weights (``ours``), the equivalent weights of Hugging Face
 (``theirs``), and the conversions in both directions. Each kind of attention defines its own rules.
-:func:`to_hf` and :func:`from_hf` use the same table of rules. Both networks apply RoPE to the two
-halves of a head, so the rows within a head keep their order.
+:func:`to_hf` and :func:`from_hf` use the same table of rules. RoPE rotates the same pairs of
+channels in both networks (i and i + d / 2 of a head with d channels), so the conversions keep the
+order of the rows within a head.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -29,8 +30,8 @@ def table(model: ModelConfig, step: int = 0) -> tuple[WeightRule, ...]:
 
     Raises:
         UserError: the Hugging Face class of the kind of attention cannot compute the model; or the
-            kind inherits its export from another kind, and the two differ in their parameters or
-            their computation.
+            kind inherits its export from another kind, but has other parameters or another
+            computation than that kind.
     """
     model.attention.hugging_face(model.hidden_size)
     for kind, _ in model.attention.by_kind(model.num_layers):

@@ -171,8 +171,8 @@ class _Float32Gradients:
         rank = self._optimizer.real_dp_process_group[number].rank()
         size = own.flat_partition.numel()
         own.flat_partition = self.groups[number].flat[rank * size : (rank + 1) * size]
-        # The method moves the partition to a device and creates the views into it again. Here the
-        # device is the same, and the views of the new tensor are needed.
+        # This method of DeepSpeed moves the partition to a device, and creates new views into it.
+        # Here the device stays the same. The call is only needed for views into the new tensor.
         own.move_flat_partition(own.flat_partition.device)
         return own
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def rank_chunks(rank: int, size: int) -> tuple[int, int]:
-    """Return the numbers (from 0) of the two chunks that a rank holds, in their order there."""
+    """Return the numbers (from 0) of a rank's two chunks, in the order in which it holds them."""
     return rank, 2 * size - 1 - rank
 
 

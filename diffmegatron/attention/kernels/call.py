@@ -32,8 +32,8 @@ class AttentionCall:
         mask: visible (query, key) pairs.
         lambda_: 0-dim factor of the second map. None with one map, and in `chunk_attention`, which
             returns the outputs of the two maps without subtracting them.
-        norm: headwise norm of the result, or None. A backend with `fuses_norm` applies it itself.
-            For other backends `diff_attention` applies it afterwards.
+        norm: headwise norm (RMSNorm of each head's output), or None. A backend with `fuses_norm`
+            applies it itself. For other backends `diff_attention` applies it afterwards.
     """
 
     maps: QKV

@@ -490,7 +490,10 @@ class Variant(Section, ABC):
     def layer_rules(
         self, ours: str, theirs: str, hidden_size: int, *, layer: int, step: int
     ) -> list[WeightRule]:
-        """Return the :meth:`weight_rules` of one layer at one step.
+        """Return the rules that map the attention weights of one layer at one step.
+
+        These are :meth:`weight_rules`. A kind whose rules depend on the layer or the step overrides
+        this method.
 
         Args:
             ours, theirs: prefixes of the attention's weights here and at Hugging Face.
