@@ -1,8 +1,9 @@
 """Ledger of a job: one entry for each attempt (one start of the job) in ``run_dir/attempts``.
 
 The entry ``NNNN.json`` is written when attempt NNNN begins, and again when it ends. ``NNNN/`` is
-the attempt's directory, in which every rank records how it ended. The second version of an entry is
-computed from files only. If the job was killed, the next attempt can therefore write it.
+the attempt's directory, in which every rank records how it ended. The end of an attempt is computed
+only from files in this directory and from the checkpoints. If the job was killed before it wrote
+the end, the next attempt can therefore write it.
 """
 
 import logging
@@ -62,8 +63,10 @@ class Attempt(Section):
         facts: facts known at the beginning.
         stages: ``run_dir`` of each stage -> total number of its steps; empty: no recipe could be
             read yet.
-        startup_seconds: seconds that the run's watchdog waits for the first step.
-        step_seconds: seconds that the watchdog waits for every other step.
+        startup_seconds: time that the watchdog of a run allows for the first step, in seconds; the
+            largest value of all stages.
+        step_seconds: time that the watchdog allows for every other step, in seconds; the largest
+            value of all stages.
         began: time of the beginning in seconds since 1970.
         saved_at_start: saved progress at the beginning: the step of the newest checkpoint, summed
             over the stages.
@@ -74,11 +77,11 @@ class Attempt(Section):
         hosts: hosts of the ranks that caused a fault.
         unfit: hosts among ``hosts`` that failed the preflight checks.
         stragglers: hosts of slow ranks. A report compares the working times of the ranks every few
-            steps. A rank is slow if it was much slower than most ranks in more than half of the
-            reports.
-        first_step: first step of the attempt in the last stage that it trained.
-        last_step: last step of the attempt in the last stage that it trained.
-        saved: saved progress at the end, in the unit of ``saved_at_start``.
+            steps. A rank is slow if it was much slower than most ranks in more than half of at
+            least ten reports.
+        first_step: first step of the attempt in the last stage that it trained; None: unknown.
+        last_step: last step of the attempt in the last stage that it trained; None: unknown.
+        saved: saved progress at the end, defined as ``saved_at_start``.
         faults: number of faults in a row without a new checkpoint between them, up to this attempt.
     """
 
@@ -108,7 +111,7 @@ class Attempt(Section):
 
     @property
     def has_trained(self) -> bool:
-        """True if the attempt trained beyond its first step."""
+        """True if ``last_step`` is greater than ``first_step``."""
         return (self.last_step or 0) > (self.first_step or 0)
 
     @property
@@ -246,8 +249,8 @@ class Ledger:
 
         Args:
             attempt: an attempt that has begun.
-            was_killed: whether the attempt was killed with its job. Ranks may then have recorded no
-                end.
+            was_killed: whether the attempt was killed with its job. In this case, some or all ranks
+                may have recorded no end.
 
         Returns:
             The attempt with its end.
@@ -313,7 +316,10 @@ class Ledger:
 
 
 def suspects(attempts: Sequence[Attempt]) -> dict[str, int]:
-    """Count, for each host, the recent attempts in which the host caused a fault or was slow."""
+    """Return host -> number of the last ten attempts in which it caused a fault or was slow.
+
+    Hosts with the number 0 are absent. The host with the largest number comes first.
+    """
     recent = attempts[-_RECENT_ATTEMPTS:]
     named = [host for each in recent for host in {*each.hosts, *each.stragglers}]
     return dict(Counter(sorted(named)).most_common())
@@ -341,14 +347,14 @@ def ledger_of(recipes: Sequence[Recipe]) -> Ledger:
 
 
 def _saved(stages: Mapping[str, int]) -> tuple[int, Path | None]:
-    """Return the saved progress of a run.
+    """Return the saved progress of a run, and the path of its newest checkpoint.
 
     Args:
         stages: ``run_dir`` of each stage -> number of its steps.
 
     Returns:
-        The step of the newest checkpoint, summed over the stages, and the path of the newest
-        checkpoint of the last stage that has one.
+        The saved progress: the sum of the step numbers of the newest checkpoint of each stage. The
+        path is that of the newest checkpoint in the last stage that has one; None: no checkpoint.
     """
     total, newest = 0, None
     for run_dir in stages:

@@ -27,7 +27,7 @@ _LEFT = ".left"
 
 
 class CheckpointStore:
-    """The folder ``run_dir/checkpoints``: lists, adds and removes checkpoints."""
+    """The folder ``run_dir/checkpoints``, with methods that list, add and remove checkpoints."""
 
     def __init__(self, run_dir: Path) -> None:
         self.directory = run_dir / CHECKPOINTS
@@ -98,7 +98,10 @@ class CheckpointStore:
         return unfinished
 
     def commit(self, step: int) -> Path:
-        """Flush a written checkpoint to disk and rename it to its final path."""
+        """Flush a written checkpoint to disk and rename it to its final path.
+
+        An earlier checkpoint at this path is replaced.
+        """
         unfinished, final = self.unfinished_path(step), self.path(step)
         for path in (*unfinished.iterdir(), unfinished):
             with _opened(path) as descriptor:
@@ -124,7 +127,8 @@ class CheckpointStore:
         """
         path = self.path(step)
         # Renaming needs write permission on the parent folder only, but deleting the files needs it
-        # on the directory itself. This check prevents a rename without the deletion.
+        # on the directory itself. Without this check, a checkpoint could be renamed although its
+        # files cannot be deleted.
         if not os.access(path, os.W_OK | os.X_OK, effective_ids=True):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
         shutil.rmtree(self._rename_removed(step))

@@ -1,4 +1,4 @@
-"""Sharded storage of named tensors, which a run with any layout can read.
+"""Sharded storage of named tensors, which a run with any parallel layout can read.
 
 Each rank writes the pieces that it owns into one safetensors file. A piece is a contiguous range of
 float32 elements of a flattened box. The box is a rectangular region of a named tensor, namely a
@@ -37,7 +37,7 @@ KINDS = (WEIGHT, "exp_avg", "exp_avg_sq")
 A frozen parameter has no moments.
 """
 OWN = "random."
-"""Prefix of the names of a rank's random states, which are uint8 [n] each."""
+"""Prefix of the names of a rank's random states, which are one-dimensional uint8 tensors."""
 _PIECES = "pieces"
 
 
@@ -68,13 +68,13 @@ class _Stored:
 def pieces_of(shards: Iterable[Shard], start: int, tensors: Mapping[str, Tensor]) -> list[Piece]:
     """Split a range of a flattened parameter into pieces, one per shard that the range overlaps.
 
-    The parameter is that of this rank. It stores one shard of a named tensor, or several if it is
-    fused, such as the gate and the up projection of SwiGLU.
+    A parameter of this rank holds one shard of a named tensor. A fused parameter, such as the gate
+    and the up projection of SwiGLU, holds the shards of several named tensors.
 
     Args:
-        shards: all shards that the parameter stores.
+        shards: all shards that the parameter holds.
         start: index of the range's first element in the flattened parameter.
-        tensors: values of the range for each of :data:`KINDS`, [n] each.
+        tensors: values of the range for each of :data:`KINDS`, [n] each for a range of n elements.
     """
     numel = next(iter(tensors.values())).numel()
     pieces = []
@@ -90,15 +90,15 @@ def pieces_of(shards: Iterable[Shard], start: int, tensors: Mapping[str, Tensor]
 def named_tensors(
     pieces: Iterable[Piece], extra: Mapping[str, Tensor]
 ) -> tuple[dict[str, Tensor], str]:
-    """Return the tensors that a rank writes, by their names in its file.
+    """Return the tensors that a rank writes, and the JSON description of its pieces.
 
     Args:
         pieces: pieces that the rank owns.
         extra: additional tensors of this rank by name, such as its random states.
 
     Returns:
-        The tensors by name, which share memory with the pieces, and a JSON description of the
-        pieces. :func:`write_pieces` needs both.
+        A mapping from names in the rank's file to tensors, which share memory with the pieces, and
+        the description as a string. :func:`write_pieces` needs both.
     """
     tensors: dict[str, Tensor] = {}
     described = []
@@ -159,7 +159,7 @@ class ShardedReader:
         return next(iter(self._boxes_of(name).values()))[0].place.global_shape
 
     def kinds(self, name: str) -> tuple[str, ...]:
-        """Return the :data:`KINDS` stored for a tensor: only the weight if it was frozen."""
+        """Return the :data:`KINDS` stored for a tensor; a frozen tensor has only the weight."""
         stored = next(iter(self._boxes_of(name).values()))[0]
         return _kinds(stored.file, stored.index)
 
@@ -197,7 +197,12 @@ class ShardedReader:
         return wanted
 
     def extra(self, file: str, name: str) -> Tensor | None:
-        """Return a rank's additional tensor, such as a random state; None if it was not saved."""
+        """Return an additional tensor of a rank, such as a random state; None if it is not stored.
+
+        Args:
+            file: name of the rank's file.
+            name: name of the tensor.
+        """
         if file not in self._files or name not in self._files[file].tensors:
             return None
         return torch.tensor(self._files[file].array(name))
@@ -212,7 +217,9 @@ class ShardedReader:
 
 
 def _places(file: TensorFile) -> list[Place]:
-    """Check that a file has the tensors of its pieces and no others, and return their positions.
+    """Check which tensors a rank's file holds, and return the positions of the file's pieces.
+
+    The file must hold the tensors of its pieces, may hold random states, and nothing else.
 
     Raises:
         UserError: the description is damaged, or a tensor is missing, unknown or of another shape.
@@ -243,7 +250,7 @@ def _kinds(file: TensorFile, index: int) -> tuple[str, ...]:
 
 
 def _join(kind: str, shape: tuple[int, ...], pieces: list[_Stored]) -> Tensor:
-    """Assemble a box of this shape, in float32, from the pieces that cover it."""
+    """Assemble a box of the given shape, in float32, from the pieces that cover it."""
     flat = torch.empty(math.prod(shape))
     values = flat.numpy()
     for piece in pieces:

@@ -21,7 +21,7 @@ RESERVED = frozenset(
     {"attempts", "checkpoints", "events", "job.sh", "job.yaml", "job_number", "lock", "profile"}
     | {"metrics.jsonl", "recipe.yaml", "stacks", "tensorboard", "torchrun.sh", "wandb_id"}
 )
-# Names that stages cannot have either: numbered files of jobs, and temporary files that are renamed
+# More names that stages cannot have: numbered files of jobs, and temporary files that are renamed
 # to a reserved name.
 _RESERVED_FORMS = re.compile(
     rf"job_\d+\.log|preflight_\d+|({'|'.join(map(re.escape, sorted(RESERVED)))})\..*"
@@ -115,7 +115,7 @@ def by_stage(
         if not override.startswith(STAGES):
             continue
         rest = override.removeprefix(STAGES)
-        # Names may contain dots and may be prefixes of each other, so the longest one is chosen.
+        # Names may contain dots and may be prefixes of each other, so the longest match is chosen.
         name = max((each for each in stages if rest.startswith(f"{each}.")), key=len, default=None)
         if name is None:
             raise UserError(
@@ -168,10 +168,14 @@ def check_follows(before: Recipe, before_name: str, now: Recipe, now_name: str) 
 
 
 def rotary_changes(before: Recipe, now: Recipe) -> list[str]:
-    """Return the rotary embedding's changes from ``before`` to ``now`` as ``key old -> new``.
+    """Return each change of the rotary embedding as one string, ``key old -> new``.
 
     Such changes are allowed, because training on longer sequences needs them. The caller reports
-    them, because a later stage that does not repeat a change silently undoes it.
+    them, because a stage that does not repeat the change of an earlier stage silently undoes it.
+
+    Args:
+        before: recipe of the earlier run or stage.
+        now: recipe of the later run or stage.
     """
     was, is_now = (model_keys(each.model, each.model.attention) for each in (before, now))
     return [f"{key} {was[key]} -> {is_now[key]}" for key in _ROTARY if was[key] != is_now[key]]

@@ -50,12 +50,12 @@ def select_heads(
         model: checkpoint, or a ``run_dir``, whose newest checkpoint is used.
         data: prefix of a prepared corpus that was tokenized with the model's tokenizer.
         out: file to create; ``.scores.json`` and ``.png`` of the same name are written beside it.
-        overrides: ``KEY=VALUE`` overrides of the checkpoint's recipe; without them the layout is
-            one process.
+        overrides: ``KEY=VALUE`` overrides of the checkpoint's recipe. The recipe's parallel layout
+            is replaced by that of one process before the overrides apply.
         method: name of the scoring method.
         share: share of each layer's heads to select. The number of heads is rounded, and is at
             least 1.
-        sequences: number of sequences of ``training.seq_length`` tokens.
+        sequences: number of sequences to score on, each of ``training.seq_length`` tokens.
 
     Returns:
         A summary of the selection on rank 0; None on the other ranks.
@@ -95,9 +95,14 @@ def select_heads(
 
 
 def select_layer_heads(scores: Sequence[float], share: float, *, highest: bool) -> tuple[int, ...]:
-    """Return the indices of the heads of a layer with the highest or lowest scores, ascending.
+    """Return the indices of a layer's heads with the best scores, in ascending order.
 
     Among heads with equal scores, those with lower indices are selected first.
+
+    Args:
+        scores: score of each head of the layer.
+        share: share of the heads to select; the rounded number is at least 1.
+        highest: whether the highest scores are the best; if False, the lowest are.
     """
     count = max(1, round(share * len(scores)))
     order = sorted(range(len(scores)), key=lambda head: scores[head], reverse=highest)
@@ -150,10 +155,16 @@ def _calibration_recipe(
 
 
 def _gather_scores(sums: Sums, weight: float, parallel_state: ParallelState) -> Scores:
-    """Return the scores of the heads of every layer, the same on every rank.
+    """Return the score of every head as ``scores[layer][head]``, the same on every rank.
 
-    A score is a weighted mean over all sequences: the sum of all ranks' sums, divided by the sum of
-    their weights. They are added in a fixed order: by data-parallel, then by tensor-parallel rank.
+    A head's score is a weighted mean over all sequences: the sums of all data-parallel ranks are
+    added in the order of the ranks, and divided by the sum of their weights. The heads of the
+    tensor-parallel ranks are joined in the order of the ranks.
+
+    Args:
+        sums: layer -> sum for each head of this rank.
+        weight: weight of these sums.
+        parallel_state: process groups of this rank.
     """
     coordinates = (parallel_state.data_rank, parallel_state.tensor_rank)
     own = {layer: value.tolist() for layer, value in sums.items()}

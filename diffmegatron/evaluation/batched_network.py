@@ -18,8 +18,8 @@ _LOGITS_AT_ONCE = 1024
 class _ReservedLayer(DynamicLayer):
     """Key-value cache of one layer in memory that is allocated once.
 
-    ``DynamicCache`` of ``transformers`` copies all keys and values for each new token. With
-    ``StaticCache``, attention also computes over the unused part of the memory.
+    The caches of ``transformers`` are slower: ``DynamicCache`` copies all keys and values for each
+    new token, and with ``StaticCache`` attention also computes over the unused part of the memory.
 
     Args:
         columns: largest number of tokens of a row, including padding.
@@ -70,13 +70,15 @@ class _ReservedLayer(DynamicLayer):
 
 @dataclass
 class Rows:
-    """State of a batch with one text per row, after the tokens that the network has read.
+    """State of a batch with one text per row, after the tokens that the network has processed.
+
+    The network processes the texts in chunks: the next tokens of every row, padded to one length.
 
     Attributes:
-        cache: keys and values of the tokens read so far; None if the rows read only one chunk.
+        cache: keys and values of the tokens processed so far; None if the rows have only one chunk.
         is_token: True for tokens and False for padding, bool [b, t] for b rows and the t columns
-            that were read so far.
-        has_padding: whether a column contains padding.
+            that were processed so far.
+        has_padding: whether any column contains padding.
     """
 
     cache: Cache | None
@@ -109,10 +111,12 @@ class BatchedNetwork:
 
     @cached_property
     def keeps_all_tokens(self) -> bool:
-        """True if every layer caches keys and values of every token.
+        """True if every layer caches the keys and values of every token.
 
-        Masked padding between tokens then has no effect. In other networks, padding would shift a
-        sliding window, or change the state of a recurrent layer.
+        In such a network, masked padding between tokens has no effect. In other networks, padding
+        would shift a sliding window, or change the state of a recurrent layer. The property is also
+        False if the network has no argument ``position_ids``, because positions must not count
+        padding.
         """
         network = self._network
         layers = DynamicCache(config=network.config).layers

@@ -100,9 +100,9 @@ class EvaluateSettings(Computing):
     ] = None
 
     def suite_fields(self) -> dict[str, Any]:
-        """Return those of ``data``, ``haystack`` and ``data_dir`` that are set, by name.
+        """Return the options ``data``, ``haystack`` and ``data_dir`` that are set: name -> value.
 
-        Evaluation suites have fields with these names.
+        The names are also names of fields of the evaluation suites.
         """
         given = {
             "data": tuple(self.data or ()) or None,

@@ -1,6 +1,7 @@
 """DEX: differential extension of a pretrained softmax attention (Kong, Jang, Kwak, NeurIPS 2025).
 
-arXiv 2505.16333, figure 9. O is a head's output [d] for a token. In the selected heads of layer l
+arXiv 2505.16333, figure 9. O is a head's output for a token, a row vector of the head dimension d.
+In the selected heads of layer l, counted from 1,
 
     O' = O - lambda(t) O W_D,    lambda(t) = (1 - a) (t / T) lambda_init + a lambda_learn,
 
@@ -8,8 +9,9 @@ with a = min(1, t / T) and lambda_init = 0.8 - 0.6 exp(-0.3 (l - 1)). In other h
 the number of optimizer steps, and T the number of steps of the annealing. A layer has one trained
 matrix W_D [d, d] and one trained number lambda_learn.
 
-O' is linear in O. A checkpoint of any step therefore equals a Transformer in which (I - lambda W_D)
-is multiplied into the rows of W_O of each selected head.
+O' is linear in O. A checkpoint of any step therefore equals a Transformer with another output
+projection W_O: for each selected head, the d rows of W_O that the head's output multiplies are
+multiplied from the left by (I - lambda W_D).
 """
 
 from collections.abc import Callable, Mapping
@@ -49,13 +51,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 PROJECTION, LAMBDA_LEARN = "dex_projection", "lambda_learn"
-# Default share of each layer's heads for ``dex select``, and for plans without its file.
+# Share of each layer's heads that ``dex select`` selects by default. A plan assumes this share as
+# long as the file of ``dex select`` does not exist.
 SHARE = 0.5
 Heads = tuple[tuple[int, ...], ...]
 
 
 class SelectedOn(Section):
-    """The model that heads were selected on, as ``dex select`` describes it."""
+    """The model on which ``dex select`` selected the heads; ``fingerprint`` is of its weights."""
 
     num_layers: Size
     num_heads: Size
@@ -73,15 +76,18 @@ class HeadsFile(Section):
 
 @dataclass(frozen=True)
 class Unselected:
-    """A placeholder for heads whose file does not exist yet; it cannot be written to YAML."""
+    """A placeholder for ``selected_heads`` while the file with the heads does not exist yet.
+
+    A recipe with this placeholder cannot be written to YAML.
+    """
 
     file: str
 
 
 def _heads_schema(_: Any, schema_of: GetCoreSchemaHandler) -> CoreSchema:
-    """Return a schema that checks heads and accepts `Unselected`.
+    """Return a schema that accepts valid :data:`Heads` and any `Unselected`.
 
-    With a plain union of both types, pydantic's error would have a message for each of them.
+    With a plain union of the two types, an invalid value would give one error message per type.
     """
 
     def check(value: Any, check_heads: Callable[[Any], Heads]) -> Heads | Unselected:
@@ -96,7 +102,8 @@ SelectedHeads = Annotated[Heads | Unselected, GetPydanticSchema(_heads_schema), 
 class ProjectionInit(Section):
     """Initial values of W_D, which the paper does not state.
 
-    ``scale`` is the standard deviation of ``normal``, or the factor of ``identity``.
+    ``scale`` is the standard deviation of the kind ``normal``, or the factor by which the kind
+    ``identity`` multiplies the identity matrix. The kind ``zero`` has no scale.
     """
 
     kind: Literal["zero", "normal", "identity"] = "zero"
@@ -122,13 +129,14 @@ class ProjectionInit(Section):
 class Dex(Softmax):
     """Softmax attention whose ``selected_heads`` have a differential term.
 
-    ``selected_heads`` lists query heads by layer, numbered from 0 as at Hugging Face. It may also
-    name a file that ``diffmegatron dex select`` wrote; the resolved recipe then contains the
-    numbers from the file. If the file is missing, ``plan`` counts ``SHARE`` of every layer's heads.
-    ``annealing_steps`` is T. With null, lambda is lambda_learn from the first step, for example to
-    continue after the annealing. lambda_learn starts at ``lambda_learn_init``, which should not be
-    zero if W_D starts at zero: the gradient of lambda_learn is proportional to W_D, and the
-    gradient of W_D to lambda. With both zero, only the annealed term of lambda could change them.
+    ``selected_heads`` has one list per layer with the numbers of the selected query heads, from 0.
+    It may also be the path of a file that ``diffmegatron dex select`` wrote; the resolved recipe
+    contains the numbers from the file. If the file is missing, ``plan`` assumes that ``SHARE`` of
+    every layer's heads are selected. ``annealing_steps`` is T. With null, lambda is lambda_learn
+    from the first step, for example to continue after the annealing. lambda_learn starts at
+    ``lambda_learn_init``, which should not be zero if W_D starts at zero: the gradient of
+    lambda_learn is proportional to W_D, and the gradient of W_D to lambda. With both zero, training
+    could only begin through the term of lambda with lambda_init, which annealing_steps null omits.
     """
 
     can_mix: ClassVar[bool] = False
@@ -150,7 +158,16 @@ class Dex(Softmax):
     def with_files(
         cls, section: Mapping[str, Any], *, may_be_missing: bool = False
     ) -> Mapping[str, Any]:
-        """Return the section with the content of the file that ``selected_heads`` names."""
+        """Return the section with the heads from the file that ``selected_heads`` names.
+
+        ``selected_on`` is also read from the file. If ``selected_heads`` is not a path, the section
+        is returned unchanged. If the file is missing and ``may_be_missing`` is true, the heads are
+        `Unselected`.
+
+        Raises:
+            UserError: the file cannot be read, has another format, or is missing and
+                ``may_be_missing`` is false.
+        """
         path = section.get("selected_heads")
         if not isinstance(path, str):
             return section
@@ -197,7 +214,10 @@ class Dex(Softmax):
             )
 
     def resized(self, num_layers: int, sizes: Mapping[str, int]) -> Self:
-        """Return the kind with other sizes; ``SHARE`` of every layer's heads are selected."""
+        """Return this section with other sizes, for a rehearsal (a test run with small sizes).
+
+        In every layer, the first heads are selected, in the share ``SHARE``.
+        """
         half = tuple(range(_assumed(sizes["num_heads"])))
         heads = {"selected_heads": (half,) * num_layers, "selected_on": None}
         return self.model_copy(update={**sizes, **heads})
@@ -208,19 +228,22 @@ class Dex(Softmax):
         return Softmax.model_construct(**shared)
 
     def foundation(self) -> Variant:
-        """Return the pretrained Transformer; a run adds new W_D and lambda_learn to its weights."""
+        """Return the softmax attention of the pretrained Transformer.
+
+        A run can start from its weights, to which it adds a new W_D and lambda_learn per layer.
+        """
         return self.baseline()
 
     @property
     def fingerprint(self) -> str | None:
-        """Fingerprint of the weights on which the heads were selected."""
+        """Fingerprint of the weights on which the heads were selected; None: not recorded."""
         return None if self.selected_on is None else self.selected_on.fingerprint
 
     def parameters(self, hidden_size: int) -> tuple[Parameter, ...]:
         """Return the parameters of softmax attention, W_D and lambda_learn.
 
-        W_D and lambda_learn are unsharded. A head's output is a row vector, which is multiplied by
-        W_D from the right.
+        W_D and lambda_learn are not sharded by tensor parallelism. A head's output is a row vector,
+        which is multiplied by W_D from the right.
         """
         square = (self.head_dim, self.head_dim)
         return (
@@ -242,7 +265,7 @@ class Dex(Softmax):
         )
 
     def _selected(self, layer: int) -> tuple[int, ...]:
-        """Return the selected heads of a layer by its global number, from 1.
+        """Return the selected heads of the layer with the global number ``layer``, from 1.
 
         Raises:
             UserError: the file of the heads does not exist yet.
@@ -258,14 +281,16 @@ class Dex(Softmax):
         return sum(map(len, self.selected_heads)) / len(self.selected_heads)
 
     def own_products(self, hidden_size: int) -> float:
-        """Return the multiply-adds of O W_D for the selected heads."""
+        """Return the multiply-adds of O W_D per token and layer, as a mean over all layers."""
         return self._selected_per_layer * self.head_dim**2
 
     def saved_bytes(self, kernels: Kernels) -> tuple[float, float]:
-        """Return the bytes of softmax attention, of the selected heads' outputs, and of the result.
+        """Return the bytes per token that a layer saves for the backward pass, as two numbers.
 
-        Without the differential term the result would need no bytes of its own, because the output
-        projection would read a tensor that the kernel or the norm saves anyway.
+        The first number is that of softmax attention. The second also includes the outputs O of the
+        selected heads, and the result O' of all heads. In softmax attention, the input of the
+        output projection needs no bytes of its own, because the kernel or the norm saves this
+        tensor anyway. With a headwise norm, the same holds for O'.
         """
         projected, core = super().saved_bytes(kernels)
         selected = self._selected_per_layer * self.head_dim
@@ -286,10 +311,10 @@ class Dex(Softmax):
         The heads are split into runs of neighbours that are all selected or all unselected.
         Gathering the selected heads by an index would copy the index to the device in every layer.
         A rank without selected heads computes the term for zero heads: the gradient of W_D is
-        summed over all ranks, so every rank must have one, even if it is zero.
+        summed over all ranks, so every rank must have a gradient, even if it is zero.
 
         Returns:
-            [b, s, num_heads, d].
+            [b, s, heads of this rank, d].
         """
         import torch
 
@@ -305,7 +330,10 @@ class Dex(Softmax):
         return torch.cat(parts, dim=2).transpose(0, 1)
 
     def _runs(self, layer: Layer) -> list[int]:
-        """Return the lengths of alternating runs of this rank's heads: unselected, selected, ..."""
+        """Return the lengths of alternating runs of this rank's heads: unselected, selected, ...
+
+        The first and the last run are unselected; their length may be 0.
+        """
         selected = {*self._selected(layer.layer_number)}
         runs = groupby(head in selected for head in layer.share(self.num_heads))
         lengths = [(kind, sum(1 for _ in run)) for kind, run in runs]
@@ -314,7 +342,7 @@ class Dex(Softmax):
         return [*before, *(length for _, length in lengths), *after]
 
     def current_lambda(self, layer: Layer) -> "Tensor":
-        """Return lambda of a layer at its step, a 0-dim float32 tensor."""
+        """Return lambda of a layer at the present optimizer step, a 0-dim float32 tensor."""
         learned = layer.parameter(LAMBDA_LEARN)[0]
         return self._lambda(layer.layer_number, layer.step, learned)
 
@@ -328,11 +356,12 @@ class Dex(Softmax):
     def layer_rules(
         self, ours: str, theirs: str, hidden_size: int, *, layer: int, step: int
     ) -> list[hf.WeightRule]:
-        """Return softmax's rules with the differential term multiplied into W_O, in float64.
+        """Return the rules that map a layer's weights to a plain Transformer at Hugging Face.
 
-        ``linear_proj.weight`` [hidden, heads * d] is W_O transposed. The columns of a selected head
-        are therefore multiplied from the right by (I - lambda W_D) transposed. The inverse keeps
-        W_O, and sets W_D and lambda_learn to zero.
+        They are the rules of softmax attention, except that the differential term is multiplied
+        into W_O, in float64. ``linear_proj.weight`` [hidden, heads * d] is W_O transposed, so the
+        columns of a selected head are multiplied from the right by (I - lambda W_D) transposed. The
+        opposite direction keeps W_O, and sets W_D and lambda_learn to zero.
         """
         name, d = f"{ours}.linear_proj.weight", self.head_dim
         selected = self._selected(layer)
@@ -381,7 +410,7 @@ def _not_selected(path: str) -> UserError:
 
 
 def _read_heads(path: Path) -> HeadsFile:
-    """Read a file of ``dex select``.
+    """Read a file that ``dex select`` wrote.
 
     Raises:
         UserError: the file cannot be read, or has another format.

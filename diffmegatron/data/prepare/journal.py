@@ -70,7 +70,8 @@ class Journal:
     Args:
         folder: folder of the journal, created if it is missing.
         names: names of the files.
-        commit: result of :func:`last_commit`; None starts with empty files.
+        commit: result of :func:`last_commit`; None: nothing is committed, so all content is removed
+            from the files.
 
     Raises:
         UserError: a file is not a regular file, or differs from its commit.
@@ -149,8 +150,8 @@ def _open(path: Path) -> BinaryIO:
 def remove_journal(folder: Path) -> None:
     """Delete the folder of a journal.
 
-    The file with the last commit is deleted last. After a kill, :func:`last_commit` therefore still
-    returns the commit, and this function can be called again.
+    The file with the last commit is deleted last. If the process is killed before that,
+    :func:`last_commit` still returns the commit, and this function can be called again.
     """
     for path in folder.iterdir():
         if path.name != _STATE:

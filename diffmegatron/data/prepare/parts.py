@@ -2,8 +2,8 @@
 
 The concatenation of the input files is cut into N ranges of about equal size in bytes. A plain
 JSONL file can be cut between two lines. Any other file (text, Parquet, an archive) belongs to one
-part as a whole. The documents of part 1, part 2 and so on are therefore the documents of the whole
-corpus in their order.
+part as a whole. The parts in the order of their numbers therefore contain the documents of the
+whole corpus in the original order.
 """
 
 import hashlib
@@ -35,7 +35,7 @@ _LINE_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Part:
-    """Part of a preparation.
+    """Part K/N of a preparation.
 
     Attributes:
         number: number K of the part, counted from 1.
@@ -224,7 +224,10 @@ def check_fits(prefix: Path, part: Part, record: PartRecord, settings: Mapping[s
 
 
 def difference(manifest: Manifest, settings: Mapping[str, Any], part: PartRecord) -> str:
-    """Describe how a finished part differs from a preparation; return "" if they match.
+    """Describe the first difference between a finished part and a preparation.
+
+    The text continues "was prepared", for example "from other input files". It is "" if the two
+    have no difference.
 
     Args:
         manifest: manifest of the finished part.

@@ -126,7 +126,12 @@ class Preparation:
         )
 
     def encode(self, workers: int, commit_seconds: float, progress: PrepareProgress) -> None:
-        """Tokenise the rest of the corpus, and commit the result every ``commit_seconds``."""
+        """Tokenise the rest of the corpus, and commit the result every ``commit_seconds``.
+
+        Raises:
+            UserError: an input cannot be read, or too large a share of its documents cannot be
+                used.
+        """
         progress.update(self.position, self.counts)
         committed = time.monotonic()
         for position, batch in encode_in_order(self.files, self.position, self.settings, workers):
@@ -186,9 +191,11 @@ class Preparation:
         return options[self.settings.layout]
 
     def _columns(self) -> str:
-        """List all columns of the first rejected Parquet file if it lacks a required column.
+        """Return the names of all columns of a Parquet file as the end of an error message.
 
-        The reason of the reject lists only the columns that were read.
+        The file is the one with the first reject. Its columns help the user to choose the right
+        one, because the description of the reject contains only the columns that were read. The
+        text is empty if the file is not Parquet, cannot be read, or has all required columns.
         """
         required = set(self.settings.required_fields)
         for file in self.files:
@@ -203,7 +210,11 @@ class Preparation:
         return ""
 
     def finish(self) -> None:
-        """Write the index and the manifest, and commit the journal as finished."""
+        """Write the index and the manifest, and commit the journal as finished.
+
+        Raises:
+            UserError: the corpus has no document; a part may be empty.
+        """
         if not self.counts.documents and self.identity.part is None:
             self._refuse_empty()
         folder = self.journal.folder

@@ -108,8 +108,8 @@ def prepare(
     )
     try:
         if part is not None:
-            # A FileLock that creates its folder also removes it on exit if it is empty, and a
-            # process that prepares another part may be about to use it.
+            # Create the folder here. If FileLock creates it, FileLock also removes it on exit when
+            # it is empty, and another process may be about to write its part into the folder.
             output_prefix.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(Path(f"{output_prefix}.lock"), place, "give another --output"):
             finished = _finished(output_prefix, files, identity, restart=restart)
@@ -123,7 +123,8 @@ def prepare(
                         run.encode(workers, commit_seconds, progress)
                         run.finish()
             _publish(output_prefix)
-            # Files that an earlier, killed process has finished may have been damaged since then.
+            # Verify files that an earlier, killed process has finished: they may have been damaged
+            # since then.
             return _verified(output_prefix) if state.finished else read_manifest(output_prefix)
     except OSError as error:
         raise UserError(
@@ -150,7 +151,11 @@ def _finished(
     """Verify a finished corpus at ``prefix`` and return its manifest.
 
     Returns:
-        None if the corpus is not finished, or if it is damaged and ``restart`` has dropped it.
+        The manifest; None if no finished corpus exists, or if it is damaged and ``restart`` is
+        true. In the latter case its manifest file is deleted.
+
+    Raises:
+        UserError: the corpus has other inputs or settings, or is damaged and ``restart`` is false.
     """
     path = manifest_path(prefix)
     if not os.path.lexists(path) or os.path.lexists(_partial(prefix)):
@@ -257,7 +262,7 @@ def _describe_other_preparation(folder: Path, before: Identity, now: Identity) -
 def _publish(prefix: Path) -> None:
     """Rename the finished files to their final names, and remove the journal.
 
-    After a kill, the next process can repeat every step.
+    If the process is killed in between, the next process can call this function again.
     """
     folder = _partial(prefix)
     targets = {TOKENS: ".bin", INDEX: ".idx", MANIFEST: ".json"}

@@ -121,14 +121,14 @@ class Cache:
 
 
 def _read(folder: Path, name: str) -> Arrays | None:
-    """Return the arrays and summary of an entry.
+    """Return the arrays and summary of an entry, or None.
 
     Args:
         folder: folder of the entry.
         name: text of the key.
 
     Returns:
-        None if the entry is missing, is damaged or belongs to another key.
+        The entry; None if it is missing, is damaged or belongs to another key.
     """
     try:
         contents: Contents = read_sealed(folder / _CONTENTS, Contents)

@@ -44,7 +44,7 @@ class Selection:
 
 @dataclass(frozen=True)
 class DocumentOrder:
-    """Documents of a split in shuffled order, seen as one stream of tokens.
+    """Documents of a split in shuffled order, seen as one stream of the tokens of n documents.
 
     Attributes:
         documents: int64 ``[n]``, number of each document in the corpus, in the order of the stream.
@@ -140,7 +140,8 @@ def _lowest(chance: np.ndarray, free: np.ndarray, fraction: float) -> np.ndarray
     Args:
         chance: float64 ``[documents]``, random number of each document.
         free: bool ``[documents]``, documents that no other split has taken.
-        fraction: share of all documents to select.
+        fraction: share of all documents to select. If it is positive, at least one document is
+            selected, but one free document always remains.
 
     Returns:
         bool ``[documents]``, True for selected documents.

@@ -13,7 +13,7 @@ from diffmegatron.data.sampling.permutation import derive_key, uniform
 def keep_long(
     lengths: np.ndarray, documents: np.ndarray, *, long_tokens: int, keep_short: float, seed: int
 ) -> np.ndarray:
-    """Return a mask of the documents that are kept, bool ``[n]``.
+    """Return a mask of n documents, bool ``[n]``, which is True for documents that are kept.
 
     The paper keeps documents below 4096 tokens with probability 0.1. It estimates the number of
     tokens; here the tokens are counted.

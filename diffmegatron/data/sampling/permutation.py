@@ -34,8 +34,8 @@ def mix(value: int) -> int:
 def random_bits(key: int, indices: np.ndarray) -> np.ndarray:
     """Return 64 random bits for each index, uint64 ``[n]``.
 
-    The computation is in place to save memory, because n may be the number of documents of a
-    corpus.
+    All operations are in place on one copy of the n indices to save memory, because n may be the
+    number of documents of a corpus.
     """
     value = indices.astype(np.uint64)
     value += np.uint64(1)

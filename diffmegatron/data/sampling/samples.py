@@ -1,7 +1,8 @@
 """Samples of a run in a fixed, infinite order, which is determined by seed, weights and files.
 
-``samples[i]`` depends on i, and not on ranks, batch sizes or workers. The position of a run in its
-data is therefore a single number.
+``samples[i]`` does not depend on ranks, batch sizes or workers. The position of a run in its data
+is therefore a single number. With ``data.on_exhausted: stop``, samples after the end of a source
+are errors.
 """
 
 from collections.abc import Mapping
@@ -46,7 +47,7 @@ class Sample:
 
 
 class SourceSamples:
-    """Samples of one source, in an order that is shuffled again for each epoch.
+    """Samples of one source, in a new random order for each epoch.
 
     A block is one sequence of the source (:class:`~diffmegatron.data.sampling.sequences.Blocks`),
     and an epoch is one pass over the documents. Sample i of the source is one of its blocks.
@@ -105,7 +106,8 @@ class SourceSamples:
     def _check_places(self, firsts: np.ndarray, lengths: np.ndarray, filled: int) -> None:
         """Refuse pieces that lie outside the file or exceed a sample.
 
-        The index may have been damaged after the cache of the document order was built.
+        A piece is a range of tokens of one document. A wrong piece is possible if the index of the
+        corpus was damaged after the cache of the document order was built.
 
         Args:
             firsts: int64 ``[n]``, first token of each piece in the file.
@@ -225,9 +227,9 @@ class Samples:
             "consumed_samples": consumed_samples,
             "settings": self.settings,
             "mixture": self.history.to_json(),
-            # The forms in which the corpora were prepared, such as text or chat. An export must
-            # know whether the model was trained on chats. It reads this from the checkpoint,
-            # because the corpora may be missing then.
+            # The forms in which the corpora were prepared, such as text or chat. An export depends
+            # on whether the model was trained on chats. It reads this from the checkpoint, because
+            # the corpora may be missing at the time of the export.
             "layouts": sorted(
                 {str(s.corpus.manifest.settings["layout"]) for s in self.sources.values()}
             ),

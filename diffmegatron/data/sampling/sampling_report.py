@@ -70,7 +70,9 @@ def plot_lengths(samples: Samples, path: Path) -> None:
 
 
 def mixture_table(samples: Samples, first: int, number: int) -> str:
-    """Return a table with the requested and the actual share of each source.
+    """Return a table with the requested and the actual share of samples from each source.
+
+    The requested share is the source's present weight, divided by the sum of all weights.
 
     Args:
         samples: samples of a run.

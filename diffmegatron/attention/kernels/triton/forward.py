@@ -1,14 +1,16 @@
 # mypy: disable-error-code="no-untyped-def"
 # Kernel parameters are values of Triton's compiler, so they have no Python types.
-"""Triton forward kernel: each program computes both maps of a block of query rows.
+"""Triton forward kernel of differential attention, the difference of two softmax attention maps.
 
-The program computes the maps one after the other, because two accumulators of `[rows, value width]`
-side by side would not fit the registers. It first computes the output of the second map and stores
-it in memory, where the backward pass needs it anyway. Then it computes the output of the first map,
-loads the second output from memory and subtracts it.
+Each program computes a block of query rows. It computes the two maps one after the other, because
+two accumulators of `[rows, value width]` side by side would not fit the registers. It first
+computes the output of the second map (q2, k2) and stores it in memory, where the backward pass
+needs it anyway. Then it computes the output of the first map (q1, k1), loads the output of the
+second map from memory and subtracts it, multiplied by lambda.
 
 A block has M query rows and N keys. D and DV are the widths of queries and values, rounded up to
-powers of 2. The sources q, k and v are described in `tiles`.
+powers of 2. q, k and v are pointers, or tensor descriptors if TMA is true (see `load_tile`).
+ACCUMULATE is the dtype of the accumulators, and INTERPRETED is true in Triton's interpreter.
 """
 
 import triton
@@ -52,10 +54,11 @@ def _attend(
 ):
     """Continue the online softmax of M query rows over the keys [key_start, key_stop).
 
-    The state of each row is `largest`, the largest score s so far; `total`, the sum of
-    2^(s - largest); and `accumulator` `[M, DV]`, the sum of 2^(s - largest) v. Scores have base 2,
-    so `scale_log2` is softmax_scale * log2(e). With MASKED, a row sees only its keys
-    [row_start, row_stop).
+    The state of each row has three values: `largest`, the largest score s so far; `total`, the sum
+    of 2^(s - largest) over the keys so far; and a row of `accumulator` `[M, DV]`, the sum of
+    2^(s - largest) * v over the keys so far. Powers of 2 replace powers of e, so `scale_log2` is
+    softmax_scale * log2(e). With MASKED, a row sees only its keys [row_start, row_stop). LICM
+    allows Triton to move loop-invariant code out of the loop.
     """
     for first_key in tl.range(key_start, key_stop, N, disable_licm=not LICM):
         k = load_tile(
@@ -126,12 +129,12 @@ def _one_map(
 ):
     """Return the output of one map for M query rows, `[M, DV]`, and store their log-sum-exps.
 
-    The output is softmax(q k^T) v. The log-sum-exp has base 2: log2(sum(2^s)), where the scores s
-    are q k^T times `scale_log2`. A row without visible keys has an output of zero and a log-sum-exp
-    of -inf.
+    The output is softmax(softmax_scale * q k^T) v. The log-sum-exp has base 2: log2(sum(2^s)),
+    where the scores s are q k^T times `scale_log2`, which is softmax_scale * log2(e). A row without
+    visible keys has an output of zero and a log-sum-exp of -inf.
     """
-    # Rows past the end get the interval of the last row, so that they do not widen the block's
-    # range of keys.
+    # Rows past `query_length` get the interval of visible keys of the last row, so that they do not
+    # widen the range of keys that the block visits.
     rows = tl.minimum(first_row + tl.arange(0, M), query_length - 1)
     row_start, row_stop = keys_of_rows(
         rows, query_length, key_length, shift, start_ptr, stop_ptr, CAUSAL, DOCUMENTS
@@ -147,7 +150,7 @@ def _one_map(
     key_stop = tl.max(row_stop, 0)
     unmasked_stop = key_start
     if not DOCUMENTS:
-        # All rows see the whole key blocks before `unmasked_stop`, so these blocks need no mask.
+        # Every row of the block sees all keys before `unmasked_stop`, so they need no mask.
         unmasked_stop = tl.min(row_stop, 0) // N * N
         accumulator, largest, total = _attend(
             accumulator, largest, total, q, k_source, v_source,
@@ -220,12 +223,13 @@ def forward_kernel(
 ):
     """Compute attention of M query rows of one head.
 
-    Grid: (blocks of query rows, batch * heads). With MAPS = 2 the kernel stores out = out1 - lambda
-    out2, and out2, where out_i is the output of map i. With MAPS = 1 it stores only out = out1.
-    With NORM it also stores the headwise norm, RMSNorm(out) times `norm_weight` and `norm_scale`,
-    in `normed_ptr`. This norm covers the `value_width` channels of a head.
+    Grid: (blocks of query rows, batch * heads). out_i is the output of map i. With MAPS = 2 the
+    kernel stores `out1 - lambda * out2` at `out_ptr`, and `out2` at `out2_ptr`. With MAPS = 1 it
+    stores only `out1`, at `out_ptr`. With NORM it also stores the headwise norm of the result,
+    RMSNorm(result) * norm_weight * norm_scale, at `normed_ptr`. The mean square of this norm is
+    taken over the `value_width` channels of a head.
     """
-    # With a causal mask the last rows see the most keys, so they start first.
+    # With a causal mask the last rows see the most keys and take longest, so they start first.
     first_row = (tl.num_programs(0) - 1 - tl.program_id(0)) * M
     batch = tl.program_id(1) // heads
     head = tl.program_id(1) % heads
@@ -239,7 +243,8 @@ def forward_kernel(
             width, value_width, M, N, D, DV, CAUSAL, DOCUMENTS, TMA, LICM, ACCUMULATE, INTERPRETED,
         )  # fmt: skip
         store_tile(out2_ptr, out2, batch, head, first_row, query_length, heads, value_width, M, DV)
-        # Recompute addresses in the second call of _one_map, instead of keeping them in registers.
+        # `opaque` makes the second call of _one_map compute its addresses anew. Otherwise the
+        # addresses of the first call would occupy registers during both calls.
         first_row = opaque(first_row, INTERPRETED)
     out = _one_map(
         q1, k1, v, lse1_ptr, batch, head, kv_head, first_row, heads,
@@ -261,7 +266,7 @@ def forward_kernel(
     if NORM:
         columns = tl.arange(0, DV)
         weight = tl.load(norm_weight_ptr + columns, mask=columns < value_width, other=0.0)
-        # Columns past `value_width` are zero and add nothing to the sum.
+        # The columns of `out` past `value_width` are zero and add nothing to the sum.
         rstd = 1.0 / tl.sqrt(tl.sum(out * out, 1) / value_width + norm_eps)
         normed = out * rstd[:, None] * (weight.to(ACCUMULATE) * norm_scale)[None, :]
         store_tile(

@@ -6,6 +6,9 @@ The heads tensor has the shape `[batch, length, groups * (r + 1), width]`: each 
 heads, followed by the noise head that they share. Lambda has the shape
 `[batch, length, groups * r]` and is contiguous. A program handles ROWS tokens of one group. It
 loads the noise head once, and sums the noise head's gradient over the signal heads in registers.
+
+The kernels name ROWS `M` and r `ratio`. D is the width rounded up to a power of 2, and ACCUMULATE
+the dtype of the computation.
 """
 
 from typing import Any
@@ -23,7 +26,15 @@ ROWS = 32
 
 
 def subtract_noise(heads: Tensor, lambda_: Tensor) -> Tensor:
-    """Return `signal - lambda noise`, as `api.subtract_noise` describes it."""
+    """Return `signal - lambda * noise` for each token and signal head.
+
+    Args:
+        heads: `[batch, length, groups * (r + 1), width]`.
+        lambda_: `[batch, length, groups * r]`.
+
+    Returns:
+        `[batch, length, groups * r, width]`.
+    """
     out: Tensor = _SubtractNoise.apply(heads, lambda_)
     return out
 
@@ -63,7 +74,10 @@ def _dense(x: Tensor) -> Tensor:
 
 
 def _launch(heads: Tensor, lambda_: Tensor) -> tuple[tuple[int], tuple[int, ...], dict[str, Any]]:
-    """Return the grid, sizes and compile-time constants of both kernels."""
+    """Return the grid, the sizes (length, groups, r) and the compile-time constants.
+
+    They are the same for the forward and the backward kernel.
+    """
     batch, length, all_heads, width = heads.shape
     signals = lambda_.shape[2]
     groups = all_heads - signals
@@ -80,10 +94,10 @@ def _launch(heads: Tensor, lambda_: Tensor) -> tuple[tuple[int], tuple[int, ...]
 
 @triton.jit
 def _place(length, groups, M: tl.constexpr):
-    """Return the batch, group and first row of this program.
+    """Return the batch index, the group and the first row (token) of this program.
 
-    Consecutive programs handle the row blocks of one group, then the next group of the same batch
-    row.
+    Consecutive programs handle all blocks of M rows of one group, then those of the next group with
+    the same batch index.
     """
     blocks = tl.cdiv(length, M)
     first_row = (tl.program_id(0) % blocks) * M
@@ -94,7 +108,7 @@ def _place(length, groups, M: tl.constexpr):
 
 @triton.jit
 def _lambda_pointers(lambda_ptr, batch, head, first_row, length, heads, M: tl.constexpr):
-    """Return the pointers to lambda for M rows of one signal head."""
+    """Return the pointers to lambda for M rows (tokens) of one signal head, `[M]`."""
     rows = first_row + tl.arange(0, M)
     return lambda_ptr + (tl.cast(batch, tl.int64) * length + rows.to(tl.int64)) * heads + head
 
@@ -115,7 +129,7 @@ def subtract_kernel(
     D: tl.constexpr,
     ACCUMULATE: tl.constexpr,
 ):
-    """Compute `signal - lambda noise` for M rows of all signal heads of one group."""
+    """Compute `signal - lambda * noise` for M rows (tokens) of all signal heads of one group."""
     batch, group, first_row = _place(length, groups, M)
     is_row = first_row + tl.arange(0, M) < length
     noise = load_tile(
@@ -155,10 +169,10 @@ def subtract_backward_kernel(
     D: tl.constexpr,
     ACCUMULATE: tl.constexpr,
 ):
-    """Compute the gradients for M rows of one group.
+    """Compute the gradients of the heads and of lambda for M rows (tokens) of one group.
 
-    dsignal = dout, dnoise is minus the sum of lambda * dout over the group's signal heads, and
-    dlambda = -rowsum(dout * noise).
+    For each signal head, dsignal = dout and dlambda = -sum(dout * noise) over the width. dnoise is
+    minus the sum of lambda * dout over the group's signal heads.
     """
     batch, group, first_row = _place(length, groups, M)
     is_row = first_row + tl.arange(0, M) < length

@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def"
 # Kernel parameters are values of Triton's compiler, so they have no Python types.
-"""Functions that the Triton kernels share: loads, stores, products and visible intervals.
+"""Functions that the Triton kernels share: loads, stores, products, intervals of visible keys.
 
 Tensors are `[batch, length, heads, width]`. Their last stride is 1, and the other strides are
 arbitrary. A *tile* is `[ROWS, WIDTH]`: ROWS consecutive rows (positions) of one head. WIDTH is
@@ -114,10 +114,10 @@ def multiply(a, b, ACCUMULATE: tl.constexpr, INTERPRETED: tl.constexpr):
 def opaque(x, INTERPRETED: tl.constexpr):
     """Return the integer x, without letting the compiler see that the result equals x.
 
-    The compiler then recomputes all values that depend on the result. If it saw that x is the same,
-    it would compute the addresses of two accesses to the same rows only once, and keep them in
-    registers across the loops in between. With query heads of width 128 the forward kernel has no
-    free registers for these addresses.
+    The compiler therefore recomputes values that depend on the result, although it has computed
+    them from x before. If it saw that both are equal, it would compute the addresses of two
+    accesses to the same rows only once, and keep them in registers across the loops in between.
+    With query heads of width 128 the forward kernel has no free registers for these addresses.
     """
     if INTERPRETED:
         copy = x
@@ -169,8 +169,10 @@ def queries_of_keys(
 ):
     """Return the interval of query rows, [start, stop), that see each key.
 
-    This is the inverse relation of `keys_of_rows`. With DOCUMENTS the intervals are loaded from two
-    tables `[key_length]` (`AttentionMask.query_intervals`).
+    Query i is in the interval of key j if and only if `keys_of_rows` gives query i an interval with
+    key j. `shift` is the position of the first query minus the position of the first key. With
+    DOCUMENTS the intervals are loaded from two tables `[key_length]`
+    (`AttentionMask.query_intervals`).
     """
     if DOCUMENTS:
         start = tl.load(start_ptr + keys, mask=keys < key_length, other=0)
