@@ -33,7 +33,7 @@ def explain_path_errors(words: Sequence[str]) -> Iterator[None]:
         words: words of the command line.
 
     Raises:
-        UserError: a path among ``words`` is wrong, for instance missing or not readable.
+        UserError: a path among ``words`` is wrong, for instance missing, not readable or not UTF-8.
         MachineError: a path among ``words`` failed for another reason, such as a full disk; the
             same command may succeed later.
     """

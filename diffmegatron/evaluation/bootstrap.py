@@ -21,8 +21,10 @@ _PERCENTILES = (2.5, 97.5)
 def estimate(shares: Mapping[str, Mean]) -> Estimate | None:
     """Return a measure of one target with its interval, or None if all weights are 0.
 
+    The measure is the sum of the units' totals, divided by the sum of their weights.
+
     Args:
-        shares: contribution of each unit to the measure, by the unit's name.
+        shares: name of each unit -> its contribution to the measure.
     """
     return _estimate(_arrays(shares, sorted(shares)))
 
@@ -30,11 +32,13 @@ def estimate(shares: Mapping[str, Mean]) -> Estimate | None:
 def difference(shares: Mapping[str, Mean], others: Mapping[str, Mean]) -> Estimate | None:
     """Return a measure of one target minus that of another target, with its interval.
 
-    Only units that both targets have are used, and a resample draws the same units for both.
+    Only units that both targets have are used, and a resample draws the same units for both. The
+    result is None if there is no such unit, or if all its weights are 0 for one of the targets.
 
     Args:
-        shares: contribution of each unit to the measure of one target.
-        others: contribution of each unit to the measure of the target that is subtracted.
+        shares: name of each unit -> its contribution to the measure of one target.
+        others: name of each unit -> its contribution to the measure of the target that is
+            subtracted.
     """
     both = sorted(shares.keys() & others.keys())
     return _estimate(_arrays(shares, both), _arrays(others, both))

@@ -104,7 +104,7 @@ def open_judge(where: str, model: str, key: str, tokens: int, seconds: float) ->
 
 
 class _Folder(Judge):
-    """A judge in a Hugging Face folder: greedy decoding, with the chat template if it has one."""
+    """A judge in a Hugging Face folder: greedy decoding, with the folder's chat template if any."""
 
     def __init__(self, path: Path, tokens: int) -> None:
         (target,) = find_targets([path], path)
@@ -259,9 +259,9 @@ class _Endpoint(Judge):
 def _within(seconds: float, read: Callable[[], bytes]) -> bytes:
     """Return the result of ``read``, if it ends within ``seconds``.
 
-    The time limit of a socket applies to each read, so a slow stream of single bytes never exceeds
-    it. Therefore ``read`` runs in a thread. After the time limit, the thread continues in the
-    background, and its result is ignored.
+    The time limit of a socket is not sufficient. It applies to each read from the socket, so a slow
+    stream of single bytes never exceeds it. Therefore ``read`` runs in a thread. After the time
+    limit, the thread continues in the background, and its result is ignored.
 
     Raises:
         TimeoutError: ``read`` did not end in time.

@@ -108,14 +108,24 @@ def _describe(run: Run, recorded: RecordedRun) -> dict[str, Any]:
 
 
 def _held_out(recipe: Recipe) -> torch.Tensor:
-    """Return the token ids [1, s] of the first validation sample."""
+    """Return the token ids of the first validation sample, [1, s] with s <= MAX_VERIFY_TOKENS."""
     training = recipe.training
     sample = open_samples(recipe.data, training.seq_length, training.seed, "validation")[0]
     return torch.from_numpy(sample.tokens[: min(training.seq_length, MAX_VERIFY_TOKENS)])[None]
 
 
 def _continue(export: Path, prompt: torch.Tensor) -> dict[str, str]:
-    """Return a prompt and its continuation by the exported model, sampled with a fixed seed."""
+    """Return the texts of a prompt and of its continuation by the exported model.
+
+    The continuation is sampled with a fixed seed.
+
+    Args:
+        export: Hugging Face folder of the exported model.
+        prompt: token ids [1, s].
+
+    Returns:
+        The texts under the keys "prompt" and "text".
+    """
     model = AutoModelForCausalLM.from_pretrained(export, local_files_only=True)
     tokenizer = AutoTokenizer.from_pretrained(export, local_files_only=True)
     torch.manual_seed(0)

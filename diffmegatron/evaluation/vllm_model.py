@@ -32,7 +32,7 @@ class VllmModel(Model):
 
     @override
     def answers(self, requests: Sequence[Request]) -> Iterator[tuple[int, Answer]]:
-        """Yield the index of each request and its new tokens, in order.
+        """Yield the index of each request and its new tokens without the end token, in order.
 
         Raises:
             UserError: vLLM cannot load the model, or a request is not for free text.
@@ -100,8 +100,8 @@ def check_served(
                 "not support; run it with --engine transformers"
             )
     for target in targets:
-        # Variants that subtract two attention maps (map_pairs) are refused. vLLM may support a
-        # model type without a variant in this package.
+        # Refuse kinds of attention that subtract two attention maps (map_pairs). A model type that
+        # this package has no kind of attention for is not refused, because vLLM may support it.
         has_variant = of_model_type(target.config.model_type) is not None
         layers = target.config.num_hidden_layers
         if has_variant and any(kind.map_pairs for kind, _ in target.variant.by_kind(layers)):

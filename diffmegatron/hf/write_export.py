@@ -34,7 +34,7 @@ class LogitDifference(NamedTuple):
 
     absolute: float
     relative: float
-    """``absolute`` divided by the largest expected logit."""
+    """``absolute`` divided by the largest absolute value of the expected logits."""
 
 
 class Verified(NamedTuple):
@@ -86,7 +86,8 @@ def write_export(
             recipe's network, the export has this class, the original configuration with the
             recipe's changes, and the original dtype of each tensor (except where this would round a
             lambda vector).
-        step: training step of the weights, as for :func:`.weight_mapping.table`.
+        step: training step of the weights. In some kinds of attention, a factor of the computation
+            depends on the step.
         chat: whether the run was trained on chats, so that the tokenizer gets a chat template.
         max_shard_bytes: maximum size of a safetensors file, and the memory that the writer needs.
         verify: function that checks the complete directory before the rename. An error that it
@@ -165,7 +166,8 @@ def verify_export(directory: Path, tokens: Tensor, expected: Tensor) -> LogitDif
     if tokens.numel() > MAX_VERIFY_TOKENS:
         raise ValueError(f"{tokens.numel()} tokens to verify; at most {MAX_VERIFY_TOKENS}")
     try:
-        # The report lists missing weights, which transformers silently fills with random numbers.
+        # Ask for the report, which lists missing weights. transformers fills them with random
+        # numbers without an error.
         model, report = AutoModelForCausalLM.from_pretrained(
             directory,
             dtype=torch.float32,

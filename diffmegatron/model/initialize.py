@@ -24,7 +24,7 @@ from diffmegatron.model.parameter_shards import parameter_shards
 
 @torch.no_grad()
 def initialize(network: Network, recipe: Recipe) -> None:
-    """Initialize every parameter of this rank's stages in place."""
+    """Initialize every parameter of this rank's virtual pipeline stages in place."""
     for parameter, shards in parameter_shards(network).items():
         for shard in shards:
             whole = initial_tensor(

@@ -1,4 +1,7 @@
-"""Commands for jobs, attempts, preflight checks, the quickstart and the shipped recipes."""
+"""Commands for jobs, attempts, preflight checks, the quickstart and the shipped recipes.
+
+An attempt is one start of a job.
+"""
 
 import os
 import shlex
@@ -181,9 +184,10 @@ def _start_torchrun(
     *,
     dry_run: bool,
 ) -> None:
-    """Write a start script and, on one machine, replace this process by it.
+    """Write a start script for torchrun and, on one machine, replace this process by it.
 
-    For several machines, print the command to run on each machine instead.
+    For several machines, write the script and print the command to run on each machine. With
+    ``dry_run``, only print the script.
     """
     from diffmegatron.operations.torchrun import torchrun_file, write
 

@@ -74,7 +74,10 @@ def check_starts(recipes: Sequence[Recipe]) -> None:
 
 
 def data_remarks(recipe: Recipe) -> Iterator[str]:
-    """Yield a warning for each data source that the run reads more than four times."""
+    """Yield a warning for each data source that the run trains on for more than four epochs.
+
+    The number of epochs is the lower bound of :func:`_passes`.
+    """
     for path, passes in _passes(recipe).items():
         if passes > _USUAL_PASSES:
             yield (
@@ -88,15 +91,18 @@ def _has_begun(recipe: Recipe) -> bool:
 
 
 def _passes(recipe: Recipe) -> dict[str, float]:
-    """Return a lower bound on the number of epochs over each data source, by its path.
+    """Return path of each data source -> lower bound on the number of epochs over the source.
 
-    The bound is the number of tokens to train from the source, divided by the number of all its
+    The bound is the number of tokens to train on from the source, divided by the number of all its
     tokens according to its manifest. The true number of epochs is higher, because not all of these
     tokens are used: documents are held out, and packing and length up-sampling omit tokens.
+
+    The result is empty for several sources with global length up-sampling. It changes the share of
+    each source, by a factor that depends on the lengths of the documents.
     """
     weights = {source.path: source.weight for source in recipe.data.sources}
     if recipe.data.upsampling.mode == "global" and len(weights) > 1:
-        return {}  # The share of each source depends on the lengths of its documents.
+        return {}
     needed = recipe.training.total_steps * recipe.training.tokens_per_step
     total = sum(weights.values())
     return {

@@ -17,10 +17,10 @@ _BASE, _CLUSTERS = "base", "clusters"
 
 
 def groups() -> dict[str, list[str]]:
-    """Return the names of all recipes and other files that can be copied, by group.
+    """Return title of a group -> names of the recipes and other files that it contains.
 
-    The key of a group is its title. The name of a recipe is its path in ``configs/`` without
-    ``.yaml``.
+    The names are those that ``configs copy`` accepts. The name of a recipe is its path in
+    ``configs/`` without ``.yaml``.
     """
     paths = sorted(path.relative_to(CONFIGS) for path in CONFIGS.rglob("*.yaml"))
     by_folder: dict[str, list[str]] = {_BASE: [], _CLUSTERS: [], "": []}
@@ -41,7 +41,13 @@ def names() -> list[str]:
 
 
 def description(name: str) -> str:
-    """Return the one-line description of a name: the first comment line of its YAML file."""
+    """Return the one-line description of a recipe, a cluster file or the launch scripts.
+
+    For a YAML file it is the comment in the first line, or "" if there is none.
+
+    Args:
+        name: name from :func:`groups`.
+    """
     if name == LAUNCH:
         return "Job scripts for Slurm and torchrun."
     first = (CONFIGS / f"{name}.yaml").read_text(encoding="utf-8").partition("\n")[0]

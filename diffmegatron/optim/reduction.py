@@ -27,7 +27,7 @@ class Bucket:
     """Gradients of consecutive parameters that are reduced in one all-reduce.
 
     Attributes:
-        flat: flattened gradients, float32 [n].
+        flat: flattened gradients, float32, one-dimensional.
         gradients: gradient of each parameter, a view into ``flat``.
         missing: parameters whose gradient is not yet complete in this backward pass.
         work: handle of the running all-reduce; None if none is running.
@@ -40,7 +40,7 @@ class Bucket:
 
 
 class GradientReduction:
-    """Averaging of flat gradients over data-parallel ranks, in place of DeepSpeed's reduction.
+    """Averaging of flat gradients over data-parallel ranks, which replaces DeepSpeed's reduction.
 
     Args:
         gradients: gradients of this rank. Every rank has the same parameters in the same order.
@@ -102,8 +102,8 @@ class GradientReduction:
         """Reduce the remaining buckets, wait for all, and pass the averages to DeepSpeed.
 
         Returns:
-            The parameters, and the norms of their gradients on this rank before the reduction,
-            float32 [n]. The device is not synchronized.
+            The n parameters, and the norms of their gradients on this rank before the reduction,
+            float32 [n] on the device. The device is not synchronized.
         """
         self._start(len(self._buckets))
         for bucket in self._buckets:
@@ -154,7 +154,10 @@ class GradientReduction:
         self._start(ready)
 
     def _start(self, stop: int) -> None:
-        """Start the all-reduce of all buckets before index ``stop`` that have not started yet."""
+        """Start the reduction of all buckets before index ``stop`` that has not started yet.
+
+        The norm of each gradient is computed first, because the all-reduce is in place.
+        """
         for bucket in self._buckets[len(self._norms) : stop]:
             norms = torch._foreach_norm(list(bucket.gradients.values()))
             self._norms.append(torch.stack(list(norms)))

@@ -3,8 +3,8 @@
 Every parallel layout uses it: with ZeRO 1 under pipeline parallelism, and with ZeRO 1, 2 or 3
 otherwise. ZeRO 0 is never used, because its results are wrong in bf16 under tensor parallelism.
 
-DeepSpeed's own checkpoints can only be loaded with the same layout. They are not used;
-:meth:`ZeroEngine.fragments` gives checkpoints access to the tensors of each rank.
+DeepSpeed's own checkpoints are not used, because they can only be loaded with the same layout. This
+package writes its own checkpoints of the tensors that :meth:`ZeroEngine.fragments` yields.
 """
 
 import io
@@ -53,9 +53,9 @@ class Fragment:
     Attributes:
         parameter: parameter of the network.
         start: index of the range's first element in the flattened parameter.
-        tensors: values of the range by kind, each [n]: float32 master weight (``weight``) and Adam
-            moments (``exp_avg``, ``exp_avg_sq``). A frozen parameter has only ``weight``, in the
-            network's dtype. The tensors are views, so writing to them changes the optimizer.
+        tensors: values of the n elements by kind, each [n]: float32 master weight (``weight``) and
+            Adam moments (``exp_avg``, ``exp_avg_sq``). A frozen parameter has only ``weight``, in
+            the network's dtype. The tensors are views, so writing to them changes the optimizer.
     """
 
     parameter: torch.nn.Parameter
@@ -127,7 +127,7 @@ class ZeroEngine:
         """Run the network's forward pass for training, through DeepSpeed's engine.
 
         ZeRO 3 counts microbatches by the forward passes of DeepSpeed's engine. If the network were
-        called directly, it would keep only the gradients of the last microbatch.
+        called directly, ZeRO 3 would keep only the gradients of the last microbatch.
         """
         return self._engine(*args, **kwargs)
 
@@ -182,8 +182,8 @@ class ZeroEngine:
     def _checked(self, norm: Tensor) -> Tensor:
         """Return the norm, or infinity if a gradient on this rank is not finite.
 
-        DeepSpeed's norm can be finite then. For a parameter that all tensor-parallel ranks have, it
-        includes only the gradient on the first of these ranks.
+        DeepSpeed's norm can be finite although a gradient is not: for a parameter that all
+        tensor-parallel ranks have, it includes only the gradient on the first of these ranks.
         """
         assert self._local_norms is not None
         _, norms = self._local_norms
@@ -195,7 +195,8 @@ class ZeroEngine:
         With ZeRO 1 the norms are those before the reduction over data-parallel and tensor-parallel
         ranks, so they show on which rank a gradient is not finite. Only the gradient of a tied
         embedding is already summed over its two pipeline stages. With ZeRO 2 and 3 the norms are
-        those of this rank's partition after the reduction.
+        those of this rank's partition after the reduction. Before the first :meth:`step` the result
+        is empty.
         """
         if self._local_norms is None:
             return {}

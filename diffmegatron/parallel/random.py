@@ -14,7 +14,7 @@ _CUDA_BYTES = 16
 
 
 def random_states() -> dict[str, Tensor]:
-    """Return the random states of this rank by name, each a uint8 tensor [n]."""
+    """Return the random states of this rank by name, each a one-dimensional uint8 tensor."""
     states = {"random.cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         states["random.cuda"] = torch.cuda.get_rng_state()

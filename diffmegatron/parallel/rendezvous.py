@@ -33,8 +33,8 @@ def meet(launch: LaunchEnvironment, seconds: float) -> Store:
 
     Args:
         launch: environment of this rank; ``master`` must be set.
-        seconds: time limit for the connection to rank 0, and a second time for the arrival of all
-            ranks.
+        seconds: time limit in seconds. It applies twice: to the connection to rank 0, and then to
+            the arrival of all ranks.
 
     Raises:
         UserError: On every rank that has arrived, if ranks have different values of ``WORLD_SIZE``.
@@ -42,10 +42,10 @@ def meet(launch: LaunchEnvironment, seconds: float) -> Store:
             address of ``MASTER_ADDR`` and ``MASTER_PORT`` cannot be used at the moment.
     """
     place = _place(launch)
-    # The store of torchrun's agent survives restarts of the ranks, so the number of the restart in
-    # the prefix hides the keys of earlier attempts. A store of rank 0 is always new. Its prefix
-    # must be the same on all machines, but their agents may count restarts differently, so it is
-    # constant.
+    # The store of torchrun's agent survives restarts of the ranks. The prefix of its keys contains
+    # the number of the restart, so keys that were set before the restart are not found. A store of
+    # rank 0 is always new. Its prefix is constant, because it must be the same on all machines, and
+    # their agents may count restarts differently.
     attempt = launch.attempt if launch.agent_store else 0
     store = PrefixStore(f"attempt_{attempt}", _connected(launch, seconds, place))
     arrivals = [f"arrived/{rank}" for rank in range(launch.ranks)]
@@ -83,7 +83,10 @@ def _decide(store: Store, arrivals: Sequence[str], _: int, seconds: float) -> st
 
 
 def _wait_for_decision(store: Store, arrivals: Sequence[str], rank: int, seconds: float) -> str:
-    """Return the problem that rank 0 found, or "" if there is none; runs on all other ranks."""
+    """Return the problem of the rendezvous, or "" if there is none; runs on all ranks except 0.
+
+    Rank 0 finds the problem, unless rank 0 itself does not arrive or sends no outcome.
+    """
     if not _wait_until(lambda: store.check([arrivals[0]]), seconds):
         return _missing_ranks(store, arrivals, seconds)
     if not _wait_until(lambda: store.check([_OUTCOME]), seconds + _MARGIN_SECONDS):
@@ -168,8 +171,8 @@ def _is_listening(host: str, port: int) -> bool:
 def _join(host: str, port: int, seconds: float, place: str) -> Store:
     """Connect torch's client to the store within a time limit.
 
-    The client runs in a thread, because it never times out if a server of another kind listens at
-    the address.
+    The client runs in a thread, because it would wait without limit if a server of another kind
+    listened at the address.
     """
     joined: list[Store] = []
 

@@ -47,7 +47,7 @@ class Candidate:
         overrides: command-line overrides that set this layout, such as ``parallel.tensor=2``.
         layout: the layout.
         peak: estimated peak memory of the rank that needs most, in bytes.
-        time: estimated time.
+        time: estimated time of a step and of the run.
     """
 
     overrides: tuple[str, ...]
@@ -163,7 +163,8 @@ def _fitting(
 
     Returns:
         The layouts that fit; and, of the layouts that do not fit, the one with the smallest peak
-        memory, as a tuple of the peak in bytes and the recipe (None if all valid layouts fit).
+        memory, as a tuple of the peak in bytes and the recipe. The second result is None if all
+        valid layouts fit, or if no layout is valid.
     """
     fitting: list[Candidate] = []
     nearest: tuple[int, Recipe] | None = None
@@ -186,7 +187,8 @@ def _fitting(
 def _valid(recipe: Recipe, layout: Changes, world_size: int) -> Iterator[tuple[Changes, Recipe]]:
     """Yield a layout with each valid micro-batch size, in increasing order.
 
-    A size is valid if the recipe's schema accepts it and the global batch can be divided.
+    A size is valid if the recipe's schema accepts it, and the global batch can be divided into
+    micro-batches of this size on all data-parallel ranks.
 
     Yields:
         The changes of the recipe, and the changed recipe.
@@ -234,8 +236,9 @@ def _sizes(recipe: Recipe, world_size: int) -> Iterator[tuple[int, int, int]]:
     """Yield tensor, context and pipeline sizes.
 
     The product of the three sizes divides the number of ranks. The tensor size divides the number
-    of key-value heads and the number of GPUs in a node, and the pipeline size divides the number of
-    layers. Each context-parallel rank has at least ``SHORTEST_PART`` tokens of a sequence.
+    of key-value heads and the number of GPUs in a node. The pipeline size divides the number of
+    layers and is at most ``MOST_STAGES``. With a context size above 1, each context-parallel rank
+    has at least ``SHORTEST_PART`` tokens of a sequence.
     """
     layers, length = recipe.model.num_layers, recipe.training.seq_length
     for tensor in range(1, GPUS_PER_NODE + 1):

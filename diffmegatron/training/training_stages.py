@@ -30,6 +30,8 @@ def train_stages(
 ) -> bool:
     """Train the stages of a recipe one after the other; skip the stages that are finished.
 
+    If there is only one stage, it is never skipped: :func:`train` handles a finished run.
+
     Args:
         recipes: one recipe per stage.
         record: writer of this rank's heartbeat and step for the job script.

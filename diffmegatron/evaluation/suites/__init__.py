@@ -26,8 +26,8 @@ from diffmegatron.evaluation.suites.throughput import Throughput
 from diffmegatron.files import shorten
 from diffmegatron.validation import validated
 
-# The setting ``context`` of suites has the shortest context of all targets as its default, but at
-# most this number of tokens.
+# The default of a suite's setting ``context`` is the shortest context of all targets (the models to
+# evaluate), but at most this number of tokens.
 MAX_DEFAULT_CONTEXT = 2048
 SUITES: dict[str, type[Suite]] = {
     each.name: each
@@ -68,7 +68,8 @@ def make_suites(
         context: function that returns the default of the field ``context``.
 
     Raises:
-        UserError: a suite or a key is unknown, a value does not fit, or a value is missing.
+        UserError: a suite is unknown or given twice, a key is unknown, a value does not fit, or a
+            value is missing.
     """
     if len(set(names)) < len(names):
         raise UserError(f"--suite {','.join(names)} names a suite twice; give each once")

@@ -121,7 +121,10 @@ class Hallucination(Suite):
 
     @override
     def follow_ups(self, target: Target, records: Records) -> list[Item]:
-        """Return an item for each text to judge; its key contains the name of the judge."""
+        """Return one item per generated text, whose evaluation asks the judge for a verdict.
+
+        The key of the item contains the name of the judge. Without a judge the list is empty.
+        """
         judge = self._judge()
         if judge is None:
             return []
@@ -144,9 +147,10 @@ class Hallucination(Suite):
 
     @override
     def means(self, record: Record) -> dict[str, Mean]:
-        """Return the share of true texts, and the share of verdicts that cannot be read.
+        """Return the contributions of one verdict to two shares.
 
-        Records of texts, which have no verdict, have no measures.
+        They are the share of true texts, and the share of verdicts that cannot be read. The record
+        of a generated text has no verdict, and contributes to no measure.
         """
         if "verdict" not in record:
             return {}
@@ -158,7 +162,7 @@ class Hallucination(Suite):
 
     @override
     def remarks(self, records: Mapping[str, Records]) -> list[str]:
-        """Return a sentence if texts have no verdict, and a sentence if verdicts cannot be read."""
+        """Return sentences about targets without verdicts, and targets with unreadable verdicts."""
         found = []
         for name, of_target in records.items():
             judged = [record for record in of_target if "verdict" in record]
@@ -181,7 +185,7 @@ class Hallucination(Suite):
 
     @override
     def draw(self, figure: "Figure", records: Mapping[str, Records]) -> bool:
-        """Draw a group of bars for each task, if there is a verdict."""
+        """Draw a group of bars for each task; draw nothing and return False without any verdict."""
         if not any("verdict" in record for each in records.values() for record in each):
             return False
         measures = {task: f"{task}, true" for task in self.tasks}
@@ -223,7 +227,7 @@ class Hallucination(Suite):
 
 
 def judge_question(written: Record) -> str:
-    """Return the judge's prompt for a generated text; docs/evaluation.md describes it.
+    """Return the judge's prompt for a generated text; docs/evaluation.md describes the prompt.
 
     Args:
         written: record of the text with its document, question and references.

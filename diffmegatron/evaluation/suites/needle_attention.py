@@ -33,10 +33,12 @@ _ANSWER_T, _NOISE_T = (0.03, 0.03, 0.03, 0.07, 0.09), (0.51, 0.54, 0.52, 0.49, 0
 class NeedleAttention(Suite):
     """Shares of the last token's attention that fall on the needle and on the rest of the text.
 
-    A share is a sum of absolute values in the last row of a head's map after subtraction, divided
-    by the sum over the whole row. ``answer`` is the share of the needle's whole sentence. ``noise``
-    is the share of the rest of the haystack, including other needles but not the start token and
-    the question. Measures are means over all heads of all layers.
+    The needle is the sentence in a long text (the haystack) that answers the question of the
+    prompt. A share is a sum of absolute values in the last row of a head's attention map (after the
+    subtraction, in differential attention), divided by the sum over the whole row. ``answer`` is
+    the share of the needle's sentence. ``noise`` is the share of the rest of the haystack,
+    including other needles but not the start token and the question. Measures are means over all
+    heads of all layers.
     """
 
     name: ClassVar[str] = "needle-attention"
@@ -75,7 +77,7 @@ class NeedleAttention(Suite):
     @override
     @torch.no_grad()
     def score(self, model: Model, item: Item) -> Record:
-        """Return the shares of answer and noise by layer and head."""
+        """Return the depth, and the shares of answer and noise as lists [layers][heads]."""
         _, depth = item.content
         prompt, _ = build_prompt(
             self.haystack, model.target, item.key, self.length, (self.needles, 1), depth
@@ -100,7 +102,10 @@ class NeedleAttention(Suite):
 
     @override
     def means(self, record: Record) -> dict[str, Mean]:
-        """Return the shares of answer and noise by depth, as means over all layers and heads."""
+        """Return the shares of answer and noise at the record's depth.
+
+        They are means over all layers and heads.
+        """
         depth = f"depth {record['depth']:.0%}"
         return {
             f"{part}, {depth}": Mean(float(np.mean(record[part]))) for part in ("answer", "noise")
@@ -112,7 +117,7 @@ class NeedleAttention(Suite):
 
     @override
     def draw(self, figure: "Figure", records: Mapping[str, Records]) -> bool:
-        """Draw the shares of answer and noise by layer and head, as means over all depths."""
+        """Draw the shares of answer and noise by layer and head, as means over all records."""
         figure.set_size_inches(4.5 * len(records), 7.5)
         panels = figure.subfigures(2, 1, squeeze=False)[:, 0]
         for panel, part in zip(panels, ("answer", "noise"), strict=True):

@@ -23,8 +23,9 @@ _FULL = "as they are"
 class QuantizedAttention(WindowSuite):
     """Loss on held-out text with unchanged attention logits, and with logits rounded to ``bits``.
 
-    The logits are rounded relative to their largest absolute value (absmax). The paper measures
-    HellaSwag's accuracy instead of the loss.
+    The logits of all queries, heads and visible keys of a layer are rounded relative to their
+    largest absolute value (absmax). The paper measures the accuracy on HellaSwag instead of the
+    loss.
     """
 
     name: ClassVar[str] = "quantized-attention"
@@ -60,7 +61,10 @@ class QuantizedAttention(WindowSuite):
 
     @override
     def means(self, record: Record) -> dict[str, Mean]:
-        """Return nats per token for each number of bits, and the increase over unchanged logits."""
+        """Return nats per token with unchanged logits and for each number of bits.
+
+        For each number of bits, also return the increase over the loss with unchanged logits.
+        """
         nats, tokens = record["nats"], record["tokens"]
         shares = {f"nats per token, {name}": Mean(n, tokens, True) for name, n in nats.items()}
         shares |= {

@@ -1,10 +1,10 @@
 """Classes of the models that transformers has no class for.
 
-An export of such a model contains copies of its code files, which are the other files of this
-folder. They therefore import only torch and transformers. They are named after ``model_type``:
-``configuration_<model_type>.py`` and ``modeling_<model_type>.py``. The ``auto_map`` of a
-configuration refers to them, so that transformers loads them with ``trust_remote_code=True``.
-``configuration_diff_base.py`` has the keys that all models share.
+The other files of this folder are the code files of these models. An export of a model contains
+copies of the model's code files, so they import only torch, transformers and each other. They are
+named after ``model_type``: ``configuration_<model_type>.py`` and ``modeling_<model_type>.py``. The
+``auto_map`` of a configuration refers to the code files, so that transformers loads them with
+``trust_remote_code=True``. ``configuration_diff_base.py`` has the keys that all models share.
 """
 
 from pathlib import Path
@@ -26,10 +26,10 @@ CLASSES = (
 
 
 def register() -> None:
-    """Register these models with transformers' Auto classes; repeated calls have no effect.
+    """Register the models of this package with transformers' Auto classes.
 
-    After this, ``save_pretrained`` also writes the code files of such a model, as it does for a
-    model that was loaded with ``trust_remote_code=True``.
+    After this call, ``save_pretrained`` also writes the code files of such a model, as it does for
+    a model that was loaded with ``trust_remote_code=True``. Repeated calls have no effect.
     """
     for config, model, causal_lm in CLASSES:
         AutoConfig.register(config.model_type, config, exist_ok=True)

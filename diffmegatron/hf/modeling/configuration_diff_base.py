@@ -83,7 +83,8 @@ class DiffBaseConfig(PretrainedConfig):
                     f"{name} is {kwargs[name]!r}; this model has no biases and no dropout"
                 )
         kwargs.setdefault("auto_map", dict(self.AUTO_MAP))
-        # transformers 4 takes these keys only from this call; its default would tie the embeddings.
+        # transformers 4 sets these keys only in this call. Without tie_word_embeddings here, its
+        # default would tie the embeddings.
         super().__init__(
             pad_token_id=pad_token_id,
             bos_token_id=bos_token_id,
@@ -111,11 +112,10 @@ class DiffBaseConfig(PretrainedConfig):
 
 
 class NoiseHeadsConfig(DiffBaseConfig):
-    """Configuration of attention whose query heads are signal heads and noise heads.
+    """Configuration of attention whose query heads are h signal heads and h / r noise heads.
 
     Args:
-        num_attention_heads: number of all query heads, h (r + 1) / r: h signal heads and h / r
-            noise heads. Each has ``head_dim`` channels.
+        num_attention_heads: number of all query heads, h + h / r. Each has ``head_dim`` channels.
         signal_per_noise: r, number of signal heads that share a noise head.
         kwargs: arguments of :class:`DiffBaseConfig`.
 
@@ -157,9 +157,10 @@ def check_positive(name: str, value: object) -> None:
 
 
 def _rope_of_transformers_4(rope_parameters: dict[str, Any] | None) -> dict[str, Any]:
-    """Return the two keys that transformers 4 reads instead of ``rope_parameters``.
+    """Return ``rope_theta`` and ``rope_scaling``, which transformers 4 reads.
 
-    transformers 5 converts these keys back to ``rope_parameters``, and does not save them.
+    transformers 4 does not read ``rope_parameters``. transformers 5 converts the two keys back to
+    ``rope_parameters``, and does not save them.
     """
     scaling = dict(rope_parameters or {})
     theta = scaling.pop("rope_theta", 10_000.0)

@@ -5,15 +5,15 @@ There are h signal heads in groups of r. The signal heads of a group share one n
 Microsoft's DIFF V2 has r = 1; the language model Motif-3 uses the same attention with r > 1. For
 the hidden state x of a token, and signal head n with noise head m:
 
-    out_n = attention_n(x) - sigmoid(x W_lambda)_n attention_m(x)
+    out_n = attention_n(x) - sigmoid(x W_lambda)_n * attention_m(x)
 
 W_lambda is ``lambda_proj``, and attention_i is the output of query head i. All h + h / r heads
 belong to one softmax attention with grouped queries. Any attention function of transformers or of a
-serving engine can therefore compute them, with one cache slot per layer. Unlike in DIFF V1, the
-output of a head is not normalized.
+serving engine can therefore compute them, with an ordinary key-value cache for each layer. Unlike
+in DIFF V1, the output of a head is not normalized.
 
-This file imports only torch, transformers and its configuration, because exported models contain a
-copy of it.
+This file imports only torch, transformers and ``configuration_diff_v2.py``, because exported models
+contain a copy of the file.
 """
 
 from collections.abc import Callable
@@ -40,10 +40,11 @@ from .configuration_diff_v2 import DiffV2Config
 class DiffV2Attention(LlamaAttention):
     """DIFF V2 attention over the normalized input of a layer.
 
-    ``q_proj`` has d rows per head: h / r groups, each with r signal heads followed by their noise
-    head. (With r = 1, heads 2i and 2i + 1 are a signal head and its noise head.) Consecutive groups
-    share a key-value head. The rows of ``lambda_proj`` and the columns of ``o_proj`` have the h
-    signal heads in the same order.
+    There are h signal heads, and each noise head is shared by r signal heads. The query heads are
+    in h / r groups, each with r signal heads followed by their noise head. (With r = 1, heads 2i
+    and 2i + 1 are a signal head and its noise head.) ``q_proj`` has ``head_dim`` rows per query
+    head, in this order. Consecutive groups share a key-value head. The rows of ``lambda_proj`` and
+    the columns of ``o_proj`` have the h signal heads in the same order.
     """
 
     def __init__(self, config: DiffV2Config, layer_idx: int) -> None:
@@ -61,11 +62,13 @@ class DiffV2Attention(LlamaAttention):
         past_key_values: Cache | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the layer's output [b, s, hidden], and the softmax maps if available.
+        """Return the layer's output [b, s, hidden], and the softmax maps of all query heads.
+
+        The maps are None if the attention function in use does not return them.
 
         Args:
             hidden_states: [b, s, hidden].
-            position_embeddings: cosines and sines of RoPE, [b, s, d] each.
+            position_embeddings: cosines and sines of RoPE, [b, s, head_dim] each.
             attention_mask: mask in the form of the attention function in use.
             past_key_values: cache of previous keys and values, to which this call adds its own.
             kwargs: arguments of the attention function.
@@ -97,12 +100,13 @@ class DiffV2Attention(LlamaAttention):
         return self.o_proj(output.to(hidden_states.dtype)), weights
 
     def _combine(self, attended: Tensor, logits: Tensor) -> Tensor:
-        """Return signal - sigmoid(logits) noise, [b, s, h d].
+        """Return signal - sigmoid(logits) * noise of all h signal heads, [b, s, h * head_dim].
 
-        It is computed in at least float32, so that only the result is rounded, and not every term.
+        The computation and the result are in at least float32. The caller rounds the result, and no
+        term is rounded before.
 
         Args:
-            attended: outputs of all query heads, [b, s, h + h / r, d].
+            attended: outputs of all query heads, [b, s, h + h / r, head_dim].
             logits: output of ``lambda_proj``, [b, s, h].
         """
         wide = torch.promote_types(attended.dtype, torch.float32)

@@ -17,7 +17,7 @@ def lambdas(network: Network, parallel_state: ParallelState) -> dict[str, float]
     """Return lambda of every layer of the network as metrics. All ranks must call this function.
 
     If lambda depends on the token, the value is the mean over all heads, and over the tokens that
-    this data-parallel rank had in the last forward pass.
+    this data-parallel rank processed in the last forward pass.
 
     Returns:
         Lambda by the name ``attn/lambda_layer_XX``. Layers of softmax attention have no entry.

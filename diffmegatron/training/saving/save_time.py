@@ -17,8 +17,9 @@ def save_warnings(seconds: float, launch: LaunchEnvironment, margin: float) -> d
         margin: ``checkpoint.time_limit_margin`` in seconds.
 
     Returns:
-        Messages by the limit that they are about: "kill wait", or "lead" for the time before the
-        job's end at which the run stops.
+        A message for each limit that is too short: "kill wait" if the save took longer than
+        KillWait, and "lead" if it took longer than half of the time between the stop of the run and
+        the end of the job.
     """
     warnings = {}
     if launch.kill_wait is not None and seconds > launch.kill_wait:
