@@ -17,8 +17,8 @@ from diffmegatron.errors import UserError
 from diffmegatron.files import file_size, format_path, read_json, shorten
 
 DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
-# Buffers in old files. They are not weights, and are ignored here and by transformers, which
-# computes them from the configuration.
+# Buffers in old files. They are not weights, so they are ignored. Transformers ignores them too,
+# and computes these buffers from the configuration.
 _BUFFER = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 _EMBEDDING, _OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 _PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}\.safetensors")
@@ -76,7 +76,7 @@ class Source:
 
     @property
     def usual_dtype(self) -> str:
-        """Dtype of most tensors, in the notation of safetensors."""
+        """The most frequent dtype of the tensors, in the notation of safetensors, such as BF16."""
         return Counter(stored.dtype for stored in self.tensors.values()).most_common(1)[0][0]
 
     def check(self, rules: Iterable[WeightRule], *, tied: bool) -> None:

@@ -34,7 +34,8 @@ class Shard:
         offset: index of the box's first element in the unsharded tensor, per axis.
         shape: shape of the box.
         start: index of the box's first element in the flattened parameter.
-        is_primary: whether this rank saves the box; other ranks have copies of it.
+        is_primary: whether this rank saves the box in checkpoints. Other ranks may have copies of
+            the box, which they do not save.
     """
 
     name: str

@@ -33,8 +33,9 @@ from diffmegatron.section import Section
 
 # Timeout of the collective operations. They begin when all ranks have connected.
 _TIMEOUT = timedelta(minutes=5)
-# Bytes that each rank writes to the disk, and bytes of the tensor of the all-reduce by device.
+# Bytes that each rank writes to the disk.
 _WRITTEN = 1 << 26
+# Bytes of the tensor in the timed all-reduce.
 _REDUCED = {"cpu": 1 << 22, "cuda": 1 << 28}
 # Rows and columns of the square matrices in the timed matrix product.
 _MATRIX = {"cpu": 512, "cuda": 8192}
@@ -79,7 +80,9 @@ class Findings(Section):
 
 
 def check_nodes(recipes: Sequence[Recipe], folder: Path | None) -> None:
-    """Check this machine, gather the findings of all ranks, and raise an error if it is unfit.
+    """Check the machines of all ranks, and raise an error if this rank's machine is unfit.
+
+    Every rank calls this function. It checks its own machine and gathers the findings of all ranks.
 
     Args:
         recipes: stages of a run.
@@ -87,8 +90,9 @@ def check_nodes(recipes: Sequence[Recipe], folder: Path | None) -> None:
             written; None: it is not written.
 
     Raises:
-        UnfitNodeError: this machine has a problem, and at least one other machine has none.
-        UserError: all machines have a problem.
+        UnfitNodeError: this machine has no GPU for this rank; or it has another problem, and at
+            least one rank has none.
+        UserError: all ranks have a problem.
         MachineError: the ranks cannot connect to each other.
     """
     launch = read_launch()
@@ -112,16 +116,17 @@ def check_nodes(recipes: Sequence[Recipe], folder: Path | None) -> None:
 
 
 def _needed_space(recipe: Recipe) -> int:
-    """Return the bytes that must be free: those of two checkpoints.
+    """Return the bytes that must be free: those of two checkpoints, or of one.
 
-    One checkpoint suffices if each further save removes an old checkpoint (``keep_last``).
+    One suffices if the run already has a checkpoint and ``keep_last`` is set, because every save
+    then removes an old checkpoint.
     """
     removes_old = recipe.checkpoint.keep_last and CheckpointStore(Path(recipe.run_dir)).steps()
     return (1 if removes_old else 2) * count_parameters(recipe.model).total * _STATE_BYTES
 
 
 def find_problems(every: Sequence[Findings], space: int, run_dir: str) -> dict[int, str]:
-    """Compare the findings of all ranks, and return the first problem of each rank that has one.
+    """Compare the findings of all ranks, and return the first problem of each unfit rank, by rank.
 
     Args:
         every: findings of all ranks, in the order of the ranks.

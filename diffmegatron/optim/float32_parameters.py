@@ -42,7 +42,7 @@ class ExactValues:
                 held.flat.data[held.where] = value.flatten()[held.start : held.start + size]
 
     def refresh(self) -> None:
-        """Set ``exact`` of all parameters from the partitioned master weights, in one all-reduce.
+        """Set ``exact`` of all trained parameters from the master weights, in one all-reduce.
 
         All ranks must call this method after the master weights have changed.
         """

@@ -18,9 +18,9 @@ def parameter_groups(network: Network, recipe: Recipe) -> list[dict[str, Any]]:
       decides.
     - Dtype: ZeRO flattens a group into one buffer, and a bf16 model has some attention parameters
       in float32.
-    - Whether some rows are frozen. AdamW's ``weight_decay`` would change all rows. It is 0 for such
-      a parameter, and ``row_decay`` is the weight decay of the trained rows
-      (:class:`~diffmegatron.optim.adamw.GatedAdamW`).
+    - Whether some rows are frozen. AdamW's ``weight_decay`` would also change the frozen rows, so
+      it is 0 for a parameter with frozen rows. For such a parameter ``row_decay`` is the weight
+      decay of the trained rows (:class:`~diffmegatron.optim.adamw.GatedAdamW`).
     - ``lr_factor``: factor of the learning rate.
     """
     groups: dict[tuple[object, ...], dict[str, Any]] = {}

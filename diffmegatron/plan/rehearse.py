@@ -59,8 +59,8 @@ def rehearse(stages: Sequence[Recipe], world_size: int | None = None) -> None:
 
     Args:
         stages: recipes of the stages.
-        world_size: number of ranks of the real run; None for the smallest number. The rehearsal has
-            data parallelism if the real run has it.
+        world_size: number of ranks of the real run; None for the smallest number that fits the
+            layout. The rehearsal has data parallelism if the real run has it.
 
     Raises:
         UserError: If the layout does not work.
@@ -80,6 +80,9 @@ def rehearse(stages: Sequence[Recipe], world_size: int | None = None) -> None:
 
 def small_recipe(recipe: Recipe, world_size: int | None, folder: Path) -> Rehearsal:
     """Return a recipe with the same layout and the smallest network, sequence and batch for it.
+
+    Data parallelism has at most 2 ranks. If the layout then has more than ``MAX_RANKS`` ranks,
+    other sizes of the layout are reduced too.
 
     Args:
         recipe: the real recipe.

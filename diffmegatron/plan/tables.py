@@ -136,8 +136,8 @@ def _memory_table(plan: Plan) -> Table:
 def _memory_rows(stage: StageMemory) -> list[tuple[str, int]]:
     """Return the parts of a stage's memory as table rows: name and bytes.
 
-    The first four parts exist during the whole step. The others are temporary, and do not all exist
-    at the same time.
+    The first four parts exist during the whole step. The others are temporary. Rows whose name
+    begins with "or" are alternatives to the rows before them, and do not exist at the same time.
     """
     return [
         ("weights", stage.weights),

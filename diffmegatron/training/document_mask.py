@@ -8,10 +8,11 @@ from diffmegatron.training.monitoring.progress import print_line
 def decide_document_mask(recipe: Recipe, *, prints: bool = True) -> Recipe:
     """Return the recipe with ``data.reset_attention_mask`` set.
 
-    A value in the recipe is kept. Otherwise the value is true (attention stays within a document)
-    if sequences are packed and a source has conversations or instructions. Without the mask, a
-    response could attend to unrelated conversations in the same packed sequence and learn to copy
-    from them. At inference there are no such conversations.
+    A value in the recipe is kept. If the recipe has none, the value is true (attention stays within
+    a document) if sequences can contain several documents (``data.packing`` is not ``none``) and a
+    source is for fine-tuning, with conversations or instructions. Without the mask, a response
+    could attend to unrelated conversations in the same sequence and learn to copy from them. At
+    inference there are no such conversations.
 
     Args:
         recipe: recipe of the run.

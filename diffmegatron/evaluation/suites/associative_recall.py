@@ -78,7 +78,10 @@ class AssociativeRecall(TextSuite):
 
     @override
     def means(self, record: Record) -> dict[str, Mean]:
-        """Return the accuracy, over all texts and over texts with the same number of pairs."""
+        """Return the text's contribution to two accuracies.
+
+        One is over all texts, the other over the texts with the same number of pairs.
+        """
         share = Mean(record["right"], record["pairs"], per_token=True)
         return {_ACCURACY: share, _BY_PAIRS.format(record["pairs"]): share}
 

@@ -143,7 +143,7 @@ class LmEval(Suite):
 
     @override
     def means(self, record: Record) -> dict[str, Mean]:
-        """Return the metrics that are means over the questions."""
+        """Return the question's contribution to each metric that is a mean over questions."""
         return {
             _measure(record["task"], record["shots"], key): Mean(value)
             for key, value in record["metrics"].items()

@@ -97,7 +97,10 @@ class Mathematics(Suite):
 
     @override
     def means(self, record: Record) -> dict[str, Mean]:
-        """Return the accuracy, and the share of texts that reached ``answer_tokens``."""
+        """Return the problem's contribution to the accuracy and to the share of cut texts.
+
+        A text is cut if it reached the limit ``answer_tokens``.
+        """
         name = record["benchmark"]
         return {
             name: Mean(float(record["right"])),

@@ -61,7 +61,7 @@ class Perplexity(TextSuite):
 
     @override
     def items(self, target: Target) -> list[Item]:
-        """Return the windows of every source."""
+        """Return an item for each window of each source."""
         found = []
         for source, path in named_paths(self.data).items():
             documents = islice(read_texts(path), self.documents)
@@ -82,7 +82,10 @@ class Perplexity(TextSuite):
 
     @override
     def means(self, record: Record) -> dict[str, Mean]:
-        """Return nats per token over all text and by source."""
+        """Return the window's contribution to the nats per token of all text.
+
+        With several sources, it also contributes to the nats per token of its source.
+        """
         share = Mean(record["nats"], record["tokens"], per_token=True)
         if len(self.data) == 1:
             return {_NATS: share}
@@ -121,10 +124,10 @@ class Perplexity(TextSuite):
 
 
 def _windows(ids: Sequence[int], length: int, stride: int) -> Iterator[tuple[Sequence[int], int]]:
-    """Yield windows, each with the number of tokens at its end that are not in earlier windows.
+    """Yield windows, each with its number of scored tokens, which are at its end.
 
-    The first token of a window is not included in the number. A window with the number 0 is left
-    out.
+    A token is scored in the first window that contains it, unless it is the first token of that
+    window. A window without scored tokens is left out.
     """
     counted = 0
     for first in range(0, len(ids), stride):

@@ -119,7 +119,8 @@ class Scaling(Suite):
         """Return a and b of every fit, and for each kind and size the share at equal loss.
 
         A size x is a number of parameters or tokens. Let L be the loss of a kind's fit at x. The
-        share is x divided by the size at which the Transformer's fit has the same loss L.
+        share is x divided by the size at which the Transformer's fit has the same loss L. The
+        Transformer itself has no share.
         """
         found: dict[str, float] = {}
         for kind, (law, sizes, is_baseline) in self._fits(records).items():

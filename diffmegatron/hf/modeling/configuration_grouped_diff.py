@@ -10,14 +10,17 @@ from .configuration_diff_base import NoiseHeadsConfig
 class GroupedDiffConfig(NoiseHeadsConfig):
     """Llama's configuration with the keys of grouped differential attention.
 
+    Grouped differential attention has h signal heads in groups of r. Each group shares one noise
+    head, whose output, multiplied by lambda, is subtracted from the output of each signal head.
+
     Args:
-        num_attention_heads: number of all query heads, h (r + 1) / r: h signal heads and h / r
-            noise heads. Each has d = ``head_dim`` channels.
-        signal_per_noise: r, number of signal heads that share a noise head. r = 1 is the
-            Differential Transformer.
-        num_key_value_heads: number of key heads of d channels each. It is 2 h_kv, because each of
-            the h_kv differential key-value heads has two keys of d channels. Its value, and the
-            output of each signal head, have 2d channels. h_kv must divide h / r.
+        num_attention_heads: number of all query heads: h signal heads and h / r noise heads. Each
+            has d = ``head_dim`` channels.
+        signal_per_noise: r. r = 1 is the Differential Transformer.
+        num_key_value_heads: number of key heads of d channels each. It is 2 h_kv, where h_kv is the
+            number of differential key-value heads, because each of these has two keys of d channels
+            and one value of 2d channels. The output of each signal head also has 2d channels. h_kv
+            must divide h / r.
         lambda_init: "exponential" for 0.8 - 0.6 exp(-0.3 l) in layer l (from 0), or a constant
             between 0 and 1 for all layers.
         lambda_std_dev: standard deviation of the initial values of the lambda vectors.

@@ -1,6 +1,7 @@
-"""Estimate of the activations saved for backward, and of the temporary memory of a layer.
+"""Estimate of the activations saved for backward, and of the temporary memory of backward passes.
 
-All functions count bytes on one rank. "Saved" always means saved for the backward pass.
+Unless a docstring says otherwise, the functions count bytes on one rank. "Saved" always means saved
+for the backward pass.
 
 The values depend on ``device``. On a ``gpu``, norms and SwiGLU are fused. On a ``cpu``, torch also
 saves their intermediate results, and differential attention is computed in blocks of rows.
@@ -59,7 +60,8 @@ def stage_activations(recipe: Recipe, stage: int, microbatches: int, device: Dev
         # Add the gradient received from the next stage. With interleaving, the input of the next
         # forward pass has been received as well.
         exchanged = in_flight + (1 if parallel.virtual_pipeline == 1 else 2)
-    # Megatron-core keeps the hidden states that it has sent until their gradient arrives.
+    # ``exchanged`` also counts the hidden states that this rank has sent to another stage, because
+    # Megatron-core keeps them until their gradient arrives.
     return round(kept + exchanged * sharded)
 
 
@@ -71,7 +73,8 @@ def virtual_stages_in_flight(recipe: Recipe, stage: int, microbatches: int) -> i
     first backward pass a rank runs two forward passes per later rank. It also runs one round of
     microbatches (as many as there are pipeline ranks) through each of its virtual stages except the
     last (``get_pp_rank_microbatches`` in Megatron-core's pipeline_parallel/schedules.py). One more
-    forward pass then directly precedes the first backward pass.
+    forward pass then directly precedes the first backward pass. In both cases, the result is at
+    most the number of forward passes of this rank in a step.
     """
     size, stages = recipe.parallel.pipeline, recipe.parallel.virtual_pipeline
     if stages == 1:
@@ -94,23 +97,28 @@ def layer_backward(recipe: Recipe, stage: int, device: Device) -> tuple[int, int
     - In SwiGLU's backward pass, memory holds the gradients of SwiGLU's output and inputs. The
       output that was saved for the second projection (fc2) is freed.
     - In the backward pass of the first projection (fc1), memory holds the gradients of its output,
-      weight and input. Everything that SwiGLU and fc2 saved is freed.
+      weight and input. Everything that SwiGLU and fc2 saved is freed. On a CPU only this moment is
+      considered.
 
-    At both moments, memory also holds the gradient of the residual stream and, with recomputation,
-    the activations of the recomputed layer. The gradient of a tied embedding from the output layer
-    also stays in memory, until the embedding's own gradient is added to it.
+    At both moments, memory also holds the gradient of the residual stream and, with recomputation
+    or offloading, the activations of the layer that is recomputed or copied from the host. The
+    gradient of a tied embedding from the output layer also stays in memory, until the embedding's
+    own gradient is added to it.
 
     Returns:
         Bytes in addition to the saved activations, and bytes of the saved activations that are
-        already freed.
+        already freed. With full recomputation or offloading, the freed activations of the layer
+        are among the recomputed or copied ones, so they are subtracted from the first number
+        instead.
     """
     model, parallel = recipe.model, recipe.parallel
     element, tokens = BYTES[recipe.training.precision], local_tokens(recipe)
     ffn = model.ffn_hidden_size / parallel.tensor
     shards = parallel.tensor if parallel.sequence_parallel else 1
-    # ``streams`` is the number of gradients of the residual stream. In the first stage of a
-    # pipeline, stage_activations already counts the received gradient. If each virtual stage has
-    # only one layer, the stage makes a copy of the gradient that it receives.
+    # ``streams`` is the number of gradients of the residual stream that are counted here. In the
+    # first stage of a pipeline it is 0, because stage_activations already counts the received
+    # gradient. With interleaving and one layer per virtual stage it is 1 more, because the stage
+    # copies the gradient that it receives.
     virtual_stages = parallel.pipeline * parallel.virtual_pipeline
     is_copied = parallel.virtual_pipeline > 1 and model.num_layers == virtual_stages
     streams = (stage > 0 or parallel.pipeline == 1) + is_copied
@@ -185,9 +193,9 @@ def logits_bytes(recipe: Recipe, device: Device) -> int:
 
 
 def output_weight(recipe: Recipe) -> int:
-    """Return the number of elements of the output layer's weight gradient; 0 if it is frozen.
+    """Return the number of elements of the output layer's weight gradient on a rank.
 
-    The number is that of one tensor-parallel rank.
+    It is 0 if the weight is frozen.
     """
     if not _is_trained(recipe, EMBEDDING if recipe.model.tied_embeddings else OUTPUT):
         return 0
@@ -243,9 +251,10 @@ def embedding_backward(recipe: Recipe, stage: int) -> int:
     the output's gradient is gathered from another tensor, which is counted too. A tied embedding
     without a pipeline has two gradients of its weight.
 
-    The result is 0 for an untied embedding without a pipeline, because the embedding's backward
-    pass then needs less memory than that of the output layer. :func:`embedding_freed` counts the
-    activations that are freed before the embedding's backward pass.
+    The result is 0 on all pipeline stages except the first, and if the embedding is frozen. It is
+    also 0 for an untied embedding without a pipeline, because the embedding's backward pass then
+    needs less memory than that of the output layer. :func:`embedding_freed` counts the activations
+    that are freed before the embedding's backward pass.
     """
     parallel, model = recipe.parallel, recipe.model
     if stage > 0 or not _is_trained(recipe, EMBEDDING):
@@ -265,8 +274,9 @@ def embedding_backward(recipe: Recipe, stage: int) -> int:
 def embedding_freed(recipe: Recipe, stage: int, microbatches: int, device: Device) -> int:
     """Return the bytes of saved activations that are freed before the embedding's backward pass.
 
-    In a pipeline, these are the activations of this microbatch only, because other microbatches are
-    in flight.
+    In a pipeline, these are only the activations of the microbatch whose backward pass runs,
+    because other microbatches are in flight. The result is 0 if activations are offloaded to the
+    host.
     """
     if recipe.training.offload_activations:
         return 0
@@ -314,8 +324,9 @@ def virtual_stage_bytes(recipe: Recipe, stage: int, device: Device) -> float:
 def _recomputed_bytes(recipe: Recipe, device: Device) -> float:
     """Return the bytes of the activations that recomputation creates again at one time.
 
-    With the granularity "full" these are the activations of all layers in a group; with "selective"
-    those of one layer's core attention.
+    With the granularity "full" these are the activations of all layers of a group (method
+    "uniform") or of one layer (method "block"). With "selective" they are those of one layer's core
+    attention. If layers have different attention variants, the largest result counts.
     """
     recompute = recipe.recompute
     if recompute.granularity == "none":
@@ -341,7 +352,8 @@ def _layer_bytes(
 ) -> float:
     """Return the bytes that one layer saves for one microbatch.
 
-    They are those of the two norms, the projections, attention and SwiGLU.
+    They are those of the two norms, the projections, attention and SwiGLU. With selective
+    recomputation a layer does not save the activations of its core attention.
 
     Args:
         recipe: recipe of the run.

@@ -60,8 +60,9 @@ def count_flops(model: ModelConfig, seq_length: int, frozen: int = 0) -> Flops:
 def frozen_matrices(recipe: Recipe) -> int:
     """Count the frozen weights of matrix products.
 
-    An untied embedding is not counted, because a lookup is not a matrix product. A tied embedding
-    is counted, because it is also the output layer.
+    A fused matrix is counted only if all its parts are frozen. An untied embedding is not counted,
+    because a lookup is not a matrix product. A tied embedding is counted, because it is also the
+    output layer.
     """
     if trains_everything(recipe):
         return 0

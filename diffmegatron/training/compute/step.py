@@ -201,8 +201,8 @@ def _on_all_ranks(
         group = parallel_state.pipeline_group
         last = distributed.get_global_rank(group, parallel_state.pipeline_size - 1)
         distributed.broadcast(whole, last, group=group)
-    # Replicas may differ in the last bit. All ranks need the same result, because they base
-    # decisions on it.
+    # The results of data-parallel replicas may differ in the last bit. All ranks need the same
+    # result, because they base decisions on it.
     group = parallel_state.data_group
     distributed.broadcast(whole, distributed.get_global_rank(group, 0), group=group)
     return whole
@@ -239,9 +239,9 @@ def _packed_documents(batch: Batch) -> PackedSeqParams | None:
     """Return the document boundaries as ``PackedSeqParams``, which Megatron passes to every layer.
 
     Returns None if attention crosses documents. The format is ``sbhd``, because tensors keep one
-    row per sequence, and ``max_seqlen`` is the length of a sequence. In Megatron's packed format
-    ``thd`` it would be the length of the longest document, for which Megatron would compute its
-    rotary embedding.
+    row per sequence. Megatron computes its rotary embedding for ``max_seqlen`` positions. Here
+    ``max_seqlen`` is the length of a sequence; in Megatron's packed format ``thd`` it would be only
+    the length of the longest document.
     """
     if batch.document_ids is None:
         return None
@@ -278,9 +278,9 @@ def _pipeline(
 ) -> list[Tensor]:
     """Run Megatron's 1F1B schedule, interleaved if the network has several virtual stages.
 
-    The schedule runs the network itself and not DeepSpeed's engine, because it needs an attribute
-    ``config`` with Megatron's configuration. The network has it; the ``config`` of the engine is
-    DeepSpeed's.
+    The schedule calls the network itself and not DeepSpeed's engine, because it reads Megatron's
+    configuration from the attribute ``config`` of what it calls. The attribute ``config`` of the
+    engine is DeepSpeed's configuration.
 
     Args:
         network: this rank's virtual pipeline stages.

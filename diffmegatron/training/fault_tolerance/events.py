@@ -1,6 +1,8 @@
 """JSON reports of anomalous steps, for people: the affected layers, ranks and samples.
 
-A step is anomalous if its loss or gradient norm is not finite or is a spike.
+A step is anomalous if its loss or gradient norm is not finite or is a spike. The guard
+(:class:`~diffmegatron.optim.guard.Guard`) detects such steps, and decides whether a step is applied
+and what the run does next.
 """
 
 import json
@@ -50,7 +52,7 @@ def write_event(
         decision: the guard's decision on the step.
         event: further values to write as JSON, the same on every rank.
         norms: norm of each gradient on this rank (``ZeroEngine.local_gradient_norms``).
-        logits: largest attention logit of each of this rank's layers, by layer number.
+        logits: largest attention logit of each of this rank's layers, by layer number (from 1).
         shards: shards of each parameter; they contain the parameter's name.
         parallel_state: parallel layout, and this rank's place in it.
     """
@@ -101,7 +103,7 @@ def _new_path(directory: Path, step: int) -> Path:
     directory.mkdir(exist_ok=True)
     path = directory / f"step_{step:08d}.json"
     attempt = 1
-    while path.exists():  # After a rollback a run trains the same step again.
+    while path.exists():  # After a rollback the same step is trained again, and may be anomalous.
         attempt += 1
         path = directory / f"step_{step:08d}_{attempt}.json"
     return path

@@ -41,9 +41,9 @@ class MetricsWriter:
     On opening it drops the entries after ``last_step``, because a resumed run trains these steps
     again.
 
-    Write errors are logged and do not end the run. Lines of ``metrics.jsonl`` that cannot be
-    written are kept in memory and written later. After an error of TensorBoard no more events are
-    written until the next start or rollback.
+    Write errors are logged and do not end the run. While lines of ``metrics.jsonl`` cannot be
+    written, the newest 10,000 are kept in memory and written later. After an error of TensorBoard
+    no more events are written until the next start or rollback.
 
     Args:
         run_dir: directory of the run.
@@ -64,7 +64,7 @@ class MetricsWriter:
         self._events.restart(last_step + 1)
 
     def close(self) -> None:
-        """Close both files, and log the number of lines that could not be written."""
+        """Close both files, and log the number of lines that could not be written, if any."""
         self._lines.close()
         self._events.close()
 
@@ -83,10 +83,10 @@ class MetricsWriter:
 
 
 class _TensorBoardEvents:
-    """TensorBoard's ``SummaryWriter``, used until its first error.
+    """TensorBoard's ``SummaryWriter``, which is not called again after its first error.
 
-    The writer has a thread that ends when a write fails. All later calls would raise the same
-    error.
+    The ``SummaryWriter`` has a thread that ends when a write fails. All later calls would raise the
+    same error.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -25,7 +25,8 @@ from diffmegatron.training.saving.snapshot import ParameterShards
 def open_start(recipe: Recipe, parallel_state: ParallelState) -> Checkpoint | None:
     """Open the checkpoint of ``checkpoint.start_from``; None if the recipe does not set it.
 
-    All ranks must call this function.
+    If ``checkpoint.start_from`` is a ``run_dir``, the newest intact checkpoint of the run is opened
+    (with several stages, of the last one). All ranks must call this function.
 
     Raises:
         UserError: If there is no intact checkpoint; if its network or tokenizer does not fit the
@@ -43,13 +44,13 @@ def open_start(recipe: Recipe, parallel_state: ParallelState) -> Checkpoint | No
 
 
 def _run_dir(start: Path) -> Path:
-    """Return the directory of the run to start from.
+    """Return the directory of the run or the checkpoint to start from.
 
-    If ``start`` is the folder of a recipe with stages, the result is the ``run_dir`` of the last
-    stage. Otherwise it is ``start``.
+    If ``start`` is the ``run_dir`` of a recipe with stages, the result is the folder of the last
+    stage that has a checkpoint. In all other cases it is ``start``.
 
     Raises:
-        UserError: If the last stage is not unique.
+        UserError: If the last stage is not unique, or the run has no checkpoint.
     """
     return last_stage(start).run_dir if has_run(start) else start
 
@@ -57,10 +58,10 @@ def _run_dir(start: Path) -> Path:
 def _check_made_for(source: Checkpoint, attention: Variant) -> None:
     """Check that the heads in ``model.attention`` were selected on the weights of ``source``.
 
-    Only kinds that extend selected heads of another model (DEX) have such heads.
+    Only DEX has such heads: it makes selected heads of a pretrained model differential.
     ``attention.fingerprint`` is a hash of the weights on which the heads were selected, and must
     equal the hash of the checkpoint's weights. Nothing is checked if the checkpoint has the same
-    attention variant, or if one of the hashes is missing.
+    kind of attention, or if ``attention`` has no fingerprint.
 
     Raises:
         UserError: If the hashes differ.
@@ -80,8 +81,9 @@ def load_weights(
 ) -> None:
     """Load the weights of a checkpoint, without optimizer state and data position.
 
-    Two kinds of parameters keep their initial values: those of the recipe's attention variant that
-    the checkpoint's variant does not have, and LoRA matrices if the checkpoint has no LoRA.
+    Two kinds of parameters keep their initial values: those that only the recipe's attention
+    variant declares and the checkpoint's variant does not, and LoRA matrices if the checkpoint has
+    no LoRA.
     """
 
     def is_new(name: str) -> bool:
