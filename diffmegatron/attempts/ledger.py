@@ -2,8 +2,8 @@
 
 The entry ``NNNN.json`` is written when attempt NNNN begins, and again when it ends. ``NNNN/`` is
 the attempt's directory, in which every rank records how it ended. The end of an attempt is computed
-only from files in this directory and from the checkpoints. If the job was killed before it wrote
-the end, the next attempt can therefore write it.
+only from files: the records of the ranks, the checkpoints and the entries of earlier attempts. If
+the job was killed before it wrote the end, the next attempt can therefore write it.
 """
 
 import logging
@@ -77,8 +77,8 @@ class Attempt(Section):
         hosts: hosts of the ranks that caused a fault.
         unfit: hosts among ``hosts`` that failed the preflight checks.
         stragglers: hosts of slow ranks. A report compares the working times of the ranks every few
-            steps. A rank is slow if it was much slower than most ranks in more than half of at
-            least ten reports.
+            steps. A rank is slow if there are at least ten reports, and it was much slower than
+            most ranks in more than half of them.
         first_step: first step of the attempt in the last stage that it trained; None: unknown.
         last_step: last step of the attempt in the last stage that it trained; None: unknown.
         saved: saved progress at the end, defined as ``saved_at_start``.
@@ -116,7 +116,7 @@ class Attempt(Section):
 
     @property
     def is_over(self) -> bool:
-        """True if the job has ended, so that no attempt follows."""
+        """True if the job has ended: all steps are done, a mistake, or ``MAX_FAULTS`` faults."""
         if self.cause == Cause.FAULT:
             return self.faults >= MAX_FAULTS
         return self.cause in (Cause.FINISHED, Cause.MISTAKE)
@@ -184,7 +184,7 @@ class Ledger:
             The entry of the new attempt.
 
         Raises:
-            UserError: the ledger cannot be written.
+            UserError: the ledger cannot be read or written.
         """
         before = self._end_killed()
         stages = {recipe.run_dir: recipe.training.total_steps for recipe in recipes}
@@ -316,7 +316,7 @@ class Ledger:
 
 
 def suspects(attempts: Sequence[Attempt]) -> dict[str, int]:
-    """Return host -> number of the last ten attempts in which it caused a fault or was slow.
+    """Return, for each host, in how many of the last ten attempts it caused a fault or was slow.
 
     Hosts with the number 0 are absent. The host with the largest number comes first.
     """

@@ -171,6 +171,12 @@ class ShardedReader:
     def box(self, kind: str, name: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
         """Return one kind of values of a box of a tensor, in float32.
 
+        Args:
+            kind: one of :data:`KINDS`.
+            name: name of the tensor.
+            offset: first index of the box in the unsharded tensor, per axis.
+            shape: shape of the box.
+
         Raises:
             UserError: the tensor or its kind is missing, or the box exceeds the tensor.
         """

@@ -91,14 +91,14 @@ def _has_begun(recipe: Recipe) -> bool:
 
 
 def _passes(recipe: Recipe) -> dict[str, float]:
-    """Return path of each data source -> lower bound on the number of epochs over the source.
+    """Return a lower bound on the number of epochs over each data source, by the source's path.
 
     The bound is the number of tokens to train on from the source, divided by the number of all its
     tokens according to its manifest. The true number of epochs is higher, because not all of these
     tokens are used: documents are held out, and packing and length up-sampling omit tokens.
 
-    The result is empty for several sources with global length up-sampling. It changes the share of
-    each source, by a factor that depends on the lengths of the documents.
+    The result is empty for several sources with global length up-sampling, because this up-sampling
+    changes the share of each source by a factor that depends on the lengths of its documents.
     """
     weights = {source.path: source.weight for source in recipe.data.sources}
     if recipe.data.upsampling.mode == "global" and len(weights) > 1:

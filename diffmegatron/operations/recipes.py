@@ -17,10 +17,10 @@ _BASE, _CLUSTERS = "base", "clusters"
 
 
 def groups() -> dict[str, list[str]]:
-    """Return title of a group -> names of the recipes and other files that it contains.
+    """Return the names of all recipes and other files that ``configs copy`` can copy, by group.
 
-    The names are those that ``configs copy`` accepts. The name of a recipe is its path in
-    ``configs/`` without ``.yaml``.
+    The keys are the titles of the groups. The name of a recipe is its path in ``configs/`` without
+    ``.yaml``.
     """
     paths = sorted(path.relative_to(CONFIGS) for path in CONFIGS.rglob("*.yaml"))
     by_folder: dict[str, list[str]] = {_BASE: [], _CLUSTERS: [], "": []}

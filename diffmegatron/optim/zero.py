@@ -53,9 +53,9 @@ class Fragment:
     Attributes:
         parameter: parameter of the network.
         start: index of the range's first element in the flattened parameter.
-        tensors: values of the n elements by kind, each [n]: float32 master weight (``weight``) and
-            Adam moments (``exp_avg``, ``exp_avg_sq``). A frozen parameter has only ``weight``, in
-            the network's dtype. The tensors are views, so writing to them changes the optimizer.
+        tensors: values of the range by kind, one-dimensional: float32 master weight (``weight``)
+            and Adam moments (``exp_avg``, ``exp_avg_sq``). A frozen parameter has only ``weight``,
+            in the network's dtype. The tensors are views, so writing to them changes the optimizer.
     """
 
     parameter: torch.nn.Parameter
@@ -116,8 +116,8 @@ class ZeroEngine:
     def __exit__(self, *_: object) -> None:
         """Destroy the engine. Leave this context before the engine's process groups are destroyed.
 
-        Without this, DeepSpeed's hooks would keep the engine and the threads of its process groups
-        alive: about fifty threads per run, which keep a CPU core busy.
+        If the engine were not destroyed, DeepSpeed's hooks would keep it and the threads of its
+        process groups alive: about fifty threads per run, which keep a CPU core busy.
         """
         if self._reduction is not None:
             self._reduction.close()
@@ -175,8 +175,8 @@ class ZeroEngine:
             # optimizer. Call ``allow`` to record the step.
             allow(torch.tensor(torch.inf, device=self._parallel_state.device))
         elif not gate.answer:
-            # Torch creates Adam's moments in the first update. If that step is refused, create
-            # them here, because the next step needs them.
+            # Torch creates Adam's moments in the first update. If ``allow`` has refused the first
+            # update, create them here, because the next step needs them.
             self._create_moments()
 
     def _checked(self, norm: Tensor) -> Tensor:

@@ -10,8 +10,8 @@ the number of optimizer steps, and T the number of steps of the annealing. A lay
 matrix W_D [d, d] and one trained number lambda_learn.
 
 O' is linear in O. A checkpoint of any step therefore equals a Transformer with another output
-projection W_O: for each selected head, the d rows of W_O that the head's output multiplies are
-multiplied from the left by (I - lambda W_D).
+projection. A head's output is multiplied by d rows of the output projection, a matrix W. For each
+selected head, W is replaced by (I - lambda W_D) W.
 """
 
 from collections.abc import Callable, Mapping
@@ -135,8 +135,9 @@ class Dex(Softmax):
     every layer's heads are selected. ``annealing_steps`` is T. With null, lambda is lambda_learn
     from the first step, for example to continue after the annealing. lambda_learn starts at
     ``lambda_learn_init``, which should not be zero if W_D starts at zero: the gradient of
-    lambda_learn is proportional to W_D, and the gradient of W_D to lambda. With both zero, training
-    could only begin through the term of lambda with lambda_init, which annealing_steps null omits.
+    lambda_learn is proportional to W_D, and the gradient of W_D to lambda. With both zero, only the
+    term of lambda with lambda_init gives W_D a gradient. With ``annealing_steps`` null there is no
+    such term, and both would stay zero.
     """
 
     can_mix: ClassVar[bool] = False
@@ -230,7 +231,8 @@ class Dex(Softmax):
     def foundation(self) -> Variant:
         """Return the softmax attention of the pretrained Transformer.
 
-        A run can start from its weights, to which it adds a new W_D and lambda_learn per layer.
+        A run can start from the weights of this Transformer. It adds a new W_D and lambda_learn to
+        each layer.
         """
         return self.baseline()
 
@@ -287,10 +289,9 @@ class Dex(Softmax):
     def saved_bytes(self, kernels: Kernels) -> tuple[float, float]:
         """Return the bytes per token that a layer saves for the backward pass, as two numbers.
 
-        The first number is that of softmax attention. The second also includes the outputs O of the
-        selected heads, and the result O' of all heads. In softmax attention, the input of the
-        output projection needs no bytes of its own, because the kernel or the norm saves this
-        tensor anyway. With a headwise norm, the same holds for O'.
+        They are the two numbers of softmax attention (:meth:`.base.Variant.saved_bytes`), and the
+        second is increased by DEX's tensors: the outputs O of the selected heads, and the result O'
+        of all heads. With a headwise norm, O' needs no bytes of its own.
         """
         projected, core = super().saved_bytes(kernels)
         selected = self._selected_per_layer * self.head_dim
@@ -356,7 +357,7 @@ class Dex(Softmax):
     def layer_rules(
         self, ours: str, theirs: str, hidden_size: int, *, layer: int, step: int
     ) -> list[hf.WeightRule]:
-        """Return the rules that map a layer's weights to a plain Transformer at Hugging Face.
+        """Return the rules that map a layer's attention weights to a plain Transformer's and back.
 
         They are the rules of softmax attention, except that the differential term is multiplied
         into W_O, in float64. ``linear_proj.weight`` [hidden, heads * d] is W_O transposed, so the

@@ -1,4 +1,7 @@
-"""Samples of a run in a fixed, infinite order, which is determined by seed, weights and files.
+"""Samples of a run in a fixed, infinite order.
+
+The order is determined by the seed, and by the sources (the corpora in ``data.sources``) and their
+weights.
 
 ``samples[i]`` does not depend on ranks, batch sizes or workers. The position of a run in its data
 is therefore a single number. With ``data.on_exhausted: stop``, samples after the end of a source

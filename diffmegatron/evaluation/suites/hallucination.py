@@ -121,7 +121,7 @@ class Hallucination(Suite):
 
     @override
     def follow_ups(self, target: Target, records: Records) -> list[Item]:
-        """Return one item per generated text, whose evaluation asks the judge for a verdict.
+        """Return one follow-up item for each generated text: a request for the judge's verdict.
 
         The key of the item contains the name of the judge. Without a judge the list is empty.
         """

@@ -20,7 +20,8 @@ def lambdas(network: Network, parallel_state: ParallelState) -> dict[str, float]
     this data-parallel rank processed in the last forward pass.
 
     Returns:
-        Lambda by the name ``attn/lambda_layer_XX``. Layers of softmax attention have no entry.
+        Lambda of each layer, under the metric name ``attn/lambda_layer_XX`` with the layer's number
+        XX. Layers of softmax attention have no entry.
     """
     own = lambda_by_layer(network)
     if own and parallel_state.tensor_size > 1:
