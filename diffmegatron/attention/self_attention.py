@@ -1,8 +1,8 @@
 """Self-attention in Megatron-core's layers: projections, rotary embedding, the variant's attention.
 
 It replaces Megatron's ``SelfAttention``, whose projections are sized for ordinary heads, and whose
-core attention receives only queries, keys and values. A variant may also need the hidden states,
-and query heads that have no output of their own. Decoding is not supported.
+core attention receives only queries, keys and values. A variant (kind of attention) may also need
+the hidden states, and query heads that have no output of their own. Decoding is not supported.
 """
 
 from collections.abc import Callable
@@ -40,7 +40,7 @@ from diffmegatron.attention.variants.base import (
 )
 
 # Function that receives the rotated queries and keys of this rank, [s, b, heads, d], and the
-# boundaries of documents or None.
+# boundaries of packed documents (None: no boundaries).
 Observer = Callable[[Tensor, Tensor, Tensor | None], None]
 
 
@@ -165,9 +165,10 @@ class SelfAttention(MegatronModule):
             attention_mask: not used, as in Megatron's flash backends.
             rotary_pos_emb: angles of this rank's positions, [s, 1, 1, d] in radians.
             packed_seq_params: ``cu_seqlens_q`` has the boundaries of packed documents,
-                [documents + 1] integers on the CPU. They are positions in the concatenation of the
-                batch's unsharded rows. Attention then stays within documents. (``qkv_format`` is
-                ``sbhd``: tensors are not concatenated.)
+                [documents + 1] integers on the CPU, and attention stays within documents. The
+                boundaries are positions in the concatenation of the batch's unsharded rows, but the
+                tensors themselves are not concatenated (``qkv_format`` is ``sbhd``). None: no
+                boundaries.
 
         Returns:
             Output with the shape of hidden_states, and the bias, which is None.

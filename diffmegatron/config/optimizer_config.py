@@ -57,7 +57,8 @@ class Schedule(Section):
     def warmup(self, total_steps: int) -> int:
         """Return the number of warm-up steps in a run of ``total_steps``.
 
-        It is ``warmup_steps``, or ``warmup_ratio`` of the run, rounded to a whole step.
+        It is ``warmup_steps``, or the share ``warmup_ratio`` of the run rounded to a whole step, or
+        0 if neither is given.
         """
         return _steps(self.warmup_steps, self.warmup_ratio, total_steps)
 

@@ -89,7 +89,8 @@ class _Loader(_Notation, yaml.SafeLoader):
         node = super().compose_mapping_node(anchor)
         seen: set[tuple[str, str]] = set()
         for key, _ in node.value:
-            # Merge keys (<<) may repeat, and the constructor refuses keys that are not scalars.
+            # Skip merge keys (<<), which may repeat, and keys that are not scalars, which the
+            # constructor refuses later.
             if not isinstance(key, yaml.ScalarNode) or key.value == "<<":
                 continue
             if (key.tag, key.value) in seen:

@@ -46,7 +46,10 @@ class ShardWriter:
         self._total_bytes += copy.nbytes
 
     def close(self) -> None:
-        """Write the last shard, and give the files the names that ``transformers`` expects."""
+        """Write the last shard, and give the files the names that ``transformers`` expects.
+
+        If there are several shards, write their index too.
+        """
         self._flush()
         if len(self._shards) == 1:
             self._path(1).rename(self._directory / "model.safetensors")

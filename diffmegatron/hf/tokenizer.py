@@ -145,7 +145,10 @@ def _write_copied(tokenizer: HuggingFaceTokenizer, directory: Path, *, chat: boo
 
 
 def _first_difference(tokenizer: HuggingFaceTokenizer, directory: Path) -> str | None:
-    """Return the first sample text to which ``AutoTokenizer`` gives other ids than training did."""
+    """Return the first sample text to which ``AutoTokenizer`` gives other ids than training did.
+
+    Return None if there is no such text.
+    """
     exported = load_exported(directory)
     for text in SAMPLE:
         ids = exported(text, add_special_tokens=False, verbose=False)["input_ids"]
@@ -197,10 +200,10 @@ def copy_tokenizer(source: Path, directory: Path) -> None:
 def convert(encoding: tiktoken.Encoding) -> tokenizers.Tokenizer:
     """Convert an encoding to byte-level BPE of the ``tokenizers`` library, with the same ids.
 
-    The encoding's pattern splits text into pieces of bytes. tiktoken has no list of merges: it
-    joins two tokens if their joined bytes are a token, lowest rank of the joined token first. The
-    list here therefore contains, for every token in the order of rank, all pairs of tokens whose
-    joined bytes are this token.
+    The encoding's regular expression splits text into pieces. Within a piece, ``tokenizers`` joins
+    tokens by a list of merges. tiktoken has no such list: it joins two tokens if their joined bytes
+    are a token, lowest rank of the joined token first. The list here therefore contains, for every
+    token in the order of rank, all pairs of tokens whose joined bytes are this token.
     """
     ranks: dict[bytes, int] = encoding._mergeable_ranks
     special: dict[str, int] = encoding._special_tokens
@@ -249,7 +252,7 @@ _REGEX_PART = re.compile(
 
 
 def oniguruma_pattern(pattern: str) -> str:
-    r"""Translate a pattern of tiktoken (Rust's fancy-regex) to ``tokenizers`` (Oniguruma).
+    r"""Translate tiktoken's regular expression (Rust's fancy-regex) for ``tokenizers`` (Oniguruma).
 
     The possessive ``++``, ``*+`` and ``?+`` have the same meaning in both. Oniguruma reads
     ``X{1,3}+`` as a repetition of ``X{1,3}`` and not as possessive, so it becomes ``(?>X{1,3})``.

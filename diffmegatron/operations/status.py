@@ -33,7 +33,8 @@ class Status:
     Attributes:
         state: one sentence for the user.
         exit_status: 0: the job runs or is finished. 1: the job waits for its first or next attempt,
-            or has disappeared. 2: the job has ended unfinished, and a person must act.
+            or has disappeared; or a run that was started without a job script is unfinished. 2: the
+            job has ended unfinished, and a person must act.
         is_over: whether the job has ended and no attempt follows. A run that was started without a
             job script has no ledger (list of attempts); it is over only if it is finished.
         run_dir: folder of the run, or of the current stage.

@@ -98,7 +98,7 @@ class Estimate:
         idle: seconds per step that a stage waits in the pipeline's bubble.
         optimizer: seconds per step of the optimizer's update.
         collectives: number of collectives per step on a rank, in the stage that sends most.
-        bubble: idle time divided by the time that the pipeline works.
+        bubble: idle time of a stage divided by its working time.
         utilization: model FLOPs utilization (MFU), from 0 to 1.
         tokens_per_second: tokens per second over all ranks.
         days: duration of the run in days.

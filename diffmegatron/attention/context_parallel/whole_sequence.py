@@ -4,10 +4,10 @@ A variant is a kind of attention. A sequence that is sharded over context-parall
 communication, and packed documents need boundaries. For these two cases the functions of the
 kernels are wrapped in functions with the same arguments. In all other cases they are used directly.
 
-A rank holds the zigzag shard of the sequence: two chunks that are not adjacent
-(:mod:`~diffmegatron.attention.context_parallel.zigzag`). In the shapes, b is the batch size, and s
-the number of positions on this rank. The arguments ``*heads`` are the tensors q, k, v or q1, k1,
-q2, k2, v.
+A rank holds the zigzag shard of the sequence: one chunk of its first half, and one of its second
+half (:mod:`~diffmegatron.attention.context_parallel.zigzag`). In the shapes, b is the batch size,
+and s the number of positions on this rank. The arguments ``*heads`` are the tensors q, k, v or q1,
+k1, q2, k2, v.
 """
 
 from collections.abc import Callable
@@ -41,9 +41,9 @@ class WholeSequence(NamedTuple):
 
     Attributes:
         softmax_attention: function from this rank's q, k, v `[b, s, heads, d]` to
-            `[b, s, heads, d]`, where d is the width of a head.
-        diff_attention: function from this rank's q1, k1, q2, k2, v and ``lambda_`` to
-            `[b, s, heads, 2d]`. The values are twice as wide as the queries.
+            `[b, s, heads, d]`, where d is the width of a query.
+        diff_attention: function from this rank's q1, k1, q2, k2 `[b, s, heads, d]`, v
+            `[b, s, heads, 2d]` and ``lambda_`` to `[b, s, heads, 2d]`.
     """
 
     softmax_attention: Attention
@@ -62,9 +62,9 @@ def whole_sequence(
         group: context-parallel ranks, or None. With None or one rank the sequence is not sharded.
         communication: method of communication between these ranks.
         backend: backend of differential attention, ``auto`` or a name that ``doctor`` lists.
-        documents: boundaries of packed documents, [documents + 1] integers on the CPU, or None.
-            They are positions in the concatenation of the batch's unsharded rows. Attention then
-            stays within documents.
+        documents: boundaries of packed documents, beyond which no query attends: positions in the
+            concatenation of the batch's unsharded rows, [documents + 1] integers on the CPU. None:
+            no boundaries.
     """
     size = 1 if group is None else group.size()
     # The recipe's backend applies to differential attention only.
@@ -198,11 +198,11 @@ def row_boundaries(documents: Tensor, rows: int) -> list[Tensor]:
 
     Args:
         documents: boundaries in the concatenation of all rows, [documents + 1] integers from 0 to
-            rows * length. The end of each row is a boundary.
+            rows * length, where length is that of a row. The end of each row is a boundary.
         rows: number of rows.
 
     Returns:
-        One tensor of integers from 0 to length per row.
+        For each row, a tensor of integers from 0 to length.
     """
     length = int(documents[-1]) // rows
     return [

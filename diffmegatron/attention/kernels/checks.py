@@ -116,7 +116,7 @@ def check_tensors(**arguments: object) -> None:
 
 
 def resolve_scale(softmax_scale: float | None, head_dim: int) -> float:
-    """Return the factor of the scores, 1/sqrt(d) by default.
+    """Return the factor of the scores, by default 1/sqrt(`head_dim`).
 
     Raises:
         ValueError: the factor is not a finite number above 0. torch's kernels set hidden scores to

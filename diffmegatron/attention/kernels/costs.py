@@ -127,10 +127,10 @@ def two_calls(sizes: Sizes) -> int:
 def four_calls(sizes: Sizes) -> int:
     """Return the bytes saved by four calls of plain attention, each with half of V.
 
-    Four calls save what `two_calls` counts, a second set of log-sum-exps, and a copy of V that both
-    maps share. They also save a float32 tensor for the gradient of lambda, in which the two halves
-    of the second map's output are concatenated. `two_calls` already counts this tensor if the
-    inputs are narrower than float32, so it is added here only for float32 inputs.
+    They are the sum of the result of `two_calls`, a second set of log-sum-exps, a copy of V that
+    both maps share, and a float32 tensor for the gradient of lambda. In this tensor the two halves
+    of the second map's output are concatenated. The result of `two_calls` already includes it if
+    the inputs are narrower than float32, so it is added here only for float32 inputs.
     """
     values = sizes.element * 2 * sizes.head_dim * sizes.kv_heads
     joined = FLOAT32 * _noise_outputs(sizes) if sizes.element == FLOAT32 else 0

@@ -106,7 +106,7 @@ class DiffV1(Variant):
         return Heads(self.head_dim, self.num_kv_heads, rows, 2 * signal)
 
     def baseline(self) -> Softmax:
-        """Return the Transformer of 2h heads and 2 h_kv key-value heads of the same d."""
+        """Return the Transformer with 2 * h heads, 2 * h_kv key-value heads, and the same d."""
         # Twice a valid number of heads can exceed a recipe's limit, so skip the validation.
         return Softmax.model_construct(
             num_heads=2 * self.num_heads,
@@ -185,7 +185,7 @@ class DiffV1(Variant):
         )
 
     def warnings(self, hidden_size: int, parameters: int, lr: float) -> Iterator[str]:
-        """Warn if settings differ from those of the paper in a way that is often a mistake.
+        """Yield a warning for each setting that differs from the paper and is often a mistake.
 
         ``num_heads`` is half the number of heads of a Transformer, so users may halve it twice.
         """

@@ -210,7 +210,11 @@ def _draw_lines(
     beginnings: Sequence[str],
     of_layers: Mapping[str, Mapping[str, np.ndarray]],
 ) -> None:
-    """Plot measures by layer: a colour for each target, a style for each measure."""
+    """Plot the measures whose names begin with one of ``beginnings``, by layer.
+
+    Each target has a colour, and each measure a line style. If there are no values, or all are
+    zero, the axes show this reason instead.
+    """
     from matplotlib.ticker import MaxNLocator
 
     names = [

@@ -99,7 +99,7 @@ class ManyShot(Suite):
 
     @override
     def draw(self, figure: "Figure", records: Mapping[str, Records]) -> bool:
-        """Draw the accuracy over the length of the prompt, with a panel for each task."""
+        """Draw the accuracy over the number of tokens of the examples, a panel for each task."""
         figure.set_size_inches(3.6 * len(self.tasks), 3.8)
         panels = figure.subplots(1, len(self.tasks), squeeze=False)[0]
         estimates = {name: estimate_measures(self, each) for name, each in records.items()}

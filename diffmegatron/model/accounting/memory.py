@@ -44,7 +44,7 @@ class StageMemory:
     """Memory of each rank of a pipeline stage, in bytes.
 
     DeepSpeed allocates ``weights``, ``gradients``, ``optimizer`` and ``communication`` for the
-    whole run. All other parts are temporary, and estimates.
+    whole run. The attributes from ``activations`` to ``update`` are estimates of temporary memory.
 
     Attributes:
         stage: number of the pipeline stage, from 0.
@@ -252,7 +252,8 @@ def _zero_3(states: StageMemory, recipe: Recipe, shards: int) -> StageMemory:
 def _gathered_bytes(recipe: Recipe) -> dict[str, int]:
     """Return the bytes of unsharded weights that ZeRO 3 holds, by the name of the moment.
 
-    The names are the attributes "loss", "layer" and "embedding" of :class:`StageMemory`.
+    The names are the attributes "loss", "layer" and "embedding" of :class:`StageMemory`. With ZeRO
+    1 and 2 the bytes are 0.
     """
     if recipe.parallel.zero_stage < 3:
         return dict.fromkeys(("loss", "layer", "embedding"), 0)

@@ -114,6 +114,8 @@ def _calls(recipe: Recipe) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int,
 def _layers_backward(recipe: Recipe, layers: Sequence[Sequence[int]]) -> Iterator[int]:
     """Yield the modules' indices in the order of the layers' calls in the backward pass.
 
+    The forward calls of recomputed layers come directly before their backward calls.
+
     Args:
         recipe: recipe of the run.
         layers: indices of each layer's modules, in the order of the forward pass.

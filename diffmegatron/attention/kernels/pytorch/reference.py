@@ -41,10 +41,10 @@ def attention_with_lse(call: AttentionCall, q: Tensor, k: Tensor) -> tuple[Tenso
 def chunk_gradients(call: AttentionCall, grad: Tensor, whole: WholeAttention) -> QKV:
     """Return what one chunk of keys contributes to the gradients (see `api.chunk_gradients`).
 
-    Autograd differentiates the weights exp(scores - lse) of each map. lse, the log-sum-exp over the
-    keys of all chunks, is a constant for it. The gradient through lse is included as in
-    FlashAttention's backward pass: the delta of each query row (`WholeAttention.deltas`) is
-    subtracted from grad v^T.
+    Autograd differentiates the weights exp(scores - lse) of each map, but treats lse, the
+    log-sum-exp over the keys of all chunks, as a constant. The part of the gradient through lse is
+    then missing. It is added as in FlashAttention's backward pass: the delta of each query row
+    (`WholeAttention.deltas`) is subtracted from grad v^T.
     """
     maps, lambda_ = call.maps, call.lambda_
     dtype = torch.promote_types(maps.v.dtype, torch.float32)
@@ -76,9 +76,10 @@ def _attention_map(call: AttentionCall, q: Tensor, k: Tensor) -> Tensor:
 def _masked_scores(call: AttentionCall, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     """Return scores `[b, h, s, t]`, and a mask `[s, 1]` that is True for rows without visible keys.
 
-    Scores of hidden pairs are -inf, but rows without visible keys have finite scores, because the
-    softmax of a row of -inf would have NaN gradients. The caller sets the weights of such rows to
-    zero.
+    In the shapes b is the batch size, h the number of heads of q, s the number of queries, and t
+    the number of keys. Scores of hidden pairs are -inf, but rows without visible keys have finite
+    scores, because the softmax of a row of -inf would have NaN gradients. The caller sets the
+    weights of such rows to zero.
     """
     scores = torch.einsum("bshd,bthd->bhst", q, _repeat_kv(k, q.shape[2])) * call.scale
     mask = call.mask
