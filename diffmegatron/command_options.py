@@ -10,8 +10,8 @@ from typing import Any, get_type_hints
 def with_options(kind: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Return a decorator that replaces the parameter ``settings`` by one option per field.
 
-    On the command line, the command has one option for each field of ``kind``. Its function still
-    receives one instance of ``kind`` as ``settings``.
+    On the command line, the command has one option for each field of ``kind``. The decorated
+    function still receives one instance of ``kind`` as ``settings``.
 
     Args:
         kind: dataclass; the type of each field is ``Annotated`` with a ``typer.Option``.

@@ -70,8 +70,8 @@ def decide(
        also stopped, but only if no signal other than a stop signal killed a rank.
     3. If a rank failed the preflight checks of its node, the cause is a fault of this node.
     4. If the job was killed and some ranks recorded no end, the attempt is lost, unless a signal
-       killed one of the recorded ranks. A rank that failed without a signal is ignored here,
-       because ranks fail when their peers are killed.
+       other than SIGKILL or a stop signal killed one of the recorded ranks. A rank that failed
+       without a signal is ignored here, because ranks fail when their peers are killed.
     5. If a rank failed in any other way, or recorded no end, the cause is a fault.
     6. If a stop signal killed ranks that had not yet installed their signal handlers, the attempt
        was stopped.

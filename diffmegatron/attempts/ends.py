@@ -152,7 +152,7 @@ class RankRecord:
         self._write(HEARTBEAT, heartbeat)
 
     def end(self, status: int, reason: str = "") -> None:
-        """Write the end of this rank.
+        """Write the end of this rank; rank 0 also writes a last heartbeat if it reached a step.
 
         Args:
             status: exit status.

@@ -97,7 +97,8 @@ def check_trainable(recipe: RecipeSections) -> None:
 
     Raises:
         ValueError: a pattern matches no tensor (the message names the key, the pattern and the
-            nearest name), a stage trains no tensor, or a tensor has two learning-rate factors.
+            nearest name), a stage trains no tensor, a tensor has two learning-rate factors, or a
+            recipe with patterns or LoRA has more than ``MAX_LAYERS`` layers.
     """
     optimizer, model = recipe.optimizer, recipe.model
     patterns = optimizer.trainable

@@ -1,4 +1,4 @@
-"""``diffmegatron data inspect``: show samples, mixture and document lengths of a recipe."""
+"""``diffmegatron data inspect``: show samples, source shares and document lengths of a recipe."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -66,7 +66,8 @@ def inspect(
 def decoded(samples: Samples, index: int, tokenizer: Tokenizer, max_tokens: int) -> Text:
     """Return the first ``max_tokens`` tokens of a sample as text.
 
-    Tokens that do not count in the loss are dim and in brackets.
+    A line about the sample precedes the text. Tokens that do not count in the loss are dim and in
+    brackets, and each document after the first begins on a new line.
     """
     sample = samples[index]
     counted = collate([sample], samples.config).loss_mask[0].bool().tolist()

@@ -42,7 +42,7 @@ from diffmegatron.evaluation.requests import Generation, Request, Scored, Scorin
 from diffmegatron.evaluation.targets import Target
 from diffmegatron.files import format_path, shorten
 
-# Number of bootstrap resamples for the standard errors of metrics that have no formula for it.
+# Number of bootstrap resamples for metrics whose standard error has no formula.
 # lm-eval draws 100,000 by default, which takes minutes; 1,000 give the standard error to about 2%.
 _BOOTSTRAP_ITERATIONS = 1000
 # Metrics that are slow to compute; lm-eval itself draws at most 100 resamples for them.
@@ -300,7 +300,7 @@ class Encoder(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """Id of the token that is put before a text without a context."""
+        """Id of the token before a text without a context: start token, or else end token."""
         start = self.tokenizer.bos_token_id
         return self.eot_token_id if start is None else int(start)
 

@@ -91,7 +91,7 @@ def question(cities: Sequence[str]) -> str:
 
 @lru_cache(maxsize=1)
 def open_haystack(path: Path, target: Target) -> "Haystack":
-    """Return the text in ``path`` as a haystack in the tokens of a target.
+    """Return the text in ``path`` as a haystack, encoded with the tokenizer of an evaluated model.
 
     The last haystack is cached, because consecutive prompts use the same one.
     """

@@ -52,7 +52,7 @@ class WindowSuite(TextSuite):
         return first_texts(self.data, self.documents, characters)
 
     def windows(self, text: str, target: Target) -> list[list[int]]:
-        """Return the token ids of a text in windows.
+        """Return the token ids of a text, split into windows.
 
         A window has up to ``context - 1`` ids, because the suite adds a start token.
         """
@@ -128,7 +128,7 @@ def default_characters(context: int) -> int:
 
 
 def digest(texts: Iterator[str]) -> str:
-    """Return the SHA-256 of documents in hexadecimal digits."""
+    """Return one SHA-256 hash of all documents, in hexadecimal digits."""
     found = hashlib.sha256()
     for text in texts:
         found.update(f"{len(text)}:{text}".encode())

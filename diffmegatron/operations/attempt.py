@@ -122,6 +122,8 @@ def _may_use_spares(attempt: Attempt) -> bool:
 def exit_status(attempt: Attempt, bad_hosts: Sequence[str] = ()) -> int:
     """Return the exit status of the job script for a job without spare nodes.
 
+    :func:`end` lists the statuses. When the run is over, the status is 0, 1 or 2.
+
     After a fault during training, the script restarts the ranks at once, unless the next attempt
     must avoid a host. After any other end that does not end the run, such as a stop signal or a
     fault during startup, it requeues the job. After a fault during startup this gives Slurm the
@@ -205,7 +207,7 @@ def free_port(key: str) -> int:
     """Return a port on which nothing listens, from 20000 to 29999.
 
     The search begins at a port derived from a hash of ``key``, so that two jobs or attempts on the
-    same node choose different ports.
+    same node usually choose different ports.
 
     Args:
         key: directory of the attempt.

@@ -56,6 +56,7 @@ class GatedAdamW(torch.optim.AdamW):
     def step(self, closure: Any = None) -> Any:
         """Update the weights of ``self.param_groups`` if the gate allows it.
 
+        The weight decay of :attr:`decaying_rows` is applied first, and torch's AdamW does the rest.
         DeepSpeed may call this once per parameter group, with only that group in ``param_groups``.
         """
         if not self.gate():
@@ -89,7 +90,7 @@ def decaying_rows(partition: Partition, network: torch.nn.Module) -> dict[Tensor
         network: network of this rank.
 
     Returns:
-        The rows as views into the flat master tensors. The keys are the flat master tensors.
+        For each flat master tensor with such rows, the views of the rows in it.
     """
     found: dict[Tensor, list[Tensor]] = {}
     for parameter in network.parameters():

@@ -69,7 +69,8 @@ class Pattern(Variant):
             The pattern, or the kind of a single entry without ``layers``.
 
         Raises:
-            ValueError: a kind cannot be combined with others, or layers are not numbers.
+            ValueError: the list is empty, a kind cannot be combined with others, layers are not
+                numbers, or several entries have no ``layers``.
         """
         kinds, layers = [], []
         for entry in entries:
@@ -140,6 +141,9 @@ class Pattern(Variant):
 
         ``num_heads`` and ``num_kv_heads`` of the pattern are the greatest common divisors over the
         kinds, because a parallel layout must divide the numbers of every kind.
+
+        Raises:
+            ValueError: the kinds have different values of ``head_dim``.
         """
         kinds = tuple(each.sized(hidden_size) for each in self.kinds)
         widths = sorted({each.head_dim for each in kinds})

@@ -11,8 +11,9 @@ Rows = tuple[tuple[Literal["q", "k", "v"], int], ...]
 class Heads:
     """The heads of one layer in the order of the rows of ``linear_qkv``.
 
-    A block is a key-value head of the variant with all queries that attend to it. Each rank of
-    tensor parallelism or Ulysses holds a contiguous range of whole blocks.
+    A block is a key-value head of the variant with all queries that attend to it. In differential
+    attention, such a block can have several key heads and value heads of width ``head_dim``. Each
+    rank of tensor parallelism or Ulysses holds a contiguous range of whole blocks.
 
     Attributes:
         head_dim: d, number of channels of a query, of a key and of one head of the values.

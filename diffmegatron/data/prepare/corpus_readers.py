@@ -33,8 +33,8 @@ _ARCHIVES = (".gz", ".zst")
 # Errors that the libraries raise for a damaged or truncated file.
 _READ_ERRORS = (OSError, EOFError, zlib.error, zstandard.ZstdError, pyarrow.ArrowException)
 _READ_BYTES = 1 << 20
-# Number of compressed bytes per call of the decompressor, which can return up to 32,768 times as
-# many bytes.
+# Number of compressed bytes per call of the decompressor. A call can return up to 32,768 times as
+# many bytes, so this limits the memory for its result.
 _ZSTD_BYTES = 1 << 12
 
 

@@ -178,7 +178,7 @@ class _Counter:
         self._top = joined.topk(min(RANKS[-1], len(joined)))[0]
 
     def record(self) -> Record:
-        """Return the counts in types of JSON."""
+        """Return the counts, and in the first pass the largest magnitudes, in types of JSON."""
         if self._wanted is None:
             return {"top": self._top.tolist(), "bins": _packed(self._counts[0])}
         return {"within": {str(each): _packed(c) for each, c in self._counts.items()}}

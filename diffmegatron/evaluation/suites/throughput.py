@@ -92,7 +92,7 @@ class Throughput(Suite):
 
     @override
     def totals(self, records: Records) -> dict[str, float]:
-        """Return the largest peak memory of each phase."""
+        """Return the largest peak memory of each phase in GiB."""
         return {
             f"{phase}, peak memory in GiB": max(
                 record["peak_bytes"] for record in records if record["phase"] == phase

@@ -98,8 +98,9 @@ class StopRequest:
 
     It must be entered in the main thread. The first SIGTERM, SIGUSR1 or SIGINT (Ctrl-C) is stored.
     At the end of the step all ranks exchange whether a rank has received a signal, so that all stop
-    together. A second signal ends the process at once, with the exit status that a shell reports
-    for that signal. Rank 0 also checks the job's time limit, for all ranks.
+    together. A second signal, more than a few seconds after the first, ends the process at once
+    with the exit status that a shell reports for that signal. Rank 0 also checks the job's time
+    limit, for all ranks.
 
     Args:
         launch: environment variables of the launcher and the job for this rank.

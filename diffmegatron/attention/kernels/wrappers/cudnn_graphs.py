@@ -64,7 +64,7 @@ class Problem(NamedTuple):
 
 
 class Graph(NamedTuple):
-    """A compiled graph.
+    """A compiled graph of cuDNN, for a forward or a backward pass.
 
     Attributes:
         graph: the frontend's graph.
