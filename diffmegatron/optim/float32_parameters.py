@@ -3,8 +3,8 @@
 These are lambda vectors and headwise norms. ZeRO 3 supports only one dtype, because DeepSpeed
 flattens the partitions of all parameters into one buffer (``defragment`` in
 runtime/zero/stage3.py). So these parameters are bf16 with a partitioned float32 master weight, like
-all others. In addition, every rank has their unsharded float32 master weight in the attribute
-``parameter.exact``, and the core attention computes with this value.
+all others. In addition, every rank has their float32 master weight, not partitioned, in the
+attribute ``parameter.exact``, and the core attention computes with this value.
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,9 @@ from diffmegatron.optim.partition import Partition
 
 
 class ExactValues:
-    """Unsharded float32 master weights of a few small parameters, in the attribute ``exact``.
+    """Copies of the float32 master weights of a few small parameters, not partitioned by ZeRO.
+
+    The copy of a parameter is in its attribute ``exact``.
 
     Args:
         values: float32 values of the parameters before DeepSpeed rounded them to bf16.

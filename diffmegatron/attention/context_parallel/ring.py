@@ -205,9 +205,10 @@ def _both_query_chunks(
 
 
 def _circulate(packed_kv: Tensor, group: ProcessGroup) -> Iterator[tuple[int, Tensor]]:
-    """Yield each rank's number and its keys and values: first this rank, then the ranks before it.
+    """Yield each rank's number and its keys and values.
 
-    While the caller uses the keys and values of one rank, those of the following one are received.
+    Of P ranks, rank r yields those of r, r - 1, r - 2 and so on, modulo P. While the caller uses
+    the yielded keys and values, those of the next rank are received.
     """
     size, rank = group.size(), group.rank()
     present = packed_kv.contiguous()

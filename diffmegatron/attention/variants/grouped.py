@@ -1,8 +1,9 @@
 """Grouped differential attention (Motif, arXiv 2510.06949): DIFF V1 with fewer noise heads.
 
 Motif-2-12.7B has 32 signal and 8 noise heads, and 16 key and 16 value heads of width 128. In this
-package its configuration is ``num_heads`` 32, ``signal_per_noise`` 4 and ``num_kv_heads`` 8,
-because a key-value head of this package has two keys and two halves of a value.
+package its configuration is ``num_heads`` 32, ``signal_per_noise`` 4 and ``num_kv_heads`` 8. A
+key-value head of this package consists of two keys of width 128 and one value of width 256, so
+Motif's 16 keys and 16 values are 8 key-value heads.
 """
 
 from collections.abc import Iterator, Mapping

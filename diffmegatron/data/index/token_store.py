@@ -110,10 +110,11 @@ class Corpus:
 
 
 def open_corpus(prefix: str) -> Corpus:
-    """Open ``PREFIX.bin``, ``PREFIX.idx`` and ``PREFIX.json``, in constant time.
+    """Open ``PREFIX.bin``, ``PREFIX.idx`` and ``PREFIX.json``.
 
-    For a fine-tuning corpus the time is linear in the number of documents, because a document
-    consists of several sequences, and the lengths of these sequences are summed up.
+    For a corpus of plain documents this takes constant time. For a fine-tuning corpus the time is
+    linear in the number of documents, because a document consists of several sequences, and the
+    lengths of these sequences are summed up.
 
     Raises:
         UserError: a file is missing or truncated, or the files do not belong together.

@@ -66,8 +66,9 @@ def segments(document: dict[str, Any], settings: PrepareSettings) -> list[str]:
 def _chat(messages: Any) -> list[str]:
     """Return the prompts and responses of a chat in turn, in the ChatML format.
 
-    A response is the content of an assistant's message with its end marker. The Hugging Face
-    template in ``diffmegatron.hf.chat_template`` renders the same format.
+    A response is the content of an assistant's message with its end marker. The text after the last
+    response is dropped. The Hugging Face template in ``diffmegatron.hf.chat_template`` renders the
+    same format.
     """
     texts = [""]
     for role, content in checked_messages(messages, (CHAT_START, CHAT_END)):

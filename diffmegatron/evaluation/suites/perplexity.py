@@ -28,9 +28,9 @@ class Perplexity(TextSuite):
     """Perplexity as the documentation of ``transformers`` computes it.
 
     The documents of a source are joined by empty lines and tokenized as one text, without a start
-    token. Windows of ``context`` tokens begin every ``stride`` tokens. In each window, only the
-    tokens that no earlier window contained count; the tokens before them are their context. The
-    first token of a window never counts, because no token precedes it.
+    token. Windows of ``context`` tokens begin every ``stride`` tokens. In each window, only tokens
+    that were in no earlier window are scored; the tokens before them are their context. The first
+    token of a window is never scored, because no token precedes it.
     """
 
     name: ClassVar[str] = "perplexity"

@@ -22,8 +22,9 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 def two_calls(attend: Attend, call: AttentionCall) -> Tensor:
     """Return `attend(q1, k1, v) - lambda attend(q2, k2, v)`, subtracted in fp32 or wider.
 
-    Rounding lambda to bf16 would change it by up to 5e-3. The output of a noise head is computed
-    once, and subtracted from every signal head that shares the noise head.
+    bf16 would not be exact enough, because rounding lambda to bf16 changes it by up to 5e-3. The
+    output of a noise head is computed once, and subtracted from every signal head that shares the
+    noise head.
     """
     (q1, q2), (k1, k2), v = call.maps
     dtype = torch.promote_types(v.dtype, torch.float32)
