@@ -114,8 +114,8 @@ class WrittenText:
     def add(self, token: int, tokenizer: Tokenizer) -> None:
         """Append ``token``, the most likely next token.
 
-        The text ends at the end-of-document token (which is not appended), at a stop string, at
-        the limit of tokens, or when a label is complete.
+        A text with labels ends when a label is complete. Any other text ends at the end-of-document
+        token (which is not appended), at a stop string, or at the limit of tokens.
         """
         if self.labels is not None:
             self._add_label(token)

@@ -165,10 +165,11 @@ class Suite(Section, ABC):
         return ()
 
     def requests_of(self, target: "Target", item: Item) -> ItemGenerator:
-        """Yield requests to the model, receive their answers, and return the record of an item.
+        """Yield lists of requests to the model, and return the record of an item.
 
-        The requests of many items are answered in batches. A suite that reads activations of the
-        network overrides :meth:`score` instead, which scores one item at a time.
+        Each ``yield`` receives the answers to its requests, in the same order. The requests of many
+        items are answered in batches. A suite that reads activations of the network overrides
+        :meth:`score` instead, which scores one item at a time.
         """
         # Not abstract, because a suite overrides either this method or `score`.
         raise NotImplementedError(f"suite {self.name!r} defines neither requests_of nor score")

@@ -30,7 +30,8 @@ def chunked_losses(losses: Losses, labels: Tensor, hidden: Tensor, size: int) ->
         labels: [b, s].
         hidden: hidden states [s, b, hidden size], or [s / tensor-parallel size, b, hidden size]
             under sequence parallelism.
-        size: number of positions in a chunk.
+        size: number of positions in a chunk; under sequence parallelism it is rounded up to a
+            multiple of the tensor-parallel size.
 
     Returns:
         Loss of each token, [b, s].

@@ -70,7 +70,8 @@ def examine(run_dir: Path) -> Status:
     """Read the status of a job from the files in its ``run_dir``, without calling Slurm.
 
     Raises:
-        UserError: ``run_dir`` has neither an attempt nor a run.
+        UserError: ``run_dir`` has neither an attempt nor a run, or it is the folder of a stage of a
+            job and not the folder of the job.
     """
     ledger = Ledger(run_dir)
     attempts = ledger.attempts()

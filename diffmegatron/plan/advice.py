@@ -119,7 +119,8 @@ def _fits(recipe: Recipe, ranks: int, limit_gib: float) -> bool:
 def _enough_ranks(recipe: Recipe, layout: Layout, available_gib: float) -> int | None:
     """Return a number of ranks on which the recipe fits, by doubling the data-parallel size.
 
-    The size is doubled until the recipe fits. Returns None if it never fits.
+    The size is doubled as long as it divides the number of microbatches in a global batch. The
+    first number of ranks that fits is returned, or None if no number fits.
 
     Args:
         recipe: recipe that does not fit.

@@ -100,7 +100,10 @@ class AttentionAnalysis(TextSuite):
 
     @override
     def means(self, record: Record) -> dict[str, Mean]:
-        """Return the mean of each measure over all layers, all pairs of heads, or all heads."""
+        """Return the mean of each measure over all layers, all pairs of heads, or all heads.
+
+        Distance and alignment are left out if there is no pair of heads.
+        """
         found = {name: float(np.mean(values)) for name, values in record["layers"].items()}
         for name in (DISTANCE, ALIGNMENT):
             if record[name]["mean"] is not None:

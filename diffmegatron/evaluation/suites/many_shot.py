@@ -79,7 +79,7 @@ class ManyShot(Suite):
 
     @override
     def ordered(self, measures: Sequence[str]) -> list[str]:
-        """Return the measures of each task by number of shots, and then their mean."""
+        """Return the names of the measures task by task, the mean over all ``shots`` last."""
         tasks = list(self.tasks)
         return sorted(
             measures, key=lambda name: (tasks.index(name.split(", ")[0]), name.endswith(_MEAN))

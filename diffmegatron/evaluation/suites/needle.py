@@ -76,7 +76,11 @@ class Retrieval(Suite):
 
     @override
     def check(self, target: Target) -> None:
-        """Check that there are enough cities for all needles."""
+        """Check that no pair (N, R) has more numbers to find than needles, or needles than cities.
+
+        Raises:
+            UserError: a pair has R > N, or N is larger than the number of cities.
+        """
         wrong = [pair for pair in self.pairs if not pair[1] <= pair[0] <= len(CITIES)]
         if wrong:
             raise UserError(
@@ -118,7 +122,10 @@ class Retrieval(Suite):
 
     @override
     def means(self, record: Record) -> dict[str, Mean]:
-        """Return the share of numbers found, by pair and length, over all depths."""
+        """Return the share of numbers found, as part of the measure of the item's pair and length.
+
+        A measure is the mean over all depths and samples.
+        """
         needles, asked, length = record["needles"], record["asked"], record["length"]
         return {f"N={needles} R={asked}, {length:,} tokens": Mean(record["found"])}
 

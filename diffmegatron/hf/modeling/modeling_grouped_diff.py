@@ -112,6 +112,8 @@ class GroupedDiffAttention(LlamaAttention):
     ) -> tuple[Tensor, Tensor | None]:
         """Return the layer's output [b, s, hidden], and the softmax maps if available.
 
+        The maps are those of all signal heads and then those of all noise heads.
+
         Args:
             hidden_states: [b, s, hidden].
             position_embeddings: cosines and sines of RoPE, [b, s, d] each.
