@@ -245,7 +245,7 @@ def import_(
     ] = 1,
     verify: Annotated[bool, typer.Option(help="Compare logits with those of transformers")] = True,
 ) -> None:
-    """Import a Hugging Face model as a checkpoint from which runs can start.
+    """Import a Hugging Face model as a run to start from.
 
     Unless --no-verify is given, the logits of both models are compared.
 

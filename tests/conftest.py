@@ -1,6 +1,7 @@
 """What several layers of tests share: a small corpus and recipes on it."""
 
 import random
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -41,6 +42,10 @@ checkpoint:
 """
 
 raise_on_deprecations()
+
+# A shell starts background jobs with SIGINT ignored, and every process of the tests inherits that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # A deadline would test the machine and what else runs on it.
 settings.register_profile("untimed", deadline=None)

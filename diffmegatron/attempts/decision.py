@@ -35,7 +35,8 @@ class Cause(StrEnum):
     LOST = "lost"
     """The job was killed while ranks still ran (node failure, preemption, scancel).
 
-    This does not count as a fault.
+    The run is not over: it resumes if the job is requeued or submitted again. This does not count
+    as a fault.
     """
 
 
@@ -158,15 +159,18 @@ def _only_waited(failed: Mapping[int, End], absent: set[str]) -> bool:
 
 
 def _fault(failed: Mapping[int, End], ranks: int) -> Decision:
-    """Return a fault with the reason of the rank that failed first, and the hosts to blame.
+    """Return a fault with the reason of the rank that shows the cause best, and the hosts to blame.
 
-    The ranks are ordered by the kind of failure, and within a kind by time: first the ranks that a
-    signal killed (SIGSEGV, or SIGKILL from the kernel when memory is full), then the ranks without
-    an error message, which the watchdog ended, then the ranks that raised an error.
+    There are three kinds of failure. A kind that is listed earlier shows the cause better:
 
-    In the first two kinds, the hosts of all ranks with the first rank's kind of failure are blamed.
-    If the first rank raised an error, only its host is blamed, because this error probably made
-    the other ranks fail.
+    1. A signal killed the rank (SIGSEGV, or SIGKILL from the kernel when memory is full).
+    2. The rank left no error message, because the watchdog ended it.
+    3. The rank raised an error.
+
+    The reason is that of the earliest rank of the best kind that occurred. For kinds 1 and 2, the
+    hosts of all ranks of that kind are blamed. For kind 3, only the host of the earliest rank is
+    blamed, because its error probably made the other ranks fail. If the blamed ranks are more than
+    half of all ranks, no host is blamed.
     """
 
     def order(rank: int) -> tuple[int, float]:
@@ -179,7 +183,8 @@ def _fault(failed: Mapping[int, End], ranks: int) -> Decision:
     if kind == 2:
         alike = [first]
     hosts = _hosts({rank: failed[rank] for rank in alike})
-    # If most ranks failed in the same way, they all waited for the same event. No host is blamed.
+    # If more than half of the ranks failed in the same way, the cause is probably common to all of
+    # them (for example, a collective in which all ranks hang) and not their hosts. So blame none.
     blamed = hosts if 2 * len(alike) <= ranks or ranks == 1 else ()
     reason = _first_reason({first: failed[first]}, _describe_status(failed[first]))
     return Decision(Cause.FAULT, reason, blamed)

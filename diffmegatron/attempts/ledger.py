@@ -81,7 +81,7 @@ class Attempt(Section):
             most ranks in more than half of them.
         first_step: first step of the attempt in the last stage that it trained; None: unknown.
         last_step: last step of the attempt in the last stage that it trained; None: unknown.
-        saved: saved progress at the end, defined as ``saved_at_start``.
+        saved: saved progress at the end, in the same unit as ``saved_at_start``.
         faults: number of faults in a row without a new checkpoint between them, up to this attempt.
     """
 

@@ -212,7 +212,7 @@ class SelfAttention(MegatronModule):
         return query, key, value.flatten(2, 3)
 
     def share(self, count: int) -> range:
-        """Return the index range of ``count`` items owned by this tensor-parallel rank."""
+        """Divide ``count`` items among the tensor-parallel ranks; return this rank's range."""
         own = count // self.tp_group.size()
         first = self.tp_group.rank() * own
         return range(first, first + own)

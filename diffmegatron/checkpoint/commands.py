@@ -26,7 +26,10 @@ RunDir = Annotated[
 
 @app.command("list")
 def list_(run_dir: RunDir) -> None:
-    """List all checkpoints with their state; complete ones also with size and number of files."""
+    """List all checkpoints with their state.
+
+    Complete ones have their size and number of files.
+    """
     from rich.console import Console
     from rich.table import Table
 
@@ -127,9 +130,10 @@ def inspect(
         ),
     ],
 ) -> None:
-    """Verify a checkpoint and print its step, position in the data, and tensors.
+    """Verify a checkpoint and print its position and tensors.
 
-    The versions of the libraries that wrote it are printed too.
+    The position is the step and the place in the data. The versions of the libraries that wrote
+    the checkpoint are printed too.
     """
     from rich.console import Console
     from rich.table import Table

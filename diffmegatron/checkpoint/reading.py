@@ -2,11 +2,11 @@
 
 Opening a file checks its header. The tensors must be one-dimensional, first those of float32 and
 then those of bytes, and must fill the file without gaps. :meth:`TensorFile.check_content` then
-checks the checksum and that all numbers are finite, in one pass over the file.
+checks the checksum and that all float32 values are finite, in one pass over the file.
 
-``safetensors.safe_open`` would need two passes, one for the checksum of all bytes and one for the
-numbers. It does not return the position of a tensor in the file, so a pass over the bytes would not
-show which of them are numbers.
+``safetensors.safe_open`` is not used, because it does not return the position of a tensor in the
+file. While the bytes are read for the checksum, nothing would show which of them are float32
+values, so the check for finite values would need a second pass.
 """
 
 import zlib

@@ -125,8 +125,12 @@ def newest_checkpoint(path: Path) -> Path | None:
 def _start(run_dir: Path, recipe: str = RECIPE) -> str | None:
     """Return the name of the stage that a stage started from.
 
-    The result is None if the stage started from scratch or from weights outside the ``run_dir`` of
-    all stages, or if its recipe cannot be read.
+    The result is None if the stage started from scratch or from weights that are not in a sibling
+    folder of ``run_dir``, or if its recipe cannot be read.
+
+    Args:
+        run_dir: folder of the stage. Its parent folder contains all stages of the recipe.
+        recipe: name of the file with the resolved recipe of the stage.
     """
     try:
         start_from = load_resolved(run_dir / recipe).checkpoint.start_from

@@ -12,7 +12,8 @@ from diffmegatron.errors import UserError
 from diffmegatron.files import shorten
 from diffmegatron.section import divisors
 
-# Ten times the largest number of ranks in use; searching the divisors of such numbers is fast.
+# Largest supported number of ranks, about ten times as many as the largest GPU clusters have. The
+# limit keeps the search for layouts (plan/search.py) fast, which tries divisors of such numbers.
 MAX_WORLD_SIZE = 2**20
 
 

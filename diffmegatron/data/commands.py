@@ -91,7 +91,7 @@ def verify(
         bool, typer.Option("--sizes", help="Compare sizes only, without reading the files")
     ] = False,
 ) -> None:
-    """Compare every byte of prepared corpora with the recorded checksums.
+    """Compare prepared corpora with their recorded checksums.
 
     The exit status is 1 if a corpus is damaged.
     """

@@ -1,4 +1,8 @@
-"""Picture of the scores by which DEX selects attention heads, with the selected heads marked."""
+"""Picture of the scores of attention heads, with the selected heads marked.
+
+DEX (Kong, Jang and Kwak, 2025) adds a differential term to selected heads of a pretrained model: it
+subtracts a trained projection from their output. The heads are selected by these scores.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path

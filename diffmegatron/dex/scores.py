@@ -113,9 +113,11 @@ class Gradient(Score):
         with _hooked(network, lambda layer: _add_gradient_hook(layer, partial(add, layer))):
             forward_backward(_EngineWithoutOptimizer(network), microbatches, parallel_state)
         network.zero_grad(set_to_none=True)
-        # Divide by two factors in the sums. First, forward_backward multiplies the loss by the
-        # number of data- and context-parallel ranks, because DeepSpeed would average over them.
-        # Second, every context-parallel rank has added the sum over the whole sequence.
+        # The loss of forward_backward is a mean over the global batch, so the gradients already
+        # contain the division by the number of sequences. Two factors remain. First,
+        # forward_backward multiplies the loss by the number of data- and context-parallel ranks,
+        # because DeepSpeed would average the gradients over them. Second, every context-parallel
+        # rank has added the importance of the whole sequence. The weights 1 / ranks add up to 1.
         ranks = parallel_state.data_size * parallel_state.context_size
         scale = 1 / (ranks * parallel_state.context_size)
         return {layer: value * scale for layer, value in total.items()}, 1 / ranks

@@ -47,8 +47,8 @@ class Scored(NamedTuple):
         losses: negative log-likelihood in nats of each token given all tokens before it,
             float32 [n].
         is_most_likely: whether each token is the most likely token at its position, bool [n].
-            Empty for suites that run during training, because computing it there would need another
-            forward pass.
+            Empty for suites that run during training: the forward pass there returns losses and no
+            logits, so this value would need a second forward pass.
     """
 
     losses: Tensor

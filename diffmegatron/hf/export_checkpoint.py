@@ -21,10 +21,12 @@ from diffmegatron.hf.write_export import SUMMATION, Verified, verify_export, wri
 from diffmegatron.model.build import DTYPES
 from diffmegatron.parallel.parallel_state import process_groups
 
-# Largest allowed relative difference of logits, by the dtype from `_rounded_differently`. For
-# example, a bf16 export of DIFF V1 folds the headwise norm into the output projection and then
-# rounds the product. Training rounds the projection alone and then multiplies. Each rounding
-# changes a number by up to 2^-9. Weights that are only rearranged are rounded equally.
+# Largest allowed difference between the logits of the export and of the training network, relative
+# to the largest logit. The key is the dtype in which the weights of the two networks are rounded at
+# different places (`_rounded_differently`). For example, a bf16 export of DIFF V1 multiplies the
+# headwise norm into the output projection and then rounds the product, whereas training rounds the
+# projection and then multiplies. Each bf16 rounding has a relative error of up to 2^-9. The key
+# float32 means that both networks have exactly the same weights.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 _NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 
@@ -44,7 +46,8 @@ def export_checkpoint(
         out: directory to create.
         verify: whether to load the files with ``transformers`` and compare them with the training
             network. Both models must fit into this process's memory in float32.
-        tokens: ids [b, s] to compare on, at most 256; default: a line of text.
+        tokens: ids [b, s] on which the logits are compared, at most 256 ids in total (b * s);
+            None: the ids of a short built-in text.
 
     Returns:
         The comparison; None without ``verify``.

@@ -28,7 +28,7 @@ def begin(
         Path | None, typer.Option(metavar="DIR", help="Folder of the job's ledger, from launch")
     ] = None,
 ) -> None:
-    """Begin an attempt of a job and print the shell variables that its ranks need.
+    """Begin an attempt and print the shell variables of its ranks.
 
     The recipe is checked first.
     """
@@ -43,7 +43,7 @@ def end(
     folder: Annotated[Path, typer.Argument(metavar="ATTEMPT")],
     spares: Annotated[int, typer.Option(min=0, help="Number of nodes without ranks")] = 0,
 ) -> None:
-    """End an attempt of a job and print the hosts that the next attempt must avoid.
+    """End an attempt and print the hosts that the next one avoids.
 
     The exit status determines how the job continues.
 
@@ -249,7 +249,9 @@ def copy_configs(
         Path | None, typer.Argument(metavar="DIR", help="Default: configs, or launch for launch")
     ] = None,
 ) -> None:
-    """Copy a recipe, with the files that it extends, into a folder where you can edit them.
+    """Copy a recipe and the files that it extends.
+
+    The copies are in a folder of your own, where you can edit them.
 
     Example: diffmegatron configs copy diff_3b_1t
     """

@@ -59,13 +59,15 @@ def copy(name: str, folder: Path) -> list[Path]:
 
     Args:
         name: name from :func:`groups`.
-        folder: target folder, which corresponds to ``configs/`` or ``launch/`` of this package.
+        folder: target folder. The copies have the same paths in it as the originals have in
+            ``configs/`` or ``launch/`` of this package.
 
     Returns:
         The paths of the copies; the first path is the copy of ``name``.
 
     Raises:
-        UserError: no recipe has this name, or a file with other content exists in its place.
+        UserError: no recipe has this name, or a file with other content exists at the path of a
+            copy.
     """
     if name.removesuffix(".yaml") not in names():
         near = difflib.get_close_matches(shorten(name.removesuffix(".yaml")), names(), n=1)

@@ -243,10 +243,12 @@ def _ending_new_groups() -> Iterator[None]:
 
     At the beginning all existing objects, mostly modules, are frozen permanently, which means that
     the garbage collector skips them. DeepSpeed runs the collector before and after each parameter
-    group, and without freezing each of these collections takes a quarter of a second. If an earlier
-    context has frozen objects, the collector runs before the freezing. It removes the network of
-    the earlier layout, which would otherwise be frozen too, so that the threads of its groups would
-    run until the process ends.
+    group, and without freezing each of these collections takes a quarter of a second.
+
+    A second context in the same process collects garbage before it freezes. The caller may have
+    referred to the first context's network at the end of that context, so that the collection there
+    did not remove it. If the network were frozen, it would never be removed, and the threads of its
+    process groups would run until the process ends.
     """
     existing = set(_groups())
     if gc.get_freeze_count() > _FROZEN_AT_START:

@@ -41,7 +41,13 @@ class AttentionMask:
 
     @property
     def features(self) -> frozenset[str]:
-        """The `registry.FEATURES` that a backend needs for this mask, beyond causality."""
+        """The features (keys of `registry.FEATURES`) that a backend must support for this mask.
+
+        "documents": the mask has document boundaries. "offsets": the queries are not in their
+        default position. With documents, the default is that queries and keys both cover all
+        documents. Without documents, it is that the last query has the position of the last key;
+        without `causal`, positions then do not matter.
+        """
         if self.cu_seqlens is not None:
             covered = range(self.cu_seqlens[-1])
             queries = range(self.query_offset, self.query_offset + self.query_length)
@@ -56,9 +62,9 @@ class AttentionMask:
     def is_plain(self) -> bool:
         """True if the `is_causal` argument of torch's attention can express this mask.
 
-        There are two such masks: one that hides no pair, and one for queries and keys with the
-        same positions that hides exactly the pairs above the diagonal. torch aligns `is_causal` at
-        the first query and the first key.
+        torch can express two masks. With `is_causal=False` no pair is hidden. With
+        `is_causal=True` query row i sees keys 0 to i, which is this project's causal mask only if
+        queries and keys have the same positions. Neither mask has document boundaries.
         """
         is_square = (self.query_offset, self.query_length) == (self.key_offset, self.key_length)
         return self.cu_seqlens is None and (is_square or not self.causal)

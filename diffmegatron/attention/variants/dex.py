@@ -321,8 +321,9 @@ class Dex(Softmax):
 
         heads = super().forward(layer, context, query, key, value, gate)
         lengths = self._runs(layer)
-        # The gradient of W_D is a sum over tokens, and its rounding depends on their order. Compute
-        # in [s, b, ...], so that tokens are in order of their position, as elsewhere in the layer.
+        # The gradient of W_D is a sum over tokens, whose last bits depend on the order of the
+        # tokens. Sum in the order [s, b, ...] of Megatron's layers. The order [b, s, ...] would
+        # change the last bits of runs that resume from older checkpoints.
         parts = list(heads.transpose(0, 1).split(lengths, dim=2))
         selected = torch.cat(parts[1::2], dim=2)
         projection = (self.current_lambda(layer) * layer.parameter(PROJECTION)).to(selected.dtype)

@@ -22,7 +22,7 @@ class Layer(Protocol):
     step: int
 
     def share(self, count: int) -> range:
-        """Return the index range of ``count`` items owned by this tensor-parallel rank."""
+        """Divide ``count`` items among the tensor-parallel ranks; return this rank's range."""
 
     def parameter(self, name: str) -> "Tensor":
         """Return a declared parameter, or this rank's shard of it."""
@@ -63,7 +63,8 @@ class Context(Protocol):
         lambda_: "Tensor",
         norm: "HeadwiseNorm | None" = None,
     ) -> "Tensor":
-        """Return differential attention, `[b, s, h, 2d]`, and apply ``norm`` to it if there is one.
+        """Return differential attention, `[b, s, h, 2d]`.
 
-        It is (softmax(Q1 K1^T / sqrt(d)) - lambda softmax(Q2 K2^T / sqrt(d))) V.
+        The result is (softmax(Q1 K1^T / sqrt(d)) - lambda softmax(Q2 K2^T / sqrt(d))) V, to which
+        ``norm`` is then applied, if given. ``lambda_`` is a 0-dim tensor, the same for all heads.
         """

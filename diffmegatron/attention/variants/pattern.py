@@ -113,7 +113,12 @@ class Pattern(Variant):
 
     @property
     def ratio(self) -> int:
-        """Least common multiple of the kinds' ratios (signal heads per noise head)."""
+        """Number of heads of which ``num_heads`` must be a multiple for every kind.
+
+        The ratio of one kind is its number of signal heads (heads of the first softmax map) per
+        noise head (head of the second, subtracted map), and 1 for a kind without noise heads. The
+        result is the least common multiple of the ratios of all kinds.
+        """
         return math.lcm(*(each.ratio for each in self.kinds))
 
     def keys(self) -> dict[str, Any]:

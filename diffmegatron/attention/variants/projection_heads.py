@@ -11,16 +11,20 @@ Rows = tuple[tuple[Literal["q", "k", "v"], int], ...]
 class Heads:
     """The heads of one layer in the order of the rows of ``linear_qkv``.
 
-    A block is a key-value head of the variant with all queries that attend to it. In differential
-    attention, such a block can have several key heads and value heads of width ``head_dim``. Each
-    rank of tensor parallelism or Ulysses holds a contiguous range of whole blocks.
+    In this class a head always has ``head_dim`` channels. The rows of ``linear_qkv`` consist of
+    ``num_kv_heads`` equal blocks. A block of the Transformer has one key head, one value head and
+    all query heads that attend to them. In differential attention, a block can have two key heads,
+    one for each map, and two value heads, the halves of a value of double width. Each rank of
+    tensor parallelism or Ulysses holds a contiguous range of whole blocks.
 
     Attributes:
-        head_dim: d, number of channels of a query, of a key and of one head of the values.
-        blocks: number of blocks.
-        rows: runs of heads in a block, in the order of its rows. Each run has a kind ("q", "k" or
-            "v") and a number of heads.
-        outputs: width of a block's output, divided by ``head_dim``.
+        head_dim: d, number of channels of a head.
+        blocks: number of blocks, ``num_kv_heads``.
+        rows: the heads of a block in the order of its rows, as pairs of a kind ("q", "k" or "v")
+            and a number of consecutive heads. Example: (("q", 4), ("k", 1), ("v", 1)) has four
+            queries per key.
+        outputs: number of channels of the attention's output that come from one block, divided by
+            ``head_dim``.
     """
 
     head_dim: int

@@ -162,9 +162,9 @@ class Softmax(Variant):
         from diffmegatron.attention.kernels.api import HeadwiseNorm
 
         norm = HeadwiseNorm(layer.parameter("head_norm"), layer.norm_eps, 1.0)
-        # The gradient of the norm's weight is a sum over tokens, and its rounding depends on their
-        # order. Compute the norm in [s, b, ...], so that tokens are in order of their position, as
-        # elsewhere in the layer.
+        # The gradient of the norm's weight is a sum over tokens, whose last bits depend on the
+        # order of the tokens. Sum in the order [s, b, ...] of Megatron's layers. The order
+        # [b, s, ...] would change the last bits of runs that resume from older checkpoints.
         return norm.apply_to(heads.transpose(0, 1)).transpose(0, 1)
 
     def hugging_face(self, hidden_size: int) -> hf.HuggingFace:
@@ -193,9 +193,10 @@ class Softmax(Variant):
         }
         own = {"head_dim": self.head_dim}
         if self.qkv_bias:
-            # A Qwen2 model can compute the same from these keys (``also``). Qwen2's model uses a
-            # head_dim, but its configuration class does not define this key. So write head_dim
-            # only if the heads do not fill the hidden size.
+            # `config` must also suit Qwen2, which computes the same attention (`also`). Qwen2's
+            # configuration class does not declare head_dim; without this key, its model takes
+            # hidden_size / num_heads. So `config` has the key only where this default is wrong. An
+            # exported SeedOss configuration always gets it, from `fixed`.
             if self.num_heads * self.head_dim != hidden_size:
                 config |= own
             return hf.HuggingFace(

@@ -12,20 +12,24 @@ class GroupedDiffConfig(NoiseHeadsConfig):
 
     Grouped differential attention has h signal heads in groups of r. Each group shares one noise
     head, whose output, multiplied by lambda, is subtracted from the output of each signal head.
+    Lambda is one number per layer, computed from four learned vectors of d channels:
+
+        lambda = exp(lambda_q1 . lambda_k1) - exp(lambda_q2 . lambda_k2) + lambda_init
+
+    A differential key-value head has a key for the signal heads and a key for the noise heads, of d
+    channels each, and one value of 2d channels for both.
 
     Args:
         num_attention_heads: number of all query heads: h signal heads and h / r noise heads. Each
             has d = ``head_dim`` channels.
         signal_per_noise: r. r = 1 is the Differential Transformer.
-        num_key_value_heads: number of key heads of d channels each. It is 2 h_kv, where h_kv is the
-            number of differential key-value heads, because each of these has two keys of d channels
-            and one value of 2d channels. The output of each signal head also has 2d channels. h_kv
-            must divide h / r.
+        num_key_value_heads: number of keys, which is twice the number h_kv of differential
+            key-value heads. h_kv must divide h / r.
         lambda_init: "exponential" for 0.8 - 0.6 exp(-0.3 l) in layer l (from 0), or a constant
             between 0 and 1 for all layers.
-        lambda_std_dev: standard deviation of the initial values of the lambda vectors.
-        headwise_norm: whether each head's output is normalized by an RMSNorm (all heads share its
-            weight) and scaled by 1 - lambda_init.
+        lambda_std_dev: standard deviation of the initial values of the four vectors.
+        headwise_norm: whether the output of each signal head (2d channels) is normalized by an
+            RMSNorm (all heads share its weight) and scaled by 1 - lambda_init.
         kwargs: Llama's keys, such as ``hidden_size``, and arguments of ``PretrainedConfig``.
 
     Raises:

@@ -22,8 +22,9 @@ from diffmegatron.training.monitoring.records import log_write_errors
 log = logging.getLogger(__name__)
 
 LOCK = "lock"
-# The operating system releases a lock when its process ends, even by SIGKILL. A file server can
-# hold the lock of a machine that crashed for longer: NFS 4 holds it for a lease of 90 seconds.
+# Time that a new run waits for the lock of an earlier run. The operating system releases a lock
+# when its process ends, even by SIGKILL. If the whole machine crashed, a file server releases the
+# lock only later: NFS 4 after a lease of 90 seconds.
 _LOCK_PATIENCE_SECONDS = 120.0
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
