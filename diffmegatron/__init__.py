@@ -56,9 +56,10 @@ _MODULES = {
     "train": "api",
 }
 
-# (message pattern, module pattern) of library warnings that a user cannot act on. The filters are
-# set here because this package is imported before Megatron-core. `python -W default` shows all
-# warnings; `diffmegatron doctor` reports missing libraries and a missing GPU.
+# (message pattern, module pattern) of library warnings that a user cannot act on. Some of them
+# appear while Megatron-core is imported, so the filters must be set earlier, when this package is
+# imported. If Python is started with an option -W, no filter is set, so `python -W default` shows
+# all warnings. `diffmegatron doctor` reports missing libraries and a missing GPU.
 _LIBRARY_WARNINGS = (
     (r"(Transformer Engine and )?Apex (is|are) not installed\. Falling back", r"megatron\.core"),
     (r"full scope is deprecated", r"megatron\.core"),
@@ -73,7 +74,7 @@ if not sys.warnoptions:
     for _message, _module in _LIBRARY_WARNINGS:
         warnings.filterwarnings("ignore", _message, module=_module)
     # When DeepSpeed is imported on a machine without a GPU, torch looks for a CUDA compiler and
-    # logs that it found no CUDA runtime.
+    # logs that it found no CUDA runtime. Hide this message.
     logging.getLogger("torch.utils.cpp_extension").addFilter(
         lambda record: "No CUDA runtime is found" not in record.getMessage()
     )

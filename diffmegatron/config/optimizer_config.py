@@ -74,10 +74,10 @@ def _steps(steps: int | None, ratio: float | None, total_steps: int) -> int:
 class OptimizerConfig(Section):
     """AdamW (Loshchilov and Hutter, 2019) under DeepSpeed ZeRO, and the tensors that it trains.
 
-    ``trainable`` is a list of patterns of tensor names; all other tensors are frozen. A suffix
-    selects only the query, key or value rows of ``linear_qkv``: ``...linear_qkv.weight:k`` (also
-    ``:q``, ``:v``, ``:[kv]``). ``lr_multipliers`` maps patterns of tensor names, without suffix, to
-    factors of the learning rate.
+    ``trainable`` is a list of patterns of tensor names; all other tensors are frozen. Its patterns
+    may end in a suffix that selects only the query, key or value rows of ``linear_qkv``:
+    ``...linear_qkv.weight:k`` (also ``:q``, ``:v``, ``:[kv]``). ``lr_multipliers`` maps patterns of
+    tensor names, without such a suffix, to factors of the learning rate.
     """
 
     lr: float = Field(gt=0)

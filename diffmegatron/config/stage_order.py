@@ -52,8 +52,9 @@ def read_stages(stages: Any, path: str) -> dict[str, Stage]:
     """Return the stages of a recipe by name, in order.
 
     Raises:
-        UserError: ``stages`` of the file ``path`` is not a list of mappings with valid names, or a
-            stage does not start from an earlier stage.
+        UserError: ``stages`` of the file ``path`` is not a list of mappings with valid, different
+            names; ``start_from`` of a stage is not the name of an earlier stage; or a stage that
+            starts from another stage also sets ``checkpoint.start_from``.
     """
     if not isinstance(stages, list) or not 1 <= len(stages) <= MAX_STAGES:
         raise UserError(
@@ -134,7 +135,7 @@ def check_follows(before: Recipe, before_name: str, now: Recipe, now_name: str) 
 
     The two networks must be equal with these exceptions. The new run may add LoRA, may change the
     keys in ``_FREE`` and the ``free_keys`` of its attention, and may have a kind of attention that
-    extends the kind of the weights
+    extends that of the run that wrote the weights
     (:meth:`~diffmegatron.attention.variants.base.Variant.foundation`).
 
     Args:

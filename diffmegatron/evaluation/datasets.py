@@ -61,7 +61,7 @@ class DataSet(Generic[Example]):
 
 
 class Row(BaseModel, ABC):
-    """A row of a published data set. Its fields are the keys or columns that are used here."""
+    """A row of a published data set. Its fields are the keys or columns that evaluation uses."""
 
     @abstractmethod
     def examples(self, name: str) -> Iterator[Any]:

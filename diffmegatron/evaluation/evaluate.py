@@ -201,7 +201,10 @@ class _Progress:
             self._print(f"{total - left} of {total} items have records already")
 
     def advance(self) -> None:
-        """Count one more finished item in each process; print a line at most every 5 seconds."""
+        """Count one more finished item in each process, and print a line if one is due.
+
+        A line is due after the last item, and when the previous line is at least 5 seconds old.
+        """
         self._left = max(0, self._left - self._processes)
         now = time.monotonic()
         if now - self._printed < _SECONDS_BETWEEN_LINES and self._left:

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 # Default values of `batch_tokens`. On a CPU, larger batches do not make the scoring of given texts
 # faster, so the default of 1 token makes each text a batch by itself. Larger batches do make
-# generation faster, because the weights are read once for the new tokens of all texts. On a GPU,
-# batches that do not fit into the memory are halved.
+# generation faster, because the weights are read once for the new tokens of all texts. On a GPU the
+# default can be large, because a batch that does not fit into the memory is halved.
 _CPU_SCORING, _CPU_GENERATION, _GPU = 1, 4096, 65_536
 
 
@@ -25,8 +25,8 @@ _CPU_SCORING, _CPU_GENERATION, _GPU = 1, 4096, 65_536
 class Computing:
     """Device, precision, batch size and engine of an evaluation.
 
-    ``batch_tokens`` counts padding and tokens to generate, too. A text that is longer than
-    ``batch_tokens`` is a batch by itself.
+    ``batch_tokens`` limits the number of tokens of a batch, including padding and tokens to
+    generate. A text that is longer than this limit is a batch by itself.
 
     Raises:
         UserError: ``device`` is a GPU, and the machine has none.

@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 
 def estimate_measures(suite: Suite, records: Records) -> dict[str, Estimate]:
-    """Return every measure of a target with its interval, by name.
+    """Return the estimate of every measure of a target, with its interval: name -> estimate.
 
     A measure without a value, because all its weights are 0, is left out.
 
-    The bootstrap draws single records, so the records must be independent. This holds only for
-    measures to which each unit, a group of dependent items (:meth:`Suite.unit`), contributes one
-    record.
+    The bootstrap draws single records, so the records of a measure must be independent. Items of
+    the same unit, a group of dependent items (:meth:`Suite.unit`), are not. Therefore use this
+    function only for measures to which each unit contributes one record.
     """
     shares: dict[str, dict[str, Mean]] = {}
     for number, record in enumerate(records):

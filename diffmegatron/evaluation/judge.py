@@ -36,7 +36,7 @@ _SPANS = re.compile(r"(?im)^[ \t*]*problematic spans[ \t*]*:[ \t*]*(\[.*\])[ \t*
 
 
 class Verdict(NamedTuple):
-    """The verdict of a judge on a text.
+    """The verdict of a judge on a text that a model wrote about a document.
 
     Attributes:
         true: whether the document supports the text; None if the judge's answer does not contain
@@ -49,9 +49,11 @@ class Verdict(NamedTuple):
 
 
 def parse_verdict(answer: str) -> Verdict:
-    """Return the verdict in a judge's answer: its line ``Conclusion: True`` or ``... False``.
+    """Return the verdict in a judge's answer.
 
-    An answer with two such lines, or with other words on the line, has no verdict.
+    ``true`` is taken from the line ``Conclusion: True`` or ``Conclusion: False``. It is None unless
+    the answer has exactly one such line, without other words. ``spans`` is taken from the last line
+    ``Problematic spans: [...]``, and is empty if there is no such line or it is not a list.
     """
     found = [each.lower() == "true" for each in _CONCLUSION.findall(answer)]
     spans = _SPANS.findall(answer)

@@ -76,7 +76,7 @@ class RecordFile:
             weights.
 
     Attributes:
-        records: records of the file, those added included, by the keys of their items.
+        records: records by the keys of their items: those read from the file and those added.
 
     Raises:
         UserError: the file has another header, is damaged, or cannot be written.

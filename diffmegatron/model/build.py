@@ -184,7 +184,7 @@ def lambda_by_layer(network: Network) -> dict[int, Tensor]:
 
     Returns:
         0-dim tensors. If lambda depends on the token, the value is the mean over this rank's heads
-        and the tokens of the last forward pass.
+        and the tokens of the last forward pass; before the first such pass there is no entry.
     """
     found = {}
     for module in network.modules():

@@ -24,7 +24,8 @@ class Decoder(MegatronModule):
     Args:
         config: Megatron-core's sizes, layout and recomputation.
         layer_specs: one spec per layer of this virtual stage, in order.
-        final_norm: class of the norm after the last layer; None except in the last virtual stage.
+        final_norm: class of the norm after the network's last layer; None in all virtual stages
+            without this layer.
         groups: process groups of the layers.
         vp_stage: number of the virtual stage on this rank; None without interleaving.
     """

@@ -7,10 +7,12 @@ computes only a part of their gradient:
 - under sequence parallelism, for the layers' norms and LoRA's matrices, the contribution of the
   rank's range of the sequence.
 
-The gradient is the sum over the ranks. A sum is linear, so it can be computed once per step in
-float32, after all microbatches and after the data-parallel average. If it were computed in every
-microbatch, a network with 3B parameters would wait for 200 tiny all-reduces each time. Megatron's
-data-parallel wrapper computes these sums too, but DeepSpeed is used instead of this wrapper.
+The gradient is the sum over the ranks. A sum is linear, so with ZeRO 1 it is computed only once per
+step in float32, after all microbatches and after the data-parallel average (:func:`sum_together`).
+If it were computed in every microbatch, a network with 3B parameters would wait for 200 tiny
+all-reduces each time. ZeRO 2, ZeRO 3 and an offloaded optimizer cannot avoid this
+(:func:`sum_in_backward`). Megatron's data-parallel wrapper also computes these sums, but DeepSpeed
+is used instead of this wrapper.
 """
 
 from collections.abc import Sequence
@@ -71,8 +73,8 @@ def sum_together(gradients: Sequence[Tensor], group: ProcessGroup) -> None:
 def sum_in_backward(parameters: Sequence[torch.nn.Parameter], group: ProcessGroup) -> None:
     """Register hooks that sum each gradient over the group as soon as autograd has computed it.
 
-    ZeRO 2, ZeRO 3 and an offloaded optimizer need this, because they partition a gradient
-    immediately after its computation.
+    ZeRO 2, ZeRO 3 and an offloaded optimizer need this, because they consume a gradient immediately
+    after its computation, so it cannot be summed later.
     """
 
     def summed(gradient: Tensor) -> Tensor:

@@ -204,7 +204,11 @@ class ZeroEngine:
         return dict(zip(parameters, norms.tolist(), strict=True))
 
     def fragments(self) -> Iterator[Fragment]:
-        """Yield this rank's range of each parameter: master weight and Adam moments."""
+        """Yield this rank's range of each parameter that has elements on this rank.
+
+        Trained parameters come first, with master weight and Adam moments, and then frozen
+        parameters, with their weight only.
+        """
         self._create_moments()
         for parameter in self.network.parameters():
             held = self._partition.range_of(parameter) if parameter.requires_grad else None
@@ -312,8 +316,9 @@ def engine_config(recipe: Recipe) -> dict[str, Any]:
 def import_deepspeed() -> Any:
     """Import DeepSpeed, and prevent it from compiling anything.
 
-    Without CUDA, DeepSpeed would otherwise search for an accelerator, and compile its shared-memory
-    collectives in C++ at the first call. This takes 25 to 170 s.
+    Without CUDA, DeepSpeed by default searches for an accelerator, and compiles its shared-memory
+    collectives in C++ at the first call, which takes 25 to 170 s. An environment variable that is
+    set here prevents both.
     """
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")

@@ -13,12 +13,12 @@ _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 def deterministic_algorithms() -> Iterator[None]:
     """Use deterministic algorithms inside the context (``torch.use_deterministic_algorithms``).
 
-    The attention kernels read torch's setting too: the Triton backward pass uses its split version,
-    and the flash-attention libraries use their deterministic version.
+    The attention kernels also follow torch's setting: the Triton backward pass uses its split
+    version, and the flash-attention libraries use their deterministic version.
 
     On a GPU, cuBLAS needs the environment variable ``CUBLAS_WORKSPACE_CONFIG`` before its first
-    matrix product. It is set here unless the environment already has a value. If that value is not
-    deterministic, torch refuses matrix products.
+    matrix product. It is set inside the context unless the environment already has a value. If that
+    value does not make cuBLAS deterministic, torch raises an error at matrix products.
 
     Raises:
         RuntimeError: From torch, if an operation has no deterministic version.

@@ -159,9 +159,9 @@ def _gates(recipe: Recipe) -> float:
     """Return the bytes per microbatch for attention's additional products with hidden states.
 
     An example is the projection that computes lambda in Differential Transformer V2. These products
-    are not part of Megatron's projections. Under sequence parallelism the ranks gather the
-    product's matrix, and an all-to-all changes the result from a shard of the sequence to a shard
-    of the heads.
+    are not part of Megatron's projections. Under sequence parallelism the ranks gather the weight
+    matrix of the product, and an all-to-all changes the result from a shard of the sequence to a
+    shard of the heads. Without sequence parallelism, the result is 0.
     """
     model, parallel = recipe.model, recipe.parallel
     if not parallel.sequence_parallel:

@@ -178,7 +178,7 @@ class Run:
     def rewind_metrics(self) -> None:
         """Drop the metrics of steps after ``self.step``, and restart the speed measurement.
 
-        Called after a rollback, in which the run goes back to an earlier checkpoint.
+        This method is called after a rollback, in which the run loads an earlier checkpoint.
         """
         if self.metrics is not None:
             self.metrics.rewind(self.step)

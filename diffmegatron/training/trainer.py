@@ -55,8 +55,8 @@ def train(
         stop: handler of stop signals that the caller has entered; None to enter a new one.
 
     Returns:
-        True if the last step is completed and every evaluation due at it is recorded; False if the
-        run stopped after a stop signal and saved.
+        True if the last step is completed and every evaluation due at it is recorded. False if the
+        run stopped before that and saved, because of a stop signal, the job's time limit or a hook.
 
     Raises:
         UserError: If the recipe, the data, the layout or a checkpoint do not fit together, the

@@ -62,9 +62,9 @@ def whole_sequence(
         group: context-parallel ranks, or None. With None or one rank the sequence is not sharded.
         communication: method of communication between these ranks.
         backend: backend of differential attention, ``auto`` or a name that ``doctor`` lists.
-        documents: boundaries of packed documents, beyond which no query attends: positions in the
-            concatenation of the batch's unsharded rows, [documents + 1] integers on the CPU. None:
-            no boundaries.
+        documents: boundaries of packed documents; a query attends only within its own document.
+            They are positions in the concatenation of the batch's unsharded rows, from 0 to its
+            length, as a 1-dim tensor of integers on the CPU. None: no boundaries.
     """
     size = 1 if group is None else group.size()
     # The recipe's backend applies to differential attention only.
@@ -96,7 +96,7 @@ def in_one_row(attend: Attention, documents: Tensor, *heads: Tensor, **options: 
 def by_row(attend: Attention, documents: Tensor, *heads: Tensor, **options: Any) -> Tensor:
     """Attend within documents, in one call for each row of the batch.
 
-    The boundaries that a call receives are positions in its row, which begin at 0.
+    Each call receives only the boundaries in its row, as positions from the start of the row.
     """
     rows = zip(*(x.split(1) for x in heads), strict=True)
     bounds = row_boundaries(documents, heads[0].shape[0])
@@ -112,9 +112,9 @@ def ulysses_attention(
     """Attend over the whole sequence; each rank computes the attention of a range of the heads.
 
     The method is Ulysses (Jacobs et al., arXiv 2309.14509), with one all-to-all before the
-    attention and one after it. The kernels receive the whole sequence in the order of positions, so
-    they need no offsets. The number of context-parallel ranks must divide the number of key-value
-    heads of a tensor-parallel rank.
+    attention and one after it. ``attend`` receives the whole sequence in the order of positions, so
+    it needs no ``query_offset``. The number of context-parallel ranks must divide the number of
+    key-value heads of a tensor-parallel rank.
 
     Args:
         attend: attention function for whole sequences.
@@ -197,12 +197,13 @@ def row_boundaries(documents: Tensor, rows: int) -> list[Tensor]:
     """Return the boundaries of documents in each row of the batch.
 
     Args:
-        documents: boundaries in the concatenation of all rows, [documents + 1] integers from 0 to
-            rows * length, where length is that of a row. The end of each row is a boundary.
+        documents: boundaries as positions in the concatenation of all rows: 1-dim integers that
+            begin with 0 and include the end of each row.
         rows: number of rows.
 
     Returns:
-        For each row, a tensor of integers from 0 to length.
+        For each row, its boundaries as positions from the start of the row: 1-dim integers from 0
+        to the length of a row.
     """
     length = int(documents[-1]) // rows
     return [

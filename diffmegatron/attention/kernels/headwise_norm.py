@@ -10,6 +10,8 @@ from torch.nn.functional import rms_norm
 class HeadwiseNorm(NamedTuple):
     """`scale * weight * RMSNorm(head)` over the 2d channels of each head (arXiv 2410.05258, 3.1).
 
+    d is the number of channels of a query; a head is the output of one head of the attention.
+
     Attributes:
         weight: `[2d]`, the same for all heads, or None for no weight.
         eps: number that is added to the mean square.

@@ -17,9 +17,9 @@ from diffmegatron.section import Size
 
 
 class Grouped(DiffV1):
-    """Differential heads with one noise head for r = ``signal_per_noise`` signal heads.
+    """Differential heads in which r = ``signal_per_noise`` signal heads share one noise head.
 
-    r = 1 is DIFF V1. The paper finds 3 and 4 best at equal FLOPs.
+    r = 1 is DIFF V1. The paper finds r = 3 and r = 4 best at equal FLOPs.
     """
 
     kind: Literal["grouped"] = "grouped"  # type: ignore[assignment]
@@ -44,7 +44,7 @@ class Grouped(DiffV1):
         return self
 
     def hugging_face(self, hidden_size: int) -> hf.HuggingFace:
-        """Return the description of this package's own model class, whose code is exported too."""
+        """Return the description of this package's model class, whose code exports contain."""
         return hf.HuggingFace(
             "grouped_diff",
             "GroupedDiffForCausalLM",
@@ -63,7 +63,7 @@ class Grouped(DiffV1):
     @classmethod
     @override
     def from_hugging_face(cls, config: Mapping[str, Any]) -> Self:
-        # The configuration counts signal and noise heads together.
+        # num_attention_heads in the configuration is the number of signal and noise heads.
         ratio, initial = config["signal_per_noise"], config["lambda_init"]
         policy = {"policy": initial} if isinstance(initial, str) else {"value": initial}
         return cls(

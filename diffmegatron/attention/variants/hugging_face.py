@@ -37,7 +37,7 @@ class WeightRule(NamedTuple):
 
     @property
     def folds(self) -> bool:
-        """True if ``to_hf`` multiplies one weight into another, so that the product is rounded."""
+        """True if ``to_hf`` multiplies one weight into another; an export rounds the product."""
         return len(self.ours) > len(self.theirs)
 
 

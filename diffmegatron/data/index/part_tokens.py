@@ -12,7 +12,8 @@ import numpy as np
 from diffmegatron.errors import UserError
 from diffmegatron.files import format_path, open_file
 
-# Each mapping keeps a file open, and a process may often open only 1024 files.
+# Largest number of files that are memory-mapped at the same time. Each mapping keeps a file open,
+# and the usual limit is 1024 open files per process.
 _MAPPED_AT_ONCE = 128
 
 

@@ -1,8 +1,10 @@
 """``diffmegatron prepare``: write a corpus as ``PREFIX.bin``, ``PREFIX.idx`` and ``PREFIX.json``.
 
-Unfinished work is in the folder ``PREFIX.partial`` (a :class:`Journal`). When the three files are
-complete, they are renamed to their final names, the manifest last. A preparation that was killed
-resumes from its last commit, and writes the same bytes as a preparation that was not killed.
+Until it is finished, the work is in the folder ``PREFIX.partial``, a :class:`Journal`: files that
+only grow, and a record of the last commit, the point up to which their content is complete. The
+three finished files are renamed to their final names, the manifest (``PREFIX.json``) last. A
+preparation that was killed resumes from its last commit, and writes the same bytes as a preparation
+that was not killed.
 """
 
 import os
@@ -151,11 +153,13 @@ def _finished(
     """Verify a finished corpus at ``prefix`` and return its manifest.
 
     Returns:
-        The manifest; None if no finished corpus exists, or if it is damaged and ``restart`` is
-        true. In the latter case its manifest file is deleted.
+        The manifest, or None in these cases: there is no finished corpus; the folder of unfinished
+        work still exists; or the corpus is damaged and ``restart`` is true, in which case its
+        manifest file is deleted.
 
     Raises:
-        UserError: the corpus has other inputs or settings, or is damaged and ``restart`` is false.
+        UserError: the corpus has other inputs or settings, was merged from parts, or is damaged and
+            ``restart`` is false.
     """
     path = manifest_path(prefix)
     if not os.path.lexists(path) or os.path.lexists(_partial(prefix)):
@@ -224,13 +228,19 @@ def _verified(prefix: Path) -> Manifest:
 def _unfinished(folder: Path, identity: Identity, *, restart: bool) -> tuple[State, Journal]:
     """Open the journal in ``folder`` at its last commit, or begin a new journal.
 
-    A journal that is damaged, or that contains documents of another preparation, is an error
-    without ``restart``, and is replaced by a new journal with ``restart``.
+    A journal that is damaged or belongs to another preparation cannot be resumed. It is replaced by
+    a new journal if ``restart`` is true, or if it is intact but contains no documents.
 
     Args:
         folder: folder of the journal.
         identity: inputs and settings of this preparation.
-        restart: whether to replace a journal that cannot be resumed.
+        restart: whether to replace every journal that cannot be resumed.
+
+    Returns:
+        The state at the last commit, and the open journal.
+
+    Raises:
+        UserError: the journal cannot be resumed and may not be replaced.
     """
     try:
         commit = last_commit(folder, State)

@@ -77,7 +77,7 @@ class MixtureHistory:
         return content, self._before[number].get(content, 0) + local
 
     def counts(self, num_samples: int) -> dict[str, int]:
-        """Return how many of the first ``num_samples`` samples each source has, by content hash."""
+        """Return, by content hash, each source's count among the first ``num_samples`` samples."""
         number = max(0, bisect_right(self._starts, num_samples) - 1)
         return self._counts_within(number, num_samples - self._starts[number])
 
@@ -104,7 +104,8 @@ class MixtureHistory:
             sources: sources with the new weights.
 
         Returns:
-            This history itself if the shares of the sources are equal to those of its last period.
+            The new history; or this history itself, with all its periods, if the sources have the
+            same shares of the samples as in its last period.
         """
         if _shares(self.periods[-1].sources) == _shares(sources):
             return self

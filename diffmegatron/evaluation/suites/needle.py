@@ -1,6 +1,7 @@
-"""Multi-needle retrieval: find numbers of cities in a long text (LWM, Gemini 1.5).
+"""Multi-needle retrieval: find the numbers of cities in a long text.
 
-A needle is a sentence that gives a number for a city, and that is hidden in the text.
+A needle is a sentence that is hidden in the text and states a number for a city. The task is from
+the reports on LWM and Gemini 1.5.
 """
 
 import random
@@ -41,9 +42,9 @@ _END = "\n"
 class Retrieval(Suite):
     """Share of hidden numbers that the model finds.
 
-    For a pair (N, R), N needles are hidden and the model is asked for R of their numbers. The first
-    needle lies at one of ``depths`` and is among the R; the other needles lie at random depths.
-    Decoding is greedy, and a number is found if the answer contains it.
+    For a pair (N, R), N needles are hidden and the model is asked for R of their numbers. One of
+    these R needles lies at one of ``depths``; all other needles lie at random depths. Decoding is
+    greedy, and a number is found if the first line of the answer contains it.
     """
 
     name: ClassVar[str] = "needle"
@@ -122,9 +123,9 @@ class Retrieval(Suite):
 
     @override
     def means(self, record: Record) -> dict[str, Mean]:
-        """Return the share of numbers found, as part of the measure of the item's pair and length.
+        """Return the item's share of numbers found, by the name of its measure.
 
-        A measure is the mean over all depths and samples.
+        There is one measure for each pair (N, R) and length: the mean over all depths and samples.
         """
         needles, asked, length = record["needles"], record["asked"], record["length"]
         return {f"N={needles} R={asked}, {length:,} tokens": Mean(record["found"])}
@@ -172,7 +173,8 @@ def build_prompt(
         key: key of the item, which seeds its random choices.
         length: number of tokens of the prompt.
         pair: number of needles to hide, and number of needles to find.
-        depth: share of the text before the first needle, from 0 to 1.
+        depth: position of one needle to find: the share of the text before it, from 0 to 1. The
+            other needles have random positions.
     """
     count, asked = pair
     draw = random.Random(key)

@@ -61,9 +61,10 @@ class QuantizedAttention(WindowSuite):
 
     @override
     def means(self, record: Record) -> dict[str, Mean]:
-        """Return nats per token with unchanged logits and for each number of bits.
+        """Return a document's nats per token, with unchanged logits and for each number of bits.
 
-        For each number of bits, also return the increase over the loss with unchanged logits.
+        For each number of bits, also return the increase over the loss with unchanged logits. The
+        weight of a document in the mean is its number of tokens.
         """
         nats, tokens = record["nats"], record["tokens"]
         shares = {f"nats per token, {name}": Mean(n, tokens, True) for name, n in nats.items()}

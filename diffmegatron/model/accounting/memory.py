@@ -196,8 +196,9 @@ def _zero_1(states: StageMemory, recipe: Recipe, shards: int) -> StageMemory:
     """Return ``states`` with the changes of ZeRO 1 without offload.
 
     No bucket is allocated, because gradients are stored in flat tensors and reduced in place
-    (:mod:`diffmegatron.optim.flat_gradients`). In a float32 run, the update copies each gradient of
-    the rank's partition to float64 to compute its norm.
+    (:mod:`diffmegatron.optim.flat_gradients`). In a bf16 run, the update needs no temporary memory.
+    In a float32 run, it copies the gradients of the rank's partition to float64 one after the
+    other, to compute their norms.
     """
     if recipe.training.precision == "bf16":
         return replace(states, communication=0, update=0)
@@ -355,8 +356,9 @@ def _reduced_together(recipe: Recipe, stage: int, shards: int) -> int:
 def largest_trained(recipe: Recipe, stage: int) -> int:
     """Return the number of elements of a stage's largest trained parameter on a rank.
 
-    If everything is trained, this is the shard of a vocabulary matrix on a tensor-parallel rank,
-    also for stages without such a matrix.
+    If everything is trained, the result is the size of a tensor-parallel rank's shard of a
+    vocabulary matrix. This holds for every stage, although stages between the first and the last
+    have no such matrix and their largest parameter is smaller.
     """
     if trains_everything(recipe):
         return activations.vocabulary_elements(recipe)

@@ -24,8 +24,12 @@ def suite_evaluator_name(suite: str) -> str:
 def due_at(recipe: Recipe, step: int) -> list[str]:
     """Return the names of the evaluators that are due at a step.
 
-    An evaluator is due at step 0, at multiples of its interval, and at the last step. The test loss
-    is due at the last step only.
+    - Suites of ``training.evaluate`` are due at step 0, at multiples of their interval, and at the
+      last step.
+    - The same holds for the held-out loss, if ``training.eval_batches`` and
+      ``data.validation_fraction`` are not 0.
+    - The test loss is due at the last step only, if ``training.eval_batches`` and
+      ``data.test_fraction`` are not 0.
     """
     training = recipe.training
     is_last = step >= training.total_steps

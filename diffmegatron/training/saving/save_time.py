@@ -17,9 +17,9 @@ def save_warnings(seconds: float, launch: LaunchEnvironment, margin: float) -> d
         margin: ``checkpoint.time_limit_margin`` in seconds.
 
     Returns:
-        A message for each limit that is too short: "kill wait" if the save took longer than
-        KillWait, and "lead" if it took longer than half of the time between the stop of the run and
-        the end of the job.
+        Up to two messages by key. "kill wait": the save took longer than KillWait. "lead": it took
+        longer than half of the time between the stop of the run and the end of the job. A limit
+        that ``launch`` does not have gives no message.
     """
     warnings = {}
     if launch.kill_wait is not None and seconds > launch.kill_wait:

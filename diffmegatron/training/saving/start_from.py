@@ -25,8 +25,9 @@ from diffmegatron.training.saving.snapshot import ParameterShards
 def open_start(recipe: Recipe, parallel_state: ParallelState) -> Checkpoint | None:
     """Open the checkpoint of ``checkpoint.start_from``; None if the recipe does not set it.
 
-    If ``checkpoint.start_from`` is a ``run_dir``, the newest intact checkpoint of the run is opened
-    (with several stages, of the last one). All ranks must call this function.
+    If ``checkpoint.start_from`` is a ``run_dir``, open the newest intact checkpoint of that run, or
+    if it has several stages, that of the last stage that has a checkpoint. All ranks must call this
+    function.
 
     Raises:
         UserError: If there is no intact checkpoint; if its network or tokenizer does not fit the

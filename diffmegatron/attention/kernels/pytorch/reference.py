@@ -15,7 +15,8 @@ from ..maps import QKV, WholeAttention, map_factors
 def attend(call: AttentionCall) -> Tensor:
     """Compute attention from whole score matrices, in the dtype of the inputs.
 
-    Autograd differentiates it. For s queries and t keys it needs O(s * t) memory per head.
+    Autograd computes the gradients. For s queries and t keys the function needs O(s * t) memory per
+    head.
     """
     (q1, *q2), (k1, *k2), v = call.maps
     weights = _attention_map(call, q1, k1)
@@ -39,18 +40,20 @@ def attention_with_lse(call: AttentionCall, q: Tensor, k: Tensor) -> tuple[Tenso
 
 
 def chunk_gradients(call: AttentionCall, grad: Tensor, whole: WholeAttention) -> QKV:
-    """Return what one chunk of keys contributes to the gradients (see `api.chunk_gradients`).
+    """Return the contribution of one chunk of keys to the gradients (see `api.chunk_gradients`).
 
-    Autograd differentiates the weights exp(scores - lse) of each map, but treats lse, the
-    log-sum-exp over the keys of all chunks, as a constant. The part of the gradient through lse is
-    then missing. It is added as in FlashAttention's backward pass: the delta of each query row
-    (`WholeAttention.deltas`) is subtracted from grad v^T.
+    `grad` is the gradient of the attention's output. The gradient of the weights of a map is
+    grad v^T, and the weights are exp(scores - lse), where lse is the log-sum-exp of the scores over
+    the keys of all chunks. Autograd differentiates the weights here with lse as a constant, which
+    leaves out the gradient through lse. To include it, the delta of each query row
+    (`WholeAttention.deltas`) is subtracted from grad v^T, as in FlashAttention's backward pass.
     """
     maps, lambda_ = call.maps, call.lambda_
     dtype = torch.promote_types(maps.v.dtype, torch.float32)
     factors = map_factors(lambda_, like=whole.lses[0])
     deltas = whole.deltas(grad, lambda_)
-    # In rows without visible keys lse is -inf. There exp(-lse) would be inf, and the gradients NaN.
+    # In rows without visible keys lse is -inf, so exp(scores - lse) would be inf and the gradients
+    # NaN.
     lses = [lse.masked_fill(lse == -torch.inf, 0.0) for lse in whole.lses]
     leaves = [x.detach().to(dtype).requires_grad_() for x in (*maps.queries, *maps.keys, maps.v)]
     count = len(maps.queries)

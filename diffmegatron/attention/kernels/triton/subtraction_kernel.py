@@ -171,8 +171,9 @@ def subtract_backward_kernel(
 ):
     """Compute the gradients of the heads and of lambda for M rows (tokens) of one group.
 
-    For each signal head, dsignal = dout and dlambda = -sum(dout * noise) over the width. dnoise is
-    minus the sum of lambda * dout over the group's signal heads.
+    dout is the gradient of the output (`grad_ptr`). For each signal head, dsignal = dout and
+    dlambda = -sum(dout * noise), a sum over the width. dnoise is minus the sum of lambda * dout
+    over the group's signal heads.
     """
     batch, group, first_row = _place(length, groups, M)
     is_row = first_row + tl.arange(0, M) < length

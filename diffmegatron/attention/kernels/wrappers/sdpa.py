@@ -1,4 +1,7 @@
-"""Attention by torch's scaled_dot_product_attention: one call with one map, four with two maps.
+"""Attention by torch's scaled_dot_product_attention.
+
+Softmax attention, which has one map softmax(Q K^T), needs one call. Differential attention, which
+has two maps and a V twice as wide as Q, needs four.
 
 In shapes, b is the batch size, s and t the numbers of queries and keys, h and h_kv the numbers of
 query heads and kv heads, d the width of a query and e the width of a value.
@@ -31,8 +34,9 @@ def attend(call: AttentionCall) -> Tensor:
 def attention_with_lse(call: AttentionCall, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     """Return the output and log-sum-exp of one map by torch's flash kernels.
 
-    This is a backend function of `api.chunk_attention`. It is not differentiable. V is split into
-    pieces that are as wide as Q, and the only supported mask is `is_causal`.
+    This is a backend function of `api.chunk_attention`. It is not differentiable. V is split along
+    its width into pieces that are as wide as Q, because the kernels need equal widths. The mask
+    must be one that torch's argument `is_causal` can express.
     """
     v = call.maps.v
     dtype = torch.promote_types(v.dtype, torch.float32)
@@ -52,9 +56,10 @@ def chunk_gradients(call: AttentionCall, grad: Tensor, whole: WholeAttention) ->
     attention to the keys of all chunks (`whole`).
 
     V, the output O and its gradient dO are split along their width into pieces that are as wide as
-    Q, and the kernel is called once per piece. A call computes the gradient of the scores as
-    P * (dO V^T - rowsum(dO * O)) from its pieces. Both terms in the parentheses are sums over the
-    width, so adding the calls' gradients of q and k gives those for the whole width.
+    Q, and the kernel is called once per piece. With the attention weights P, a call computes the
+    gradient of the scores as P * (dO V^T - rowsum(dO * O)) from its pieces. Both terms in the
+    parentheses are sums over the width, so the sum of the calls' gradients of q and k is the
+    gradient for the whole width.
     """
     maps, lambda_ = call.maps, call.lambda_
     kv_heads, width = maps.v.shape[2], maps.queries[0].shape[3]
@@ -152,7 +157,7 @@ class _Bias(NamedTuple):
 
     Attributes:
         scores: 0 or -inf to add to the scores, `[s, t]` in the dtype of the values. The tensor is
-            saved for the backward pass, and calls with the same mask share it.
+            saved for the backward pass, once for all calls that `attend` makes.
         empty_rows: bool `[s, 1]`, True for queries without visible keys. `scores` is 0 in these
             rows.
     """
