@@ -1,9 +1,9 @@
 """Rotary embedding: the angles of positions, and the rotation of queries and keys by them.
 
-Megatron-core's own rotation writes the rotated halves, both products and two concatenations, and as
-much in the backward pass. It also saves sines and cosines in every layer. The rotation here writes
-one product and adds to it in place. Its backward pass rotates in the other direction. It saves only
-the angles, which all layers share.
+Megatron-core's own rotation writes several tensors to memory: the rotated halves, both products and
+two concatenations, and as many in the backward pass. It also saves sines and cosines in every
+layer. The rotation in this module writes one product and adds to it in place. Its backward pass
+rotates in the other direction. It saves only the angles, which all layers share.
 """
 
 import math
@@ -50,9 +50,12 @@ def rotary_angles(
 def scaled_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
     """Return the frequencies after scaling for long contexts, in radians per position.
 
+    The kind ``linear`` divides all frequencies by the factor. The kind ``llama3`` keeps those of
+    short wavelengths, divides those of long wavelengths, and interpolates in between.
+
     The order of operations is that of ``transformers`` (modeling_rope_utils.py), so that float32
-    gives the same bits. Megatron-core's own ``rope_scaling`` is not used, because it fixes all
-    values but the factor.
+    gives the same bits. Megatron-core's own ``rope_scaling`` is not used, because only its factor
+    can be set; its other values are constants.
 
     Args:
         frequencies: frequencies without scaling, [d / 2] float32.

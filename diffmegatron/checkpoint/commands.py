@@ -28,7 +28,7 @@ RunDir = Annotated[
 def list_(run_dir: RunDir) -> None:
     """List all checkpoints with their state.
 
-    Complete ones have their size and number of files.
+    Size and number of files are shown for complete checkpoints only.
     """
     from rich.console import Console
     from rich.table import Table
@@ -170,7 +170,8 @@ def average(
 
     In a run with stages, checkpoints of the last stage are averaged.
 
-    The result can be used by export, evaluate and checkpoint.start_from.
+    The result is a checkpoint in OUT, which export, evaluate and the recipe key
+    checkpoint.start_from accept.
     """
     from diffmegatron.checkpoint.average import average_checkpoints
 

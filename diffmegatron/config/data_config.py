@@ -32,9 +32,10 @@ class Source(Section):
 class Upsampling(Section):
     """Length up-sampling (Fu et al., arXiv 2402.10171): a larger share of long documents.
 
-    Documents of at least ``long_tokens`` tokens are always kept. Shorter documents are kept with
-    probability ``keep_short``. ``per_source`` preserves each source's share of the tokens;
-    ``global`` lets the shares shift towards sources with long documents.
+    With the mode ``none`` all documents are kept. With the other modes, documents of at least
+    ``long_tokens`` tokens are always kept, and shorter documents with probability ``keep_short``.
+    ``per_source`` preserves each source's share of the tokens; ``global`` lets the shares shift
+    towards sources with long documents.
     """
 
     mode: Literal["none", "per_source", "global"] = "none"

@@ -49,7 +49,8 @@ class Recipe(RecipeSections):
     def _check_documents(self) -> None:
         """Refuse positions that restart per document while attention crosses documents.
 
-        Rotary embeddings depend only on distances, which would be wrong across documents.
+        Rotary embeddings use the distance between two positions. Between tokens of different
+        documents, restarted positions would give a wrong distance.
         """
         if self.data.reset_position_ids and not self.data.reset_attention_mask:
             raise ValueError(

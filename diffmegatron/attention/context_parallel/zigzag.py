@@ -25,12 +25,15 @@ def shard_sequence(whole: Tensor, dim: int, rank: int, size: int) -> Tensor:
 
 
 def to_sequence_order(by_rank: Tensor, size: int) -> Tensor:
-    """Reorder all ranks' zigzag shards, concatenated along dimension 0, into sequence order."""
+    """Reorder all ranks' shards, concatenated along dimension 0 by rank, into sequence order."""
     return _reordered(by_rank, _chunks_by_rank(size).argsort())
 
 
 def to_rank_order(whole: Tensor, size: int) -> Tensor:
-    """Reorder an unsharded tensor into the concatenated shards; inverts `to_sequence_order`."""
+    """Reorder an unsharded tensor along dimension 0 into the zigzag shards of all ranks, by rank.
+
+    This is the inverse of `to_sequence_order`.
+    """
     return _reordered(whole, _chunks_by_rank(size))
 
 

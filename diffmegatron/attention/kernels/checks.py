@@ -1,4 +1,8 @@
-"""Checks of the arguments of public functions; each error names the argument and its shape."""
+"""Checks of the arguments of public functions; each error names the argument that is wrong.
+
+A map is the softmax of the scores of one query and one key tensor. Differential attention has two
+maps: signal heads are the heads of the first map, and noise heads those of the second.
+"""
 
 import math
 from numbers import Real
@@ -31,7 +35,7 @@ def check_maps(maps: QKV) -> None:
 
 
 def _check_noise_queries(q2: Tensor, q1: Tensor, kv_heads: int) -> None:
-    """Check that q2 has the shape of q1, except that it may have fewer heads.
+    """Raise ValueError unless q2 has the shape of q1, except that it may have fewer heads.
 
     q1 has h signal heads and q2 has h / r noise heads: r signal heads share a noise head. The
     number of noise heads must be a multiple of `kv_heads`.
@@ -119,9 +123,9 @@ def resolve_scale(softmax_scale: float | None, head_dim: int) -> float:
     """Return the factor of the scores, by default 1/sqrt(`head_dim`).
 
     Raises:
-        ValueError: the factor is not a finite number above 0. torch's kernels set hidden scores to
-            -inf before they multiply by the factor, so a factor of 0 or below would give NaN or
-            +inf.
+        ValueError: the factor is not a finite number above 0. torch's kernels set masked scores to
+            -inf before they multiply by the factor, so a factor of 0 or below would turn these
+            scores into NaN or +inf.
     """
     if softmax_scale is None:
         return head_dim**-0.5
@@ -131,9 +135,12 @@ def resolve_scale(softmax_scale: float | None, head_dim: int) -> float:
 
 
 def check_layout(*, v: Tensor, value_width: int, **queries_and_keys: Tensor) -> None:
-    """Check shapes of one query, one key and the value: dimensions, batch, lengths, heads, widths.
+    """Raise ValueError unless the shapes of one query, one key and the value fit together.
 
-    `value_width` is the width of v, divided by the width of q.
+    Args:
+        v: values.
+        value_width: required width of v, in widths of q: 1 with one map, 2 with two maps.
+        queries_and_keys: the query and then the key, by the names that the messages use.
     """
     (q_name, q), (k_name, k) = queries_and_keys.items()
     for name, x in ((q_name, q), (k_name, k), ("v", v)):
@@ -179,8 +186,8 @@ def shape_of(x: Tensor) -> list[int]:
 def autocast_dtype(x: Tensor) -> torch.dtype:
     """Return the dtype in which attention computes for inputs like `x`.
 
-    It is autocast's dtype if autocast is on, as in `scaled_dot_product_attention`. float64 does not
-    change.
+    It is autocast's dtype if autocast is on and x is not float64, and the dtype of x otherwise.
+    `scaled_dot_product_attention` follows the same rule.
     """
     device = x.device.type
     if x.dtype != torch.float64 and torch.is_autocast_enabled(device):

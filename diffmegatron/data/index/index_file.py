@@ -114,7 +114,7 @@ def merge_indexes(path: Path, indexes: Sequence[Path]) -> None:
 
 
 def _mapped(path: Path, header: IndexHeader) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Map the arrays of an index: lengths, byte offsets and document boundaries."""
+    """Memory-map an index, and return its lengths, byte offsets and document boundaries."""
     place, arrays = _HEADER.size, []
     for dtype, count in (
         (np.int32, header.sequences),
@@ -128,10 +128,13 @@ def _mapped(path: Path, header: IndexHeader) -> tuple[np.ndarray, np.ndarray, np
 
 
 def read_header(path: Path) -> IndexHeader:
-    """Read the header of an index, and check the size of the file and its last boundary.
+    """Read and check the header of an index.
+
+    The checks compare the numbers of sequences and documents with each other, with the size of the
+    file, and with the last document boundary. Other values of the file are not read.
 
     Raises:
-        UserError: the file is missing, is not an index, is truncated, or is damaged at its end.
+        UserError: the file is missing, is not an index, or fails a check.
     """
     with open_file(path) as stream:
         content = stream.read(_HEADER.size)
@@ -164,7 +167,7 @@ def read_header(path: Path) -> IndexHeader:
 
 
 def check_boundaries(path: str | Path, boundaries: np.ndarray) -> None:
-    """Refuse document boundaries that do not increase.
+    """Refuse document boundaries that do not start at 0 or do not increase.
 
     Args:
         path: path of the index, for the error message.

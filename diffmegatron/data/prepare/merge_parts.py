@@ -39,9 +39,10 @@ _COUNTS = ("documents", "tokens", "text_bytes", "rejected", "empty", "duplicates
 
 
 def merge(prefix: Path, *, show_progress: bool = True) -> Manifest:
-    """Join the parts of a prefix into one corpus; if this was done before, verify the corpus.
+    """Join the parts of a prefix into one corpus; if it was joined before, verify this corpus.
 
-    The manifest is written last. If a merge is killed, the next merge starts from the beginning.
+    The manifest is written last and shows that the corpus is complete. If a merge is killed, there
+    is no manifest, and the next merge starts from the beginning.
 
     Args:
         prefix: prefix passed to ``prepare --part``.

@@ -122,15 +122,17 @@ def cut(files: list[CorpusFile], part: Part) -> tuple[list[CorpusFile], PartReco
 
 
 def _place(files: list[CorpusFile], starts: list[int], part: Part, number: int) -> _Place:
-    """Return the place at which part ``number`` ends; 0 is the start of the input.
+    """Return the place in the input at which the part with a given number ends.
 
-    The end of a file is represented as the start of the next file.
+    In a file that can be cut, this is the start of a line. In any other file, it is the nearer end
+    of the file. The end of a file is represented as the start of the next file.
 
     Args:
         files: all input files.
         starts: first byte of each file in the concatenated input, and the total number of bytes.
-        part: any part; its number of parts is used.
-        number: number of the part.
+        part: any part; only its number N of parts is used.
+        number: number of the part that ends, from 1 to N; for 0 the result is the start of the
+            input.
     """
     if number == 0:
         return _Place(0, 0)
@@ -149,7 +151,7 @@ def _place(files: list[CorpusFile], starts: list[int], part: Part, number: int) 
 def _next_line(file: CorpusFile, offset: int) -> int:
     """Return the byte at which the first line at or after ``offset`` begins.
 
-    If no line begins there, the size of the file is returned.
+    If no line begins at or after ``offset``, the size of the file is returned.
     """
     if not offset:
         return 0

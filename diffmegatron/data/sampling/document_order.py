@@ -44,14 +44,14 @@ class Selection:
 
 @dataclass(frozen=True)
 class DocumentOrder:
-    """Documents of a split in shuffled order, seen as one stream of the tokens of n documents.
+    """The n documents of a split that up-sampling keeps, in shuffled order, as a stream of tokens.
 
     Attributes:
         documents: int64 ``[n]``, number of each document in the corpus, in the order of the stream.
         ends: int64 ``[n]``, number of tokens of the stream up to the end of each document.
         split_lengths: length histogram of all documents of the split.
-        lengths: length histogram of the n documents of the stream: those of the split without the
-            short documents that up-sampling dropped.
+        lengths: length histogram of the n documents of the stream. Short documents that
+            up-sampling dropped are not in it.
     """
 
     documents: np.ndarray
@@ -139,7 +139,7 @@ def _lowest(chance: np.ndarray, free: np.ndarray, fraction: float) -> np.ndarray
 
     Args:
         chance: float64 ``[documents]``, random number of each document.
-        free: bool ``[documents]``, documents that no other split has taken.
+        free: bool ``[documents]``, True for documents that no other held-out split has.
         fraction: share of all documents to select. If it is positive, at least one document is
             selected, but one free document always remains.
 
@@ -155,9 +155,9 @@ def _lowest(chance: np.ndarray, free: np.ndarray, fraction: float) -> np.ndarray
 
 
 def _shuffle(documents: np.ndarray, key: int) -> np.ndarray:
-    # Documents are sorted by a hash of their number. Unlike numpy's random generator, the hash is
-    # the same in every version of numpy. It is a bijection, so no two values are equal, and the
-    # result does not depend on the sorting algorithm.
+    # Documents are sorted by a hash of their number. The hash is the same in every version of
+    # numpy; numpy's random generator may change. The hash is a bijection, so no two values are
+    # equal, and the result does not depend on the sorting algorithm.
     return documents[np.argsort(random_bits(key, documents))]
 
 

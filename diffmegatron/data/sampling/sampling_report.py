@@ -1,4 +1,8 @@
-"""Tables and a picture of document lengths before and after up-sampling, and of the mixture."""
+"""Reports on the samples of a run.
+
+- A table and a picture of document lengths before and after up-sampling.
+- A table of the mixture: the share of samples from each source.
+"""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -72,7 +76,8 @@ def plot_lengths(samples: Samples, path: Path) -> None:
 def mixture_table(samples: Samples, first: int, number: int) -> str:
     """Return a table with the requested and the actual share of samples from each source.
 
-    The requested share is the source's present weight, divided by the sum of all weights.
+    The requested share is the source's weight divided by the sum of all weights. If the weights
+    were changed during the run, the newest ones are used.
 
     Args:
         samples: samples of a run.

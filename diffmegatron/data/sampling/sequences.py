@@ -168,7 +168,10 @@ def open_blocks(
     selection: Selection,
     cache: Cache,
 ) -> Blocks:
-    """Build the blocks of a source, or open them from the cache.
+    """Return the blocks of a source.
+
+    Concatenated blocks are computed when they are read. Packed blocks are built on the first call
+    and then read from the cache.
 
     Raises:
         UserError: ``packing`` is ``none`` and no document is longer than ``seq_length``, so that

@@ -1,7 +1,11 @@
 """Launch functions of the Triton kernels, with their grids, block sizes and arguments.
 
-In shapes b is the batch size, s the number of query rows and h the number of heads. In formulas O_i
-is the output of map i, and dO the gradient of the result O_1 - lambda O_2.
+Differential attention has two maps. Map i is the softmax of the scores of queries q_i and keys k_i,
+and its output O_i is the product of the map and the common values v. The result is
+O_1 - lambda O_2, and dO is its gradient. With one map the result is O_1. A headwise norm may be
+applied to the result.
+
+In shapes b is the batch size, s the number of query rows and h the number of heads.
 """
 
 import math
@@ -47,7 +51,7 @@ class Problem(NamedTuple):
 
     @property
     def tma(self) -> bool:
-        """True if the kernels load tiles through tensor descriptors."""
+        """True if the kernels load tiles through tensor descriptors (Tensor Memory Accelerator)."""
         return self.target is Target.HOPPER
 
 
@@ -60,7 +64,7 @@ def problem_of(call: AttentionCall, one_pass: bool | None, target: Target | None
         target: as in `Problem`; None to choose it with `target_of`.
 
     Raises:
-        ValueError: batch * heads exceeds the limit of a launch.
+        ValueError: batch * heads is larger than ``MOST_HEADS``.
     """
     q = call.maps.queries[0]
     if q.shape[0] * q.shape[2] > MOST_HEADS:
@@ -86,17 +90,19 @@ def launch_forward(
     problem: Problem,
     norm: tuple[Tensor | None, Tensor | None, float, float] = (None, None, 0.0, 1.0),
 ) -> None:  # fmt: skip
-    """Launch `forward_kernel` for both maps, or for the first map alone if lambda_ is None.
+    """Launch `forward_kernel` for both maps, or for the only map if lambda_ is None.
 
     Args:
         inputs: q1, k1, q2, k2, v, each `[b, length, heads, width]`.
         lambda_: 0-dim factor of the second map, or None.
-        outs: tensors that receive O_1 - lambda O_2, and O_2 (None with one map).
+        outs: tensors that receive O_1 - lambda O_2, and O_2. With one map the first receives O_1,
+            and the second is None.
         lses: tensors `[b, h, s]` that receive the base-2 log-sum-exps of each map (the second is
             None with one map).
         problem: settings of the call.
-        norm: weight of the headwise norm, tensor that receives the normalised output, eps and
-            scale. Without a norm the first two are None.
+        norm: a tuple of the weight of the headwise norm, the tensor that receives the normalised
+            output, eps, and the factor of the normalised output. Without a norm the first two are
+            None.
     """
     q1, k1, _, _, v = inputs
     batch, length, heads, width = q1.shape
@@ -127,7 +133,8 @@ def launch_preprocess(
     """Launch `preprocess_kernel`, the first kernel of the backward pass.
 
     Args:
-        grad: gradient of the output, after the norm if there is one.
+        grad: gradient of the final output: of the normalised output if there is a norm, and
+            otherwise of `out`.
         out: output before the norm, O_1 - lambda O_2.
         out2: output of the second map, O_2.
         lambda_: 0-dim factor of the second map.
@@ -170,10 +177,10 @@ def launch_backward(
 
     Args:
         inputs: q1, k1, q2, k2, v.
-        grad: gradient dO of O_1 - lambda O_2, before any norm.
-        lambda_: 0-dim factor of the second map; None to differentiate the first map alone.
-        lses: base-2 log-sum-exp of each map, `[b, h, s]`.
-        deltas: rowsum(dO * O_i) of each map, `[b, h, s]`.
+        grad: gradient dO of O_1 - lambda O_2, or of O_1 with one map; not of a norm's output.
+        lambda_: 0-dim factor of the second map; None if there is only one map.
+        lses: base-2 log-sum-exp of each map, `[b, h, s]`; the second is None with one map.
+        deltas: rowsum(dO * O_i) of each map, `[b, h, s]`; the second is None with one map.
         problem: settings of the call.
     """
     q1, k1, _, _, v = inputs
@@ -219,12 +226,12 @@ def launch_backward(
 
 
 def _scaled(dq: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    """Return `dq * scale` in `dtype`, with one pass over memory."""
+    """Return `dq * scale`, written directly in `dtype`: no product in dq's dtype is stored."""
     return torch.mul(dq, scale, out=torch.empty_like(dq, dtype=dtype))
 
 
 def _sources(tensors: tuple[Tensor, ...], blocks: Blocks, tma: bool) -> list[Any]:
-    """Return q1, k1, q2, k2, v (and grad) as pointers, or with TMA as tensor descriptors."""
+    """Return the tensors q1, k1, q2, k2, v (and grad) unchanged, or with TMA as descriptors."""
     if not tma:
         return list(tensors)
     rows = (blocks.M, blocks.N, blocks.M, blocks.N, blocks.N, blocks.M)
@@ -232,7 +239,7 @@ def _sources(tensors: tuple[Tensor, ...], blocks: Blocks, tma: bool) -> list[Any
 
 
 def _descriptor(x: Tensor, rows: int) -> TensorDescriptor:
-    """Return a descriptor of `[b, length, heads, width]` that loads `rows` rows of one head."""
+    """Return a descriptor of x `[b, length, heads, width]` that loads `rows` rows of one head."""
     by_head = x.transpose(1, 2)
     block = [1, 1, rows, triton.next_power_of_2(x.shape[3])]
     return TensorDescriptor(by_head, list(by_head.shape), list(by_head.stride()), block)
@@ -259,7 +266,7 @@ def _constants(q: Tensor, v: Tensor, blocks: Blocks, problem: Problem, maps: int
 
 
 def same_strides(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Return all the tensors, copied if their memory layout does not suit the kernels and TMA.
+    """Return the tensors in a memory layout that the kernels and TMA can load.
 
     The tensors are returned unchanged if all have the same strides, the last stride is 1, and the
     other strides and the addresses are multiples of 16 bytes (no stride is 0), as TMA requires.
@@ -279,7 +286,7 @@ def same_strides(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def row_values(q: Tensor) -> Tensor:
-    """Return an uninitialised tensor `[b, h, s]` for one number per query row of `q`.
+    """Return an uninitialised tensor `[b, h, s]` for one number per head and query row of `q`.
 
     Its dtype is fp64 if `q` is fp64, and fp32 for all other dtypes of `q`.
     """
@@ -289,7 +296,7 @@ def row_values(q: Tensor) -> Tensor:
 
 
 def accumulate(q: Tensor) -> tl.dtype:
-    """Return the dtype in which the kernels accumulate sums over inputs like `q`."""
+    """Return the dtype in which the kernels accumulate sums: fp64 if q is fp64, otherwise fp32."""
     return tl.float64 if q.dtype == torch.float64 else tl.float32
 
 

@@ -1,6 +1,7 @@
 """Attention by torch's FlexAttention, compiled on CUDA, in one call per map.
 
-With two maps each call gets V in its full width 2d, where d is the width of a query.
+Ordinary attention has one map, softmax(Q K^T); differential attention has two. With two maps each
+call gets V in its full width 2d, where d is the width of a query.
 """
 
 from functools import cache
@@ -16,7 +17,7 @@ from ..masks import AttentionMask
 from ..triton.block_sizes import SIXTEEN_BITS, Target, target_of
 from .two_map_calls import Attend, two_calls
 
-# FlexAttention's own block sizes, in rows of queries and of keys.
+# Size of the blocks of a BlockMask: BLOCK queries and BLOCK keys, as FlexAttention's default.
 BLOCK = 128
 # Maximum number of compilations for different widths, dtypes and groupings of heads; torch's own
 # limit is eight. With fullgraph=True one more compilation is an error. Without fullgraph torch
@@ -58,7 +59,7 @@ def _plain_attention(call: AttentionCall, options: dict[str, int] | None) -> Att
 
 @cached_tensors
 def block_mask(mask: AttentionMask, device: torch.device) -> BlockMask:
-    """Return the same table as `create_block_mask`, computed from the visible keys of each row.
+    """Return the BlockMask of `create_block_mask`, computed from each query's range of keys.
 
     For s queries and t keys, `create_block_mask` needs several tensors `[s, t]`, of 4 GiB each at
     64K positions. This function needs tensors `[s, t / 128]`.
@@ -91,12 +92,14 @@ def block_mask(mask: AttentionMask, device: torch.device) -> BlockMask:
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return for each row of a table its number of true entries, and its column indices.
+    """Return the number of true entries in each row of a table, and the order of its columns.
 
-    The columns with true entries come first.
+    Args:
+        blocks: boolean `[query blocks, key blocks]`.
 
-    `blocks` is boolean `[query blocks, key blocks]`. The results are int32 `[1, 1, query blocks]`
-    and `[1, 1, query blocks, key blocks]`, as FlexAttention expects them.
+    Returns:
+        As FlexAttention expects them: the numbers, int32 `[1, 1, query blocks]`; and for each row
+        all column indices, first those of true entries, int32 `[1, 1, query blocks, key blocks]`.
     """
     order = blocks.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
     return blocks.sum(-1, dtype=torch.int32)[None, None], order.to(torch.int32)[None, None]
@@ -105,10 +108,11 @@ def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
 def kernel_options(
     query_length: int, head_dim: int, dtype: torch.dtype, target: Target
 ) -> dict[str, int]:
-    """Return block sizes for a V of width 2d, because torch's defaults assume a V as wide as Q.
+    """Return FlexAttention's `kernel_options` for a V of width 2d, where d is `head_dim`.
 
-    d is `head_dim`. At d = 128, on every chip, the forward or the backward kernel with torch's
-    defaults needs more shared memory than the chip has:
+    They set block sizes, warps and pipeline stages, because torch's defaults assume a V as wide as
+    Q. Options that are left out keep torch's defaults. At d = 128, on every chip, the forward or
+    the backward kernel with torch's defaults needs more shared memory than the chip has:
 
     - backward: 242 KiB on Hopper, which has 227, and 290 KiB on Blackwell;
     - forward: 144 KiB on compute capability 8.9, which has 99; in fp32 176 KiB on 8.0, which has
@@ -120,7 +124,8 @@ def kernel_options(
     backward = _backward_options(head_dim, dtype, target)
     options = {f"bwd_{name}": size for name, size in backward.items()}
     if query_length < BLOCK:
-        # FlexAttention then uses its decoding kernel, whose blocks fit.
+        # For so few queries FlexAttention's forward pass uses its decoding kernel, whose default
+        # blocks fit into shared memory.
         return options
     forward = _forward_options(head_dim, dtype, target)
     return options | {f"fwd_{name}": size for name, size in forward.items()}
@@ -149,8 +154,9 @@ def _backward_options(head_dim: int, dtype: torch.dtype, target: Target) -> dict
 def _flex_attention(device: str) -> Any:
     """Return FlexAttention, compiled on CUDA, because uncompiled it stores all scores.
 
-    torch compiles once for the first sequence length, and once for all other lengths. The
-    boundaries of documents are tensor values, so other boundaries cause no compilation.
+    For given widths, dtypes and numbers of heads, torch compiles once for the first sequence
+    length, and once for all other lengths. The boundaries of documents are tensor values, so other
+    boundaries cause no compilation.
     """
     if device != "cuda":
         return flex_attention
