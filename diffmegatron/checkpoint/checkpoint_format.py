@@ -58,7 +58,7 @@ _LIBRARIES = ("torch", "megatron-core", "deepspeed")
 _SAMPLE_ORDER_KEYS = ("seq_length", "global_batch_size", "seed")
 
 Contents = Literal["run", "weights"]
-"""Content of a checkpoint: only weights, or all of a run (also optimizer and random states)."""
+"""Content of a checkpoint: ``weights``, or ``run`` (weights, optimizer and random states)."""
 _Steps = Annotated[int, Field(ge=0, le=MAX_STEP)]
 
 
@@ -103,7 +103,15 @@ BEGINNING = Position(0, 0, None, None)
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """An opened and verified checkpoint. Tensors are read on demand."""
+    """An opened and verified checkpoint. Tensors are loaded into memory only on demand.
+
+    Attributes:
+        directory: directory of the checkpoint.
+        manifest: content of ``manifest.json``.
+        recipe: resolved recipe of the run that wrote the checkpoint.
+        state: content of ``state.json``.
+        tensors: reader of the tensors in the rank files.
+    """
 
     directory: Path
     manifest: Manifest
@@ -181,10 +189,11 @@ def open_checkpoint(directory: Path, share: tuple[int, int] = (0, 1)) -> Checkpo
 
 
 def read_recipe(directory: Path) -> Recipe:
-    """Read the recipe of a checkpoint. No file except the recipe and the manifest is read.
+    """Read the recipe of a checkpoint, without reading the tensors and the state.
 
     Raises:
-        UserError: the directory is not a checkpoint, or one of the two files is damaged.
+        UserError: the directory is not a checkpoint, the recipe or the manifest is damaged, or the
+            names or sizes of the checkpoint's files differ from the manifest.
     """
     _read_small(directory, RECIPE, {each.name: each for each in read_manifest(directory).files})
     return load_resolved(directory / RECIPE)
@@ -226,7 +235,11 @@ def _read_small(directory: Path, name: str, entries: dict[str, FileEntry]) -> by
 
 
 def _rank_files(directory: Path, world_size: int, entries: dict[str, FileEntry]) -> list[str]:
-    """Check that the manifest lists one file per rank and no other, and return their names."""
+    """Return the names of the rank files, after a check that there is exactly one per rank.
+
+    ``entries`` are the entries of the manifest by file name. Besides the rank files, only the state
+    and the recipe may be listed.
+    """
     files = sorted(entries.keys() - {STATE, RECIPE})
     if len(files) != world_size or files != [rank_file(rank) for rank in range(world_size)]:
         raise UserError(
@@ -245,8 +258,9 @@ def check_same_run(directory: Path, saved_recipe: Recipe, recipe: Recipe) -> Non
     """Check that a run may resume from a checkpoint with a possibly edited recipe.
 
     The network, the tokenizer, the order of the samples and the trained parameters must be equal.
-    Layout, precision, learning rate and number of steps may change. The weights of the data sources
-    may also change, because the loader's state records the weights of each period of the run.
+    Layout, precision, learning rate and number of steps may change. The sampling weights of the
+    data sources may also change, because the loader's state records which sampling weights each
+    period of the run used.
 
     Args:
         directory: directory of the checkpoint.

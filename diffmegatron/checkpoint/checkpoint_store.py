@@ -1,7 +1,8 @@
 """The folder of a run's checkpoints.
 
-A checkpoint is written under another name and renamed to ``step_XXXXXXXX`` when all its files are
-on the disk. An interrupted save therefore never leaves an incomplete directory of this name.
+A checkpoint is written under a temporary name and renamed to ``step_XXXXXXXX`` when all its files
+are on the disk. An interrupted save therefore never leaves an incomplete directory with a name of
+this form.
 """
 
 import errno

@@ -20,12 +20,12 @@ LORA_A, LORA_B = "lora_a", "lora_b"
 
 @dataclass(frozen=True)
 class NamedTensor:
-    """An unsharded tensor of the network.
+    """Name, shape and sharding of a tensor of the network.
 
     Attributes:
-        name: name of the tensor. The prefix ``decoder.layers.N.`` is left out by functions that
-            describe a layer, and added by :func:`in_layer`.
-        shape: unsharded shape.
+        name: name of the tensor. In the results of :func:`layer_tensors` the name lacks the prefix
+            ``decoder.layers.N.``, which :func:`in_layer` adds.
+        shape: shape before sharding.
         sharded: whether tensor-parallel ranks shard it; otherwise each rank holds a full copy.
         float32: whether it stays float32 in a bf16 run.
     """

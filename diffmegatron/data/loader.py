@@ -172,7 +172,7 @@ class Loader:
         return batches
 
     def read_step(self, consumed_samples: int) -> list[Batch]:
-        """Return this rank's microbatches of the global batch that begins at a sample.
+        """Return this rank's microbatches of one global batch.
 
         Args:
             consumed_samples: number of the first sample of the global batch.
@@ -214,7 +214,7 @@ class Loader:
         self.consumed_samples = int(state["consumed_samples"])
 
     def close(self) -> None:
-        """End the prefetch thread; the next step starts a new thread."""
+        """End the prefetch thread; the next call of ``next()`` starts a new thread."""
         if self._reader is not None:
             self._reader.close()
             self._reader = None

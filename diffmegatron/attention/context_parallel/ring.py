@@ -164,8 +164,8 @@ def _visible_chunk_pairs(
                 [width * n for n in range(1, len(queries) + 1)], dim=3
             )
             options = {
-                # A causal mask is needed only within one chunk. All keys of an earlier chunk are
-                # visible, and kernels are faster without a mask.
+                # A causal mask is needed only if queries and keys are of the same chunk. It hides
+                # no key of an earlier chunk, and kernels are faster without a mask.
                 "causal": query_number == key_number,
                 "backend": ring.backend,
                 "cu_seqlens": ring.documents,
@@ -207,8 +207,8 @@ def _both_query_chunks(
 def _circulate(packed_kv: Tensor, group: ProcessGroup) -> Iterator[tuple[int, Tensor]]:
     """Yield each rank's number and its keys and values.
 
-    Of P ranks, rank r yields those of r, r - 1, r - 2 and so on, modulo P. While the caller uses
-    the yielded keys and values, those of the next rank are received.
+    Of P ranks, rank r yields its own keys and values first, then those of the ranks r - 1, r - 2
+    and so on, modulo P. While the caller uses one pair, the pair to yield next is received.
     """
     size, rank = group.size(), group.rank()
     present = packed_kv.contiguous()
@@ -224,7 +224,7 @@ def _circulate(packed_kv: Tensor, group: ProcessGroup) -> Iterator[tuple[int, Te
 
 
 class _RingGradient:
-    """Gradient of keys and values that is sent around the ring, where each rank adds its part."""
+    """Gradient of one rank's keys and values, sent around the ring; each rank adds its part."""
 
     def __init__(self, group: ProcessGroup) -> None:
         self._group = group
@@ -235,7 +235,7 @@ class _RingGradient:
     def add_and_send(self, part: Tensor) -> None:
         """Add this rank's part to the gradient that it receives, and start to send the sum.
 
-        The first call starts with this rank's part alone.
+        The first call sends this rank's part alone, because nothing has been received yet.
         """
         total = part if self._incoming is None else part + self.receive()
         self._sent = total

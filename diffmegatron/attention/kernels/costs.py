@@ -21,7 +21,7 @@ class Sizes(NamedTuple):
             heads.
         noise_heads: number of query heads of the second map; 0 with one map.
         kv_heads: number of heads of keys and of values.
-        keys: number t of keys; the mean if queries have different numbers of keys.
+        keys: number of keys that a query sees; the mean if the queries see different numbers.
         is_deterministic: whether the kernels must sum gradients in a fixed order.
     """
 
@@ -150,8 +150,9 @@ def reference_saved(sizes: Sizes) -> float:
 
     Per map it saves the softmax, a second tensor of the same size, and the mask. The second tensor
     is a factor of a later product, such as the one with V, and has zeros in rows without visible
-    keys. The mask has one byte per pair, and all heads share it. If several heads share keys and
-    values, each head saves its own copy of them.
+    keys. The mask has one byte per pair, and all heads share it. If several heads share a key and a
+    value, each head saves a copy of them. One copy per shared key and value is not counted here,
+    because k and v are not part of the saved bytes.
     """
     kv, maps = sizes.kv_heads, [sizes.signal_heads]
     values = sizes.signal_heads - kv

@@ -46,8 +46,8 @@ class FileRecord(Section):
     """Input or output file of a preparation.
 
     Attributes:
-        path: path as text (:func:`~diffmegatron.files.printable`); for output files and parts, only
-            the file name.
+        path: path as text (:func:`~diffmegatron.files.printable`); for output files and for the
+            token files of parts, only the file name.
         bytes: number of bytes.
         sha256: hash of these bytes.
     """
@@ -58,7 +58,9 @@ class FileRecord(Section):
 
 
 class InputRecord(FileRecord):
-    """Range of an input file that was read; ``bytes`` and ``sha256`` refer to this range.
+    """Input file and the range of it that ``prepare`` read.
+
+    ``bytes`` and ``sha256`` refer to this range.
 
     Attributes:
         before: number of bytes of the file before the range.
@@ -112,7 +114,7 @@ class Manifest(Section):
         duplicates: number of documents that were dropped as duplicates.
         lengths: histogram of document lengths.
         inputs: input files, or ranges of input files.
-        outputs: token file and index.
+        outputs: token file ``PREFIX.bin`` and index ``PREFIX.idx``.
         part: record of this part if ``prepare --part`` wrote the corpus, otherwise None. A part may
             have no document.
         parts: token files of a merged corpus in the folder ``PREFIX.parts``, which replace
@@ -180,7 +182,10 @@ class Manifest(Section):
 
 
 def other_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return the settings that differ, each as its name and its value in ``before``."""
+    """Return a text "NAME VALUE" for each setting in ``now`` whose value in ``before`` differs.
+
+    VALUE is the value in ``before``, or None if it is missing there.
+    """
     return [
         f"{name} {shorten(repr(before.get(name)))}" for name in now if before.get(name) != now[name]
     ]

@@ -1,8 +1,8 @@
 """JSON files that contain a checksum of their content, for state that users never edit.
 
 Such a file describes other data files, for example how many documents they contain. A damaged disk
-may change a number in it. The file is then still valid JSON, and without the checksum documents
-would be lost or repeated unnoticed.
+may change a number in it, and the file is still valid JSON. A program that trusted the wrong number
+would skip or repeat documents unnoticed. The checksum reveals the change.
 """
 
 import hashlib

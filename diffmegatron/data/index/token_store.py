@@ -1,4 +1,4 @@
-"""Open prepared corpora; the files are memory-mapped by Megatron's readers.
+"""Open prepared corpora; their files are memory-mapped.
 
 A corpus can be prepared in parts, for example on several machines. ``diffmegatron data merge``
 joins the parts to a *merged* corpus. Its tokens stay in one file per part.

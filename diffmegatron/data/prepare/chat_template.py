@@ -8,11 +8,11 @@ to the loss. They are found in the rendered text in one of two ways:
 - If it does not, the messages before a response are rendered alone, with ``add_generation_prompt``.
   The result must be a prefix of the rendered chat, and the response begins where the prefix ends.
   The response ends after the first special token that follows its content. If no special token
-  follows, it ends where the next message begins.
+  follows before the next message begins, it ends there.
 
 In both cases the ids before a response must equal the ids of the same prompt when it is encoded
-alone, because a model that generates the response receives those ids. A chat that violates a
-condition is refused.
+alone, because a model that generates the response receives those ids. A chat that violates one of
+these conditions is refused.
 """
 
 import re

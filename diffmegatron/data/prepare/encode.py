@@ -193,7 +193,8 @@ class Deduplicator:
     It stores a 16-byte hash of each document that was not dropped.
 
     Args:
-        digests: concatenated hashes of the earlier documents.
+        digests: concatenated hashes of the documents that an interrupted preparation has stored
+            before it resumes; empty for a new preparation.
     """
 
     def __init__(self, digests: bytes) -> None:

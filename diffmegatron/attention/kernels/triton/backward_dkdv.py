@@ -5,15 +5,15 @@
 P_i = softmax(S_i) is map i (1 or 2) with scores S_i = scale Q_i K_i^T and output O_i = P_i V. dO is
 the gradient of O1 - lambda O2. Both maps share dP = dO V^T:
 
-    D_i = rowsum(dO * O_i)      dS1 = P1 (dP - D1)      dS2 = -lambda P2 (dP - D2)
+    delta_i = rowsum(dO * O_i)  dS1 = P1 (dP - delta1)  dS2 = -lambda P2 (dP - delta2)
     dV = (P1 - lambda P2)^T dO  dQi = scale dSi Ki      dKi = scale dSi^T Qi
 
 The backward pass has two forms:
 
 - Split: this kernel computes dK and dV, and the kernel of `backward_dq` computes dQ. Both kernels
   compute the scores and dP. Together they need 14d multiply-adds per (query, key) pair, where d is
-  the width of a query. The result is deterministic.
-- One-pass: this kernel also adds dQ up in memory by atomic additions. It needs 10d multiply-adds.
+  the width of a query and 2d the width of a value. The result is deterministic.
+- One-pass: this kernel also sums dQ in memory by atomic additions. It needs 10d multiply-adds.
   The order of the additions changes from run to run, and so do the last bits of dQ.
 
 A Triton program handles N keys and loops over blocks of M query rows. D and DV are the widths of
@@ -228,14 +228,16 @@ def _rows_times_keys(
 ):
     """Return the product `rows @ keys^T` `[M, N]` of `rows` `[M, D]` and `keys` `[N, D]`.
 
-    TRANSPOSED computes `keys @ rows^T` and transposes the result. The loop over query rows loads
-    tiles of Q and dO. With TRANSPOSED all its products read these tiles transposed, and none reads
-    them directly. If a product reads a tile directly, Triton's pipeliner reserves an additional
-    buffer, because the product may still run while the next tile is loaded. This loop does not need
-    that buffer, because it waits for its products before it loads the next tile. Without the
-    additional buffer, at d = 128 shared memory suffices to load tiles two blocks ahead. Loading
-    only one block ahead would not overlap with products, because Triton issues loads at the end of
-    a block.
+    With TRANSPOSED it computes `keys @ rows^T` and transposes the result, to save shared memory.
+
+    The caller's loop over query rows loads tiles of Q and dO. If a product reads such a tile as it
+    was loaded, Triton's pipeliner reserves one more buffer, because the product may still run while
+    the next tile is loaded. The loop does not need this buffer, because it waits for its products
+    before it loads the next tile. With TRANSPOSED all products of the loop read the tiles
+    transposed, and Triton does not reserve the buffer.
+
+    At d = 128 only this leaves enough shared memory to load tiles two blocks ahead. Loads of one
+    block ahead would not overlap with products, because Triton issues loads at the end of a block.
     """
     if TRANSPOSED:
         product = tl.trans(multiply(keys, tl.trans(rows), ACCUMULATE, INTERPRETED))
@@ -262,8 +264,10 @@ def _add_dq(
 ):
     """Add the product dS K of one block to dQ, a contiguous `[batch, length, heads, width]` tensor.
 
-    The atomic additions read dQ from registers. A reduction by TMA would need another 32 KiB of
-    shared memory, which is not available at d = 128 with blocks of 64 keys.
+    The factor `scale` is not applied here; the caller of the kernel multiplies the complete dQ by
+    it. The atomic additions take the product from registers. A reduction by TMA would take it from
+    shared memory and need another 32 KiB, which are not available at d = 128 with blocks of 64
+    keys.
     """
     dq = multiply(dscores, k, ACCUMULATE, INTERPRETED)
     rows = opaque(first_row, INTERPRETED) + tl.arange(0, M)
@@ -328,7 +332,7 @@ def dkdv_kernel(
     ACCUMULATE: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Compute dK and dV of N keys of one kv head; ONE_PASS also adds to dQ.
+    """Compute dK and dV of N keys of one kv head; with ONE_PASS, add the contribution to dQ.
 
     Grid: (key blocks, batch * kv_heads). The program loops over all query heads of the kv head.
     """

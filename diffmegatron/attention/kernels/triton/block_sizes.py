@@ -42,11 +42,11 @@ SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 
 
 class Target(Enum):
-    """A class of chips that the kernels are compiled for.
+    """A class of chips and dtypes that the kernels are compiled for.
 
     HOPPER loads 16-bit tiles through tensor descriptors (TMA). LARGE and SMALL load all tiles
-    through plain pointers. A thread block may use at least 163 KiB of shared memory on LARGE chips,
-    and 99 KiB on SMALL chips.
+    through plain pointers. The limit of shared memory per thread block is at least 163 KiB on LARGE
+    chips, and at least 99 KiB on SMALL chips.
     """
 
     HOPPER = "hopper"
@@ -55,12 +55,15 @@ class Target(Enum):
 
 
 def target_of(dtype: torch.dtype, capability: tuple[int, int]) -> Target:
-    """Return the target for a chip of this compute capability, SMALL for unknown chips.
+    """Return the target for a chip of this compute capability and this dtype.
 
-    Only Hopper (9.x) with a 16-bit dtype uses tensor descriptors. With descriptors for fp32 tiles
-    the backward kernels would spill kilobytes of registers. On Blackwell (10.x) Triton's pipeliner
-    aborts the process if a loop prefetches tiles through descriptors and contains the inline
-    assembly of `tiles.opaque`.
+    1. HOPPER: capability 9.x with a 16-bit dtype.
+    2. LARGE: 8.0, 8.7, 10.x, and 9.x with fp32.
+    3. SMALL: all other chips.
+
+    Only HOPPER uses tensor descriptors. With descriptors for fp32 tiles the backward kernels would
+    spill kilobytes of registers. On Blackwell (10.x) Triton's pipeliner aborts the process if a
+    loop prefetches tiles through descriptors and contains the inline assembly of `tiles.opaque`.
     """
     if capability[0] == 9 and dtype in SIXTEEN_BITS:
         return Target.HOPPER

@@ -29,7 +29,7 @@ DATA_TYPES = {torch.bfloat16: "BFLOAT16", torch.float16: "HALF"}
 # Maximum number of cached graphs for each direction. A graph holds a compiled plan of a forward or
 # of a backward pass.
 MOST_GRAPHS = 64
-# Limit of cuDNN's 32-bit offsets into a ragged tensor.
+# A ragged tensor must have fewer elements than this, because cuDNN's offsets into it are int32.
 MOST_ELEMENTS = 2**31
 
 
@@ -122,7 +122,7 @@ def attend(call: AttentionCall) -> Tensor:
     mask = call.mask
     if mask.cu_seqlens is None:
         return two_calls(partial(_attend_aligned, call.scale, mask.causal), call)
-    # All batch rows have the same documents.
+    # `cu_seqlens` has the boundaries of the documents in one batch row; all rows have the same.
     return two_calls(partial(_attend_documents, call.scale, mask.causal, mask.cu_seqlens), call)
 
 
@@ -226,10 +226,11 @@ class _Attention(torch.autograd.Function):
 
 
 def _of_documents(problem: Problem, documents: Documents | None) -> dict[str, Tensor]:
-    """Return the graph's inputs that describe the documents, by name; empty without documents.
+    """Return a dictionary of the graph's inputs that describe the documents.
 
-    They are the lengths of the documents in tokens, and for each tensor the offsets at which the
-    documents start in it, in elements.
+    The input ``lengths`` has the number of tokens of each document. For each tensor, such as "q",
+    the input ``q_starts`` has the offsets at which the documents start in it, in elements. Without
+    documents the dictionary is empty.
     """
     if documents is None:
         return {}
@@ -240,7 +241,10 @@ def _of_documents(problem: Problem, documents: Documents | None) -> dict[str, Te
 
 
 def _token_sizes(problem: Problem) -> dict[str, int]:
-    """Return the number of elements per token of each tensor and of its gradient."""
+    """Return the number of elements per token of each tensor, by the tensor's name.
+
+    The gradient of a tensor has the same number.
+    """
     return {
         "q": problem.heads * problem.width,
         "k": problem.kv_heads * problem.width,
@@ -401,7 +405,7 @@ class _Builder:
         return tensor
 
     def _table(self, name: str, length: int) -> Any:
-        """Return the graph's int32 input `name` of the given length; add it at first use."""
+        """Return the int32 input `name` of the given length; the first call adds it to the graph."""
         if name not in self.tensors:
             self.tensors[name] = self.graph.tensor(
                 name=name,
