@@ -53,7 +53,7 @@ class RecordedStage:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens seen up to the last step."""
+        """Number of tokens seen in this stage, up to the last step with a recorded metric."""
         return self.last_step * self.recipe.training.tokens_per_step
 
     def series(self, name: str) -> list[tuple[float, float]]:
@@ -74,7 +74,7 @@ class RecordedRun:
 
     @property
     def starts(self) -> list[int]:
-        """Number of tokens seen in this run before each stage."""
+        """For each stage, the number of tokens that the run had seen when the stage began."""
         return [0, *accumulate(stage.tokens for stage in self.stages[:-1])]
 
     def series(self, name: str) -> list[tuple[float, float]]:
@@ -168,9 +168,13 @@ def curves_of(run: RecordedRun) -> Curves:
 def final_figures(run: RecordedRun) -> dict[str, Any]:
     """Return a dict with the names and values of a run's final figures.
 
-    Steps and tokens are sums over all stages; other figures are those of the last stage. Training
-    losses are means over the last tenth of the stage's steps. Throughput is the median of its
-    records, and memory is the maximum. Other metrics have the value of their last record.
+    Steps and tokens are sums over all stages, and ``stages`` lists the names of all stages if there
+    are several. All other figures are those of the last stage:
+
+    - Training losses: means over the last tenth of the stage's steps.
+    - Validation losses and evaluation metrics: their last record.
+    - Lambda: mean over the layers of the last record of each layer.
+    - Throughput: median of its records. Memory: maximum of its records.
     """
     last = run.stages[-1]
     model, names = last.recipe.model, [Path(stage.recipe.run_dir).name for stage in run.stages]

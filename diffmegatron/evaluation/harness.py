@@ -231,7 +231,8 @@ class Tasks:
         Returns:
             For every task, and for every group that aggregates its tasks: the number of documents
             (``sample_len``), and the value and standard error of each metric and filter, such as
-            ``acc,none`` and ``acc_stderr,none`` (None if undefined).
+            ``acc,none`` and ``acc_stderr,none``. A number that lm-eval does not define, such as the
+            standard error of one document, is None.
         """
         found: Results = {}
         for name, metrics in values.items():
@@ -266,8 +267,8 @@ class Tasks:
 class Encoder(TemplateLM):
     """Encoder of lm-eval's requests into token ids, and decoder of a network's answers.
 
-    It derives from lm-eval's model class, whose methods split prompts and continuations into
-    tokens. It does not call a network itself.
+    It derives from lm-eval's model class to inherit the methods that split prompts and
+    continuations into tokens. It does not call a network itself.
 
     Args:
         target: model whose tokenizer is used. ``transformers`` loads the tokenizer, as it does in
@@ -342,11 +343,11 @@ class Encoder(TemplateLM):
             return render([each for each in chat_history if each["role"] != "system"])
 
     def length(self, question: Question) -> int:
-        """Return the number of tokens that a question needs; 0 if it fits the target's context.
+        """Return 0 if a question fits the target's context, otherwise the number of tokens needed.
 
         A prompt that is too long is cut at its beginning, and a text that is too long is divided
         into windows, so both always fit. Only a choice (a continuation to score) or the space for a
-        generated answer can be too long.
+        generated answer can be too long, so only their tokens are counted.
         """
         if question.instances[0].request_type == "generate_until":
             needed = max(_decoding(each)["max_gen_toks"] + 1 for each in question.instances)
@@ -463,8 +464,8 @@ class Encoder(TemplateLM):
 def _index(names: Sequence[str], include_path: Path | None) -> TaskManager:
     """Return an index of lm-eval's tasks that contains all names.
 
-    Reading the 14,000 tasks that come with lm-eval takes many seconds, so they are not read if
-    ``include_path`` has all tasks.
+    Reading the 14,000 tasks that come with lm-eval takes many seconds, so they are not read if all
+    ``names`` are tasks in ``include_path``.
 
     Raises:
         UserError: a name is unknown.

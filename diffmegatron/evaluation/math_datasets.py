@@ -28,7 +28,7 @@ class Problem(NamedTuple):
     choices: tuple[str, ...] = ()
 
 
-# GSM8K's solutions contain calls of a calculator, such as <<2+3=5>>, which are removed.
+# Calls of a calculator in GSM8K's solutions, such as <<2+3=5>>; they are removed.
 _CALCULATION = re.compile(r"<<[^>]*>>")
 
 
@@ -68,7 +68,7 @@ class _Math(Row):
         yield Problem(self.problem, _latex(answer), self.solution)
 
 
-# ASDiv's answers have a unit in parentheses, such as "9 (apples)", which is removed.
+# Unit in parentheses in ASDiv's answers, as in "9 (apples)"; it is removed.
 _UNIT = re.compile(r"\([^()]*\)")
 
 
@@ -139,9 +139,9 @@ def _number(value: float) -> str:
 
 
 def _latex(answer: str) -> str:
-    """Return the answer, between dollar signs if it may be LaTeX.
+    """Return the answer between dollar signs, by which math-verify recognises LaTeX.
 
-    math-verify recognises LaTeX by the dollar signs.
+    An answer that contains a dollar sign or is a plain number is returned unchanged.
     """
     return answer if "$" in answer or answer.replace(".", "").isdecimal() else f"${answer}$"
 

@@ -205,7 +205,10 @@ def _counts_tokens(shares: Mapping[str, Mean]) -> bool:
 
 
 def _total(value: float | Estimate) -> dict[str, Any]:
-    """Return a number as the fields of an estimate, without an interval if it has none."""
+    """Return a number or an estimate as the fields of an estimate.
+
+    A plain number has no interval and no number of units, so these fields are None.
+    """
     found = value if isinstance(value, Estimate) else Estimate(value, None, None, None)
     return _as_json(found)
 

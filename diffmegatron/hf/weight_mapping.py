@@ -151,9 +151,10 @@ def to_hf(weights: Weights, model: ModelConfig, step: int = 0) -> Iterator[tuple
 
 
 def from_hf(weights: Weights, model: ModelConfig) -> Iterator[tuple[str, Tensor]]:
-    """Convert Hugging Face's weights to ours.
+    """Convert Hugging Face's weights to ours; yield the name and tensor of each weight.
 
-    A headwise norm's weight, which an export folds into the output projection, becomes ones.
+    If Hugging Face's network has no weight of the headwise norm, because an export folds it into
+    the output projection, our norm's weight becomes ones.
     """
     lines = ((rule.theirs, rule.ours, rule.from_hf) for rule in table(model))
     return _convert(weights, lines)

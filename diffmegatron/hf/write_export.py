@@ -69,8 +69,8 @@ def write_export(
 ) -> None:
     """Write a model and its tokenizer for the Hugging Face class that computes the model.
 
-    If ``transformers`` lacks the class, its code is written too, and users load the model with
-    ``trust_remote_code=True``. The files are written to a temporary directory. This directory is
+    If ``transformers`` lacks the class, the code of the class is copied, and users load the model
+    with ``trust_remote_code=True``. The files are written to a temporary directory, which is
     renamed to ``out`` when it is complete and verified, and removed after an error.
 
     Args:
@@ -203,7 +203,10 @@ def _carries_our_code(directory: Path) -> bool:
 
 
 def logit_difference(logits: Tensor, expected: Tensor) -> LogitDifference:
-    """Return the largest absolute and relative difference between two tensors of equal shape."""
+    """Return the largest absolute difference between two tensors of equal shape.
+
+    The result also has this difference divided by the largest absolute value of ``expected``.
+    """
     absolute = (logits - expected).abs().max()
     relative = absolute / expected.abs().max()
     # NaN becomes infinity: ``NaN > tolerance`` is false, so a caller could accept it as small.

@@ -89,7 +89,8 @@ def end(folder: Path, spares: int = 0) -> tuple[Attempt, int, list[str]]:
     Returns:
         Three values: the attempt's entry in the ledger; the exit status for the job script, which
         is 0 (finished), 2 (a mistake of the user), 1 (too many faults), 75 (requeue the job) or 69
-        (begin the next attempt at once); and the hosts that the next attempt must avoid.
+        (begin the next attempt at once); and the hosts that the next attempt must avoid. The status
+        is 69 if spare nodes can replace these hosts; :func:`exit_status` describes all other cases.
 
     Raises:
         UserError: no attempt has begun in ``folder``.

@@ -38,7 +38,7 @@ from diffmegatron.training.saving.save_time import too_long_for_kill_wait
 _SIGNAL_SECONDS = 600
 # Seconds that are added to the measured time of saves and steps.
 _SLACK_SECONDS = 60
-# Timeout of Slurm's commands.
+# Timeout of each Slurm command.
 _COMMAND_SECONDS = 60
 _ERROR_PREFIX = re.compile("^sbatch: (error|fatal): ")
 

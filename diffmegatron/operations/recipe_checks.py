@@ -24,7 +24,8 @@ def check_fit(recipes: Sequence[Recipe], nodes: int, cluster: Cluster) -> None:
     Raises:
         UserError: the number of ranks does not fit the recipe, prepared data is missing or its size
             differs from the size in its manifest, a source is too small for ``data.on_exhausted:
-            stop``, or the container image is missing.
+            stop`` (checked only if the run has no checkpoint yet), or the container image is
+            missing.
     """
     for recipe in recipes:
         try:
@@ -36,8 +37,8 @@ def check_fit(recipes: Sequence[Recipe], nodes: int, cluster: Cluster) -> None:
         for source in recipe.data.sources:
             check_sizes(source.path, read_manifest(source.path))
         for path, passes in _passes(recipe).items():
-            # A run with a checkpoint may have used another data mixture before, so the number of
-            # its epochs is unknown.
+            # `passes` is computed from the present recipe. A run with a checkpoint may have used
+            # another data mixture before, so `passes` may be wrong for it.
             if recipe.data.on_exhausted == "stop" and passes > 1 and not _has_begun(recipe):
                 raise UserError(
                     f"{recipe.run_dir} reads source {path} {passes:,.1f} times, and "

@@ -23,7 +23,8 @@ log = logging.getLogger(__name__)
 TIMEOUT = timedelta(minutes=30)
 # Time limit for all ranks to connect at the start.
 _MEETING_SECONDS = 600.0
-# Attribute of torch's wrapper of sys.excepthook, with the function that it wraps.
+# Name of an attribute that this module sets on torch's wrapper of sys.excepthook. Its value is the
+# function that the wrapper replaced.
 _WRAPPED = "wrapped_by_torch"
 
 
@@ -54,10 +55,10 @@ def default_group(
 ) -> Iterator[None]:
     """Start torch's default process group for the context, unless it already exists.
 
-    A process that enters :func:`~diffmegatron.parallel.parallel_state.process_groups` several times
-    must enter this context once around all of them. Under ``torchrun``, torch cannot start a second
-    default group: it would find the keys of the first group in the agent's key-value store and wait
-    forever.
+    :func:`~diffmegatron.parallel.parallel_state.process_groups` enters this context. A process that
+    calls it several times must enter this context once around all calls, so that only one default
+    group is started. Under ``torchrun``, torch cannot start a second one: it would find the keys of
+    the first group in the agent's key-value store and wait forever.
 
     Args:
         timeout: time limit of a collective.

@@ -9,7 +9,7 @@ from torch import Tensor
 from diffmegatron.errors import UserError
 
 _TRACKED = "random.tracked."
-# Size of the state of a CUDA generator in bytes: seed and offset.
+# Size of the state of a CUDA generator in bytes: a seed and an offset of 8 bytes each.
 _CUDA_BYTES = 16
 
 

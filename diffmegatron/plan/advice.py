@@ -85,7 +85,9 @@ def _memory_warnings(
 
 
 def _remedies(recipe: Recipe, layout: Layout, limit_gib: float) -> Iterator[str]:
-    """Yield sentences about changes of the recipe; each change alone makes it fit into memory.
+    """Yield a text about each change of the recipe that alone makes it fit into memory.
+
+    The changes tried are a smaller micro-batch, full recomputation and more data-parallel ranks.
 
     No change affects the global batch size and the sequence length, because these define the
     experiment.

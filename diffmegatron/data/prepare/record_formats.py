@@ -2,8 +2,8 @@
 
 A document is a list of texts, called segments. A plain document has one segment. A document for
 supervised fine-tuning consists of prompts (no loss) and responses (loss) in turn, and begins with a
-prompt. Each segment is stored as one sequence of a Megatron document. The loss mask is derived from
-these sequences.
+prompt. Each segment is stored as one sequence of a Megatron document. The loss mask follows from
+the positions of the sequences in the document: every second sequence is a response.
 """
 
 import json
@@ -42,10 +42,10 @@ def parse(record: Record, format: Format, settings: PrepareSettings) -> dict[str
 
 
 def segments(document: dict[str, Any], settings: PrepareSettings) -> list[str]:
-    """Return the segments of a document, whose layout must not be ``template``.
+    """Return the segments of a document, for every layout except ``template``.
 
-    The layout ``template`` needs a tokenizer, so
-    :mod:`diffmegatron.data.prepare.chat_template` handles it.
+    The layout ``template`` needs a tokenizer, and is implemented in
+    :mod:`diffmegatron.data.prepare.chat_template`.
 
     Args:
         document: fields of the record by name.

@@ -21,7 +21,8 @@ from diffmegatron.errors import UserError
 
 _BATCH_BYTES = 1 << 20
 _BATCH_RECORDS = 1024
-# Number of queued batches per worker. It keeps all workers busy while the slowest batch finishes.
+# Number of queued batches per worker. Results are yielded in order, so the other workers need more
+# batches while the oldest batch is still being encoded.
 _QUEUED_PER_WORKER = 3
 
 
@@ -46,7 +47,7 @@ def encode_in_order(
     settings: PrepareSettings,
     workers: int,
 ) -> Iterator[tuple[Position, EncodedBatch]]:
-    """Encode the records after ``start``; yield each batch with the position after it.
+    """Encode the records after ``start``; yield the position after each batch, and the batch.
 
     About three batches per worker are in memory at a time, independent of the size of the corpus.
 
@@ -147,7 +148,10 @@ def _exit_with_parent() -> None:
 def _read_batches(
     files: list[CorpusFile], start: Position, columns: tuple[str, ...], max_bytes: int
 ) -> Iterator[tuple[Position, Batch]]:
-    """Yield batches of about one MiB, each with the position after it; a batch may span files."""
+    """Yield the position after each batch, and the batch; a batch may span files.
+
+    A batch ends at one MiB or at 1024 records, whichever comes first.
+    """
     records: list[tuple[CorpusFile, Record]] = []
     size = 0
     for position, file, record in _records_after(files, start, columns, max_bytes):

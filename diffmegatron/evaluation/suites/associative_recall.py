@@ -50,7 +50,7 @@ class AssociativeRecall(TextSuite):
 
     @override
     def items(self, target: Target) -> list[Item]:
-        """Return an item for each text, after a check that its second half repeats the first."""
+        """Return an item for each text, after a check that its second half has the same pairs."""
         found: list[Item] = []
         for source, text in first_texts(self.data, self.documents, sys.maxsize):
             ids = target.encode(text)
@@ -70,8 +70,8 @@ class AssociativeRecall(TextSuite):
     def requests_of(self, target: Target, item: Item) -> ItemGenerator:
         ids = item.content
         half = len(ids) // 2
-        # The context ends with the first key of the second half. Then values and keys alternate, so
-        # the continuation has the values at even positions.
+        # The context ends with the first key of the second half. The continuation begins with its
+        # value, so the values are at positions 0, 2, 4 and so on.
         ((scored,),) = yield [Scoring(ids[: half + 1], [ids[half + 1 :]])]
         right = scored.is_most_likely[::2]
         return {"pairs": len(right), "right": int(right.sum())}

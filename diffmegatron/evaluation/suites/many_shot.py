@@ -27,8 +27,8 @@ _MEAN = ", mean over shots"
 class ManyShot(Suite):
     """Accuracy of classification after ``shots`` examples of the training set.
 
-    ``shots`` is a list of numbers of examples. The examples are the same for every test item, and
-    the examples of a number begin with those of every smaller number. The model chooses among all
+    ``shots`` is a list of numbers of examples. For each number n, the prompt of every test item has
+    the same n examples, the first n of the shuffled training set. The model chooses among all
     labels of the training set. An item whose prompt is longer than a target's context is not run.
     """
 
@@ -79,7 +79,7 @@ class ManyShot(Suite):
 
     @override
     def ordered(self, measures: Sequence[str]) -> list[str]:
-        """Return the names of the measures task by task, the mean over all ``shots`` last."""
+        """Return the names of the measures sorted by task; each task's mean over shots is last."""
         tasks = list(self.tasks)
         return sorted(
             measures, key=lambda name: (tasks.index(name.split(", ")[0]), name.endswith(_MEAN))
@@ -87,9 +87,10 @@ class ManyShot(Suite):
 
     @override
     def unit(self, key: str, record: Record) -> str:
-        """Return the test question, so that bootstrap resamples draw all its items together.
+        """Return the name of the item's unit, which is the test question of the item.
 
-        A question is asked once for each number of shots, and these answers are not independent.
+        Bootstrap resamples draw all items of a unit together. A question is asked once for each
+        number of shots, and the answers to these items are not independent.
         """
         return f"{record['task']}/{record['question']}"
 

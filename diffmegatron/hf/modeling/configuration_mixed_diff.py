@@ -41,14 +41,21 @@ class MixedDiffConfig(DiffBaseConfig):
         lambda_std_dev: float = 0.1,
         **kwargs: Any,
     ) -> None:
-        # transformers also creates a configuration without arguments, and saves only the keys that
-        # differ from it. So `layer_kinds` needs a default.
+        # transformers creates a configuration without arguments, to save only the keys that differ
+        # from this default configuration. So `layer_kinds` needs a default.
         self.layer_kinds = layer_kinds or [{"layers": None, "model_type": "llama"}]
         self.lambda_std_dev = lambda_std_dev
         super().__init__(**kwargs)
 
     def layer_kind(self, layer_idx: int) -> dict[str, Any]:
-        """Return the entry of ``layer_kinds`` for a layer, counted from 0."""
+        """Return the entry of ``layer_kinds`` for a layer.
+
+        Args:
+            layer_idx: index of the layer, from 0. The numbers in ``layer_kinds`` begin with 1.
+
+        Raises:
+            ValueError: the layer has no entry or several entries.
+        """
         named = [each for each in self.layer_kinds if layer_idx + 1 in _numbers(each["layers"])]
         rest = [each for each in self.layer_kinds if each["layers"] is None]
         if len(named) > 1 or len(rest) > 1 or not named + rest:

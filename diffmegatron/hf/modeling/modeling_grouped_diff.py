@@ -9,16 +9,17 @@ heads and A2 of the noise heads:
     lambda = exp(lambda_q1 . lambda_k1) - exp(lambda_q2 . lambda_k2) + lambda_init
     heads = (1 - lambda_init) RMSNorm(out), over the 2d channels of each head
 
-Here d is the number of channels of a query (``head_dim``). A differential key-value head has two
-keys of d channels, k1 for its signal heads and k2 for their noise heads, and one value v of 2d
-channels.
+Here d is the number of channels of a query (``head_dim``). There are h_kv differential key-value
+heads. Each has two keys of d channels, k1 for its signal heads and k2 for their noise heads, and
+one value v of 2d channels. The configuration's ``num_key_value_heads`` is 2 * h_kv, because it is
+the number of keys. In shapes, b is the batch size, s the number of queries and t that of keys.
 
 Order of the heads in the projections:
 
-    q_proj    rows: h signal heads of d, then h / r noise heads of d
-    k_proj    rows: k1 of all h_kv key-value heads, d each, then k2 of all of them
-    v_proj    rows: h_kv values of 2d
-    o_proj    columns: h heads of 2d
+    q_proj    rows: h signal heads of d rows each, then h / r noise heads of d rows each
+    k_proj    rows: k1 of all h_kv key-value heads, d rows each, then k2 of all of them
+    v_proj    rows: h_kv values of 2d rows each
+    o_proj    columns: h heads of 2d columns each
 
 **Motif-2's checkpoints** have the same heads in another order. They have 40 query heads, of which 8
 are noise heads, and 16 key heads: h = 32, r = 4, h_kv = 8. Their queries are in groups of r signal

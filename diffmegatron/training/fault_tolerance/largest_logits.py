@@ -48,6 +48,8 @@ def _observe(
 ) -> None:
     """Update a layer's largest logit in ``found`` with one microbatch; the layer calls this.
 
+    In the shapes, s is the sequence length, b the batch size and d the width of a head.
+
     Args:
         found: largest logit so far, by global layer number.
         layer: layer that calls this function.

@@ -46,7 +46,7 @@ OpenEvaluators = Callable[[Recipe], Sequence[Evaluator]]
 
 
 class _SplitLoss:
-    """Mean loss over the first ``training.eval_batches`` global batches of a split."""
+    """Mean loss over the first ``training.eval_batches`` global batches of a split of the data."""
 
     def __init__(self, recipe: Recipe, split: Split, name: str) -> None:
         self.name = name

@@ -16,8 +16,9 @@ from diffmegatron.parallel.parallel_state import ParallelState
 def lambdas(network: Network, parallel_state: ParallelState) -> dict[str, float]:
     """Return lambda of every layer of the network as metrics. All ranks must call this function.
 
-    If lambda depends on the token, the value is the mean over all heads, and over the tokens that
-    this data-parallel rank processed in the last forward pass.
+    There is one value per layer. If lambda depends on the head and the token, the value is the mean
+    over all heads, and over the tokens that this data-parallel rank processed in the last forward
+    pass.
 
     Returns:
         Lambda of each layer, under the metric name ``attn/lambda_layer_XX`` with the layer's number

@@ -12,8 +12,8 @@ from diffmegatron.files import format_path, os_error_text
 
 log = logging.getLogger(__name__)
 
-# Number of records held in memory while they cannot be written. This covers several hours of
-# metrics; an entry of metrics has about a kilobyte.
+# Largest number of records held in memory while they cannot be written. It covers several hours of
+# metrics, and an entry of metrics has about a kilobyte, so the records take about 10 MB.
 _KEPT = 10_000
 
 
@@ -35,8 +35,8 @@ class Records:
     """A file to which a run appends records, with a buffer for the time when writing fails.
 
     While writing fails, for example because the disk is full, the newest 10,000 records are held
-    in memory. Each :meth:`append` tries to write all of them. The log gets one line when writing
-    begins to fail and one line when it works again.
+    in memory, and older ones are lost. Each :meth:`append` tries to write all held records. The log
+    gets one line when writing begins to fail and one line when it works again.
     """
 
     def __init__(self, path: Path) -> None:
@@ -100,7 +100,10 @@ class Records:
 
 
 def _write_whole(descriptor: int, record: bytes) -> None:
-    """Append a record to a file; on an OSError, remove what was written and raise the error."""
+    """Append a record to a file, and raise an OSError if that fails.
+
+    After an error, the written part of the record is removed if the file is a regular file.
+    """
     status = os.fstat(descriptor)
     left = memoryview(record)
     try:

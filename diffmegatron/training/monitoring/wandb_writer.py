@@ -31,7 +31,7 @@ def check_installed(config: WandbConfig | None) -> None:
 class WandbWriter:
     """Writer that sends metrics to W&B.
 
-    After an error of W&B the writer logs it and sends nothing more; the run continues.
+    The writer logs the first error of W&B and then sends nothing more; the run continues.
     """
 
     def __init__(self, recipe: Recipe, config: WandbConfig) -> None:

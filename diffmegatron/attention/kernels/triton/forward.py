@@ -133,8 +133,8 @@ def _one_map(
     where the scores s are q k^T times `scale_log2`, which is softmax_scale * log2(e). A row without
     visible keys has an output of zero and a log-sum-exp of -inf.
     """
-    # Rows past the end (`query_length`) see the same keys as the last row, so that they do not widen
-    # the range of keys that the block visits.
+    # Rows past the end (`query_length`) see the same keys as the last row, so they do not widen the
+    # range of keys that the block visits.
     rows = tl.minimum(first_row + tl.arange(0, M), query_length - 1)
     row_start, row_stop = keys_of_rows(
         rows, query_length, key_length, shift, start_ptr, stop_ptr, CAUSAL, DOCUMENTS

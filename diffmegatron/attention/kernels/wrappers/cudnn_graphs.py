@@ -405,7 +405,7 @@ class _Builder:
         return tensor
 
     def _table(self, name: str, length: int) -> Any:
-        """Return the int32 input `name` of the given length; the first call adds it to the graph."""
+        """Return the int32 input `name` of the given length; the first call adds it."""
         if name not in self.tensors:
             self.tensors[name] = self.graph.tensor(
                 name=name,
