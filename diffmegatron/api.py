@@ -79,7 +79,8 @@ def export(
         and the ``reason`` for this tolerance; None without ``verify``.
 
     Raises:
-        UserError: the checkpoint is missing or damaged, ``out`` exists, or the logits differ.
+        UserError: the checkpoint is missing or damaged, ``out`` exists, or the logits of the
+            written files differ by more than the tolerance.
     """
     read_launch()
     directory = Path(checkpoint)
@@ -110,7 +111,8 @@ def evaluate(
             shows the differences between the first model and each other model.
         suites: names of evaluation suites, listed in docs/evaluation.md.
         out: directory of the results and the report; created if it is missing.
-        settings: changed settings of suites, each as ``SUITE.KEY=VALUE``.
+        settings: values for settings of suites, each as ``SUITE.KEY=VALUE``, which replace the
+            defaults.
         options: fields of :class:`~diffmegatron.evaluation.evaluate_settings.EvaluateSettings`:
             ``data``, ``haystack``, ``data_dir``, ``dtype``, ``device``, ``batch_tokens`` and
             ``engine``.

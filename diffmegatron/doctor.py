@@ -149,11 +149,12 @@ def _gpus() -> tuple[Finding, ...]:
 
 
 def _layer_host() -> tuple[Finding, tuple[str, ...]]:
-    """Return the library of the transformer layers, and any problem with Transformer Engine.
+    """Choose the library of the transformer layers, and look for problems with Transformer Engine.
 
     Returns:
-        The chosen library with the reason; and one sentence if Transformer Engine is installed but
-        cannot be imported, otherwise an empty tuple.
+        The row of the report with the chosen library and the reason; and a tuple of problems, which
+        has one sentence if Transformer Engine is installed but cannot be imported, and is empty in
+        all other cases.
     """
     if find_spec("transformer_engine") is None:
         return Finding("layers", "local", "transformer-engine is not installed"), ()

@@ -31,7 +31,10 @@ HEARTBEAT = "heartbeat.json"
 EXIT_STOPPED = 75
 """Exit status of a run that was stopped and can be resumed (EX_TEMPFAIL of sysexits.h)."""
 NOT_BEGUN = "before the run had begun"
-"""Last words of :attr:`End.reason` if a signal stopped the rank before it had a run to save."""
+"""Text at the end of :attr:`End.reason` if a signal stopped the rank before the run had begun.
+
+Such a rank has nothing to save.
+"""
 _END_NAME = re.compile(r"rank_(\d{5,7})\.json(\.tmp)?")
 # Minimum seconds between two heartbeats. Steps may take milliseconds, and a write for each step
 # would load the file server.
@@ -200,7 +203,13 @@ class RankRecord:
 
 
 def _status_of(error: BaseException | None) -> tuple[int, str]:
-    """Return the exit status and the reason for an exception."""
+    """Return the exit status and the reason of :class:`End` for an exception.
+
+    1. None (the body succeeded): 0 and an empty reason.
+    2. :class:`UserError`: its own exit status and its message.
+    3. An exception with an integer ``exit_code``: this status and an empty reason.
+    4. Any other exception: 1, and the class and message of the exception.
+    """
     if error is None:
         return 0, ""
     if isinstance(error, UserError):
@@ -219,8 +228,9 @@ def end_name(rank: int) -> str:
 def read_ends(folder: Path) -> dict[int, End]:
     """Read the recorded end of each rank from the directory of an attempt.
 
-    A damaged file is skipped with a warning. A file with the suffix ``.tmp`` is read too: its
-    writer was killed after it had written the content and before it renamed the file.
+    A damaged file is skipped with a warning. If a rank has no undamaged final file, its file with
+    the suffix ``.tmp`` is read: a rank that is killed between writing this file and renaming it
+    leaves only the temporary file.
 
     Raises:
         UserError: the directory cannot be read.

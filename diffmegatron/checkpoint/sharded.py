@@ -164,15 +164,15 @@ class ShardedReader:
         return _kinds(stored.file, stored.index)
 
     def whole(self, kind: str, name: str) -> Tensor:
-        """Return one kind of values of an unsharded tensor, in float32."""
+        """Return the values of an unsharded tensor in float32; ``kind`` is one of :data:`KINDS`."""
         shape = self.shape(name)
         return self.box(kind, name, (0,) * len(shape), shape)
 
     def box(self, kind: str, name: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
-        """Return one kind of values of a box of a tensor, in float32.
+        """Return the values of a box of a tensor in float32.
 
         Args:
-            kind: one of :data:`KINDS`.
+            kind: kind of values, one of :data:`KINDS`.
             name: name of the tensor.
             offset: first index of the box in the unsharded tensor, per axis.
             shape: shape of the box.

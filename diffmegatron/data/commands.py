@@ -37,8 +37,8 @@ def inspect(
 ) -> None:
     """Show the data that a recipe feeds to the model.
 
-    Samples, mixture and document lengths are printed. Text with loss is plain, ⟦text without loss⟧
-    is dim, and a bar marks the start of a document.
+    Samples, shares of the sources and document lengths are printed. Text with loss is plain, ⟦text
+    without loss⟧ is dim, and a bar marks the start of a document.
 
     Example: diffmegatron data inspect configs/quickstart.yaml --from-step 1000 --samples 4
     """

@@ -46,14 +46,15 @@ def diff_attention(
 ) -> Tensor:
     """Return `(softmax(q1 k1^T) - lambda softmax(q2 k2^T)) v` per head (arXiv 2410.05258, eq. 1).
 
-    The scores are scaled by `softmax_scale`. In grouped attention (arXiv 2510.06949) r signal heads
-    share a noise head: the second map has h / r heads, and signal head n of the first map uses
-    noise head `n // r`, which is computed once. Query head n of the first map attends to kv head
-    `n // (h / h_kv)`, and so does its noise head. The output of a query row without visible keys is
-    zero. Under autocast q, k and v are cast to autocast's dtype.
-
     In the shapes b is the batch size, s the number of queries, t the number of keys, h the number
     of heads of the first map, h_kv the number of kv heads, and d the width of a query.
+
+    The scores are scaled by `softmax_scale`. A signal head is a head of the first map, and a noise
+    head is a head of the second map. In grouped attention (arXiv 2510.06949) r signal heads share a
+    noise head: the second map has h / r heads, and signal head n uses noise head `n // r`, which is
+    computed once. Signal head n and its noise head attend to kv head `n // (h / h_kv)`. The output
+    of a query row without visible keys is zero. Under autocast q, k and v are cast to autocast's
+    dtype.
 
     Args:
         q1: `[b, s, h, d]`, floating point.
@@ -62,7 +63,7 @@ def diff_attention(
         k1, k2: `[b, t, h_kv, d]`, same dtype and device; h_kv divides h / r.
         v: `[b, t, h_kv, 2d]`, same dtype and device.
         lambda_: 0-dim floating-point tensor on the same device, usually fp32 even if the inputs are
-            bf16. For a lambda per token and head, use `diff_attention_v2`.
+            bf16. `diff_attention_v2` instead has a lambda per token and head.
         causal: hide keys at later positions than the query.
         softmax_scale: factor of the scores, above 0; 1/sqrt(d) by default.
         backend: a name of `registry.DIFFERENTIAL`, or "auto".
@@ -132,7 +133,7 @@ def diff_attention_v2(
     backend: str = "auto",
     **options: Unpack[CallOptions],
 ) -> Tensor:
-    """Return DIFF V2: softmax attention, then `signal - lambda noise` per token and signal head.
+    """Return DIFF V2: softmax attention, then `signal - lambda * noise` per token and signal head.
 
     The query heads are groups of r signal heads, each followed by the noise head of the group. With
     r = 1 the groups are the pairs (2i, 2i + 1). Query head n attends to kv head
@@ -160,7 +161,7 @@ def diff_attention_v2(
 
 
 def subtract_noise(heads: Tensor, lambda_: Tensor, *, backend: str = "auto") -> Tensor:
-    """Return `signal - lambda noise` of every signal head, the last step of DIFF V2.
+    """Return `signal - lambda * noise` of every signal head, the last step of DIFF V2.
 
     The subtraction is computed in fp32 or wider. Only `heads` and `lambda_` are saved for the
     backward pass. In the shapes b is the batch size, s the number of queries, h the number of

@@ -82,6 +82,9 @@ class AttentionCall:
         return "softmax" if len(self.maps.queries) == 1 else "differential"
 
     def autocast(self) -> "AttentionCall":
-        """Return the call with queries, keys and values in autocast's dtype, if autocast is on."""
+        """Return the call with queries, keys and values in autocast's dtype.
+
+        Without autocast they keep their dtype.
+        """
         dtype = autocast_dtype(self.maps.v)
         return replace(self, maps=QKV.of(*(x.to(dtype) for x in self.maps.arguments())))

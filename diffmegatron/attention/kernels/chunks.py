@@ -39,8 +39,10 @@ def chunk_attention(
 
     Args:
         maps: a chunk of the queries, and a chunk of the keys and values.
-        backend: a name of `registry.SOFTMAX` or `registry.DIFFERENTIAL`, or "auto".
-        options: as in `diff_attention`. If all keys precede the queries, causal=False is fastest.
+        backend: a name of `registry.SOFTMAX` with one map or of `registry.DIFFERENTIAL` with two
+            maps, or "auto".
+        options: as in `diff_attention`. If all keys precede the queries, causal=False gives the
+            same result as causal=True, and is faster.
 
     Returns:
         One pair of tensors per map. The first is the output, `[b, s, heads of the map, e]`, with
@@ -74,7 +76,7 @@ def chunk_gradients(
         grad: gradient of `whole.out`, `[b, s, h, e]`. It and `whole` may have any floating-point
             dtype.
         maps: the same `maps` as in `chunk_attention`.
-        lambda_: 0-dim floating-point tensor with two maps, None with one.
+        lambda_: 0-dim floating-point tensor if there are two maps; None if there is one.
         whole: merged result of these queries over all keys.
         backend: as in `chunk_attention`.
         options: the same options as in `chunk_attention`.

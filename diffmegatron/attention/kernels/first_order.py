@@ -21,11 +21,12 @@ def first_order(backward: Backward) -> Backward:
     Computing a second derivative then raises an error. The Function must save its inputs with
     ``save_for_backward``. Apply this decorator below ``staticmethod``.
 
-    torch's `once_differentiable` adds a node that raises its error only if the incoming gradient
-    requires a gradient, and does not link this node to the Function's inputs. `autograd.grad` with
-    respect to the inputs therefore never reaches the node, and silently omits the second
-    derivative. This decorator links the returned gradients to the incoming gradients and to all
-    saved tensors, through a function whose backward raises the error.
+    torch's `once_differentiable` is not enough. It adds a node that raises an error, but only if
+    the incoming gradient requires a gradient, and it links the node only to that incoming gradient,
+    not to the Function's inputs. `autograd.grad` with respect to the inputs therefore never reaches
+    the node, and silently omits the second derivative. This decorator links the returned gradients
+    to the incoming gradients and to all saved tensors, through a function whose backward raises the
+    error.
     """
 
     @wraps(backward)

@@ -1,17 +1,17 @@
 """DEX: differential extension of a pretrained softmax attention (Kong, Jang, Kwak, NeurIPS 2025).
 
 arXiv 2505.16333, figure 9. O is a head's output for a token, a row vector of the head dimension d.
-In the selected heads of layer l, counted from 1,
+In the selected heads of layer l (the first layer has l = 1),
 
     O' = O - lambda(t) O W_D,    lambda(t) = (1 - a) (t / T) lambda_init + a lambda_learn,
 
-with a = min(1, t / T) and lambda_init = 0.8 - 0.6 exp(-0.3 (l - 1)). In other heads O' = O. t is
-the number of optimizer steps, and T the number of steps of the annealing. A layer has one trained
-matrix W_D [d, d] and one trained number lambda_learn.
+with a = min(1, t / T) and lambda_init = 0.8 - 0.6 exp(-0.3 (l - 1)). In all other heads O' = O. t
+is the number of optimizer steps done, and T the number of steps of the annealing. A layer has one
+trained matrix W_D [d, d] and one trained number lambda_learn.
 
 O' is linear in O. A checkpoint of any step therefore equals a Transformer with another output
-projection. A head's output is multiplied by d rows of the output projection, a matrix W. For each
-selected head, W is replaced by (I - lambda W_D) W.
+projection. The output projection multiplies a head's output by a matrix W of d rows. In the equal
+Transformer, W of each selected head is replaced by (I - lambda W_D) W.
 """
 
 from collections.abc import Callable, Mapping
@@ -58,7 +58,10 @@ Heads = tuple[tuple[int, ...], ...]
 
 
 class SelectedOn(Section):
-    """The model on which ``dex select`` selected the heads; ``fingerprint`` is of its weights."""
+    """The model on which ``dex select`` selected the heads.
+
+    ``fingerprint`` is a hash of the weights of this model.
+    """
 
     num_layers: Size
     num_heads: Size
@@ -132,12 +135,15 @@ class Dex(Softmax):
     ``selected_heads`` has one list per layer with the numbers of the selected query heads, from 0.
     It may also be the path of a file that ``diffmegatron dex select`` wrote; the resolved recipe
     contains the numbers from the file. If the file is missing, ``plan`` assumes that ``SHARE`` of
-    every layer's heads are selected. ``annealing_steps`` is T. With null, lambda is lambda_learn
-    from the first step, for example to continue after the annealing. lambda_learn starts at
-    ``lambda_learn_init``, which should not be zero if W_D starts at zero: the gradient of
-    lambda_learn is proportional to W_D, and the gradient of W_D to lambda. With both zero, only the
-    term of lambda with lambda_init gives W_D a gradient. With ``annealing_steps`` null there is no
-    such term, and both would stay zero.
+    every layer's heads are selected.
+
+    ``annealing_steps`` is T of the module's docstring. If it is null, lambda is lambda_learn from
+    the first step, for example in a run that continues after the annealing.
+
+    lambda_learn starts at ``lambda_learn_init``. This value should not be zero if W_D starts at
+    zero, because the gradient of lambda_learn is proportional to W_D, and the gradient of W_D is
+    proportional to lambda. If both start at zero, only the lambda_init term of lambda gives W_D a
+    gradient. If ``annealing_steps`` is null, lambda has no such term, and both stay zero.
     """
 
     can_mix: ClassVar[bool] = False
@@ -217,7 +223,8 @@ class Dex(Softmax):
     def resized(self, num_layers: int, sizes: Mapping[str, int]) -> Self:
         """Return this section with other sizes, for a rehearsal (a test run with small sizes).
 
-        In every layer, the first heads are selected, in the share ``SHARE``.
+        In every layer, the first ``SHARE`` of the heads (half of them, and at least one) are
+        selected.
         """
         half = tuple(range(_assumed(sizes["num_heads"])))
         heads = {"selected_heads": (half,) * num_layers, "selected_on": None}
@@ -283,7 +290,10 @@ class Dex(Softmax):
         return sum(map(len, self.selected_heads)) / len(self.selected_heads)
 
     def own_products(self, hidden_size: int) -> float:
-        """Return the multiply-adds of O W_D per token and layer, as a mean over all layers."""
+        """Return the multiply-adds per token of O W_D, over the selected heads of a layer.
+
+        The result is a mean over all layers.
+        """
         return self._selected_per_layer * self.head_dim**2
 
     def saved_bytes(self, kernels: Kernels) -> tuple[float, float]:
@@ -291,7 +301,8 @@ class Dex(Softmax):
 
         They are the two numbers of softmax attention (:meth:`.base.Variant.saved_bytes`), and the
         second is increased by DEX's tensors: the outputs O of the selected heads, and the result O'
-        of all heads. With a headwise norm, O' needs no bytes of its own.
+        of all heads. With a headwise norm, O' is not added: the second number of softmax attention
+        then already contains a tensor of this size, the input of the output projection.
         """
         projected, core = super().saved_bytes(kernels)
         selected = self._selected_per_layer * self.head_dim

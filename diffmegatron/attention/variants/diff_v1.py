@@ -5,7 +5,8 @@
     DiffAttn(X) = (softmax(Q1 K1^T / sqrt(d)) - lambda softmax(Q2 K2^T / sqrt(d))) V
     head = (1 - lambda_init) RMSNorm(DiffAttn(X))
 
-lambda_init is 0.8 - 0.6 exp(-0.3 (l - 1)) in layer l. Qi and Ki have d channels, V has 2d.
+lambda_init is 0.8 - 0.6 exp(-0.3 (l - 1)) in layer l. Per head, Qi and Ki have d channels, and V
+has 2d.
 """
 
 import math
@@ -115,9 +116,10 @@ class DiffV1(Variant):
         )
 
     def parameters(self, hidden_size: int) -> tuple[Parameter, ...]:
-        """Return the lambda vectors and the norm's weight, unsharded and in float32.
+        """Return the lambda vectors and, with ``headwise_norm``, the norm's weight.
 
-        Rounding the vectors to bf16 would change lambda by 1e-3 to 5e-3.
+        They are not sharded by tensor parallelism, and are stored in float32. Rounding the vectors
+        to bf16 would change lambda by 1e-3 to 5e-3.
         """
         vectors = [
             Parameter(name, (self.head_dim,), self.lambda_std, "lambda", float32=True)
@@ -251,8 +253,9 @@ class DiffV1(Variant):
         """Return q1, k1, q2, k2 and v from heads in the order of :attr:`heads`.
 
         Returns:
-            q1 [b, s, h, d], q2 [b, s, h / r, d], k1 and k2 [b, s, h_kv, d], v [b, s, h_kv, 2d],
-            with r signal heads per noise head (``ratio``).
+            q1 [b, s, h, d], q2 [b, s, h / r, d], k1 and k2 [b, s, h_kv, d], v [b, s, h_kv, 2d].
+            Here h and h_kv count the heads of this rank, and r (``ratio``) is the number of signal
+            heads per noise head.
         """
         blocks = key.shape[2] // 2
         noise = query.shape[2] // blocks // (self.ratio + 1)

@@ -2,11 +2,12 @@
 
 The output of signal head n is
 
-    O_n = A_signal(n) - lambda_n A_noise(n // r)
+    O_n = A_signal(n) - lambda_n * A_noise(n // r)
 
-A_i is the output of softmax attention for query head i. signal(n) is the query head of signal head
-n, and noise(m) that of noise head m. Lambda is sigmoid(x W_lambda), where x is the layer's input.
-There are r signal heads per noise head. V2 has neither a headwise norm nor lambda_init.
+A_i is the output of softmax attention for query head i. signal(n) is the index of signal head n
+among the query heads, and noise(m) the index of noise head m. Lambda is sigmoid(x W_lambda), where
+x is the layer's input. There are r signal heads per noise head. V2 has neither a headwise norm nor
+lambda_init.
 
 A group is r signal heads, followed by their noise head. All heads of a group share a key-value
 head, because grouped-query attention assigns consecutive query heads to a key-value head. If all
@@ -80,7 +81,7 @@ class DiffV2(Variant):
         )
 
     def parameters(self, hidden_size: int) -> tuple[Parameter, ...]:
-        """Return W_lambda, with a row per signal head."""
+        """Return W_lambda, stored as [num_heads, hidden_size] and sharded by signal heads."""
         shape = (self.num_heads, hidden_size)
         return (Parameter("lambda_proj", shape, "matrix", "matrix", sharded=True),)
 
@@ -112,7 +113,11 @@ class DiffV2(Variant):
         return projected, core
 
     def gate(self, layer: Layer, hidden: "Tensor") -> "Tensor":
-        """Return lambda = sigmoid(x W_lambda), [s, b, heads of this rank], in float32 or wider."""
+        """Return lambda = sigmoid(x W_lambda), in float32 or wider.
+
+        Returns:
+            [s, b, signal heads of this rank].
+        """
         import torch
 
         logits = layer.project("lambda_proj", hidden)
@@ -129,10 +134,10 @@ class DiffV2(Variant):
         value: "Tensor",
         gate: "Tensor | None",
     ) -> "Tensor":
-        """Return O_n = A_signal(n) - lambda_n A_noise(n // r) of every signal head n.
+        """Return O_n = A_signal(n) - lambda_n * A_noise(n // r) of every signal head n.
 
         Returns:
-            [b, s, num_heads, d].
+            [b, s, signal heads of this rank, d].
         """
         from diffmegatron.attention.kernels.api import subtract_noise
 

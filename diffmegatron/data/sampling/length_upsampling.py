@@ -1,8 +1,8 @@
 """Length up-sampling (Fu et al., arXiv 2402.10171): keep all long and a few short documents.
 
-The documents are selected when the order of a run is built, not when the corpus is prepared. One
-prepared corpus therefore serves every sequence length. With ``data.upsampling.mode: global``,
-samples.py also multiplies the weight of a source by the share of its tokens that is kept.
+The documents are selected when the document order of a run is built, not when the corpus is
+prepared. One prepared corpus therefore serves every sequence length. With ``data.upsampling.mode:
+global``, samples.py also multiplies the weight of a source by the share of its tokens that is kept.
 """
 
 import numpy as np
@@ -15,8 +15,8 @@ def keep_long(
 ) -> np.ndarray:
     """Return a mask of n documents, bool ``[n]``, which is True for documents that are kept.
 
-    The paper keeps documents below 4096 tokens with probability 0.1. It estimates the number of
-    tokens; here the tokens are counted.
+    The paper keeps documents below 4096 tokens with probability 0.1. The paper estimates the number
+    of tokens of a document; here ``lengths`` has the exact number.
 
     Args:
         lengths: int ``[n]``, number of tokens of each document, including the end-of-document

@@ -4,8 +4,8 @@ The order is determined by the seed, and by the sources (the corpora in ``data.s
 weights.
 
 ``samples[i]`` does not depend on ranks, batch sizes or workers. The position of a run in its data
-is therefore a single number. With ``data.on_exhausted: stop``, samples after the end of a source
-are errors.
+is therefore a single number. With ``data.on_exhausted: stop``, reading a sample that lies after the
+end of its source raises an error.
 """
 
 from collections.abc import Mapping
@@ -166,8 +166,9 @@ class Samples:
     Attributes:
         config: section ``data`` of the recipe.
         sources: samples of each source, by its content hash.
-        history: weights of the sources in the course of the run.
-        settings: other settings on which the order depends. A checkpoint stores them.
+        history: weights of the sources during each period of the run.
+        settings: settings other than sources and weights on which the order depends. A checkpoint
+            stores them.
     """
 
     def __init__(
@@ -214,9 +215,9 @@ class Samples:
                 )
 
     def epochs(self, num_samples: int) -> dict[str, float]:
-        """Return the number of epochs over each source in the first ``num_samples`` samples.
+        """Return how often the first ``num_samples`` samples of the run pass over each source.
 
-        The keys are the paths of the sources. A number of epochs may be a fraction.
+        The keys are the paths of the sources. The values are numbers of epochs, such as 1.5.
         """
         counts = self.history.counts(num_samples)
         return {

@@ -3,12 +3,12 @@
 One block holds both score matrices of a few query rows and all of their visible keys. Both maps P1
 and P2 are normalised and subtracted before the product with V. With queries of width d and values
 of width 2d, the forward pass therefore needs 4d multiply-adds per (query, key) pair, and the
-backward pass 10d. A Transformer of equal size needs as many. The backward pass needs no more
-because both maps share dP = dO V^T, where dO is the gradient of the output, and because dV = (P1 -
-lambda P2)^T dO is one product.
+backward pass 10d. These are as many as in a Transformer of equal size, which has two heads of width
+d for one differential head. Two facts keep the backward pass at 10d: both maps share dP = dO V^T,
+where dO is the gradient of the output, and dV = (P1 - lambda P2)^T dO is one product.
 
-Only the inputs are saved, and the backward pass computes the maps again. With the scores S_i of map
-P_i and D_i = rowsum(P_i * dP):
+Only the inputs are saved, and the backward pass computes the maps again. S_i are the scores of map
+P_i, i = 1 or 2, and * is the elementwise product. With D_i = rowsum(P_i * dP):
 
     dS1 = P1 * (dP - D1)    dS2 = -lambda P2 * (dP - D2)    dlambda = -sum(D2)
 
@@ -54,7 +54,8 @@ def attend(call: AttentionCall) -> Tensor:
 def attention_with_lse(call: AttentionCall, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     """Return the output and log-sum-exp of one map, for `api.chunk_attention`.
 
-    The values may have any width. The function is not differentiable.
+    With b batch rows, s queries, and values of any width e, the output is `[b, s, heads of q, e]`,
+    and the log-sum-exp `[b, s, heads of q]`. The function is not differentiable.
     """
     v, mask, softmax_scale = call.maps.v, call.mask, call.scale
     q_ = group_queries(q, k.shape[2]) * softmax_scale

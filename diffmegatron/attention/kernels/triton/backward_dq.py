@@ -62,8 +62,9 @@ def _dq_of_block(
     ACCUMULATE: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Add the contributions of the keys [key_begin, key_end) to dQ1 and dQ2, `[M, D]`.
+    """Add the contributions of the keys [key_begin, key_end) to dQ1 and dQ2, and return both.
 
+    dQ1 and dQ2 are `[M, D]`, here without the factor `scale`, by which the caller multiplies them.
     Weights (P), `dmap` (dP) and `dscores` (dS) are `[M, N]`. With MASKED, a row sees only its keys
     [row_start, row_stop).
     """
@@ -187,7 +188,7 @@ def dq_kernel(
     key_end = tl.max(row_stop, 0)
     unmasked_end = key_begin
     if not DOCUMENTS:
-        # All rows see the whole key blocks before `unmasked_end`, so these blocks need no mask.
+        # Every row sees all keys before `unmasked_end`, so the key blocks up to there need no mask.
         unmasked_end = tl.min(row_stop, 0) // N * N
         dq1, dq2 = _dq_of_block(
             dq1, dq2, q1_tile, q2_tile, grad_tile, k1, k2, v, lse1, lse2, delta1, delta2, lambda_,

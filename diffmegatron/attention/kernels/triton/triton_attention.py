@@ -2,9 +2,9 @@
 
 With the outputs `out1` and `out2` of the two maps, attention returns `out = out1 - lambda out2`.
 The forward pass saves the inputs, `out`, `out2` and a log-sum-exp per map. The backward pass
-computes out1 as out + lambda out2. If each head of the second map (noise head) belongs to only one
-head of the first map (signal head), one kernel computes both maps. Otherwise each map is computed
-by a kernel launch of its own.
+computes out1 as out + lambda out2. A signal head is a head of the first map, and a noise head is a
+head of the second map. If each signal head has its own noise head, one kernel computes both maps.
+If several signal heads share a noise head, there is one kernel launch per map.
 
 In the shapes b is the batch size, s the number of queries, h the number of heads of the first map,
 heads the number of heads of the map in question, and e the width of the values.
@@ -39,8 +39,8 @@ def attend(
     """Compute attention with one or two maps.
 
     Args:
-        call: attention call. If one kernel computes both maps, this kernel also applies the norm of
-            the call. Otherwise the norm is applied after the kernels.
+        call: attention call. If one kernel computes both maps, it also applies the norm of the
+            call. In all other cases the norm is applied to the result of the kernels.
         one_pass: whether the backward pass adds up dQ in the kernel of dK and dV; by default
             `default_one_pass` decides.
         target: class of chips to compile for; by default `target_of` chooses it.
@@ -84,7 +84,7 @@ def chunk_gradients(call: AttentionCall, grad: Tensor, whole: WholeAttention) ->
 class _BothMaps(torch.autograd.Function):
     """Attention with two maps in one kernel, which also applies the headwise norm if there is one.
 
-    Without a norm `norm_weight` is None.
+    `norm_weight` is None if there is no norm.
     """
 
     @staticmethod
@@ -163,7 +163,10 @@ class _SeparateMaps(torch.autograd.Function):
 
 
 def _one_map(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
-    """Return softmax(q k^T) v and its base-2 log-sum-exp `[b, h, s]`, in fp32 (fp64 for fp64)."""
+    """Return one map's output `[b, s, heads, e]` and base-2 log-sum-exp `[b, heads, s]`.
+
+    Both are fp32, or fp64 if q, k and v are fp64.
+    """
     q, k, v = (same_strides(x)[0] for x in (q, k, v))
     lse = row_values(q)
     out = lse.new_empty(*q.shape[:3], v.shape[3])
@@ -186,7 +189,7 @@ def _gradients(
         maps: queries, keys and values.
         lambda_: 0-dim factor of the second map, or None with one map.
         lses: base-2 log-sum-exp of each map, `[b, heads, s]`.
-        deltas: rowsum(dO * O_i) of each map, `[b, s, heads]`.
+        deltas: rowsum(grad * output of the map) for each map, `[b, s, heads]`.
         problem: settings of the call.
     """
     (v,) = same_strides(maps.v)

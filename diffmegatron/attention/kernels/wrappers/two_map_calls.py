@@ -1,9 +1,9 @@
 """Differential attention from calls of any plain attention (arXiv 2410.05258, appendix A).
 
-The paper has two forms; d is the width of Q, and V has the width 2d. FlashDiffAttn_1 makes two
-calls, one per map, with the whole V. Per (query, key) pair it needs 6d multiply-adds in the forward
-pass and 14d in the backward pass. FlashDiffAttn_2 makes four calls, for kernels that need a V as
-wide as Q. It needs 8d and 20d.
+The paper has two forms of it; d is the width of Q, and V has the width 2d. FlashDiffAttn_1 makes
+two calls, one per map, with the whole V. Per (query, key) pair it needs 6d multiply-adds in the
+forward pass and 14d in the backward pass. FlashDiffAttn_2 is for kernels that need a V as wide as
+Q. It makes four calls, one per map and half of V, and needs 8d and 20d multiply-adds.
 """
 
 from collections.abc import Callable
