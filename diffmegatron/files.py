@@ -282,7 +282,7 @@ def _ends(path: PurePath) -> list[tuple[str, ...]]:
 
 
 def shorten(text: str) -> str:
-    """Return text for a message: on one line, and with its middle omitted if it is too long."""
+    """Return text for a message: on one line, without its middle if it exceeds 200 characters."""
     line = "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
     return line if len(line) <= _SHOWN else f"{line[:120]}...{line[-60:]}"
 

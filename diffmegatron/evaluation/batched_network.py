@@ -98,8 +98,9 @@ class BatchedNetwork:
 
     A batch is read in chunks: the next tokens of every row, padded at their end to the same
     length. The first chunk needs no mask, because under causal attention no token attends to
-    padding after it. For later chunks, the padding in the cache is masked, and positions count
-    tokens without padding. Each text therefore has the same results as if it were alone.
+    padding after it. For later chunks, the padding in the cache is masked, and position ids count
+    the tokens of a row without its padding. Each text therefore has the same results as if it were
+    alone.
 
     Args:
         network: network in evaluation mode.
@@ -135,7 +136,7 @@ class BatchedNetwork:
         """Return empty rows with a cache.
 
         Args:
-            count: number of rows.
+            count: number of rows, with one text each.
             columns: sum of the padded lengths of all chunks that the rows will read, in tokens.
         """
         return Rows(self._reserved(columns), self._no_columns(count))
@@ -166,8 +167,9 @@ class BatchedNetwork:
             places: the n positions to return, each as (row, column within the chunk).
 
         Returns:
-            Input of :meth:`logits` and :meth:`score` in the network's dtype: hidden states
-            [n, hidden] if the logits are a linear projection of them, else logits [n, vocab_size].
+            The argument ``found`` of :meth:`logits` and :meth:`score`, in the network's dtype: the
+            last hidden states [n, hidden] if the network's logits are a linear projection of them,
+            and logits [n, vocab_size] for other networks.
         """
         device = self._network.device
         lengths = [len(chunk) for chunk in chunks]
@@ -205,7 +207,7 @@ class BatchedNetwork:
         return found
 
     def logits(self, found: Tensor) -> Tensor:
-        """Return the logits at the n positions of ``found``, the output of :meth:`read`.
+        """Return the logits at the n positions that :meth:`read` returned as ``found``.
 
         Returns:
             Float32 [n, vocab_size].

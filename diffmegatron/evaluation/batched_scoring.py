@@ -37,10 +37,10 @@ class _OpenItem:
         self._advance(None)
 
     def receive(self, number: int, answer: Answer) -> None:
-        """Store the answer to request ``number``; when all are answered, send them to the suite.
+        """Store the answer to request ``number``; after the last one, send all to the generator.
 
-        If the answer is an error, the item is complete, and the error takes the place of its
-        record.
+        If an answer is an error, the item is complete: :attr:`record` is the error, and no answers
+        are sent to the generator any more.
         """
         self._answers[number] = answer
         if isinstance(answer, NotFiniteError):

@@ -195,7 +195,7 @@ class EncodedTask:
     Args:
         name: name in ``TASKS``.
         data_dir: folder with the files of the task.
-        count: number of test examples, which are drawn with a fixed seed.
+        count: number of test examples to draw with a fixed seed; all are used if there are fewer.
         target: model whose tokenizer encodes the texts.
 
     Attributes:

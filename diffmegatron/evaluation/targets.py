@@ -160,8 +160,9 @@ class Target:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hash of the configuration and of all bytes of the weights.
+        """Hash that changes with the weights and the configuration of the model.
 
+        For a Hugging Face folder it is a hash of ``config.json`` and of all bytes of the weights.
         For a checkpoint it is the hash of the manifest, which has a checksum of every file.
         """
         if self.checkpoint is not None:

@@ -32,7 +32,7 @@ class VllmModel(Model):
 
     @override
     def answers(self, requests: Sequence[Request]) -> Iterator[tuple[int, Answer]]:
-        """Yield the index of each request and its new tokens without the end token, in order.
+        """Yield each request's index and generated tokens without the end token, in request order.
 
         Raises:
             UserError: vLLM cannot load the model, or a request is not for free text.

@@ -1,9 +1,12 @@
 """Convert a tiktoken encoding to a fast Hugging Face tokenizer with the same ids.
 
-``transformers.integrations.tiktoken`` cannot be used. It needs the package blobfile. It renumbers
-the special tokens, although the ids of cl100k_base have a gap before them that must be kept. It
-also does not convert the regular expression that splits text, so that long numbers are split
-differently (see :func:`oniguruma_pattern`).
+``transformers.integrations.tiktoken`` cannot be used, for three reasons:
+
+1. It needs the package blobfile.
+2. It renumbers the special tokens, although the ids of cl100k_base have a gap before them that must
+   be kept.
+3. It does not convert the regular expression that splits text (see :func:`oniguruma_pattern`), and
+   splits long numbers differently.
 """
 
 import itertools
@@ -201,9 +204,10 @@ def convert(encoding: tiktoken.Encoding) -> tokenizers.Tokenizer:
     """Convert an encoding to byte-level BPE of the ``tokenizers`` library, with the same ids.
 
     The encoding's regular expression splits text into pieces. Within a piece, ``tokenizers`` joins
-    tokens by a list of merges. tiktoken has no such list: it joins two tokens if their joined bytes
-    are a token, lowest rank of the joined token first. The list here therefore contains, for every
-    token in the order of rank, all pairs of tokens whose joined bytes are this token.
+    tokens by a list of merges. tiktoken has no such list: it joins two neighbours if their joined
+    bytes are a token, and first those whose joined token has the lowest rank. The list here
+    therefore contains, for every token in the order of rank, all pairs of tokens whose joined bytes
+    are this token.
     """
     ranks: dict[bytes, int] = encoding._mergeable_ranks
     special: dict[str, int] = encoding._special_tokens

@@ -115,7 +115,7 @@ class VirtualStage(LanguageModule):
         """Set the hidden states received from the previous stage; Megatron's schedules call this.
 
         Args:
-            received: list of one tensor [s, b, hidden size]; None in the first stage.
+            received: list of one tensor [s, b, hidden size]; ``[None]`` in the first virtual stage.
         """
         (self._received,) = received
 
@@ -133,9 +133,10 @@ class VirtualStage(LanguageModule):
         change them.
 
         Returns:
-            Before the last virtual stage, hidden states [s, b, hidden size]. In the last one, the
-            loss of each token [b, s] in float32, or without labels this tensor-parallel rank's
-            shard of the logits [b, s, v].
+            1. In every virtual stage except the last: hidden states [s, b, hidden size].
+            2. In the last one, with ``labels``: the loss of each token, float32 [b, s].
+            3. In the last one, without ``labels``: this tensor-parallel rank's shard of the logits,
+               [b, s, v].
         """
         hidden = self.embedding(tokens, position_ids) if self.pre_process else self._received
         assert hidden is not None
@@ -224,8 +225,8 @@ class Network(torch.nn.Module):
         boundaries of packed documents.
 
         Returns:
-            Loss of each token, [b, s] float32, or without labels this tensor-parallel rank's
-            shard of the logits [b, s, v].
+            With ``labels``, the loss of each token, float32 [b, s]. Without ``labels``, this
+            tensor-parallel rank's shard of the logits, [b, s, v].
         """
         (stage,) = self.virtual_stages
         return stage(*args, **kwargs)

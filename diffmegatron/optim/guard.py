@@ -41,8 +41,8 @@ class StepDecision:
         applied: whether the optimizer updates the weights.
         action: next action of the run.
         reason: description of the anomaly; None for a normal step.
-        finite: whether loss and gradient norm are finite. If so, the weights with which they were
-            computed are sound.
+        finite: whether loss and gradient norm are finite. If they are, the weights with which they
+            were computed are sound.
     """
 
     applied: bool
@@ -52,11 +52,12 @@ class StepDecision:
 
 
 class Guard:
-    """Decides whether each step of a run is applied, by comparing it with recent steps.
+    """The guard of a run, which compares each step with the recent applied steps.
 
     Attributes:
-        skipped: number of skipped steps since the run began.
-        spikes: number of spikes since the run began.
+        skipped: number of steps since the run began that were not applied.
+        spikes: number of spikes since the run began; spikes are not detected if ``guard.spikes``
+            ignores them.
         rollbacks: number of rollbacks since the run began.
     """
 
@@ -72,6 +73,10 @@ class Guard:
 
     def decide(self, loss: float, gradient_norm: float) -> StepDecision:
         """Decide whether a step is applied, before the optimizer changes anything.
+
+        1. A step that is not finite is skipped.
+        2. A spike is skipped or applied, as ``guard.spikes`` of the recipe selects.
+        3. Any other step is applied.
 
         Loss and gradient norm of an applied step are added to the recent steps.
         """

@@ -5,8 +5,8 @@ Megatron-core uses the device ``cuda`` in a few dozen places. On a machine witho
 Apart from ``engine_imports.py``, this is the only module that patches another library.
 
 Only calls that would raise an error are replaced. All patches are removed at the end of the
-context, because other code in the process needs the original functions, such as ``transformers``,
-which builds models on the meta device.
+context, because other code in the process needs the original functions. An example is
+``transformers``, which builds models on the meta device.
 """
 
 from collections.abc import Iterator
@@ -50,7 +50,9 @@ def without_cuda() -> Iterator[None]:
 
 
 class _TorchOnCpu:
-    """Replacement of the module ``torch`` in Megatron's code that creates CUDA or pinned tensors.
+    """Replacement of the name ``torch`` in Megatron's ``pipeline_parallel.schedules``.
+
+    The code of that module creates CUDA tensors and pinned tensors.
 
     A ``TorchFunctionMode`` could do the same, but it would intercept every operation. This would
     take a seventh of the time of a small step.

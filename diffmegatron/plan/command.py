@@ -52,7 +52,10 @@ def run(
 
 
 def _stage_before(recipe: Recipe, stages: Sequence[Recipe]) -> Recipe | None:
-    """Return the stage whose weights a stage starts with; None if it starts with other weights."""
+    """Return the stage whose weights ``recipe`` starts with.
+
+    Return None if ``recipe`` starts with new weights, or with weights from outside ``stages``.
+    """
     start = recipe.checkpoint.start_from
     return next((stage for stage in stages if stage.run_dir == start), None)
 

@@ -97,7 +97,12 @@ class LmEval(Suite):
 
     @override
     def check(self, target: Target) -> None:
-        """Check that the library, the tasks' data and the tokenizer can be loaded."""
+        """Check that the library, the tasks' data and the tokenizer can be loaded.
+
+        Raises:
+            UserError: one of them cannot be loaded, ``shots`` has a number twice, or
+                ``apply_chat_template`` is set and the tokenizer has no chat template.
+        """
         _harness()
         if self.shots is not None and len({*self.shots}) < len(self.shots):
             raise UserError(f"lm-eval.shots {list(self.shots)} has a number twice; give each once")
@@ -113,8 +118,9 @@ class LmEval(Suite):
     def items(self, target: Target) -> list[Item]:
         """Return an item for each question of each task with each number of examples.
 
-        A prompt can be cut at its beginning, but a choice cannot be cut. The context must therefore
-        hold an item's longest choice, or the longest answer that the task allows.
+        A prompt can be cut at its beginning, so only the text after it counts in ``Item.tokens``,
+        the number of tokens that the context must hold. This text is the longest choice, or the
+        longest answer that the task allows.
         """
         encoder = _encoder(target)
         return [
@@ -124,9 +130,10 @@ class LmEval(Suite):
 
     @override
     def requests_of(self, target: Target, item: Item) -> ItemGenerator:
-        """Yield the requests of a question, and return its answers with lm-eval's metrics.
+        """Yield the requests of a question, and return its record.
 
-        The answers are likelihoods or generated texts.
+        The record has the model's answers (likelihoods or generated texts), lm-eval's metrics of
+        the question, and ``cut``, which is true if the prompt was cut.
         """
         question: Question = item.content
         encoder = _encoder(target)
@@ -154,8 +161,8 @@ class LmEval(Suite):
     def totals(self, records: Records) -> dict[str, float | Estimate]:
         """Return metrics that are not means over questions, and metrics of groups of tasks.
 
-        For each number of shots with which all seven tasks of the paper were measured, the average
-        of their accuracies is added.
+        For each number of shots with which all seven tasks of the paper were measured, the result
+        also has the average of their accuracies.
         """
         found: dict[str, float | Estimate] = {}
         for name, shots, key, value, stderr in self._results(records):
@@ -218,9 +225,10 @@ class LmEval(Suite):
 
     @override
     def draw(self, figure: "Figure", records: Mapping[str, Records]) -> bool:
-        """Draw bars for each group, and for each task outside groups.
+        """Draw bars of the first metric, in a panel for each number of shots.
 
-        There is a panel for each number of shots.
+        There are bars for each group of tasks that has an aggregate, and for each task that belongs
+        to no such group. The result is False if there is nothing to draw.
         """
         found = {target: self._bars(each) for target, each in records.items()}
         panels: dict[str, list[str]] = {}
@@ -235,9 +243,10 @@ class LmEval(Suite):
         return bool(panels)
 
     def _bars(self, records: Records) -> dict[tuple[str, str], Estimate]:
-        """Return the first metric of each group, and of each task outside groups.
+        """Return the first metric of each group of tasks, and of each task outside such groups.
 
-        The key is (shots, name), where shots is a text such as ``5 shots``.
+        Groups without an aggregate are ignored. The key is (shots, name), where shots is a text
+        such as ``5 shots``.
         """
         groups = [each for each in self._library.groups.values() if each.has_aggregation]
         in_groups = {task.task_name for group in groups for task in group.get_all_tasks()}
@@ -258,8 +267,8 @@ class LmEval(Suite):
     ) -> Iterator[tuple[str, str | int, str, float, float | None]]:
         """Yield (name, shots, key, value, standard error) of each metric of each task and group.
 
-        The key is metric and filter, such as ``acc,none``. A group whose tasks differ in their
-        number of shots has ``own`` instead of a number.
+        The key is metric and filter, such as ``acc,none``. If the setting ``shots`` is null and the
+        tasks differ in their number of shots, groups have ``own`` instead of a number.
         """
         passes: dict[int | None, list[Record]] = {}
         for record in records:

@@ -130,7 +130,8 @@ class Mathematics(Suite):
 def is_right(text: str, answer: str, choices: Sequence[str] = ()) -> bool:
     """Return whether the answer in a text is mathematically equal to the correct answer.
 
-    In a multiple-choice problem, the answer is the choice that occurs last in the text.
+    In a multiple-choice problem, the answer is the choice that occurs last in the text; if no
+    choice occurs, the result is False.
 
     Args:
         text: text that the model wrote.
@@ -151,7 +152,10 @@ def is_right(text: str, answer: str, choices: Sequence[str] = ()) -> bool:
 
 
 def _last(choice: str, text: str) -> int:
-    """Return the end of the last occurrence of a choice as whole words, or -1."""
+    """Return the position after the last occurrence of a choice in a text; -1 if there is none.
+
+    A choice occurs only as whole words. Upper and lower case are the same.
+    """
     places = re.finditer(rf"(?<!\w){re.escape(choice)}(?!\w)", text, re.IGNORECASE)
     return max((place.end() for place in places), default=-1)
 

@@ -3,11 +3,12 @@
 
 There are h signal heads in groups of r. The signal heads of a group share one noise head.
 Microsoft's DIFF V2 has r = 1; the language model Motif-3 uses the same attention with r > 1. For
-the hidden state x of a token, and signal head n with noise head m:
+the hidden state x of a token, and signal head n with its noise head m:
 
-    out_n = attention_n(x) - sigmoid(x W_lambda)_n * attention_m(x)
+    out_n = signal_n(x) - sigmoid(x W_lambda)_n * noise_m(x)
 
-W_lambda is ``lambda_proj``, and attention_i is the output of query head i. All h + h / r heads
+W_lambda is ``lambda_proj``. signal_n and noise_m are the attention outputs of these two heads, for
+the position of the token. Signal and noise heads are query heads: all h + h / r of them
 belong to one softmax attention with grouped queries. Any attention function of transformers or of a
 serving engine can therefore compute them, with an ordinary key-value cache for each layer. Unlike
 in DIFF V1, the output of a head is not normalized.
