@@ -9,7 +9,7 @@ from diffmegatron.section import MAX_COUNT, Section
 _MAX_PATTERNS = 64
 
 Pattern = Annotated[str, Field(min_length=1, max_length=200)]
-"""Tensor names with shell wildcards, such as ``decoder.layers.*.mlp.linear_fc2.weight``."""
+"""Tensor name that may have shell wildcards: ``decoder.layers.*.mlp.linear_fc2.weight``."""
 _Steps = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 _Share = Annotated[float, Field(ge=0, lt=1)]
 

@@ -27,8 +27,8 @@ _RESERVED_FORMS = re.compile(
     rf"job_\d+\.log|preflight_\d+|({'|'.join(map(re.escape, sorted(RESERVED)))})\..*"
 )
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
-# Keys of the network that a stage may change, because the weights of an earlier stage fit any value
-# of these keys.
+# Keys of the network that a stage may change (_FREE), because the weights of an earlier stage fit
+# any value of these keys. _ROTARY has those of the rotary embedding.
 _ROTARY = ("model.rope_theta", "model.rope_scaling")
 _FREE = frozenset({*_ROTARY, "model.initialization"})
 

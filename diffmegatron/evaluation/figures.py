@@ -1,6 +1,7 @@
-"""Plots for the pictures of suites: bars and curves with 95% intervals, and maps.
+"""Plots for the figures of suites: bars and curves with 95% intervals, and colour maps.
 
-A target is an evaluated model. A measure is a number of a suite, such as an accuracy.
+A suite is a benchmark, and a target is an evaluated model. A measure is a number that a suite
+computes for a target, such as an accuracy.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

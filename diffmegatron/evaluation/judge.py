@@ -90,6 +90,8 @@ class Judge(ABC):
 def open_judge(where: str, model: str, key: str, tokens: int, seconds: float) -> Judge:
     """Open the judge of a folder or a URL.
 
+    The last judge is cached, so a repeated call with the same arguments returns the same object.
+
     Args:
         where: a Hugging Face folder, or a URL to which ``/chat/completions`` is appended.
         model: name of the model at the URL.
@@ -198,7 +200,7 @@ class _Endpoint(Judge):
 
     @override
     def ask(self, question: str) -> str:
-        """Send a question, up to three times if requests fail, and return the answer."""
+        """Send a question, up to three times if a failure may be temporary; return the answer."""
         body = self._body | {"messages": [{"role": "user", "content": question}]}
         request = urllib.request.Request(
             self._url, json.dumps(body).encode(), self._headers, method="POST"

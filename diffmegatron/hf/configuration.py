@@ -44,7 +44,7 @@ _FULL = "full_attention"
 # Limit far above any real model. transformers creates lists with an entry per layer, so a file with
 # a huge number of layers would exhaust the memory.
 _MAX_LAYERS = 10_000
-# Keys of each kind of RoPE scaling: from the key in the recipe to that in rope_parameters.
+# Keys of each kind of RoPE scaling: key in a recipe's rope_scaling -> key in rope_parameters.
 _LLAMA3 = {
     "low_freq_factor": "low_freq_factor",
     "high_freq_factor": "high_freq_factor",

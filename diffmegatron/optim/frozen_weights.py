@@ -29,8 +29,9 @@ class FrozenWeights:
 
         Yields:
             The parameter; the index of the range's first element in the flattened parameter; and
-            the values of the range [n], a view. Writing to the view changes only this rank's copy
-            of the weight, until :meth:`refresh` is called.
+            the values of the range [n], a view. Parameters of which this rank has no element are
+            left out. Of a weight that ZeRO 3 does not partition, every rank has a whole copy, and
+            writing to the view changes only this rank's copy until :meth:`refresh` is called.
         """
         for parameter in self._parameters:
             weight = _full_weight(parameter)

@@ -64,7 +64,7 @@ class Fragment:
 
 
 class ZeroEngine:
-    """AdamW with gradient clipping, whose state is partitioned over the data-parallel ranks.
+    """AdamW with gradient clipping; its state is partitioned over the data-parallel ranks.
 
     Args:
         network: network of this rank.

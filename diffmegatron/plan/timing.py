@@ -1,8 +1,9 @@
 """Estimate of the time of a training step by a roofline model.
 
 :class:`Assumptions` has all quantities that are not in the data sheets of the hardware. Functions
-of this module raise UserError if the number of ranks does not fit the layout, or if the global
-batch cannot be divided over the data-parallel ranks.
+of this module raise UserError if the number of ranks does not fit the layout, if the global batch
+cannot be divided over the data-parallel ranks, if the recipe's attention backend cannot run, or if
+the network has too many layers for the estimate of ZeRO 3.
 """
 
 from dataclasses import dataclass

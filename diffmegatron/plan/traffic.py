@@ -3,8 +3,9 @@
 The bytes are counted for ring algorithms. In an all-gather or reduce-scatter of n bytes over k
 ranks, each rank sends n * (k - 1) / k bytes. In an all-reduce it sends twice as many.
 
-Functions of this module raise UserError if the number of ranks does not fit the layout, or if the
-global batch cannot be divided over the data-parallel ranks.
+Functions of this module raise UserError if the number of ranks does not fit the layout, if the
+global batch cannot be divided over the data-parallel ranks, or if the network has too many layers
+for the estimate of ZeRO 3.
 """
 
 import math

@@ -113,7 +113,7 @@ class MixtureHistory:
         return MixtureHistory([*kept, Period(from_sample, sources)])
 
     def path(self, content: str) -> str:
-        """Return the path of a source in the last period that contains it.
+        """Return the path that a source has in the last of the periods that contain it.
 
         Args:
             content: content hash of the source.

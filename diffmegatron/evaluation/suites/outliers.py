@@ -49,9 +49,9 @@ class Outliers(WindowSuite):
 
     Attention logits are the inputs of the softmax in every query head, without masked entries.
     Hidden states are the outputs of every layer. There are too many values to store, so the median
-    takes two passes over the text. The first pass counts magnitudes in bins by the upper bits of
-    their float32. The second pass counts the magnitudes within the bin of the median by the lower
-    bits.
+    takes two passes over the text. The first pass counts the magnitudes by the upper 15 bits of
+    their float32 representation: all magnitudes with the same upper bits are one bin. The second
+    pass counts only the magnitudes in the bin of the median, by their lower 16 bits.
     """
 
     name: ClassVar[str] = "outliers"

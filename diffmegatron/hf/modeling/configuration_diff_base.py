@@ -22,7 +22,7 @@ class DiffBaseConfig(PretrainedConfig):
     Args:
         num_attention_heads: number of query heads.
         num_key_value_heads: number of key heads.
-        head_dim: d, channels of a query and of a key, even.
+        head_dim: d, number of channels of a query and of a key; it must be even.
         kwargs: arguments of ``PretrainedConfig``.
 
     Raises:

@@ -104,7 +104,8 @@ def memory_by_stage(
         device: device of the layers' operations, which determines the activations they save.
 
     Raises:
-        UserError: If ``world_size`` does not fit the layout.
+        UserError: If ``world_size`` does not fit the layout, or if the network has too many layers
+            for the estimate of ZeRO 3.
     """
     shards = recipe.data_parallel(world_size) * recipe.parallel.context
     microbatches = recipe.num_microbatches(world_size)
@@ -122,7 +123,8 @@ def peak_memory(recipe: Recipe, world_size: int) -> int:
     also saves activations of the most microbatches, and the last has the largest update.
 
     Raises:
-        UserError: If ``world_size`` does not fit the layout.
+        UserError: If ``world_size`` does not fit the layout, or if the network has too many layers
+            for the estimate of ZeRO 3.
     """
     shards = recipe.data_parallel(world_size) * recipe.parallel.context
     microbatches, last = recipe.num_microbatches(world_size), recipe.parallel.pipeline - 1
@@ -268,7 +270,8 @@ def _offloaded(states: StageMemory, recipe: Recipe, shards: int) -> StageMemory:
     - Host memory holds master weights, Adam's moments and the float32 gradients that the update
       reads (two copies with ZeRO 3). With ZeRO 1 and 2 it also holds the updated partition in the
       run's precision, and a buffer for the largest parameter.
-    - With ZeRO 1 and 2, the device has such a buffer as well.
+    - With ZeRO 1 and 2, the device also has a buffer for the largest parameter.
+    - With ZeRO 3, the device keeps no gradients, and the update needs no memory on it.
     - ZeRO 1 still accumulates all gradients on the device in float32, and reduces them in a float32
       bucket. A gradient that is larger than the bucket is copied.
     - ZeRO 2 computes the norm of gradients on the device, in float64.

@@ -132,9 +132,10 @@ def _flash_gradients(
 
 
 def _pieces(x: Tensor, heads: int, width: int) -> list[Tensor]:
-    """Split values into n tensors `[b, heads, length, width]`, with kv heads repeated.
+    """Split `x` along its width into n tensors `[b, heads, length, width]`.
 
-    `x` is `[b, length, heads or kv heads, n * width]`.
+    `x` is `[b, length, heads or kv heads, n * width]`: values, outputs or their gradients. Each kv
+    head is repeated for the query heads that share it.
     """
     return list(_per_query_head(x, heads).split(width, -1))
 
