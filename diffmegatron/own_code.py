@@ -112,10 +112,10 @@ def module_name(name: str) -> str:
 
 
 def import_recipe_code(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Import the code that a recipe names, and return the values of the recipe with all imports.
+    """Import the code that a recipe and ``--import`` name; return the recipe's values with both.
 
-    The imports of the command line are added to the key ``imports``, so that checkpoints record
-    them too.
+    In the result, the key ``imports`` also has the names passed to ``--import``, so that
+    checkpoints record them. If ``imports`` has the wrong type, nothing is imported.
     """
     own = values.get(IMPORTS_KEY) or []
     if not isinstance(own, list) or not all(isinstance(each, str) for each in own):

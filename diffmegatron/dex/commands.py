@@ -1,7 +1,8 @@
 """``diffmegatron dex``: select the attention heads that DEX extends.
 
-DEX, the differential extension of a pretrained model (Kong, Jang and Kwak, 2025), multiplies the
-output of each selected head by a trained matrix and subtracts a multiple of this product from it.
+DEX is the differential extension of a pretrained model (Kong, Jang and Kwak, 2025). It multiplies
+the output of each selected head by a trained matrix, and subtracts a multiple of this product from
+the output.
 """
 
 from pathlib import Path

@@ -1,6 +1,7 @@
 """Selection of the attention heads that DEX extends, by their scores on text.
 
-DEX (Kong, Jang, Kwak, 2025) subtracts a trained projection from the output of selected heads.
+DEX (Kong, Jang, Kwak, 2025) multiplies the output of each selected head by a trained matrix, and
+subtracts a multiple of this product from the output.
 """
 
 import json
@@ -44,7 +45,7 @@ def select_heads(
     share: float,
     sequences: int,
 ) -> str | None:
-    """Score every head of a checkpoint and write the file that ``selected_heads`` reads.
+    """Score every head of a checkpoint, and write the file for a recipe's ``selected_heads``.
 
     Args:
         model: checkpoint, or a ``run_dir``, whose newest checkpoint is used.
@@ -114,14 +115,17 @@ def _calibration_recipe(
 ) -> Recipe:
     """Return a checkpoint's recipe, changed for scoring.
 
-    The layout is one process, unless ``overrides`` change it. The first global batch has
-    ``sequences`` sequences of the text ``data``.
+    The layout is one process, unless ``overrides`` change it. The recipe has one step, whose global
+    batch consists of ``sequences`` sequences of the text ``data``.
 
     Args:
         saved: recipe file of the checkpoint.
         data: prefix of the prepared corpus.
         sequences: number of sequences.
         overrides: ``KEY=VALUE`` overrides of the recipe.
+
+    Raises:
+        UserError: the attention is differential already, or the changed recipe is not valid.
     """
     recipe = load_resolved(saved)
     attention = recipe.model.attention

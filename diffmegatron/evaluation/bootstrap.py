@@ -12,7 +12,7 @@ from diffmegatron.evaluation.suite import Estimate, Mean
 
 RESAMPLES = 2000
 _SEED = 0
-# Largest size of the array [resamples, units] that is in memory at once.
+# Most elements of an array [resamples, units]; with more units than this, it has one row.
 _COUNTS_AT_ONCE = 1 << 22
 # Ends of a 95% interval.
 _PERCENTILES = (2.5, 97.5)
@@ -21,7 +21,8 @@ _PERCENTILES = (2.5, 97.5)
 def estimate(shares: Mapping[str, Mean]) -> Estimate | None:
     """Return a measure of one target with its interval, or None if all weights are 0.
 
-    The measure is the sum of the units' totals, divided by the sum of their weights.
+    The measure is the sum of the units' totals, divided by the sum of their weights. With a single
+    unit it has no interval.
 
     Args:
         shares: name of each unit -> its contribution to the measure.
@@ -63,9 +64,9 @@ def estimate_of_means(
 
 
 def _resamples(units: int) -> Iterator[np.ndarray]:
-    """Yield how often each resample draws each unit, in blocks of int64 [resamples, units].
+    """Yield arrays int64 [resamples, units]: how often each resample draws each unit.
 
-    All blocks together have ``RESAMPLES`` rows.
+    All arrays together have ``RESAMPLES`` rows.
     """
     random = np.random.default_rng(_SEED)
     left = RESAMPLES

@@ -83,8 +83,8 @@ def _suite(entry: EvaluateConfig, target: "RunTarget") -> Suite:
 class _ExportTokenizer(Tokenizer):
     """A tokenizer whose ``decode`` skips ids without text, as the exported model's tokenizer does.
 
-    The network's vocabulary may be larger than the tokenizer's, and an untrained network may
-    generate any id.
+    The network's vocabulary may be larger than the tokenizer's. An untrained network may therefore
+    generate ids that the tokenizer does not have.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -166,11 +166,11 @@ class SuiteEvaluator:
     def measure(
         self, network: Network, parallel_state: ParallelState
     ) -> Generator[None, None, Values]:
-        """Score all items, and return the suite's measures by the names of their metrics.
+        """Score all items, and return a dict: name of each metric -> value of its measure.
 
         The generator yields None after every item except the last, so that the caller can stop the
-        measurement there. If a number is not finite, or if no measure has a value, the result is
-        only the metric ``without_values`` with the value 1.
+        measurement there. If a number is not finite, or if no measure has a value, the dict has
+        only the suite's metric ``without_values``, with the value 1.
         """
         model = _RunModel(self._target, network, parallel_state)
         sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
@@ -201,7 +201,11 @@ class SuiteEvaluator:
 
 
 def metric_name(suite: str, measure: str) -> str:
-    """Return the name of a measure in ``metrics.jsonl`` and TensorBoard."""
+    """Return the name of a measure's metric in ``metrics.jsonl`` and TensorBoard.
+
+    It is the name of the suite's evaluator, a slash, and the measure without commas, in which other
+    special characters are replaced by underscores.
+    """
     return f"{suite_evaluator_name(suite)}/" + re.sub(r"[^\w.=%]+", "_", measure.replace(",", ""))
 
 

@@ -65,7 +65,7 @@ def split(ids: list[int], length: int) -> Iterator[list[int]]:
 
 
 def named_paths(options: tuple[str, ...]) -> dict[str, Path]:
-    """Return the path of each source by its name.
+    """Return a dict: name of each source -> its path.
 
     An option is ``NAME=PATH`` or ``PATH``. The name of a source that is given as ``PATH`` is the
     file's name without its ending.

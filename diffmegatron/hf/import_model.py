@@ -22,8 +22,8 @@ from diffmegatron.hf.weight_mapping import from_hf, table
 from diffmegatron.hf.write_export import SUMMATION, Verified, verify_export
 
 FOLDER = "hugging_face"
-# Largest relative difference of logits. Both sides compute in float32 with the same weights, so
-# only the order of summation differs.
+# Largest relative difference between the logits of transformers and of the training network. Both
+# compute in float32 with the same weights, so only the order of summation differs.
 TOLERANCE = 1e-4
 _SEQ_LENGTH = 2048
 
@@ -54,8 +54,8 @@ def import_model(
 
     Raises:
         UserError: the model's files cannot be used, a recipe cannot express its network, ``out``
-            exists and is not empty, or the logits differ by more than float32 explains. ``out`` is
-            then not created.
+            exists and is not empty, or the logits differ by more than ``TOLERANCE``. In all these
+            cases nothing is written to ``out``.
     """
     transformers_logging.disable_progress_bar()
     config, source = read_config(folder), Source(folder)

@@ -31,7 +31,9 @@ class ShardWriter:
         self._total_bytes = 0
 
     def add(self, name: str, tensor: Tensor, dtype: torch.dtype) -> None:
-        """Add a copy of a weight in ``dtype``. If the current shard is full, write it first.
+        """Add a copy of a weight in ``dtype`` to the current shard.
+
+        If the weight does not fit into this shard, write the shard first and begin another one.
 
         Raises:
             UserError: the shard cannot be written.

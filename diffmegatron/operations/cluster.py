@@ -51,7 +51,7 @@ class Container(Section):
 
 
 class Cluster(Section):
-    """Content of a cluster file; Slurm's default applies to an option whose value is None."""
+    """Content of a cluster file; a Slurm option whose value is None is not passed to sbatch."""
 
     gpus_per_node: SizeOrZero = Field(description="0: the ranks compute on CPUs")
     ranks_per_node: Size | None = Field(default=None, description="None: one per GPU")

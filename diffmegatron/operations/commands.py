@@ -144,7 +144,8 @@ def launch(
 ) -> None:
     """Check a recipe against a cluster and submit it to Slurm.
 
-    The job requeues itself until the run is finished. The job file is kept as RUN_DIR/job.sh.
+    The job requeues itself until the run is finished or a person must act. The job file is kept as
+    RUN_DIR/job.sh. With --torchrun, a start script is written and nothing is submitted.
     """
     if rendezvous is not None and not torchrun:
         raise UserError("--rendezvous needs --torchrun; leave it out for a Slurm job")
@@ -184,10 +185,10 @@ def _start_torchrun(
     *,
     dry_run: bool,
 ) -> None:
-    """Write a start script for torchrun and, on one machine, replace this process by it.
+    """Write a start script for torchrun; for one machine, replace this process by the script.
 
-    For several machines, write the script and print the command to run on each machine. With
-    ``dry_run``, only print the script.
+    For several machines, print the command to run on each machine. With ``dry_run``, only print
+    the script: nothing is written or started.
     """
     from diffmegatron.operations.torchrun import torchrun_file, write
 
@@ -251,7 +252,7 @@ def copy_configs(
 ) -> None:
     """Copy a recipe and the files that it extends.
 
-    The copies are in a folder of your own, where you can edit them.
+    The copies are written to DIR, where you can edit them.
 
     Example: diffmegatron configs copy diff_3b_1t
     """

@@ -82,7 +82,8 @@ class Findings(Section):
 def check_nodes(recipes: Sequence[Recipe], folder: Path | None) -> None:
     """Check the machines of all ranks, and raise an error if this rank's machine is unfit.
 
-    Every rank calls this function. It checks its own machine and gathers the findings of all ranks.
+    Every rank calls this function, which checks the rank's own machine and gathers the findings of
+    all ranks.
 
     Args:
         recipes: stages of a run.
@@ -98,7 +99,7 @@ def check_nodes(recipes: Sequence[Recipe], folder: Path | None) -> None:
     launch = read_launch()
     findings = _check_this_machine(recipes)
     if findings.problem.startswith(_NO_GPU):
-        raise UnfitNodeError(findings.problem)  # NCCL cannot connect a rank without a GPU.
+        raise UnfitNodeError(findings.problem)  # Raise before connecting, because NCCL needs a GPU.
     with default_group(_TIMEOUT):
         findings = findings.model_copy(update=_measure_collectives())
         every: list[Findings] = [findings] * launch.ranks
@@ -118,15 +119,15 @@ def check_nodes(recipes: Sequence[Recipe], folder: Path | None) -> None:
 def _needed_space(recipe: Recipe) -> int:
     """Return the bytes that must be free: those of two checkpoints, or of one.
 
-    One suffices if the run already has a checkpoint and ``keep_last`` is set, because every save
-    then removes an old checkpoint.
+    The space of one checkpoint suffices if the run already has a checkpoint and ``keep_last`` is
+    set, because every save then removes an old checkpoint.
     """
     removes_old = recipe.checkpoint.keep_last and CheckpointStore(Path(recipe.run_dir)).steps()
     return (1 if removes_old else 2) * count_parameters(recipe.model).total * _STATE_BYTES
 
 
 def find_problems(every: Sequence[Findings], space: int, run_dir: str) -> dict[int, str]:
-    """Compare the findings of all ranks, and return the first problem of each unfit rank, by rank.
+    """Compare the findings of all ranks, and return a dict: unfit rank -> its first problem.
 
     Args:
         every: findings of all ranks, in the order of the ranks.

@@ -10,7 +10,8 @@ from diffmegatron.operations.cluster import Cluster, Container
 from diffmegatron.own_code import import_environment
 from diffmegatron.shipped_files import shipped_folder
 
-# Files that a launch writes into run_dir. job.yaml exists only for a stage with a separate job.
+# Files that a launch writes into run_dir: the job file, the Slurm ID of the submitted job, and the
+# recipe of a single stage, which exists only if each stage has its own job (launch --chain).
 JOB_FILE = "job.sh"
 JOB_NUMBER = "job_number"
 JOB_RECIPE = "job.yaml"

@@ -70,8 +70,8 @@ def examine(run_dir: Path) -> Status:
     """Read the status of a job from the files in its ``run_dir``, without calling Slurm.
 
     Raises:
-        UserError: ``run_dir`` has neither an attempt nor a run, or it is the folder of a stage of a
-            job and not the folder of the job.
+        UserError: ``run_dir`` has no attempt, no queued job and no run; or it is the folder of one
+            stage, and the job's ledger (record of its starts) is in the parent folder.
     """
     ledger = Ledger(run_dir)
     attempts = ledger.attempts()
@@ -163,7 +163,10 @@ def _status_of_chain(run_dir: Path) -> Status | None:
 
 
 def _status_without_ledger(run_dir: Path) -> Status:
-    """Return the status of a run, or of its last stage, that was started without a job script."""
+    """Return the status of a run that was started without a job script.
+
+    If the recipe has stages, it is the status of the last stage.
+    """
     stage = only_last(stage_folders(run_dir, RECIPE))
     folder = stage.run_dir
     entries, checkpoint = newest_entries(folder), CheckpointStore(folder).latest()
@@ -197,7 +200,7 @@ def _status_without_ledger(run_dir: Path) -> Status:
 def _stages_beside(run_dir: Path) -> list[str]:
     """Return the names of the stages of the job whose ledger is in the parent folder.
 
-    The list is empty if the parent folder has no ledger.
+    The ledger is the record of each start of the job. The list is empty if there is none.
     """
     attempts = Ledger(run_dir.resolve().parent).attempts()
     return [Path(stage).name for stage in attempts[-1].stages] if attempts else []
@@ -247,8 +250,9 @@ def _state(attempt: Attempt, heartbeat: Heartbeat | None, now: float) -> tuple[s
 def _seconds_left(entries: Sequence[Entry], step: int | None, steps: int | None) -> float | None:
     """Estimate the remaining seconds from the mean seconds per step of the newest metric entries.
 
-    An interval between two entries in which a step took more than ten times the median is ignored,
-    because the job was requeued in it.
+    Only entries with a training loss are used. An interval between two of them is ignored if its
+    seconds per step are more than ten times the median, because a requeue of the job makes an
+    interval that long.
 
     Args:
         entries: newest entries of the metrics.

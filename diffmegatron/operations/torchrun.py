@@ -34,14 +34,16 @@ def torchrun_file(
         config: recipe.
         overrides: ``KEY=VALUE`` arguments of the recipe.
         nodes: number of machines.
-        cluster_file: cluster file; only ``setup``, ``environment`` and the ranks per node are used.
+        cluster_file: cluster file, which must not name a container. The script uses only its
+            ``setup``, ``environment`` and ranks per node.
         rendezvous: ``HOST:PORT`` of the first machine; None for a single machine.
 
     Returns:
         The path of the script, and its text. The script is not written yet.
 
     Raises:
-        UserError: a check fails, or ``rendezvous`` does not fit the number of machines.
+        UserError: a check fails, the cluster file names a container, or ``rendezvous`` does not fit
+            the number of machines.
     """
     recipes = load_stages(config, overrides)
     cluster = load_cluster(cluster_file)

@@ -17,9 +17,10 @@ from diffmegatron.optim.partition import Partition
 def clipping_settings(optimizer: OptimizerConfig) -> dict[str, Any]:
     """Return the entries of DeepSpeed's configuration for gradient clipping.
 
-    In the norm, a parameter that is replicated on several ranks must count once. DeepSpeed reads
-    two attributes of the parameters for this: ``tensor_model_parallel``, as in Megatron-core, and
-    ``ds_pipe_replicated`` on the second copy of a tied embedding.
+    In the norm, a parameter that is replicated on several ranks must count once. DeepSpeed
+    recognizes replicas by two attributes of the parameters, which other modules set:
+    ``tensor_model_parallel``, as in Megatron-core, and ``ds_pipe_replicated`` on the second copy of
+    a tied embedding.
     """
     return {"gradient_clipping": optimizer.clip_grad_norm}
 
@@ -30,8 +31,8 @@ def local_gradient_norms(
     """Return the norm of each gradient that this rank stores before the optimizer step.
 
     Args:
-        partition: partition of ZeRO, which stores some of the gradients.
-        network: network of this rank, whose parameters store the others.
+        partition: partition of ZeRO, which yields the gradients in the optimizer's lists.
+        network: network of this rank; gradients that are stored on its parameters are used too.
         device: device of the result. With an offloaded optimizer, some gradients are in host
             memory.
 

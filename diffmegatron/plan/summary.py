@@ -97,7 +97,7 @@ class Plan:
         return max(self.memory, key=lambda stage: stage.total)
 
     def to_json(self) -> str:
-        """Return all attributes and computed totals as JSON.
+        """Return all attributes, and the totals that properties compute, as JSON text.
 
         Memory and traffic are in bytes, and the times of a step in seconds.
         """

@@ -39,7 +39,8 @@ def train_stages(
         hooks: user-defined hooks, the same instances in every stage.
 
     Returns:
-        True if all stages are finished; False if the training stopped after a stop signal.
+        True if all stages are finished; False if the training stopped before, because of a stop
+        signal, the job's time limit or a hook.
 
     Raises:
         UserError: As in :func:`~diffmegatron.training.trainer.train`. Also, before any stage runs,

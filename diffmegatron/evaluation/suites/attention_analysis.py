@@ -60,10 +60,10 @@ class AttentionAnalysis(TextSuite):
 
     @override
     def items(self, target: Target) -> list[Item]:
-        """Return an item for the beginning of each document that is long enough.
+        """Return an item for each text that is long enough; a text is the beginning of a document.
 
-        It is long enough if it has at least 4 tokens, and if the share ``top`` of its tokens is at
-        least one token.
+        A text is long enough if it has at least 4 tokens, including the start token, and if the
+        share ``top`` of its tokens is at least one token.
         """
         # Tokens have less than 16 characters on average, so the first 16 * length characters of a
         # document contain at least `length` tokens.
@@ -147,24 +147,24 @@ _PANELS = {
     "negative scores": (heads.NEGATIVE, heads.NEGATIVE_MASS),
     "heads of a layer": (DISTANCE, ALIGNMENT),
 }
-# Units of panels whose quantity is not a share.
+# Labels of the y axis for panels whose quantity is not a share; other panels have "share".
 _UNITS = {"entropy": "nats", "heads of a layer": "distance or alignment"}
 _STYLES = ("-", "--", ":")
 
 
 def _between_layers(pairs: torch.Tensor, count: int) -> dict[str, Any]:
-    """Return the mean over all pairs of different heads, and the means by pair of layers.
+    """Return the mean over all pairs of different heads, and the mean for each pair of layers.
 
-    The mean of a pair of layers is over pairs with one head in each layer. A mean is None if there
-    are no pairs of different heads, which happens within a layer that has one head.
+    A pair has two different heads of the network, which may be in the same layer or in two layers.
 
     Args:
         pairs: values of pairs of heads, [layers * count, layers * count].
         count: number of heads of a layer.
 
     Returns:
-        The mean over all pairs as "mean", and the means by pair of layers as "layers", which is a
-        list of rows.
+        A dict of "mean", the mean over all pairs; and "layers", a list of rows [layers, layers] of
+        the means over pairs with one head in the row's layer and one in the column's layer. A mean
+        without any pair is None, which happens within a layer that has one head.
 
     Raises:
         NotFiniteError: a value is not finite.
@@ -184,7 +184,7 @@ def _between_layers(pairs: torch.Tensor, count: int) -> dict[str, Any]:
 
 
 def _table(records: Records, measure: str) -> np.ndarray:
-    """Return the mean of a measure over the texts.
+    """Return the mean over the texts of importance, distance or alignment.
 
     Returns:
         [layers, heads] for importance, and [layers, layers] for distance and alignment.
@@ -196,9 +196,9 @@ def _table(records: Records, measure: str) -> np.ndarray:
 
 
 def _by_layer(records: Records) -> dict[str, np.ndarray]:
-    """Return the mean of every measure over the texts, [layers], by name.
+    """Return a dict: name of each measure by layer -> its mean over the texts, [layers].
 
-    Distance and alignment are those between heads of the same layer.
+    The values of distance and alignment are those between heads of the same layer.
     """
     found = {
         name: np.mean([each["layers"][name] for each in records], axis=0)
@@ -215,8 +215,8 @@ def _draw_lines(
 ) -> None:
     """Plot the measures whose names begin with one of ``beginnings``, by layer.
 
-    Each target has a colour, and each measure a line style. If there are no values, or all are
-    zero, the axes show this reason instead.
+    Each target (evaluated model) has a colour, and each measure a line style. If there are no
+    values, or all are zero, the axes show a text with this reason and no lines.
     """
     from matplotlib.ticker import MaxNLocator
 

@@ -77,7 +77,7 @@ class Scaling(Suite):
 
     @override
     def items(self, target: Target) -> list[Item]:
-        """Return the run as the only item, with its held-out losses by step."""
+        """Return the run as the only item, with pairs (step, held-out loss) after step 0."""
         assert target.run_dir is not None
         losses = [
             (int(entry["step"]), entry["valid/loss"])
@@ -93,9 +93,9 @@ class Scaling(Suite):
 
     @override
     def score(self, model: Model, item: Item) -> Record:
-        """Return the kind of attention, the number of parameters, and the losses by tokens seen.
+        """Return the run's kind of attention, number of parameters, and held-out losses.
 
-        Parameters of embeddings are not counted.
+        Parameters of embeddings are not counted. The losses are pairs [training tokens seen, loss].
         """
         run_dir, losses = item.content
         recipe = load_resolved(Path(run_dir) / _RECIPE)
@@ -116,7 +116,9 @@ class Scaling(Suite):
 
     @override
     def across(self, records: Mapping[str, Records]) -> dict[str, float]:
-        """Return a and b of every fit, and for each kind and size the share at equal loss.
+        """Return a and b of every kind's fit, and shares at equal loss, by their printed names.
+
+        A kind is a kind of attention. There is a share for each kind and each size of its runs.
 
         A size x is a number of parameters or tokens. Let L be the loss of a kind's fit at x. The
         share is x divided by the size at which the Transformer's fit has the same loss L. The
@@ -168,7 +170,7 @@ class Scaling(Suite):
         return True
 
     def _points(self, records: Mapping[str, Records]) -> dict[str, tuple[list[Point], bool]]:
-        """Return the sorted points (x, loss) of each kind, and whether it is the Transformer."""
+        """Return kind -> (its points (x, loss), ascending; whether it is the Transformer)."""
         found: dict[str, tuple[list[Point], bool]] = {}
         for (record,) in records.values():
             points, _ = found.setdefault(record["kind"], ([], record["is_baseline"]))
@@ -182,7 +184,10 @@ class Scaling(Suite):
     def _fits(
         self, records: Mapping[str, Records]
     ) -> dict[str, tuple[PowerLaw, list[float], bool]]:
-        """Return (law, values of x, whether it is the Transformer) of each kind that has a fit."""
+        """Return kind -> (law, distinct x of its points, whether it is the Transformer).
+
+        Kinds without a fit are left out.
+        """
         found = {}
         for kind, (points, is_baseline) in self._points(records).items():
             law = fit_power_law(points)

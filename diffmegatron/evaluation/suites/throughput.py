@@ -38,7 +38,7 @@ class Throughput(Suite):
         "token by token (decoding), and forward with backward without an optimizer (training). "
         "On a CPU the peak memory is that of the whole process so far."
     )
-    # Processes on one machine would slow each other down.
+    # All items run in one process: processes on one machine would slow each other down.
     is_parallel: ClassVar[bool] = False
     published: ClassVar[tuple[Published, ...]] = (
         Published("prefill, tokens/s", 44521, 48762, _TABLE),
@@ -60,9 +60,10 @@ class Throughput(Suite):
 
     @override
     def score(self, model: Model, item: Item) -> Record:
-        """Return the number of tokens, the seconds, and the peak memory in bytes of a repetition.
+        """Run one repetition of a phase, and return its tokens, seconds and peak memory in bytes.
 
-        On a CPU, the peak memory is that of the process since its start.
+        A warm-up run of the same phase comes first and is not measured. On a CPU, the peak memory
+        is that of the process since its start.
         """
         vocabulary = model.target.tokenizer.vocab_size
         ids = torch.randint(
@@ -103,7 +104,7 @@ class Throughput(Suite):
 
     @override
     def across(self, records: Mapping[str, Records]) -> dict[str, float]:
-        """Return the speed of each target divided by the speed of the first target, by phase."""
+        """Return, for each phase, each other target's speed divided by the first target's speed."""
         first, *others = records
         found: dict[str, float] = {}
         for phase in _PHASES:

@@ -8,7 +8,8 @@ saves their intermediate results, and differential attention is computed in bloc
 
 The following rules hold on both devices:
 
-- The attention variant counts the tensors that its kernels save.
+- Each attention variant has a method that counts the tensors saved by its kernels
+  (``Variant.saved_bytes``).
 - A frozen projection saves its input only if it has LoRA. The narrow activations between LoRA's two
   matrices are not counted.
 - The input of a frozen attention output projection is always counted, because the attention kernel
@@ -274,7 +275,8 @@ def embedding_backward(recipe: Recipe, stage: int) -> int:
 def embedding_freed(recipe: Recipe, stage: int, microbatches: int, device: Device) -> int:
     """Return the bytes of saved activations that are freed before the embedding's backward pass.
 
-    In a pipeline, these are only the activations of the microbatch whose backward pass runs,
+    Without a pipeline, these are all saved activations except the tensors that all microbatches
+    share. In a pipeline, these are only the activations of the microbatch whose backward pass runs,
     because other microbatches are in flight. The result is 0 if activations are offloaded to the
     host.
     """
@@ -289,14 +291,14 @@ def sums_tied_gradients(recipe: Recipe) -> bool:
     """Return whether autograd sums the two gradients of a tied embedding on the same rank.
 
     The embedding and the output layer each have a gradient of the tied weight. Without a pipeline
-    they are on the same rank.
+    they are on the same rank. The result is false in a pipeline, and if the embedding is frozen.
     """
     is_tied = recipe.model.tied_embeddings and recipe.parallel.pipeline == 1
     return is_tied and _is_trained(recipe, EMBEDDING)
 
 
 def offloaded_activations(recipe: Recipe, stage: int, microbatches: int, device: Device) -> int:
-    """Return the bytes of activations that are offloaded to host memory."""
+    """Return the bytes of activations that are offloaded to host memory; 0 without offloading."""
     if not recipe.training.offload_activations:
         return 0
     return stage_activations(recipe, stage, microbatches, device) - shared_bytes(recipe)
@@ -305,7 +307,8 @@ def offloaded_activations(recipe: Recipe, stage: int, microbatches: int, device:
 def virtual_stage_bytes(recipe: Recipe, stage: int, device: Device) -> float:
     """Return the bytes that a virtual stage saves for one microbatch.
 
-    Recomputed layers count only their saved inputs. If the layers of the pipeline stage have
+    Of fully recomputed layers, only inputs are saved: one per group of layers with the method
+    "uniform", and one per recomputed layer with "block". If the layers of the pipeline stage have
     different attention variants, the mean over these layers is used.
     """
     recompute, kinds = recipe.recompute, stage_kinds(recipe, stage)
@@ -341,7 +344,10 @@ def _recomputed_bytes(recipe: Recipe, device: Device) -> float:
 
 
 def _offloaded_bytes(recipe: Recipe, device: Device) -> float:
-    """Return the bytes of offloaded activations that are on the device: one layer in transfer."""
+    """Return the bytes of offloaded activations on the device: those of one layer in transfer.
+
+    If layers have different attention variants, the largest result counts.
+    """
     if not recipe.training.offload_activations:
         return 0
     return max(_layer_bytes(recipe, device, kind) for kind, _ in counted_kinds(recipe.model))
@@ -399,7 +405,7 @@ def attention_bytes_per_token(recipe: Recipe, device: Device, kind: Variant) -> 
 
     Returns:
         Bytes of q, k, v and the output projection's input; and bytes that the core attention saves
-        in addition.
+        in addition, including a dense mask if the kernels save one.
     """
     kernels = _kernels(recipe, device, kind)
     projected, core = (each / recipe.parallel.tensor for each in kind.saved_bytes(kernels))

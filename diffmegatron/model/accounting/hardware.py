@@ -20,10 +20,11 @@ class Accelerator:
     link_bandwidth: float
 
 
-# GPU models by a part of their CUDA name. Source: NVIDIA's data sheets of A100 80GB, H100, H200 and
-# HGX B200. The data sheets list most FLOP/s with sparsity, which is twice the dense value, and link
-# bandwidth as the sum of both directions. Longer names come first, because "H100" also matches
-# "H100 PCIe".
+# Values of GPU models; the key is a part of the name that CUDA reports. The source is NVIDIA's data
+# sheets of A100 80GB, H100, H200 and HGX B200. Where a data sheet lists FLOP/s with sparsity or
+# link bandwidth as the sum of both directions, this table has half of the listed value. "H100" is
+# last among the H100 models, because it is also a part of the names of the others and the first key
+# that is found counts.
 ACCELERATORS = {
     "H100 PCIe": Accelerator(756e12, 80, 2.0e12, 300e9),
     "H100 NVL": Accelerator(835e12, 94, 3.9e12, 300e9),

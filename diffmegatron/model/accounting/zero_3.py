@@ -19,7 +19,8 @@ from diffmegatron.config.schema import Recipe
 from diffmegatron.config.tensors import EMBEDDING, OUTPUT, layer_tensors, outer_tensors
 from diffmegatron.errors import UserError
 
-# DeepSpeed's limits, in elements: stage3_max_live_parameters and stage3_max_reuse_distance.
+# Default of two of DeepSpeed's limits, in elements: stage3_max_live_parameters (gathered elements
+# in memory) and stage3_max_reuse_distance (elements used until the next call of the same module).
 MOST_ELEMENTS = 1_000_000_000
 # Largest number of layers. The simulation follows every call of every layer, which takes time.
 MOST_LAYERS = 10_000
@@ -45,9 +46,9 @@ class Gathers:
 
     Attributes:
         per_microbatch: number of elements gathered during a microbatch.
-        whole: number of gathered elements in memory at three moments: the backward pass of the
-            output layer ("loss"), of the last layer's first MLP projection ("layer"), and of the
-            embedding ("embedding").
+        whole: name of a moment -> number of gathered elements in memory at this moment. The moments
+            are the backward pass of the output layer ("loss"), of the last layer's first MLP
+            projection ("layer"), and of the embedding ("embedding").
     """
 
     per_microbatch: int
@@ -84,8 +85,8 @@ def _calls(recipe: Recipe) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int,
     Returns:
         A tuple of three:
 
-        - number of elements of each module's weights, counting only tensors that are larger than
-          ``PERSISTENT``;
+        - number of elements of each module's weights; of a layer's tensors only those with more
+          than ``PERSISTENT`` elements count;
         - indices of the modules in the order of the calls in the forward pass;
         - indices of the modules in the order of the calls in the backward pass, which includes the
           forward calls of recomputed layers.

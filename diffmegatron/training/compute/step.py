@@ -177,10 +177,11 @@ def _forward(
 def _on_all_ranks(
     own: Tensor | None, batch: Batch, parallel_state: ParallelState, dtype: torch.dtype
 ) -> Tensor:
-    """Return the last pipeline stage's values of the unsharded sequences, on every rank.
+    """Gather the last pipeline stage's values of the sequences, and return them on every rank.
 
     The last stage gathers the context-parallel shards and broadcasts the result to the other
-    stages. Finally the first rank of each data-parallel group broadcasts its result to the group.
+    stages. Finally the first rank of ``parallel_state.data_group`` (the data x context parallel
+    ranks) broadcasts its result to this group.
 
     Args:
         own: values of this rank's sequence shards [b, s]; None on all stages except the last.
@@ -201,8 +202,8 @@ def _on_all_ranks(
         group = parallel_state.pipeline_group
         last = distributed.get_global_rank(group, parallel_state.pipeline_size - 1)
         distributed.broadcast(whole, last, group=group)
-    # The results of data-parallel replicas may differ in the last bit. All ranks need the same
-    # result, because they base decisions on it.
+    # The data-parallel ranks have computed the same batch, but their results may differ in the last
+    # bit. All ranks need the same result, because they base decisions on it.
     group = parallel_state.data_group
     distributed.broadcast(whole, distributed.get_global_rank(group, 0), group=group)
     return whole

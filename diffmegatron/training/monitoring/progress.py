@@ -7,7 +7,10 @@ from datetime import timedelta
 
 
 class Progress:
-    """Printer of one console line per report: percent, step, tokens, loss, speed, time left.
+    """Printer of a run's console lines, and meter of its speed.
+
+    A line has the percentage of the run, step, tokens, loss, gradient norm, learning rate, speed,
+    MFU if it is known, and the time left.
 
     Args:
         first_step: step at which this start of the run begins.

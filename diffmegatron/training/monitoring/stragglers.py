@@ -57,8 +57,8 @@ class PhaseClock:
         All ranks must call this method.
 
         Returns:
-            Two metrics per phase since the last report: ``perf/PHASE_slowest_rank``, and
-            ``perf/PHASE_seconds_slowest``, that rank's mean seconds per step.
+            Two metrics for each phase: ``perf/PHASE_slowest_rank``, the number of the rank, and
+            ``perf/PHASE_seconds_slowest``, its mean seconds per step since the last report.
         """
         mine = torch.tensor(
             [self._seconds[phase] / max(1, self._steps) for phase in PHASES],

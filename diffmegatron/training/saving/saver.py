@@ -45,7 +45,7 @@ class Saver:
 
     Args:
         store: checkpoints of the run.
-        engine: optimizer to save, with the weights.
+        engine: DeepSpeed's engine, whose weights and optimizer state are saved.
         shards: shards of the engine's parameters.
         recipe: recipe of the run.
         parallel_state: parallel layout, and this rank's place in it.
@@ -165,7 +165,8 @@ class Saver:
     def complete(self) -> dict[str, float]:
         """Wait until all ranks have written, and turn the open save into a checkpoint.
 
-        If a rank could not write, the save fails: this is logged, and no checkpoint remains.
+        If a rank could not write, the save fails: this is logged, and the save leaves no
+        checkpoint.
 
         Returns:
             Metrics of the completed or failed save.
@@ -266,8 +267,8 @@ class Saver:
 
     def _prune(self, saved_step: int, keep_last: int) -> None:
         try:
-            # Ignore checkpoints of later steps. They are damaged, or the run has rolled back to an
-            # earlier step.
+            # Neither count nor remove checkpoints of later steps. The run did not continue from
+            # them: they are damaged, or it has rolled back to an earlier step.
             steps = [step for step in self._store.complete() if step <= saved_step]
             for step in prunable(steps, keep_last, self._recipe.checkpoint.keep_every):
                 self._store.remove(step)

@@ -18,8 +18,8 @@ ParameterShards = dict[torch.nn.Parameter, list[Shard]]
 class HostCopy:
     """Copy of this rank's tensors in host buffers, which all saves of a run share.
 
-    Allocating new buffers would take longer than the copy, because the operating system must map
-    each page and CUDA must pin it.
+    New buffers for every save would cost more time than the copy itself, because the operating
+    system must map each page and CUDA must pin it.
     """
 
     def __init__(self) -> None:
