@@ -80,8 +80,9 @@ def write_export(
         recipe: recipe of the run.
         tokenizer: tokenizer of the run.
         out: directory to create; it may exist and be empty.
-        dtype: dtype of the stored weights. Lambda vectors are stored in fp32. (DiffLlama's
-            ``from_pretrained`` rounds them when it loads in bf16; no configuration prevents that.)
+        dtype: dtype of the stored weights. Weights that must not be rounded, such as lambda
+            vectors, are stored in fp32. (DiffLlama's ``from_pretrained`` rounds lambda vectors when
+            it loads in bf16; no configuration prevents that.)
         original: files of the pretrained model that the run started from. If its class computes the
             recipe's network, the export has this class, the original configuration with the
             recipe's changes, and the original dtype of each tensor (except where this would round a

@@ -111,10 +111,10 @@ def end(folder: Path, spares: int = 0) -> tuple[Attempt, int, list[str]]:
 
 
 def _may_use_spares(attempt: Attempt) -> bool:
-    """Return whether spare nodes may replace the hosts that caused a fault.
+    """Return whether spare nodes may replace hosts after this attempt.
 
-    They may if the job continues, and the fault occurred during training or on a node that failed
-    the preflight checks.
+    They may if the attempt ended with a fault, the run is not over, and the fault occurred during
+    training or on a node that failed the preflight checks.
     """
     is_known = attempt.has_trained or bool(attempt.unfit)
     return attempt.cause == Cause.FAULT and not attempt.is_over and is_known

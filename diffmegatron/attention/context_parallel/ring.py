@@ -208,7 +208,7 @@ def _circulate(packed_kv: Tensor, group: ProcessGroup) -> Iterator[tuple[int, Te
     """Yield each rank's number and its keys and values.
 
     Of P ranks, rank r yields its own keys and values first, then those of the ranks r - 1, r - 2
-    and so on, modulo P. While the caller uses one pair, the pair to yield next is received.
+    and so on, modulo P. While the caller uses them, the keys and values to yield next are received.
     """
     size, rank = group.size(), group.rank()
     present = packed_kv.contiguous()

@@ -114,7 +114,8 @@ class Manifest(Section):
         duplicates: number of documents that were dropped as duplicates.
         lengths: histogram of document lengths.
         inputs: input files, or ranges of input files.
-        outputs: token file ``PREFIX.bin`` and index ``PREFIX.idx``.
+        outputs: token file ``PREFIX.bin`` and index ``PREFIX.idx``. For a merged corpus, size and
+            hash of ``PREFIX.bin`` are those of the concatenated token files of its parts.
         part: record of this part if ``prepare --part`` wrote the corpus, otherwise None. A part may
             have no document.
         parts: token files of a merged corpus in the folder ``PREFIX.parts``, which replace

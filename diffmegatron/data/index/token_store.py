@@ -32,8 +32,8 @@ class Corpus:
     Attributes:
         prefix: path of the corpus without ``.bin``.
         manifest: content of ``PREFIX.json``.
-        tokens: int32 or uint16 ``[tokens]``, token ids of all documents. For a merged corpus they
-            lie in several files.
+        tokens: int32 or uint16 ``[tokens]``, token ids of all documents. For a merged corpus
+            they lie in several files, and a ``PartTokens`` gives access to them as one array.
         lengths: int32 ``[documents]``, number of tokens of each document, including its
             end-of-document token.
         offsets: int64 ``[documents]``, start of each document in bytes from the start of
