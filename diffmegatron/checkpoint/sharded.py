@@ -147,7 +147,11 @@ class ShardedReader:
             check_tiling(places, format_path(directory))
 
     def check_content(self, entry: FileEntry) -> None:
-        """Read a whole file; check its checksum and that all its numbers are finite."""
+        """Read a whole file; check its checksum and that all its numbers are finite.
+
+        Raises:
+            UserError: a check fails, or the file cannot be read.
+        """
         self._files[entry.name].check_content(entry)
 
     def names(self) -> list[str]:

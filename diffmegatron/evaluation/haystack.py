@@ -64,7 +64,7 @@ class HaystackPrompt(NamedTuple):
 
 
 def draw_needles(count: int, depth: float, draw: random.Random) -> list[Needle]:
-    """Return ``count`` needles with different cities and numbers.
+    """Return ``count`` needles, each with another city and another number.
 
     The first needle has the given depth, and the others have random depths.
     """

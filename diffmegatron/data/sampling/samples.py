@@ -286,8 +286,9 @@ def open_samples(
         split: ``train``, ``validation`` or ``test``.
 
     Raises:
-        UserError: a source is missing, is damaged or was prepared with another tokenizer, or no
-            source has a document in the split.
+        UserError: a source is missing, is damaged or was prepared with another tokenizer; two
+            sources hold the same tokens; up-sampling keeps no document of a source; or the split
+            has no document.
     """
     if split != "train" and not getattr(config, f"{split}_fraction"):
         raise UserError(

@@ -57,10 +57,11 @@ class SourceLosses:
         self._step.append(counted.sum(dim=2, dtype=torch.float64) @ is_of.double())
 
     def step_done(self, *, finite: bool) -> None:
-        """Add the losses of the present step to the sums; if not ``finite``, drop them instead.
+        """End the present step: add its losses and token counts to the sums, or drop them.
 
         Args:
-            finite: whether the step's loss and gradient norm are finite.
+            finite: whether the step's loss and gradient norm are finite. If not, the losses and
+                counts of the step are dropped.
         """
         for sums in self._step if finite else ():
             self._sums += sums
