@@ -22,7 +22,7 @@ class MachineError(UserError):
 
 
 class UnfitNodeError(MachineError):
-    """A failure of this machine only; the other machines can run the job.
+    """A failure that only this machine has; the job can succeed without this machine.
 
     The ``exit_status`` is EX_OSERR of sysexits.h.
     """

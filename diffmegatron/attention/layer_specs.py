@@ -35,8 +35,9 @@ def available_host(lora: LoraConfig | None = None) -> Host:
     """Return the host of the layers: Transformer Engine if it can run, otherwise local.
 
     Transformer Engine can run if Megatron-core has imported it and torch has a CUDA device, because
-    its modules cannot be built without a device. LoRA needs local layers, because Transformer
-    Engine applies norm and projection in one module.
+    its modules cannot be built without a device. LoRA needs local layers: its low-rank term needs
+    the normalised input of the projection, which Transformer Engine computes inside the module that
+    also projects it.
     """
     is_usable = HAVE_TE and torch.cuda.is_available()
     return "transformer_engine" if is_usable and lora is None else "local"
@@ -54,7 +55,8 @@ def layer_spec(
     Args:
         variant: kind of attention and its sizes.
         host: library of the linear and norm classes.
-        backend: backend of differential attention, ``auto`` or a name that ``doctor`` lists.
+        backend: backend (kernel implementation) of differential attention: ``auto``, or a name that
+            the command ``diffmegatron doctor`` lists. Softmax attention always uses ``auto``.
         communication: method of communication between context-parallel ranks.
         lora: LoRA of the projections, for the local host only.
     """
@@ -89,7 +91,10 @@ def _local_layer(attention: dict[str, object], lora: LoraConfig | None) -> Modul
 
 
 def _linear_layers(lora: LoraConfig | None) -> dict[str, Linear]:
-    """Return the classes of a layer's projections by name; those that LoRA targets have LoRA."""
+    """Return a dict from the name of each of a layer's projections to its class.
+
+    For the projections in ``lora.targets``, it is the spec of a class with LoRA instead.
+    """
     plain: dict[str, Linear] = {
         "linear_qkv": ColumnParallelLinear,
         "linear_proj": RowParallelLinear,
@@ -111,9 +116,9 @@ def _linear_layers(lora: LoraConfig | None) -> dict[str, Linear]:
 def _transformer_engine_layer(attention: dict[str, object]) -> ModuleSpec:
     """Build the spec of a layer whose norms are fused with the projections that follow them.
 
-    The fused classes hold the norm's weight, so the keys of a checkpoint are mapped to those of the
-    local layer. A variant that itself reads the normalised input needs the norm before attention as
-    a separate module.
+    In a fused class the norm's weight has another name than in the local layer. A map of checkpoint
+    keys gives it the local layer's name, so checkpoints do not depend on the host. A variant that
+    itself reads the normalised input needs the norm before attention as a separate module.
     """
     from megatron.core.extensions.transformer_engine import (
         TEColumnParallelLinear,

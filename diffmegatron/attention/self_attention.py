@@ -2,7 +2,8 @@
 
 It replaces Megatron's ``SelfAttention``, whose projections are sized for ordinary heads, and whose
 core attention receives only queries, keys and values. A variant (kind of attention) may also need
-the hidden states, and query heads that have no output of their own. Decoding is not supported.
+the hidden states, and query heads that have no output of their own (the noise heads of differential
+attention, whose output is subtracted from that of other heads). Decoding is not supported.
 """
 
 from collections.abc import Callable
@@ -63,7 +64,7 @@ class SelfAttention(MegatronModule):
         layer_number: number of the layer from 1, over all pipeline stages.
         step: number of optimizer steps that produced the weights.
         observer: function called with queries, keys and documents in each forward pass, or None.
-        observed: 0-dim numbers of the last forward pass for the log, by name.
+        observed: numbers of the last forward pass for the log, a dict from name to 0-dim tensor.
     """
 
     def __init__(
@@ -120,7 +121,8 @@ class SelfAttention(MegatronModule):
         )
         for declared in self._declared.values():
             parameter = torch.nn.Parameter(self._initial(declared))
-            # The gradient of an unsharded parameter covers only the heads of this rank.
+            # Autograd's gradient of an unsharded parameter covers only the heads of this rank. The
+            # attribute makes optim/tensor_sums.py sum it over the tensor-parallel ranks.
             parameter.has_partial_gradient = not declared.sharded  # type: ignore[attr-defined]
             if declared.sharded and config.perform_initialization:
                 set_tensor_model_parallel_attributes(parameter, True, 0, 1)
@@ -158,7 +160,7 @@ class SelfAttention(MegatronModule):
         packed_seq_params: PackedSeqParams | None = None,
         **_: object,
     ) -> tuple[Tensor, Tensor | None]:
-        """Compute causal self-attention, called as Megatron calls its own.
+        """Compute causal self-attention; Megatron's layer calls it like Megatron's SelfAttention.
 
         Args:
             hidden_states: [s, b, hidden]; under sequence parallelism, this rank's shard of s.
@@ -194,9 +196,9 @@ class SelfAttention(MegatronModule):
     def _split(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Split the output of ``linear_qkv``, [s, b, channels], into queries, keys and values.
 
-        The channels consist of groups of heads, which all have the same order of q, k and v heads
-        (:attr:`Heads.group`). If the query heads of a group are adjacent, q is a view, otherwise a
-        copy. The same holds for k and v.
+        The channels consist of groups of heads, and :attr:`Heads.group` is the order of the q, k
+        and v heads in each group. If the query heads of a group are adjacent, the returned q is a
+        view of ``mixed``, otherwise a copy. The same holds for k and v.
 
         Returns:
             q [s, b, groups, queries per group, d], k [s, b, groups, keys per group, d] and v
@@ -263,7 +265,7 @@ class SelfAttention(MegatronModule):
         return all_to_all(self.tp_group, by_rank).flatten(0, 1)
 
     def observe(self, name: str, value: Tensor) -> None:
-        """Store the mean of a tensor of this forward pass for the log."""
+        """Store the mean over all elements of ``value`` in ``observed[name]``, for the log."""
         self.observed[name] = value.detach().float().mean()
 
     def sharded_state_dict(
@@ -274,7 +276,8 @@ class SelfAttention(MegatronModule):
     ) -> dict:
         """Return Megatron's sharded state, corrected for the sharded parameters of the variant.
 
-        Megatron alone would treat them as equal copies on all ranks.
+        Megatron's method treats every parameter that the module itself registers as a copy that is
+        equal on all tensor-parallel ranks. For the sharded ones that would be wrong.
         """
         metadata = ensure_metadata_has_dp_cp_group(metadata)
         state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
@@ -289,9 +292,10 @@ class SelfAttention(MegatronModule):
         )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> torch.nn.Module:
-        """Apply ``fn``, but keep the dtype of this module's own parameters.
+        """Apply ``fn``, but keep the dtype of the parameters that this module itself registers.
 
-        ``fn`` may cast the surrounding model, for example to bf16.
+        ``fn`` may cast the whole model, for example to bf16, but a variant may declare parameters
+        that must stay in float32. The two projections (submodules) are cast.
         """
 
         def moved_only(tensor: Tensor) -> Tensor:

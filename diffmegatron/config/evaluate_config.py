@@ -8,7 +8,7 @@ from diffmegatron.section import Count, Section
 
 
 class EvaluateConfig(Section):
-    """The suite named ``suite``, which runs every ``every`` steps.
+    """Evaluation of a run with the suite (benchmark) ``suite`` every ``every`` steps.
 
     Other keys are settings of the suite. They are checked when training starts, because this
     package must not import the evaluation package.

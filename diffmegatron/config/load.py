@@ -4,8 +4,9 @@
 starts at the folder of the recipe that contains it. The recipe inherits the values of these
 recipes. If several of them set the same key, the last one in the list counts. The recipe's own
 values take precedence over all inherited ones. Mappings are merged key by key; any other value
-replaces the inherited value. Every error names the file that a key came from. A text that begins
-with ``./`` or ``../`` is a path relative to the file that contains it, and is made absolute.
+replaces the inherited value. An error about a key names the file or stage that set it, or the
+command line. A text that begins with ``./`` or ``../`` is a path relative to the folder of the file
+that contains it, and is made absolute.
 """
 
 import os
@@ -29,8 +30,8 @@ COMMAND_LINE = "the command line"
 # Limit on the files of a recipe; a file counts each time that another file extends it.
 MAX_FILES = 32
 
-# Values: the content of the files, merged. Origins: for each dotted key, the name
-# of the file that set it, or COMMAND_LINE. Never modify either in place: the merged
+# Values: the content of one file, or of several files after merging. Origins: for each dotted key,
+# the name of the file that set it, or COMMAND_LINE. Never modify either in place: the merged
 # dictionaries of two files, or two keys that a YAML alias connects, can contain the same nested
 # dictionary object.
 Values = dict[str, Any]
@@ -44,8 +45,8 @@ def load_recipe(
 
     Args:
         path: YAML file.
-        overrides: ``section.key=value`` strings; the value is YAML, in which ``./`` is the working
-            directory.
+        overrides: ``section.key=value`` strings. The value is YAML; a text in it that begins with
+            ``./`` or ``../`` is relative to the working directory.
         to_plan: True if the recipe is read for ``diffmegatron plan``, which estimates memory and
             step time and does not train it. The files that ``model.attention`` names may then be
             missing, because another command may write them later.
@@ -63,12 +64,13 @@ def load_recipe(
 def load_stages(
     path: str | Path, overrides: Sequence[str] = (), *, to_plan: bool = False
 ) -> tuple[Recipe, ...]:
-    """Read a recipe or its stages; each stage starts with the weights of an earlier stage.
+    """Read a recipe or its stages, trainings that usually start with an earlier stage's weights.
 
-    ``stages`` is a list of mappings. Each mapping has a ``name``, an optional ``start_from``
-    (default: the stage before it), and the keys in which the stage differs from the rest of the
-    recipe. A stage's ``run_dir`` becomes ``run_dir/name``. If the stage starts from another one,
-    its ``checkpoint.start_from`` becomes the ``run_dir`` of that stage.
+    ``stages`` is a list of mappings. Each mapping has a ``name``, an optional ``start_from`` (the
+    name of an earlier stage; default: the stage before it), and the keys in which the stage differs
+    from the rest of the recipe. The first stage, and a stage with ``start_from: null``, start from
+    no other stage. A stage's ``run_dir`` becomes ``run_dir/name``. If the stage starts from another
+    one, its ``checkpoint.start_from`` becomes the ``run_dir`` of that stage.
 
     Args:
         path: YAML file.
@@ -276,7 +278,10 @@ def _overridden(
 
 
 def _with_files(values: Values, to_plan: bool) -> Values:
-    """Return the values with the content of the files that ``model.attention`` names."""
+    """Return the values with the content of files in place of their names in ``model.attention``.
+
+    A list of kinds, or an unknown kind, is returned unchanged.
+    """
     model = values.get("model")
     attention = model.get("attention") if isinstance(model, dict) else None
     if not isinstance(model, dict) or not isinstance(attention, dict):
@@ -334,7 +339,10 @@ def _origin(key: str, origins: dict[str, str], path: str) -> str:
 
 
 def _origin_of_clash(message: str, origins: dict[str, str]) -> str:
-    """Return the origins of the keys that a message names; "" if no file has set any of them."""
+    """Return the origins of the keys that a message names, joined by " and ".
+
+    The result is "" if neither a file nor an override has set any of these keys.
+    """
     named = re.findall(r"[a-z_]+(?:\.[a-z_]+)+", message)
     return " and ".join(dict.fromkeys(origins[key] for key in named if key in origins))
 

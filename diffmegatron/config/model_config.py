@@ -27,8 +27,9 @@ class Initialization(Section):
 
     The paper of the Differential Transformer does not name a scheme. By default, embeddings start
     at N(0, 1) and not with ``std``. The reason is that the headwise norm makes the output of every
-    differential head as large at the first step as after training. Beside it, embeddings with a
-    standard deviation of 0.02 would be too small (docs/recipes.md shows the loss). Tied embeddings
+    differential head as large at the first step as after training. Compared with this output,
+    which is added to them in the residual stream, embeddings with a standard deviation of 0.02
+    would be too small (docs/recipes.md shows the loss). Tied embeddings
     start with ``std``, because the same matrix is the output layer, whose logits would be too large
     with N(0, 1).
     """
@@ -80,7 +81,8 @@ class ModelConfig(Section):
     def _sized(cls, attention: Variant, others: ValidationInfo) -> Variant:
         """Fill in sizes that follow from other keys, so that the saved recipe contains them.
 
-        The layers that a list of kinds names are also checked.
+        If ``attention`` is a list of kinds with their layers, also check the numbers of these
+        layers against ``num_layers``.
         """
         if "hidden_size" not in others.data or "baseline" not in others.data:
             return attention

@@ -26,7 +26,7 @@ MAX_LAYERS = 1024
 
 
 def trains_everything(recipe: RecipeSections) -> bool:
-    """Return whether no tensor is frozen."""
+    """Return whether a recipe freezes no tensor: it has no ``trainable`` patterns and no LoRA."""
     return recipe.optimizer.trainable is None and recipe.model.lora is None
 
 
@@ -61,7 +61,10 @@ def is_lora(name: str) -> bool:
 
 
 def learning_rate_factor(name: str, recipe: RecipeSections) -> float:
-    """Return the factor of the learning rate for a tensor; 1 if no pattern matches its name."""
+    """Return the factor by which ``optimizer.lr`` is multiplied for the tensor ``name``.
+
+    It is 1 if no pattern of ``optimizer.lr_multipliers`` matches the name.
+    """
     factors = recipe.optimizer.lr_multipliers
     return next((factors[pattern] for pattern in factors if fnmatchcase(name, pattern)), 1.0)
 
@@ -96,8 +99,9 @@ def check_trainable(recipe: RecipeSections) -> None:
     """Check that every pattern matches a tensor, and that every pipeline stage trains a tensor.
 
     Raises:
-        ValueError: a pattern matches no tensor (the message names the key, the pattern and the
-            nearest name), a stage trains no tensor, a tensor has two learning-rate factors, or a
+        ValueError: a pattern of ``trainable`` matches no tensor, or one of ``lr_multipliers``
+            matches no trained tensor (the message names the key, the pattern and the nearest
+            name); a stage trains no tensor; a trained tensor has two learning-rate factors; or a
             recipe with patterns or LoRA has more than ``MAX_LAYERS`` layers.
     """
     optimizer, model = recipe.optimizer, recipe.model

@@ -2,8 +2,8 @@
 
 The data model is JSON's, and numbers follow YAML 1.2. PyYAML implements YAML 1.1, which reads
 ``1e-6`` as text, ``1:30`` as 90 and ``2001-01-01`` as a date, so its rules for unquoted text are
-replaced here. ruamel.yaml implements 1.2 and refuses duplicate keys, but it is slower to import and
-to read, and the limits would still need code here.
+replaced here. ruamel.yaml implements 1.2 and refuses duplicate keys, but importing it and parsing
+with it are slower, and the limits on size and nesting would still need code here.
 """
 
 import re
@@ -14,8 +14,8 @@ import yaml
 from diffmegatron.errors import UserError
 from diffmegatron.files import shorten
 
-# Limit on the size of a file in bytes. A file of this size is parsed within a second. The largest
-# possible recipe has two thirds of this size.
+# MAX_BYTES is the limit on the size of a file. A file of this size is parsed within a second. The
+# largest possible recipe has two thirds of this size. MAX_DEPTH is the limit on nested levels.
 MAX_BYTES = 1 << 18
 MAX_DEPTH = 32
 # Limit on the number of nodes (values and keys) of a file; each alias counts as all the nodes that
@@ -127,7 +127,8 @@ def parse_yaml(text: str, name: str) -> Any:
     """
     try:
         return yaml.load(text, Loader=_Loader)
-    # PyYAML raises built-in errors for escapes beyond Unicode and for long version numbers.
+    # PyYAML raises ValueError or OverflowError for an escape beyond Unicode, and for a %YAML
+    # directive with a very long version number.
     except (yaml.YAMLError, ValueError, OverflowError) as error:
         raise UserError(f"{name} is not valid YAML: {shorten(_message(error))}") from None
 

@@ -91,7 +91,7 @@ class LayerAttention:
         return torch.cat([call.logits(first, end) for call in self.calls])
 
     def maps(self, first: int, end: int) -> Tensor:
-        """Return the maps of rows ``first`` to ``end - 1`` after subtraction.
+        """Return the maps of rows ``first`` to ``end - 1`` after the subtraction of noise maps.
 
         Returns:
             Float32 [heads, rows, end].
@@ -152,7 +152,7 @@ def watch_attention(model: Model, watch: Callable[[LayerAttention], object]) -> 
 
 @contextmanager
 def quantize_logits(model: Model, bits: int) -> Iterator[None]:
-    """Round attention logits to ``bits`` bits, relative to their largest absolute value (absmax).
+    """Round the attention logits of every forward pass in this context to ``bits`` bits (absmax).
 
     Every forward pass must have a single text.
 

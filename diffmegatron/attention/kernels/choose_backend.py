@@ -14,7 +14,8 @@ from .registry import BACKENDS, FEATURES, Call, Op
 # a GPU, because so far its kernels have been compiled and interpreted, but never run on a GPU. It
 # is therefore chosen only where no library can run: in ring context parallelism with packed
 # documents, or in float32. It comes before "blocked", a loop in Python, which would need thousands
-# of small matrix products for 64K positions. "cudnn_2call" is missing, because it has not run yet.
+# of small matrix products for 64K positions. "cudnn_2call" is missing, because it has never been
+# run. A backend that is missing here can still be requested by its name.
 AUTO_ORDER: dict[Op, dict[str, tuple[str, ...]]] = {
     "differential": {
         "cpu": ("blocked",),
@@ -26,12 +27,13 @@ AUTO_ORDER: dict[Op, dict[str, tuple[str, ...]]] = {
 
 
 def needed_features(*, documents: bool, context: int, communication: str | None) -> frozenset[str]:
-    """Return the `FEATURES` that an attention kernel must support for a parallel layout.
+    """Return the names of the `FEATURES` that a kernel must support for a parallel layout.
 
     Args:
         documents: whether attention stays within packed documents.
         context: number of context-parallel ranks.
-        communication: "ring", "all_gather" or "ulysses"; None for one rank.
+        communication: method of communication between these ranks, "ring", "all_gather" or
+            "ulysses"; None for one rank.
     """
     needs = {"documents"} if documents else set()
     if context > 1 and communication == "ring":
@@ -42,7 +44,15 @@ def needed_features(*, documents: bool, context: int, communication: str | None)
 
 
 def why_not(name: str, call: Call, libraries: frozenset[str]) -> str | None:
-    """Return the reason why the backend `name` cannot compute a call, or None if it can."""
+    """Return the reason why the backend `name` cannot compute a call, or None if it can.
+
+    The reason is a clause without a subject, such as "needs a cuda device, got cpu".
+
+    Args:
+        name: key of `BACKENDS[call.op]`.
+        call: properties of the call.
+        libraries: installed optional libraries, from `installed_backends.importable_libraries`.
+    """
     backend = BACKENDS[call.op][name]
     if backend.is_interpretable and is_interpreting():
         backend = replace(backend, devices=None, dtypes=None, head_dims=None)
@@ -81,7 +91,8 @@ def choose_backend(backend: str, call: Call, libraries: frozenset[str]) -> tuple
         libraries: installed optional libraries, from `installed_backends.importable_libraries`.
 
     Raises:
-        ValueError: the name is unknown, or the named backend cannot run the call.
+        ValueError: the name is unknown, the named backend cannot run the call, or, with "auto",
+            no backend of `AUTO_ORDER` can run it.
     """
     known = BACKENDS[call.op]
     if backend == "auto":

@@ -1,4 +1,4 @@
-"""The optional libraries that are installed here, and the backends that they can run."""
+"""The optional libraries that are installed here, and the backends that can run with them."""
 
 import logging
 from functools import cache
@@ -13,13 +13,16 @@ from .wrappers import cudnn_graphs, flash
 
 logger = logging.getLogger(__name__)
 
-# All libraries need compute capability 8.0 (Ampere) or later.
+# Lowest GPU compute capability that all the optional libraries support (8.0 is Ampere).
 LEAST_CAPABILITY = (8, 0)
 
 
 @cache
 def importable_libraries() -> frozenset[str]:
-    """Return the optional libraries that are installed, can be imported, and run on this GPU."""
+    """Return the optional libraries that are installed, can be imported, and support this GPU.
+
+    Without a GPU only the first two conditions are checked. Triton is never imported here.
+    """
     return frozenset(name for name in LIBRARIES if _is_usable(name))
 
 
@@ -42,7 +45,8 @@ def _unusable_reason(library: str) -> str | None:
     if library == "triton":
         return None
     try:
-        # A library that was built for another torch or CUDA is installed, but cannot be imported.
+        # Import the library: one that was built for another version of torch or CUDA is installed,
+        # but its import fails.
         if library == "cudnn":
             cudnn_graphs.load_library()
         else:
@@ -57,8 +61,8 @@ def call_of(op: Op, q: Tensor, needs: frozenset[str] = frozenset()) -> Call:
 
     Args:
         op: the operation.
-        q: queries, or the heads of a subtraction, `[b, s, heads, d]`. Only device, dtype and d are
-            used.
+        q: queries; for a subtraction, the heads from which it subtracts. `[b, s, heads, d]`, of
+            which only device, dtype and d are used.
         needs: features that the backend must support.
     """
     return Call(op, q.device.type, dtype_name(q.dtype), q.shape[3], needs)
@@ -71,7 +75,13 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 @cache
 def installed_backend(backend: str, call: Call) -> Backend:
-    """Return the backend for a call, and log the choice with its reason the first time.
+    """Return the backend for a call, and log the choice and its reason.
+
+    The result is cached, so each combination of arguments is logged once per process.
+
+    Args:
+        backend: name of a backend, or "auto".
+        call: properties of the call.
 
     Raises:
         ValueError: for the same reasons as in `choose_backend.choose_backend`.
@@ -88,11 +98,11 @@ def backend_table(
     dtype: torch.dtype = torch.bfloat16,
     head_dim: int = 128,
 ) -> list[tuple[str, bool, str]]:
-    """Return every backend of an operation, and whether it can run, for `diffmegatron doctor`.
+    """Return a list of an operation's backends with whether each can run, for `doctor`.
 
     Args:
         op: the operation.
-        device: device type; by default the accelerator if there is one.
+        device: device type; by default "cuda" if torch finds a GPU, otherwise "cpu".
         dtype: dtype of queries, keys and values.
         head_dim: width of a query.
 

@@ -65,7 +65,11 @@ def combine_maps(outs: Sequence[Tensor], lambda_: Tensor | None) -> Tensor:
 
 
 def map_factors(lambda_: Tensor | None, like: Tensor) -> list[Tensor]:
-    """Return the factors of the maps in the output, 1 and -lambda, in the dtype of ``like``."""
+    """Return the factors by which the maps' outputs are multiplied, in the dtype of ``like``.
+
+    They are 0-dim tensors without gradients: 1 with one map (``lambda_`` is None), 1 and -lambda
+    with two.
+    """
     one = like.new_ones(())
     return [one] if lambda_ is None else [one, -lambda_.detach().to(like.dtype)]
 
@@ -79,7 +83,8 @@ def map_gradients(grad: Tensor, lambda_: Tensor | None, noise_heads: int) -> lis
         noise_heads: number of heads of the second map, h / r.
 
     Returns:
-        One tensor per map. The second is `[b, s, h / r, e]` in fp32 or wider.
+        One tensor per map. The first is ``grad`` itself. The second is `[b, s, h / r, e]`, in
+        fp32 (fp64 for an fp64 ``grad``).
     """
     if lambda_ is None:
         return [grad]
@@ -125,9 +130,17 @@ class WholeAttention(NamedTuple):
     def deltas(self, grad: Tensor, lambda_: Tensor | None) -> tuple[Tensor, ...]:
         """Return one delta per map, `[b, s, heads of the map]`, which the softmax gradient needs.
 
-        The delta of the first map is rowsum(grad * out1). That of the second map is the sum of
-        rowsum(grad * out2) over the signal heads that share a noise head. The gradient of lambda is
-        minus the sum of all elements of the second delta. The dtype is that of the log-sum-exps.
+        Here rowsum is the sum over the last dimension, and out1 and out2 are the outputs of the two
+        maps. The delta of the first map is rowsum(grad * out1). That of the second map is the sum
+        of rowsum(grad * out2) over the signal heads that share a noise head. The gradient of lambda
+        is minus the sum of all elements of the second delta.
+
+        Args:
+            grad: gradient of `out`, `[b, s, h, e]`.
+            lambda_: 0-dim; None with one map.
+
+        Returns:
+            Deltas in the dtype of the log-sum-exps.
         """
         wide = grad.to(self.lses[0].dtype)
         sums = (wide * self.out).sum(-1)

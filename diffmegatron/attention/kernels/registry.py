@@ -1,8 +1,8 @@
 """The table of backends (implementations of attention), with their supported calls and costs.
 
-This module does not import torch, because recipes and plans use it, and do not need torch. To
-add a backend, write its module, describe it in `BACKENDS`, and add its name to
-`choose_backend.AUTO_ORDER` if `auto` should choose it.
+This module does not import torch, because the commands that check or plan a recipe import it and
+must start without the slow import of torch. To add a backend, write its module, describe it in
+`BACKENDS`, and add its name to `choose_backend.AUTO_ORDER` if `auto` should choose it.
 """
 
 from collections.abc import Callable, Mapping
@@ -33,7 +33,9 @@ LIBRARIES = ("triton", "flash_attn", "flex_head_fa", "cudnn")
 # Names of the 16-bit dtypes.
 SIXTEEN_BIT_NAMES = ("bfloat16", "float16")
 
-# Features that a call may need beyond plain causal or full attention, with the words for messages.
+# Features that a call may need beyond causal or unmasked attention over whole sequences. The values
+# complete the message "the backend cannot ...". A chunk is the part of the keys that one rank of
+# ring context parallelism holds.
 FEATURES = {
     "documents": "stay within packed documents (cu_seqlens)",
     "offsets": "place queries freely against the keys (query_offset, key_offset)",
@@ -85,8 +87,8 @@ class Backend:
             and a key that the mask hides. `work` does not include them. Causal attention then needs
             twice the work.
         lacks: unsupported members of `FEATURES`.
-        chunk_dtypes: dtypes supported for chunks, by device type. A device type that is missing
-            here supports all `dtypes`.
+        chunk_dtypes: dtypes supported for a call that needs "chunks", as a mapping from device
+            types. On a device type that is missing here, all `dtypes` are supported.
         fuses_norm: whether the backend itself applies the call's norm of the heads' outputs. It
             does so within its kernel, except if several heads of the first map share a head of the
             second map: then it applies the norm after the kernel.
@@ -125,8 +127,8 @@ class Backend:
         return function
 
 
-# Each function creates a backend of one library. Its arguments here are the properties that the
-# library has both in differential and in softmax attention.
+# Functions that create the `Backend` of one library. The arguments given here are the properties
+# that differential and softmax attention of the library share; the tables below add the others.
 _triton_attention = partial(
     Backend,
     "triton.triton_attention",

@@ -19,8 +19,8 @@ from diffmegatron.files import shorten
 __all__ = ["VARIANTS", "Variant", "model_types", "of_model_type", "read_variant", "register"]
 
 VARIANTS: dict[str, type[Variant]] = {}
-# Members of `Variant` that were renamed: the former name, which a user's class may still define,
-# and the present name.
+# Members of `Variant` that were renamed. The key is the former name, which a user's class may still
+# define. The value is the present name, as the error message prints it.
 RENAMED = {
     "attend": "forward, whose tensors are [b, s, ...],",
     "normalised": "normalize_qk",
@@ -54,7 +54,10 @@ for each in (Softmax, DiffV1, DiffV2, Grouped, Dex):
 
 
 def of_model_type(model_type: object) -> type[Variant] | None:
-    """Return the variant's class that can import this model type of Hugging Face, or None."""
+    """Return the variant's class that can import this model type of Hugging Face.
+
+    The result is None if there is no such class.
+    """
     return next((kind for kind in _readable() if model_type in kind.model_types), None)
 
 

@@ -135,7 +135,9 @@ class Kernels:
         """Return the bytes per token of the keys and values that softmax attention saves.
 
         With a mask, torch's kernels (a backend with ``saves_bias``) do not support several query
-        heads per key-value head, so each query head then has a copy of its keys and values.
+        heads per key-value head. Each query head then has a copy of its keys and values in each
+        attention call. In all other cases the keys and values are saved once; after an all-gather
+        these are the gathered ones of all context-parallel ranks.
         """
         if self.has_mask and backend.saves_bias and heads.queries > heads.keys:
             return 2 * self.element * heads.query_channels * self.keys_per_query
@@ -196,7 +198,7 @@ class Variant(Section, ABC):
         """Return the section with all sizes filled in.
 
         Raises:
-            ValueError: a size does not fit.
+            ValueError: neither ``num_heads`` nor ``head_dim`` is given, or a size does not fit.
         """
         sizes = {"num_heads": self.num_heads, "head_dim": self.head_dim}
         given = {name: size for name, size in sizes.items() if size}
@@ -224,7 +226,7 @@ class Variant(Section, ABC):
         return 1
 
     def check(self) -> None:
-        """Check the sizes of a section that has all of them.
+        """Check that the sizes fit each other; :meth:`sized` calls this after it has set them all.
 
         Raises:
             ValueError: a size does not fit.
@@ -252,7 +254,7 @@ class Variant(Section, ABC):
         return self
 
     def by_kind(self, num_layers: int) -> "tuple[tuple[Variant, Layers], ...]":
-        """Return every kind in the network with the ranges of its layers."""
+        """Return a pair for every kind in the network: the kind, and the ranges of its layers."""
         return ((self, (range(num_layers),)),)
 
     @property
@@ -268,7 +270,7 @@ class Variant(Section, ABC):
         return f"{self.num_heads} heads of {self.head_dim}{key_values}"
 
     def keys(self) -> dict[str, Any]:
-        """Return the keys of the section with their values."""
+        """Return the section as a dict, from the names of its keys to their values."""
         return self.model_dump()
 
     def check_layers(self, num_layers: int) -> None:
@@ -284,9 +286,10 @@ class Variant(Section, ABC):
         return self.model_copy(update=dict(sizes))
 
     def foundation(self) -> "Variant | None":
-        """Return another kind whose weights a run may start from, or None.
+        """Return the other kind of attention whose weights a run of this kind may start from.
 
-        Parameters that only this kind declares then get the initial values of a new run.
+        Parameters that only this kind declares then get the initial values of a new run. None: a
+        run may only start from weights of its own kind.
         """
         return None
 
@@ -307,7 +310,10 @@ class Variant(Section, ABC):
 
     @abstractmethod
     def baseline(self) -> "Variant":
-        """Return the Transformer to compare with, which has the same width, keys and values."""
+        """Return softmax attention with as many channels as this kind, for a comparison.
+
+        The width of the heads' outputs is the same, and so is the width of all keys and values.
+        """
 
     def parameters(self, hidden_size: int) -> tuple[Parameter, ...]:
         """Return a layer's parameters other than the two projections; by default none."""
@@ -323,10 +329,10 @@ class Variant(Section, ABC):
 
     @abstractmethod
     def products(self) -> int:
-        """Return the multiply-adds of a layer's attention per (query, key) pair.
+        """Return the multiply-adds of all heads of a layer per (query, key) pair.
 
-        They are those of the forward pass, and the minimum for the equations. A backward pass needs
-        twice as many.
+        This is the number in the forward pass, if the equations are computed in the cheapest way. A
+        backward pass needs twice as many.
         """
 
     def work(self, backend: str, *, deterministic: bool = False) -> tuple[int, int]:
@@ -394,16 +400,18 @@ class Variant(Section, ABC):
 
         Args:
             layer: layer with its parameters.
-            context: functions that compute attention to the whole sequence.
+            context: functions that compute attention to the whole sequence, also when it is divided
+                among context-parallel ranks.
             query: rotated queries of this rank, [b, s, query heads, d].
             key, value: keys (rotated) and values of this rank, [b, s, key heads, d].
             gate: result of :meth:`gate`, [b, s, ...].
         """
 
     def current_lambda(self, layer: Layer) -> "Tensor | None":
-        """Return lambda of a layer for the log as a 0-dim float32 tensor, or None.
+        """Return lambda of a layer for the log as a 0-dim float32 tensor.
 
-        If lambda depends on the token, :meth:`forward` passes it to :meth:`Layer.observe` instead.
+        The result is None if the kind has no lambda, or if lambda depends on the token. In the
+        second case :meth:`forward` passes lambda to :meth:`Layer.observe`, which logs its mean.
         """
         return None
 
@@ -435,7 +443,8 @@ class Variant(Section, ABC):
             hidden: input of the attention at these rows, [rows, hidden_size].
 
         Returns:
-            Maps as float32 [num_heads, rows, keys].
+            Maps as float32 [num_heads, rows, keys]; by default ``maps`` itself, because a kind
+            with one map per head subtracts nothing.
         """
         return maps
 

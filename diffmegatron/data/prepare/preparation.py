@@ -38,8 +38,8 @@ TOKENS, LENGTHS, COUNTS, DIGESTS = "tokens.bin", "lengths.i32", "counts.i32", "d
 REJECTS = "rejects.jsonl"
 FILES = (TOKENS, LENGTHS, COUNTS, DIGESTS, REJECTS)
 INDEX, MANIFEST = "index.idx", "manifest.json"
-# Below this number of documents, a single reject is a large share, so the share of rejects is
-# checked only at the end.
+# Number of documents from which every commit checks the share of rejected records. With fewer
+# documents a single rejected record is a large share, so the share is checked only at the end.
 _EARLY_CHECK = 1000
 
 
@@ -48,11 +48,11 @@ class Counts:
     """Running totals of a preparation.
 
     Attributes:
-        documents: number of documents.
-        tokens: number of tokens, including end-of-document tokens.
-        text_bytes: number of UTF-8 bytes of text that were tokenised.
-        rejected: number of records that cannot be used.
-        empty: number of records without text.
+        documents: number of documents written, without duplicates.
+        tokens: number of tokens written, including end-of-document tokens.
+        text_bytes: number of UTF-8 bytes of tokenised text, including the text of duplicates.
+        rejected: number of input records that cannot be used.
+        empty: number of input records without text.
         duplicates: number of documents that were dropped as duplicates.
     """
 
@@ -79,7 +79,8 @@ class Identity(Section):
     Attributes:
         settings: settings, as recorded in the manifest.
         files: name, size in bytes and modification time in ns of each input file.
-        part: record of the part; None for a preparation without parts.
+        part: number of the part of the corpus that this preparation writes (``--part K/N``); None
+            if it writes the whole corpus.
     """
 
     settings: dict[str, str | bool | int | None]
@@ -94,7 +95,8 @@ class State(Section):
         identity: inputs and settings.
         position: position in the input.
         counts: totals up to this position.
-        first_reject: description of the first record that cannot be used; empty: none.
+        first_reject: description of the first rejected record, one that cannot be used; "" if
+            there is none.
         finished: whether all files are complete and can be renamed to their final names.
     """
 
@@ -193,9 +195,9 @@ class Preparation:
     def _columns(self) -> str:
         """Return the names of all columns of a Parquet file as the end of an error message.
 
-        The file is the one with the first reject. Its columns help the user to choose the right
-        one, because the description of the reject contains only the columns that were read. The
-        text is empty if the file is not Parquet, cannot be read, or has all required columns.
+        The file is the one with the first rejected record. Its columns help the user to choose the
+        right one, because the description of the record contains only the columns that were read.
+        The result is "" if the file is not Parquet, cannot be read, or has all required columns.
         """
         required = set(self.settings.required_fields)
         for file in self.files:
@@ -213,7 +215,8 @@ class Preparation:
         """Write the index and the manifest, and commit the journal as finished.
 
         Raises:
-            UserError: the corpus has no document; a part may be empty.
+            UserError: the whole corpus has no document. One part of a corpus (``--part K/N``) may
+                have none, because other parts can have documents.
         """
         if not self.counts.documents and self.identity.part is None:
             self._refuse_empty()

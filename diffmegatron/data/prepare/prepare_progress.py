@@ -57,8 +57,8 @@ class PrepareProgress:
     def update(self, place: Position, totals: _Totals) -> None:
         """Show the progress up to a position in the input.
 
-        Rates are averages of the work of this process. The totals at the first call are subtracted,
-        because they may contain the work of an earlier, interrupted process.
+        Rates (MB/s and tokens/s) are averages since this process started. The totals at the first
+        call are subtracted, because they may contain the work of an earlier, interrupted process.
 
         Args:
             place: position up to which the input is tokenised.

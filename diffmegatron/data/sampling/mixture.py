@@ -32,10 +32,10 @@ class _Node:
 
 
 class Mixture:
-    """Order in which the samples of a run are drawn from its sources.
+    """Order in which the samples of a run are drawn from its sources (corpora).
 
     Args:
-        weights: relative weight of each source.
+        weights: relative weight of each source; the weights need not sum to 1.
 
     Raises:
         ValueError: a weight is negative, or all are zero.

@@ -5,7 +5,9 @@ heads per kv head. Keys have the layout `[b * h_kv, t, d]`. All are contiguous, 
 fp64 inputs).
 
 In the shapes b is the batch size, s the number of queries, t the number of keys, h the number of
-query heads of the map, h_kv the number of kv heads, d the width of a query, and e any width.
+query heads of the map, h_kv the number of kv heads, d the width of a query, and e any width. For
+one block, heads is the number of its entries of the first dimension (at most b * h_kv), rows the
+number of its query rows, and keys the number of its keys.
 
 The heads of the first map are called signal heads, and those of the second map, which is
 subtracted, noise heads. Several signal heads may share a noise head.
@@ -19,11 +21,11 @@ from torch import Tensor
 from ..cached_tensors import cached_tensors
 from ..masks import AttentionMask
 
-# ROWS_PER_BLOCK is the number of query rows in a block times the number of query heads per kv head.
-# ELEMENTS_PER_CORE is the number of elements of one map that a CPU core computes in a block. 2**17
-# elements in fp32 are 512 KiB, so that both maps fit into a core's L2 cache. Blocks of 32 or 128
-# rows, or of four times as many elements, were up to a third slower at 256 to 2K keys, and equally
-# fast at 4K.
+# ROWS_PER_BLOCK is the number of query rows in a block times the number of query heads per kv head
+# (but a block has at least 16 rows, if there are as many). ELEMENTS_PER_CORE is the number of
+# elements of one map that a CPU core computes in a block. 2**17 elements in fp32 are 512 KiB, so
+# that both maps fit into a core's L2 cache. Blocks of 32 or 128 rows, or of four times as many
+# elements, were up to a third slower at 256 to 2K keys, and equally fast at 4K.
 ROWS_PER_BLOCK = 64
 ELEMENTS_PER_CORE = 2**17
 
@@ -100,7 +102,7 @@ def group_queries(x: Tensor, kv_heads: int) -> Tensor:
 
 
 def ungroup_queries(x: Tensor, batch: int) -> Tensor:
-    """Invert the layout of `group_queries`; the dtype does not change."""
+    """Rearrange `[b * h_kv, repeats, s, e] -> [b, s, h, e]`, where b is ``batch``."""
     return x.unflatten(0, (batch, -1)).permute(0, 3, 1, 2, 4).flatten(2, 3)
 
 
@@ -110,21 +112,22 @@ def group_keys(x: Tensor) -> Tensor:
 
 
 def ungroup_keys(x: Tensor, batch: int) -> Tensor:
-    """Invert the layout of `group_keys`; the dtype does not change."""
+    """Rearrange `[b * h_kv, t, e] -> [b, t, h_kv, e]`, where b is ``batch``."""
     return x.unflatten(0, (batch, -1)).transpose(1, 2).contiguous()
 
 
 def block_by_noise_head(x: Tensor, noise_heads: int, repeats: int = 1) -> Tensor:
     """View `[heads, noise_heads * repeats * rows, keys]` in five dimensions.
 
-    The result is `[heads, noise_heads, repeats, rows, keys]`. Here `repeats` is the number of
-    signal heads per noise head, and `noise_heads` the number of noise heads per kv head.
+    The result is `[heads, noise_heads, repeats, rows, keys]`. `noise_heads` is the number of noise
+    heads per kv head. `repeats` is the number of signal heads per noise head, unlike in the rest of
+    this module.
     """
     return x.unflatten(1, (noise_heads, repeats, -1))
 
 
 def sum_over_signal_heads(x: Tensor, noise_heads: int, repeats: int) -> Tensor:
-    """Sum over the `repeats` signal heads that share a noise head.
+    """Sum over the `repeats` signal heads that share a noise head (see `block_by_noise_head`).
 
     Shapes: `[heads, noise_heads * repeats * rows, keys] -> [heads, noise_heads * rows, keys]`.
     """

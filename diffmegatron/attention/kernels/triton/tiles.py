@@ -1,5 +1,6 @@
 # mypy: disable-error-code="no-untyped-def"
-# Kernel parameters are values of Triton's compiler, so they have no Python types.
+# The parameters of the kernels have no type annotations, because they are values of Triton's
+# compiler, which Python types cannot describe.
 """Functions that the Triton kernels share: loads, stores, products, intervals of visible keys.
 
 Tensors are `[batch, length, heads, width]`. Their last stride is 1, and the other strides are
@@ -34,7 +35,7 @@ def load_tile(
 ):
     """Load the tile `[ROWS, WIDTH]` of one head that starts at `first_row`.
 
-    Rows past the end and columns past `width` are zero.
+    Rows from `length` on and columns past `width` are zero.
     """
     if TMA:
         tile = source.load([batch, head, first_row, 0]).reshape([ROWS, WIDTH])
@@ -65,7 +66,7 @@ def store_tile(
 ):
     """Store a tile in a contiguous `[batch, length, heads, width]` tensor.
 
-    Rows past the end and columns past `width` are not stored.
+    Rows from `length` on and columns past `width` are not stored.
     """
     rows = first_row + tl.arange(0, ROWS)
     columns = tl.arange(0, WIDTH)
@@ -79,7 +80,7 @@ def store_tile(
 def load_rows(pointer, batch, head, first_row, length, heads, other, ROWS: tl.constexpr):
     """Load one number per row, `[ROWS]`, from a contiguous `[batch, heads, length]` tensor.
 
-    Rows past the end get the value `other`.
+    Rows from `length` on get the value `other`.
     """
     rows = first_row + tl.arange(0, ROWS)
     base = pointer + (tl.cast(batch, tl.int64) * heads + head) * length
@@ -169,9 +170,9 @@ def queries_of_keys(
 ):
     """Return the interval of query rows, [start, stop), that see each key.
 
-    Query i is in the interval of key j if and only if `keys_of_rows` gives query i an interval with
-    key j. `shift` is the position of the first query minus the position of the first key. With
-    DOCUMENTS the intervals are loaded from two tables `[key_length]`
+    A query i sees a key j if j is in the interval that `keys_of_rows` returns for i. An interval
+    with start >= stop is empty. `shift` is the position of the first query minus the position of
+    the first key. With DOCUMENTS the intervals are loaded from two tables `[key_length]`
     (`AttentionMask.query_intervals`).
     """
     if DOCUMENTS:
