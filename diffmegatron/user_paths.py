@@ -14,7 +14,8 @@ from pathlib import Path
 from diffmegatron.errors import MachineError, UserError
 from diffmegatron.files import check_utf8, format_path, os_error_text
 
-# Errors caused by a wrong path. All other errors, such as a full disk, are failures of the machine.
+# Numbers (errno) of the errors that a wrong path causes. All other errors, such as a full disk, are
+# failures of the machine.
 _USER_ERRNOS = {
     *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENOTEMPTY, errno.ELOOP),
     *(errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENXIO, errno.EINVAL),
@@ -25,9 +26,10 @@ _LOOP = "Symlink loop from "
 
 @contextmanager
 def explain_path_errors(words: Sequence[str]) -> Iterator[None]:
-    """Turn an error about a path among ``words`` into one sentence.
+    """Replace an error about a path among ``words`` by a UserError or MachineError.
 
-    An error about any other file is a defect of the program and keeps its traceback.
+    The message of the new error is one sentence. An error about any other file is a defect of the
+    program, and passes unchanged, so that the user sees its traceback.
 
     Args:
         words: words of the command line.

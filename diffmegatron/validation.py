@@ -32,8 +32,9 @@ def validated(schema: type[Model], values: Any, name: str) -> Model:
 def first_error(error: ValidationError) -> Any:
     """Return the error to report: an unknown key if there is one, otherwise the first error.
 
-    A mistyped key causes two errors: the unknown key, and the missing key that the user meant. The
-    second one alone would not show the user the mistake.
+    A mistyped name of a required key causes two errors: an unknown key, and a missing key, which is
+    the one that the user meant. The error about the missing key would not show the user the typing
+    mistake.
     """
     errors = error.errors(include_url=False)
     return min(errors, key=lambda each: each["type"] != "extra_forbidden")

@@ -56,7 +56,7 @@ def layer_spec(
         variant: kind of attention and its sizes.
         host: library of the linear and norm classes.
         backend: backend (kernel implementation) of differential attention: ``auto``, or a name that
-            the command ``diffmegatron doctor`` lists. Softmax attention always uses ``auto``.
+            the command ``diffmegatron doctor`` lists. Layers of softmax attention use ``auto``.
         communication: method of communication between context-parallel ranks.
         lora: LoRA of the projections, for the local host only.
     """

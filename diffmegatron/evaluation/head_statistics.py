@@ -41,11 +41,12 @@ def map_statistics(
     Args:
         seen: layers of a forward pass, in order.
         top: share of a row's tokens that are its top tokens, the ones with the largest scores.
-            Measures of top tokens leave out rows that are too short to have one.
+            Measures of top tokens leave out rows that are too short to have a top token.
         epsilons: thresholds for scores near zero.
 
     Returns:
-        For each measure and layer, the mean over the layer's rows and heads; and 1 - cosine
+        Two results. The first maps the name of each measure to a list with one number per layer,
+        the mean over the layer's rows and heads (or pairs of heads). The second is 1 - cosine
         similarity of the maps of every two heads of the network, float64 [heads, heads] in the
         order of the layers.
 
@@ -114,7 +115,17 @@ def _measured(
 
 
 def _overlaps(block: "_Block", signal: Tensor, noise: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yield the overlaps of each head's two maps, ``signal`` and ``noise`` [heads, rows, keys]."""
+    """Yield the name and values [heads, rows] of each overlap of a head's two maps.
+
+    The overlap of top tokens is the share of one map's top tokens that are top tokens of the other
+    map too. The overlap of scores is sum(min) / sum(max) of the two maps' scores. It is computed
+    for the tokens that are top tokens of at least one map, and for all other tokens.
+
+    Args:
+        block: rows of the block.
+        signal: signal maps, [heads, rows, keys].
+        noise: noise maps, [heads, rows, keys].
+    """
     one, other = block.tops(signal), block.tops(noise)
     both = (one * other).sum(2)[:, block.skipped :]
     yield f"{TOP}, {MAPS}", both / block.counts[block.skipped :]
@@ -222,9 +233,9 @@ class _Kernels:
 def head_importance(model: Model, ids: Sequence[int], heads: int) -> Tensor:
     """Return the importance |dL / dxi| of every head (Michel et al., 2019).
 
-    xi is a factor with the value 1 by which the head's output is multiplied. L is the mean loss of
-    the text's tokens after the first. A backward pass with the logits of all tokens must fit into
-    the memory.
+    xi is a factor with the value 1 by which the head's output is multiplied; each head of each
+    layer has its own. L is the mean loss of the text's tokens after the first. A backward pass with
+    the logits of all tokens must fit into the memory.
 
     Args:
         model: model of the heads.

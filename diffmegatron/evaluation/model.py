@@ -46,11 +46,12 @@ class Model:
     def network(self) -> PreTrainedModel:
         """The network in evaluation mode.
 
-        It is loaded with a class of ``transformers`` or of this package. Code in the folder is
-        never run.
+        It is loaded with a class of ``transformers`` or of this package. Python code in the
+        target's folder is never run.
 
         Raises:
-            UserError: the folder does not contain a complete model.
+            UserError: transformers cannot load the folder, or its tensors are not exactly those of
+                the model.
         """
         register()
         transformers_logging.disable_progress_bar()
@@ -90,8 +91,8 @@ class Model:
         """Answer requests in batches of similar lengths.
 
         A batch has only requests of one group (:class:`_Size`). Within a group the longest requests
-        come first. If a batch does not fit into the GPU's memory, it is divided, and from then on
-        no batch has more than half of its tokens.
+        come first. If a batch does not fit into the GPU's memory, its requests are divided into
+        new batches, and from then on no batch has more than half as many tokens as that one.
 
         Args:
             requests: requests in any order.
@@ -103,8 +104,8 @@ class Model:
             UserError: a single request does not fit into the memory.
         """
         sizes = _sizes(requests)
-        # Sort requests with the same shared tokens next to each other, so that the keys and values
-        # of these tokens are computed once.
+        # Generation requests can begin with the same tokens (``Generation.shared``). Sort these
+        # requests next to each other, so that the keys and values of the tokens are computed once.
         order = sorted(range(len(requests)), key=lambda n: (sizes[n].group, -sizes[n].length))
         left = deque(order)
         while left:
@@ -184,8 +185,8 @@ class _Size(NamedTuple):
 
     Attributes:
         group: number of the request's group. All requests of a batch are from the same group. All
-            scoring requests form one group, and generation requests form one group for each
-            sequence of shared tokens.
+            scoring requests form one group. Generation requests form one group for each beginning
+            that several of them share (``Generation.shared`` tokens).
         is_generation: whether the request is for generation.
         rows: number of rows that the request needs in a batch.
         length: number of tokens of the request's longest row, including tokens to generate.

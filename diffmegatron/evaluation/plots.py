@@ -1,4 +1,4 @@
-"""Pictures of recorded runs: losses, throughput and lambda by tokens seen."""
+"""Pictures of recorded runs: losses, throughput and lambda over the number of tokens seen."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from diffmegatron.files import write_picture
 # Points (tokens seen, value) of one metric.
 Series = Sequence[tuple[float, float]]
 
-# Largest number of layers in a legend.
+# Largest number of layers that the legend of a lambda plot names; other layers have a curve only.
 _NAMED_LAYERS = 8
 
 
@@ -27,8 +27,9 @@ class Curves:
         losses: training losses in nats per token.
         held_out: losses on held-out text in nats per token.
         throughput: tokens per second.
-        lambdas: lambda (the factor of the noise map) of each layer, by the name of its metric;
-            empty for attention without lambda.
+        lambdas: curve of lambda (the factor of the noise map) in each layer. The keys are names of
+            metrics, which end with ``_`` and the number of the layer. Empty for attention without
+            lambda.
         stage_starts: number of tokens seen at the start of each stage except the first.
     """
 

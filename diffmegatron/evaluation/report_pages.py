@@ -31,9 +31,9 @@ _NOTE = (
 )
 _ARROWS = {"higher": "↑", "lower": "↓"}
 
-# With fewer items, a bootstrap interval is too narrow for 95%. Its ends for n normally distributed
-# items lie at 1.96 * sqrt((n - 1) / n) standard errors. For n below this limit, the probability
-# between these ends is below 90% in Student's t distribution.
+# With fewer items than this, a 95% bootstrap interval is too narrow, and is marked with *. Its ends
+# for n normally distributed items lie at 1.96 * sqrt((n - 1) / n) standard errors. For n below this
+# limit, the probability between these ends is below 90% in Student's t distribution.
 _FEW_ITEMS = 10
 _NOTE_ON_FEW = (
     f"A measure with * has fewer than {_FEW_ITEMS} items of a target, so its interval is too "
@@ -157,7 +157,7 @@ def _name(suite: Mapping[str, Any], measure: str) -> str:
 
 
 def _is_of_few(measure: Mapping[str, Any]) -> bool:
-    """Return whether a target has too few items for the interval of a measure."""
+    """Return whether at least one target has too few items for the interval of a measure."""
     return any(
         each is not None and each["items"] < _FEW_ITEMS for each in measure["targets"].values()
     )
@@ -186,7 +186,7 @@ def _across(suite: Mapping[str, Any]) -> Table:
 
 
 def _decimals(row: Sequence[Mapping[str, Any] | None]) -> int:
-    """Return the number of decimals for all numbers of a row.
+    """Return the number of decimals with which all numbers of a table row are printed.
 
     With this number, the width of the row's narrowest interval has two significant digits. In a
     row without intervals, the largest number has four significant digits. The result is at most

@@ -134,7 +134,7 @@ class Suite(Section, ABC):
 
     @property
     def requests_only_free_text(self) -> bool:
-        """True if all requests are for free text: no likelihoods, labels or activations."""
+        """True if the suite needs only generated free text: no likelihoods, labels, activations."""
         return False
 
     @property
@@ -192,7 +192,9 @@ class Suite(Section, ABC):
     ) -> Iterator[tuple[str, Record | NotFiniteError]]:
         """Yield the key of each item with its record, or with the error that prevented a record.
 
-        If the suite defines :meth:`requests_of`, the model determines the order.
+        A suite that overrides :meth:`score` yields the items in their order. For the other suites,
+        which define :meth:`requests_of`, the order depends on the batches into which the model
+        divides the requests of all items.
         """
         if type(self).score is Suite.score:
             generators = ((item.key, self.requests_of(model.target, item)) for item in items)
@@ -205,7 +207,7 @@ class Suite(Section, ABC):
                 yield item.key, error
 
     def means(self, record: Record) -> Mapping[str, Mean]:
-        """Return an item's contributions to measures, by the name of the measure."""
+        """Return a mapping from the name of each measure to the item's contribution to it."""
         return {}
 
     def unit(self, key: str, record: Record) -> str:

@@ -71,7 +71,12 @@ class Original:
     def write_config(self, recipe: Recipe, directory: Path) -> None:
         """Write ``config.json``, changed where the recipe differs from the pretrained model.
 
-        ``generation_config.json`` is copied if the model has one.
+        If nothing differs, the file is copied unchanged. ``generation_config.json`` is copied if
+        the model has one.
+
+        Args:
+            recipe: recipe of the run.
+            directory: folder for the files.
         """
         if changed := changed_keys(self.config, recipe):
             config = type(self.config).from_dict(self.config.to_dict() | changed)

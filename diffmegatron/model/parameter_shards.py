@@ -107,7 +107,8 @@ def _shard(tensor: ShardedTensor, start: int) -> Shard:
         offset=tuple(tensor.global_offset),
         shape=tuple(tensor.local_shape),
         start=start,
-        # The last entry of a tuple is the data-parallel rank. Ignore it: ZeRO partitions the copies
-        # of data-parallel ranks, so each of these ranks saves its partition.
+        # ``replica_id``, an integer or a tuple, is zero for the copy to save. The last entry of
+        # a tuple is the data-parallel rank. Ignore it: ZeRO partitions the copies of data-parallel
+        # ranks, so each of these ranks saves its partition.
         is_primary=replica == 0 or not any(replica[:-1]),
     )

@@ -56,7 +56,8 @@ class GatedAdamW(torch.optim.AdamW):
     def step(self, closure: Any = None) -> Any:
         """Update the weights of ``self.param_groups`` if the gate allows it.
 
-        The weight decay of :attr:`decaying_rows` is applied first, and torch's AdamW does the rest.
+        The weight decay of :attr:`decaying_rows` is applied first. Then torch's AdamW updates all
+        parameters, including the weight decay of parameters without frozen rows.
         DeepSpeed may call this once per parameter group, with only that group in ``param_groups``.
         """
         if not self.gate():
@@ -69,7 +70,10 @@ class GatedAdamW(torch.optim.AdamW):
 
 
 def create_adamw(network: Network, recipe: Recipe) -> GatedAdamW:
-    """Return the optimizer of a recipe for the trained parameters of this rank's network."""
+    """Return the optimizer of a recipe for the trained parameters of this rank's network.
+
+    Its attributes ``gate`` and ``decaying_rows`` must be set before the first step.
+    """
     optimizer = recipe.optimizer
     return GatedAdamW(
         parameter_groups(network, recipe),

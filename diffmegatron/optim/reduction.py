@@ -102,8 +102,8 @@ class GradientReduction:
         """Reduce the remaining buckets, wait for all, and pass the averages to DeepSpeed.
 
         Returns:
-            The n parameters, and the norms of their gradients on this rank before the reduction,
-            float32 [n] on the device. The device is not synchronized.
+            All n parameters of the buckets, and the norms of their gradients on this rank before
+            the reduction, float32 [n] on the device. The device is not synchronized.
         """
         self._start(len(self._buckets))
         for bucket in self._buckets:
@@ -130,8 +130,9 @@ class GradientReduction:
     def _arrive(self, parameter: torch.nn.Parameter) -> None:
         """Record that a gradient was added to the flat tensor, and reduce complete buckets.
 
-        This method is the hook of every parameter. Buckets are reduced in their fixed order: a
-        complete bucket waits for those before it.
+        This method is the hook of every parameter, and does nothing outside of :meth:`overlapping`.
+        A bucket is complete if all its gradients are. Buckets are reduced in their fixed
+        order: a complete one waits until all before it are complete.
 
         Raises:
             UserError: If the bucket of the parameter is already being reduced.

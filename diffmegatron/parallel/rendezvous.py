@@ -65,7 +65,8 @@ def meet(launch: LaunchEnvironment, seconds: float) -> Store:
 def _decide(store: Store, arrivals: Sequence[str], _: int, seconds: float) -> str:
     """Return the problem of the rendezvous, or "" if there is none; runs on rank 0 only.
 
-    The problem is also stored for the other ranks.
+    The problem is that ranks are missing, or that they have different values of ``WORLD_SIZE``. It
+    is also stored for the other ranks.
     """
     if _wait_until(lambda: store.check(list(arrivals)), seconds):
         problem = _other_sizes(store.multi_get(list(arrivals)))
@@ -73,8 +74,8 @@ def _decide(store: Store, arrivals: Sequence[str], _: int, seconds: float) -> st
         problem = _missing_ranks(store, arrivals, seconds)
     store.set(_OUTCOME, problem)
     if problem:
-        # The error ends this process and the store in it. First wait until the other ranks have
-        # read the problem.
+        # The caller raises an error, which ends this process and the store in it. First wait until
+        # the ranks that have arrived have read the problem, but at most _MARGIN_SECONDS.
         received = [
             _received(rank) for rank, key in enumerate(arrivals) if rank and store.check([key])
         ]
@@ -138,8 +139,8 @@ def _connected(launch: LaunchEnvironment, seconds: float, place: str) -> Store:
 
 
 def _serve(port: int, seconds: float) -> Store:
-    # Open the socket here and pass it to torch. If torch itself could not open it, it would write
-    # pages of stacks to standard error.
+    # Open the socket here and pass it to torch. If torch opened the socket itself and failed, it
+    # would write pages of stack traces to standard error.
     both = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if both else socket.AF_INET
     try:

@@ -37,7 +37,7 @@ def print_plan(plan: Plan, console: Console, previous: Plan | None = None) -> No
         plan: the plan.
         console: output.
         previous: plan of the previous stage, which was printed before; None for the first stage.
-            Parts of the plan that are equal to it are not printed again.
+            The parts listed in ``_same``, and warnings, are not printed again if it has the same.
     """
     same = [] if previous is None else _same(plan, previous)
     if same and previous is not None:
@@ -247,7 +247,10 @@ def _baseline(plan: Plan) -> str:
 
 
 def duration(days: float) -> str:
-    """Return a duration, given in days, in words: in days, hours, seconds or microseconds."""
+    """Return a duration, given in days, as text in days, hours, seconds or microseconds.
+
+    The unit is days from 2 days on, hours from 0.05 hours on, seconds from 0.0005 s on.
+    """
     if days >= 2:
         return f"{days:.1f} days"
     return f"{24 * days:.1f} hours" if 24 * days >= 0.05 else _seconds(_SECONDS_PER_DAY * days)

@@ -123,9 +123,9 @@ class GuardHook(Hook):
 
 
 def give_up(run: Run, decision: StepDecision) -> NoReturn:
-    """Raise a UserError with the reason of ``decision``, without saving the present weights.
+    """End the run with an error that has the reason of ``decision``; do not save the weights.
 
-    A save that is open is completed or dropped first.
+    A save that is open (see the top of this module) is completed or dropped first.
     """
     run.complete_or_drop_save()
     newest = run.store.latest()
@@ -253,7 +253,10 @@ def _should_continue(run: Run) -> bool:
 
 
 class BeginSaveHook(Hook):
-    """Begins a save every ``checkpoint.interval`` steps, after a failed save, and at the end."""
+    """Begins a save every ``checkpoint.interval`` steps, after a failed save, and at the end.
+
+    The save at the end is omitted if the weights of the last step are saved already.
+    """
 
     @override
     def after_step(self, run: Run) -> None:

@@ -22,7 +22,8 @@ BYTE = "bits per byte"
 TOKEN = "nats per token"
 _UP_TO = "nats per token, tokens 1 to {:,}"
 _UP_TO_OWN = _UP_TO + " of windows that have as many"
-# Smallest n for which the mean loss over the first n tokens of windows is measured.
+# Smallest n for which the mean loss over the first n tokens of windows is measured, unless a full
+# window has fewer tokens.
 _FEWEST = 16
 
 
@@ -89,7 +90,7 @@ class Loss(WindowSuite):
         The record has the sum of the losses (``nats``) and the numbers of tokens and bytes. For
         each n, ``beginnings`` has a pair: the sum of the losses of the first n tokens of a window,
         and how many of these n tokens count. Both are summed over all windows that have at least n
-        tokens. ``full`` has the same pairs, summed over full windows only.
+        tokens. ``full`` has the same pairs, summed only over full windows (``context - 1`` tokens).
         """
         source, piece = item.content
         end = target.tokenizer.end_of_document
@@ -144,7 +145,10 @@ class Loss(WindowSuite):
 
     @override
     def remarks(self, records: Mapping[str, Records]) -> list[str]:
-        """Return a sentence for each target that has no full window."""
+        """Return a sentence for each target without a full window, for the report.
+
+        A full window has ``context - 1`` tokens. Without one there is no mean over full windows.
+        """
         return [
             f"{name}: no window has {self.context - 1:,} tokens, so there is no mean over tokens "
             "1 to n of full windows; lower loss.context, or raise loss.characters"

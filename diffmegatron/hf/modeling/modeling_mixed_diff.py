@@ -28,7 +28,10 @@ ATTENTION = {
 
 
 class MixedDiffPreTrainedModel(GroupedDiffPreTrainedModel):
-    """Class attributes that transformers reads, where they differ from the grouped model's."""
+    """Base class of the models of this file, with the class attributes that transformers reads.
+
+    Only those that differ from the attributes of ``GroupedDiffPreTrainedModel`` are set here.
+    """
 
     config_class = MixedDiffConfig  # type: ignore[assignment]
     _can_record_outputs: ClassVar = {
@@ -59,10 +62,11 @@ def _attention(config: MixedDiffConfig, layer_idx: int) -> LlamaAttention:
 
 
 class MixedDiffForCausalLM(MixedDiffPreTrainedModel, LlamaForCausalLM):
-    """The decoder with the projection to the vocabulary."""
+    """``MixedDiffModel`` with the projection of its outputs to the vocabulary."""
 
     def __init__(self, config: MixedDiffConfig) -> None:
-        # LlamaForCausalLM's constructor would build a whole Llama in addition.
+        # Call the constructor of the base class PreTrainedModel, because LlamaForCausalLM's would
+        # also build a complete LlamaModel, which MixedDiffModel replaces.
         PreTrainedModel.__init__(self, config)
         self.model = MixedDiffModel(config)
         self.vocab_size = config.vocab_size

@@ -58,7 +58,7 @@ def count_flops(model: ModelConfig, seq_length: int, frozen: int = 0) -> Flops:
 
 
 def frozen_matrices(recipe: Recipe) -> int:
-    """Count the frozen weights of matrix products.
+    """Return the number of elements of all frozen matrices that are used in matrix products.
 
     A fused matrix is counted only if all its parts are frozen. An untied embedding is not counted,
     because a lookup is not a matrix product. A tied embedding is counted, because it is also the

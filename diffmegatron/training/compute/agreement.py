@@ -12,12 +12,13 @@ from diffmegatron.parallel.parallel_state import ParallelState
 
 @dataclass(frozen=True)
 class Agreement:
-    """Values of a step after the reduction over all ranks, so the same on every rank.
+    """Values of a step after their reduction over all ranks; they are equal on every rank.
 
     Attributes:
-        loss: loss of the step; infinite if the loss of at least one rank is not finite.
-        gradient_norm: gradient norm of the step; infinite if the norm of at least one rank is not
-            finite.
+        loss: loss of the step, the maximum over the ranks; infinite if the loss of at least one
+            rank is not finite.
+        gradient_norm: gradient norm of the step, the maximum over the ranks; infinite if the norm
+            of at least one rank is not finite.
         stop: whether at least one rank must stop.
         writing: whether at least one rank is still writing its checkpoint file.
     """
@@ -42,8 +43,8 @@ def agree(
     may differ in the last bit. All ranks need equal values, because ranks that decide differently
     on a step would diverge.
 
-    Reading the result on the CPU waits for the device. This costs nothing extra, because the
-    training loop reads the loss of every step.
+    This function waits for the device, because it reads the result on the CPU. This costs nothing
+    extra: the training loop reads the loss of every step on the CPU in any case.
 
     Args:
         loss: 0-dim float32.

@@ -112,8 +112,9 @@ def open_loader(
 def on_this_rank(microbatches: Sequence[Batch], parallel_state: ParallelState) -> list[Batch]:
     """Return the microbatches on this rank's device, sharded for context parallelism.
 
-    Under context parallelism each rank gets its zigzag shard of every sequence. Document ids stay
-    unsharded and on the CPU, because the wrappers of the attention kernels read them there.
+    Under context parallelism each rank gets its zigzag shard of every tensor with one value per
+    token. Document ids stay unsharded and on the CPU, because the wrappers of the attention kernels
+    read them there.
 
     Args:
         microbatches: microbatches of this data-parallel rank, with full sequences, on the CPU.

@@ -120,8 +120,11 @@ def rollback_checkpoint(
         store: checkpoints of the run.
         parallel_state: parallel layout, and this rank's place in it.
         no_progress: whether no step was applied since the last rollback. In this case the newest
-            checkpoint is renamed, so that it is never used again, and the next older intact one is
-            returned. If there is no older one, the newest is returned.
+            intact checkpoint is renamed, so that it is never used again, and the next older intact
+            one is returned. If there is no older one, the newest is kept and returned.
+
+    Raises:
+        UserError: If there are checkpoints, but none is intact.
     """
     newest = newest_good(store, parallel_state)
     if not no_progress or newest is None:
@@ -147,7 +150,8 @@ def mixture_change(before: Mapping[str, Any] | None, now: Mapping[str, Any]) -> 
     """
     if before is None:
         return None
-    # The saved state was read from JSON, which turns tuples into lists. So compare lists.
+    # Compare only the last period, the sources and weights in use from a sample on. The saved state
+    # was read from JSON, which has turned tuples into lists, so convert the new ones to lists.
     period, saved = now["mixture"][-1], before["mixture"][-1]
     if (period["from_sample"], [*period["sources"]]) == (saved["from_sample"], saved["sources"]):
         return None
@@ -195,8 +199,8 @@ def read_fragments(
 ) -> None:
     """Copy tensors of a checkpoint into this rank's shards of the weights and optimizer state.
 
-    The engine's tensors are overwritten in place. Call ``engine.restore`` afterwards, to apply the
-    new values to the network.
+    The engine's master weights and moments are overwritten in place. The caller must call
+    ``engine.restore`` afterwards, which applies the new values to the network.
 
     Args:
         tensors: reader of the checkpoint's tensors.
