@@ -32,7 +32,7 @@ class NotImportedError(UserError):
 
 
 def import_requested(names: Iterable[str]) -> None:
-    """Import the code named by ``--import`` in this process and, later, in its child processes.
+    """Import the code named by ``--import``, and pass the names to child processes.
 
     Args:
         names: files or modules.

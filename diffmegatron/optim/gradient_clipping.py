@@ -30,6 +30,8 @@ def local_gradient_norms(
 ) -> tuple[list[torch.nn.Parameter], Tensor]:
     """Return the norm of each gradient that this rank stores before the optimizer step.
 
+    Where ZeRO partitions gradients, it is the norm of this rank's partition of the gradient.
+
     Args:
         partition: partition of ZeRO, which yields the gradients in the optimizer's lists.
         network: network of this rank; gradients that are stored on its parameters are used too.

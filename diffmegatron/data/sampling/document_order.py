@@ -76,7 +76,7 @@ def corpus_cache(corpus: Corpus, cache_dir: str | None) -> Cache:
 
 
 def open_order(corpus: Corpus, selection: Selection, cache: Cache) -> DocumentOrder:
-    """Return the document order of a split from the cache; build it on the first call.
+    """Return the document order of a split from the cache; build and cache it if it is missing.
 
     Raises:
         UserError: the index is damaged, or the cache cannot be written.

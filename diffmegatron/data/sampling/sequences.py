@@ -111,8 +111,9 @@ class Concatenated(Blocks):
 class Packed(Blocks):
     """Blocks built by :func:`pack`, with at most s + 1 tokens each (s = ``seq_length``).
 
-    They are built once and then read from the cache. A block that is shorter than s + 1 tokens is
-    padded when a sample is read.
+    With the packing ``best_fit`` a block may have pieces of several documents, with ``none`` only
+    of one. Blocks are built once and then read from the cache. A block that is shorter than s + 1
+    tokens is padded when a sample is read.
     """
 
     def __init__(

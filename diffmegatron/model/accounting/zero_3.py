@@ -36,7 +36,8 @@ _LAYER = (
     "self_attention.core_attention", "self_attention.linear_proj", "pre_mlp_layernorm", "mlp",
     "mlp.linear_fc1", "mlp.linear_fc2",
 )  # fmt: skip
-# Number of modules called before the embedding, and between the embedding and the first layer.
+# Number of modules without large weights that are called before the embedding, and between the
+# embedding and the first layer.
 _BEFORE, _AFTER = 3, 2
 
 

@@ -24,7 +24,10 @@ class Progress:
         self._first = self._marked = (first_step, time.perf_counter())
 
     def tokens_per_second(self, step: int) -> float:
-        """Return the tokens per second since the last call, and restart the measurement."""
+        """Return the tokens per second since the last call, and restart the measurement.
+
+        The first call measures from the creation of this object.
+        """
         marked_step, marked_time = self._marked
         now = time.perf_counter()
         self._marked = (step, now)
