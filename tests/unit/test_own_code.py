@@ -10,6 +10,7 @@ import yaml
 
 from diffmegatron import own_code
 from diffmegatron.attention.variants import VARIANTS
+from diffmegatron.attention.variants.base import Parameter
 from diffmegatron.errors import UserError
 from diffmegatron.training import hook
 from diffmegatron.training.monitoring.metrics import read_metrics
@@ -19,6 +20,7 @@ from tests.robustness.bad_paths import CLUSTER, run
 
 PAGE = (ROOT / "docs/variants.md").read_text()
 (EXAMPLE,) = re.findall(r"^```python\n(# my_attention\.py\n.*?)^```", PAGE, re.S | re.M)
+(GATED,) = re.findall(r"^```python\n(# sigmoid_gated\.py\n.*?)^```", PAGE, re.S | re.M)
 KIND = "model.attention={kind: gained, num_heads: 4, num_kv_heads: 2}"
 
 
@@ -59,6 +61,31 @@ def refused(*words: object) -> str:
     status, _, err = run([str(word) for word in words])
     assert status == 2, f"{status} {err}"
     return err
+
+
+def test_the_lambda_of_an_own_kind_is_that_of_its_class(corpus, tmp_path, process, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("my_attention.py").write_text(GATED)
+    text = TINY.format(run_dir="run", corpus=corpus).replace("steps: 20", "steps: 4")
+    Path("tiny.yaml").write_text(text)
+    kind = "model.attention={kind: sigmoid_gated, num_heads: 4, num_kv_heads: 2}"
+    process()
+    command("--import", "my_attention.py", "train", "tiny.yaml", kind)
+    name = "attn/lambda_layer_01"
+    first, *_, last = (row[name] for row in read_metrics(Path("run")) if name in row)
+    assert first != last and first == pytest.approx(0.5, abs=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("role", "shape", "sentence"),
+    [
+        ("gate", (1,), "'g' has the role 'gate'; give matrix, bias, norm or lambda"),
+        ("lambda", (), r"'g' has no axis; give the shape \(1,\) to a scalar"),
+    ],
+)
+def test_a_parameter_that_cannot_be_counted_or_sharded_is_refused(role, shape, sentence):
+    with pytest.raises(UserError, match=sentence):
+        Parameter("g", shape, 0.1, role)
 
 
 def test_an_own_kind_works_in_every_command(own, corpus, tmp_path, process, monkeypatch):

@@ -78,6 +78,9 @@ class Parameter:
         float32: whether it is stored and used in float32 in every precision of a run.
         sharded: whether the first axis is divided among tensor-parallel ranks, in the same way as
             the blocks of heads. Otherwise each rank holds the whole parameter.
+
+    Raises:
+        UserError: the role is unknown, or the shape has no axis.
     """
 
     name: str
@@ -86,6 +89,15 @@ class Parameter:
     role: Literal["matrix", "bias", "norm", "lambda"]
     float32: bool = False
     sharded: bool = False
+
+    def __post_init__(self) -> None:
+        if self.role not in ("matrix", "bias", "norm", "lambda"):
+            raise UserError(
+                f"parameter {self.name!r} has the role {self.role!r}; give matrix, bias, norm or "
+                "lambda"
+            )
+        if not self.shape:
+            raise UserError(f"parameter {self.name!r} has no axis; give the shape (1,) to a scalar")
 
 
 @dataclass(frozen=True)
