@@ -166,11 +166,13 @@ class SuiteEvaluator:
     def measure(
         self, network: Network, parallel_state: ParallelState
     ) -> Generator[None, None, Values]:
-        """Score all items, and return a dict: name of each metric -> value of its measure.
+        """Score all items, and return the mean of each measure of the suite, such as accuracy.
 
-        The generator yields None after every item except the last, so that the caller can stop the
-        measurement there. If a number is not finite, or if no measure has a value, the dict has
-        only the suite's metric ``without_values``, with the value 1.
+        The keys of the returned dict are the names under which the measures are logged. A measure
+        to which no item contributes is left out. The generator yields None after every item except
+        the last, so that the caller can stop the measurement there. If a value that the network
+        computes is not finite, or if all measures are left out, the dict has only the suite's
+        metric ``without_values``, with the value 1.
         """
         model = _RunModel(self._target, network, parallel_state)
         sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])

@@ -33,8 +33,9 @@ def local_gradient_norms(
     Where ZeRO partitions gradients, it is the norm of this rank's partition of the gradient.
 
     Args:
-        partition: partition of ZeRO, which yields the gradients in the optimizer's lists.
-        network: network of this rank; gradients that are stored on its parameters are used too.
+        partition: this rank's ZeRO partition; it yields the gradients that DeepSpeed's optimizer
+            stores itself, in lists and not on the parameters.
+        network: network of this rank; the gradients that are stored on its parameters are included.
         device: device of the result. With an offloaded optimizer, some gradients are in host
             memory.
 

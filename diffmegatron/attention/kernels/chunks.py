@@ -10,10 +10,17 @@ and `merge_maps` merges the chunks.
 The backward pass of a chunk does not repeat its forward pass. It uses two values of attention over
 *all* keys: the log-sum-exps, and the deltas rowsum(gradient * output) (`WholeAttention.deltas`).
 With them, the weights of a map are exp(scores - lse), and the gradients of the chunks add up (Liu
-et al., arXiv 2310.01889, section 3). Both maps are computed together, because they share matrix
-products. With e = 2d, this needs 10d multiply-adds per head of the first map and (query, key) pair
-(14d in backends that compute the scores twice). If autograd differentiated each map of each chunk
-separately, 20d would be needed: 6d to repeat the forward pass, and 14d for two backward passes.
+et al., arXiv 2310.01889, section 3).
+
+Both maps are computed in one backward pass, because two of its matrix products are the same for
+both: gradient * V^T, and the gradient of V. Multiply-adds per (query, key) pair and head of the
+first map, with e = 2d and as many heads in the second map:
+
+- Both maps together: 10d. The scores, dQ and dK take d each per map (6d), and the two shared
+  products 2d each (4d).
+- Backends that compute the scores and gradient * V^T twice: 14d.
+- Autograd of each map of each chunk separately: 20d. Repeating the forward pass takes 6d (3d per
+  map), and the two backward passes take 14d (7d per map).
 """
 
 from dataclasses import replace

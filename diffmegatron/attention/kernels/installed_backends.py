@@ -45,8 +45,8 @@ def _unusable_reason(library: str) -> str | None:
     if library == "triton":
         return None
     try:
-        # Import the library: one that was built for another version of torch or CUDA is installed,
-        # but its import fails.
+        # Import the library too, because the import fails if an installed library was built for
+        # another version of torch or CUDA.
         if library == "cudnn":
             cudnn_graphs.load_library()
         else:
@@ -61,8 +61,8 @@ def call_of(op: Op, q: Tensor, needs: frozenset[str] = frozenset()) -> Call:
 
     Args:
         op: the operation.
-        q: queries; for a subtraction, the heads from which it subtracts. `[b, s, heads, d]`, of
-            which only device, dtype and d are used.
+        q: tensor `[b, s, heads, d]`, of which only device, dtype and d are used: the queries, or
+            for the operation "subtraction" the attention output with signal and noise heads.
         needs: features that the backend must support.
     """
     return Call(op, q.device.type, dtype_name(q.dtype), q.shape[3], needs)

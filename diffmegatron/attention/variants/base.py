@@ -324,7 +324,8 @@ class Variant(Section, ABC):
     def baseline(self) -> "Variant":
         """Return softmax attention with as many channels as this kind, for a comparison.
 
-        The width of the heads' outputs is the same, and so is the width of all keys and values.
+        The number of channels is equal in sum over all heads: that of the outputs, and that of the
+        keys and values. The number of heads and the width of one head may differ.
         """
 
     def parameters(self, hidden_size: int) -> tuple[Parameter, ...]:
@@ -480,7 +481,11 @@ class Variant(Section, ABC):
 
     @property
     def inherited_export(self) -> str | None:
-        """Kind whose class this one inherits ``hugging_face`` or its weight rules from, or None."""
+        """Name of the kind from whose class this class inherits its export to Hugging Face.
+
+        The export consists of ``hugging_face`` and the weight rules; inheriting one of them is
+        enough. None if this class defines both itself.
+        """
         rules = "layer_rules" if "layer_rules" in vars(type(self)) else "weight_rules"
         for name in (rules, "hugging_face"):
             owner = next(each for each in type(self).__mro__ if name in vars(each))

@@ -44,7 +44,10 @@ class Grouped(DiffV1):
         return self
 
     def hugging_face(self, hidden_size: int) -> hf.HuggingFace:
-        """Return the description of this package's model class, whose code exports contain."""
+        """Return the description of the model class in this package.
+
+        transformers does not have this class, so each exported model contains a copy of its code.
+        """
         return hf.HuggingFace(
             "grouped_diff",
             "GroupedDiffForCausalLM",

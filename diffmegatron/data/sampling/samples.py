@@ -167,8 +167,8 @@ class Samples:
         config: section ``data`` of the recipe.
         sources: samples of each source, by its content hash.
         history: weights of the sources during each period of the run.
-        settings: settings other than sources and weights on which the order depends. A checkpoint
-            stores them.
+        settings: all settings that determine the order, except the sources and their weights. A
+            checkpoint stores them.
     """
 
     def __init__(
@@ -277,7 +277,8 @@ def open_samples(
 
     The first call builds the index cache, and later calls on any rank read it. The validation and
     test splits depend on ``config.split_seed`` and not on ``seed``, so runs with different seeds
-    are evaluated on the same documents in the same order. These two splits are not up-sampled.
+    are evaluated on the same documents in the same order. Length up-sampling, which raises the
+    share of long documents by dropping short ones at random, applies only to the training split.
 
     Args:
         config: section ``data`` of the recipe.
@@ -287,8 +288,8 @@ def open_samples(
 
     Raises:
         UserError: a source is missing, is damaged or was prepared with another tokenizer; two
-            sources hold the same tokens; up-sampling keeps no document of a source; or the split
-            has no document.
+            sources hold the same tokens; length up-sampling drops all documents of a source; or
+            the split has no document.
     """
     if split != "train" and not getattr(config, f"{split}_fraction"):
         raise UserError(
@@ -352,8 +353,9 @@ def _open_sources(
 def _weight(config: DataConfig, source: Source, order: DocumentOrder) -> float:
     """Return the weight of a source in the mixture.
 
-    The weight is 0 if the source has no document in the split. Global up-sampling multiplies the
-    weight by the share of tokens that up-sampling keeps.
+    The weight is 0 if the source has no document in the split. Length up-sampling drops short
+    documents of each source. In its mode ``global``, the weight is multiplied by the share of the
+    source's tokens that remain, so sources with long documents get a larger share of the mixture.
     """
     if not order.tokens:
         return 0.0

@@ -230,14 +230,15 @@ def _rows_times_keys(
 
     With TRANSPOSED it computes `keys @ rows^T` and transposes the result, to save shared memory.
 
-    The caller's loop over query rows loads tiles of Q and dO. If a product reads such a tile as it
-    was loaded, Triton's pipeliner reserves one more buffer, because the product may still run while
-    the next tile is loaded. The loop does not need this buffer, because it waits for its products
-    before it loads the next tile. With TRANSPOSED all products of the loop read the tiles
-    transposed, and Triton does not reserve the buffer.
+    The caller's loop over query rows loads tiles of Q and dO. If a product uses such a tile without
+    transposing it, Triton's pipeliner reserves one more buffer, for the case that the product still
+    runs while the next tile is loaded. This loop does not need the buffer, because it waits for its
+    products before it loads the next tile. With TRANSPOSED every product of the loop uses the
+    transposed tile, and Triton does not reserve the buffer.
 
-    At d = 128 only this leaves enough shared memory to load tiles two blocks ahead. Loads of one
-    block ahead would not overlap with products, because Triton issues loads at the end of a block.
+    At d = 128, shared memory is large enough to load tiles two iterations ahead only without that
+    buffer. Loading one iteration ahead is not enough: Triton issues the loads at the end of an
+    iteration, so they would not overlap with any product.
     """
     if TRANSPOSED:
         product = tl.trans(multiply(keys, tl.trans(rows), ACCUMULATE, INTERPRETED))
