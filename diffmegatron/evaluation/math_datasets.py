@@ -206,5 +206,5 @@ BENCHMARKS: dict[str, DataSet[Problem]] = {
 TRAINING: DataSet[Problem] = DataSet(
     "gsm8k_train.jsonl",
     json_lines(_Gsm8k),
-    "GSM8K's training set; or set math.shots=0 to use no examples",
+    "GSM8K's training set (not needed with math.shots=0)",
 )

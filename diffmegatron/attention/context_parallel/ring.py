@@ -57,8 +57,8 @@ def ring_attention(
         output of the only map, or `out1 - lambda out2`; normalised if ``norm`` is given.
     """
     maps = QKV.of(*heads)
-    # Keys and values are sent as one tensor [s, b, kv heads, channels]. The channels of a kv head
-    # are those of its key (of the keys of both maps), followed by those of its value.
+    # Keys and values are sent as one tensor [s, b, kv heads, channels]. A kv head has the channels
+    # of its key (with two maps, of both keys), followed by the channels of its value.
     packed_kv = torch.cat([x.transpose(0, 1) for x in (*maps.keys, maps.v)], dim=3)
     ring = _Ring(group, backend, cu_seqlens)
     out: Tensor = _RingAttention.apply(ring, lambda_, packed_kv, *maps.queries)
@@ -207,8 +207,9 @@ def _both_query_chunks(
 def _circulate(packed_kv: Tensor, group: ProcessGroup) -> Iterator[tuple[int, Tensor]]:
     """Yield each rank's number and its keys and values.
 
-    Of P ranks, rank r yields its own keys and values first, then those of the ranks r - 1, r - 2
-    and so on, modulo P. While the caller uses them, the keys and values to yield next are received.
+    Rank r yields its own keys and values first. It then yields the keys and values of the ranks
+    r - 1, r - 2 and so on, modulo the number of ranks. While the caller uses the yielded keys and
+    values, the next ones are received.
     """
     size, rank = group.size(), group.rank()
     present = packed_kv.contiguous()

@@ -141,9 +141,9 @@ def gathered_attention(
 ) -> Tensor:
     """Gather all keys and values, and attend twice, once for each of this rank's two chunks.
 
-    Of the methods for context parallelism, this one has the fewest communication steps and the
-    fastest kernels, but it saves the keys and values of the whole sequence for the backward pass.
-    It suits short sequences on many ranks.
+    This method of context parallelism has the fewest communication steps and the fastest kernels,
+    but it saves the keys and values of the whole sequence for the backward pass. It suits short
+    sequences on many ranks.
 
     Args:
         attend: attention function. Its arguments are the queries of one chunk, all keys and values

@@ -105,7 +105,7 @@ def softmax_attention(
 ) -> Tensor:
     """Return plain softmax attention, by default computed by torch's scaled_dot_product_attention.
 
-    The letters in the shapes are those of `diff_attention`; h is the number of query heads.
+    The shapes use the letters of `diff_attention`, with h for the number of query heads.
 
     Args:
         q: `[b, s, h, d]`, floating point.
@@ -139,7 +139,7 @@ def diff_attention_v2(
     r = 1 the groups are the pairs (2i, 2i + 1). Query head n attends to kv head
     `n // ((h + h / r) / h_kv)`, and all heads of a group must share their kv head.
 
-    In the shapes h is the number of signal heads; the other letters are those of `diff_attention`.
+    The shapes use the letters of `diff_attention`, with h for the number of signal heads.
 
     Args:
         q: `[b, s, h + h / r, d]`, floating point.

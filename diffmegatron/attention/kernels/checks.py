@@ -1,7 +1,8 @@
 """Checks of the arguments of public functions; each error names the argument that is wrong.
 
 A map is the softmax of the scores of one query and one key tensor. Differential attention has two
-maps: signal heads are the heads of the first map, and noise heads those of the second.
+maps. The heads of the first map are called signal heads, and the heads of the second map are called
+noise heads.
 """
 
 import math

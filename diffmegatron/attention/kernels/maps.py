@@ -1,8 +1,9 @@
 """Queries, keys and values of one or two softmax maps, and the merging of results over chunks.
 
 A *map* is softmax(Q K^T). Differential attention has two maps. The heads of the first map are
-called signal heads, and those of the second map noise heads. If the second map has only h / r
-heads, r consecutive signal heads share a noise head: signal head n has noise head n // r.
+called signal heads, and the heads of the second map are called noise heads. If the second map has
+only h / r heads, r consecutive signal heads share a noise head: signal head n has noise head
+n // r.
 
 In the shapes b is the batch size, s the number of queries, t the number of keys, h the number of
 heads of the first map, h_kv the number of kv heads, d the width of a query, and e the width of a

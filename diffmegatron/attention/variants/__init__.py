@@ -98,8 +98,7 @@ def read_variant(section: object) -> Variant:
     if not isinstance(kind, str) or kind not in VARIANTS:
         near = difflib.get_close_matches(str(kind), VARIANTS, n=1, cutoff=0.6)
         hint = f"did you mean {near[0]!r}, of {kinds}?" if near else f"give one of {kinds}"
-        raise ValueError(
-            f"model.attention.kind is {shorten(repr(kind))}; {hint}; name the file of a kind of "
-            "your own with --import"
-        )
+        if not near:
+            hint += ", or name the file of a kind of your own with --import"
+        raise ValueError(f"model.attention.kind is {shorten(repr(kind))}; {hint}")
     return VARIANTS[kind].model_validate(values)

@@ -1,7 +1,7 @@
 """Estimate of the activations saved for backward, and of the temporary memory of backward passes.
 
-Unless a docstring says otherwise, the functions count bytes on one rank. "Saved" always means saved
-for the backward pass.
+The functions count bytes on one rank, except where the docstring names another unit. "Saved"
+always means saved for the backward pass.
 
 The values depend on ``device``. On a ``gpu``, norms and SwiGLU are fused. On a ``cpu``, torch also
 saves their intermediate results, and differential attention is computed in blocks of rows.

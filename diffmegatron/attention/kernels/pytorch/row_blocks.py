@@ -9,8 +9,8 @@ query heads of the map, h_kv the number of kv heads, d the width of a query, and
 one block, heads is the number of its entries of the first dimension (at most b * h_kv), rows the
 number of its query rows, and keys the number of its keys.
 
-The heads of the first map are called signal heads, and those of the second map, which is
-subtracted, noise heads. Several signal heads may share a noise head.
+The heads of the first map are called signal heads. The heads of the second map, which is
+subtracted, are called noise heads. Several signal heads may share a noise head.
 """
 
 from collections.abc import Iterator
