@@ -1,4 +1,7 @@
-"""``diffmegatron export``: write a checkpoint of any layout as a verified Hugging Face model."""
+"""``diffmegatron export``: write a checkpoint as a Hugging Face model, and verify its logits.
+
+The run that wrote the checkpoint may have any parallel layout.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,12 +24,12 @@ from diffmegatron.hf.write_export import SUMMATION, Verified, verify_export, wri
 from diffmegatron.model.build import DTYPES
 from diffmegatron.parallel.parallel_state import process_groups
 
-# Largest allowed difference between the logits of the export and of the training network, relative
-# to the largest logit. The key is the dtype in which the weights of the two networks are rounded at
-# different places (`_rounded_differently`). For example, a bf16 export of DIFF V1 multiplies the
-# headwise norm into the output projection and then rounds the product, whereas training rounds the
-# projection and then multiplies. Each bf16 rounding has a relative error of up to 2^-9. The key
-# float32 means that both networks have exactly the same weights.
+# Largest allowed difference between the logits of the export and of the training network, divided
+# by the largest logit. The key float32 is for two networks with exactly the same weights. The other
+# keys are for networks whose weights differ because they are rounded to this dtype at different
+# places (`_rounded_differently`). For example, a bf16 export of DIFF V1 multiplies the weight of
+# the headwise norm into the output projection and then rounds the product, whereas training rounds
+# the projection and then multiplies. Each bf16 rounding has a relative error of up to 2^-9.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 _NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 
@@ -44,8 +47,9 @@ def export_checkpoint(
     Args:
         directory: directory of the checkpoint, which may have any parallel layout.
         out: directory to create.
-        verify: whether to load the files with ``transformers`` and compare them with the training
-            network. Both models must fit into this process's memory in float32.
+        verify: whether to load the written files with ``transformers`` and compare the logits with
+            those of the training network. Both models must fit into this process's memory in
+            float32.
         tokens: ids [b, s] on which the logits are compared, at most 256 ids in total (b * s);
             None: the ids of a short built-in text.
 
@@ -54,8 +58,8 @@ def export_checkpoint(
 
     Raises:
         UserError: the checkpoint is unusable, Hugging Face cannot compute this network, ``out``
-            exists and is not empty, or the logits differ by more than rounding explains. ``out`` is
-            then not created.
+            exists and is not empty, or the logits differ by more than rounding explains. In all
+            these cases nothing is written to ``out``.
     """
     transformers_logging.disable_progress_bar()
     # Opening the checkpoint verifies its checksums. The comparison of logits cannot detect damage,
@@ -98,17 +102,18 @@ def export_checkpoint(
 def _rounded_differently(
     recipe: Recipe, dtype: torch.dtype, original: Original | None, step: int
 ) -> torch.dtype:
-    """Return the dtype whose rounding explains a difference between export and training network.
+    """Return the key of ``TOLERANCE`` with which to compare the export and the training network.
 
-    It is the coarser of the run's dtype and the dtype of the exported weights. If the export only
-    rearranges weights in the run's dtype, both models have equal weights, and the result is
-    float32: only the order of float32 additions differs.
+    - float32 if the export only rearranges the weights and stores them in the run's dtype. The two
+      networks then have equal weights, and only the order of float32 additions differs.
+    - In all other cases, the coarser of the run's dtype and the dtype of the exported weights. The
+      export then rounds weights to another dtype, or rounds products of weights (such as LoRA's).
 
     Args:
         recipe: recipe of the run.
         dtype: dtype of the run.
-        original: files of the pretrained model that the run started from, in whose dtype weights
-            are exported; None for other runs, which export in ``dtype``.
+        original: files of the pretrained model that the run started from; its weights are exported
+            in the dtype of this model. None for other runs, which export in ``dtype``.
         step: training step of the weights.
     """
     is_folded = recipe.model.lora is not None or any(
@@ -140,13 +145,19 @@ def _suspicion(recipe: Recipe) -> str:
 
 
 def _was_trained_on_chats(checkpoint: Checkpoint) -> bool:
-    """Return whether the data had chats in ChatML, and none in the tokenizer's own template."""
+    """Return whether the training data had chats in ChatML, and no chats in another template.
+
+    The other template is the tokenizer's own chat template.
+    """
     layouts = (checkpoint.state["data"] or {}).get("layouts")
     return isinstance(layouts, list) and "chat" in layouts and "template" not in layouts
 
 
 def merged_weights(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
-    """Yield the unsharded weights in float32, with LoRA's updates merged into them."""
+    """Yield the name and unsharded float32 value of each weight, with LoRA's update added to it.
+
+    The LoRA matrices themselves are not yielded.
+    """
     lora, tensors = checkpoint.recipe.model.lora, checkpoint.tensors
     adapted = {name.removesuffix(LORA_A) for name in tensors.names() if name.endswith(LORA_A)}
     for name, weight in checkpoint.weights():
@@ -160,13 +171,16 @@ def merged_weights(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
 
 @torch.no_grad()
 def training_logits(checkpoint: Checkpoint, tokens: Tensor) -> Tensor:
-    """Return float32 logits [b, s, vocab] of the Megatron network with a checkpoint's weights.
+    """Return the logits that the Megatron network computes with a checkpoint's weights.
 
     The weights are rounded to the precision of the run, and the arithmetic is float32.
 
     Args:
         checkpoint: checkpoint with the weights.
         tokens: ids [b, s].
+
+    Returns:
+        float32 [b, s, vocabulary size without padding], on the CPU.
     """
     recipe = _single_process(checkpoint.recipe)
     with process_groups(recipe.parallel, recipe.training.seed) as parallel_state:

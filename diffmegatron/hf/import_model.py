@@ -22,8 +22,9 @@ from diffmegatron.hf.weight_mapping import from_hf, table
 from diffmegatron.hf.write_export import SUMMATION, Verified, verify_export
 
 FOLDER = "hugging_face"
-# Largest relative difference between the logits of transformers and of the training network. Both
-# compute in float32 with the same weights, so only the order of summation differs.
+# Largest allowed difference between the logits of transformers and of the training network, divided
+# by the largest logit. Both networks compute in float32 with the same weights, so only the order of
+# summation differs.
 TOLERANCE = 1e-4
 _SEQ_LENGTH = 2048
 
@@ -37,15 +38,16 @@ def import_model(
 
     - ``recipe.yaml``, which recipes of other runs extend;
     - a checkpoint of step 0 with weights only;
-    - ``hugging_face/`` with the model's other files, which an export copies.
+    - ``hugging_face/`` with the model's files other than the weights. When a run that started from
+      this model is exported, the export contains copies of these files.
 
     Args:
-        folder: folder of the model: config.json, safetensors files, tokenizer.json and its
-            configuration.
+        folder: folder of the model, with ``config.json``, safetensors files, ``tokenizer.json`` and
+            ``tokenizer_config.json``.
         out: directory to create.
-        vocab_multiple: padding rows are added to the embedding up to a multiple of this number, so
-            that tensor-parallel ranks can shard it. No token uses these rows and no export contains
-            them.
+        vocab_multiple: the number of rows of the embedding and of the output layer is padded to a
+            multiple of this number, so that tensor-parallel ranks can shard them. No token uses the
+            padding rows, and no export contains them.
         verify: whether to compare logits of ``transformers`` and of the training network. Both
             models must fit into this process's memory in float32.
 
@@ -87,7 +89,18 @@ def import_model(
 
 
 def _recipe(section: dict[str, Any], source: Source, length: int, out: Path, name: str) -> Recipe:
-    """Return a recipe with the model's network; its other values are placeholders to replace."""
+    """Return a recipe of the model, which recipes of other runs extend.
+
+    The network, tokenizer, precision and sequence length are usable. The data sources, number of
+    steps, batch size and learning rate are placeholders, which the other recipes must replace.
+
+    Args:
+        section: section ``model`` of the recipe.
+        source: tensors of the model, whose most frequent dtype determines the precision.
+        length: sequence length.
+        out: run directory that the import creates.
+        name: description of the recipe for error messages.
+    """
     out = out.resolve()
     values = {
         "run_dir": str(out),

@@ -1,8 +1,8 @@
 """Files of the pretrained model that a run started from: config.json, tokenizer and dtypes.
 
 ``diffmegatron import`` copies the model's files, except the weights, into the folder that the
-recipe names as ``data.tokenizer``. It adds ``dtypes.json``. A tokenizer folder without this file is
-not the copy of a pretrained model.
+recipe names as ``data.tokenizer``. It adds ``dtypes.json``, the dtypes of the model's weights. A
+tokenizer folder without ``dtypes.json`` was not written by an import.
 """
 
 import shutil
@@ -32,7 +32,7 @@ class Dtypes(BaseModel):
 
     Attributes:
         usual: most frequent dtype of the model's tensors.
-        others: dtype by tensor name, of the tensors whose dtype is not ``usual``.
+        others: name of each tensor whose dtype is not ``usual`` -> its dtype.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -57,15 +57,24 @@ class Original:
 
     @property
     def usual_dtype(self) -> torch.dtype:
-        """Dtype of most tensors."""
+        """Most frequent dtype of the pretrained model's tensors."""
         return DTYPES[self.dtypes.usual]
 
     def dtype(self, name: str) -> torch.dtype:
-        """Return the dtype of a tensor of the pretrained model."""
+        """Return the dtype of a tensor of the pretrained model.
+
+        Args:
+            name: name of the tensor. For a name that the model does not have, the result is
+                ``usual_dtype``.
+        """
         return DTYPES[self.dtypes.others.get(name, self.dtypes.usual)]
 
     def computes(self, described: HuggingFace) -> bool:
-        """Return whether the pretrained model's class can compute a recipe's kind of attention."""
+        """Return whether the pretrained model's class can compute a recipe's kind of attention.
+
+        Args:
+            described: Hugging Face class with which this kind of attention is exported.
+        """
         return self.config.model_type in (described.model_type, *described.also)
 
     def write_config(self, recipe: Recipe, directory: Path) -> None:
@@ -89,10 +98,14 @@ class Original:
 
 
 def keep_original(source: Source, folder: Path) -> None:
-    """Copy a model's files except its weights into a new folder, and record the weights' dtypes.
+    """Copy a model's files except its weights into a new folder, and add ``dtypes.json``.
+
+    Args:
+        source: tensors of the model, and its folder.
+        folder: folder to create.
 
     Raises:
-        UserError: a file cannot be copied.
+        UserError: a file cannot be copied or written.
     """
     folder.mkdir()
     try:
@@ -112,10 +125,7 @@ def keep_original(source: Source, folder: Path) -> None:
 
 
 def find_original(recipe: Recipe) -> Original | None:
-    """Return the files of the pretrained model that a run started from.
-
-    Returns:
-        None if the run did not start from a pretrained model.
+    """Return the files of the pretrained model that a run started from; None: there is none.
 
     Raises:
         UserError: the files exist but cannot be used.
@@ -127,6 +137,10 @@ def find_original(recipe: Recipe) -> Original | None:
 
 
 def read_dtypes(folder: Path) -> Dtypes:
-    """Read the dtypes that :func:`keep_original` recorded."""
+    """Read ``dtypes.json``, which :func:`keep_original` wrote.
+
+    Args:
+        folder: folder that contains the file.
+    """
     dtypes: Dtypes = read_json(folder / DTYPES_NAME, Dtypes)
     return dtypes

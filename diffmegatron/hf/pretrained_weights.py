@@ -26,7 +26,10 @@ _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
 class Stored(NamedTuple):
-    """The description of a tensor in the header of its file."""
+    """Description of a tensor, from the header of the safetensors file that contains it.
+
+    ``path`` is the path of the file, and ``dtype`` is in the notation of safetensors, such as BF16.
+    """
 
     path: Path
     shape: tuple[int, ...]
@@ -40,15 +43,15 @@ class _Index(BaseModel):
 
 
 class Source:
-    """The tensors in a model's folder. Opening it reads only the headers of the files.
+    """Tensors in a pretrained model's folder. The constructor reads only the headers of the files.
 
     Attributes:
         folder: folder of the model.
         tensors: description of each tensor by name.
 
     Raises:
-        UserError: there are no safetensors files, a file is missing or truncated, or the files
-            differ from the index.
+        UserError: there are no safetensors files or no tensors, a file is missing or truncated, two
+            files contain the same tensor, or the files differ from the index.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -80,7 +83,10 @@ class Source:
         return Counter(stored.dtype for stored in self.tensors.values()).most_common(1)[0][0]
 
     def check(self, rules: Iterable[WeightRule], *, tied: bool) -> None:
-        """Compare the headers with the network that the configuration describes.
+        """Check that the files contain exactly the tensors of the network in ``config.json``.
+
+        Names, shapes and dtypes come from the headers of the files. Values are read only to compare
+        tied matrices. RoPE's buffers in old files are ignored.
 
         Args:
             rules: rules for all weights of the model, from :func:`.weight_mapping.table`.
@@ -137,7 +143,11 @@ class Source:
             yield name, tensor
 
     def read(self, name: str) -> Tensor:
-        """Return the values of a tensor."""
+        """Return the values of a tensor in its stored dtype.
+
+        Raises:
+            UserError: the file cannot be read.
+        """
         path = self.tensors[name].path
         try:
             with safe_open(path, framework="pt") as file:
@@ -147,7 +157,7 @@ class Source:
 
 
 def _read_index(folder: Path) -> Mapping[str, str]:
-    """Return the file of each tensor from the index; an empty mapping for a model in one file.
+    """Return the index: name of each tensor -> name of its file; empty for a model in one file.
 
     Raises:
         UserError: there is neither an index nor a single file, or the index is damaged.
@@ -181,7 +191,7 @@ def _no_weights(folder: Path) -> UserError:
 
 
 def _read_header(path: Path) -> Iterator[tuple[str, Stored]]:
-    file_size(path)  # Reports a missing file, or one that is not a regular file.
+    file_size(path)  # Raises a clear error if the file is missing or is not a regular file.
     try:
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 - The file cannot be iterated.

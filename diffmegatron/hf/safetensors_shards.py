@@ -1,7 +1,7 @@
 """Write weights to safetensors files of bounded size (shards), with an index.
 
-huggingface_hub can do this only for a complete state dict. Here the weights arrive one by one from
-a checkpoint, and at most one shard is in memory.
+huggingface_hub can do this only for a complete state dict, which would have to be in memory. Here
+the weights arrive one by one from a checkpoint, and at most one shard is in memory.
 """
 
 import json
@@ -31,14 +31,15 @@ class ShardWriter:
         self._total_bytes = 0
 
     def add(self, name: str, tensor: Tensor, dtype: torch.dtype) -> None:
-        """Add a copy of a weight in ``dtype`` to the current shard.
+        """Convert a weight to ``dtype``, and add the copy to the current shard.
 
-        If the weight does not fit into this shard, write the shard first and begin another one.
+        If the copy does not fit into this shard, write the shard first and begin another one.
 
         Raises:
             UserError: the shard cannot be written.
         """
-        # A view would keep the tensor that it belongs to in memory, and safetensors refuses views.
+        # Copy always, because a view would keep its whole base tensor in memory, and safetensors
+        # refuses views.
         contiguous = torch.contiguous_format
         copy = tensor.detach().to("cpu", dtype, copy=True, memory_format=contiguous)
         held = sum(weight.nbytes for weight in self._pending.values())

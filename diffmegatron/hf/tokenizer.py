@@ -1,6 +1,7 @@
-"""Convert a tiktoken encoding to a fast Hugging Face tokenizer with the same ids.
+"""Write the tokenizer of a run into an export: convert a tiktoken encoding, or copy a tokenizer.
 
-``transformers.integrations.tiktoken`` cannot be used, for three reasons:
+A tiktoken encoding becomes a fast Hugging Face tokenizer with the same ids.
+``transformers.integrations.tiktoken`` cannot do this, for three reasons:
 
 1. It needs the package blobfile.
 2. It renumbers the special tokens, although the ids of cl100k_base have a gap before them that must
@@ -48,7 +49,8 @@ _FILES = (
     "merges.txt",
     "chat_template.*",
 )
-# White space at the start of a response, which a tokenizer could merge with the newline before it.
+# White space with which a response in a test chat begins. A tokenizer could merge it with the
+# newline before the response.
 _SPACE = "\n\n "
 SAMPLE = (
     "The quick brown fox doesn't jump; WE'LL say it's 1 or 22 or 333 or 4444 or 1234567890.",
@@ -87,8 +89,8 @@ def write_tokenizer(
 
     Raises:
         UserError: the tokenizer is neither a tiktoken encoding nor from a Hugging Face folder, or
-            a converted tokenizer gives other ids or other text for a sample text. If a copied
-            tokenizer gives other ids, a warning is logged instead.
+            a converted tokenizer gives other ids or other text for a sample text or a sample chat.
+            If a copied tokenizer gives other ids, a warning is logged instead.
     """
     if isinstance(tokenizer, HuggingFaceTokenizer):
         _write_copied(tokenizer, directory, chat=chat)
@@ -128,7 +130,7 @@ def _write_copied(tokenizer: HuggingFaceTokenizer, directory: Path, *, chat: boo
     # Remove auto_map, because the code that it names is not copied. Training did not use that code.
     config.pop("auto_map", None)
     if chat:
-        # The folder's own template gives other ids than those that the run was trained on.
+        # Remove the folder's own template, because the run was not trained on its ids.
         config.pop("chat_template", None)
         for template in directory.glob("chat_template.*"):
             template.unlink()
@@ -163,9 +165,16 @@ def _first_difference(tokenizer: HuggingFaceTokenizer, directory: Path) -> str |
 def _give_template(
     tokenizer: HuggingFaceTokenizer, config: dict[str, Any], directory: Path
 ) -> bool:
-    """Add the chat template to copied files, and return whether the export has it.
+    """Add the chat template to copied tokenizer files, and return whether the export has it.
 
-    If the template gives other ids than ``tokenizer``, it is removed, and the result is False.
+    If a chat gets other ids with the template than in training, the template is removed, a warning
+    is logged, and the result is False. If only responses that begin with white space get other ids,
+    the template stays, and a warning is logged.
+
+    Args:
+        tokenizer: tokenizer of the run.
+        config: content of ``tokenizer_config.json``.
+        directory: directory with the copied files, which are changed.
     """
     # Name the class that uses tokenizer.json unchanged. Other classes rebuild parts of it, and
     # would lose the split around responses that split_responses adds.
@@ -212,9 +221,11 @@ def convert(encoding: tiktoken.Encoding) -> tokenizers.Tokenizer:
     ranks: dict[bytes, int] = encoding._mergeable_ranks
     special: dict[str, int] = encoding._special_tokens
     # Put the special tokens into the vocabulary with their ids. As added tokens outside the
-    # vocabulary they would get the next free ids, without the gap of the encoding before them.
+    # vocabulary, they would get the ids directly after the other tokens, but some encodings have a
+    # gap of unused ids there.
     vocabulary = {_visible(token): rank for token, rank in ranks.items()} | special
-    # With ignore_merges, a piece that is a token is not merged, as in tiktoken.
+    # With ignore_merges, a piece of text that is itself a token becomes this token directly, and
+    # the merges are not used for it. tiktoken does the same.
     tokenizer = tokenizers.Tokenizer(models.BPE(vocabulary, _merges(ranks), ignore_merges=True))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [

@@ -21,7 +21,9 @@ Weights = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 
 
 def table(model: ModelConfig, step: int = 0) -> tuple[WeightRule, ...]:
-    """Return the rules of all weights of the model, in the order of the forward pass.
+    """Return the rules of all weights of the model: embedding, layers, final norm, output layer.
+
+    In each layer, the order is attention, MLP, norms.
 
     Args:
         model: section ``model`` of the recipe.
@@ -29,9 +31,9 @@ def table(model: ModelConfig, step: int = 0) -> tuple[WeightRule, ...]:
             changes with the step.
 
     Raises:
-        UserError: the Hugging Face class of the kind of attention cannot compute the model; or the
-            kind inherits its export from another kind, but has other parameters or another
-            computation than that kind.
+        UserError: the Hugging Face class of the kind of attention cannot compute the model, a
+            parameter of the kind has no rule, or the kind inherits its export from another kind
+            but overrides the computation of that kind.
     """
     model.attention.hugging_face(model.hidden_size)
     for kind, _ in model.attention.by_kind(model.num_layers):
@@ -67,10 +69,17 @@ def _check_own_parameters(
 ) -> None:
     """Refuse a kind of attention that declares a parameter for which it has no rule.
 
-    This happens when a kind inherits its rules from another kind and adds a parameter.
+    This usually happens when a kind inherits its rules from another kind and adds a parameter.
+
+    Args:
+        attention: kind of attention of a layer.
+        hidden_size: hidden size of the network.
+        rules: rules of the layer's attention.
+        ours: prefix of the names of the layer's attention weights in our network.
 
     Raises:
-        UserError: a parameter has no rule; the message names the kind that the rules come from.
+        UserError: a parameter has no rule. If the rules are inherited, the message names the kind
+            that they come from.
     """
     known = {name for rule in rules for name in rule.ours}
     own = [each.name for each in attention.parameters(hidden_size)]
@@ -86,7 +95,7 @@ def _whose(inherited: str | None) -> str:
 
 
 def _vocabulary(model: ModelConfig, ours: str, theirs: str) -> WeightRule:
-    """Return the rule of a matrix with one row per token of the vocabulary.
+    """Return the rule of the embedding or the output layer, which have one row per token.
 
     Our matrix ends with ``vocab_padding`` rows that no token uses. The export drops these rows, and
     the import adds them as zeros.
@@ -140,21 +149,26 @@ def to_hf(weights: Weights, model: ModelConfig, step: int = 0) -> Iterator[tuple
         step: training step of the weights, as for :func:`table`.
 
     Yields:
-        Name and tensor, in the dtype of the source; in at least fp32 if a norm was folded into it.
+        Name and tensor of each Hugging Face weight. The dtype is that of our weight, or at least
+        float32 if a norm was folded into the weight.
 
     Raises:
-        UserError: the model cannot be expressed, or a weight is missing, unknown, duplicate or of
-            another shape.
+        UserError: no Hugging Face class can compute the model, or one of our weights is missing,
+            unknown, duplicate or has another shape than the recipe requires.
     """
     lines = ((rule.ours, rule.theirs, rule.to_hf) for rule in table(model, step))
     return _convert(weights, lines)
 
 
 def from_hf(weights: Weights, model: ModelConfig) -> Iterator[tuple[str, Tensor]]:
-    """Convert Hugging Face's weights to ours; yield the name and tensor of each weight.
+    """Convert Hugging Face's weights to ours; yield the name and tensor of each of our weights.
 
-    If Hugging Face's network has no weight of the headwise norm, because an export folds it into
-    the output projection, our norm's weight becomes ones.
+    For some kinds of attention, Hugging Face's network has no weight of the headwise norm, because
+    an export folds it into the output projection. The weight of our norm then becomes ones.
+
+    Args:
+        weights: all weights of Hugging Face's network with their names, in any order.
+        model: section ``model`` of the recipe.
     """
     lines = ((rule.theirs, rule.ours, rule.from_hf) for rule in table(model))
     return _convert(weights, lines)

@@ -30,7 +30,7 @@ SUMMATION = "float32 sums depend on their order"
 
 
 class LogitDifference(NamedTuple):
-    """Largest difference between two tensors of logits; infinite if a logit is not finite."""
+    """Largest difference between two tensors of logits; infinite if a logit is infinite or NaN."""
 
     absolute: float
     relative: float
@@ -38,7 +38,10 @@ class LogitDifference(NamedTuple):
 
 
 class Verified(NamedTuple):
-    """Result of a comparison of logits that passed; ``str`` gives the line that commands print."""
+    """Result of a comparison of logits that passed; ``str`` gives the line that commands print.
+
+    ``absolute`` and ``relative`` are those of :class:`LogitDifference`.
+    """
 
     absolute: float
     relative: float
@@ -69,9 +72,9 @@ def write_export(
 ) -> None:
     """Write a model and its tokenizer for the Hugging Face class that computes the model.
 
-    If ``transformers`` lacks the class, the code of the class is copied, and users load the model
-    with ``trust_remote_code=True``. The files are written to a temporary directory, which is
-    renamed to ``out`` when it is complete and verified, and removed after an error.
+    If ``transformers`` lacks the class, the code of the class is copied into the export, and users
+    load the model with ``trust_remote_code=True``. The files are written to a temporary directory,
+    which is renamed to ``out`` when it is complete and verified, and removed after an error.
 
     Args:
         weights: unsharded weights with Megatron's names (see
@@ -83,16 +86,18 @@ def write_export(
         dtype: dtype of the stored weights. Weights that must not be rounded, such as lambda
             vectors, are stored in fp32. (DiffLlama's ``from_pretrained`` rounds lambda vectors when
             it loads in bf16; no configuration prevents that.)
-        original: files of the pretrained model that the run started from. If its class computes the
-            recipe's network, the export has this class, the original configuration with the
-            recipe's changes, and the original dtype of each tensor (except where this would round a
-            lambda vector).
+        original: files of the pretrained model that the run started from; None for other runs. If
+            the pretrained model's class computes the recipe's network, the export has this class,
+            the original configuration with the recipe's changes, and the original dtype of each
+            tensor (except where this would round a lambda vector). In all other cases ``original``
+            is ignored.
         step: training step of the weights. In some kinds of attention, a factor of the computation
             depends on the step.
         chat: whether the run was trained on chats, so that the tokenizer gets a chat template.
-        max_shard_bytes: maximum size of a safetensors file, and the memory that the writer needs.
-        verify: function that checks the complete directory before the rename. An error that it
-            raises ends the export.
+        max_shard_bytes: maximum size of a safetensors file, and of the weights that the writer has
+            in memory. A single larger weight gets a file of its own.
+        verify: function that checks the complete directory before the rename; None: no check. An
+            error that it raises ends the export.
 
     Raises:
         UserError: no Hugging Face class can compute this model, ``out`` is not empty or cannot be
@@ -126,7 +131,11 @@ def _generation_config(end_of_document: int) -> GenerationConfig:
 def _stored_dtypes(
     model: ModelConfig, original: Original | None, dtype: torch.dtype
 ) -> Callable[[str, Tensor], torch.dtype]:
-    """Return a function from a tensor's name and value to the dtype in which to store it."""
+    """Return a function from a tensor's name and value to the dtype in which to store it.
+
+    This is the dtype of the original tensor, or ``dtype`` if ``original`` is None. A tensor that
+    must not be rounded is stored in float32, unless the original dtype stores it exactly.
+    """
     keep_fp32 = {name for rule in table(model) if rule.keep_fp32 for name in rule.theirs}
 
     def dtype_of(name: str, tensor: Tensor) -> torch.dtype:
@@ -167,8 +176,8 @@ def verify_export(directory: Path, tokens: Tensor, expected: Tensor) -> LogitDif
     if tokens.numel() > MAX_VERIFY_TOKENS:
         raise ValueError(f"{tokens.numel()} tokens to verify; at most {MAX_VERIFY_TOKENS}")
     try:
-        # Ask for the report, which lists missing weights. transformers fills them with random
-        # numbers without an error.
+        # Request the loading report, which lists missing weights. Without an error, transformers
+        # fills missing weights with random numbers.
         model, report = AutoModelForCausalLM.from_pretrained(
             directory,
             dtype=torch.float32,
@@ -206,7 +215,7 @@ def _carries_our_code(directory: Path) -> bool:
 def logit_difference(logits: Tensor, expected: Tensor) -> LogitDifference:
     """Return the largest absolute difference between two tensors of equal shape.
 
-    The result also has this difference divided by the largest absolute value of ``expected``.
+    The result also contains this difference divided by the largest absolute value of ``expected``.
     """
     absolute = (logits - expected).abs().max()
     relative = absolute / expected.abs().max()

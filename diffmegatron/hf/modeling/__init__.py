@@ -44,8 +44,8 @@ def remote_files(model_type: str) -> list[Path]:
     """Return the code files that a model needs in order to load without this package.
 
     Args:
-        model_type: model type of the configuration. A type that transformers has a class for needs
-            no files.
+        model_type: model type of the configuration. For a type that transformers has a class for,
+            the result is empty.
     """
     own = [config.model_type for config, *_ in CLASSES]
     if model_type not in own:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Configuration of a Llama without biases and dropout, extended for each kind of attention.
+"""Base classes of the models' configurations, with the keys of a Llama without biases and dropout.
 
-This file imports only transformers, because exported models contain a copy of it.
+The configuration of each kind of attention is a subclass in another file, with more keys. This file
+imports only transformers, because exported models contain a copy of it.
 """
 
 from typing import Any, ClassVar
@@ -9,24 +10,26 @@ from typing import Any, ClassVar
 from transformers import PretrainedConfig
 from transformers.utils.versions import require_version
 
-# The oldest version whose Llama has the functions that the models call. Older versions raise an
-# error here.
+# 4.57 is the oldest version whose Llama has the functions that the models call. With an older
+# version, this line raises an error.
 require_version("transformers>=4.57")
 
 
 class DiffBaseConfig(PretrainedConfig):
     """Configuration with Llama's keys, except those for biases and dropout.
 
-    A subclass sets ``AUTO_MAP`` and the keys of its attention, and then calls this constructor.
+    A subclass sets ``AUTO_MAP``, and its constructor sets the keys of its attention before it calls
+    this constructor, which checks them. Arguments that are not listed here have the meaning that
+    they have in ``LlamaConfig``.
 
     Args:
         num_attention_heads: number of query heads.
         num_key_value_heads: number of key heads.
-        head_dim: d, number of channels of a query and of a key; it must be even.
+        head_dim: number of channels of a query and of a key; it must be even.
         kwargs: arguments of ``PretrainedConfig``.
 
     Raises:
-        ValueError: the numbers do not describe a model.
+        ValueError: a number is invalid, or ``kwargs`` turn on biases or dropout.
     """
 
     AUTO_MAP: ClassVar[dict[str, str]] = {}
@@ -83,8 +86,8 @@ class DiffBaseConfig(PretrainedConfig):
                     f"{name} is {kwargs[name]!r}; this model has no biases and no dropout"
                 )
         kwargs.setdefault("auto_map", dict(self.AUTO_MAP))
-        # transformers 4 sets these keys only in this call. Without tie_word_embeddings here, its
-        # default would tie the embeddings.
+        # In transformers 4, only this call sets the keys that are its arguments. The default of
+        # tie_word_embeddings would tie the embeddings, so pass it on.
         super().__init__(
             pad_token_id=pad_token_id,
             bos_token_id=bos_token_id,
@@ -94,7 +97,10 @@ class DiffBaseConfig(PretrainedConfig):
         )
 
     def _check_attention(self) -> None:
-        """Raise ValueError if the keys of the attention are invalid. Subclasses override this."""
+        """Raise ValueError if the keys of the attention are invalid.
+
+        Subclasses override this method. It does nothing here, because this class has no such keys.
+        """
 
     def _check_sizes(self) -> None:
         for name in (
@@ -114,13 +120,16 @@ class DiffBaseConfig(PretrainedConfig):
 class NoiseHeadsConfig(DiffBaseConfig):
     """Configuration of attention whose query heads are h signal heads and h / r noise heads.
 
+    The output of a noise head, multiplied by lambda, is subtracted from the outputs of r signal
+    heads.
+
     Args:
         num_attention_heads: number of all query heads, h + h / r. Each has ``head_dim`` channels.
         signal_per_noise: r, number of signal heads that share a noise head.
         kwargs: arguments of :class:`DiffBaseConfig`.
 
     Raises:
-        ValueError: the numbers do not describe a model.
+        ValueError: a number is invalid, or ``kwargs`` turn on biases or dropout.
     """
 
     def __init__(
@@ -136,7 +145,7 @@ class NoiseHeadsConfig(DiffBaseConfig):
 
     @property
     def num_signal_heads(self) -> int:
-        """Number of signal heads, h. The output has as many heads."""
+        """Number of signal heads, h, which is also the number of heads in the input of o_proj."""
         return self.num_noise_heads * self.signal_per_noise
 
     def _check_attention(self) -> None:
@@ -157,10 +166,10 @@ def check_positive(name: str, value: object) -> None:
 
 
 def _rope_of_transformers_4(rope_parameters: dict[str, Any] | None) -> dict[str, Any]:
-    """Return ``rope_theta`` and ``rope_scaling``, which transformers 4 reads.
+    """Return the keys ``rope_theta`` and ``rope_scaling``.
 
-    transformers 4 does not read ``rope_parameters``. transformers 5 converts the two keys back to
-    ``rope_parameters``, and does not save them.
+    transformers 4 reads these two keys instead of ``rope_parameters``. transformers 5 converts them
+    back to ``rope_parameters``, and does not save them.
     """
     scaling = dict(rope_parameters or {})
     theta = scaling.pop("rope_theta", 10_000.0)

@@ -16,13 +16,14 @@ class DiffV2Config(NoiseHeadsConfig):
         num_attention_heads: number of all query heads: h signal heads and h / r noise heads. Each
             has ``head_dim`` channels. Caches and serving engines use this key as the number of
             heads of the attention call.
-        signal_per_noise: r. With r = 1, each signal head has its own noise head.
+        signal_per_noise: r, number of signal heads in a group. With r = 1, each signal head has its
+            own noise head.
         num_key_value_heads: number of key heads, and also of value heads. It must divide h / r,
             the number of groups.
         kwargs: Llama's keys, such as ``hidden_size``, and arguments of ``PretrainedConfig``.
 
     Raises:
-        ValueError: the numbers do not describe a model.
+        ValueError: a number is invalid, or ``kwargs`` turn on biases or dropout.
     """
 
     model_type = "diff_v2"

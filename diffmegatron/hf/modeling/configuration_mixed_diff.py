@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Configuration of a Llama with several kinds of attention; see modeling_mixed_diff.py."""
+"""Configuration of a Llama whose layers have different attention; see modeling_mixed_diff.py."""
 
 from typing import Any, ClassVar
 
@@ -16,16 +16,19 @@ class MixedDiffConfig(DiffBaseConfig):
     """Llama's configuration with a kind of attention for each layer.
 
     Args:
-        layer_kinds: mappings with the keys ``layers``, ``model_type`` and the attention keys of
-            that type. ``layers`` lists layers, counted from 1, as in "1, 5-8". In one mapping it
-            may be null, for all remaining layers.
-        num_attention_heads: number of query heads in the first mapping. ``num_key_value_heads``
-            also belongs to the first mapping.
-        lambda_std_dev: standard deviation of the initial values of the lambda vectors.
-        kwargs: Llama's keys, such as ``hidden_size``, and arguments of ``PretrainedConfig``.
+        layer_kinds: list of mappings, one for each kind of attention, with the keys ``layers``,
+            ``model_type`` and the attention keys of that type. ``layers`` lists layers, counted
+            from 1, as in "1, 5-8". In one mapping it may be None, for all remaining layers. If
+            ``layer_kinds`` is None, all layers have Llama's attention.
+        lambda_std_dev: standard deviation of the initial values of the lambda vectors in layers
+            with grouped differential attention.
+        kwargs: Llama's keys, such as ``hidden_size``, and arguments of ``PretrainedConfig``. In an
+            export, ``num_attention_heads`` and ``num_key_value_heads`` have the values of the
+            first mapping. They do not affect the layers, which use the values in ``layer_kinds``.
 
     Raises:
-        ValueError: a layer has no kind or several kinds, or the sizes of a layer are invalid.
+        ValueError: a layer has no kind or several kinds, a mapping has an unknown model type or
+            another ``head_dim`` than the model, or a number in ``kwargs`` is invalid.
     """
 
     model_type = "mixed_diff"
@@ -66,7 +69,11 @@ class MixedDiffConfig(DiffBaseConfig):
         return (named + rest)[0]
 
     def layer_config(self, layer_idx: int) -> PretrainedConfig:
-        """Return the configuration of a layer, as an object of its model type's class."""
+        """Return a layer's configuration, of the class that belongs to the layer's model type.
+
+        Args:
+            layer_idx: index of the layer, from 0.
+        """
         own = dict(self.layer_kind(layer_idx))
         own.pop("layers")
         return KINDS[own.pop("model_type")](

@@ -44,8 +44,9 @@ class DiffV2Attention(LlamaAttention):
     There are h signal heads, and each noise head is shared by r signal heads. The query heads are
     in h / r groups, each with r signal heads followed by their noise head. (With r = 1, heads 2i
     and 2i + 1 are a signal head and its noise head.) ``q_proj`` has ``head_dim`` rows per query
-    head, in this order. Consecutive groups share a key-value head. The rows of ``lambda_proj`` and
-    the columns of ``o_proj`` have the h signal heads in the same order.
+    head, in this order. Each key-value head is shared by the same number of consecutive groups.
+    ``lambda_proj`` has one row, and ``o_proj`` has ``head_dim`` columns, per signal head; both have
+    the h signal heads in the order of ``q_proj``.
     """
 
     def __init__(self, config: DiffV2Config, layer_idx: int) -> None:
@@ -63,7 +64,7 @@ class DiffV2Attention(LlamaAttention):
         past_key_values: Cache | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the layer's output [b, s, hidden], and the softmax maps of all query heads.
+        """Return the attention's output [b, s, hidden], and the softmax maps of all query heads.
 
         The maps are None if the attention function in use does not return them.
 
@@ -71,7 +72,8 @@ class DiffV2Attention(LlamaAttention):
             hidden_states: [b, s, hidden].
             position_embeddings: cosines and sines of RoPE, [b, s, head_dim] each.
             attention_mask: mask in the form of the attention function in use.
-            past_key_values: cache of previous keys and values, to which this call adds its own.
+            past_key_values: cache of the keys and values of earlier tokens, to which this call adds
+                those of ``hidden_states``; None: no cache.
             kwargs: arguments of the attention function.
         """
         input_shape = hidden_states.shape[:-1]
@@ -103,8 +105,8 @@ class DiffV2Attention(LlamaAttention):
     def _combine(self, attended: Tensor, logits: Tensor) -> Tensor:
         """Return signal - sigmoid(logits) * noise of all h signal heads, [b, s, h * head_dim].
 
-        The computation and the result are in at least float32. The caller rounds the result, and no
-        term is rounded before.
+        The computation and the result are in at least float32. Only the caller rounds, to the dtype
+        of the hidden states.
 
         Args:
             attended: outputs of all query heads, [b, s, h + h / r, head_dim].
@@ -118,7 +120,10 @@ class DiffV2Attention(LlamaAttention):
 
 
 class DiffV2PreTrainedModel(LlamaPreTrainedModel):
-    """Properties of the model that differ from Llama's."""
+    """Base class of the models of this file, with the class attributes that transformers reads.
+
+    Only those that differ from the attributes of ``LlamaPreTrainedModel`` are set here.
+    """
 
     config_class = DiffV2Config
     _can_record_outputs: ClassVar = {
@@ -138,10 +143,11 @@ class DiffV2Model(DiffV2PreTrainedModel, LlamaModel):
 
 
 class DiffV2ForCausalLM(DiffV2PreTrainedModel, LlamaForCausalLM):
-    """The decoder with the projection to the vocabulary."""
+    """``DiffV2Model`` with the projection of its outputs to the vocabulary."""
 
     def __init__(self, config: DiffV2Config) -> None:
-        # LlamaForCausalLM's constructor would build a whole Llama in addition.
+        # Call the constructor of the base class PreTrainedModel, because LlamaForCausalLM's would
+        # also build a complete LlamaModel, which DiffV2Model replaces.
         PreTrainedModel.__init__(self, config)
         self.model = DiffV2Model(config)
         self.vocab_size = config.vocab_size

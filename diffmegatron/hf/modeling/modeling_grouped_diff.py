@@ -2,12 +2,15 @@
 """A Llama with grouped differential attention (Motif, arXiv 2510.06949).
 
 There are h signal heads; each group of r signal heads shares a noise head. r = 1 is the
-Differential Transformer (arXiv 2410.05258). For signal head n, with softmax maps A1 of the signal
-heads and A2 of the noise heads:
+Differential Transformer (arXiv 2410.05258). For signal head n (from 0), with softmax maps A1 of the
+signal heads and A2 of the noise heads, and the value v of the key-value head:
 
-    out_n = (A1_n - lambda A2_(n // r)) v
+    out_n = (A1_n - lambda * A2_(n // r)) v
     lambda = exp(lambda_q1 . lambda_k1) - exp(lambda_q2 . lambda_k2) + lambda_init
-    heads = (1 - lambda_init) RMSNorm(out), over the 2d channels of each head
+    head_n = (1 - lambda_init) * RMSNorm(out_n), over the 2d channels of out_n
+
+The heads are the input of ``o_proj``. Without ``headwise_norm`` in the configuration, head_n is
+out_n.
 
 Here d is the number of channels of a query (``head_dim``). There are h_kv differential key-value
 heads. Each has two keys of d channels, k1 for its signal heads and k2 for their noise heads, and
@@ -28,8 +31,8 @@ for i < 4, and noise head m for i = 4. Their keys alternate: block 2 * j + i is 
 (i = 1) of key-value head j. Values and output have the same order as here. Their MLP has another
 activation, PolyNorm.
 
-This file imports only torch, transformers and its configuration, because exported models contain a
-copy of it.
+This file imports only torch, transformers and ``configuration_grouped_diff.py``, because exported
+models contain a copy of the file.
 """
 
 from collections.abc import Callable
@@ -54,8 +57,9 @@ from transformers.models.llama.modeling_llama import (
 from .configuration_grouped_diff import GroupedDiffConfig
 
 try:
-    # In transformers 5 these functions do not overwrite loaded weights. transformers 4 lacks them,
-    # and does not call _init_weights for loaded weights.
+    # transformers 5 can call _init_weights after it has loaded weights. The functions of its module
+    # initialization leave loaded weights unchanged. transformers 4 lacks this module, but does not
+    # call _init_weights for loaded weights, so torch's functions can be used.
     from transformers import initialization
 except ImportError:
     from torch.nn import init as initialization
@@ -65,11 +69,12 @@ FLOAT32 = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2", "subln")
 
 
 class NoiseHeads(nn.Module):
-    """Module without weights that attention functions receive when they compute the noise heads.
+    """Module without weights that an attention function receives when it computes the noise heads.
 
-    They read its attributes. For the signal heads they receive :class:`GroupedDiffAttention`, whose
-    ``num_key_value_groups`` (the number of query heads per key-value head) is larger if there are
-    more signal heads than noise heads.
+    An attention function of transformers has a module as its first argument and reads attributes of
+    this module. For the signal heads, the module is :class:`GroupedDiffAttention`. The noise heads
+    need another module, because their number of query heads per key-value head
+    (``num_key_value_groups``) is smaller if there are fewer noise heads than signal heads.
     """
 
     def __init__(self, config: GroupedDiffConfig, layer_idx: int) -> None:
@@ -96,7 +101,8 @@ class GroupedDiffAttention(LlamaAttention):
         d = self.head_dim
         self.o_proj = nn.Linear(config.num_signal_heads * 2 * d, config.hidden_size, bias=False)
         self.lambda_init = config.layer_lambda_init(layer_idx)
-        # These stay float32 in a bf16 model, because rounding would change lambda by up to 5e-3.
+        # These vectors stay float32 in a bf16 model, because rounding would change lambda by up to
+        # 5e-3.
         self.lambda_q1 = nn.Parameter(torch.zeros(d, dtype=torch.float32))
         self.lambda_k1 = nn.Parameter(torch.zeros(d, dtype=torch.float32))
         self.lambda_q2 = nn.Parameter(torch.zeros(d, dtype=torch.float32))
@@ -111,17 +117,19 @@ class GroupedDiffAttention(LlamaAttention):
         past_key_values: Cache | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the layer's output [b, s, hidden], and the softmax maps if available.
+        """Return the attention's output [b, s, hidden], and the softmax maps of all query heads.
 
-        The maps are those of all signal heads and then those of all noise heads.
+        The maps are those of all signal heads and then those of all noise heads. They are None if
+        the attention function in use does not return them.
 
         Args:
             hidden_states: [b, s, hidden].
             position_embeddings: cosines and sines of RoPE, [b, s, d] each.
             attention_mask: mask in the form of the attention function in use.
-            past_key_values: cache of previous keys and values, to which this call adds its own. The
-                keys are [b, 2 * h_kv, t, d], all k1 and then all k2. The values have the same
-                shape: the first d channels of all values, then their last d channels.
+            past_key_values: cache of the keys and values of earlier tokens, to which this call adds
+                those of ``hidden_states``; None: no cache. The keys are [b, 2 * h_kv, t, d], all k1
+                and then all k2. The values have the same shape: the first d channels of all values,
+                then their last d channels.
             kwargs: arguments of the attention function.
 
         Raises:
@@ -166,11 +174,13 @@ class GroupedDiffAttention(LlamaAttention):
     ) -> tuple[Tensor, Tensor | None]:
         """Compute softmax attention of the signal heads, or of the noise heads.
 
-        It calls the attention function once for each half of the values' channels, because fast
-        attention functions need values as wide as keys, and the cache has the values in this form.
+        The attention function is called once for each half of the values' 2d channels, because fast
+        attention functions need values with as many channels as the keys. The cache also has the
+        values in halves.
 
         Args:
-            module: module whose attributes the attention function reads.
+            module: module whose attributes the attention function reads: ``self`` for the signal
+                heads, ``self.noise`` for the noise heads.
             query: [b, heads, s, d].
             key: [b, h_kv, t, d].
             value_halves: first and last d channels of the values, [b, h_kv, t, d] each.
@@ -192,7 +202,8 @@ class GroupedDiffAttention(LlamaAttention):
     def _combine(self, signal: Tensor, noise: Tensor) -> Tensor:
         """Subtract lambda times the noise and apply the headwise norm; return [b, s, h, 2d].
 
-        The computation is in at least float32. Only its result is rounded, in the caller.
+        The computation and the result are in at least float32. Only the caller rounds, to the dtype
+        of the hidden states.
 
         Args:
             signal: outputs of the signal heads, [b, s, h, 2d].
@@ -212,10 +223,14 @@ class GroupedDiffAttention(LlamaAttention):
 
 
 class GroupedDiffPreTrainedModel(LlamaPreTrainedModel):
-    """Properties of the model that differ from Llama's."""
+    """Base class of the models of this file, with the class attributes that transformers reads.
+
+    Only those that differ from the attributes of ``LlamaPreTrainedModel`` are set here.
+    """
 
     config_class = GroupedDiffConfig
-    # Serving engines expect one attention per layer; this model has two, each with its own key.
+    # Serving engines expect one attention per layer. A layer of this model has two: one for the
+    # signal heads and one for the noise heads, with different keys.
     _supports_attention_backend = False
     _can_record_outputs: ClassVar = {
         "hidden_states": LlamaDecoderLayer,
@@ -250,10 +265,11 @@ class GroupedDiffModel(GroupedDiffPreTrainedModel, LlamaModel):
 
 
 class GroupedDiffForCausalLM(GroupedDiffPreTrainedModel, LlamaForCausalLM):
-    """The decoder with the projection to the vocabulary."""
+    """``GroupedDiffModel`` with the projection of its outputs to the vocabulary."""
 
     def __init__(self, config: GroupedDiffConfig) -> None:
-        # LlamaForCausalLM's constructor would build a whole Llama in addition.
+        # Call the constructor of the base class PreTrainedModel, because LlamaForCausalLM's would
+        # also build a complete LlamaModel, which GroupedDiffModel replaces.
         PreTrainedModel.__init__(self, config)
         self.model = GroupedDiffModel(config)
         self.vocab_size = config.vocab_size

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A Llama in which each layer has one of three attentions: Llama's, grouped differential, DIFF V2.
 
-This file imports only torch, transformers and the files of these kinds, because exported models
-contain copies of these files.
+This file imports only torch, transformers and files of this folder, because exported models contain
+copies of these files.
 """
 
 from typing import ClassVar
