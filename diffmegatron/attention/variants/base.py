@@ -1,10 +1,10 @@
 """The base class of all attention variants.
 
-A variant, or *kind* of attention, is one class in one file of this package. It defines the recipe's
-section with the sizes of the heads, and a layer's parameters other than the two projections: the
-fused projection to queries, keys and values, and the output projection. It also defines the costs,
-the forward pass of a layer, and the mapping to Hugging Face. No other module depends on the name of
-a kind.
+A variant, or *kind* of attention, is one class in one file of this package. Every layer has two
+projections: the fused projection to queries, keys and values, and the output projection. The class
+defines all other parameters of a layer, the recipe's section with the sizes of the heads, the
+costs, the forward pass of a layer, and the mapping to Hugging Face. No other module depends on the
+name of a kind.
 
 A differential kind subtracts a second softmax map from a first one. The query heads of the first
 map are signal heads, and those of the second map are noise heads. In the shapes s is the number of
@@ -35,11 +35,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 FLOAT32 = 4
-# Methods that define the computation of a layer, and methods that map it to Hugging Face.
+# Methods that define the computation of a layer, and methods that map its weights to Hugging Face.
+# `Variant.check_export` compares the classes that define the ones and the others.
 COMPUTATION = ("normalize_qk", "gate", "forward", "current_lambda")
 EXPORT = ("hugging_face", "weight_rules", "layer_rules")
-# Name of the bias of the first projection. All other parameters that a kind declares are outside
-# the two projections.
+# Name of the bias of the fused projection to queries, keys and values. All other parameters that a
+# kind declares are outside the two projections.
 QKV_BIAS = "linear_qkv.bias"
 ContextCommunication = Literal["ring", "all_gather", "ulysses"]
 
@@ -70,7 +71,8 @@ class Parameter:
     """A parameter of a layer's attention, other than the matrices of the two projections.
 
     Attributes:
-        name: name under ``self_attention.``; ``QKV_BIAS`` is the bias of the first projection.
+        name: name under ``self_attention.``; ``QKV_BIAS`` is the bias of the fused projection to
+            queries, keys and values.
         shape: shape of the unsharded parameter.
         initial: standard deviation of normally distributed initial values, or fixed initial values.
             With ``matrix``, initial values are chosen as for the network's other weight matrices.
@@ -131,16 +133,21 @@ class Kernels:
 
     @property
     def keys_per_query(self) -> float:
-        """Number of keys in all attention calls of a rank, divided by the rank's number of queries.
+        """Number of keys that a rank copies for its attention calls, divided by its tokens.
 
-        A key counts once for each call. The result is 1 except with an all-gather, where each chunk
-        of queries has a call with all keys up to the end of this chunk.
+        Some kernels save a copy of all keys and values that a call receives. The bytes of one key
+        and value, times this number, are the bytes of these copies per token of the rank.
+
+        Without an all-gather, a rank copies as many keys as it has tokens, and the number is 1.
+        With an all-gather, it makes two calls, one for each of its two chunks of queries. A call
+        receives the gathered keys of all positions up to the end of its chunk, so the two calls
+        copy more keys than the rank has tokens.
         """
         if self.communication != "all_gather":
             return 1.0
-        # With P context-parallel ranks a sequence has 2 * P chunks. Rank r has the queries of
-        # chunks r and 2 * P - 1 - r. They attend to r + 1 and to 2 * P - r chunks of keys. The sum
-        # is 2 * P + 1 chunks of keys for two chunks of queries.
+        # With P context-parallel ranks a sequence has 2 * P equal chunks. Rank r has the tokens of
+        # chunks r and 2 * P - 1 - r. The two calls receive the keys of r + 1 and of 2 * P - r
+        # chunks. The sum is 2 * P + 1 chunks of keys, for two chunks of tokens.
         return (2 * self.context + 1) / 2
 
     def softmax_keys(self, heads: Heads, backend: Backend) -> float:
@@ -160,14 +167,15 @@ class Kernels:
 class Variant(Section, ABC):
     """A kind of attention and its sizes: the section ``model.attention`` of a recipe.
 
-    What ``num_heads`` and ``num_kv_heads`` count depends on the kind: a differential head has two
-    maps and is one head. If either ``num_heads`` or ``head_dim`` is missing, it is chosen so that
-    the heads' outputs fill ``hidden_size``.
+    What ``num_heads`` and ``num_kv_heads`` count depends on the kind. In DIFF V1, for example, a
+    head has two softmax maps, and a key-value head has two keys. If either ``num_heads`` or
+    ``head_dim`` is missing, it is chosen so that the heads' outputs fill ``hidden_size``.
 
     Attributes:
         title: name of a network of this kind, for reports.
         output_width: width of a head's output, divided by the width of a query.
-        operation: attention function; "differential" has two maps and values of width 2d.
+        operation: attention function of the kernels. "differential" has two maps and values of
+            width 2d. "softmax" has one map, and :meth:`forward` may subtract its heads afterwards.
         reads_hidden: whether the kind reads the layer's normalised input beside q, k and v.
         model_types: model types of Hugging Face that :meth:`from_hugging_face` reads.
         can_mix: whether other layers of the network may have another kind.
@@ -286,7 +294,7 @@ class Variant(Section, ABC):
         return self.model_dump()
 
     def check_layers(self, num_layers: int) -> None:
-        """Check settings that name layers against the number of layers.
+        """Check that settings that list layers fit the number of layers; by default do nothing.
 
         Raises:
             ValueError: a setting does not fit.
@@ -307,7 +315,11 @@ class Variant(Section, ABC):
 
     @property
     def fingerprint(self) -> str | None:
-        """Fingerprint of the only weights that a run with this section may start from, or None."""
+        """Hash of the weights for which this section was made, or None.
+
+        If a run starts from weights of the kind :meth:`foundation`, they must have this hash. None:
+        any weights of that kind are accepted.
+        """
         return None
 
     @property
@@ -430,7 +442,7 @@ class Variant(Section, ABC):
 
     @abstractmethod
     def hugging_face(self, hidden_size: int) -> HuggingFace:
-        """Return the class of Hugging Face that computes the kind.
+        """Return the description of the Hugging Face model class that computes this kind.
 
         Raises:
             UserError: no class computes these settings.
@@ -451,13 +463,13 @@ class Variant(Section, ABC):
 
         Args:
             attention: attention module of the layer.
-            maps: softmax maps of all query heads in the order of ``q_proj``'s rows, float32
-                [query heads, rows, keys], where a row is a query token.
-            hidden: input of the attention at these rows, [rows, hidden_size].
+            maps: softmax maps of all query heads, float32 [query heads, query tokens, key tokens].
+                The heads are in the order of the rows of the weight of ``q_proj``.
+            hidden: input of the attention at the query tokens, [query tokens, hidden_size].
 
         Returns:
-            Maps as float32 [num_heads, rows, keys]; by default ``maps`` itself, because a kind
-            with one map per head subtracts nothing.
+            Maps as float32 [num_heads, query tokens, key tokens]; by default ``maps`` itself,
+            because a kind with one map per head subtracts nothing.
         """
         return maps
 
@@ -483,8 +495,9 @@ class Variant(Section, ABC):
     def inherited_export(self) -> str | None:
         """Name of the kind from whose class this class inherits its export to Hugging Face.
 
-        The export consists of ``hugging_face`` and the weight rules; inheriting one of them is
-        enough. None if this class defines both itself.
+        The export consists of ``hugging_face`` and the weight rules. The weight rules are checked
+        first, and the first of the two that is inherited decides. None if this class defines both
+        itself, or if the decisive class is not a :class:`Variant`.
         """
         rules = "layer_rules" if "layer_rules" in vars(type(self)) else "weight_rules"
         for name in (rules, "hugging_face"):
@@ -495,10 +508,10 @@ class Variant(Section, ABC):
         return None
 
     def check_export(self) -> None:
-        """Refuse an export mapping that was written for the computation of a parent class.
+        """Refuse a mapping to Hugging Face that was written for the computation of a parent class.
 
         Raises:
-            UserError: a class overrides the computation and inherits the mapping.
+            UserError: the class that overrides the computation inherits the mapping.
         """
         computing, exporting = (
             next(each for each in type(self).__mro__ if not vars(each).keys().isdisjoint(names))
@@ -525,7 +538,7 @@ class Variant(Section, ABC):
             ours, theirs: prefixes of the attention's weights here and at Hugging Face.
             hidden_size: hidden size of the network.
             layer: global number of the layer, from 1.
-            step: number of optimizer steps of the weights.
+            step: number of optimizer steps that produced the weights.
         """
         return self.weight_rules(ours, theirs, hidden_size)
 

@@ -320,10 +320,11 @@ class Dex(Softmax):
     ) -> "Tensor":
         """Return O' = O - lambda O W_D of the selected heads, and O of the others.
 
-        The heads are split into runs of neighbours that are all selected or all unselected.
-        Gathering the selected heads by an index would copy the index to the device in every layer.
-        A rank without selected heads computes the term for zero heads: the gradient of W_D is
-        summed over all ranks, so every rank must have a gradient, even if it is zero.
+        The heads are split into runs of neighbours that are all selected or all unselected. They
+        are not gathered by an index tensor, because it would be copied to the device in every
+        layer. A rank without selected heads computes the differential term for zero heads: the
+        gradient of W_D is summed over all tensor-parallel ranks, so every rank must have a
+        gradient, even if it is zero.
 
         Returns:
             [b, s, heads of this rank, d].
@@ -333,8 +334,8 @@ class Dex(Softmax):
         heads = super().forward(layer, context, query, key, value, gate)
         lengths = self._runs(layer)
         # The gradient of W_D is a sum over tokens, whose last bits depend on the order of the
-        # tokens. Sum in the order [s, b, ...] of Megatron's layers. The order [b, s, ...] would
-        # change the last bits of runs that resume from older checkpoints.
+        # tokens. Earlier versions of this package summed in the order [s, b, ...]. Keep this order,
+        # so that a run resumed from one of their checkpoints gives the same bits.
         parts = list(heads.transpose(0, 1).split(lengths, dim=2))
         selected = torch.cat(parts[1::2], dim=2)
         projection = (self.current_lambda(layer) * layer.parameter(PROJECTION)).to(selected.dtype)
@@ -371,10 +372,11 @@ class Dex(Softmax):
     ) -> list[hf.WeightRule]:
         """Return the rules that map a layer's attention weights to a plain Transformer's and back.
 
-        They are the rules of softmax attention, except that the differential term is multiplied
-        into W_O, in float64. ``linear_proj.weight`` [hidden, heads * d] is W_O transposed, so the
-        columns of a selected head are multiplied from the right by (I - lambda W_D) transposed. The
-        opposite direction keeps W_O, and sets W_D and lambda_learn to zero.
+        They are the rules of softmax attention, except for the output projection W_O
+        [heads * d, hidden]: the export multiplies the differential term into it, in float64. The
+        stored ``linear_proj.weight`` is W_O transposed, so the columns of a selected head are
+        multiplied from the right by (I - lambda W_D) transposed. The import keeps W_O, and sets W_D
+        and lambda_learn to zero.
         """
         name, d = f"{ours}.linear_proj.weight", self.head_dim
         selected = self._selected(layer)
@@ -409,7 +411,7 @@ def _is_missing(path: str) -> bool:
         Path(path).stat()
     except FileNotFoundError:
         return True
-    except (OSError, ValueError):  # Reading the file reports these errors.
+    except (OSError, ValueError):  # The caller then reads the file, which reports these errors.
         return False
     return False
 

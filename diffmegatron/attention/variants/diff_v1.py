@@ -5,8 +5,8 @@
     DiffAttn(X) = (softmax(Q1 K1^T / sqrt(d)) - lambda softmax(Q2 K2^T / sqrt(d))) V
     head = (1 - lambda_init) RMSNorm(DiffAttn(X))
 
-lambda_init is 0.8 - 0.6 exp(-0.3 (l - 1)) in layer l. Per head, Qi and Ki have d channels, and V
-has 2d.
+lambda_init is 0.8 - 0.6 exp(-0.3 (l - 1)) in layer l, where the first layer has l = 1. Per head, Qi
+and Ki have d channels, and V has 2d.
 """
 
 import math
@@ -61,21 +61,20 @@ class LambdaInit(Section):
         return self
 
     def of_layer(self, number: int) -> float:
-        """Return lambda_init of a layer by its global number, from 1 over all pipeline stages."""
+        """Return lambda_init of layer ``number``, counted from 1 over all pipeline stages."""
         if self.value is not None:
             return self.value
         return 0.8 - 0.6 * math.exp(-0.3 * (number - 1))
 
 
 class DiffV1(Variant):
-    """Differential heads: each of h = ``num_heads`` heads has two maps and an output of 2d.
+    """Differential heads, each with two softmax maps and an output of width 2d; d is ``head_dim``.
 
-    h is half the number of heads of the Transformer of the same size, which :meth:`baseline`
-    returns. Each of the h_kv = ``num_kv_heads`` key-value heads has two keys of width d =
-    ``head_dim`` and one value of width 2d. A layer has four lambda vectors of length d, whose
-    initial values are normally distributed with standard deviation ``lambda_std``, as in the
-    reference code. ``headwise_norm`` is the RMSNorm over each head's output, whose weight all heads
-    share.
+    The number of heads, h = ``num_heads``, is half that of the Transformer of the same size, which
+    :meth:`baseline` returns. Each of the h_kv = ``num_kv_heads`` key-value heads has two keys of
+    width d and one value of width 2d. A layer has four lambda vectors of length d, whose initial
+    values are normally distributed with standard deviation ``lambda_std``, as in the reference
+    code. ``headwise_norm`` is the RMSNorm over each head's output, whose weight all heads share.
     """
 
     kind: Literal["diff_v1"] = "diff_v1"
@@ -96,18 +95,19 @@ class DiffV1(Variant):
 
     @property
     def heads(self) -> Heads:
-        """Layout of the heads.
+        """Layout of the heads in the rows of ``linear_qkv``.
 
-        A block consists of the heads of one key-value head: the signal queries, k1 and half of the
-        value, and then the noise queries, k2 and the other half of the value. With one noise head
-        per signal head, a block has the layout of two of Megatron-core's query groups.
+        There is one block per key-value head. It consists of the signal query heads, the first key
+        and half of the value, followed by the noise query heads, the second key and the other half
+        of the value. With one noise head per signal head, a block has the layout of two of
+        Megatron-core's query groups.
         """
         signal, noise = (n // self.num_kv_heads for n in (self.num_heads, self.noise_heads))
         rows: Rows = (("q", signal), ("k", 1), ("v", 1), ("q", noise), ("k", 1), ("v", 1))
         return Heads(self.head_dim, self.num_kv_heads, rows, 2 * signal)
 
     def baseline(self) -> Softmax:
-        """Return the Transformer with 2 * h heads, 2 * h_kv key-value heads, and the same d."""
+        """Return the Transformer with twice as many heads and key-value heads of the same width."""
         # Twice a valid number of heads can exceed a recipe's limit, so skip the validation.
         return Softmax.model_construct(
             num_heads=2 * self.num_heads,
@@ -155,8 +155,8 @@ class DiffV1(Variant):
             core += FLOAT32 * (outputs * (2 if kernels.device == "cpu" else 1) + self.num_heads)
         projected = kernels.element * (heads.query_channels + outputs)
         if kernels.recomputes_core:
-            # The values are a view of the output of the fused QKV projection, so this whole output
-            # stays in memory.
+            # Selective recomputation saves the arguments of `forward`. Its values can be a view of
+            # the output of the fused QKV projection, so this whole output is counted.
             projected += kernels.element * (heads.query_channels + 2 * heads.key_channels)
         return projected + self._keys_bytes(kernels, backend), core
 
@@ -169,14 +169,18 @@ class DiffV1(Variant):
         if backend.saves_values:
             return 2 * keys * whole
         if kernels.has_mask and backend.saves_bias and self.num_heads > self.num_kv_heads:
-            # With a mask, torch's kernels do not support several query heads per key-value head.
-            # In each of the four calls every query head therefore has a copy of its key and of one
-            # half of its value.
+            # With a mask, torch's kernels do not support several query heads per key-value head, so
+            # every query head has copies of its key and value. There is one call per map and half
+            # of the value. Each query head therefore has two calls, and in each a copy of its key
+            # (d) and of one half of its value (d): in total 4 * d.
             heads = self.num_heads + self.noise_heads
             return 4 * kernels.element * self.head_dim * heads * kernels.keys_per_query
-        # `Backend.saved` includes one copy of the values, so they are not counted here. But with
-        # several context-parallel ranks, keys and values are views of one received tensor. It stays
-        # in memory, so its values are counted in addition to the copy.
+        # The keys and the values of one token have the same number of bytes, `keys`.
+        # - The keys are saved without a copy: `keys * whole`.
+        # - Each attention call saves a copy of its values: `keys * kernels.keys_per_query`.
+        #   `Backend.saved` includes one copy per token, so one is subtracted.
+        # - With several context-parallel ranks, keys and values are views of one received tensor.
+        #   It stays in memory, so its values are counted in addition to their copies.
         arrived = 0 if kernels.communication is None else keys * whole
         return keys * (whole + kernels.keys_per_query - 1) + arrived
 
@@ -241,7 +245,7 @@ class DiffV1(Variant):
         q1, k1, q2, k2, v = self._split(query, key, value)
         # lambda = exp(lambda_q1 . lambda_k1) - exp(lambda_q2 . lambda_k2) + lambda_init
         lambda_ = self.current_lambda(layer)
-        # (1 - lambda_init) RMSNorm(head); fused kernels apply it within diff_attention
+        # (1 - lambda_init) RMSNorm(head), which diff_attention applies to its result
         norm = None
         if self.headwise_norm:
             scale = 1.0 - self.lambda_init.of_layer(layer.layer_number)
@@ -321,7 +325,8 @@ class DiffV1(Variant):
     def weight_rules(self, ours: str, theirs: str, hidden_size: int) -> list[hf.WeightRule]:
         """Return the rules that convert a layer's weights to those of DiffLlama and back.
 
-        In DiffLlama all heads and values of the first map precede those of the second map.
+        In DiffLlama all signal query heads precede all noise query heads, all first keys precede
+        all second keys, and the first halves of all values precede the second halves.
 
         DiffLlama's headwise norm has no weight. The norm's output is the input of the output
         projection. The export therefore multiplies the weight of channel c into the columns of the

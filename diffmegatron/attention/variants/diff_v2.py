@@ -41,9 +41,9 @@ if TYPE_CHECKING:
 class DiffV2(Variant):
     """Differential attention with h signal heads and h / r noise heads of width d.
 
-    h is ``num_heads``, and r is ``signal_per_noise``. The result has one output of width d per
-    signal head. ``num_kv_heads`` is the number of key-value heads of softmax attention, so the
-    key-value cache is as large as the baseline's.
+    h is ``num_heads``, r is ``signal_per_noise``, and d is ``head_dim``. The result has one output
+    of width d per signal head. A key-value head has one key and one value of width d, as in softmax
+    attention, so the key-value cache is as large as that of :meth:`baseline`.
     """
 
     kind: Literal["diff_v2"] = "diff_v2"
@@ -65,7 +65,11 @@ class DiffV2(Variant):
 
     @property
     def heads(self) -> Heads:
-        """Layout of the heads; a block is a key-value head and its groups."""
+        """Layout of the heads in the rows of ``linear_qkv``.
+
+        There is one block per key-value head: the groups of query heads that share it (each is r
+        signal heads, followed by their noise head), and then its key and its value.
+        """
         signal = self.num_heads // self.num_kv_heads
         queries = signal + self.noise_heads // self.num_kv_heads
         rows: Rows = (("q", queries), ("k", 1), ("v", 1))
@@ -163,7 +167,7 @@ class DiffV2(Variant):
     @classmethod
     @override
     def from_hugging_face(cls, config: Mapping[str, Any]) -> Self:
-        # The configuration counts signal and noise heads together.
+        # num_attention_heads in the configuration is the number of signal and noise heads.
         ratio = config["signal_per_noise"]
         return cls(
             num_heads=config["num_attention_heads"] // (ratio + 1) * ratio,

@@ -35,7 +35,7 @@ class Grouped(DiffV1):
 
     @override
     def warnings(self, hidden_size: int, parameters: int, lr: float) -> Iterator[str]:
-        # V1's warnings concern the models of its paper only.
+        # The inherited warnings compare the settings with the models of the paper of DIFF V1.
         return iter(())
 
     @property

@@ -22,13 +22,17 @@ class Layer(Protocol):
     step: int
 
     def share(self, count: int) -> range:
-        """Divide ``count`` items among the tensor-parallel ranks; return this rank's range."""
+        """Return the range of ``count`` items that belongs to this tensor-parallel rank."""
 
     def parameter(self, name: str) -> "Tensor":
-        """Return a declared parameter, or this rank's shard of it."""
+        """Return the parameter ``name``, which the variant declared, or this rank's shard of it."""
 
     def project(self, name: str, hidden: "Tensor") -> "Tensor":
-        """Multiply hidden states [s, b, hidden] by the declared matrix ``name``, sharded by rows.
+        """Multiply hidden states by the declared parameter ``name``, a matrix sharded by rows.
+
+        Args:
+            name: name of the matrix, [rows, hidden].
+            hidden: hidden states, [s, b, hidden].
 
         Returns:
             [s, b, rows of this rank].

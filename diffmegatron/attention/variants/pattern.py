@@ -59,7 +59,7 @@ class Pattern(Variant):
 
     @classmethod
     def read(cls, entries: Sequence[object], read: Callable[[object], Variant]) -> Variant:
-        """Read the list of a recipe.
+        """Return the variant that the list ``model.attention`` of a recipe describes.
 
         Args:
             entries: sections of kinds, each with a key ``layers``, which one section may omit.
@@ -113,11 +113,12 @@ class Pattern(Variant):
 
     @property
     def ratio(self) -> int:
-        """Number of heads of which ``num_heads`` must be a multiple for every kind.
+        """Least common multiple of the ratios of all kinds.
 
         The ratio of one kind is its number of signal heads (heads of the first softmax map) per
-        noise head (head of the second, subtracted map), and 1 for a kind without noise heads. The
-        result is the least common multiple of the ratios of all kinds.
+        noise head (head of the second, subtracted map), and 1 for a kind without noise heads. A
+        kind's ``num_heads`` must be a multiple of its ratio. A multiple of the result is therefore
+        valid as ``num_heads`` of every kind.
         """
         return math.lcm(*(each.ratio for each in self.kinds))
 
@@ -278,9 +279,10 @@ class Pattern(Variant):
     def layer_rules(
         self, ours: str, theirs: str, hidden_size: int, *, layer: int, step: int
     ) -> list[hf.WeightRule]:
-        """Return the weight rules of one layer; arguments as in :meth:`Variant.layer_rules`.
+        """Return the weight rules of one layer, from the kind of this layer.
 
-        ``layer`` counts from 1 here, unlike in :meth:`of_layer`.
+        The arguments are those of :meth:`.base.Variant.layer_rules`. ``layer`` counts from 1 here,
+        unlike in :meth:`of_layer`.
         """
         kind = self.of_layer(layer - 1).mixed_export_kind
         return kind.layer_rules(ours, theirs, hidden_size, layer=layer, step=step)

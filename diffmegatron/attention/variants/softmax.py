@@ -106,7 +106,7 @@ class Softmax(Variant):
         return projected, core
 
     def _qk_norm_bytes(self, kernels: Kernels) -> float:
-        """Return the bytes that the norms of queries and keys save.
+        """Return the bytes per token that the norms of queries and keys save.
 
         They save a float32 per query and key. On a CPU the norms are not fused: they also save
         their normalised input in float32, and in bf16 runs a float32 copy of their input.
@@ -119,11 +119,11 @@ class Softmax(Variant):
         return kept
 
     def _norm_bytes(self, kernels: Kernels) -> float:
-        """Return the bytes that the headwise norm adds to those of attention without it.
+        """Return the bytes per token that the headwise norm adds to those of attention without it.
 
-        The norm saves its input in float32 and a float32 per head, and on a CPU its normalised
-        input. In float32 runs, its input is the output of the attention kernel, which is counted
-        already. The norm's output, which the output projection saves, is a further tensor.
+        The norm saves its input in float32 and a float32 per head, and on a CPU also its normalised
+        input in float32. In float32 runs, its input is the output of the attention kernel, which is
+        counted already. The norm's output, which the output projection saves, is a further tensor.
         """
         channels = self.heads.query_channels
         copy = 0 if kernels.element == FLOAT32 else FLOAT32 * channels
@@ -163,12 +163,12 @@ class Softmax(Variant):
 
         norm = HeadwiseNorm(layer.parameter("head_norm"), layer.norm_eps, 1.0)
         # The gradient of the norm's weight is a sum over tokens, whose last bits depend on the
-        # order of the tokens. Sum in the order [s, b, ...] of Megatron's layers. The order
-        # [b, s, ...] would change the last bits of runs that resume from older checkpoints.
+        # order of the tokens. Earlier versions of this package summed in the order [s, b, ...].
+        # Keep this order, so that a run resumed from one of their checkpoints gives the same bits.
         return norm.apply_to(heads.transpose(0, 1)).transpose(0, 1)
 
     def hugging_face(self, hidden_size: int) -> hf.HuggingFace:
-        """Return the class that computes these settings: Qwen3, SeedOss, Mistral, or Llama.
+        """Return the description of the class for these settings: Qwen3, SeedOss, Mistral or Llama.
 
         For ``qkv_bias`` the class is SeedOss. Qwen2 has the same biases, but transformers 5 always
         builds Qwen's own tokenizer for a Qwen2 model, which gives other ids than the run's
@@ -215,7 +215,8 @@ class Softmax(Variant):
     @classmethod
     @override
     def from_hugging_face(cls, config: Mapping[str, Any]) -> Self:
-        # Without ``head_dim`` the heads fill the hidden size.
+        # If the configuration has no head_dim, the value 0 makes `sized` choose the width with
+        # which the heads fill the hidden size.
         return cls(
             num_heads=config["num_attention_heads"],
             num_kv_heads=config["num_key_value_heads"],
