@@ -27,7 +27,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    # Plain text, because rich frames would double the time that --help takes.
+    # None: plain text, because the frames that rich draws would double the time of --help.
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )

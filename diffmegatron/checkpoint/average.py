@@ -1,4 +1,4 @@
-"""Average the weights of a run's newest checkpoints and write them as a weights-only checkpoint."""
+"""Write the mean weights of a run's newest checkpoints as a checkpoint that holds only weights."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -29,7 +29,7 @@ def average_checkpoints(run_dir: Path, last: int, out: Path) -> Path:
     Args:
         run_dir: folder of the run. If the run has stages (trainings that follow each other), the
             checkpoints of the last stage are averaged.
-        last: number of checkpoints to average.
+        last: number of newest complete checkpoints to average.
         out: folder for the new checkpoint; it must not contain checkpoints yet.
 
     Returns:

@@ -57,7 +57,7 @@ class Place:
 
     @property
     def box(self) -> Box:
-        """The box that contains the range."""
+        """Offset and shape of the box that contains the range."""
         return self.offset, self.shape
 
 
@@ -65,8 +65,8 @@ def check_tiling(places: Iterable[Place], owner: str) -> None:
     """Check that the pieces of one tensor cover every element exactly once.
 
     The boxes must form a grid, whose cells may differ in size; every parallel layout gives such a
-    grid. It is therefore enough to compare each box with the edges of the grid, instead of
-    comparing all pairs of boxes.
+    grid. To find overlaps, it is therefore enough to compare each box with the edges of the grid,
+    and not with every other box.
 
     Args:
         places: positions of all pieces of one tensor; at least one.

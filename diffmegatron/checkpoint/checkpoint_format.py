@@ -49,9 +49,9 @@ from diffmegatron.errors import UserError
 from diffmegatron.files import MAX_BYTES, format_path, parse_json, read_bytes
 
 STATE = "state.json"
-# Largest sizes in bytes at which the two files are read. They are generous because users choose two
-# lengths: that of the recipe's list of data sources, and that of the window of recent losses, which
-# the guard against loss spikes stores in the state.
+# Largest accepted size of each of the two files, in bytes. The limits are generous because users
+# choose two lengths: that of the recipe's list of data sources, and that of the window of recent
+# losses, which the guard against loss spikes stores in the state.
 _MAX_BYTES = {RECIPE: 1 << 24, STATE: MAX_BYTES}
 
 _LIBRARIES = ("torch", "megatron-core", "deepspeed")
@@ -65,9 +65,9 @@ _Steps = Annotated[int, Field(ge=0, le=MAX_STEP)]
 class _State(BaseModel):
     """The content of ``state.json``.
 
-    The data loader defines the content of ``data``, and the guard against loss spikes the content
-    of ``guard``. The other fields are those of :class:`Position`, the number of ranks and library
-    versions of the run that wrote the file, and the contents of the checkpoint.
+    The first four fields are those of :class:`Position`. The data loader defines the content of
+    ``data``, and the guard against loss spikes that of ``guard``. ``world_size`` is the number of
+    rank files, and ``versions`` are the versions of the libraries that wrote the checkpoint.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -130,10 +130,10 @@ class Checkpoint:
             yield name, self.tensors.whole(WEIGHT, name)
 
     def fingerprint(self) -> str:
-        """Return a hash that distinguishes models of the same shape.
+        """Return a hash of the weights, 16 hex digits, that distinguishes models of the same shape.
 
-        The hash covers the first row of every layer's linear_qkv weight. It does not depend on the
-        layout and precision of the run that wrote the checkpoint.
+        The hash covers only the first row of every layer's linear_qkv weight. It does not depend on
+        the layout and precision of the run that wrote the checkpoint.
         """
         digest = hashlib.sha256()
         for layer in range(self.recipe.model.num_layers):

@@ -132,7 +132,7 @@ def _check_files(directory: Path, manifest: Manifest) -> None:
 def _names(directory: Path) -> list[str]:
     try:
         return sorted(path.name for path in directory.iterdir())
-    except OSError as error:  # a run may remove this checkpoint at the same time
+    except OSError as error:  # for example, a run removes this checkpoint at the same time
         raise UserError(f"cannot read {format_path(directory)}: {os_error_text(error)}") from None
 
 
@@ -156,7 +156,11 @@ def _check_ordinary(path: Path, status: os.stat_result) -> None:
 
 
 def _no_checkpoint(directory: Path) -> str:
-    """Return the error message for a path that is not a checkpoint; list checkpoints near it."""
+    """Return the error message for a path that is not a checkpoint.
+
+    The message names up to five checkpoints in the folder ``checkpoints`` of this path, in the path
+    itself or in its parent folder.
+    """
     kind = "it is a file" if directory.is_file() else f"it has no {MANIFEST}"
     if not directory.exists():
         kind = "it does not exist"

@@ -116,7 +116,7 @@ class CheckpointStore:
         return final
 
     def abandon(self, step: int) -> None:
-        """Remove the files of a failed save."""
+        """Remove the unfinished directory of a save that failed."""
         shutil.rmtree(self.unfinished_path(step), ignore_errors=True)
 
     def remove(self, step: int) -> None:
@@ -135,9 +135,12 @@ class CheckpointStore:
         shutil.rmtree(self._rename_removed(step))
 
     def set_aside(self, step: int) -> Path:
-        """Rename a checkpoint that the run cannot resume from, so that no reader finds it any more.
+        """Rename a checkpoint so that no reader finds it any more, but keep its files.
 
-        Its files are kept under the returned path.
+        This is for a checkpoint after which the run could not apply a step.
+
+        Returns:
+            The new path.
         """
         left = self.directory / f"step_{step:08d}{_LEFT}"
         shutil.rmtree(left, ignore_errors=True)

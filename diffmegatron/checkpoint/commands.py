@@ -130,10 +130,10 @@ def inspect(
         ),
     ],
 ) -> None:
-    """Verify a checkpoint and print its position and tensors.
+    """Verify a checkpoint; print its state and tensor shapes.
 
-    The position is the step and the place in the data. The versions of the libraries that wrote
-    the checkpoint are printed too.
+    The state is the step, the place in the data and the versions of the libraries that wrote the
+    checkpoint.
     """
     from rich.console import Console
     from rich.table import Table

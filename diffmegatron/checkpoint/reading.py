@@ -126,8 +126,8 @@ class TensorFile:
             beginning = stream.read(_LENGTH_BYTES)
             length = int.from_bytes(beginning, "little")
             if length > min(size - _LENGTH_BYTES, MAX_BYTES):
-                # Look for a pickle only after the length has proved impossible. A possible length
-                # can begin with the same bytes as a pickle, such as 640 (80 02 in hex).
+                # Look for a pickle only here, where the length is impossible. The bytes of a
+                # possible length can be those with which a pickle begins: 640 is 80 02 in hex.
                 if beginning[:2] in _PICKLES:
                     raise UserError(
                         f"{format_path(self.path)} is a pickle, which can run any program when it "
@@ -137,10 +137,13 @@ class TensorFile:
             return stream.read(length), size
 
     def _check_order(self, content_bytes: int) -> int:
-        """Check the tensors for gaps and overlaps, and return the number of bytes of float32.
+        """Check that the tensors fill the file: first float32, then bytes, without gap or overlap.
 
         Args:
             content_bytes: size of the file without its header.
+
+        Returns:
+            The number of bytes of the float32 tensors.
         """
         end = float_bytes = 0
         ordered = sorted(self.tensors.values(), key=lambda each: (each.dtype, each.data_offsets))

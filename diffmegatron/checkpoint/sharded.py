@@ -68,8 +68,9 @@ class _Stored:
 def pieces_of(shards: Iterable[Shard], start: int, tensors: Mapping[str, Tensor]) -> list[Piece]:
     """Split a range of a flattened parameter into pieces, one per shard that the range overlaps.
 
-    A parameter of this rank holds one shard of a named tensor. A fused parameter, such as the gate
-    and the up projection of SwiGLU, holds the shards of several named tensors.
+    Most parameters hold one shard. A parameter of SwiGLU's fused gate and up projection holds two:
+    a block of rows of the gate, and one of the up projection. They are adjacent in the parameter,
+    but not in the named tensor if tensor parallelism shards it.
 
     Args:
         shards: all shards that the parameter holds.
@@ -229,7 +230,8 @@ class ShardedReader:
 def _places(file: TensorFile) -> list[Place]:
     """Check which tensors a rank's file holds, and return the positions of the file's pieces.
 
-    The file must hold the tensors of its pieces, may hold random states, and nothing else.
+    The file must hold the tensors of its pieces. It may also hold random states, but no other
+    tensors.
 
     Raises:
         UserError: the description is damaged, or a tensor is missing, unknown or of another shape.

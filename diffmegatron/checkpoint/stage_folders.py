@@ -29,14 +29,14 @@ class StageFolder:
 
     @property
     def store(self) -> CheckpointStore:
-        """The checkpoints of the stage."""
+        """Checkpoints of the stage, or of the run without stages."""
         return CheckpointStore(self.run_dir)
 
 
 def stage_folders(
     run_dir: Path, having: str = CHECKPOINTS, recipe: str = RECIPE
 ) -> list[StageFolder]:
-    """Return the stages of a ``run_dir`` in the order of training.
+    """Return the stages in a ``run_dir`` that contain ``having``, in the order of training.
 
     For a run without stages, return its only folder.
 
@@ -45,7 +45,8 @@ def stage_folders(
 
     Args:
         run_dir: ``run_dir`` of a recipe.
-        having: name of a file or folder by which the folder of a run is recognized.
+        having: name of a file or folder in the folder of a run. A folder without it is not counted
+            as a run or stage.
         recipe: name of the file with the resolved recipe of a run.
 
     Raises:
@@ -150,7 +151,8 @@ def _in_order(starts: dict[str, str | None]) -> Iterator[str]:
     left = dict(starts)
     while left:
         ready = [name for name, start in left.items() if start not in left]
-        # Recipes that users edited may start from each other in a circle, so that none is first.
+        # Recipes that users edited may start from each other in a circle, so that none is ready.
+        # Then yield all stages that are left, sorted by name.
         for name in ready or list(left):
             del left[name]
             yield name

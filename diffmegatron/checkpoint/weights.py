@@ -70,7 +70,10 @@ def write_checkpoint(
 def _split_into_files(
     weights: Iterable[tuple[str, Tensor]], max_bytes: int
 ) -> Iterator[list[Piece]]:
-    """Yield the pieces of each file of up to ``max_bytes``; each piece is a complete tensor."""
+    """Yield one list of pieces per file; each piece is a complete tensor.
+
+    A list has up to ``max_bytes``, or one tensor that is larger.
+    """
     pieces: list[Piece] = []
     num_bytes = 0
     for name, tensor in weights:
@@ -89,8 +92,8 @@ def _split_into_files(
 def load_network(checkpoint: Checkpoint, recipe: Recipe, parallel_state: ParallelState) -> Network:
     """Build this rank's shard of a network for inference, with the weights of a checkpoint.
 
-    The weights are rounded to the precision of the run that wrote the checkpoint, except the
-    parameters that this run kept in float32.
+    The weights are rounded to the precision of the run that wrote the checkpoint. Only the
+    parameters that the kind of attention declares as float32 are not rounded.
 
     Args:
         checkpoint: checkpoint with the weights.

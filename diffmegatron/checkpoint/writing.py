@@ -34,10 +34,11 @@ def write_safetensors(
         metadata: strings for the header's ``__metadata__``.
 
     Returns:
-        The file's entry for the manifest. Its checksum is computed from the bytes in memory, so it
-        also detects damage on the way to the disk.
+        The file's entry for the manifest. The checksum in it is computed from the bytes in memory,
+        so a later check of the file also detects damage on the way to the disk.
     """
-    # Put four-byte elements first, so that every tensor starts at a multiple of its element size.
+    # Put the float32 tensors before the uint8 tensors, so that every float32 tensor starts at a
+    # multiple of four bytes.
     ordered = dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))
     checksum, size, advised = 0, 0, 0
     with path.open("wb") as stream:
@@ -46,8 +47,8 @@ def write_safetensors(
             stream.write(block)
             size += len(block)
             if size - advised >= _BUFFER:
-                # Linux then writes these pages while the next checksum is computed, instead of
-                # writing all pages at the end.
+                # This call makes Linux write the pages while the next checksum is computed.
+                # Without it, fsync would write all pages at the end.
                 os.posix_fadvise(stream.fileno(), advised, size - advised, os.POSIX_FADV_DONTNEED)
                 advised = size
         stream.flush()

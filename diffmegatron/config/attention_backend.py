@@ -10,8 +10,8 @@ from diffmegatron.config.recipe_sections import RecipeSections
 from diffmegatron.errors import UserError
 
 # Optional libraries that estimates assume to be installed when they resolve "auto". Triton comes
-# with the CUDA builds of torch. FlashAttention and flex_head_fa need a separate installation; with
-# them "auto" needs less memory and time than estimated.
+# with the CUDA builds of torch. FlashAttention and flex_head_fa need a separate installation. A run
+# that has them needs less memory and time with "auto" than estimated.
 PLANNED_LIBRARIES = frozenset({"triton"})
 
 _DTYPES = {"bf16": "bfloat16", "fp32": "float32"}

@@ -11,13 +11,19 @@ from diffmegatron.section import PathText, Section, Seed, Size
 
 
 def _prefix(path: str) -> str:
-    """Replace ``PREFIX.parts``, the folder of a corpus that was prepared in parts, by PREFIX."""
+    """Return PREFIX for ``PREFIX.parts``, the folder of a corpus that was prepared in parts.
+
+    Any other path is returned unchanged.
+    """
     named = PurePath(path)
     return str(named.with_suffix("")) if named.suffix == ".parts" else path
 
 
 def _folder(path: str) -> str:
-    """Replace the path of a ``tokenizer.json`` by its folder, whose files an export copies."""
+    """Return the folder of a ``tokenizer.json``, because an export copies the folder's files.
+
+    Any other path or name is returned unchanged.
+    """
     named = PurePath(path)
     return str(named.parent) if named.name == "tokenizer.json" else path
 
@@ -32,10 +38,10 @@ class Source(Section):
 class Upsampling(Section):
     """Length up-sampling (Fu et al., arXiv 2402.10171): a larger share of long documents.
 
-    With the mode ``none`` all documents are kept. With the other modes, documents of at least
+    With the mode ``none`` all documents are kept. With the other two modes, documents of at least
     ``long_tokens`` tokens are always kept, and shorter documents with probability ``keep_short``.
-    ``per_source`` preserves each source's share of the tokens; ``global`` lets the shares shift
-    towards sources with long documents.
+    The two differ in the shares of the sources in the tokens: ``per_source`` preserves the shares;
+    ``global`` lets them shift towards sources with long documents.
     """
 
     mode: Literal["none", "per_source", "global"] = "none"

@@ -18,7 +18,7 @@ MAX_WORLD_SIZE = 2**20
 
 
 def check_layout(recipe: RecipeSections) -> None:
-    """Check everything about the layout that does not depend on the number of ranks.
+    """Check those rules of the parallel layout that do not depend on the number of ranks.
 
     Raises:
         ValueError: a size is not divisible, or a setting excludes the layout; the message names the
@@ -79,7 +79,7 @@ def data_parallel_size(recipe: RecipeSections, world_size: int) -> int:
 
 
 def context_communication(recipe: RecipeSections) -> Literal["ring", "all_gather", "ulysses"]:
-    """Return how context-parallel ranks communicate, with ``auto`` resolved.
+    """Return the communication method of the context-parallel ranks, with ``auto`` resolved.
 
     ``auto`` prefers Ulysses. It moves the least data (each rank sends its own queries, keys, values
     and outputs once), and its kernels are as fast as on one rank. Ulysses requires that the

@@ -10,8 +10,9 @@ from diffmegatron.section import Count, Section
 class EvaluateConfig(Section):
     """Evaluation of a run with the suite (benchmark) ``suite`` every ``every`` steps.
 
-    Other keys are settings of the suite. They are checked when training starts, because this
-    package must not import the evaluation package.
+    Other keys are settings of the suite. They are not checked when the recipe is read but when
+    training starts, because the evaluation package defines them, and the package ``config`` must
+    not import that package.
     """
 
     model_config = ConfigDict(extra="allow")
@@ -21,5 +22,5 @@ class EvaluateConfig(Section):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Settings of the suite."""
+        """Settings of the suite by name: all keys except ``suite`` and ``every``."""
         return dict(self.model_extra or {})

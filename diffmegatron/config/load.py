@@ -27,7 +27,8 @@ from diffmegatron.own_code import import_recipe_code, require_imported
 from diffmegatron.validation import describe, first_error
 
 COMMAND_LINE = "the command line"
-# Limit on the files of a recipe; a file counts each time that another file extends it.
+# Largest number of files that one recipe may consist of. A file counts once for each file that
+# extends it.
 MAX_FILES = 32
 
 # Values: the content of one file, or of several files after merging. Origins: for each dotted key,
@@ -280,7 +281,8 @@ def _overridden(
 def _with_files(values: Values, to_plan: bool) -> Values:
     """Return the values with the content of files in place of their names in ``model.attention``.
 
-    A list of kinds, or an unknown kind, is returned unchanged.
+    If ``model.attention`` is a list of kinds, or has an unknown kind, the values are returned
+    unchanged.
     """
     model = values.get("model")
     attention = model.get("attention") if isinstance(model, dict) else None
@@ -297,7 +299,10 @@ def _with_files(values: Values, to_plan: bool) -> Values:
 
 
 def _placed(values: Values, name: str, before: Recipe | None) -> Values:
-    """Set a stage's ``run_dir``, and its ``start_from`` if it follows the stage ``before``."""
+    """Return a stage's values with its own ``run_dir``, and ``start_from`` if there is ``before``.
+
+    ``before`` is the recipe of the stage whose weights this stage starts with.
+    """
     if isinstance(run_dir := values.get("run_dir"), str):
         values = values | {"run_dir": f"{run_dir}/{name}"}
     if before is not None and isinstance(values.get("checkpoint", {}), dict):
@@ -369,7 +374,7 @@ def _kinds(values: Values) -> list[str]:
 def _variants_key(location: tuple[str | int, ...], values: Values) -> str | None:
     """Return a hint for an unknown key that is a key of at least one kind of ``model.attention``.
 
-    The hint depends on the kinds that have the key:
+    The hint depends on which kinds have the key:
 
     - The recipe's kind or all kinds have it: the key is in the wrong section, and the hint gives
       its correct place. If the key already is in ``model.attention``, the result is None.

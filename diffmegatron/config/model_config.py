@@ -26,12 +26,11 @@ class Initialization(Section):
     1. Each kind of attention defines the initial values of its own parameters.
 
     The paper of the Differential Transformer does not name a scheme. By default, embeddings start
-    at N(0, 1) and not with ``std``. The reason is that the headwise norm makes the output of every
-    differential head as large at the first step as after training. Compared with this output,
-    which is added to them in the residual stream, embeddings with a standard deviation of 0.02
-    would be too small (docs/recipes.md shows the loss). Tied embeddings
-    start with ``std``, because the same matrix is the output layer, whose logits would be too large
-    with N(0, 1).
+    at N(0, 1) and not with ``std``. The reason is that the residual stream adds the output of the
+    attention to the embeddings, and the headwise norm makes this output as large at the first step
+    as after training. Embeddings with a standard deviation of 0.02 would be too small beside it
+    (docs/recipes.md shows the loss). Tied embeddings start with ``std``, because the same matrix is
+    the output layer, whose logits would be too large with N(0, 1).
     """
 
     scheme: Literal["scaled", "normal"] = "scaled"
@@ -47,9 +46,9 @@ class ModelConfig(Section):
     ``attention`` is the section of one kind of attention. It can also be a list of such sections,
     each with the layers that it applies to (:mod:`diffmegatron.attention.variants.pattern`).
 
-    ``baseline`` gives the Transformer that a differential model is compared with: it replaces the
-    attention by softmax attention of the same width, with the same number of channels for keys and
-    values. The resolved recipe contains the resulting numbers of heads.
+    If ``baseline`` is true, the network is the Transformer that a differential model is compared
+    with: softmax attention of the same width replaces the attention, with the same number of
+    channels for keys and values. The resolved recipe contains this softmax attention.
     """
 
     num_layers: Size

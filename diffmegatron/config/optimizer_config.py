@@ -63,7 +63,11 @@ class Schedule(Section):
         return _steps(self.warmup_steps, self.warmup_ratio, total_steps)
 
     def decay(self, total_steps: int) -> int:
-        """Return the number of steps, at least one, over which ``wsd`` decays at the end."""
+        """Return the number of steps over which ``wsd`` decays at the end of ``total_steps``.
+
+        It is ``decay_steps``, or the share ``decay_ratio`` of the run rounded to a whole step, and
+        at least 1.
+        """
         return max(1, _steps(self.decay_steps, self.decay_ratio, total_steps))
 
 
@@ -74,8 +78,8 @@ def _steps(steps: int | None, ratio: float | None, total_steps: int) -> int:
 class OptimizerConfig(Section):
     """AdamW (Loshchilov and Hutter, 2019) under DeepSpeed ZeRO, and the tensors that it trains.
 
-    ``trainable`` is a list of patterns of tensor names; all other tensors are frozen. Its patterns
-    may end in a suffix that selects only the query, key or value rows of ``linear_qkv``:
+    ``trainable`` is a list of patterns of tensor names; tensors that match none are frozen. A
+    pattern may end in a suffix that selects only the query, key or value rows of ``linear_qkv``:
     ``...linear_qkv.weight:k`` (also ``:q``, ``:v``, ``:[kv]``). ``lr_multipliers`` maps patterns of
     tensor names, without such a suffix, to factors of the learning rate.
     """

@@ -33,14 +33,14 @@ class ParallelConfig(Section):
 
     @property
     def overlaps_gradients(self) -> bool:
-        """True if gradients are summed over the ranks during the backward pass."""
+        """True if gradients are summed over ranks during the last microbatch's backward pass."""
         if self.overlap_gradients is not None:
             return self.overlap_gradients
         return self.pipeline == 1 and self.zero_stage == 1 and not self.offload_optimizer
 
     @property
     def model_ranks(self) -> int:
-        """Number of ranks that hold one model and one sequence: tensor x context x pipeline."""
+        """Number of ranks of one data-parallel replica: tensor x context x pipeline."""
         return self.tensor * self.context * self.pipeline
 
     @model_validator(mode="after")

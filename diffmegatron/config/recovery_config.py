@@ -8,7 +8,7 @@ from diffmegatron.section import MAX_SIZE, Count, PathText, Section, Size
 
 
 class CheckpointConfig(Section):
-    """Section ``checkpoint``: interval of saves, number of kept checkpoints, start of a run."""
+    """Section ``checkpoint``: when a run saves, what it keeps, and which weights it starts with."""
 
     interval: Count = Field(default=1000, description="steps; the last step always saves")
     resume: bool = Field(default=True, description="resume from the newest checkpoint in run_dir")

@@ -14,7 +14,7 @@ class RopeScaling(Section):
     ``llama3`` (Llama 3.1) depends on the wavelength of a frequency, in tokens. A frequency with a
     wavelength below ``original_length / high_freq_factor`` is kept. One with a wavelength above
     ``original_length / low_freq_factor`` is divided by ``factor``. Between the two limits, the
-    result is interpolated.
+    result is interpolated between the kept and the divided frequency.
     """
 
     kind: Literal["linear", "llama3"]

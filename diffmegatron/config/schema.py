@@ -62,8 +62,9 @@ class Recipe(RecipeSections):
         """Return the data-parallel size on ``world_size`` ranks.
 
         Raises:
-            UserError: the ranks do not fill the layout, or the global batch cannot be divided into
-                equally many microbatches per data-parallel rank.
+            UserError: the number of ranks is out of range or does not fill the layout; the global
+                batch cannot be divided into equally many microbatches per data-parallel rank; or
+                their number does not suit ``parallel.virtual_pipeline``.
         """
         return data_parallel_size(self, world_size)
 

@@ -27,8 +27,8 @@ _RESERVED_FORMS = re.compile(
     rf"job_\d+\.log|preflight_\d+|({'|'.join(map(re.escape, sorted(RESERVED)))})\..*"
 )
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
-# Keys of the network that a stage may change (_FREE), because the weights of an earlier stage fit
-# any value of these keys. _ROTARY has those of the rotary embedding.
+# _FREE: keys of the network that a stage may change, because the weights of an earlier stage fit
+# any value of these keys. _ROTARY: those among them that belong to the rotary embedding.
 _ROTARY = ("model.rope_theta", "model.rope_scaling")
 _FREE = frozenset({*_ROTARY, "model.initialization"})
 
@@ -40,8 +40,8 @@ class Stage:
     Attributes:
         changes: values of the stage, nested by section. They replace the values that the recipe has
             outside of ``stages``.
-        start_from: name of the stage whose weights this stage starts with; None if it uses
-            ``checkpoint.start_from`` instead.
+        start_from: name of the stage whose weights this stage starts with. None: it starts with the
+            weights of ``checkpoint.start_from``, or from scratch if this key is not set.
     """
 
     changes: dict[str, Any]
@@ -133,9 +133,9 @@ def by_stage(
 def check_follows(before: Recipe, before_name: str, now: Recipe, now_name: str) -> None:
     """Check that a run can start with the weights of another run.
 
-    The two networks must be equal with these exceptions. The new run may add LoRA, may change the
-    keys in ``_FREE`` and the ``free_keys`` of its attention, and may have a kind of attention that
-    extends that of the run that wrote the weights
+    The two networks must be equal with these exceptions. The new run may add LoRA. It may change
+    the keys in ``_FREE`` (rotary embedding and initialization) and the ``free_keys`` of its
+    attention. Its kind of attention may extend the kind with which the weights were trained
     (:meth:`~diffmegatron.attention.variants.base.Variant.foundation`).
 
     Args:
@@ -183,9 +183,9 @@ def rotary_changes(before: Recipe, now: Recipe) -> list[str]:
 
 
 def model_keys(model: ModelConfig, attention: Variant) -> dict[str, Any]:
-    """Return the settings of a network by dotted key, such as ``model.num_layers``.
+    """Return the settings of a network as a dict with dotted keys, such as ``model.num_layers``.
 
-    The settings of ``attention``, which replaces ``model.attention``, come first.
+    The settings of ``attention`` are used instead of those of ``model.attention``, and come first.
     """
     others = model.model_dump(exclude={"attention"})
     return {f"model.attention.{key}": value for key, value in attention.keys().items()} | {

@@ -36,7 +36,7 @@ class NamedTensor:
     float32: bool = False
 
     def elements(self, tensor_parallel: int) -> int:
-        """Return the number of elements that a tensor-parallel rank holds."""
+        """Return the number of elements of this tensor that a tensor-parallel rank holds."""
         return math.prod(self.shape) // (tensor_parallel if self.sharded else 1)
 
     @property
@@ -131,7 +131,10 @@ def stage_kinds(recipe: RecipeSections, stage: int) -> list[tuple[Variant, int]]
 
 
 def in_layer(tensor: NamedTensor, layer: int | str) -> NamedTensor:
-    """Return a tensor of :func:`layer_tensors` with the layer's prefix added to its name."""
+    """Return a tensor of :func:`layer_tensors` with the layer's prefix added to its name.
+
+    ``layer`` is the number of the layer from 0, or ``*`` for a pattern that matches all layers.
+    """
     return replace(tensor, name=f"decoder.layers.{layer}.{tensor.name}")
 
 

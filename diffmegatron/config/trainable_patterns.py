@@ -56,7 +56,7 @@ def frozen_parts(tensor: NamedTensor, recipe: RecipeSections) -> tuple[str, ...]
 
 
 def is_lora(name: str) -> bool:
-    """Return whether a tensor is one of the two LoRA matrices."""
+    """Return whether a tensor is a LoRA matrix, A or B of a projection."""
     return name.endswith((f".{LORA_A}", f".{LORA_B}"))
 
 
@@ -99,10 +99,10 @@ def check_trainable(recipe: RecipeSections) -> None:
     """Check that every pattern matches a tensor, and that every pipeline stage trains a tensor.
 
     Raises:
-        ValueError: a pattern of ``trainable`` matches no tensor, or one of ``lr_multipliers``
-            matches no trained tensor (the message names the key, the pattern and the nearest
-            name); a stage trains no tensor; a trained tensor has two learning-rate factors; or a
-            recipe with patterns or LoRA has more than ``MAX_LAYERS`` layers.
+        ValueError: a pattern of ``trainable`` matches no tensor, or a pattern of ``lr_multipliers``
+            matches no trained tensor (in both cases the message names the key, the pattern and the
+            nearest name); a stage trains no tensor; several patterns of ``lr_multipliers`` match a
+            trained tensor; or a recipe with patterns or LoRA has more than ``MAX_LAYERS`` layers.
     """
     optimizer, model = recipe.optimizer, recipe.model
     patterns = optimizer.trainable

@@ -26,7 +26,8 @@ MAX_NODES = 5_000
 _DIGITS = 300
 
 _TAG = "tag:yaml.org,2002:"
-# For each type of unquoted text: a regular expression, and the possible first characters.
+# For each type that unquoted text can have: a regular expression for the text, and the possible
+# first characters.
 _NOTATION = {
     "null": (r"~|null|Null|NULL|", ["~", "n", "N", ""]),
     "bool": (r"(?i:true|false|yes|no|on|off)", list("tTfFyYnNoO")),

@@ -72,7 +72,7 @@ class InputRecord(FileRecord):
 
 
 class PartRecord(Section):
-    """Part of a corpus that ``prepare --part K/N`` wrote.
+    """Record of one part of a corpus, written by ``prepare --part K/N``.
 
     Attributes:
         number: number K of the part, counted from 1.
@@ -183,9 +183,10 @@ class Manifest(Section):
 
 
 def other_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return a text "NAME VALUE" for each setting in ``now`` whose value in ``before`` differs.
+    """Return a list with a text "NAME VALUE" for each setting that differs.
 
-    VALUE is the value in ``before``, or None if it is missing there.
+    A setting in ``now`` differs if ``before`` lacks it or has another value. VALUE is the value in
+    ``before``, or None if it is missing there.
     """
     return [
         f"{name} {shorten(repr(before.get(name)))}" for name in now if before.get(name) != now[name]
@@ -269,8 +270,8 @@ def pieces(path: Path, before: int = 0) -> Iterator[memoryview]:
 def length_histogram(lengths: np.ndarray, counts: np.ndarray) -> tuple[LengthBin, ...]:
     """Return a histogram of document lengths, computed in constant memory.
 
-    A document consists of one sequence, or in a corpus for fine-tuning of several: its prompts and
-    responses.
+    A document consists of one sequence. In a corpus for fine-tuning it consists of several, its
+    prompts and responses.
 
     Args:
         lengths: int32 ``[sequences]``, number of tokens of each sequence.

@@ -198,7 +198,7 @@ def _buffers(array: np.ndarray) -> Iterator[np.ndarray]:
 
 
 def _sums_before(array: np.ndarray) -> Iterator[np.ndarray]:
-    """Yield, in pieces, the exclusive cumulative sum of an array as int64."""
+    """Yield, in pieces, the sum of all elements before each element of an array, as int64."""
     total = 0
     for part in _buffers(array):
         ends = total + np.cumsum(part, dtype=np.int64)

@@ -44,7 +44,8 @@ class PartTokens:
         self.dtype = dtype
         filled = [(path, size // dtype.itemsize) for path, size in files if size]
         self._starts = list(itertools.accumulate((length for _, length in filled), initial=0))
-        # A cache on a method would hold a reference to this object and keep it alive.
+        # The cache belongs to this object. `lru_cache` as a decorator of a method would belong to
+        # the class, and would keep this object and its mapped files alive.
         self._mapped = lru_cache(_MAPPED_AT_ONCE)(lambda number: _map(*filled[number], dtype))
 
     @property

@@ -1,7 +1,7 @@
 """JSON files that contain a checksum of their content, for state that users never edit.
 
-Such a file describes other data files, for example how many documents they contain. A damaged disk
-may change a number in it, and the file is still valid JSON. A program that trusted the wrong number
+Such a file describes other data files, for example how many documents they contain. If a damaged
+disk changes a number in the file, it is still valid JSON. A program that trusted the wrong number
 would skip or repeat documents unnoticed. The checksum reveals the change.
 """
 

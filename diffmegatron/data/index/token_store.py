@@ -25,9 +25,9 @@ _BUFFER = 1 << 22
 class Corpus:
     """Prepared corpus, opened for reading.
 
-    The arrays are views of memory-mapped files. The readers ``index`` and ``dataset`` must live as
-    long as the arrays, because a reader that is deleted closes its mapping. Reading an array after
-    that is a segmentation fault.
+    The arrays are views of memory-mapped files; only ``lengths`` and ``offsets`` of a fine-tuning
+    corpus are copies. The readers ``index`` and ``dataset`` must live as long as the views, because
+    a reader that is deleted closes its mapping. Reading a view after that is a segmentation fault.
 
     Attributes:
         prefix: path of the corpus without ``.bin``.
@@ -76,6 +76,8 @@ class Corpus:
     def loss_mask(self, document: int) -> np.ndarray:
         """Return the loss mask of a fine-tuning document, bool ``[tokens]``, True in responses.
 
+        The sequences of such a document are prompts and responses in turn, a prompt first.
+
         Args:
             document: number of the document.
         """
@@ -85,7 +87,10 @@ class Corpus:
         return np.repeat(np.arange(len(segments)) % 2 == 1, segments)
 
     def check_index(self) -> None:
-        """Check every entry of the index; :func:`open_corpus` checks only the last entry.
+        """Check every entry of the index.
+
+        :func:`open_corpus` checks only the end of the last sequence and, in a fine-tuning corpus,
+        the document boundaries.
 
         Raises:
             UserError: a document lies outside the file, overlaps another document, or is empty.
