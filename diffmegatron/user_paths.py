@@ -1,7 +1,8 @@
 """Turn operating-system errors about paths on the command line into one sentence.
 
-Functions that read or write files report an error themselves where they can add information. Every
-command passes the remaining errors to this module.
+Functions that read or write files report an error themselves where they can add information. The
+remaining errors end a command; :func:`explain_path_errors`, inside which every command runs,
+translates them.
 """
 
 import errno
@@ -20,7 +21,8 @@ _USER_ERRNOS = {
     *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENOTEMPTY, errno.ELOOP),
     *(errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENXIO, errno.EINVAL),
 }
-# Before Python 3.13 pathlib raises a RuntimeError instead of an OSError for a loop of links.
+# Start of the message of a loop of symbolic links. Before Python 3.13, pathlib raises a
+# RuntimeError with this message instead of an OSError.
 _LOOP = "Symlink loop from "
 
 
@@ -29,7 +31,8 @@ def explain_path_errors(words: Sequence[str]) -> Iterator[None]:
     """Replace an error about a path among ``words`` by a UserError or MachineError.
 
     The message of the new error is one sentence. An error about any other file is a defect of the
-    program, and passes unchanged, so that the user sees its traceback.
+    program, and passes unchanged, so that the user sees its traceback. Only pathlib's error for a
+    loop of symbolic links is always replaced, because it does not name its path separately.
 
     Args:
         words: words of the command line.

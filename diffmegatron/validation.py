@@ -18,7 +18,7 @@ def validated(schema: type[Model], values: Any, name: str) -> Model:
     Args:
         schema: the pydantic model.
         values: usually a dictionary.
-        name: source of the values, such as a file, with which the error message begins.
+        name: source of the values, such as the path of a file. The error message begins with it.
 
     Raises:
         UserError: a key is unknown or missing, or a value does not fit.
@@ -32,20 +32,19 @@ def validated(schema: type[Model], values: Any, name: str) -> Model:
 def first_error(error: ValidationError) -> Any:
     """Return the error to report: an unknown key if there is one, otherwise the first error.
 
-    A mistyped name of a required key causes two errors: an unknown key, and a missing key, which is
-    the one that the user meant. The error about the missing key would not show the user the typing
-    mistake.
+    A mistyped required key causes two errors. For example, ``modle`` instead of ``model`` causes a
+    missing key ``model`` and an unknown key ``modle``. Only the second error shows the mistake.
     """
     errors = error.errors(include_url=False)
     return min(errors, key=lambda each: each["type"] != "extra_forbidden")
 
 
 def describe(error: Any, known_keys: Collection[str]) -> str:
-    """Describe one pydantic error: the key, its value, and the correct form.
+    """Return one pydantic error as text: the key, its value, and the correct form.
 
     Args:
         error: result of :func:`first_error`.
-        known_keys: valid keys of the section that contains the error.
+        known_keys: valid keys, one of which is suggested for an unknown key.
     """
     key = shorten(".".join(map(str, error["loc"]))) or "the content"
     if error["type"] == "extra_forbidden":

@@ -1,7 +1,8 @@
 """The training loop: :func:`train` runs a recipe, and :func:`train_step` does one step.
 
-Saves, metrics, evaluations and the reactions of the guard are hooks that run between the steps. The
-guard checks the loss and gradient norm of each step and decides whether its update is applied.
+The guard checks the loss and gradient norm of each step and decides whether its update is applied.
+Hooks run between the steps: they save, record metrics, evaluate, and roll back or end the run if
+the guard has decided so.
 """
 
 from collections.abc import Sequence
@@ -41,15 +42,16 @@ def train(
     """Train a recipe on all ranks that the launcher started, or on this process alone.
 
     The run writes ``recipe.yaml``, ``metrics.jsonl``, ``tensorboard/`` and ``checkpoints/`` into
-    ``run_dir``, and ``events/`` and ``stacks/`` when needed. It resumes from the newest intact
-    checkpoint in ``run_dir``; if there are checkpoints and ``checkpoint.resume`` is false, an error
-    is raised.
+    ``run_dir``. Reports of anomalous steps go into ``events/``, and call stacks of a hanging run
+    into ``stacks/``. The run resumes from the newest intact checkpoint in ``run_dir``; if there are
+    checkpoints and ``checkpoint.resume`` is false, an error is raised.
 
     Args:
-        recipe: recipe of the run, checked by
-            :func:`~diffmegatron.training.training_stages.train_stages`.
-        record: writer of the files that tell the job script the progress of the run (heartbeat) and
-            how this rank ended. This function passes it each step that is reached.
+        recipe: recipe of the run.
+            :func:`~diffmegatron.training.training_stages.train_stages` has checked that it fits the
+            number of ranks.
+        record: writer of the files that the job script reads: the progress of the run (heartbeat),
+            and how this rank ended. The run passes each completed step to it.
         evaluators: one evaluator per entry of ``training.evaluate``.
         hooks: user-defined hooks, called after the built-in hooks; the same on every rank.
         stop: handler of stop signals that the caller has entered; None to enter a new one.
@@ -68,7 +70,7 @@ def train(
     used = load_tokenizer(recipe.data.tokenizer).vocab_size
     check_vocabulary(recipe.data.tokenizer, used, recipe.model.tokens)
     run_dir = Path(recipe.run_dir)
-    with suppress(OSError):  # Raised for a path that cannot exist, which run_lock reports below.
+    with suppress(OSError):  # A path that cannot exist raises it; run_lock below reports this path.
         check_not_a_file(run_dir)
     with (
         run_lock(run_dir) if launch.rank == 0 else nullcontext(),
@@ -83,7 +85,11 @@ def train(
 
 
 def run_steps(run: Run, hooks: Sequence[Hook]) -> bool:
-    """Train from ``run.step`` to the last step, and return whether the run is finished."""
+    """Train from ``run.step`` to the last step, or until the run must stop; call the hooks.
+
+    Returns:
+        True if the last step is completed and every evaluation due at it has a result.
+    """
     for hook in hooks:
         hook.before_training(run)
     while not (run.is_at_last_step or run.stopping):

@@ -34,7 +34,8 @@ def train_stages(
 
     Args:
         recipes: one recipe per stage.
-        record: writer of this rank's heartbeat and step for the job script.
+        record: writer of the files that the job script reads: the progress of the run (heartbeat),
+            and how this rank ended.
         open_evaluators: function that opens the evaluators of a recipe's ``training.evaluate``.
         hooks: user-defined hooks, the same instances in every stage.
 
@@ -60,8 +61,8 @@ def train_stages(
         evaluators = [open_evaluators(recipe) if open_evaluators else () for recipe in unfinished]
         if record is not None and not unfinished:
             record.set_step(recipes[-1].training.total_steps, recipes[-1].run_dir)
-        # All stages share one StopRequest, so that a signal at the end of a stage also stops the
-        # following stages.
+        # All stages share one StopRequest, so that a signal that arrives after the last step of a
+        # stage still prevents the following stages.
         with StopRequest(launch, record.folder if record else None) as stop:
             for recipe, each in zip(unfinished, evaluators, strict=True):
                 if recipe is not unfinished[0] and _should_stop(stop, recipe):
@@ -76,7 +77,15 @@ def train_stages(
 
 
 def _should_stop(stop: StopRequest, following: Recipe) -> bool:
-    """Return, on every rank, whether any rank must stop before the stage ``following``."""
+    """Return, on every rank, whether at least one rank must stop before the next stage begins.
+
+    A rank must stop if it has received a stop signal; rank 0 also if the job soon reaches its time
+    limit.
+
+    Args:
+        stop: handler of stop signals on this rank.
+        following: recipe of the next stage.
+    """
     pending: list[bool] = [False] * distributed.get_world_size()
     is_pending = stop.is_pending(following.checkpoint.time_limit_margin)
     distributed.all_gather_object(pending, is_pending)
@@ -91,8 +100,13 @@ def _unfinished(recipes: Sequence[Recipe], names: Sequence[str]) -> list[Recipe]
 
     Rank 0 reads the run directories, sends the result to all ranks, and prints the finished stages.
 
+    Args:
+        recipes: one recipe per stage.
+        names: name of each stage to print.
+
     Raises:
-        UserError: If a finished stage was trained with another recipe.
+        UserError: If a stage has the checkpoint of its last step, and the recipe of this checkpoint
+            differs in a key that must stay equal, such as the network.
     """
     finished = from_rank_0(lambda: [_is_finished(recipe) for recipe in recipes])
     for recipe, name, is_finished in zip(recipes, names, finished, strict=True):
@@ -102,15 +116,16 @@ def _unfinished(recipes: Sequence[Recipe], names: Sequence[str]) -> list[Recipe]
 
 
 def _is_finished(recipe: Recipe) -> bool:
-    """Return whether a stage has its last checkpoint and all evaluations of its last step.
+    """Return whether a stage has the checkpoint and all evaluations of its last step.
 
-    With ``checkpoint.resume`` false no stage counts as finished, so that :func:`train` refuses to
-    start in a ``run_dir`` that has checkpoints.
+    If ``checkpoint.resume`` is false, the result is False, so that the stage is passed to
+    :func:`train`, which refuses to start in a ``run_dir`` that has checkpoints.
 
     Only small files are read: the manifest and recipe of the checkpoint, and the metrics.
 
     Raises:
-        UserError: If the checkpoint was trained with another recipe.
+        UserError: If the checkpoint of the last step exists, and its recipe differs in a key that
+            must stay equal, such as the network.
     """
     run_dir, steps = Path(recipe.run_dir), recipe.training.total_steps
     newest = CheckpointStore(run_dir).latest()

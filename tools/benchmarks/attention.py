@@ -1,9 +1,9 @@
 r"""Time differential attention backends and a plain Transformer's attention in one run.
 
 A form is one implementation of attention: a backend or one of its variants. All forms have equal
-model size: h differential heads with values of width 2d, or 2h heads of width d. The repetitions of
-all forms alternate, so that a machine that slows down affects all of them. Writes NAME.json,
-NAME.md and NAME.png to docs/results/.
+model size: h differential heads with queries and keys of width d and values of width 2d, or a
+Transformer's 2h heads of width d. The repetitions of all forms alternate, so that a machine that
+slows down affects all of them. Writes NAME.json, NAME.md and NAME.png to docs/results/.
 
     python -m tools.benchmarks attention                       # on a GPU: bf16, 2K to 64K
     OMP_NUM_THREADS=1 python -m tools.benchmarks attention --device cpu --dtype float32 \\
@@ -34,11 +34,14 @@ from tools.benchmarks.command_line import make_parser
 from tools.benchmarks.timing import describe_machine, timed
 from tools.paths import RESULTS
 
-# Torch's scaled_dot_product_attention; on a GPU with a 16-bit dtype, its flash kernel.
+# The Transformer's attention by torch's scaled_dot_product_attention; on a GPU with a 16-bit dtype,
+# by its flash kernel.
 PLAIN = "transformer_sdpa"
+# Backends that use only PyTorch operations. On a GPU they are timed only on request.
 PLAIN_PYTORCH = ("reference", "blocked")
 
-# Forms to time, each with the function that returns its multiply-adds.
+# All forms, each with the function that returns its multiply-adds (forward, backward) of all heads
+# per pair of a query and a visible key.
 FORMS = {
     PLAIN: SOFTMAX["sdpa"].work,
     "transformer_flash": SOFTMAX["flash_attn"].work,
@@ -86,12 +89,16 @@ def tokens_per_batch(arguments: argparse.Namespace) -> int | None:
 
 
 def batch_size(arguments: argparse.Namespace, length: int) -> int:
-    """Return the number of sequences of this length per batch."""
+    """Return the number of sequences of this length per batch, at least 1."""
     return max((tokens_per_batch(arguments) or length) // length, 1)
 
 
 def backends_to_time(arguments: argparse.Namespace) -> list[str]:
-    """Return the requested backends that can run; print the reason for each that cannot."""
+    """Return the names of the backends to time; print the reason for each that cannot run.
+
+    They are the backends of ``--backends``. By default they are all differential backends, on a GPU
+    without those of ``PLAIN_PYTORCH``.
+    """
     on_gpu = arguments.device == "cuda"
     by_default = [name for name in DIFFERENTIAL if not (on_gpu and name in PLAIN_PYTORCH)]
     call = Call("differential", arguments.device, arguments.dtype, arguments.head_dim)
@@ -110,7 +117,7 @@ def attend_by_triton(one_pass: bool, *inputs: Tensor) -> Tensor:
 
     Args:
         one_pass: whether the backward pass computes dQ in the same kernel as dK and dV.
-        inputs: q1, k1, q2, k2, v, lambda.
+        inputs: q1, k1, q2, k2, v and lambda, where 1 and 2 are the two softmax maps.
     """
     call = AttentionCall.checked(QKV.of(*inputs[:5]), inputs[5])
     out: Tensor = DIFFERENTIAL["triton"].load().attend(call, one_pass=one_pass)
@@ -118,13 +125,19 @@ def attend_by_triton(one_pass: bool, *inputs: Tensor) -> Tensor:
 
 
 def attend_by(kernel: SDPBackend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Compute the Transformer baseline's attention with one of torch's kernels."""
+    """Compute the Transformer baseline's attention with one kernel of torch's SDPA."""
     with sdpa_kernel(kernel):
         return softmax_attention(q, k, v)
 
 
 def build_forms(arguments: argparse.Namespace, backends: list[str], length: int) -> dict[str, Form]:
-    """Return each form's function, and random inputs of a sequence length."""
+    """Return a dict from the name of each form to its function and random inputs.
+
+    Args:
+        arguments: command line.
+        backends: differential backends to time.
+        length: sequence length of the inputs.
+    """
     dtype = getattr(torch, arguments.dtype)
     batch = batch_size(arguments, length)
     heads, width = arguments.heads, arguments.head_dim
@@ -157,7 +170,10 @@ def build_forms(arguments: argparse.Namespace, backends: list[str], length: int)
 
 
 def run_once(form: Form, device: str) -> tuple[float, float, float]:
-    """Return forward seconds, backward seconds, and the peak GiB in addition to the inputs."""
+    """Return forward seconds, backward seconds, and the peak GiB in addition to the inputs.
+
+    On a CPU the peak is not measured, and 0 is returned for it.
+    """
     function, inputs = form
     held = 0
     if device == "cuda":
@@ -175,7 +191,12 @@ def run_once(form: Form, device: str) -> tuple[float, float, float]:
 def measure(
     forms: dict[str, Form], arguments: argparse.Namespace
 ) -> tuple[dict[str, dict[str, float]], dict[str, str]]:
-    """Return median seconds and peak memory of each form, and the reason for each failure."""
+    """Time all forms alternately.
+
+    Returns:
+        Two dicts by form. The first has the median seconds and peak memory of each form that ran,
+        the second the error message of each form that failed.
+    """
     runs: dict[str, list[tuple[float, float, float]]] = {name: [] for name in forms}
     failures: dict[str, str] = {}
     warm_up = 2
@@ -203,7 +224,10 @@ def measure(
 
 
 def matmul_ceiling(arguments: argparse.Namespace) -> float:
-    """Return the TFLOP/s of a large square matmul in the same dtype: a bound for attention."""
+    """Return the TFLOP/s of a large square matmul in the same dtype, the fastest of 20 runs.
+
+    Attention is expected to stay below this rate.
+    """
     size = 8192 if arguments.device == "cuda" else 1024
     dtype = getattr(torch, arguments.dtype)
     a, b = (torch.randn(size, size, device=arguments.device, dtype=dtype) for _ in range(2))
@@ -235,7 +259,9 @@ def annotate(
     row["backward_tflops"] = backward / row["backward_s"] / 1e12
     row["both_tflops"] = (forward + backward) / row["both_s"] / 1e12
     row["share_of_matmul"] = row["both_tflops"] / ceiling
-    # Minimum traffic: q, k, v and out once in the forward pass, and twice in the backward pass.
+    # Minimum traffic. The forward pass moves q, k, v and out once; the backward pass moves them and
+    # their gradients once each, which is twice as much. All of q, k, v and out together have
+    # 4 d (h + kv_heads) elements per token.
     elements = batch * length * arguments.head_dim * 4 * (arguments.heads + kv_heads)
     row["both_gb_per_s"] = 3 * elements * element / row["both_s"] / 1e9
 
@@ -247,7 +273,12 @@ def transformer_seconds(rows: dict[str, dict[str, float]]) -> float:
 
 
 def write_table(path: Path, report: dict) -> None:
-    """Write a Markdown table with ratios to the fastest form of a Transformer's attention."""
+    """Write a Markdown table; its column ``ratio`` is the time over the fastest Transformer form.
+
+    Args:
+        path: file to write.
+        report: settings, machine and rows by sequence length.
+    """
     lines = [
         f"# Attention, {report['settings']}",
         "",
@@ -323,8 +354,8 @@ def main(argv: Sequence[str]) -> None:
     }
     backends = backends_to_time(arguments)
     for length in arguments.lengths:
-        # Compile again for each length, as in training. Otherwise torch would compile kernels that
-        # accept any length.
+        # Training compiles kernels for its one length. Without this reset, torch would compile
+        # kernels that accept any length when the second length comes.
         torch.compiler.reset()
         rows, failures = measure(build_forms(arguments, backends, length), arguments)
         for form, row in rows.items():
@@ -337,7 +368,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def write(name: str, report: dict) -> None:
-    """Write the three files with the lengths measured so far."""
+    """Write the JSON, Markdown and PNG file with the lengths measured so far."""
     RESULTS.mkdir(parents=True, exist_ok=True)
     (RESULTS / f"{name}.json").write_text(json.dumps(report, indent=1) + "\n")
     write_table(RESULTS / f"{name}.md", report)

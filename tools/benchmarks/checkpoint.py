@@ -4,9 +4,9 @@
     python -m tools.benchmarks checkpoint --scratch DIR --layers 1 --hidden 64 --repeats 1 # a trial
 
 All figures are from one run on one machine. Before every save, ``dd`` (with ``conv=fdatasync``)
-writes as many bytes as a checkpoint has to the same disk. Saves are measured without training, and
-while training continues. The guard checks every step for loss spikes; its cost per step is measured
-too.
+writes as many bytes as a checkpoint has to the same disk, which measures the disk's own speed.
+Saves are measured both while training waits and while training continues. The guard checks every
+training step for loss spikes; its seconds per step are measured too.
 """
 
 import argparse
@@ -95,7 +95,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def measure(file: Path, arguments: argparse.Namespace) -> dict:
-    """Return all figures, in seconds and bytes."""
+    """Train, save and load with the recipe ``file``; return the report, in seconds and bytes."""
     recipe = load_recipe(file)
     run_dir = Path(recipe.run_dir)
     run_dir.mkdir()
@@ -123,11 +123,12 @@ def measure(file: Path, arguments: argparse.Namespace) -> dict:
             saver = Saver(
                 store, engine, shards, recipe, parallel_state, LaunchEnvironment(), None, held
             )
-            # The first save is not timed: it allocates the buffers, and shows the size.
+            # The first save is not timed, because it allocates the host buffers. It gives the size
+            # of a checkpoint.
             first = saver.save_now(Position(0, engine.updates, loader.state(), guard.state()))
             size = int(first["ckpt/bytes"])
             training, alone, disk, slowed = [], [], [], []
-            # Cloud disks slow down after a burst, so run dd before every save.
+            # Cloud disks slow down after a burst, so measure the disk with dd before every save.
             for number in range(1, arguments.repeats + 1):
                 position = Position(2 * number, engine.updates, loader.state(), guard.state())
                 disk.append(dd(arguments.scratch, size))
@@ -164,13 +165,17 @@ def measure(file: Path, arguments: argparse.Namespace) -> dict:
 
 
 def decide(guard: Guard, loss, norm, parallel_state) -> bool:  # type: ignore[no-untyped-def]
-    """Return whether the guard applies a step, decided on all ranks as the trainer does."""
+    """Return whether the guard applies a step, after the all-reduce that the trainer does too."""
     agreed = agree(loss, norm, stop=False, writing=False, parallel_state=parallel_state)
     return guard.decide(agreed.loss, agreed.gradient_norm).applied
 
 
 def guard_cost(engine, guard, batches, parallel_state) -> dict[str, float]:  # type: ignore[no-untyped-def]
-    """Return the seconds per step of the gradients' norms, and of agreement and decision."""
+    """Return the median seconds that the guard adds to a step: in two parts, and their sum.
+
+    The first part computes the norms of the gradients. The second part is the all-reduce of loss
+    and norm over the ranks, and the guard's decision.
+    """
     passes, rests = [], []
     device = parallel_state.device
     for _ in range(7):
@@ -190,7 +195,7 @@ def guard_cost(engine, guard, batches, parallel_state) -> dict[str, float]:  # t
 
 
 def save_figures(saves: list[dict[str, float]], disk: list[float], size: int) -> dict:
-    """Return times and rates of the saves, compared with those of ``dd`` before each save.
+    """Return the seconds and bytes per second of the saves, and compare the rates with ``dd``.
 
     Args:
         saves: metrics of each save, as the trainer logs them.
@@ -214,7 +219,7 @@ def save_figures(saves: list[dict[str, float]], disk: list[float], size: int) ->
 
 
 def dd(folder: Path, size: int) -> float:
-    """Return the bytes per second at which dd writes and flushes a file of ``size`` bytes."""
+    """Return the bytes per second at which dd writes and flushes a file of about ``size`` bytes."""
     path = folder / "dd"
     count = max(1, size >> 20)
     command = ["dd", "if=/dev/zero", f"of={path}", "bs=1M", f"count={count}", "conv=fdatasync"]
@@ -224,7 +229,7 @@ def dd(folder: Path, size: int) -> float:
 
 
 def timed(function) -> float:  # type: ignore[no-untyped-def]
-    """Return the seconds of a call."""
+    """Call a function, and return the seconds that it took."""
     started = time.perf_counter()
     function()
     return time.perf_counter() - started

@@ -1,10 +1,10 @@
-r"""Time the attention of one pair of chunks, the unit of ring attention.
+r"""Time the attention of one pair of chunks, the smallest step of ring attention.
 
 A chunk is a range of consecutive positions; in a pair, the queries of one chunk attend to the keys
-of the same or an earlier chunk. Each backend that supports chunks is measured: its forward pass in
-`chunk_attention`, and its backward pass in `chunk_gradients`, which starts from the log-sum-exps
-over all keys. A Transformer baseline of equal size is measured too. The repetitions of all forms
-alternate. Writes chunks_DEVICE_DTYPE_dD.json to docs/results/.
+of the same or an earlier chunk. Each backend that supports chunks is measured: its forward pass by
+`chunk_attention`, and its backward pass by `chunk_gradients`, which needs the log-sum-exps over all
+keys. A Transformer baseline of equal size is measured too. The repetitions of all backends and
+passes alternate. Writes chunks_DEVICE_DTYPE_dD.json to docs/results/, where D is the head width.
 
     python -m tools.benchmarks chunks                       # on a GPU: bf16, chunks of 4096
     python -m tools.benchmarks chunks --device cpu --dtype float32 --chunk 1024 --heads 4 \
@@ -52,10 +52,14 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def draw_maps(arguments: argparse.Namespace, count: int) -> QKV:
-    """Draw random queries, keys and values of ``count`` softmax maps.
+    """Draw random queries, keys and values of one or two softmax maps.
 
-    One map has 2h heads with values of width d. Two maps have h heads each, and share values of
-    width 2d.
+    With h = ``--heads`` and d = ``--head-dim``: one map (the Transformer) has 2h heads with values
+    of width d. Two maps (differential attention) have h heads each, and share values of width 2d.
+
+    Args:
+        arguments: command line.
+        count: number of maps, 1 or 2.
     """
     heads = arguments.heads * 2 // count
 
@@ -69,7 +73,7 @@ def draw_maps(arguments: argparse.Namespace, count: int) -> QKV:
 
 
 def build_forms(arguments: argparse.Namespace, placed: dict) -> dict[str, Callable[[], object]]:
-    """Return the functions to time: forward and backward pass of the baseline and each backend.
+    """Return the functions to time by name: forward and backward of the baseline and each backend.
 
     Args:
         arguments: command line.
@@ -107,7 +111,7 @@ def build_forms(arguments: argparse.Namespace, placed: dict) -> dict[str, Callab
 
 
 def measure(forms: dict[str, Callable[[], object]], arguments: argparse.Namespace) -> dict:
-    """Return the median seconds of each form."""
+    """Time all functions alternately, and return the median seconds of each by name."""
     seconds: dict[str, list[float]] = {name: [] for name in forms}
     warm_up = 2
     for repetition in range(arguments.repetitions + warm_up):
@@ -119,7 +123,11 @@ def measure(forms: dict[str, Callable[[], object]], arguments: argparse.Namespac
 
 
 def main(argv: Sequence[str]) -> None:
-    """Measure a chunk with itself (causal) and with an earlier chunk (full), and write the file."""
+    """Measure two pairs of chunks, and write the file.
+
+    In the first pair a chunk attends to itself with the causal mask. In the second pair it attends
+    to an earlier chunk, all of whose keys are visible.
+    """
     arguments = parse_arguments(argv)
     torch.manual_seed(0)
     positions = {

@@ -9,18 +9,20 @@ from typing import TypeVar
 
 import torch
 
-# About a millisecond on a GPU, which is longer than the CPU needs to launch any timed call.
+# GPU clock cycles for which the GPU waits before a timed call. They take about a millisecond, which
+# is longer than the CPU needs to launch any timed call.
 HEAD_START_CYCLES = 2_000_000
 
 Result = TypeVar("Result")
 
 
 def timed(function: Callable[[], Result], device: str) -> tuple[float, Result]:
-    """Return (seconds, result) of one call; on "cuda" the time between two events on the GPU.
+    """Call a function, and return the seconds that it took and its result.
 
-    In training the CPU launches kernels ahead of the GPU. To get the same effect here, the GPU
-    waits while the CPU launches the call. Otherwise the time would include pauses between short
-    kernels.
+    On "cuda" the seconds are the time between two events on the GPU. In training the CPU launches
+    kernels ahead of the GPU, so the GPU does not wait between kernels. To get the same effect here,
+    the GPU waits before the first event while the CPU launches all kernels of the call. Without
+    this wait, the time would include pauses between short kernels.
     """
     if device != "cuda":
         start = time.perf_counter()
@@ -37,7 +39,11 @@ def timed(function: Callable[[], Result], device: str) -> tuple[float, Result]:
 
 
 def describe_machine(device: str) -> dict[str, str | int]:
-    """Return the properties of the machine that influence measurements on "cuda" or "cpu"."""
+    """Return the CPU, the GPU, the number of threads and the versions of the attention libraries.
+
+    Args:
+        device: "cuda" or "cpu", the device of the measurements. On "cpu" the GPU is "none".
+    """
     packages = {
         name: metadata.version(name)
         for name in ("torch", "triton", "flash-attn", "flex-head-fa")

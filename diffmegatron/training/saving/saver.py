@@ -1,12 +1,16 @@
 """Asynchronous saves: training waits only for a copy to host memory, and a thread writes the copy.
 
 A save is open from its start until it becomes a checkpoint, is dropped, or fails. It becomes a
-checkpoint when rank 0 renames its directory, which has two conditions:
+checkpoint when rank 0 renames its directory. Rank 0 does this under two conditions:
 
-- Every rank has written its file. The ranks exchange whether they are still writing in the
-  all-reduce of :mod:`~diffmegatron.training.compute.agreement`.
-- A step after the start of the save had a finite loss and gradient norm. If the saved weights were
-  broken by an update, no later step would be finite. So a run never rolls back to broken weights.
+- Every rank has written its file. In every step, the all-reduce of
+  :mod:`~diffmegatron.training.compute.agreement` also shows whether a rank is still writing.
+- The saved weights are sound: a step after the start of the save had a finite loss and gradient
+  norm. If an update had broken the saved weights, no later step would be finite. So a run never
+  rolls back to broken weights.
+
+After the last step there is no later step. The caller of :meth:`Saver.save_now` must therefore
+check the weights itself.
 """
 
 import errno
@@ -36,16 +40,19 @@ from diffmegatron.training.saving.snapshot import HostCopy, ParameterShards
 
 log = logging.getLogger(__name__)
 
-# Number of times that a failed save is retried without waiting for the next checkpoint.interval.
+# Number of times in a row that a failed save is retried at once. After that, the run waits for the
+# next multiple of checkpoint.interval.
 _RETRIES = 2
 
 
 class Saver:
-    """Saves of a run, as seen by one rank; all ranks call the same methods in the same order.
+    """Saver of a run's checkpoints on one rank.
+
+    All ranks must call the same methods in the same order.
 
     Args:
         store: checkpoints of the run.
-        engine: DeepSpeed's engine, whose weights and optimizer state are saved.
+        engine: ZeRO optimizer of the run; its weights and optimizer state are saved.
         shards: shards of the engine's parameters.
         recipe: recipe of the run.
         parallel_state: parallel layout, and this rank's place in it.
@@ -102,7 +109,10 @@ class Saver:
 
     @property
     def is_ready(self) -> bool:
-        """True if a save is open and its weights are sound, so that only writing is left."""
+        """True if a save is open and its weights are sound (see :meth:`step_decided`).
+
+        The save can be completed as soon as every rank has written its file.
+        """
         return self.is_open and self._sound
 
     @property
@@ -111,15 +121,18 @@ class Saver:
         return not self.is_open and 0 < self._failed_in_a_row <= _RETRIES
 
     def start(self, position: Position) -> dict[str, float]:
-        """Copy the tensors to host memory, and start the thread that writes them.
+        """Copy this rank's tensors to host memory, and start the thread that writes them.
+
+        Args:
+            position: step, data position and guard state to save.
 
         Returns:
             Metrics of a failed save if the save cannot begin; otherwise an empty dict.
 
         Raises:
-            UserError: If ``run_dir`` was moved or removed. The save does not create it again,
-                because the new folder would have neither the earlier checkpoints nor the lock of
-                the run.
+            UserError: If ``run_dir`` was moved or removed. The save does not create ``run_dir``
+                again, because the new folder would have neither the earlier checkpoints nor the
+                lock of the run.
         """
         assert not self.is_open
         self._all(self._check_run_dir, position.step, only=self._run_dir is not None)
@@ -143,7 +156,9 @@ class Saver:
                 thread.join()
 
     def complete_or_drop(self) -> dict[str, float]:
-        """Complete the open save if its weights are sound, and drop it otherwise.
+        """Complete the open save if its weights are sound; otherwise delete its files.
+
+        The weights are sound if a step after the start of the save was finite.
 
         Returns:
             Metrics of the completed or failed save; an empty dict if it was dropped, or if no save
@@ -166,8 +181,8 @@ class Saver:
     def complete(self) -> dict[str, float]:
         """Wait until all ranks have written, and turn the open save into a checkpoint.
 
-        If a rank could not write, the save fails: this is logged, and the save leaves no
-        checkpoint.
+        This method does not check that the weights are sound. If a rank could not write, the save
+        fails: the error is logged, and no checkpoint is left.
 
         Returns:
             Metrics of the completed or failed save.
@@ -206,7 +221,10 @@ class Saver:
         }
 
     def save_now(self, position: Position) -> dict[str, float]:
-        """Save and wait for completion; return the metrics of the save.
+        """Save and wait for completion, without waiting for a later finite step.
+
+        Returns:
+            Metrics of the save.
 
         Raises:
             UserError: If the save and all its retries failed.
@@ -222,8 +240,8 @@ class Saver:
                 raise UserError(self._problem)
 
     def _check_run_dir(self, step: int) -> None:
-        # is_in_place() also returns True if the disk fails for a moment. Then this save fails
-        # later, and is retried.
+        # If the disk fails for a moment, is_in_place() returns True. The save then fails while it
+        # writes, and is retried.
         if self._run_dir is not None and not self._run_dir.is_in_place():
             run_dir = self._store.directory.parent
             raise UserError(
@@ -242,10 +260,14 @@ class Saver:
         return {"ckpt/failed": self._failed}
 
     def _warn_if_slow(self, seconds: float) -> None:
-        """Log a warning for each time limit of Slurm that is too short for a save of ``seconds``.
+        """Log a warning for each time limit of a Slurm job that is too short for this save.
 
-        The limits are KillWait (from SIGTERM to SIGKILL) and the time before the end of the job at
-        which the run stops. Each of the two warnings is logged once at most.
+        There are two limits: Slurm's KillWait (from SIGTERM to SIGKILL), and the time between the
+        stop of the run and the end of the job. Each of the two warnings is logged at most once in
+        this process.
+
+        Args:
+            seconds: duration of the save.
         """
         margin = self._recipe.checkpoint.time_limit_margin
         for kind, warning in save_warnings(seconds, self._launch, margin).items():
@@ -268,8 +290,9 @@ class Saver:
 
     def _prune(self, saved_step: int, keep_last: int) -> None:
         try:
-            # Neither count nor remove checkpoints of later steps. The run did not continue from
-            # them: they are damaged, or it has rolled back to an earlier step.
+            # Ignore checkpoints of later steps: do not remove them, and do not count them among
+            # the newest ``keep_last``. The run did not continue from them, because they are damaged
+            # or because it has rolled back to an earlier step.
             steps = [step for step in self._store.complete() if step <= saved_step]
             for step in prunable(steps, keep_last, self._recipe.checkpoint.keep_every):
                 self._store.remove(step)
@@ -297,10 +320,11 @@ class Saver:
 
 
 class _Write(threading.Thread):
-    """Thread that writes one rank's file.
+    """Thread that writes this rank's file of a checkpoint.
 
     Attributes:
-        entry: entry of the file for the manifest; None until the file is written.
+        entry: name, size and checksum of the file, for the checkpoint's manifest; None until the
+            file is written.
         problem: error message if writing has failed; None otherwise.
     """
 
@@ -311,7 +335,7 @@ class _Write(threading.Thread):
         self.problem: str | None = None
 
     def run(self) -> None:
-        """Write the file."""
+        """Write the file, and set ``entry`` or ``problem``."""
         try:
             self.entry = write_pieces(self._path, *self._copy.tensors)
         except Exception as error:  # The main thread raises the problem on all ranks.
@@ -325,7 +349,7 @@ class _Write(threading.Thread):
             return description
         tensors, _ = self._copy.tensors
         needed = sum(tensor.nbytes for tensor in tensors.values())
-        # The bytes written so far count as free, because a failed save is deleted.
+        # The bytes written so far count as free, because the files of a failed save are deleted.
         written = self._path.stat().st_size if self._path.exists() else 0
         free = shutil.disk_usage(self._path.parent).free + written
         return f"{description}; it needs {needed} bytes and its disk has {free} free"

@@ -1,7 +1,7 @@
 """Copies of this rank's weights, optimizer and random states in host memory, for a checkpoint.
 
-:mod:`diffmegatron.checkpoint.checkpoint_format` describes the files, and
-:mod:`~diffmegatron.training.saving.resume` reads them.
+:mod:`diffmegatron.checkpoint.checkpoint_format` describes the files of a checkpoint, and
+:mod:`~diffmegatron.training.saving.resume` loads them.
 """
 
 import torch
@@ -27,7 +27,10 @@ class HostCopy:
         self._description = ""
 
     def take(self, engine: ZeroEngine, shards: ParameterShards) -> None:
-        """Copy the tensors that this rank saves; training may change them after the return."""
+        """Copy the tensors that this rank saves to the host buffers.
+
+        When the method returns, the copy is finished, so training may change the tensors.
+        """
         pieces = [
             piece
             for fragment in engine.fragments()
@@ -50,9 +53,11 @@ class HostCopy:
 
     @property
     def tensors(self) -> tuple[dict[str, Tensor], str]:
-        """Tensors by their name in the file, and a JSON text with the place of each piece.
+        """The copied tensors, and the description of their places, as a pair.
 
-        A piece is the range of a parameter's shard that this rank saves. The two values are the
-        last two arguments of :func:`~diffmegatron.checkpoint.sharded.write_pieces`.
+        The first value is a dict from names in the checkpoint file to host tensors. The second is a
+        JSON text with the place of each piece in its parameter. A piece is the range of a
+        parameter's shard that this rank saves. The two values are the last two arguments of
+        :func:`~diffmegatron.checkpoint.sharded.write_pieces`.
         """
         return self._buffers, self._description

@@ -23,15 +23,21 @@ from diffmegatron.training.saving.snapshot import ParameterShards
 
 
 def open_start(recipe: Recipe, parallel_state: ParallelState) -> Checkpoint | None:
-    """Open the checkpoint of ``checkpoint.start_from``; None if the recipe does not set it.
+    """Open the checkpoint of ``checkpoint.start_from``. All ranks must call this function.
 
-    If ``checkpoint.start_from`` is a ``run_dir``, open the newest intact checkpoint of that run, or
-    if it has several stages, that of the last stage that has a checkpoint. All ranks must call this
-    function.
+    ``checkpoint.start_from`` is one of three paths:
+
+    1. The directory of a checkpoint: this checkpoint is opened.
+    2. The ``run_dir`` of a run: its newest intact checkpoint is opened.
+    3. The ``run_dir`` of a recipe with stages: the newest intact checkpoint of the last stage that
+       has one is opened.
+
+    Returns:
+        The checkpoint; None if the recipe does not set ``checkpoint.start_from``.
 
     Raises:
         UserError: If there is no intact checkpoint; if its network or tokenizer does not fit the
-            recipe; or if the attention heads in ``model.attention`` were selected on other weights.
+            recipe; or if the DEX heads in ``model.attention`` were selected on other weights.
     """
     if recipe.checkpoint.start_from is None:
         return None
@@ -48,10 +54,11 @@ def _run_dir(start: Path) -> Path:
     """Return the directory of the run or the checkpoint to start from.
 
     If ``start`` is the ``run_dir`` of a recipe with stages, the result is the folder of the last
-    stage that has a checkpoint. In all other cases it is ``start``.
+    stage that has a checkpoint. In all other cases the result is ``start``.
 
     Raises:
-        UserError: If the last stage is not unique, or the run has no checkpoint.
+        UserError: If ``start`` is a ``run_dir`` without checkpoints, or if it has several last
+            stages, that is, stages from which no other stage started.
     """
     return last_stage(start).run_dir if has_run(start) else start
 
@@ -62,7 +69,12 @@ def _check_made_for(source: Checkpoint, attention: Variant) -> None:
     Only DEX has such heads: it makes selected heads of a pretrained model differential.
     ``attention.fingerprint`` is a hash of the weights on which the heads were selected, and must
     equal the hash of the checkpoint's weights. Nothing is checked if the checkpoint has the same
-    kind of attention, or if ``attention`` has no fingerprint.
+    kind of attention, because its weights are trained further. Nothing is checked either if
+    ``attention`` has no fingerprint.
+
+    Args:
+        source: checkpoint to start from.
+        attention: ``model.attention`` of the recipe that starts.
 
     Raises:
         UserError: If the hashes differ.
