@@ -1,19 +1,28 @@
-"""Extend a pretrained model by DEX, and compare this with controls and other initial values.
+"""Extend a pretrained model by DEX, and compare the result with control runs.
 
     python -m tools.benchmarks compare_dex smollm2 texts --out docs/results/dex_smollm2.json
     python -m tools.benchmarks compare_dex smollm2 texts --part arms --steps 24
 
+DEX makes selected attention heads of a pretrained model differential: it subtracts from their
+output a term with the projection W_D and the factor lambda, which grows during T annealing steps.
+
 MODEL is a Hugging Face folder that ``diffmegatron import`` reads. TEXTS are files or folders that
 ``diffmegatron prepare`` reads. Every run is ``diffmegatron train`` of one recipe with overrides.
 Runs with the same seed train on the same batches. Finished runs are kept, so the command can be
-interrupted and repeated. Besides OUT.json it writes OUT.md and OUT.png.
+interrupted and repeated. It writes OUT.json (``--out``), OUT.md and OUT.png.
 
-An arm is one choice of the parameters to train. The part ``arms`` compares these arms: DEX with
-heads selected by entropy or by gradient; the same key, value and output projections without the DEX
-term (the control); LoRA with as many parameters; and all parameters. The part ``starts`` compares
-initial values of the DEX term over several seeds. The part ``throughput`` times the arms
-alternately in short runs, and the exported DEX model against the original; it needs a machine
-without other work. Parts in OUT.json that are not run are kept.
+The comparison has three parts, which ``--part`` selects:
+
+- ``arms`` compares choices of the parameters to train. DEX trains the key, value and output
+  projections and the DEX term; its heads are selected by entropy or by gradient, and one arm has a
+  smaller learning rate of the term. The control trains the same projections without the term. The
+  last two arms are LoRA with as many parameters, and all parameters.
+- ``starts`` compares initial values, learning rates and annealing steps of the DEX term over
+  several seeds.
+- ``throughput`` times the arms alternately in short runs, and the exported DEX model against the
+  original. This part needs a machine without other work.
+
+The results of a part that is not run now are kept in OUT.json.
 """
 
 import argparse
@@ -62,8 +71,8 @@ optimizer:
 PLAIN = ["model.baseline=true"]
 ALL = [*PLAIN, "optimizer.trainable=null"]
 THIRTY = ["optimizer.lr_multipliers={{'*.dex_projection': 30, '*.lambda_learn': 30}}"]
-# For each arm its label in tables, and its overrides of the recipe. LoRA of rank 66 trains as many
-# parameters of SmolLM2-135M as DEX does.
+# For each arm of the part "arms", its label in tables and its overrides of the recipe. In
+# SmolLM2-135M, LoRA of rank 66 trains as many parameters as DEX does.
 ARMS: dict[str, tuple[str, list[str]]] = {
     "control": ("W_K, W_V, W_O without the term", PLAIN),
     "dex-entropy": ("DEX, heads by entropy", []),
@@ -94,7 +103,7 @@ STARTS: dict[str, tuple[str, list[str]]] = {
 
 
 def main(argv: Sequence[str]) -> None:
-    """Run the unfinished runs of the parts, and write the report."""
+    """Run the unfinished runs of the selected parts, and write the report."""
     arguments = parse_arguments(argv)
     work = arguments.work.absolute()
     work.mkdir(parents=True, exist_ok=True)
@@ -172,7 +181,7 @@ def compare(
     seeds: range,
     held_out: int = 16,
 ) -> Iterator[dict[str, Any]]:
-    """Run all arms with each seed, and yield the results so far after each run.
+    """Run all arms with each seed; after each run, yield the results of all runs so far.
 
     Args:
         work: folder of the runs.
@@ -202,8 +211,8 @@ def outcome(run_dir: Path) -> dict[str, Any]:
     """Read figures of a finished run from its metrics.
 
     Returns:
-        The held-out loss in nats before and after training, the mean of the layers' lambda after
-        training (None without lambda), and the median tokens per second.
+        A dict with the held-out loss in nats before and after training, the mean lambda over the
+        layers after training (None without lambda), and the median tokens per second.
     """
     from diffmegatron.training.monitoring.metrics import read_metrics
 
@@ -221,7 +230,10 @@ def outcome(run_dir: Path) -> dict[str, Any]:
 
 
 def inference(model: Path, work: Path, steps: int) -> dict[str, float]:
-    """Return tokens per second of the exported DEX model relative to the original, by phase."""
+    """Return the speed of the exported DEX model divided by that of the original, by phase.
+
+    The phases are prefill, decoding and training.
+    """
     run_dir = work / "runs" / f"throughput-dex-entropy-{steps}-1"
     if not (export := run_dir / "hf").exists():
         diffmegatron("export", run_dir, export)
@@ -234,7 +246,7 @@ def inference(model: Path, work: Path, steps: int) -> dict[str, float]:
 
 
 def write(report: dict[str, Any], out: Path) -> None:
-    """Write the report as JSON, its tables, and a picture of the held-out losses."""
+    """Write the report as JSON, its tables as Markdown, and a picture of the held-out losses."""
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(report, indent=1) + "\n")
     parts = [report[part] for part in ("arms", "starts") if part in report]
@@ -253,9 +265,9 @@ def gains(part: dict[str, Any], name: str) -> list[float]:
 
 
 def table(part: dict[str, Any]) -> str:
-    """Return a part as a Markdown table of means over the seeds.
+    """Return the results of a part as a Markdown table of means over the seeds.
 
-    The gain over the control also has its standard deviation over the seeds.
+    For the gain over the control, the standard deviation over the seeds is shown too.
     """
     lines = [
         f"{part['tokens']:,} tokens in {part['steps']} steps; "
@@ -280,9 +292,13 @@ def table(part: dict[str, Any]) -> str:
 
 
 def speeds(part: dict[str, Any], inference: dict[str, float]) -> str:
-    """Return a Markdown table of training speeds relative to the arm that trains everything.
+    """Return a Markdown table of training speeds relative to the arm that trains all parameters.
 
-    A last line has the exported model's speed relative to the original model (``inference``).
+    A line after the table has the exported model's speed relative to the original model.
+
+    Args:
+        part: results of the part ``throughput``. A turn is one run of every arm, with one seed.
+        inference: result of :func:`inference`.
     """
     arms = part["arms"]
     rates = {name: [run["tokens_per_second"] for run in arms[name]["runs"]] for name in arms}

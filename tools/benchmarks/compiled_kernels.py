@@ -42,10 +42,12 @@ class Usage(NamedTuple):
 
     Attributes:
         stack: bytes of stack per thread, which holds spilled registers.
-        spills: number of instructions that access the stack between the first and the last matrix
-            product. All products are in loops, so most of these instructions are too.
-        shared: bytes of shared memory.
-        products: multiply-adds of all matrix products, each loop counted once.
+        spills: number of instructions in the machine code that access the stack between the first
+            and the last matrix product. All products are in loops, so most of these instructions
+            are in loops too.
+        shared: bytes of shared memory per thread block.
+        products: multiply-adds of all matrix products of a thread block; a loop counts as if it
+            ran once.
         cycles: estimated cycles of Hopper's tensor cores for these products (`_cycles`).
         has_wgmma: whether the kernel uses Hopper's warpgroup instructions.
         is_serialized: whether each warpgroup instruction waits for the previous one (ptxas's
@@ -140,9 +142,10 @@ def compile_launches(
         dtype: dtype of queries, keys and values.
         head_dim: width of a head, d.
         one_pass: whether the backward pass computes dQ in the same kernel as dK and dV.
-        variant: "plain"; "norm" adds the headwise norm; "documents" packs two documents; "grouped"
-            has four signal heads per noise head, with one map per call; "softmax" has one map, and
-            values as wide as queries.
+        variant: one of five. "plain": two maps with equally many heads, and one document. "norm"
+            adds the headwise norm. "documents" packs two documents. "grouped" has four signal heads
+            per noise head, and computes the two maps in separate kernel launches. "softmax" has one
+            map, and values as wide as queries.
 
     Returns:
         Compiled kernels by name, without the ending "_kernel".
@@ -215,7 +218,7 @@ def usage_of(kernel: Any) -> Usage:
 
 
 def _is_serialized(kernel: Any) -> bool:
-    """Run ptxas again with Triton's options, and return whether it warns of serialization."""
+    """Run ptxas again with Triton's options; return whether it warns that wgmma is serialized."""
     arch = kernel.metadata.target.arch
     with tempfile.TemporaryDirectory() as folder:
         ptx, cubin = Path(folder) / "kernel.ptx", Path(folder) / "kernel.cubin"
@@ -228,7 +231,7 @@ def _is_serialized(kernel: Any) -> bool:
 
 
 def _multiply_adds(instruction: str, warps: int) -> int:
-    """Return the multiply-adds of an instruction, over all warps; 0 unless it is a product."""
+    """Return the multiply-adds of a matrix instruction in all warps; 0 for other instructions."""
     shape = re.fullmatch(r"HGMMA\.(\d+)x(\d+)x(\d+)|HMMA\.(\d\d)(\d)(\d+)", instruction)
     if shape is None:
         return 0
@@ -240,10 +243,11 @@ def _multiply_adds(instruction: str, warps: int) -> int:
 def _cycles(instruction: str, operands: str) -> float:
     """Estimate the cycles of an instruction that four warps issue, with 16-bit operands.
 
-    A warpgroup's wgmma multiplies 64 x 16 by 16 x n elements. Its arithmetic takes n / 2 cycles, at
-    2048 multiply-adds per cycle and SM. Its operands are read from shared memory at 128 bytes per
-    cycle. This takes n / 4 cycles for the 16 x n elements, and 16 cycles for the 64 x 16 elements
-    unless they are in registers. The estimate is the larger of the two times.
+    A warpgroup's wgmma multiplies a matrix of 64 x 16 elements by one of 16 x n elements. Its
+    arithmetic takes n / 2 cycles, at 2048 multiply-adds per cycle and SM. Its operands are read
+    from shared memory at 128 bytes per cycle. This takes n / 4 cycles for the second matrix, and 16
+    cycles for the first matrix unless it is in registers. The estimate is the larger of the time
+    for arithmetic and the time for reading.
 
     Products of single warps (HMMA), as in blocks of fewer than 64 rows, are assumed to be half as
     fast.

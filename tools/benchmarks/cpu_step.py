@@ -2,11 +2,12 @@
 
 Both train a network of 4 layers and hidden size 256 on the same random tokens, in one process and
 one thread, in float32: forward, backward, clipping by the norm, AdamW. This project's step also
-includes the ZeRO engine, the norm of every gradient, the agreement of the ranks, and the guard. The
-plain loop is `model(labels=...)`, `backward`, `clip_grad_norm_` and torch's AdamW, either plain or
-fused. The three kinds of step alternate. A ratio is the median over the repetitions, above 1 if
-this project's step is faster. Times are CPU times of the process, because other processes disturb
-them less than wall time; on an idle machine the two are equal.
+includes the ZeRO engine, the norm of every gradient, the all-reduce of loss and norm over the
+ranks, and the guard, which decides whether the step is applied. The plain loop is
+`model(labels=...)`, `backward`, `clip_grad_norm_` and torch's AdamW; it is timed once with unfused
+and once with fused AdamW, so there are three kinds of step, which alternate. A ratio is the median
+over the repetitions, above 1 if this project's step is faster. Times are CPU times of the process,
+because other processes disturb them less than wall time; on an idle machine the two are equal.
 
     OMP_NUM_THREADS=1 python -m tools.benchmarks cpu_step
 """
@@ -69,7 +70,12 @@ def main(argv: Sequence[str]) -> None:
 
 
 def measure(length: int, vocabulary: int, seconds: float) -> dict[str, Any]:
-    """Return each kind of step's median tokens per second at one length, and the median ratios."""
+    """Time the three kinds of step at one sequence length.
+
+    Returns:
+        The median tokens per second of each kind, and the median ratios of the two plain loops'
+        times to this project's.
+    """
     recipe = small_recipe(length, vocabulary)
     with (
         process_groups(recipe.parallel, recipe.training.seed) as parallel_state,
@@ -93,16 +99,16 @@ def measure(length: int, vocabulary: int, seconds: float) -> dict[str, Any]:
 
 
 def ratio(theirs: list[float], ours: list[float]) -> float:
-    """Return the median of theirs / ours over paired times; above 1 if ours is faster."""
+    """Return the median of theirs / ours over the times of each turn; above 1: ours is faster."""
     return round(statistics.median(a / b for a, b in zip(theirs, ours, strict=True)), 3)
 
 
 def by_turns(steps: dict[str, Step], seconds: float) -> dict[str, list[float]]:
-    """Run the steps alternately, and return the CPU seconds of each run by name.
+    """Run the steps alternately; return a list of the CPU seconds of its runs for each step.
 
     Args:
         steps: functions to time, by name. Before the measurement each runs three times as warm-up.
-        seconds: CPU seconds to spend in total.
+        seconds: CPU seconds of the measurement, of all steps together.
     """
     taken: dict[str, list[float]] = {name: [] for name in steps}
     order = list(steps)
@@ -192,7 +198,8 @@ def plain_step(batch: Batch, recipe: Recipe, *, fused: bool) -> Step:
 
     def step() -> float:
         optimizer.zero_grad(set_to_none=True)
-        # shift_labels expects labels that are already shifted.
+        # The loss is computed from shift_labels, which must be shifted already. Without the
+        # argument labels, the model would compute no loss.
         loss = model(batch.tokens, labels=batch.tokens, shift_labels=batch.labels, use_cache=False)
         loss.loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), optimizer_config.clip_grad_norm)

@@ -1,4 +1,4 @@
-r"""Measure the data path; each PART prints its result and writes docs/results/NAME.json.
+r"""Measure the preparation and the loading of training data, in five measurements named PART.
 
     python -m tools.benchmarks data tokenise --scratch DIR            # 10, 100 and 1000 MB
     python -m tools.benchmarks data tokenise --scratch DIR --tokenizer bytes --megabytes 1 \
@@ -8,15 +8,16 @@ r"""Measure the data path; each PART prints its result and writes docs/results/N
     python -m tools.benchmarks data startup --scratch DIR --tokens 1e9 1e10    # default: up to 1e12
     python -m tools.benchmarks data upsampling --scratch DIR
 
-The part "tokenise" compares `prepare` with a bare loop over tiktoken. The part "parts" measures the
-wall time of several processes, and needs cores that nothing else uses. The part "loader" compares
-the loader with Megatron's GPTDataset and BlendedDataset on the same files. The part "startup"
-writes real indexes over sparse token files; its trillion tokens take 9 GB of DIR and 12 GiB of
-memory. The part "upsampling" counts the sampled tokens of each source.
+"tokenise" compares `prepare` with a bare loop over tiktoken. "parts" measures the wall time of
+several processes that each prepare one part of a text, and needs cores that nothing else uses.
+"loader" compares the loader with Megatron's GPTDataset and BlendedDataset on the same files.
+"startup" measures the time to the first sample. It writes token files without content (sparse) and
+their complete indexes, which take 9 GB of DIR and 12 GiB of memory for a trillion tokens.
+"upsampling" counts the sampled tokens of each source.
 
-Corpora are generated in a new folder in DIR, which is removed at the end. Rates that compare single
-processes are per second of CPU time, so that other work on the machine does not count; wall time is
-reported too.
+Each measurement prints its result and writes docs/results/NAME.json. Corpora are generated in a new
+folder in DIR; this folder is removed at the end. Rates that compare single processes are per second
+of CPU time, so that other work on the machine does not count; wall time is reported too.
 """
 
 import argparse
@@ -63,7 +64,7 @@ Result = TypeVar("Result")
 
 
 def machine() -> dict[str, Any]:
-    """Return the properties of the machine that influence the measurements, without its name."""
+    """Return CPU, memory, load and package versions, which influence the measurements."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     models = [line.split(": ")[1] for line in lines if line.startswith("model name")]
     packages = ("numpy", "torch", "tiktoken", "megatron-core", "pyarrow")
@@ -78,15 +79,15 @@ def machine() -> dict[str, Any]:
 
 
 def tokenise(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """Return the MB/s of prepare and of a bare loop over tiktoken, by text size and workers."""
+    """Measure the MB/s of prepare by text size and workers, and of a bare loop over tiktoken."""
     tokenizer = options.tokenizer
     load_tokenizer(tokenizer)  # A wrong name must fail before gigabytes are written.
     corpora = {}
     for megabytes in options.megabytes:
         corpora[megabytes] = folder / f"text{megabytes}.jsonl"
         write_text_corpus(corpora[megabytes], megabytes)
-    # Not the smallest text: with a few megabytes, the start of each process takes a tenth of the
-    # time.
+    # Compare with the bare loop on the text of middle size. With the smallest text, of a few
+    # megabytes, the start of each process would be a tenth of the time.
     compared = sorted(corpora)[len(corpora) // 2]
     path = corpora[compared]
     rounds = [
@@ -115,7 +116,7 @@ def tokenise(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def parts(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """Return the MB/s of several processes that prepare one part each, and the merge seconds."""
+    """Measure the MB/s of processes that prepare one part of a text each, and the merge's time."""
     load_tokenizer(options.tokenizer)
     path = folder / "text.jsonl"
     write_text_corpus(path, options.megabytes)
@@ -137,8 +138,9 @@ def parts(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def loader(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """Return tokens/s and start-up time of the loader and of Megatron's, in one process each."""
-    asked = options.tokens * 8 // 15  # 80 of 150 million, so that no document is read twice.
+    """Measure tokens/s and start-up time of this loader and of Megatron's, one process each."""
+    # Read about half of the tokens (80 of 150 million), so that no document is read twice.
+    asked = options.tokens * 8 // 15
     if asked < max(options.seq_lengths):
         raise UserError(
             f"--tokens {options.tokens} is too few for a sequence of "
@@ -164,7 +166,7 @@ def loader(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def startup(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """Return the seconds to the first sample, with a new and an existing index, by corpus size."""
+    """Measure the seconds to the first sample, with a new and an existing index, by corpus size."""
     results = []
     for tokens in options.tokens:
         corpus = folder / str(tokens)
@@ -188,7 +190,7 @@ def startup(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def upsampling(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """Return the shares of sources with different document lengths, by mode of up-sampling."""
+    """Measure the share of each source in the sampled tokens, for each mode of up-sampling."""
     for number, name in enumerate(ASKED_SHARES):
         lengths = web_lengths(options.tokens // 10, number, MEDIAN_LENGTHS[name])
         write_corpus(folder / name, lengths, sparse=True)
@@ -198,7 +200,7 @@ def upsampling(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def in_process(function: Callable[..., Result], *arguments: object) -> Result:
-    """Run a function in a new process, so that no memory is inherited, and return its result.
+    """Run a function in a new process, whose memory starts empty, and return its result.
 
     Raises:
         UserError: If the process was killed.
@@ -222,7 +224,7 @@ def count(text: str) -> int:
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
-    """Parse the command line; ``measure`` is the function of the part."""
+    """Parse the command line; the attribute ``measure`` is the function of the measurement."""
     parser = make_parser(__name__, __doc__)
     commands = parser.add_subparsers(dest="part", required=True, metavar="PART")
 
@@ -288,7 +290,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Run one part, print its result and write it."""
+    """Run one measurement, print its result and write it."""
     options = parse_arguments(argv)
     path = RESULTS / f"{options.name}.json"
     for directory in (path.parent, options.scratch):

@@ -1,6 +1,6 @@
 """The measurements of the benchmark ``data``, and the generators of its corpora.
 
-Each measurement runs in a process of its own.
+The benchmark calls each measurement function in a new process.
 """
 
 import json
@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-# torch and Megatron are imported in the functions that use them, because other measurements must
-# not load them.
+# torch and Megatron are imported in the functions that use them, because their memory and import
+# time must not count in the other measurements.
 from diffmegatron.config.data_config import DataConfig
 from diffmegatron.data.index.corpus_manifest import (
     FileRecord,
@@ -38,7 +38,7 @@ ASKED_SHARES = {"web": 0.67, "code": 0.045, "books": 0.285}
 
 
 def write_text_corpus(path: Path, megabytes: int) -> None:
-    """Write the sources of Python's standard library as JSON lines, repeated up to the size."""
+    """Write Python's standard library as JSON lines, repeated until the size is reached."""
     folder = Path(os.__file__).parent
     texts = [file.read_text(errors="ignore") for file in sorted(folder.glob("*.py"))]
     repeats = -(-megabytes * 1_000_000 // sum(len(text.encode()) for text in texts))
@@ -48,14 +48,15 @@ def write_text_corpus(path: Path, megabytes: int) -> None:
 
 
 def write_corpus(prefix: Path, lengths: np.ndarray, *, sparse: bool) -> None:
-    """Write a prepared corpus of the tokenizer ``bytes``, with random tokens or without content.
+    """Write a prepared corpus of the tokenizer ``bytes``: token file, index and manifest.
 
-    Tokens take four bytes each, as for a large vocabulary.
+    The tokens are random, or all 0 in a sparse file. Each takes four bytes, as with a large
+    vocabulary.
 
     Args:
         prefix: path prefix of the files, in a folder that is created if needed.
         lengths: number of tokens of each document, int32 ``[documents]``.
-        sparse: whether the token file is sparse: it has no content and takes no space on the disk.
+        sparse: whether the token file is sparse, so that it takes no space on the disk.
     """
     prefix.parent.mkdir(parents=True, exist_ok=True)
     tokenizer = load_tokenizer("bytes")
@@ -85,7 +86,7 @@ def write_corpus(prefix: Path, lengths: np.ndarray, *, sparse: bool) -> None:
 
 
 def web_lengths(tokens: int, seed: int, median: float = 600.0) -> np.ndarray:
-    """Return log-normal document lengths, int32, with the long tail of web text.
+    """Draw log-normal document lengths, int32 ``[documents]``, with the long tail of web text.
 
     Args:
         tokens: approximate sum of the lengths.
@@ -107,7 +108,7 @@ def corpus_tokens(folder: Path) -> int:
 
 
 def bare_loop(path: Path, tokenizer: str) -> dict[str, float]:
-    """Measure the rate of tiktoken alone, on texts that are already in memory."""
+    """Return the rates of tiktoken alone, on texts that are already in memory."""
     texts = [json.loads(line)["text"] for line in path.open()]
     chosen = load_tokenizer(tokenizer)
     if not isinstance(chosen, TiktokenTokenizer):
@@ -123,7 +124,7 @@ def bare_loop(path: Path, tokenizer: str) -> dict[str, float]:
 
 
 def prepared(path: Path, tokenizer: str, workers: int) -> dict[str, float]:
-    """Measure the rate of ``prepare``, and the peak memory of this process and its workers."""
+    """Return the rates of ``prepare``, and the peak memory of this process and its workers."""
     loaded(tokenizer).encode("warm")
     output = path.with_name(f"out{workers}")
     wall, cpu = time.perf_counter(), time.process_time()
@@ -144,9 +145,11 @@ def prepared(path: Path, tokenizer: str, workers: int) -> dict[str, float]:
 
 
 def in_parts(path: Path, tokenizer: str, processes: int, output: Path) -> dict[str, float]:
-    """Measure processes that prepare one part each at the same time, and then the merge.
+    """Run processes that each prepare one part of a text at the same time, then merge the parts.
 
-    The start-up of the processes is not included.
+    Returns:
+        The rate of all processes together, and the time and rate of the merge. The start-up of the
+        processes is not included.
     """
     context = multiprocessing.get_context("spawn")
     all_ready = context.Barrier(processes)
@@ -174,7 +177,7 @@ def _ready(tokenizer: str, all_ready: Barrier) -> None:
 
 
 def _prepare_part(path: Path, output: Path, tokenizer: str, part: Part) -> tuple[float, float]:
-    """Prepare a part, and return its start and end on the clock that all processes share."""
+    """Prepare a part; return its start and end in seconds on a clock that all processes share."""
     started = time.monotonic()
     prepare([path], output, tokenizer, part=part, show_progress=False)
     return started, time.monotonic()
@@ -184,9 +187,11 @@ def _prepare_part(path: Path, output: Path, tokenizer: str, part: Part) -> tuple
 
 
 def our_loader(folder: Path, seq_length: int, samples: int) -> dict[str, float]:
-    """Measure start-up, and the rate of reading batches of one sample without the loader's thread.
+    """Return the start-up time, and the rate of reading batches of one sample.
 
-    The first call for a folder also builds the index.
+    The start-up is the time from opening the corpora to the first sample. The batches are read in
+    this thread, not in the loader's own thread. The first call for a folder also builds the index
+    of the samples.
     """
     from diffmegatron.data.loader import Loader
     from diffmegatron.data.sampling.samples import open_samples
@@ -212,7 +217,7 @@ def our_loader(folder: Path, seq_length: int, samples: int) -> dict[str, float]:
 
 
 def megatron_loader(folder: Path, seq_length: int, samples: int) -> dict[str, float]:
-    """Measure the same as :func:`our_loader` with Megatron's ``BlendedMegatronDatasetBuilder``.
+    """Return the figures of :func:`our_loader` for Megatron's ``BlendedMegatronDatasetBuilder``.
 
     The first call for a folder and length also builds Megatron's cache.
     """
@@ -224,8 +229,8 @@ def megatron_loader(folder: Path, seq_length: int, samples: int) -> dict[str, fl
     from torch.utils.data import default_collate
 
     class _Tokenizer:
-        # The tokenizer bytes has no padding token. As pad, use the id after its last one, which no
-        # text contains, so that Megatron masks nothing.
+        # The tokenizer "bytes" has no padding token, and Megatron masks padding tokens. Use an id
+        # after the last token as padding, which no text contains, so that nothing is masked.
         vocab_size, eod, eos, pad, unique_identifiers = 257, 256, 256, 257, {"name": "bytes"}
 
     torch.distributed.init_process_group(
@@ -271,7 +276,7 @@ def _rates(startup: float, tokens: int, wall: float, cpu: float) -> dict[str, fl
 
 
 def start(prefix: Path) -> dict[str, float]:
-    """Measure the time and peak memory of opening a corpus and reading the first sample."""
+    """Return the time and peak memory of opening a corpus and reading the first sample."""
     from diffmegatron.data.sampling.samples import open_samples
 
     wall = time.perf_counter()
@@ -284,7 +289,9 @@ def start(prefix: Path) -> dict[str, float]:
 
 
 def shares(folder: Path, mode: str, sampled: int) -> dict[str, Any]:
-    """Sample tokens, and return the shares of each source and of long documents.
+    """Sample tokens, and return which shares of them come from each source and from long documents.
+
+    A long document has more than 4096 tokens.
 
     Args:
         folder: folder of the corpora in ``ASKED_SHARES``.
@@ -320,7 +327,7 @@ def shares(folder: Path, mode: str, sampled: int) -> dict[str, Any]:
 def peak_memory() -> float:
     """Return the peak memory of this process in MiB, including mapped files.
 
-    ``getrusage`` would include the memory of the parent process.
+    It is read from ``/proc``, because the peak of ``getrusage`` can be that of the parent process.
     """
     status = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
     return int(status["VmHWM"].split()[0]) / 1024

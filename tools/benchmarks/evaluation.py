@@ -1,12 +1,14 @@
-"""Time a model on the requests of suites: one at a time, in batches, and with lm-eval.
+"""Time a model on the requests of evaluation suites: singly, in batches, and with lm-eval.
 
     python -m tools.benchmarks evaluation smollm2 --data-dir sets --data text.jsonl --haystack books
 
-Each of --parts takes a few items of a suite. Their requests are answered once for every value of
---batch-tokens; the value 1 means one text at a time. Likelihoods are also computed with lm-eval's
-own class for transformers. CPU seconds include only this process, so that other work on the machine
-does not count; run it with OMP_NUM_THREADS=1. A forward pass is one call of the network's layers,
-without the projection to the vocabulary. Writes docs/results/evaluation_batches.json, or --name.
+Each of --parts is a suite, of which a few items are taken. Their requests are answered once for
+every value of --batch-tokens; the value 1 means one text at a time. For suites that only need
+likelihoods, lm-eval's own class for transformers computes the same requests. CPU seconds include
+only this process, so that other work on the machine does not count; run the command with
+OMP_NUM_THREADS=1. A counted forward pass is one call of the network's layers, without the
+projection to the vocabulary. Writes docs/results/NAME.json; --name is evaluation_batches by
+default.
 
 On a GPU, to check the seconds that docs/evaluation.md estimates:
 
@@ -33,7 +35,7 @@ from diffmegatron.evaluation.targets import Target, find_targets
 from tools.benchmarks.command_line import make_parser
 from tools.paths import RESULTS
 
-# Settings of each part; {items} is the number of items of a task.
+# Settings of each suite. {items} is replaced by --items, the number of items of a task.
 PARTS = {
     "lm-eval": ("lm-eval.tasks=[arc_easy,piqa]", "lm-eval.shots=[0]", "lm-eval.samples={items}"),
     "loss": ("loss.documents={items}", "loss.context=512", "loss.characters=2000"),
@@ -74,7 +76,10 @@ def _any_path(labels: LabelTree) -> list[int]:
 
 
 def _measured(device: torch.device, answer: Callable[[], list[Any]]) -> tuple[dict, list[Any]]:
-    """Call a function; return its times and number of forward passes, and its result."""
+    """Call a function, and return two values: its figures, and its result.
+
+    The figures are wall seconds, CPU seconds, and the number of forward passes.
+    """
     passes = 0
 
     def count(module: torch.nn.Module, _: Any) -> None:
@@ -94,7 +99,17 @@ def _measured(device: torch.device, answer: Callable[[], list[Any]]) -> tuple[di
 
 
 def _by_lm_eval(target: Target, computing: Computing, requests: list[Scoring], size: int) -> dict:
-    """Return the time that lm-eval's class for transformers needs for the same likelihoods."""
+    """Compute the likelihoods of requests with lm-eval's class for transformers.
+
+    Args:
+        target: model to evaluate.
+        computing: settings from which the device and the dtype are taken.
+        requests: requests for likelihoods.
+        size: batch size of lm-eval.
+
+    Returns:
+        Wall seconds, CPU seconds, and the number of forward passes.
+    """
     from lm_eval.models.huggingface import HFLM
 
     device = "cuda" if computing.is_gpu else "cpu"
@@ -131,7 +146,7 @@ def _differences(one: list[Answer], other: list[Answer]) -> dict[str, float]:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Measure every part with every size of batches, and write the report."""
+    """Measure every suite with every value of --batch-tokens, and write the report."""
     parser = make_parser(__name__, __doc__)
     parser.add_argument("model", type=Path, help="a Hugging Face folder")
     parser.add_argument("--data-dir", type=Path, required=True)
@@ -149,7 +164,7 @@ def main(argv: Sequence[str]) -> None:
         settings = [each.format(items=given.items) for each in PARTS[name]]
         (suite,) = make_suites([name], options, settings, lambda: 2048)
         collector = _Collector(target)
-        # The collector has the only two members of a model that these suites use.
+        # The suites use only two members of a model: target and answers. The collector has both.
         list(suite.scores(collector, suite.items(target)))  # type: ignore[arg-type]
         requests = collector.requests
         parts[name] = {"settings": settings, "requests": len(requests), "batch_tokens": {}}

@@ -1,11 +1,11 @@
 """Time whole layers of several kinds of attention: forward and backward tokens/s, peak memory.
 
-Networks with a few layers of the recipe's shape are built: one with the recipe's attention or with
-each requested kind, and one Transformer baseline of equal size. The repetitions of all networks
-alternate, so that a machine that slows down affects all of them. Embedding and output layer are
-timed too, as in a training step, with one vocabulary for all. Two depths give the time per layer,
-and thus an estimate of the ratio at the recipe's full depth. Writes NAME.json and NAME.md to
-docs/results/.
+Networks with a few layers of the recipe's shape are built: one for each requested kind of attention
+(by default, that of the recipe), and one Transformer baseline of equal size. The repetitions of all
+networks alternate, so that a machine that slows down affects all of them. The time includes the
+embedding and the output layer, as in a training step; all networks have the same vocabulary. Every
+network is measured with two numbers of layers. The difference gives the time per layer, from which
+the ratio at the recipe's full depth is estimated. Writes NAME.json and NAME.md to docs/results/.
 
     # on a GPU: the 3B shape with sequences of 4K, in batches that keep the GPU busy
     python -m tools.benchmarks layer training.attention_backend=triton training.micro_batch_size=4
@@ -77,7 +77,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def recipes(arguments: argparse.Namespace) -> dict[str, Recipe]:
-    """Return the recipes to measure by name: each kind of attention, then the Transformer."""
+    """Return a dict of the recipes to measure: each kind of attention, then the Transformer."""
     overrides = [*(SMALL if arguments.small else []), *arguments.overrides]
 
     def load(*more: str) -> Recipe:
@@ -93,7 +93,11 @@ def recipes(arguments: argparse.Namespace) -> dict[str, Recipe]:
 
 
 def measure(models: dict[str, Recipe], layers: int, repetitions: int) -> dict[str, dict]:
-    """Return each model's median seconds of forward plus backward, and peak bytes, at one depth."""
+    """Measure forward plus backward of each model with a number of layers.
+
+    Returns:
+        For each model, the median seconds, and the peak bytes (None on a CPU).
+    """
     seconds: dict[str, list[float]] = {name: [] for name in models}
     memory: dict[str, int | None] = {}
     training = models[BASELINE].training
@@ -151,7 +155,13 @@ def peak_memory(step, parallel_state: ParallelState) -> int | None:  # type: ign
 
 
 def describe(models: dict[str, Recipe], layers: list[int], measured: dict) -> dict:
-    """Return the report with measurements, ratios and the estimate at full depth."""
+    """Return the report with measurements, ratios and the estimate at full depth.
+
+    Args:
+        models: recipes by name.
+        layers: the two measured numbers of layers, the smaller one first.
+        measured: results of :func:`measure` by number of layers.
+    """
     few, many = layers
     full = models[BASELINE]
     tokens = full.training.micro_batch_size * full.training.seq_length

@@ -7,8 +7,9 @@ the sizes of its input and output tensors. The attention kernels are not counted
 the subtraction of DIFF V2's noise heads and the cross-entropy are each one kernel on a GPU, and
 count as one operation each.
 
-Writes NAME.json with every operation, and NAME.md with sums by part of the layer, to docs/results/.
-The last column is the Transformer with Megatron-core's own rotary embedding and loss.
+Writes two files to docs/results/: NAME.json with every operation, and NAME.md, a table with sums by
+part of the layer. The last column of the table is the Transformer with Megatron-core's own rotary
+embedding and loss.
 
     python -m tools.benchmarks layer_operations
     python -m tools.benchmarks layer_operations --attention diff_v1 --attention grouped
@@ -45,7 +46,7 @@ BASELINE = "Transformer"
 MEGATRON = "Transformer, Megatron-core's own"
 ALL, LOSS = "layer", "loss of the network"
 Count = Callable[[Sequence[Tensor]], None]
-# Name in the report of the part of a layer that each module belongs to.
+# The part of a layer to which the operations of each module belong, as the report names it.
 PARTS = {
     "input_layernorm": "norms",
     "pre_mlp_layernorm": "norms",
@@ -106,9 +107,9 @@ def main(argv: Sequence[str]) -> None:
 class Work(TorchDispatchMode):
     """Dispatch mode that counts operations and bytes by pass, part of the layer and operation.
 
-    An operation of the backward pass belongs to the part whose forward pass created its graph node.
-    Autograd numbers the nodes in the order of the forward pass, so this part is found by the
-    number.
+    An operation of the backward pass belongs to the part whose forward pass created its autograd
+    node. Autograd numbers the nodes in the order of the forward pass. This class stores the next
+    number whenever a part begins, and thus finds the part of a node by its number.
     """
 
     def __init__(self) -> None:
@@ -131,7 +132,12 @@ class Work(TorchDispatchMode):
         return result
 
     def count(self, name: str, tensors: Sequence[Tensor]) -> None:
-        """Count one operation on these tensors; a repeated tensor counts once."""
+        """Count one operation, and the bytes of its tensors; the bytes of each tensor count once.
+
+        Args:
+            name: name of the operation.
+            tensors: inputs and outputs, in which a tensor may occur several times.
+        """
         node = torch._C._current_autograd_node()
         if (part := self._part(node)) is None:
             return
@@ -146,7 +152,7 @@ class Work(TorchDispatchMode):
         return next(part for start, part in reversed(self._parts) if start <= number)
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return the counts in the order of first appearance."""
+        """Return a dict for each pass, part and operation, in the order of their first counts."""
         return [
             {"pass": way, "part": part, "operation": name, "count": count, "bytes": size}
             for (way, part, name), (count, size) in self._counts.items()
@@ -158,7 +164,8 @@ def count_layer(recipe: Recipe, instead: AbstractContextManager[object] | None =
 
     Args:
         recipe: recipe of the layer.
-        instead: context manager that replaces functions of this project by others to count.
+        instead: context manager that replaces functions of this project by other functions, whose
+            operations are then counted; None to replace nothing.
     """
     model = recipe.model.model_copy(update={"num_layers": 3})
     training = recipe.training.model_copy(update={"attention_backend": "blocked"})
@@ -202,7 +209,11 @@ def _name_parts(layer: torch.nn.Module, work: Work) -> None:
 
 @contextmanager
 def _stand_ins(work: Work) -> Iterator[None]:
-    """Replace functions that run as one kernel on a GPU, but cannot do so on the meta device."""
+    """Replace functions that are one kernel on a GPU, but several operations on the meta device.
+
+    Each replacement counts in ``work`` as one operation; that of the attention kernels does not
+    count.
+    """
 
     def attention(*inputs: Tensor, **_: object) -> Tensor:
         query, *_, value = (x for x in inputs if x.dim() == 4)
@@ -258,10 +269,10 @@ def _stand_in(count: Count | None, shape: Sequence[int], *inputs: Tensor) -> Ten
 
 
 class _OneKernel(torch.autograd.Function):
-    """An operation that counts as one kernel in each pass.
+    """An operation that counts as one kernel in each pass, or not at all if ``count`` is None.
 
     The forward pass reads the inputs and writes the result. The backward pass reads the result's
-    gradient and the inputs, and writes the inputs' gradients.
+    gradient and the inputs, and writes the inputs' gradients. Nothing is computed.
     """
 
     @staticmethod
@@ -282,7 +293,10 @@ class _OneKernel(torch.autograd.Function):
 
 
 def markdown(report: dict[str, Any]) -> str:
-    """Return the report as a Markdown table of operations and MiB by part and pass."""
+    """Return the report as a Markdown table of operations and MiB.
+
+    It has a row for each part of the layer and pass, and a column for each network.
+    """
     names = list(report["operations"])
     parts = list(dict.fromkeys(PARTS.values()))
     lines = [

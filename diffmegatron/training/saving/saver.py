@@ -40,8 +40,8 @@ from diffmegatron.training.saving.snapshot import HostCopy, ParameterShards
 
 log = logging.getLogger(__name__)
 
-# Number of times in a row that a failed save is retried at once. After that, the run waits for the
-# next multiple of checkpoint.interval.
+# Number of retries in a row after a failed save. A retry does not wait for the next multiple of
+# checkpoint.interval; after the last failed retry, the run waits for this step.
 _RETRIES = 2
 
 
