@@ -32,8 +32,9 @@ def validated(schema: type[Model], values: Any, name: str) -> Model:
 def first_error(error: ValidationError) -> Any:
     """Return the error to report: an unknown key if there is one, otherwise the first error.
 
-    A mistyped required key causes two errors. For example, ``modle`` instead of ``model`` causes a
-    missing key ``model`` and an unknown key ``modle``. Only the second error shows the mistake.
+    A mistyped required key causes two errors. For example, ``tokeniser`` instead of ``tokenizer``
+    causes a missing key ``tokenizer`` and an unknown key ``tokeniser``. Only the second error shows
+    the mistake.
     """
     errors = error.errors(include_url=False)
     return min(errors, key=lambda each: each["type"] != "extra_forbidden")

@@ -4,7 +4,8 @@
     python -m tools.benchmarks compare_dex smollm2 texts --part arms --steps 24
 
 DEX makes selected attention heads of a pretrained model differential: it subtracts from their
-output a term with the projection W_D and the factor lambda, which grows during T annealing steps.
+output a term with the projection W_D and the factor lambda. During T annealing steps, a schedule
+gradually replaces the initial lambda, which is 0, by a trained number.
 
 MODEL is a Hugging Face folder that ``diffmegatron import`` reads. TEXTS are files or folders that
 ``diffmegatron prepare`` reads. Every run is ``diffmegatron train`` of one recipe with overrides.
