@@ -28,14 +28,17 @@ def inspect(
     max_tokens: int,
     lengths: Path | None,
 ) -> Iterator[Text]:
-    """Yield paragraphs of text to print.
+    """Yield the report as paragraphs of text to print.
+
+    The paragraphs are the decoded samples, a table of the mixture (the share of samples from each
+    source), a table of document lengths and, if ``lengths`` is given, the path of the written file.
 
     Args:
         recipe: recipe of one run.
-        split: split of the documents.
+        split: split from which the samples are drawn: ``train``, ``validation`` or ``test``.
         from_step: first optimizer step to inspect.
         samples: number of samples to decode.
-        batches: number of global batches in which the samples of each source are counted.
+        batches: number of global batches, from ``from_step`` on, for the table of the mixture.
         max_tokens: maximum number of tokens to show of each sample.
         lengths: PNG file in which to draw the document lengths; None: no file is written.
 
@@ -75,8 +78,8 @@ def decoded(samples: Samples, index: int, tokenizer: Tokenizer, max_tokens: int)
     text = Text(f"sample {index} from {sample.source}", style="bold")
     text.append(f", {len(starts) + 1} documents, {sum(counted)} labels\n", style="not bold")
     run = 0
-    # True for each shown token that counts in the loss. The first token of a sample is never a
-    # label, so it is shown in the style of the second token.
+    # True for each shown token that counts in the loss as a label. The first token of a sample is
+    # never a label, so it is shown in the style of the second token.
     labels = [*counted[:1], *counted][: min(max_tokens, len(sample.tokens))]
     for position in range(1, len(labels) + 1):
         at_end = position == len(labels)
@@ -98,11 +101,12 @@ def choose_stage(stages: Sequence[Recipe], name: str | None) -> Recipe:
     The name of a stage is the last folder of its ``run_dir``.
 
     Args:
-        stages: recipes of the stages, or the only recipe if it is not divided into stages.
+        stages: one recipe per stage; if the recipe has no stages, a list with only this recipe.
         name: name of a stage; None for a recipe without stages.
 
     Raises:
-        UserError: no stage has this name, or ``name`` is None and the recipe has several stages.
+        UserError: the recipe has several stages, and ``name`` is None or the name of none of them;
+            or the recipe has no stages, and ``name`` is not None.
     """
     if len(stages) == 1 and name is None:
         return stages[0]

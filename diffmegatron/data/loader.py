@@ -22,8 +22,8 @@ class Batch:
         tokens: int64 ``[b, s]``, input token ids.
         labels: int64 ``[b, s]``, the token after each input token.
         loss_mask: float32 ``[b, s]``, 1 where the label contributes to the loss, else 0.
-        position_ids: int64 ``[b, s]``, position of each token in its row, or in its document with
-            ``data.reset_position_ids``.
+        position_ids: int64 ``[b, s]``, position of each token in its row; if the recipe sets
+            ``data.reset_position_ids``, its position in its document.
         document_ids: int32 ``[b, s]``, number of each token's document within its row, from 0; None
             if attention crosses documents.
         sources: int64 ``[b]``, index of each row's source in ``data.sources``; None if the recipe
@@ -41,8 +41,8 @@ class Batch:
     def cu_seqlens(self) -> torch.Tensor:
         """Cumulative document lengths for varlen attention kernels, int32 ``[documents + 1]``.
 
-        They are the start of each document in the flattened batch, followed by the number of tokens
-        b * s. ``document_ids`` must not be None.
+        The rows of the batch are concatenated. The values are the start of each document in this
+        concatenation, followed by the number of tokens b * s. ``document_ids`` must not be None.
         """
         assert self.document_ids is not None
         changes = torch.ones_like(self.document_ids, dtype=torch.bool)
@@ -117,8 +117,9 @@ class Loader:
     k * G + (m * data_parallel_size + r) * micro_batch_size. The global batch therefore contains
     the same samples for every layout of ranks.
 
-    A thread reads ``prefetch`` steps ahead until :meth:`close` or the end of the context. If the
-    thread fails while it reads a step, the error is raised when this step is requested.
+    A thread reads ``prefetch`` steps ahead, until :meth:`close` is called or the ``with`` block of
+    the loader ends. If the thread fails while it reads a step, the error is raised when this step
+    is requested.
 
     Args:
         samples: samples of the run, by number.
@@ -204,7 +205,9 @@ class Loader:
         return self._samples.state(self.consumed_samples)
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Resume at a position from :meth:`state`, also one saved by another layout of ranks.
+        """Resume at a position that :meth:`state` returned.
+
+        The run that saved the position may have had another layout of ranks.
 
         Raises:
             UserError: the saved state belongs to another order of samples.
@@ -254,10 +257,10 @@ class _Reader:
                 continue
 
     def take(self) -> list[Batch]:
-        """Wait for the next step and return its microbatches.
+        """Wait until the thread has read the next step, and return the step's microbatches.
 
         Raises:
-            BaseException: the error with which the thread ended.
+            BaseException: the thread failed with this error.
         """
         item = self._queue.get()
         if isinstance(item, BaseException):

@@ -1,6 +1,7 @@
 """Verify the tokens and the index of a corpus against its manifest ``PREFIX.json``.
 
-The tokens are in ``PREFIX.bin`` or, for a merged corpus, in the files of ``PREFIX.parts``. The
+The manifest records the size and the hash of each file. The index is ``PREFIX.idx``. The tokens are
+in ``PREFIX.bin`` or, for a merged corpus, in the files of the folder ``PREFIX.parts``. The
 comparison of sizes is fast and detects missing and truncated files, and files of another corpus.
 The comparison of hashes reads every byte and detects all other damage, such as flipped bits.
 """
@@ -21,13 +22,16 @@ from diffmegatron.files import file_size, format_path
 
 
 def data_files(manifest: Manifest) -> tuple[str, ...]:
-    """Return the suffix of each data file, to append to PREFIX; the index ``.idx`` is last."""
+    """Return the suffixes of the data files, such as ``.bin``; the index ``.idx`` is last.
+
+    PREFIX followed by a suffix is the path of a file.
+    """
     parts = tuple(f".parts/{part.path}" for part in manifest.parts)
     return (*(parts or (".bin",)), ".idx")
 
 
 def check_sizes(prefix: str | Path, manifest: Manifest) -> IndexHeader:
-    """Compare sizes and document counts with the manifest, without reading tokens.
+    """Compare file sizes and the number of documents with the manifest, without reading tokens.
 
     Returns:
         The header of the index.
@@ -67,13 +71,14 @@ def check_hash(prefix: str | Path, suffix: str) -> Iterator[None]:
 
     Args:
         prefix: prefix of the corpus.
-        suffix: element of :func:`data_files`.
+        suffix: suffix of the file, one of those that :func:`data_files` returns.
 
     Raises:
         UserError: the file cannot be read, or its sha256 differs from the hash in the manifest.
     """
     path, manifest = Path(f"{prefix}{suffix}"), read_manifest(prefix)
-    # The files may have been copied to another prefix, so recorded names are compared by suffix.
+    # The files may have been copied to another prefix, so find the recorded hash by the suffix of
+    # the file and not by its name.
     recorded = {Path(output.path).suffix: output.sha256 for output in manifest.outputs}
     recorded |= {f".parts/{part.path}": part.sha256 for part in manifest.parts}
     sha256 = ""

@@ -7,12 +7,12 @@ to the loss. They are found in the rendered text in one of two ways:
 - If the template contains ``{% generation %}``, these blocks are the responses.
 - If it does not, the messages before a response are rendered alone, with ``add_generation_prompt``.
   The result must be a prefix of the rendered chat, and the response begins where the prefix ends.
-  The response ends after the first special token that follows its content. If no special token
-  follows before the next message begins, it ends there.
+  The response ends after the first special token that follows its content. If there is no special
+  token between its content and the next message, the response ends where the next message begins.
 
-In both cases the ids before a response must equal the ids of the same prompt when it is encoded
+In both cases the ids before a response must equal the ids of the same text when it is encoded
 alone, because a model that generates the response receives those ids. A chat that violates one of
-these conditions is refused.
+these conditions cannot be used, and ``prepare`` rejects it.
 """
 
 import re
@@ -58,12 +58,15 @@ class _Rendered(NamedTuple):
 class ChatTemplate:
     """Chat template in the folder of a Hugging Face tokenizer.
 
+    Args:
+        tokenizer: tokenizer that was loaded from this folder.
+
     Attributes:
         sha256: hash of the template.
 
     Raises:
-        UserError: the tokenizer has no template, or the responses cannot be found in a simple chat
-            that the template has rendered.
+        UserError: the tokenizer has no template, or the template fails in a trial with a simple
+            chat: it cannot render the chat, or the responses cannot be found in the result.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -75,8 +78,8 @@ class ChatTemplate:
                 "folder of a Hugging Face tokenizer, and --layout chat works with any tokenizer"
             )
         self._end = tokenizer.end_of_document
-        # Training uses tokenizer.json unchanged. AutoTokenizer may select a class that changes it,
-        # so use the generic class.
+        # Training uses tokenizer.json as it is. AutoTokenizer may select a class that tokenizes
+        # differently from this file, so use the generic class.
         self._tokenizer = PreTrainedTokenizerFast.from_pretrained(
             tokenizer.folder, local_files_only=True
         )
@@ -110,7 +113,9 @@ class ChatTemplate:
             without the text after it and without an end-of-document token.
 
         Raises:
-            UnusableError: the messages have another form, or the responses cannot be found.
+            UnusableError: the messages have another form, the template cannot render them, a
+                response cannot be found, or a token contains both the end of a prompt and the
+                beginning of its response.
         """
         checked_messages(messages, self._special)
         rendered = self._rendered(messages)
@@ -186,6 +191,11 @@ class ChatTemplate:
 
         Returns:
             The character range ``(start, end)`` of the response in ``text``; ``end`` is exclusive.
+
+        Raises:
+            UnusableError: the messages before the response, rendered alone, are not a prefix of
+                ``text``; or the template changes the content of the response, or renders it
+                differently if no further message follows.
         """
         before = self._text(messages[:number], prompt=True)
         as_last = self._text(messages[: number + 1])

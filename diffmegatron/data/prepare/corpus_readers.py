@@ -1,6 +1,7 @@
-"""Read corpus files as raw records, in a fixed order.
+"""Read corpus files as raw records (one record per document), in a fixed order.
 
-A record contains undecoded bytes. Worker processes decode, parse and tokenise it (``encode.py``).
+The texts of a record are undecoded bytes. Worker processes decode, parse and tokenise them
+(``encode.py``).
 """
 
 import gzip
@@ -33,8 +34,8 @@ _ARCHIVES = (".gz", ".zst")
 # Errors that the libraries raise for a damaged or truncated file.
 _READ_ERRORS = (OSError, EOFError, zlib.error, zstandard.ZstdError, pyarrow.ArrowException)
 _READ_BYTES = 1 << 20
-# Number of compressed bytes per call of the decompressor. A call can return up to 32,768 times as
-# many bytes, so this limits the memory for its result.
+# Number of compressed bytes that each call of the zstd decompressor receives. A call can return up
+# to 32,768 times as many bytes, so a small number limits the memory for the result.
 _ZSTD_BYTES = 1 << 12
 
 
@@ -46,7 +47,8 @@ class Record(NamedTuple):
             first line of the range is line 1. A plain-text file is one document, at line 1.
         payload: JSONL: bytes of the line; plain text: bytes of the file; Parquet: values of the
             row by column, with strings as bytes.
-        problem: reason why the document cannot be read, with an empty payload; None: no problem.
+        problem: reason why the document cannot be read, in which case the payload is empty; None:
+            the document was read.
     """
 
     line: int
@@ -75,7 +77,7 @@ class CorpusFile:
     Attributes:
         path: path of the file.
         format: format, derived from the ending of the name.
-        fingerprint: state of the file when it was found.
+        fingerprint: size, modification time and inode of the file when it was found.
         before: number of bytes at the start of the file that belong to earlier parts (see
             :mod:`diffmegatron.data.prepare.parts`).
         after: number of bytes at the end of the file that belong to later parts.
@@ -115,11 +117,14 @@ class CorpusFile:
 
 
 def find_files(inputs: list[Path], pattern: str) -> list[CorpusFile]:
-    """Return the files of a corpus, in the order of ``inputs``; the files of a folder are sorted.
+    """Return the files of a corpus, in the order of ``inputs``.
+
+    The files of a folder are sorted by path.
 
     Args:
         inputs: files, and folders that are searched recursively.
-        pattern: glob of the files to read in a folder, such as ``*.py``.
+        pattern: glob that selects the files of a folder, such as ``*.py``. It does not apply to
+            files that ``inputs`` names directly.
 
     Raises:
         UserError: an input does not exist, is not a regular file or cannot be read, or a folder has
@@ -169,8 +174,9 @@ def read_records(file: CorpusFile, columns: tuple[str, ...], max_bytes: int) -> 
 
     Args:
         file: file to read.
-        columns: columns to read from a Parquet file, if it has them.
-        max_bytes: size limit of a payload; a larger record has no payload but a ``problem``.
+        columns: columns to read from a Parquet file; columns that it does not have are ignored.
+        max_bytes: size limit of a payload. A larger record is yielded with an empty payload, and
+            its ``problem`` names the limit.
 
     Raises:
         UserError: the file cannot be read to its end, so that documents would be missing, or it has
@@ -224,7 +230,8 @@ def _read_parquet(file: CorpusFile, columns: tuple[str, ...], max_bytes: int) ->
         present = [name for name in columns if name in table.schema_arrow.names]
         line = 0
         if not present:
-            # Arrow yields no rows if no column is read, and the file would seem to be empty.
+            # Arrow yields no rows if no column is read. So yield an empty record for each row;
+            # otherwise the file would seem to be empty.
             yield from (Record(row + 1, {}) for row in range(table.metadata.num_rows))
             return
         for batch in table.iter_batches(batch_size=256, columns=present):
@@ -240,9 +247,10 @@ def _read_parquet(file: CorpusFile, columns: tuple[str, ...], max_bytes: int) ->
 
 
 def _rows(batch: pyarrow.RecordBatch) -> Iterator[dict[str, Any] | str]:
-    """Yield each row as Python values, or the reason why the row cannot be converted.
+    """Yield each row as a dictionary of Python values, or a string: why it cannot be converted.
 
-    For example, a nested value may have invalid UTF-8, or a date may be beyond Python's range.
+    For example, a nested value may have invalid UTF-8, or a date may be beyond Python's range. If
+    the conversion of the batch fails, its rows are converted one at a time.
     """
     try:
         yield from batch.to_pylist()

@@ -32,10 +32,11 @@ class Reject(NamedTuple):
 
     Attributes:
         file: path of the file as text (:func:`~diffmegatron.files.printable`).
-        before: offset in bytes at which the preparation began to read the file. It is 0 for a whole
-            file, and may be above 0 with ``prepare --part``, which reads a range of the file.
+        before: offset in bytes at which the preparation began to read the file. It may be above 0
+            with ``prepare --part``, which can read a range of a file; otherwise it is 0.
         line: number of the line or row; the first one after ``before`` has number 1.
-        id: value of ``id_field``; None if it is not configured or cannot be read.
+        id: value of the record's field that the setting ``id_field`` names, as text; None if the
+            setting is None, or the record has no such field or cannot be parsed.
         reason: one sentence.
     """
 
@@ -69,14 +70,16 @@ class EncodedBatch:
     turn for fine-tuning.
 
     Attributes:
-        tokens: ids of all documents, uint16 or int32 ``[n]``; every document ends with the
-            end-of-document id.
+        tokens: concatenated ids of all documents, uint16 or int32 ``[tokens]``; every document ends
+            with the end-of-document id.
         lengths: int32 ``[sequences]``, number of tokens of each sequence; the end-of-document id
             counts in the last sequence of a document.
         counts: int32 ``[documents]``, number of sequences of each document.
-        digests: 16-byte hash of the ids of each document; empty unless duplicates are dropped.
+        digests: 16-byte hash of the ids of each document; an empty list if the setting
+            ``deduplicate`` is false.
         rejects: records that cannot be used.
-        empty: number of records without text; they are neither documents nor rejects.
+        empty: number of records without text, or whose last response is empty; they are neither
+            documents nor rejects.
         text_bytes: number of UTF-8 bytes of text that were encoded.
     """
 
@@ -91,7 +94,7 @@ class EncodedBatch:
 
 @lru_cache(maxsize=4)
 def loaded(tokenizer: str) -> Tokenizer:
-    """Return a tokenizer by its name or path; each tokenizer is loaded once per process."""
+    """Return the tokenizer with this name or path; it is loaded once per process."""
     return load_tokenizer(tokenizer)
 
 
@@ -132,7 +135,7 @@ def encode_batch(batch: Batch, settings: PrepareSettings) -> EncodedBatch:
 
 @lru_cache(maxsize=4)
 def template(tokenizer: str) -> ChatTemplate:
-    """Return the chat template of a tokenizer, given by name or path; loaded once per process."""
+    """Return the chat template of the tokenizer with this name or path; loaded once per process."""
     return ChatTemplate(loaded(tokenizer))
 
 
@@ -164,7 +167,13 @@ def _encoded(
 
 
 def _document(file: CorpusFile, record: Record, settings: PrepareSettings) -> dict[str, Any] | None:
-    """Parse a record to its fields by name; return None for a blank line of JSONL."""
+    """Return a dictionary from the names of a record's fields to their values.
+
+    The result is None for a blank line of JSONL.
+
+    Raises:
+        UnusableError: the record could not be read, or cannot be parsed.
+    """
     if record.problem is not None:
         raise UnusableError(record.problem)
     if file.format == "jsonl" and isinstance(record.payload, bytes) and not record.payload.strip():
@@ -193,8 +202,8 @@ class Deduplicator:
     It stores a 16-byte hash of each document that was not dropped.
 
     Args:
-        digests: concatenated hashes of the documents that an interrupted preparation has stored
-            before it resumes; empty for a new preparation.
+        digests: concatenated hashes of the documents that this preparation stored before an
+            interruption; empty for a new preparation.
     """
 
     def __init__(self, digests: bytes) -> None:

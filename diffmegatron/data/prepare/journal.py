@@ -1,4 +1,4 @@
-"""Append-only files with commits; committed data survives if the process is killed at any time."""
+"""Journal: append-only files with commits, whose committed data survives a kill of the process."""
 
 import hashlib
 import os
@@ -51,7 +51,7 @@ def last_commit(folder: Path, schema: type[State]) -> Commit[State] | None:
         schema: pydantic model of the committed state.
 
     Raises:
-        UserError: the commit cannot be read, or its file was changed.
+        UserError: the file of the commit cannot be read, or its content differs from its checksum.
     """
     path = folder / _STATE
     if not os.path.lexists(path):
@@ -74,7 +74,8 @@ class Journal:
             from the files.
 
     Raises:
-        UserError: a file is not a regular file, or differs from its commit.
+        UserError: a file is not a regular file, is not part of the commit, or does not begin with
+            the committed bytes.
     """
 
     def __init__(self, folder: Path, names: tuple[str, ...], commit: Commit[Any] | None) -> None:
@@ -94,7 +95,11 @@ class Journal:
             raise
 
     def _resume(self, name: str, committed: FileState) -> bool:
-        """Truncate a file to its committed bytes; return False if these bytes have changed."""
+        """Truncate a file to its committed bytes.
+
+        Returns:
+            False if these bytes have changed; then the file is not truncated.
+        """
         file, digest, left = self._files[name], self._digests[name], committed.bytes
         while left and (part := file.read(min(left, _BUFFER))):
             digest.update(part)
@@ -111,7 +116,7 @@ class Journal:
         self._digests[name].update(content)
 
     def sha256(self, name: str) -> str:
-        """Return the hash of the whole content of the file ``name``."""
+        """Return the sha256 of all bytes of the file ``name``, committed or not."""
         return self._digests[name].hexdigest()
 
     def commit(self, state: BaseModel) -> None:
@@ -150,8 +155,8 @@ def _open(path: Path) -> BinaryIO:
 def remove_journal(folder: Path) -> None:
     """Delete the folder of a journal.
 
-    The file with the last commit is deleted last. If the process is killed before that,
-    :func:`last_commit` still returns the commit, and this function can be called again.
+    The file with the last commit is deleted last. If the process is killed earlier,
+    :func:`last_commit` still returns the commit, and the next process can call this function again.
     """
     for path in folder.iterdir():
         if path.name != _STATE:

@@ -39,10 +39,10 @@ _COUNTS = ("documents", "tokens", "text_bytes", "rejected", "empty", "duplicates
 
 
 def merge(prefix: Path, *, show_progress: bool = True) -> Manifest:
-    """Join the parts of a prefix into one corpus; if it was joined before, verify this corpus.
+    """Merge the parts of a corpus; if they are merged already, verify the merged corpus.
 
-    The manifest is written last and shows that the corpus is complete. If a merge is killed, there
-    is no manifest, and the next merge starts from the beginning.
+    The manifest ``PREFIX.json`` is written last and shows that the corpus is complete. If a merge
+    is killed, there is no manifest, and the next merge starts from the beginning.
 
     Args:
         prefix: prefix passed to ``prepare --part``.
@@ -52,9 +52,11 @@ def merge(prefix: Path, *, show_progress: bool = True) -> Manifest:
         The manifest of the merged corpus.
 
     Raises:
-        UserError: a part is missing, unfinished or damaged, the parts were prepared with different
-            settings or from different lists of input files, files of another preparation exist at
-            the prefix, the files cannot be written, or another process holds the lock.
+        UserError: a part is missing, unfinished or damaged; the parts were prepared with different
+            settings or from different lists of input files; an input file was changed between the
+            preparations of two parts; no part has a document; the existing merged corpus is damaged
+            or has other parts; files of a preparation without parts exist at the prefix; the files
+            cannot be written; or another process holds the lock ``PREFIX.lock``.
     """
     place = f"the parts of {format_path(prefix)}"
     try:
@@ -70,7 +72,7 @@ def merge(prefix: Path, *, show_progress: bool = True) -> Manifest:
             for part, manifest in zip(prefixes, manifests, strict=True):
                 check_sizes(part, manifest)
             return _write(prefix, prefixes, manifests, show_progress)
-    except ValidationError:  # If counts are damaged, their sum may exceed the bounds of Manifest.
+    except ValidationError:  # The sum of damaged counts may exceed the limits of Manifest's fields.
         raise UserError(
             f"the manifests in {format_path(parts_folder(prefix))} are damaged: the sums of their "
             "counts are too large; copy them again, or prepare the parts again"
@@ -137,8 +139,8 @@ def _check_alike(prefix: Path, parts: Sequence[Part], manifests: Sequence[Manife
 def _check_cuts(prefix: Path, manifests: Sequence[Manifest]) -> None:
     """Check that consecutive parts fit together in each input file that was cut between parts.
 
-    A part must begin at the byte at which the part before it ends. This detects an input file that
-    was changed between the preparations of two parts.
+    In such a file, a part must begin at the byte at which the part before it ends. If the file was
+    changed between the preparations of the two parts, these bytes may differ, which is an error.
     """
     expected: tuple[str, int] | None = None
     for record in (record for manifest in manifests for record in manifest.inputs):
@@ -157,7 +159,11 @@ def _check_cuts(prefix: Path, manifests: Sequence[Manifest]) -> None:
 
 
 def _check_merged(prefix: Path, manifests: Sequence[Manifest]) -> Manifest:
-    """Verify that an existing merged corpus consists of these parts and is undamaged."""
+    """Verify that an existing merged corpus consists of these parts and is undamaged.
+
+    Returns:
+        The manifest of the merged corpus.
+    """
     path = format_path(manifest_path(prefix))
     if read_manifest(prefix).parts != tuple(map(_record, manifests)):
         raise UserError(f"{path} was merged from other parts; delete it to merge these")
@@ -177,7 +183,7 @@ def _check_free(prefix: Path) -> None:
 
 
 def _record(manifest: Manifest) -> FileRecord:
-    """Return the record of a part's token file from the manifest of the part."""
+    """Return the size and hash of a part's token file, as the manifest of the part records them."""
     return manifest.outputs[0]
 
 
@@ -232,8 +238,8 @@ def _hash_tokens(
 ) -> str:
     """Return the sha256 of the concatenated token files, and verify the files of each part.
 
-    Two hashes are computed at the same time, in two threads: the hash of all tokens, and the hash
-    of the current part.
+    Each token file is read once for two hashes: the hash of all tokens, and the hash of this file.
+    They are computed at the same time, in two threads.
     """
     whole, console = hashlib.sha256(), Console(stderr=True)
     numbered = list(zip(prefixes, manifests, strict=True))

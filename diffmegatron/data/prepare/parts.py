@@ -2,8 +2,8 @@
 
 The concatenation of the input files is cut into N ranges of about equal size in bytes. A plain
 JSONL file can be cut between two lines. Any other file (text, Parquet, an archive) belongs to one
-part as a whole. The parts in the order of their numbers therefore contain the documents of the
-whole corpus in the original order.
+part as a whole. No document is divided, so the parts in the order of their numbers contain the
+documents of the whole corpus in the original order.
 """
 
 import hashlib
@@ -63,7 +63,7 @@ class Part:
 
     @classmethod
     def of_name(cls, name: str) -> Self | None:
-        """Return the part whose :attr:`name` is ``name``; None if it is not the name of a part."""
+        """Return the part with this :attr:`name`; None if ``name`` is not the name of a part."""
         found = _NAME.fullmatch(name)
         return cls(*map(int, found.groups())) if found else None
 
@@ -85,7 +85,12 @@ class Part:
 
 
 class _Place(NamedTuple):
-    """Place in the input: the index of a file, and a byte offset in this file."""
+    """Place in the input.
+
+    Attributes:
+        file: index of a file; the number of files for the end of the input.
+        offset: byte offset in this file.
+    """
 
     file: int
     offset: int
@@ -115,7 +120,8 @@ def cut(files: list[CorpusFile], part: Part) -> tuple[list[CorpusFile], PartReco
         file = files[number]
         before = first.offset if number == first.file else 0
         after = file.size - last.offset if number == last.file else 0
-        # Each empty file also belongs to one part, so that an empty archive is detected.
+        # Each empty file also belongs to one part, so that the part reads it: for an empty archive,
+        # reading raises an error.
         if before + after < file.size or (not file.size and number < last.file):
             chosen.append(replace(file, before=before, after=after))
     return chosen, PartRecord(number=part.number, of=part.of, corpus=_corpus(files))
@@ -124,8 +130,10 @@ def cut(files: list[CorpusFile], part: Part) -> tuple[list[CorpusFile], PartReco
 def _place(files: list[CorpusFile], starts: list[int], part: Part, number: int) -> _Place:
     """Return the place in the input at which the part with a given number ends.
 
-    In a file that can be cut, this is the start of a line. In any other file, it is the nearer end
-    of the file. The end of a file is represented as the start of the next file.
+    The parts would have equal sizes if part k of N ended at k/N of the bytes of the input. In a
+    file that can be cut, the returned place is the start of the first line at or after this byte.
+    In any other file, it is the start or the end of the file, whichever is nearer. The end of a
+    file is represented as the start of the next file.
 
     Args:
         files: all input files.
@@ -204,8 +212,8 @@ def check_fits(prefix: Path, part: Part, record: PartRecord, settings: Mapping[s
         settings: settings of this part, as recorded in the manifest.
 
     Raises:
-        UserError: the existing parts belong to another number N of parts, or the first finished
-            part was prepared with other settings or inputs.
+        UserError: the existing parts belong to another number N of parts; or one of the other parts
+            (the first that is finished) was prepared with other settings or input files.
     """
     begun = find_parts(prefix)
     if begun and begun[0].of != part.of:
@@ -228,8 +236,8 @@ def check_fits(prefix: Path, part: Part, record: PartRecord, settings: Mapping[s
 def difference(manifest: Manifest, settings: Mapping[str, Any], part: PartRecord) -> str:
     """Describe the first difference between a finished part and a preparation.
 
-    The text continues "was prepared", for example "from other input files". It is "" if the two
-    have no difference.
+    The text is the end of a sentence that begins "The part was prepared", for example "from other
+    input files". It is "" if there is no difference.
 
     Args:
         manifest: manifest of the finished part.

@@ -38,8 +38,8 @@ TOKENS, LENGTHS, COUNTS, DIGESTS = "tokens.bin", "lengths.i32", "counts.i32", "d
 REJECTS = "rejects.jsonl"
 FILES = (TOKENS, LENGTHS, COUNTS, DIGESTS, REJECTS)
 INDEX, MANIFEST = "index.idx", "manifest.json"
-# Number of documents from which every commit checks the share of rejected records. With fewer
-# documents a single rejected record is a large share, so the share is checked only at the end.
+# If at least this many records have become documents or rejects, each commit checks the share of
+# rejects. Among fewer records a single reject is a large share, so it is checked only at the end.
 _EARLY_CHECK = 1000
 
 
@@ -79,8 +79,8 @@ class Identity(Section):
     Attributes:
         settings: settings, as recorded in the manifest.
         files: name, size in bytes and modification time in ns of each input file.
-        part: number of the part of the corpus that this preparation writes (``--part K/N``); None
-            if it writes the whole corpus.
+        part: record of the part of the corpus that this preparation writes (``--part K/N``): K, N
+            and a hash of the list of all input files; None if it writes the whole corpus.
     """
 
     settings: dict[str, str | bool | int | None]
@@ -108,7 +108,16 @@ class State(Section):
 
 
 class Preparation:
-    """Preparation in progress, which begins at the last committed state of the journal."""
+    """Preparation in progress.
+
+    Args:
+        prefix: path of the finished files without their endings.
+        files: input files.
+        settings: settings of the preparation.
+        state: state of the journal's last commit, at which the preparation begins; the initial
+            state for a new journal.
+        journal: open journal.
+    """
 
     def __init__(
         self,
@@ -128,11 +137,13 @@ class Preparation:
         )
 
     def encode(self, workers: int, commit_seconds: float, progress: PrepareProgress) -> None:
-        """Tokenise the rest of the corpus, and commit the result every ``commit_seconds``.
+        """Tokenise the rest of the corpus.
+
+        The result is committed every ``commit_seconds`` and at the end.
 
         Raises:
-            UserError: an input cannot be read, or too large a share of its documents cannot be
-                used.
+            UserError: an input file cannot be read, or the share of rejected records among all
+                records so far is above ``max_reject_share``.
         """
         progress.update(self.position, self.counts)
         committed = time.monotonic()
@@ -193,11 +204,11 @@ class Preparation:
         return options[self.settings.layout]
 
     def _columns(self) -> str:
-        """Return the names of all columns of a Parquet file as the end of an error message.
+        """Return the names of all columns of the Parquet file with the first rejected record.
 
-        The file is the one with the first rejected record. Its columns help the user to choose the
-        right one, because the description of the record contains only the columns that were read.
-        The result is "" if the file is not Parquet, cannot be read, or has all required columns.
+        They become part of the error message and help the user to choose the right column, because
+        the description of the record contains only the columns that were read. The result is "" if
+        the file is not Parquet, cannot be read, or has all required columns.
         """
         required = set(self.settings.required_fields)
         for file in self.files:

@@ -1,10 +1,9 @@
 """``diffmegatron prepare``: write a corpus as ``PREFIX.bin``, ``PREFIX.idx`` and ``PREFIX.json``.
 
-Until it is finished, the work is in the folder ``PREFIX.partial``, a :class:`Journal`: files that
-only grow, and a record of the last commit, the point up to which their content is complete. The
-three finished files are renamed to their final names, the manifest (``PREFIX.json``) last. A
-preparation that was killed resumes from its last commit, and writes the same bytes as a preparation
-that was not killed.
+Unfinished work is in the folder ``PREFIX.partial``, a :class:`Journal`: files that only grow, and a
+record of the last commit, the point up to which their content is complete. At the end the three
+files are renamed to their final names, the manifest (``PREFIX.json``) last. A preparation that was
+killed resumes from its last commit, and writes the same bytes as a preparation that was not killed.
 """
 
 import os
@@ -59,8 +58,8 @@ def prepare(
 ) -> Manifest:
     """Tokenise a corpus into Megatron's IndexedDataset files and a manifest.
 
-    If the result of the same inputs and settings already exists at the prefix, it is only verified.
-    The lock ``PREFIX.lock`` ensures that one process at a time works on a prefix.
+    If finished files of the same inputs and settings already exist at the prefix, they are only
+    verified. The lock ``PREFIX.lock`` ensures that one process at a time works on a prefix.
 
     Args:
         inputs: JSONL (plain, .gz, .zst), Parquet, plain-text files, or folders of them; a
@@ -86,9 +85,10 @@ def prepare(
         The manifest of the corpus.
 
     Raises:
-        UserError: an input cannot be read or changes while it is read, the files cannot be written,
-            other or damaged files exist at the prefix, no document or too few documents can be
-            used, another process holds the lock, or the part does not match the existing parts.
+        UserError: an input cannot be read or changes while it is read; the files cannot be written;
+            damaged files, or files of other inputs or settings, exist at the prefix; the inputs
+            have no document, or too many records cannot be used; another process holds the lock; or
+            the part does not match the existing parts.
     """
     _check_prefix(output_prefix)
     chosen = PrepareSettings(tokenizer=tokenizer, text_field=text_field, **settings)
@@ -125,8 +125,8 @@ def prepare(
                         run.encode(workers, commit_seconds, progress)
                         run.finish()
             _publish(output_prefix)
-            # Verify files that an earlier, killed process has finished: they may have been damaged
-            # since then.
+            # If an earlier process finished the files and was killed before it renamed all of them,
+            # verify them: they may have been damaged since then.
             return _verified(output_prefix) if state.finished else read_manifest(output_prefix)
     except OSError as error:
         raise UserError(
@@ -272,7 +272,8 @@ def _describe_other_preparation(folder: Path, before: Identity, now: Identity) -
 def _publish(prefix: Path) -> None:
     """Rename the finished files to their final names, and remove the journal.
 
-    If the process is killed in between, the next process can call this function again.
+    If the process is killed between two of these steps, the next process can call this function
+    again.
     """
     folder = _partial(prefix)
     targets = {TOKENS: ".bin", INDEX: ".idx", MANIFEST: ".json"}

@@ -1,4 +1,4 @@
-"""Progress line of ``diffmegatron prepare``: share of the input, MB/s, tokens/s, remaining time."""
+"""Progress line of ``diffmegatron prepare``: share of the input that is done, rates, time left."""
 
 import itertools
 import time
@@ -57,12 +57,13 @@ class PrepareProgress:
     def update(self, place: Position, totals: _Totals) -> None:
         """Show the progress up to a position in the input.
 
-        Rates (MB/s and tokens/s) are averages since this process started. The totals at the first
-        call are subtracted, because they may contain the work of an earlier, interrupted process.
+        The rates (MB/s and tokens/s) are averages since this object was created. The totals of the
+        first call may contain the work of an earlier, interrupted process, so they are subtracted.
 
         Args:
             place: position up to which the input is tokenised.
-            totals: totals of the whole preparation.
+            totals: totals of the preparation up to this position, including the work of earlier
+                processes.
         """
         first_bytes, first_tokens = self._first = self._first or (totals.text_bytes, totals.tokens)
         seconds = max(1e-9, time.monotonic() - self._started)

@@ -28,7 +28,8 @@ def parse(record: Record, format: Format, settings: PrepareSettings) -> dict[str
     A record of a plain-text file has one field, ``settings.text_field``.
 
     Raises:
-        UnusableError: the record is not UTF-8, is not JSON, or lacks a field.
+        UnusableError: the record is not UTF-8, is not a JSON object, or lacks a field that the
+            layout requires (``settings.required_fields``).
     """
     if isinstance(record.payload, dict):
         document = {name: _decode_nested(value) for name, value in record.payload.items()}
@@ -66,9 +67,9 @@ def segments(document: dict[str, Any], settings: PrepareSettings) -> list[str]:
 def _chat(messages: Any) -> list[str]:
     """Return the prompts and responses of a chat in turn, in the ChatML format.
 
-    A response is the content of an assistant's message with its end marker. The text after the last
-    response is dropped. The Hugging Face template in ``diffmegatron.hf.chat_template`` renders the
-    same format.
+    A response is the content of an assistant's message and the end marker. The start marker and the
+    role before it belong to the prompt. The text after the last response is dropped. The Hugging
+    Face template in ``diffmegatron.hf.chat_template`` renders the same format.
     """
     texts = [""]
     for role, content in checked_messages(messages, (CHAT_START, CHAT_END)):
@@ -121,9 +122,10 @@ def _parse_json(text: str) -> dict[str, Any]:
 
 
 def _only(document: dict[str, Any]) -> str:
-    """List the fields of a record for an error message.
+    """Return the names of a record's fields as the end of an error message.
 
-    For a record of a Parquet file, only the columns that were read are listed.
+    For a record of a Parquet file, only the columns that were read are listed. The text is "" if
+    the record has no fields.
     """
     names = [repr(name) for name in document if document[name] is not None]
     listed = ", ".join(names[:_LISTED]) + (", ..." if len(names) > _LISTED else "")

@@ -47,9 +47,10 @@ def encode_in_order(
     settings: PrepareSettings,
     workers: int,
 ) -> Iterator[tuple[Position, EncodedBatch]]:
-    """Encode the records after ``start``; yield the position after each batch, and the batch.
+    """Encode the records after ``start`` in batches, and yield each encoded batch.
 
-    About three batches per worker are in memory at a time, independent of the size of the corpus.
+    Each batch comes with the position in the input after its last record. About three batches per
+    worker are in memory at a time, independent of the size of the corpus.
 
     Args:
         files: input files.
@@ -67,14 +68,15 @@ def encode_in_order(
         return
     with ProcessPoolExecutor(
         workers,
-        # A forked worker would inherit threads and locks of torch and of the progress line.
+        # A forked worker would inherit locks of torch and of the progress line, without the threads
+        # that release them.
         mp_context=multiprocessing.get_context("spawn"),
         initializer=_start_worker,
     ) as pool:
         queued: deque[tuple[Position, Future[EncodedBatch]]] = deque()
         try:
             for position, batch in batches:
-                with _delayed_interrupts():  # The first submissions start the processes.
+                with _delayed_interrupts():  # submit() may start a worker, which must block SIGINT.
                     future = pool.submit(encode_batch, batch, settings)
                 queued.append((position, future))
                 if len(queued) >= _QUEUED_PER_WORKER * workers:
@@ -96,19 +98,20 @@ def encode_in_order(
 def _delayed_interrupts() -> Iterator[None]:
     """Delay Ctrl-C (SIGINT) in this process, and block it in workers that start in the context.
 
-    A terminal sends SIGINT to this process and to all workers. The workers inherit the blocked
-    signal, so they never receive it; this process ends them itself. A starting worker reads its
-    start-up data from a pipe that this process writes, and prints a traceback if the data end
+    For Ctrl-C, a terminal sends SIGINT to this process and to all workers. The workers inherit the
+    blocked signal, so they never receive it; this process ends them itself. A starting worker reads
+    its start-up data from a pipe that this process writes, and prints a traceback if the data end
     early. This process therefore handles the signal only at the end of the context.
 
-    A blocked signal is not enough to delay Ctrl-C in this process: another thread may receive the
-    signal, and Python then runs the handler in the main thread. A temporary handler therefore
-    records the signal.
+    To block the signal in the main thread is not enough for this delay: another thread may receive
+    the signal, and Python then runs the handler in the main thread. A temporary handler therefore
+    records the signal, and the original handler is called at the end.
     """
     received: list[tuple[int, FrameType | None]] = []
     is_main = threading.current_thread() is threading.main_thread()
-    # The temporary handler must not raise. Modules are imported in the context, and Python drops an
-    # exception that a signal handler raises within a finalizer or a callback of the import system.
+    # The temporary handler must not raise an exception. Modules are imported in the context, and
+    # Python drops an exception that a signal handler raises within a finalizer or a callback of the
+    # import system. The Ctrl-C would then have no effect.
     if is_main:
         handler = signal.signal(signal.SIGINT, lambda *call: received.append(call))
     try:
@@ -148,9 +151,10 @@ def _exit_with_parent() -> None:
 def _read_batches(
     files: list[CorpusFile], start: Position, columns: tuple[str, ...], max_bytes: int
 ) -> Iterator[tuple[Position, Batch]]:
-    """Yield the position after each batch, and the batch; a batch may span files.
+    """Yield batches of records, each with the position in the input after its last record.
 
-    A batch ends at one MiB or at 1024 records, whichever comes first.
+    A batch ends when it has one MiB or 1024 records, whichever comes first. It may contain records
+    of several files.
     """
     records: list[tuple[CorpusFile, Record]] = []
     size = 0

@@ -34,13 +34,14 @@ from diffmegatron.section import Section
 
 log = logging.getLogger(__name__)
 
-# Part of every key. Increase it when a change of the code gives other arrays for the same key.
+# Version of the code that computes the arrays, part of every key. Increase it when a change of the
+# code gives other arrays for the same key, so that the old entries are not used.
 _VERSION = 1
 _CONTENTS = "contents.json"
 _ADVICE = "set data.cache_dir to a folder that all ranks can write"
 
 Arrays = tuple[dict[str, np.ndarray], Mapping[str, Any]]
-"""Arrays by name, and a small JSON-serializable summary."""
+"""Dictionary from the names of the arrays to the arrays, and a small JSON-serializable summary."""
 
 
 class ArrayRecord(Section):
@@ -61,7 +62,8 @@ class Contents(Section):
     """Table of contents of an entry, written last; an entry without it is unfinished.
 
     Attributes:
-        key: text of the key of the entry.
+        key: key of the entry as text. It is compared with the requested key, because the name of
+            the folder is only a hash of it.
         arrays: record of each array, by its name.
         summary: summary that was built with the arrays.
     """
@@ -82,7 +84,7 @@ class Cache:
     parent: Path
 
     def open(self, key: tuple[object, ...], build: Callable[[], Arrays]) -> Arrays:
-        """Return the entry for a key; build it if it is not in the cache.
+        """Return the entry for a key; build it if it is missing, damaged or unfinished.
 
         An existing entry is read completely to verify its checksums.
 
@@ -95,7 +97,7 @@ class Cache:
             The memory-mapped arrays, and the summary.
 
         Raises:
-            UserError: the cache cannot be written.
+            UserError: the cache cannot be written, or a new entry cannot be read back.
         """
         name = repr((_VERSION, *key))
         folder = self.parent / f"{derive_key(name):016x}"
@@ -105,7 +107,8 @@ class Cache:
     def _build(self, folder: Path, name: str, build: Callable[[], Arrays]) -> Arrays:
         place = f"the index cache {self.parent}"
         with FileLock(folder.with_suffix(".lock"), place, _ADVICE, patience=math.inf):
-            found = _read(folder, name)  # Another process may have built it during the wait.
+            # Another process may have built the entry while this process waited for the lock.
+            found = _read(folder, name)
             if found is None:
                 built = build()
                 try:
@@ -157,9 +160,10 @@ def _mapped(path: Path, record: ArrayRecord) -> np.ndarray:
 def _write(folder: Path, name: str, arrays: dict[str, np.ndarray], summary: Any) -> None:
     """Write an entry to a temporary folder, and rename this folder to ``folder``.
 
-    Other ranks may have mapped the arrays of a damaged entry, so its files are unlinked and never
-    overwritten. On a network file system without working locks, two machines may write the entry at
-    the same time. Both write the same bytes, and either result can be used.
+    If a damaged entry exists at ``folder``, it is first renamed and finally deleted. Its files are
+    never overwritten, because other ranks may have mapped them. On a network file system without
+    working locks, two machines may write the entry at the same time. Both write the same bytes, so
+    the entry of either machine can be used.
     """
     own = f"{os.uname().nodename}.{os.getpid()}"
     temporary, old = folder.with_suffix(f".{own}.tmp"), folder.with_suffix(f".{own}.old")
