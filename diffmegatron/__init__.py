@@ -59,7 +59,7 @@ _MODULES = {
 # (message pattern, module pattern) of library warnings that a user cannot act on. Some of them
 # appear while Megatron-core is imported, so the filters must be set earlier, when this package is
 # imported. If Python is started with an option -W, no filter is set, so `python -W default` shows
-# all warnings. `diffmegatron doctor` reports missing libraries and a missing GPU.
+# all warnings. `diffmegatron doctor` tells users about missing libraries and a missing GPU instead.
 _LIBRARY_WARNINGS = (
     (r"(Transformer Engine and )?Apex (is|are) not installed\. Falling back", r"megatron\.core"),
     (r"full scope is deprecated", r"megatron\.core"),

@@ -1,7 +1,8 @@
 """Public functions that train, export and evaluate from Python; docs/python.md describes them.
 
-torch, Megatron-core and DeepSpeed take seconds to import, so each function imports them only after
-it has checked its arguments.
+torch, Megatron-core and DeepSpeed take seconds to import, so this module does not import them. Each
+function imports them when it is called, after quick checks: of the launcher's environment, and in
+:func:`export` of the checkpoint's manifest.
 """
 
 from collections.abc import Sequence
@@ -43,8 +44,8 @@ def train(
             nothing is written.
 
     Returns:
-        True if the run is finished: trained, saved and evaluated. False if a signal stopped the run
-        after a save; the same call then resumes the run.
+        True if the run is finished: trained, saved and evaluated. False if a stop signal, the job's
+        time limit or a hook stopped the run before its end; the same call then resumes the run.
 
     Raises:
         UserError: the recipe, the data, the parallel layout and the checkpoint do not fit each
@@ -75,8 +76,9 @@ def export(
             training network.
 
     Returns:
-        The largest difference of logits (``absolute`` and ``relative``), the accepted ``tolerance``
-        and the ``reason`` for this tolerance; None without ``verify``.
+        A named tuple: the largest difference of logits (``absolute``, and ``relative`` to the
+        largest logit), the largest accepted relative difference (``tolerance``), and the ``reason``
+        why the logits may differ. None if ``verify`` is false.
 
     Raises:
         UserError: the checkpoint is missing or damaged, ``out`` exists, or the logits of the

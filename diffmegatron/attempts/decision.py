@@ -31,12 +31,15 @@ class Cause(StrEnum):
     STOPPED = "stopped"
     """A signal or the time limit stopped the ranks. The job is requeued."""
     FAULT = "fault"
-    """A rank crashed, hung or did not connect. The job is requeued, and the fault is counted."""
+    """A rank crashed, hung or did not connect. The job is requeued.
+
+    The job ends instead after too many faults in a row (``ledger.MAX_FAULTS``).
+    """
     LOST = "lost"
     """The job was killed while ranks still ran (node failure, preemption, scancel).
 
-    The run is not over: it resumes if the job is requeued or submitted again. This does not count
-    as a fault.
+    The training continues if Slurm requeues the job or the user submits it again. This does not
+    count as a fault.
     """
 
 
@@ -47,7 +50,7 @@ class Decision:
     Attributes:
         cause: cause of the end.
         reason: one sentence about the cause, for the user.
-        hosts: hosts of the ranks that caused a fault; empty if unknown.
+        hosts: hosts that are blamed for a fault or for lost ranks; empty if unknown.
         unfit: hosts among ``hosts`` that failed the preflight checks.
     """
 
@@ -60,23 +63,25 @@ class Decision:
 def decide(
     ends: Mapping[int, End], ranks: int, host_of: Callable[[int], str], *, was_killed: bool = False
 ) -> Decision:
-    """Return the cause of an attempt's end, and the hosts that caused a fault.
+    """Return the cause of an attempt's end, and the hosts to blame for it.
 
-    The first rule that applies decides:
+    Stop signals are SIGTERM, SIGUSR1 and SIGINT. If the job was killed, a rank that SIGKILL ended
+    counts as a rank that recorded no end. The first rule that applies decides:
 
-    1. If a rank ended with a mistake in the user's input, the cause is a mistake.
-    2. Exit status 75 means that a rank ended in an orderly way after a stop signal. If such a rank
-       saved a checkpoint, the attempt was stopped. All ranks save together, so failures after the
-       save do not matter. If the signal came before there was anything to save, the attempt was
-       also stopped, but only if no signal other than a stop signal killed a rank.
+    1. If a rank ended because of a mistake in the user's input, the cause is a mistake.
+    2. Exit status 75 means that a rank was stopped and ended in an orderly way. The attempt was
+       stopped if a rank with this status had saved a checkpoint. Failures after the save do not
+       matter, because all ranks save together. If the ranks with this status were stopped before
+       they had anything to save, the attempt was stopped too, but only if every signal that killed
+       a rank was a stop signal.
     3. If a rank failed the preflight checks of its node, the cause is a fault of this node.
-    4. If the job was killed and some ranks recorded no end, the attempt is lost, unless a signal
-       other than SIGKILL or a stop signal killed one of the recorded ranks. A rank that failed
-       without a signal is ignored here, because ranks fail when their peers are killed.
+    4. If the job was killed and some ranks recorded no end, the attempt is lost, unless a rank
+       recorded that a signal other than a stop signal killed it. A rank that failed without a
+       signal is ignored here, because ranks fail when their peers are killed.
     5. If a rank failed in any other way, or recorded no end, the cause is a fault.
     6. If a stop signal killed ranks that had not yet installed their signal handlers, the attempt
        was stopped.
-    7. Otherwise all ranks ended with status 0, and the job is finished.
+    7. In the remaining case all ranks ended with status 0, and the job is finished.
 
     Args:
         ends: recorded end of each rank; a rank that recorded no end is absent.
@@ -94,8 +99,8 @@ def decide(
     stopped = _select(ends, lambda end: end.status == EXIT_STOPPED)
     saved = _select(stopped, lambda end: not end.reason.endswith(NOT_BEGUN))
     crashed = _select(ends, lambda end: end.status > _SIGNAL and end.status not in _STOP_STATUSES)
-    # A rank that was stopped before it had anything to save counts only if no rank crashed, because
-    # after a crash srun stops all other ranks.
+    # If no rank saved, the stopped ranks determine the cause only if no rank crashed: after a crash
+    # srun stops all other ranks, so their stop is only a consequence.
     if saved or (stopped and not crashed):
         reasons = sorted({end.reason for end in stopped.values() if end.reason})
         return Decision(Cause.STOPPED, reasons[0] if reasons else "stopped by a signal, and saved")
@@ -107,9 +112,9 @@ def decide(
     absent = tuple(sorted({host_of(rank) for rank in missing} - {""}))
     failed = _select(ends, lambda end: end.status not in {0, EXIT_STOPPED, *_STOP_STATUSES})
     if was_killed and missing and not _select(failed, lambda end: end.status > _SIGNAL):
-        # If ranks that recorded an end failed too, the node of the missing ranks probably died and
-        # thereby ended the job, so blame the hosts of the missing ranks. Blame no host if no
-        # recorded rank failed, or if more than half of the ranks are missing.
+        # If some recorded ranks failed, the node of the missing ranks probably died, which made
+        # these ranks fail and ended the job. So blame the hosts of the missing ranks. Blame no host
+        # if no recorded rank failed, or if more than half of the ranks are missing.
         reason = f"the job ended before {_list_ranks(missing)}"
         return Decision(Cause.LOST, reason, absent if failed and 2 * len(missing) <= ranks else ())
     unmet = _select(failed, lambda end: end.status == MachineError.exit_status)
@@ -139,14 +144,16 @@ def decide(
 
 
 def _only_waited(failed: Mapping[int, End], absent: set[str]) -> bool:
-    """Return whether the failed ranks failed only because they waited for the missing ranks.
+    """Return whether the failed ranks probably failed only because they waited for missing ranks.
 
-    A missing rank is one that recorded no end. If a signal killed a failed rank, the result is
-    False. Otherwise the result is True in two cases:
+    A missing rank is one that recorded no end. The first rule that applies decides:
 
-    - The watchdog ended all failed ranks, which therefore recorded no reason. The watchdog of a
-      frozen rank does not run, so the frozen rank is among the missing ranks.
-    - The failed ranks ran on hosts that had no missing rank.
+    1. If a signal killed a failed rank, the result is False.
+    2. If no failed rank recorded a reason, the result is True. The watchdog has then ended all of
+       them. The watchdog of a frozen rank does not run, so the frozen rank is among the missing
+       ranks.
+    3. If no failed rank ran on the host of a missing rank, the result is True.
+    4. In all other cases the result is False.
 
     Args:
         failed: ends of the failed ranks.
@@ -159,18 +166,19 @@ def _only_waited(failed: Mapping[int, End], absent: set[str]) -> bool:
 
 
 def _fault(failed: Mapping[int, End], ranks: int) -> Decision:
-    """Return a fault with the reason of the rank that shows the cause best, and the hosts to blame.
+    """Return the decision that the attempt ended by a fault, with its reason and hosts to blame.
 
-    There are three kinds of failure. A kind that is listed earlier shows the cause better:
+    There are three kinds of failure. A kind that is listed earlier is nearer to the cause:
 
     1. A signal killed the rank (SIGSEGV, or SIGKILL from the kernel when memory is full).
     2. The rank left no error message, because the watchdog ended it.
     3. The rank raised an error.
 
-    The reason is that of the earliest rank of the best kind that occurred. For kinds 1 and 2, the
-    hosts of all ranks of that kind are blamed. For kind 3, only the host of the earliest rank is
-    blamed, because its error probably made the other ranks fail. If the blamed ranks are more than
-    half of all ranks, no host is blamed.
+    Of these kinds, the first one that occurred counts. The reason is that of the rank of this kind
+    that failed first. For kinds 1 and 2, the hosts of all ranks of the kind are blamed. For kind 3,
+    only the host of the rank that failed first is blamed, because its error probably made the other
+    ranks fail. If the blamed ranks are more than half of all ranks, no host is blamed, unless the
+    attempt had only one rank.
     """
 
     def order(rank: int) -> tuple[int, float]:
@@ -207,9 +215,10 @@ def _hosts(ends: Mapping[int, End]) -> tuple[str, ...]:
 
 
 def _first_reason(ends: Mapping[int, End], default: str) -> str:
-    """Return the first recorded reason, with its rank and host.
+    """Return a text with the rank, host and reason of the first rank that recorded a reason.
 
-    If no rank recorded a reason, the text has the first rank and the reason ``default``.
+    If no rank recorded a reason, the text has the first rank and its host, and the reason is
+    ``default``.
     """
     rank = next((rank for rank, end in ends.items() if end.reason), next(iter(ends)))
     end = ends[rank]

@@ -39,7 +39,7 @@ _END_NAME = re.compile(r"rank_(\d{5,7})\.json(\.tmp)?")
 # Minimum seconds between two heartbeats. Steps may take milliseconds, and a write for each step
 # would load the file server.
 _HEARTBEAT_SECONDS = 5.0
-# Number of reports (see `Heartbeat`) in an attempt before any rank counts as a straggler.
+# Minimum number of reports (see `Heartbeat`) in an attempt before a rank can count as a straggler.
 _MIN_REPORTS = 10
 
 
@@ -64,8 +64,8 @@ class End(Section):
 class Heartbeat(Section):
     """Training progress that rank 0 writes every few seconds.
 
-    The attribute ``slow`` comes from reports on stragglers. Each report compares the time that each
-    rank spent on its own work since the previous report.
+    ``reports`` and ``slow`` concern the reports on slow ranks in this attempt. A report compares
+    the times that the ranks spent on their own work since the previous report.
 
     Attributes:
         time: time of writing in seconds since 1970.
@@ -109,7 +109,10 @@ class RankRecord:
 
     @classmethod
     def of_environment(cls) -> Self:
-        """Create the record of this process from ``DIFFMEGATRON_ATTEMPT`` and ``RANK``."""
+        """Create the record of this process from ``DIFFMEGATRON_ATTEMPT`` and ``RANK``.
+
+        If one of these environment variables is missing, the record writes nothing.
+        """
         folder, rank = os.environ.get(ATTEMPT), os.environ.get("RANK", "")
         return cls(Path(folder), int(rank)) if folder and rank.isdecimal() else cls()
 
@@ -179,10 +182,10 @@ class RankRecord:
 
     @contextmanager
     def write_failures(self) -> Iterator[None]:
-        """Write the end of this rank if the body raises, and write nothing if it succeeds.
+        """Write the end of this rank if the ``with`` block raises; otherwise write nothing.
 
-        The preflight checks use this context. They run in a separate process before training. If
-        they succeed, the training process writes the end of this rank.
+        The preflight checks, which run in a separate process before training, use this context. If
+        they succeed, the rank has not ended: its end is written later by the training process.
         """
         try:
             yield
@@ -205,7 +208,7 @@ class RankRecord:
 def _status_of(error: BaseException | None) -> tuple[int, str]:
     """Return the exit status and the reason of :class:`End` for an exception.
 
-    1. None (the body succeeded): 0 and an empty reason.
+    1. None (no exception): 0 and an empty reason.
     2. :class:`UserError`: its own exit status and its message.
     3. An exception with an integer ``exit_code``: this status and an empty reason.
     4. Any other exception: 1, and the class and message of the exception.
@@ -228,9 +231,9 @@ def end_name(rank: int) -> str:
 def read_ends(folder: Path) -> dict[int, End]:
     """Read the recorded end of each rank from the directory of an attempt.
 
-    A damaged file is skipped with a warning. If a rank has no undamaged final file, its file with
-    the suffix ``.tmp`` is read: a rank that is killed between writing this file and renaming it
-    leaves only the temporary file.
+    A damaged file is skipped with a warning. If the final file of a rank is missing or damaged, its
+    temporary file (suffix ``.tmp``) is read: a rank that is killed after it has written this file,
+    but before it has renamed it, leaves only the temporary file.
 
     Raises:
         UserError: the directory cannot be read.

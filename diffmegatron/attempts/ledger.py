@@ -26,10 +26,10 @@ log = logging.getLogger(__name__)
 ATTEMPTS = "attempts"
 MAX_FAULTS = 10
 """Number of faults in a row, without a new checkpoint between them, after which a job ends."""
-# Number of recent attempts in which a host's faults and slow ranks are counted.
+# Number of the last attempts in which a host's faults and slow ranks are counted.
 _RECENT_ATTEMPTS = 10
-# Number of recent attempts with a fault or a slow rank after which a host is avoided. One is not
-# enough, because the cause of a single fault may be elsewhere.
+# The job avoids a host that had a fault or a slow rank in at least this many of the last attempts.
+# One attempt is not enough, because the cause of a single fault may be elsewhere.
 _MAX_HOST_FAULTS = 2
 _NAME = re.compile(r"(\d{4,6})\.json")
 
@@ -53,7 +53,7 @@ class Facts(Section):
 
 
 class Attempt(Section):
-    """One entry of the ledger.
+    """One entry of the ledger: the record of one start of the job.
 
     A recipe can describe several stages, which are trained one after the other. Without stages, the
     whole run is the only stage.
@@ -63,9 +63,9 @@ class Attempt(Section):
         facts: facts known at the beginning.
         stages: ``run_dir`` of each stage -> total number of its steps; empty: no recipe could be
             read yet.
-        startup_seconds: time that the watchdog of a run allows for the first step, in seconds; the
-            largest value of all stages.
-        step_seconds: time that the watchdog allows for every other step, in seconds; the largest
+        startup_seconds: time in seconds that the watchdog, which ends a hung rank, allows for the
+            first step; the largest value of all stages.
+        step_seconds: time in seconds that the watchdog allows for every other step; the largest
             value of all stages.
         began: time of the beginning in seconds since 1970.
         saved_at_start: saved progress at the beginning: the step of the newest checkpoint, summed
@@ -74,15 +74,16 @@ class Attempt(Section):
         ended: time of the end in seconds since 1970; None: not ended, or not recorded yet.
         cause: cause of the end; None: not ended, or not recorded yet.
         reason: one sentence about the end.
-        hosts: hosts of the ranks that caused a fault.
+        hosts: hosts that are blamed for a fault or for lost ranks.
         unfit: hosts among ``hosts`` that failed the preflight checks.
-        stragglers: hosts of slow ranks. A report compares the working times of the ranks every few
-            steps. A rank is slow if there are at least ten reports, and it was much slower than
-            most ranks in more than half of them.
+        stragglers: hosts of slow ranks. Every few steps a report compares the working times of the
+            ranks. A rank is slow if it was much slower than most ranks in more than half of the
+            attempt's reports; with fewer than ten reports no rank is slow.
         first_step: first step of the attempt in the last stage that it trained; None: unknown.
         last_step: last step of the attempt in the last stage that it trained; None: unknown.
-        saved: saved progress at the end, in the same unit as ``saved_at_start``.
-        faults: number of faults in a row without a new checkpoint between them, up to this attempt.
+        saved: saved progress at the end, computed like ``saved_at_start``.
+        faults: number of faults in a row without a new checkpoint between them, up to and including
+            this attempt.
     """
 
     number: int
@@ -116,7 +117,11 @@ class Attempt(Section):
 
     @property
     def is_over(self) -> bool:
-        """True if the job has ended: all steps are done, a mistake, or ``MAX_FAULTS`` faults."""
+        """True if the job ends with this attempt and is not requeued.
+
+        The reason is that all steps are done, that a user's mistake ended the attempt, or that it
+        ended by a fault and ``faults`` has reached ``MAX_FAULTS``.
+        """
         if self.cause == Cause.FAULT:
             return self.faults >= MAX_FAULTS
         return self.cause in (Cause.FINISHED, Cause.MISTAKE)
@@ -136,7 +141,7 @@ class Attempt(Section):
 
 
 class Ledger:
-    """Ledger of one job.
+    """Ledger of one job: the entries of all its attempts, stored in ``run_dir/attempts``.
 
     Args:
         run_dir: ``run_dir`` of the recipe; for a recipe with stages, the common parent folder of
@@ -239,7 +244,7 @@ class Ledger:
                 faults=0 if last is None else last.faults,
             )
             self._write(attempt)
-        except (OSError, UserError) as error:  # The caller raises the error about the mistake.
+        except (OSError, UserError) as error:  # Do not hide the user's mistake by this error.
             log.warning("cannot write in %s: %s", format_path(self.directory), error)
 
     def end(self, attempt: Attempt, *, was_killed: bool = False) -> Attempt:
@@ -268,7 +273,7 @@ class Ledger:
         ended = self._ended(attempt, decision, heartbeat, last if was_killed else time.time())
         try:
             self._write(ended)
-        except OSError as error:  # The job can be requeued without the entry.
+        except OSError as error:  # Continue: the job can be requeued without the entry.
             log.warning("cannot write in %s: %s", format_path(self.directory), os_error_text(error))
         return ended
 
@@ -298,7 +303,10 @@ class Ledger:
         return attempt.model_copy(update=changes)
 
     def _end_killed(self) -> list[Attempt]:
-        """Record the end of attempts that were killed with their job, and return all attempts."""
+        """Record the end of every attempt that has no recorded end, and return all attempts.
+
+        Such an attempt was killed with its job.
+        """
         for earlier in self.attempts():
             if earlier.ended is None:
                 self.end(earlier, was_killed=True)
@@ -316,9 +324,10 @@ class Ledger:
 
 
 def suspects(attempts: Sequence[Attempt]) -> dict[str, int]:
-    """Return, for each host, in how many of the last ten attempts it caused a fault or was slow.
+    """Return a dict from a host to the number of recent attempts in which it failed or was slow.
 
-    Hosts with the number 0 are absent. The host with the largest number comes first.
+    Of the last ten attempts, those are counted in which the host is blamed for the end or had a
+    slow rank. Hosts with the number 0 are absent. The host with the largest number comes first.
     """
     recent = attempts[-_RECENT_ATTEMPTS:]
     named = [host for each in recent for host in {*each.hosts, *each.stragglers}]
@@ -328,8 +337,8 @@ def suspects(attempts: Sequence[Attempt]) -> dict[str, int]:
 def bad_hosts(attempts: Sequence[Attempt]) -> list[str]:
     """Return the hosts that the next attempt must avoid.
 
-    Such a host failed the preflight checks of the last attempt, or it caused a fault or was slow in
-    at least two of the last ten attempts.
+    Such a host failed the preflight checks of the last attempt, or in at least two of the last ten
+    attempts it was blamed for the end or had a slow rank.
     """
     unfit = set(attempts[-1].unfit) if attempts else set()
     faulty = {host for host, count in suspects(attempts).items() if count >= _MAX_HOST_FAULTS}

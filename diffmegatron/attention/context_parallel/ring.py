@@ -44,7 +44,8 @@ def ring_attention(
 
     Args:
         group: context-parallel ranks.
-        backend: backend for a pair of chunks, as in `chunk_attention`.
+        backend: name of the backend (kernel implementation) that computes attention between two
+            chunks, as in `chunk_attention`; or "auto".
         heads: q, k, v or q1, k1, q2, k2, v of this rank's zigzag shard, `[b, s, heads, width]`
             each.
         lambda_: 0-dim factor of the second map; None with one map.
@@ -225,7 +226,11 @@ def _circulate(packed_kv: Tensor, group: ProcessGroup) -> Iterator[tuple[int, Te
 
 
 class _RingGradient:
-    """Gradient of one rank's keys and values, sent around the ring; each rank adds its part."""
+    """Gradients of keys and values on their way around the ring.
+
+    At each hop a rank receives the partial gradient of another rank's keys and values, adds the
+    contribution of its own queries, and sends the sum to the next rank.
+    """
 
     def __init__(self, group: ProcessGroup) -> None:
         self._group = group
@@ -234,9 +239,10 @@ class _RingGradient:
         self._pending: list[Work] = []
 
     def add_and_send(self, part: Tensor) -> None:
-        """Add this rank's part to the gradient that it receives, and start to send the sum.
+        """Add ``part``, the contribution of this rank's queries, to the received partial gradient.
 
-        The first call sends this rank's part alone, because nothing has been received yet.
+        Then start to send the sum to the next rank. The first call sends ``part`` alone, because
+        nothing has been received yet.
         """
         total = part if self._incoming is None else part + self.receive()
         self._sent = total
@@ -246,7 +252,8 @@ class _RingGradient:
     def receive(self) -> Tensor:
         """Wait for the gradient that the previous rank sent, and return it.
 
-        After the last hop it is the complete gradient of this rank's keys and values.
+        After as many calls of `add_and_send` as there are ranks, it is the complete gradient of
+        this rank's own keys and values.
         """
         assert self._incoming is not None
         _wait(self._pending)
@@ -254,7 +261,10 @@ class _RingGradient:
 
 
 def _send_and_receive(outgoing: Tensor, incoming: Tensor, group: ProcessGroup) -> list[Work]:
-    """Start to send to the next rank of the ring, and to receive from the previous one."""
+    """Start to send to the next rank of the ring, and to receive from the previous one.
+
+    Return the pending operations.
+    """
     size, rank = group.size(), group.rank()
     following, previous = (
         distributed.get_global_rank(group, (rank + step) % size) for step in (1, -1)

@@ -37,13 +37,15 @@ Attention = Callable[..., Tensor]
 
 
 class WholeSequence(NamedTuple):
-    """Causal attention of this rank's queries to the whole sequence.
+    """Two functions for causal attention of this rank's queries to the whole sequence.
+
+    In the shapes, d is the width of a query. The numbers of heads of the arguments may differ.
 
     Attributes:
         softmax_attention: function from this rank's q, k, v `[b, s, heads, d]` to
-            `[b, s, heads, d]`, where d is the width of a query.
+            `[b, s, heads of q, d]`.
         diff_attention: function from this rank's q1, k1, q2, k2 `[b, s, heads, d]`, v
-            `[b, s, heads, 2d]` and ``lambda_`` to `[b, s, heads, 2d]`.
+            `[b, s, heads, 2d]` and ``lambda_`` to `[b, s, heads of q1, 2d]`.
     """
 
     softmax_attention: Attention
@@ -61,13 +63,14 @@ def whole_sequence(
     Args:
         group: context-parallel ranks, or None. With None or one rank the sequence is not sharded.
         communication: method of communication between these ranks.
-        backend: backend of differential attention, ``auto`` or a name that ``doctor`` lists.
+        backend: backend (kernel implementation) of differential attention: ``auto``, or a name that
+            the command ``diffmegatron doctor`` lists.
         documents: boundaries of packed documents; a query attends only within its own document.
             They are positions in the concatenation of the batch's unsharded rows, from 0 to its
             length, as a 1-dim tensor of integers on the CPU. None: no boundaries.
     """
     size = 1 if group is None else group.size()
-    # The recipe's backend applies to differential attention only.
+    # `backend` applies to differential attention only; softmax attention always uses "auto".
     backends = ((softmax_attention, "auto"), (diff_attention, backend))
     functions: list[Attention] = []
     for kernel, name in backends:

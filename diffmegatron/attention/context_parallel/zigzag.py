@@ -25,14 +25,17 @@ def shard_sequence(whole: Tensor, dim: int, rank: int, size: int) -> Tensor:
 
 
 def to_sequence_order(by_rank: Tensor, size: int) -> Tensor:
-    """Reorder all ranks' shards, concatenated along dimension 0 by rank, into sequence order."""
+    """Reorder the concatenation of all ranks' zigzag shards into the order of the sequence.
+
+    In ``by_rank`` the shards are concatenated along dimension 0 in the order of the ranks.
+    """
     return _reordered(by_rank, _chunks_by_rank(size).argsort())
 
 
 def to_rank_order(whole: Tensor, size: int) -> Tensor:
-    """Reorder an unsharded tensor along dimension 0 into the zigzag shards of all ranks, by rank.
+    """Reorder an unsharded tensor along dimension 0 into the concatenation of all zigzag shards.
 
-    This is the inverse of `to_sequence_order`.
+    The shards are in the order of the ranks. This is the inverse of `to_sequence_order`.
     """
     return _reordered(whole, _chunks_by_rank(size))
 

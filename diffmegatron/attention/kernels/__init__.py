@@ -1,5 +1,5 @@
 """Functions for differential attention with several backends, independent of Megatron.
 
-`api` has the public functions. This file imports nothing, so that importing `registry` does not
-import torch.
+`api` has the public functions. This file imports nothing, because Python executes it before it
+imports `registry`, which must not import torch.
 """

@@ -47,7 +47,8 @@ def diff_attention(
     """Return `(softmax(q1 k1^T) - lambda softmax(q2 k2^T)) v` per head (arXiv 2410.05258, eq. 1).
 
     In the shapes b is the batch size, s the number of queries, t the number of keys, h the number
-    of heads of the first map, h_kv the number of kv heads, and d the width of a query.
+    of heads of the first map, h_kv the number of kv heads, and d the width of a query. A map is one
+    of the two softmax matrices. A global position is a position in the unsharded sequence.
 
     The scores are scaled by `softmax_scale`. A signal head is a head of the first map, and a noise
     head is a head of the second map. In grouped attention (arXiv 2510.06949) r signal heads share a
@@ -70,7 +71,7 @@ def diff_attention(
         cu_seqlens: `[documents + 1]` integers, the boundaries `[0, end of first, ...]` of packed
             documents in global positions, the same for every batch row. Attention stays within a
             document. If the boundaries of the rows differ, concatenate the batch into one row. Keep
-            the tensor on the CPU, because the function reads its values.
+            the tensor on the CPU: the function reads its values, and would have to wait for a GPU.
         query_offset: global position of the first query. By default the last query has the position
             of the last key. If s < t, the queries are then the end of the sequence (decoding).
         key_offset: global position of the first key.
@@ -109,7 +110,7 @@ def softmax_attention(
 
     Args:
         q: `[b, s, h, d]`, floating point.
-        k, v: `[b, t, h_kv, d]`, same dtype and device; h_kv divides h.
+        k, v: `[b, t, h_kv, d]`, same dtype and device as q; h_kv divides h.
         backend: a name of `registry.SOFTMAX`, or "auto".
         options: causal, softmax_scale, cu_seqlens, query_offset, key_offset as in `diff_attention`.
 
@@ -143,7 +144,7 @@ def diff_attention_v2(
 
     Args:
         q: `[b, s, h + h / r, d]`, floating point.
-        k, v: `[b, t, h_kv, d]`, same dtype and device; h_kv divides h / r.
+        k, v: `[b, t, h_kv, d]`, same dtype and device as q; h_kv divides h / r.
         lambda_: `[b, s, h]`, one value per token and signal head, after the sigmoid; floating
             point.
         backend: a name of `registry.SOFTMAX`, or "auto".
