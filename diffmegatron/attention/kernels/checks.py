@@ -136,12 +136,13 @@ def resolve_scale(softmax_scale: float | None, head_dim: int) -> float:
 
 
 def check_layout(*, v: Tensor, value_width: int, **queries_and_keys: Tensor) -> None:
-    """Raise ValueError unless the shapes of one query, one key and the value fit together.
+    """Raise ValueError unless the shapes of the queries and keys of one map and of v fit together.
 
     Args:
         v: values.
         value_width: required width of v, in widths of q: 1 with one map, 2 with two maps.
-        queries_and_keys: the query and then the key, by the names that the messages use.
+        queries_and_keys: two keyword arguments: first the queries, then the keys. Their names, such
+            as q1 and k1, are used in the error messages.
     """
     (q_name, q), (k_name, k) = queries_and_keys.items()
     for name, x in ((q_name, q), (k_name, k), ("v", v)):

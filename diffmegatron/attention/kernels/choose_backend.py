@@ -1,4 +1,4 @@
-"""The choice of an attention backend: the order in which `auto` tries them, and what excludes one.
+"""The choice of an attention backend: the order in which `auto` tries backends, and their limits.
 
 This module does not import torch. :mod:`.installed_backends` finds the installed libraries and
 calls :func:`choose_backend` with them.
@@ -12,10 +12,10 @@ from .registry import BACKENDS, FEATURES, Call, Op
 # Backends in the order in which "auto" tries them, by operation and device type. The first one that
 # can run is chosen. For attention "triton" comes after all libraries until tests/gpu has passed on
 # a GPU, because so far its kernels have been compiled and interpreted, but never run on a GPU. It
-# is therefore chosen only where no library can run: in ring context parallelism with packed
-# documents, or in float32. It comes before "blocked", a loop in Python, which would need thousands
-# of small matrix products for 64K positions. "cudnn_2call" is missing, because it has never been
-# run. A backend that is missing here can still be requested by its name.
+# is therefore chosen only where no library can run: in ring context parallelism, if documents are
+# packed or the dtype is float32. It comes before "blocked", a loop in Python, which would need
+# thousands of small matrix products for 64K positions. "cudnn_2call" is missing, because it has
+# never been run. A backend that is missing here can still be requested by its name.
 AUTO_ORDER: dict[Op, dict[str, tuple[str, ...]]] = {
     "differential": {
         "cpu": ("blocked",),
@@ -46,7 +46,9 @@ def needed_features(*, documents: bool, context: int, communication: str | None)
 def why_not(name: str, call: Call, libraries: frozenset[str]) -> str | None:
     """Return the reason why the backend `name` cannot compute a call, or None if it can.
 
-    The reason is a clause without a subject, such as "needs a cuda device, got cpu".
+    The reason is a clause without a subject, such as "needs a cuda device, got cpu". While Triton
+    interprets its kernels (`is_interpreting`), a backend that the interpreter can run has no limits
+    of device, dtype and head_dim.
 
     Args:
         name: key of `BACKENDS[call.op]`.

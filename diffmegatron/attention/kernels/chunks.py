@@ -13,12 +13,12 @@ With them, the weights of a map are exp(scores - lse), and the gradients of the 
 et al., arXiv 2310.01889, section 3).
 
 Both maps are computed in one backward pass, because two of its matrix products are the same for
-both: gradient * V^T, and the gradient of V. Multiply-adds per (query, key) pair and head of the
-first map, with e = 2d and as many heads in the second map:
+both: gradient * V^T, and the gradient of V. If e = 2d and both maps have h heads, the backward pass
+needs this number of multiply-adds per (query, key) pair and head of the first map:
 
 - Both maps together: 10d. The scores, dQ and dK take d each per map (6d), and the two shared
   products 2d each (4d).
-- Backends that compute the scores and gradient * V^T twice: 14d.
+- Both maps together in two kernels, each of which computes the scores and gradient * V^T: 14d.
 - Autograd of each map of each chunk separately: 20d. Repeating the forward pass takes 6d (3d per
   map), and the two backward passes take 14d (7d per map).
 """
@@ -84,7 +84,7 @@ def chunk_gradients(
             dtype.
         maps: the same `maps` as in `chunk_attention`.
         lambda_: 0-dim floating-point tensor if there are two maps; None if there is one.
-        whole: merged result of these queries over all keys.
+        whole: merged result of attention of these queries to all keys.
         backend: as in `chunk_attention`.
         options: the same options as in `chunk_attention`.
 

@@ -57,7 +57,8 @@ def triton_work(sizes: Sizes, *, one_pass: bool) -> tuple[int, int]:
     """Return the work of the Triton kernels in the one-pass or the split form.
 
     In the backward pass, the split form computes two values of each (query, key) pair twice: the
-    score, and the gradient dP of the attention weight.
+    score, and the gradient dP of the attention weight. Two maps in one kernel share dP and the
+    product for dV. In grouped attention each map has its own kernel, so nothing is shared.
     """
     if sizes.is_grouped:
         return per_head((3, 3), (7, 7) if one_pass else (10, 10))(sizes)
@@ -95,7 +96,7 @@ def zero_bytes(_: Sizes) -> int:
 
 
 def log_sum_exps(sizes: Sizes) -> int:
-    """Return the bytes of the log-sum-exps: one float32 per query and query head."""
+    """Return the bytes of the log-sum-exps of one query: one float32 per query head."""
     return FLOAT32 * (sizes.signal_heads + sizes.noise_heads)
 
 
@@ -125,12 +126,15 @@ def two_calls(sizes: Sizes) -> int:
 
 
 def four_calls(sizes: Sizes) -> int:
-    """Return the bytes saved by four calls of plain attention, each with half of V.
+    """Return the bytes saved by four calls of plain attention: two per map, each with half of V.
 
-    They are the sum of the result of `two_calls`, a second set of log-sum-exps, a copy of V that
-    both maps share, and a float32 tensor for the gradient of lambda. In this tensor the two halves
-    of the second map's output are concatenated. The result of `two_calls` already includes it if
-    the inputs are narrower than float32, so it is added here only for float32 inputs.
+    They are the sum of four terms:
+
+    1. The result of `two_calls`.
+    2. A second set of log-sum-exps.
+    3. A copy of V, which both maps share.
+    4. For float32 inputs, the second map's output, whose two halves are concatenated in a new
+       tensor for the gradient of lambda. For narrower inputs, term 1 already includes this tensor.
     """
     values = sizes.element * 2 * sizes.head_dim * sizes.kv_heads
     joined = FLOAT32 * _noise_outputs(sizes) if sizes.element == FLOAT32 else 0
@@ -150,9 +154,9 @@ def reference_saved(sizes: Sizes) -> float:
 
     Per map it saves the softmax, a second tensor of the same size, and the mask. The second tensor
     is a factor of a later product, such as the one with V, and has zeros in rows without visible
-    keys. The mask has one byte per pair, and all heads share it. If several heads share a key and a
-    value, each head saves a copy of them. One copy per shared key and value is not counted here,
-    because k and v are not part of the saved bytes.
+    keys. The mask has one byte per (query, key) pair, and all heads share it. If several query
+    heads share a kv head, a copy of its keys and values is saved for each query head. One of these
+    copies per kv head stands for k and v, which are not part of the saved bytes, so it is left out.
     """
     kv, maps = sizes.kv_heads, [sizes.signal_heads]
     values = sizes.signal_heads - kv

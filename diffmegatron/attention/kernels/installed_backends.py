@@ -21,7 +21,8 @@ LEAST_CAPABILITY = (8, 0)
 def importable_libraries() -> frozenset[str]:
     """Return the optional libraries that are installed, can be imported, and support this GPU.
 
-    Without a GPU only the first two conditions are checked. Triton is never imported here.
+    Without a GPU the third condition is not checked. For Triton the second condition is not
+    checked. A warning is logged for an installed library that cannot be used.
     """
     return frozenset(name for name in LIBRARIES if _is_usable(name))
 
@@ -45,8 +46,8 @@ def _unusable_reason(library: str) -> str | None:
     if library == "triton":
         return None
     try:
-        # Import the library too, because the import fails if an installed library was built for
-        # another version of torch or CUDA.
+        # The files of the library exist, but the import fails if it was built for another version
+        # of torch or CUDA.
         if library == "cudnn":
             cudnn_graphs.load_library()
         else:
@@ -98,7 +99,7 @@ def backend_table(
     dtype: torch.dtype = torch.bfloat16,
     head_dim: int = 128,
 ) -> list[tuple[str, bool, str]]:
-    """Return a list of an operation's backends with whether each can run, for `doctor`.
+    """Return one row per backend of an operation, for the command `diffmegatron doctor`.
 
     Args:
         op: the operation.
@@ -107,7 +108,8 @@ def backend_table(
         head_dim: width of a query.
 
     Returns:
-        Tuples of the name, whether the backend can run, and its note or the reason why it cannot.
+        A list of tuples: the name of the backend, True if it can run, and a text. The text is the
+        backend's note if it can run, and the reason if it cannot.
     """
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")).type
     call = Call(op, device, dtype_name(dtype), head_dim)

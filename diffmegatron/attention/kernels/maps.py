@@ -66,10 +66,10 @@ def combine_maps(outs: Sequence[Tensor], lambda_: Tensor | None) -> Tensor:
 
 
 def map_factors(lambda_: Tensor | None, like: Tensor) -> list[Tensor]:
-    """Return the factors by which the maps' outputs are multiplied, in the dtype of ``like``.
+    """Return the factors of the maps' outputs in the result of `combine_maps`.
 
-    They are 0-dim tensors without gradients: 1 with one map (``lambda_`` is None), 1 and -lambda
-    with two.
+    With one map (``lambda_`` is None) the list is [1], with two maps [1, -lambda]. The elements are
+    0-dim tensors without gradients, in the dtype of ``like``.
     """
     one = like.new_ones(())
     return [one] if lambda_ is None else [one, -lambda_.detach().to(like.dtype)]
@@ -113,7 +113,7 @@ class WholeAttention(NamedTuple):
     lses: tuple[Tensor, ...]
 
     def outs(self, lambda_: Tensor | None) -> tuple[Tensor, ...]:
-        """Return the output of each map, in the dtype of `out`."""
+        """Return the output of each map; that of the first map is `out + lambda out2`."""
         if self.out2 is None or lambda_ is None:
             return (self.out,)
         return (combine_maps((self.out, self.out2), -lambda_), self.out2)

@@ -11,8 +11,8 @@ from torch import Tensor
 from .cached_tensors import cached_tensors
 from .checks import check_tensors, shape_of
 
-# The kernels use int32 positions. Offsets and lengths may each have half of this range, so that
-# their sum does not overflow.
+# Largest absolute value of an offset. The kernels use int32 positions, and an offset may use half
+# of this range, so that the sum of an offset and a length does not overflow.
 LARGEST_POSITION = 2**30
 
 
@@ -101,9 +101,10 @@ class AttentionMask:
     def hidden(
         self, rows: tuple[int, int], keys: tuple[int, int], device: torch.device
     ) -> Tensor | None:
-        """Return a boolean mask `[rows, keys]`, True for hidden pairs; None if no pair is hidden.
+        """Return a boolean mask `[rows, keys]`, True for hidden pairs.
 
-        `rows` and `keys` are intervals (start, stop) of indices within this call.
+        `rows` and `keys` are intervals (start, stop) of indices within this call. The result is
+        None if the mask is neither causal nor has documents, because then no pair is hidden.
         """
         if not self.causal and self.cu_seqlens is None:
             return None
@@ -118,11 +119,17 @@ class AttentionMask:
         return hidden
 
     def key_intervals(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return start and stop of the visible keys of each query row: two int32 tensors `[s]`."""
+        """Return start and stop of the visible keys of each query row: two int32 tensors `[s]`.
+
+        The interval [start, stop) has indices of keys within this call.
+        """
         return _key_intervals(self, device)
 
     def query_intervals(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return start and stop of the query rows that see each key: two int32 tensors `[t]`."""
+        """Return start and stop of the query rows that see each key: two int32 tensors `[t]`.
+
+        The interval [start, stop) has indices of query rows within this call.
+        """
         return _query_intervals(self, device)
 
     def document_bounds(self, position: Tensor) -> tuple[Tensor, Tensor]:
@@ -159,8 +166,8 @@ def build_mask(
 
     Raises:
         ValueError: an offset is not an integer in the range of the kernels, cu_seqlens is not a
-            strictly increasing 1-dim integer tensor that starts at 0, or a position lies outside of
-            it.
+            strictly increasing 1-dim integer tensor that starts at 0, or a query or key lies
+            outside of the documents.
     """
     for name, position in (("query_offset", query_offset or 0), ("key_offset", key_offset)):
         if not isinstance(position, Integral) or abs(position) > LARGEST_POSITION:
@@ -223,7 +230,10 @@ def _query_intervals(mask: AttentionMask, device: torch.device) -> tuple[Tensor,
 def _clamped(
     start: Tensor, stop: Tensor, length: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Return the intervals, clipped to [0, length), as int32; if empty, start == stop."""
+    """Return the intervals [start, stop), limited to the indices 0 to length - 1, as int32.
+
+    An empty interval has start == stop.
+    """
     start = start.clamp(0, length)
     stop = stop.clamp(0, length).maximum(start)
     return start.to(device, torch.int32), stop.to(device, torch.int32)

@@ -34,8 +34,8 @@ LIBRARIES = ("triton", "flash_attn", "flex_head_fa", "cudnn")
 SIXTEEN_BIT_NAMES = ("bfloat16", "float16")
 
 # Features that a call may need beyond causal or unmasked attention over whole sequences. The values
-# complete the message "the backend cannot ...". A chunk is the part of the keys that one rank of
-# ring context parallelism holds.
+# complete the message "the backend cannot ...". A chunk is a part of the sequence: in ring context
+# parallelism a call computes attention between a chunk of queries and a chunk of keys.
 FEATURES = {
     "documents": "stay within packed documents (cu_seqlens)",
     "offsets": "place queries freely against the keys (query_offset, key_offset)",
@@ -68,8 +68,9 @@ class Backend:
     """One implementation of an operation: the calls that it supports, and its costs.
 
     Attributes:
-        module: module of this package with the function `entry`. Unless `lacks` contains "chunks",
-            the module also has `attention_with_lse` and `chunk_gradients`.
+        module: module of the package `kernels`, such as "pytorch.blocked", which has the function
+            `entry`. If the backend supports "chunks", the module also has the functions
+            `attention_with_lse` and `chunk_gradients`.
         note: one clause that describes the backend, shown as the reason of a choice.
         work: function that returns the (forward, backward) multiply-adds of all heads per pair of a
             query and a visible key.
@@ -83,12 +84,12 @@ class Backend:
             headwise norm, the result before the norm. `saved` does not include it.
         devices, dtypes, head_dims: supported values; None means any.
         library: name of the required library besides torch, or None.
-        computes_hidden_pairs: whether the backend also computes the products of pairs of a query
-            and a key that the mask hides. `work` does not include them. Causal attention then needs
-            twice the work.
+        computes_hidden_pairs: whether the backend also computes the products of (query, key) pairs
+            that the mask hides. If so, causal attention needs twice the multiply-adds that `work`
+            implies, because `work` is per visible pair.
         lacks: unsupported members of `FEATURES`.
-        chunk_dtypes: dtypes supported for a call that needs "chunks", as a mapping from device
-            types. On a device type that is missing here, all `dtypes` are supported.
+        chunk_dtypes: device type -> dtypes supported for a call that needs "chunks". On a device
+            type that is missing here, all `dtypes` are supported.
         fuses_norm: whether the backend itself applies the call's norm of the heads' outputs. It
             does so within its kernel, except if several heads of the first map share a head of the
             second map: then it applies the norm after the kernel.

@@ -77,7 +77,11 @@ def attention_with_lse(call: AttentionCall, q: Tensor, k: Tensor) -> tuple[Tenso
 
 
 def chunk_gradients(call: AttentionCall, grad: Tensor, whole: WholeAttention) -> QKV:
-    """Return the contribution of a chunk of keys to the gradients, for `api.chunk_gradients`."""
+    """Return the contribution of a chunk of keys to the gradients, for `api.chunk_gradients`.
+
+    `grad` is the gradient of the output of attention to all keys, and `whole` holds that output and
+    its log-sum-exps.
+    """
     maps, lambda_, mask, softmax_scale = call.maps, call.lambda_, call.mask, call.scale
     batch, kv_heads = maps.v.shape[0], maps.v.shape[2]
     queries = [group_queries(q, kv_heads) * softmax_scale for q in maps.queries]
@@ -214,6 +218,9 @@ def _grouped(
 
 
 def _softmax_backward(weights: Tensor, dweights: Tensor) -> Tensor:
-    """Return dS = P * (dP - rowsum(P * dP)), computed by the backward kernel of torch's softmax."""
+    """Return dS = P * (dP - rowsum(P * dP)), computed by the backward kernel of torch's softmax.
+
+    P is `weights`, dP is `dweights`, and * is the elementwise product.
+    """
     dscores: Tensor = torch.ops.aten._softmax_backward_data(dweights, weights, -1, weights.dtype)
     return dscores

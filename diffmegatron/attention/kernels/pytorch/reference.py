@@ -52,8 +52,8 @@ def chunk_gradients(call: AttentionCall, grad: Tensor, whole: WholeAttention) ->
     dtype = torch.promote_types(maps.v.dtype, torch.float32)
     factors = map_factors(lambda_, like=whole.lses[0])
     deltas = whole.deltas(grad, lambda_)
-    # In rows without visible keys lse is -inf, so exp(scores - lse) would be inf and the gradients
-    # NaN.
+    # In rows without visible keys lse is -inf. exp(scores - lse) would be inf, and the gradients
+    # would be NaN although the weights of these rows are set to 0 below. So replace lse by 0.
     lses = [lse.masked_fill(lse == -torch.inf, 0.0) for lse in whole.lses]
     leaves = [x.detach().to(dtype).requires_grad_() for x in (*maps.queries, *maps.keys, maps.v)]
     count = len(maps.queries)

@@ -21,12 +21,14 @@ from torch import Tensor
 from ..cached_tensors import cached_tensors
 from ..masks import AttentionMask
 
-# ROWS_PER_BLOCK is the number of query rows in a block times the number of query heads per kv head
-# (but a block has at least 16 rows, if there are as many). ELEMENTS_PER_CORE is the number of
-# elements of one map that a CPU core computes in a block. 2**17 elements in fp32 are 512 KiB, so
-# that both maps fit into a core's L2 cache. Blocks of 32 or 128 rows, or of four times as many
-# elements, were up to a third slower at 256 to 2K keys, and equally fast at 4K.
+# Number of query rows in a block if each kv head has one query head. If n query heads share a kv
+# head, a block has ROWS_PER_BLOCK // n query rows, but at least 16. With 32 or 128, the backend was
+# up to a third slower at 256 to 2K keys, and equally fast at 4K.
 ROWS_PER_BLOCK = 64
+# A block has so many heads that each CPU core computes at most this number of elements of one map,
+# but at least one head. 2**17 elements in fp32 are 512 KiB, so that both maps fit into a core's L2
+# cache. With four times this number, the backend was also up to a third slower at 256 to 2K keys,
+# and equally fast at 4K.
 ELEMENTS_PER_CORE = 2**17
 
 
@@ -35,9 +37,9 @@ def row_blocks(q: Tensor, mask: AttentionMask) -> Iterator[tuple[slice, slice, s
 
     Heads are indices into the first dimension of `q` `[b * h_kv, repeats, s, d]`. On a CPU a block
     has one such head per thread, so that the scores that a core computes stay in its cache. If the
-    rows see few keys, a block has more heads, because the overhead of torch calls on a small block
-    would exceed its computation. On other devices a block has all heads, so that there are few
-    kernel launches.
+    rows see few keys, a block has several heads per thread, because the overhead of torch's calls
+    would exceed the computation of a small block. On other devices a block has all heads, so that
+    there are few kernel launches.
     """
     groups, repeats, length = q.shape[:3]
     rows_per_block = max(ROWS_PER_BLOCK // repeats, 16)
