@@ -91,9 +91,9 @@ def _local_layer(attention: dict[str, object], lora: LoraConfig | None) -> Modul
 
 
 def _linear_layers(lora: LoraConfig | None) -> dict[str, Linear]:
-    """Return a dict from the name of each of a layer's projections to its class.
+    """Return a dict from the names of a layer's projections to their classes.
 
-    For the projections in ``lora.targets``, it is the spec of a class with LoRA instead.
+    The value of a projection in ``lora.targets`` is the spec of a class with LoRA.
     """
     plain: dict[str, Linear] = {
         "linear_qkv": ColumnParallelLinear,
@@ -116,9 +116,11 @@ def _linear_layers(lora: LoraConfig | None) -> dict[str, Linear]:
 def _transformer_engine_layer(attention: dict[str, object]) -> ModuleSpec:
     """Build the spec of a layer whose norms are fused with the projections that follow them.
 
+    There is one exception: a variant that uses the normalised input also outside of ``linear_qkv``
+    (``reads_hidden``) needs the norm before attention as a separate module.
+
     In a fused class the norm's weight has another name than in the local layer. A map of checkpoint
-    keys gives it the local layer's name, so checkpoints do not depend on the host. A variant that
-    itself reads the normalised input needs the norm before attention as a separate module.
+    keys gives it the local layer's name, so checkpoints do not depend on the host.
     """
     from megatron.core.extensions.transformer_engine import (
         TEColumnParallelLinear,
@@ -161,9 +163,10 @@ def _self_attention(
 def _mlp(column_linear: Linear, row_linear: Linear) -> type[MLP]:
     """Return a class that builds Megatron-core's MLP with these projections.
 
-    Megatron-core's layer accepts a class or a ModuleSpec. All supported versions build a class in
-    the same way. With a ModuleSpec, version 0.16 passes additional arguments only to the MLP
-    classes that it lists itself, and version 0.19 emits a warning.
+    Megatron-core's layer accepts a class or a ModuleSpec. This function returns a class, because
+    all supported versions build a class in the same way. With a ModuleSpec, version 0.16 passes
+    additional arguments only to the MLP classes that it lists itself, and version 0.19 emits a
+    warning.
     """
 
     class ProjectedMLP(MLP):

@@ -26,7 +26,7 @@ class LoraColumnParallelLinear(ColumnParallelLinear):
     """LoRA for ``linear_qkv`` and ``linear_fc1``; each rank holds its rows of B, and all of A.
 
     Args:
-        lora: rank and scale.
+        lora: the rank of the low-rank term and its scale, alpha / rank.
         gated: whether the rows of W and of B belong to two projections, those of SwiGLU. Each rank
             then holds rows of both projections.
     """
@@ -47,7 +47,7 @@ class LoraColumnParallelLinear(ColumnParallelLinear):
         """Project [s, b, in] to [s, b, out / tensor-parallel ranks].
 
         Under sequence parallelism the input is this rank's shard of s, and the output has the whole
-        s. The low-rank term communicates only A's output, which is ``rank`` wide.
+        s. The low-rank term communicates only the output of A, which is as wide as LoRA's rank.
         """
         output, bias = super().forward(input_, *args, **kwargs)
         low = linear(input_, self.lora_a)
@@ -65,7 +65,7 @@ class LoraColumnParallelLinear(ColumnParallelLinear):
         sharded_offsets: tuple[tuple[int, int, int], ...] = (),
         metadata: dict | None = None,
     ) -> dict:
-        """Return Megatron's own sharded state, with B sharded like the weight."""
+        """Return Megatron's sharded state of the layer, with B sharded by rows like W."""
         state = _sharded(
             self, {"weight": 0, "bias": 0, "lora_b": 0}, prefix, sharded_offsets, metadata
         )
@@ -76,7 +76,11 @@ class LoraColumnParallelLinear(ColumnParallelLinear):
 
 
 class LoraRowParallelLinear(RowParallelLinear):
-    """LoRA for ``linear_proj`` and ``linear_fc2``; each rank holds its columns of A, all of B."""
+    """LoRA for ``linear_proj`` and ``linear_fc2``; each rank holds its columns of A, and all of B.
+
+    Args:
+        lora: the rank of the low-rank term and its scale, alpha / rank.
+    """
 
     def __init__(self, *args: object, lora: LoraConfig, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
@@ -105,7 +109,7 @@ class LoraRowParallelLinear(RowParallelLinear):
         sharded_offsets: tuple[tuple[int, int, int], ...] = (),
         metadata: dict | None = None,
     ) -> dict:
-        """Return Megatron's own sharded state, with A sharded like the weight."""
+        """Return Megatron's sharded state of the layer, with A sharded by columns like W."""
         return _sharded(self, {"weight": 1, "lora_a": 1}, prefix, sharded_offsets, metadata)
 
 

@@ -3,7 +3,7 @@
 Megatron-core's own rotation writes several tensors to memory: the rotated halves, both products and
 two concatenations, and as many in the backward pass. It also saves sines and cosines in every
 layer. The rotation in this module writes one product and adds to it in place. Its backward pass
-rotates in the other direction. It saves only the angles, which all layers share.
+does the same in the other direction. It saves only the angles, which all layers share.
 """
 
 import math
@@ -105,9 +105,9 @@ class _Rotation(torch.autograd.Function):
 
 
 def _turned(heads: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
-    """Return heads [s, b, ..., d], rotated in ``direction`` 1 (forward) or -1 (back).
+    """Return heads [s, b, ..., d], rotated by the angles (direction 1) or back (direction -1).
 
-    ``cos`` is [s, 1, 1, d], and ``sin`` [s, 1, 1, d / 2].
+    ``cos`` has the cosines of the angles, [s, 1, 1, d]. ``sin`` has the sines, [s, 1, 1, d / 2].
     """
     ones = [1] * (heads.dim() - 2)
     cos, sin = (x.view(x.shape[0], *ones, x.shape[-1]) for x in (cos, sin))

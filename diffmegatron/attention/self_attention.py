@@ -63,7 +63,8 @@ class SelfAttention(MegatronModule):
         variant: kind of attention and its sizes.
         layer_number: number of the layer from 1, over all pipeline stages.
         step: number of optimizer steps that produced the weights.
-        observer: function called with queries, keys and documents in each forward pass, or None.
+        observer: function called with queries, keys and the boundaries of documents in each forward
+            pass, or None.
         observed: numbers of the last forward pass for the log, a dict from name to 0-dim tensor.
     """
 

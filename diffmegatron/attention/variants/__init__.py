@@ -54,15 +54,15 @@ for each in (Softmax, DiffV1, DiffV2, Grouped, Dex):
 
 
 def of_model_type(model_type: object) -> type[Variant] | None:
-    """Return the variant's class that can import this model type of Hugging Face.
+    """Return the class of the variant that can import a Hugging Face model of this type.
 
-    The result is None if there is no such class.
+    The result is None if no variant can import it.
     """
     return next((kind for kind in _readable() if model_type in kind.model_types), None)
 
 
 def model_types() -> list[str]:
-    """Return all model types of Hugging Face that a variant can import."""
+    """Return all Hugging Face model types that at least one variant can import."""
     return [name for kind in _readable() for name in kind.model_types]
 
 

@@ -1,12 +1,14 @@
 # mypy: disable-error-code="no-untyped-def"
-# Kernel parameters are values of Triton's compiler, so they have no Python types.
+# The parameters of kernels are values of Triton's compiler, so they have no type annotations.
 """Triton backward kernel for dK and dV; in the one-pass form it also computes dQ.
 
 P_i = softmax(S_i) is map i (1 or 2) with scores S_i = scale Q_i K_i^T and output O_i = P_i V. dO is
-the gradient of O1 - lambda O2. Both maps share dP = dO V^T:
+the gradient of O1 - lambda O2, and * is the elementwise product. Both maps share dP = dO V^T:
 
-    delta_i = rowsum(dO * O_i)  dS1 = P1 (dP - delta1)  dS2 = -lambda P2 (dP - delta2)
-    dV = (P1 - lambda P2)^T dO  dQi = scale dSi Ki      dKi = scale dSi^T Qi
+    delta_i = rowsum(dO * O_i)
+    dS1 = P1 * (dP - delta1)      dS2 = -lambda P2 * (dP - delta2)
+    dQi = scale dSi Ki            dKi = scale dSi^T Qi
+    dV = (P1 - lambda P2)^T dO
 
 The backward pass has two forms:
 
@@ -74,6 +76,8 @@ def _key_block_gradients(
 ):
     """Add the contributions of the query rows [row_begin, row_end) of one head to dK and dV.
 
+    Return dK1, dK2 and dV. With ONE_PASS, also add the contributions of the keys to dQ in memory.
+
     Blocks of the maps and of their gradients are `[M, N]`. The accumulators are dK `[N, D]` and dV
     `[N, DV]`. With TMA (on Hopper) the accumulators are transposed, `[D, N]` and `[DV, N]`. The
     products that are added to them then have at least D rows, which two warpgroups share, and both
@@ -101,10 +105,10 @@ def _key_block_gradients(
             dscores1 = tl.zeros([M, N], dtype=q1.dtype)
             dscores2 = tl.zeros([M, N], dtype=q1.dtype)
             # The condition is always true, but the compiler cannot see that. If it saw that the
-            # results of these products are operands of other products, it would lay all warps along
-            # the rows. One warpgroup multiplies 64 rows, so with M = 64 both warpgroups would
-            # compute the whole block. Under a condition the compiler loses sight of these uses, and
-            # gives each warpgroup half of the columns.
+            # results of the products in `_map_gradients` are operands of the products below, it
+            # would lay all warps along the rows. One warpgroup multiplies 64 rows, so with M = 64
+            # each of the two warpgroups would compute the whole block. Under a condition the
+            # compiler does not see these uses, and gives each warpgroup half of the columns.
             if first_row < opaque(row_end, INTERPRETED):
                 combined, dscores1, dscores2 = _map_gradients(
                     q1, k1, q2, k2, v, grad, lse1_ptr, lse2_ptr, delta1_ptr, delta2_ptr, lambda_,
@@ -162,7 +166,7 @@ def _map_gradients(
 ):
     """Return P1 - lambda P2, dS1 and dS2 of one block, each `[M, N]` in the inputs' dtype."""
     dmap = _rows_times_keys(grad, v, TRANSPOSED, ACCUMULATE, INTERPRETED)
-    # Rows past the end get a log-sum-exp of +inf, which makes their weights zero.
+    # Rows past the last query get a log-sum-exp of +inf, which makes their weights zero.
     lse1 = load_rows(lse1_ptr, batch, head, first_row, query_length, heads, float("inf"), M)
     delta1 = load_rows(delta1_ptr, batch, head, first_row, query_length, heads, 0.0, M)
     combined = _weights(q1, k1, lse1, visible, scale_log2, TRANSPOSED, ACCUMULATE, INTERPRETED)
@@ -186,10 +190,10 @@ def _sum_over_rows(
     ACCUMULATE: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Return the product of a transposed map and a tile, summed over the M query rows of a block.
+    """Return `map_block^T @ tile`, which sums over the M query rows of a block.
 
-    `map_block` is `[M, N]` and `tile` `[M, D]`. The result is `[N, D]`, or with TRANSPOSED
-    `[D, N]`.
+    `map_block` is `[M, N]` and `tile` `[M, D]`. The result is `[N, D]`. With TRANSPOSED the result
+    is its transpose, `[D, N]`.
     """
     if TRANSPOSED:
         product = multiply(tl.trans(tile), map_block, ACCUMULATE, INTERPRETED)
@@ -265,10 +269,9 @@ def _add_dq(
 ):
     """Add the product dS K of one block to dQ, a contiguous `[batch, length, heads, width]` tensor.
 
-    The factor `scale` is not applied here; the caller of the kernel multiplies the complete dQ by
-    it. The atomic additions take the product from registers. A reduction by TMA would take it from
-    shared memory and need another 32 KiB, which are not available at d = 128 with blocks of 64
-    keys.
+    The factor `scale` is not applied here; `launch_backward` multiplies the complete dQ by it. The
+    atomic additions take the product from registers. A reduction by TMA would take it from shared
+    memory and need another 32 KiB, which are not available at d = 128 with blocks of 64 keys.
     """
     dq = multiply(dscores, k, ACCUMULATE, INTERPRETED)
     rows = opaque(first_row, INTERPRETED) + tl.arange(0, M)

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def"
-# Kernel parameters are values of Triton's compiler, so they have no Python types.
+# The parameters of kernels are values of Triton's compiler, so they have no type annotations.
 """Triton backward kernel for dQ, the second kernel of the split form of the backward pass.
 
 P_i is the softmax map i (1 or 2) of the queries Q_i and keys K_i, with output O_i = P_i V. dO is
@@ -170,7 +170,7 @@ def dq_kernel(
         grad, batch, head, first_row, query_length,
         stride_gb, stride_gs, stride_gh, value_width, M, DV, TMA,
     )  # fmt: skip
-    # Rows past the end get a log-sum-exp of +inf, which makes their weights zero.
+    # Rows past the last query get a log-sum-exp of +inf, which makes their weights zero.
     lse1 = load_rows(lse1_ptr, batch, head, first_row, query_length, heads, float("inf"), M)
     delta1 = load_rows(delta1_ptr, batch, head, first_row, query_length, heads, 0.0, M)
     q2_tile, lse2, delta2 = q1_tile, lse1, delta1

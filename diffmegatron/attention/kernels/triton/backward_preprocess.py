@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def"
-# Kernel parameters are values of Triton's compiler, so they have no Python types.
+# The parameters of kernels are values of Triton's compiler, so they have no type annotations.
 """Triton kernel that runs before the other backward kernels: deltas, and the norm's backward pass.
 
 The delta of map i is D_i = rowsum(dO * O_i), where O_i is the output of the map and dO the gradient
@@ -38,12 +38,12 @@ def preprocess_kernel(
     NORM: tl.constexpr,
     ACCUMULATE: tl.constexpr,
 ):
-    """Compute D1 and D2 of M query rows of one head; with NORM also the norm's gradients.
+    """Compute the deltas of M query rows of one head; with NORM also the gradients of the norm.
 
-    Grid: (blocks of query rows, batch * heads). With NORM, `grad_ptr` has the gradient of the
-    normed output. The kernel then stores the gradient of `out`. Each program also stores the sum
-    over its rows of the gradient of the norm's weight, one row `[value_width]` of
-    `grad_weight_ptr`.
+    Grid: (blocks of query rows, batch * heads). Without NORM, `grad_ptr` has dO. With NORM it has
+    the gradient of the normed output, and each program stores two more results: dO of its rows at
+    `grad_out_ptr`, and the part of its rows of the gradient of the norm's weight, which is one row
+    `[value_width]` of `grad_weight_ptr`.
     """
     first_row = tl.program_id(0) * M
     batch = tl.program_id(1) // heads
@@ -64,8 +64,8 @@ def preprocess_kernel(
         weight = tl.load(norm_weight_ptr + columns, mask=columns < value_width, other=0.0)
         rows = first_row + tl.arange(0, M)
         mean_square = tl.sum(out * out, 1) / value_width
-        # Rows past the end of the queries are zero. If eps were 0, their rstd (1 / root mean
-        # square) would be infinite and their gradients NaN, so set it to 0.
+        # Rows past the last query are zero. With eps = 0 their rstd (1 / root mean square) would be
+        # infinite and their gradients NaN, so set their rstd to 0.
         rstd = tl.where(rows < query_length, 1.0 / tl.sqrt(mean_square + norm_eps), 0.0)
         unit = out * rstd[:, None]
         program = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
@@ -88,7 +88,8 @@ def preprocess_kernel(
             stride_batch, stride_row, stride_head, value_width, M, DV, False,
         )  # fmt: skip
         delta2 = tl.sum(grad * out2.to(ACCUMULATE), 1)
-        # out1 = out + lambda out2, so the forward pass need not save out1.
+        # `delta1` is rowsum(dO * out) so far. Because out1 = out + lambda out2, the delta of the
+        # first map is this sum plus lambda * delta2, and the forward pass need not save out1.
         delta1 += tl.load(lambda_ptr).to(ACCUMULATE) * delta2
         store_rows(delta2_ptr, delta2, batch, head, first_row, query_length, heads, M)
     store_rows(delta1_ptr, delta1, batch, head, first_row, query_length, heads, M)

@@ -2,9 +2,9 @@
 
 The block sizes depend on the width of a head, the dtype and the chip. They were chosen from the
 output of Triton's compiler for sm_90 and sm_80, by two criteria: the loops spill as few registers
-as possible, and two groups of warps never compute the same matrix product. They also fit the shared
-memory of the other chips. tests/kernels/test_triton_compile.py checks the spills of each kernel. No
-block size has been timed on a GPU yet; tools/benchmarks/tune_attention.py can do that.
+as possible, and two groups of warps never compute the same matrix product. The blocks also fit the
+shared memory of all other chips. tests/kernels/test_triton_compile.py checks the spills of each
+kernel. No block size has been timed on a GPU yet; tools/benchmarks/tune_attention.py can do that.
 """
 
 from enum import Enum
@@ -90,7 +90,7 @@ def dkdv_blocks(head_dim: int, dtype: torch.dtype, target: Target, one_pass: boo
         return Blocks(16, 16, 2, 1) if is_cramped else Blocks(16, 32, 4, 1)
     if target is Target.HOPPER:
         # At head_dim 128 the one-pass form spills registers with and without loop-invariant code
-        # motion, but fewer with it, so enable it there.
+        # motion, but fewer with it. So enable it for the one-pass form above head_dim 64.
         is_full = one_pass and head_dim > 64
         return Blocks(128 if head_dim <= 64 else 64, 64, 8, 3, licm=is_full)
     if is_cramped:

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def"
-# Kernel parameters are values of Triton's compiler, so they have no Python types.
+# The parameters of kernels are values of Triton's compiler, so they have no type annotations.
 """Triton forward kernel of differential attention, the difference of two softmax attention maps.
 
 Each program computes a block of query rows. It computes the two maps one after the other, because
@@ -54,11 +54,11 @@ def _attend(
 ):
     """Continue the online softmax of M query rows over the keys [key_start, key_stop).
 
-    The state of each row has three values: `largest`, the largest score s so far; `total`, the sum
-    of 2^(s - largest) over the keys so far; and a row of `accumulator` `[M, DV]`, the sum of
-    2^(s - largest) * v over the keys so far. Powers of 2 replace powers of e, so `scale_log2` is
-    softmax_scale * log2(e). With MASKED, a row sees only its keys [row_start, row_stop). LICM
-    allows Triton to move loop-invariant code out of the loop.
+    A score s is q k^T times `scale_log2`, which is softmax_scale * log2(e), because powers of 2
+    replace powers of e. The state of each row has three values: `largest`, the largest s so far;
+    `total`, the sum of 2^(s - largest) over the keys so far; and a row of `accumulator` `[M, DV]`,
+    the sum of 2^(s - largest) * v over the keys so far. With MASKED, a row sees only its keys
+    [row_start, row_stop). LICM allows Triton to move loop-invariant code out of the loop.
     """
     for first_key in tl.range(key_start, key_stop, N, disable_licm=not LICM):
         k = load_tile(
@@ -133,8 +133,8 @@ def _one_map(
     where the scores s are q k^T times `scale_log2`, which is softmax_scale * log2(e). A row without
     visible keys has an output of zero and a log-sum-exp of -inf.
     """
-    # Rows past the end (`query_length`) see the same keys as the last row, so they do not widen the
-    # range of keys that the block visits.
+    # Rows past the last query get the same visible keys as the last query, so that they do not
+    # widen the range of keys that the block visits.
     rows = tl.minimum(first_row + tl.arange(0, M), query_length - 1)
     row_start, row_stop = keys_of_rows(
         rows, query_length, key_length, shift, start_ptr, stop_ptr, CAUSAL, DOCUMENTS
@@ -225,7 +225,8 @@ def forward_kernel(
 
     Grid: (blocks of query rows, batch * heads). out_i is the output of map i. With MAPS = 2 the
     kernel stores `out1 - lambda * out2` at `out_ptr`, and `out2` at `out2_ptr`. With MAPS = 1 it
-    stores only `out1`, at `out_ptr`. With NORM it also stores the headwise norm of the result,
+    stores `out1` at `out_ptr`, and no `out2`. The base-2 log-sum-exps of each map are stored at
+    `lse1_ptr` and `lse2_ptr`. With NORM the kernel also stores the headwise norm of the result,
     RMSNorm(result) * norm_weight * norm_scale, at `normed_ptr`. The mean square of this norm is
     taken over the `value_width` channels of a head.
     """

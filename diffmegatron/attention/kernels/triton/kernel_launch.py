@@ -93,8 +93,9 @@ def launch_forward(
     """Launch `forward_kernel` for both maps, or for the only map if lambda_ is None.
 
     Args:
-        inputs: q1, k1, q2, k2, v, each `[b, length, heads, width]`.
-        lambda_: 0-dim factor of the second map, or None.
+        inputs: q1, k1, q2, k2, v, each `[b, length, heads, width]`. With one map q2 and k2 are not
+            used, and any tensors like q1 and k1 fit.
+        lambda_: 0-dim factor of the second map; None with one map.
         outs: tensors that receive O_1 - lambda O_2, and O_2. With one map the first receives O_1,
             and the second is None.
         lses: tensors `[b, h, s]` that receive the base-2 log-sum-exps of each map (the second is
@@ -176,7 +177,7 @@ def launch_backward(
     """Launch the backward kernels, and return the gradients of queries, keys and values.
 
     Args:
-        inputs: q1, k1, q2, k2, v.
+        inputs: q1, k1, q2, k2, v, as in `launch_forward`.
         grad: gradient dO of O_1 - lambda O_2, or of O_1 with one map; not of a norm's output.
         lambda_: 0-dim factor of the second map; None if there is only one map.
         lses: base-2 log-sum-exp of each map, `[b, h, s]`; the second is None with one map.
@@ -226,7 +227,7 @@ def launch_backward(
 
 
 def _scaled(dq: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    """Return `dq * scale`, written directly in `dtype`: no product in dq's dtype is stored."""
+    """Return `dq * scale` in `dtype`, without a temporary tensor in dq's dtype."""
     return torch.mul(dq, scale, out=torch.empty_like(dq, dtype=dtype))
 
 
@@ -286,9 +287,10 @@ def same_strides(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def row_values(q: Tensor) -> Tensor:
-    """Return an uninitialised tensor `[b, h, s]` for one number per head and query row of `q`.
+    """Return an uninitialised tensor `[b, h, s]` for one number per head and query row.
 
-    Its dtype is fp64 if `q` is fp64, and fp32 for all other dtypes of `q`.
+    `q` is `[b, s, h, width]`. The dtype of the result is fp64 if `q` is fp64, and fp32 for all
+    other dtypes of `q`.
     """
     batch, length, heads, _ = q.shape
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32

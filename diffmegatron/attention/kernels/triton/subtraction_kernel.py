@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def"
-# Kernel parameters are values of Triton's compiler, so they have no Python types.
+# The parameters of kernels are values of Triton's compiler, so they have no type annotations.
 """The subtraction of DIFF V2 in Triton: `signal - lambda * noise` per token and signal head.
 
 The heads tensor has the shape `[batch, length, groups * (r + 1), width]`: each group has r signal

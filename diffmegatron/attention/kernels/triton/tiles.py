@@ -99,8 +99,8 @@ def store_rows(pointer, values, batch, head, first_row, length, heads, ROWS: tl.
 def multiply(a, b, ACCUMULATE: tl.constexpr, INTERPRETED: tl.constexpr):
     """Return the matrix product of a and b in the dtype ACCUMULATE.
 
-    fp32 operands are multiplied as tf32, because Triton's more exact input precisions, `ieee` and
-    `tf32x3`, would spill kilobytes of registers.
+    On a GPU, fp32 operands are multiplied as tf32, because Triton's more exact input precisions,
+    `ieee` and `tf32x3`, would spill kilobytes of registers.
     """
     if INTERPRETED:
         # In Triton 3.6 to 3.9 the interpreter computes tl.dot of bf16 operands wrongly, so widen
@@ -142,9 +142,10 @@ def keys_of_rows(
 ):
     """Return the interval of visible keys, [start, stop), of each query row.
 
-    `shift` is the position of the first query minus the position of the first key. With DOCUMENTS
-    the intervals are loaded from two tables `[query_length]` (`AttentionMask.key_intervals`), which
-    already respect causality.
+    With DOCUMENTS the intervals are loaded from two tables `[query_length]`
+    (`AttentionMask.key_intervals`), which already respect causality. Without DOCUMENTS a row sees
+    all keys, or with CAUSAL all keys whose position is not later than that of the row. `shift` is
+    the position of the first query minus the position of the first key.
     """
     if DOCUMENTS:
         start = tl.load(start_ptr + rows, mask=rows < query_length, other=0)

@@ -72,8 +72,8 @@ def attention_with_lse(call: AttentionCall, q: Tensor, k: Tensor) -> tuple[Tenso
 def chunk_gradients(call: AttentionCall, grad: Tensor, whole: WholeAttention) -> QKV:
     """Return the contribution of a chunk of keys to the gradients, for `api.chunk_gradients`.
 
-    `call` has the chunk, `grad` is the gradient of the output of attention over all keys, and
-    `whole` holds that output and its log-sum-exps.
+    `call` has the queries, keys and values of the chunk. `grad` is the gradient of the output of
+    attention to all keys, and `whole` holds that output and its log-sum-exps.
     """
     lses = [by_head(lse * LOG2_E) for lse in whole.lses]
     deltas = whole.deltas(grad, call.lambda_)
@@ -189,7 +189,7 @@ def _gradients(
         maps: queries, keys and values.
         lambda_: 0-dim factor of the second map, or None with one map.
         lses: base-2 log-sum-exp of each map, `[b, heads, s]`.
-        deltas: rowsum(grad * output of the map) for each map, `[b, s, heads]`.
+        deltas: delta of each map, `[b, s, heads]`, as `WholeAttention.deltas` returns them.
         problem: settings of the call.
     """
     (v,) = same_strides(maps.v)

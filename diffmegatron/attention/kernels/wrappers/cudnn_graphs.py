@@ -1,8 +1,9 @@
 """Plain attention by cuDNN's graphs, through nvidia-cudnn-frontend: V may be wider than Q.
 
-torch's own cuDNN attention supports a V of at most 128 columns in the backward pass, and cuDNN
-itself 256 on Hopper. cuDNN alone decides which shapes, masks and chips it supports. If it does not
-support a graph, the error contains cuDNN's reason. The code follows the interface of frontend 1.32.
+In the backward pass, torch's own cuDNN attention supports a V of at most 128 columns, and cuDNN
+itself at most 256 on Hopper. This module does not check which shapes, masks and chips cuDNN
+supports. If cuDNN does not support a graph, the error contains cuDNN's reason. The code follows the
+interface of nvidia-cudnn-frontend 1.32, called the frontend below.
 
 Tensors are contiguous `[b, length, heads, width]`. A graph describes them as
 `[b, heads, length, width]` with the corresponding strides. Packed documents have cuDNN's *ragged*
@@ -24,7 +25,7 @@ from ..call import AttentionCall
 from ..first_order import first_order
 from .two_map_calls import two_calls
 
-# Names of dtypes in the frontend.
+# torch dtype -> name of the dtype in the frontend.
 DATA_TYPES = {torch.bfloat16: "BFLOAT16", torch.float16: "HALF"}
 # Maximum number of cached graphs for each direction. A graph holds a compiled plan of a forward or
 # of a backward pass.
@@ -34,7 +35,7 @@ MOST_ELEMENTS = 2**31
 
 
 class Problem(NamedTuple):
-    """Properties of attention with one map for which a plan is compiled.
+    """Properties of attention with one map that determine the compiled graph.
 
     Attributes:
         batch: number of batch rows; with packed documents, the number of documents, rounded up to a
@@ -43,9 +44,10 @@ class Problem(NamedTuple):
         rows, keys: number of queries and of keys; with packed documents, the length of the longest
             document, rounded up to a power of two.
         width, value_width: width of queries and keys, and of values.
-        causal: hide later keys; the last query is aligned with the last key.
+        causal: whether keys at later positions than the query are hidden; the last query has the
+            position of the last key.
         is_packed: whether the batch rows are documents of different lengths.
-        deterministic: sum gradients in a fixed order, without atomic additions.
+        deterministic: whether gradients are summed in a fixed order, without atomic additions.
     """
 
     batch: int
@@ -78,11 +80,14 @@ class Graph(NamedTuple):
 
 
 class Documents(NamedTuple):
-    """Packed documents on the device; the tensors are int32 `[documents, 1, 1, 1]`.
+    """Lengths and positions of packed documents, as int32 tensors on the device.
+
+    Positions are counted in tokens from the start of the concatenation of all documents.
 
     Attributes:
-        lengths: number of tokens of each document.
-        starts: first token of each document, and the end of the last document (one entry more).
+        lengths: number of tokens of each document, `[documents, 1, 1, 1]`.
+        starts: position of the first token of each document, and then the end of the last document,
+            `[documents + 1, 1, 1, 1]`.
         longest: upper bound of the lengths.
     """
 
@@ -122,13 +127,15 @@ def attend(call: AttentionCall) -> Tensor:
     mask = call.mask
     if mask.cu_seqlens is None:
         return two_calls(partial(_attend_aligned, call.scale, mask.causal), call)
-    # `cu_seqlens` has the boundaries of the documents in one batch row; all rows have the same.
+    # `cu_seqlens` has the boundaries of the documents in one batch row. They are the same in all
+    # batch rows.
     return two_calls(partial(_attend_documents, call.scale, mask.causal, mask.cu_seqlens), call)
 
 
 def _attend_aligned(scale: float, causal: bool, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     blind = max(q.shape[1] - k.shape[1], 0) if causal else 0
-    # The first `blind` rows see no key, which cuDNN does not support. Their output is zero.
+    # The first `blind` query rows see no key. cuDNN does not support such rows, so leave them out
+    # of the call, and set their output to zero.
     out = _attend(scale, causal, q[:, blind:], k, v, None)
     return torch.nn.functional.pad(out, (0, 0, 0, 0, blind, 0)) if blind else out
 
@@ -141,7 +148,7 @@ def _attend_documents(
     return _attend(scale, causal, q_row, k_row, v_row, documents)[0].unflatten(0, q.shape[:2])
 
 
-# Cached, because both maps and all layers use the same documents for a batch.
+# The result is cached, because both maps and all layers use the same documents for a batch.
 @cached_tensors
 def documents_of(bounds: tuple[int, ...], batch: int, device: torch.device) -> Documents:
     """Return the documents of all batch rows, concatenated row by row.
@@ -336,7 +343,10 @@ class _Builder:
         return self._placed(name, tensor)
 
     def output(self, name: str, tensor: Any) -> None:
-        """Declare the layout and dtype in which the result of an operation is written."""
+        """Declare `tensor`, the result of an operation, as the output `name` of the graph.
+
+        Its layout and dtype are those of `name`.
+        """
         dims, strides, dtype = self._layout(name)
         tensor.set_output(True).set_dim(dims).set_stride(strides).set_data_type(dtype)
         self._placed(name, tensor)
@@ -405,7 +415,7 @@ class _Builder:
         return tensor
 
     def _table(self, name: str, length: int) -> Any:
-        """Return the int32 input `name` of the given length; the first call adds it."""
+        """Return the graph's int32 input `name` `[length, 1, 1, 1]`; the first call adds it."""
         if name not in self.tensors:
             self.tensors[name] = self.graph.tensor(
                 name=name,

@@ -20,10 +20,10 @@ ARGUMENTS = {"softmax_scale", "causal", "deterministic"}
 
 
 def load_library(name: str) -> ModuleType:
-    """Import the library, and check that its functions accept our arguments.
+    """Import the library, and check that its functions have the parameters in ``ARGUMENTS``.
 
     Raises:
-        ValueError: the installed version does not accept them.
+        ValueError: a function or one of the parameters is missing in the installed version.
     """
     library = import_module(name)
     for function_name in ("flash_attn_func", "flash_attn_varlen_func"):
@@ -60,7 +60,7 @@ def attend_in_four_calls(call: AttentionCall) -> Tensor:
 
 
 def plain_attention(library: ModuleType, call: AttentionCall) -> Attend:
-    """Return a function from q, k, v to their attention under the call's mask.
+    """Return a function that computes plain attention of q, k and v with the call's mask.
 
     Tensors are `[b, length, heads, width]`. If the mask has documents (`cu_seqlens`), the library's
     function for variable lengths is used. The mask has one list of document boundaries, which

@@ -59,10 +59,11 @@ def _plain_attention(call: AttentionCall, options: dict[str, int] | None) -> Att
 
 @cached_tensors
 def block_mask(mask: AttentionMask, device: torch.device) -> BlockMask:
-    """Return the BlockMask of `create_block_mask`, computed from each query's range of keys.
+    """Return the same BlockMask as torch's `create_block_mask`, but with less memory.
 
     For s queries and t keys, `create_block_mask` needs several tensors `[s, t]`, of 4 GiB each at
-    64K positions. This function needs tensors `[s, t / 128]`.
+    64K positions. This function computes the BlockMask from each query's range of visible keys, and
+    needs tensors `[s, t / 128]`.
     """
     start, stop = mask.key_intervals(device)
     first_key = torch.arange(0, mask.key_length, BLOCK, device=device)
@@ -152,7 +153,9 @@ def _backward_options(head_dim: int, dtype: torch.dtype, target: Target) -> dict
 
 @cache
 def _flex_attention(device: str) -> Any:
-    """Return FlexAttention, compiled on CUDA, because uncompiled it stores all scores.
+    """Return FlexAttention for a device type, compiled for "cuda" and uncompiled for others.
+
+    Uncompiled it stores all scores.
 
     For given widths, dtypes and numbers of heads, torch compiles once for the first sequence
     length, and once for all other lengths. The boundaries of documents are tensor values, so other

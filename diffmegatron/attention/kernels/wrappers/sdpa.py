@@ -91,9 +91,9 @@ def chunk_gradients(call: AttentionCall, grad: Tensor, whole: WholeAttention) ->
 def _flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, ...]:
     """Return (out, log-sum-exp, ...) of `[b, h, length, d]` by the device's flash kernel.
 
-    A direct call of CUDA's kernel, unlike `scaled_dot_product_attention`, supports only multiples
-    of 8 for d. It returns a log-sum-exp of +inf for a row without keys, but the chunks here have no
-    such rows.
+    CUDA's kernel has two limits. If it is called directly, and not by
+    `scaled_dot_product_attention`, d must be a multiple of 8. For a row without visible keys it
+    returns a log-sum-exp of +inf, but the chunks here have no such rows.
     """
     outputs: tuple[Tensor, ...]
     if q.is_cuda:
@@ -178,7 +178,8 @@ def _attend(
         )
         return out.transpose(1, 2)
     if repeats > 1:
-        # With a mask and grouped heads, CUDA would use the implementation that stores all scores.
+        # With a mask and `enable_gqa`, CUDA would use the implementation that stores all scores. So
+        # give every query head its own copy of its key and value head.
         k, v = (x.repeat_interleave(repeats, dim=1) for x in (k, v))
     out = scaled_dot_product_attention(q, k, v, attn_mask=bias.scores, scale=softmax_scale)
     return out.masked_fill(bias.empty_rows, 0.0).transpose(1, 2)

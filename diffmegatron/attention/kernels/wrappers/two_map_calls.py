@@ -1,9 +1,11 @@
 """Differential attention from calls of any plain attention (arXiv 2410.05258, appendix A).
 
-The paper has two forms of it; d is the width of Q, and V has the width 2d. FlashDiffAttn_1 makes
-two calls, one per map, with the whole V. Per (query, key) pair it needs 6d multiply-adds in the
-forward pass and 14d in the backward pass. FlashDiffAttn_2 is for kernels that need a V as wide as
-Q. It makes four calls, one per map and half of V, and needs 8d and 20d multiply-adds.
+The paper has two forms of this computation. Here d is the width of Q, and V has the width 2d.
+
+- FlashDiffAttn_1 makes two calls, one per map, with the whole V. Per (query, key) pair it needs 6d
+  multiply-adds in the forward pass and 14d in the backward pass.
+- FlashDiffAttn_2 is for kernels that need a V as wide as Q. It makes four calls, two per map, each
+  with half of V. It needs 8d multiply-adds in the forward pass and 20d in the backward pass.
 """
 
 from collections.abc import Callable
@@ -22,9 +24,9 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 def two_calls(attend: Attend, call: AttentionCall) -> Tensor:
     """Return `attend(q1, k1, v) - lambda attend(q2, k2, v)`, subtracted in fp32 or wider.
 
-    bf16 would not be exact enough, because rounding lambda to bf16 changes it by up to 5e-3. The
-    output of a noise head is computed once, and subtracted from every signal head that shares the
-    noise head.
+    A subtraction in bf16 would not be exact enough, because rounding lambda to bf16 changes it by
+    up to 5e-3. The output of a noise head is computed once, and subtracted from every signal head
+    that shares the noise head.
     """
     (q1, q2), (k1, k2), v = call.maps
     dtype = torch.promote_types(v.dtype, torch.float32)
