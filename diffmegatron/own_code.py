@@ -19,9 +19,9 @@ from diffmegatron.errors import UserError
 from diffmegatron.files import format_path, read_text, shorten
 
 IMPORTS = "DIFFMEGATRON_IMPORTS"
-"""Environment variable with the names passed to ``--import``, separated by ``os.pathsep``.
+"""Name of the environment variable that holds the files and modules passed to ``--import``.
 
-Child processes inherit the variable.
+They are separated by ``os.pathsep``. Child processes inherit the variable.
 """
 IMPORTS_KEY = "imports"
 """Key of a recipe with the list of files and modules to import."""
@@ -34,8 +34,10 @@ class NotImportedError(UserError):
 def import_requested(names: Iterable[str]) -> None:
     """Import the code named by ``--import``, and pass the names to child processes.
 
+    Code that was named by ``--import`` of the parent process is imported too.
+
     Args:
-        names: files or modules.
+        names: files or modules, as given to ``--import`` of this process.
 
     Raises:
         UserError: the code cannot be read, or raises an error.
@@ -58,7 +60,10 @@ def import_environment() -> dict[str, str]:
 
 
 def absolute(name: str) -> str:
-    """Return the absolute path of a file; return the name of a module unchanged."""
+    """Return the absolute path of a file; return the name of a module unchanged.
+
+    A name that ends with ``.py`` or contains a slash is a file.
+    """
     is_file = name.endswith(".py") or os.sep in name
     return str(Path(name).absolute()) if is_file else name
 
@@ -79,7 +84,7 @@ def import_code(name: str) -> None:
     if module == name:
         _run(name, lambda: import_module(name))
         return
-    read_text(Path(name))  # This refuses a FIFO, on which Python's import would block.
+    read_text(Path(name))  # Raises an error for a FIFO, on which Python's import would block.
     spec = spec_from_file_location(module, name)
     if spec is None or spec.loader is None:
         raise UserError(
@@ -114,8 +119,9 @@ def module_name(name: str) -> str:
 def import_recipe_code(values: Mapping[str, Any]) -> dict[str, Any]:
     """Import the code that a recipe and ``--import`` name; return the recipe's values with both.
 
-    In the result, the key ``imports`` also has the names passed to ``--import``, so that
-    checkpoints record them. If ``imports`` has the wrong type, nothing is imported.
+    In the result, the key ``imports`` lists the recipe's own names and those passed to
+    ``--import``, so that checkpoints record both. If ``imports`` has the wrong type, nothing is
+    imported, and the values are returned unchanged.
     """
     own = values.get(IMPORTS_KEY) or []
     if not isinstance(own, list) or not all(isinstance(each, str) for each in own):

@@ -28,7 +28,7 @@ class Section(BaseModel):
 
 
 def _check_path(text: str) -> str:
-    """Return a path unchanged; refuse text that file systems do not accept as a path."""
+    """Return a path unchanged; raise a validation error if file systems may not accept it."""
     problem = None
     if not text:
         problem = "it is empty; give a path"

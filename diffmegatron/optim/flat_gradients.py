@@ -107,7 +107,7 @@ class _Bf16Gradients:
 def _add(
     zero_optimizer: Any, place: tuple[int, int], total: Tensor, parameter: torch.nn.Parameter
 ) -> None:
-    """Add a parameter's new bf16 gradient to the accumulated one, and free it.
+    """Add a parameter's new bf16 gradient to the float32 one, and free the bf16 gradient.
 
     This replaces DeepSpeed's hook and sets the same attributes.
 
@@ -133,8 +133,9 @@ class _Float32Gradients:
 
     def __init__(self, zero_optimizer: Any) -> None:
         self._optimizer = zero_optimizer
-        # The overflow check is not needed: the norm is summed in float64, so it is finite if and
-        # only if all gradients are finite.
+        # DeepSpeed's search for gradients that are not finite is not needed, because the gradient
+        # norm shows the same: it is summed in float64, so it is finite if and only if all gradients
+        # are finite.
         zero_optimizer.check_grad_overflow = False
         # Remove DeepSpeed's hooks, which count gradients and allocate buckets. Neither is used.
         for hook in zero_optimizer._grad_acc_hooks:
@@ -171,8 +172,9 @@ class _Float32Gradients:
         rank = self._optimizer.real_dp_process_group[number].rank()
         size = own.flat_partition.numel()
         own.flat_partition = self.groups[number].flat[rank * size : (rank + 1) * size]
-        # This method of DeepSpeed moves the partition to a device, and creates new views into it.
-        # Here the device stays the same. The call is only needed for views into the new tensor.
+        # `own` is a list of views into the old tensor. This method of DeepSpeed replaces them by
+        # views into the new one. It can also move the tensor to another device; here the device
+        # stays the same.
         own.move_flat_partition(own.flat_partition.device)
         return own
 

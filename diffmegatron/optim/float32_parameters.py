@@ -1,10 +1,11 @@
 """Parameters that must be float32 in a bf16 model under ZeRO 3.
 
-These parameters are lambda vectors and headwise norms. ZeRO 3 supports only one dtype, because
-DeepSpeed flattens the partitions of all parameters into one buffer (``defragment`` in
-runtime/zero/stage3.py). So these parameters are stored like all others: in bf16, with a partitioned
-float32 master weight. In addition, every rank has an unpartitioned copy of the float32 master
-weight in the attribute ``parameter.exact``, and the core attention computes with this copy.
+These parameters are the lambda vectors and headwise norms of differential attention. ZeRO 3
+supports only one dtype, because DeepSpeed flattens the partitions of all parameters into one buffer
+(``defragment`` in runtime/zero/stage3.py). So these parameters are stored like all others: in bf16,
+with a partitioned float32 master weight. In addition, every rank has an unpartitioned copy of the
+float32 master weight in the attribute ``parameter.exact``, and the core attention computes with
+this copy.
 """
 
 from collections.abc import Mapping
@@ -23,8 +24,9 @@ class ExactValues:
 
     Args:
         values: float32 values of the parameters before DeepSpeed rounded them to bf16.
-        partition: this rank's partition of the master weights. Its elements of the trained
-            parameters in ``values`` are overwritten with these values.
+        partition: this rank's partition of the master weights, which DeepSpeed has computed from
+            the rounded parameters. For trained parameters, the constructor overwrites it with
+            ``values``.
         group: ranks over which ZeRO partitions the master weights.
     """
 
@@ -45,9 +47,10 @@ class ExactValues:
                 held.flat.data[held.where] = value.flatten()[held.start : held.start + size]
 
     def refresh(self) -> None:
-        """Set ``exact`` of each unfrozen parameter to its master weight, with one all-reduce.
+        """Set ``exact`` of each trained parameter to its master weight.
 
-        All ranks must call this method after the master weights have changed.
+        One all-reduce sums the partitions of all ranks, each padded with zeros. All ranks must call
+        this method after the master weights have changed.
         """
         if not self._parameters:
             return

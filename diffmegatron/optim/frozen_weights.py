@@ -17,7 +17,8 @@ class FrozenWeights:
 
     Args:
         network: network that DeepSpeed has initialized.
-        group: ranks over which ZeRO partitions. They have the same weights.
+        group: data-parallel group over which ZeRO partitions. Its ranks train the same shard of the
+            model.
     """
 
     def __init__(self, network: torch.nn.Module, group: ProcessGroup) -> None:
@@ -30,7 +31,7 @@ class FrozenWeights:
         Yields:
             The parameter; the index of the range's first element in the flattened parameter; and
             the values of the range [n], a view. Parameters of which this rank has no element are
-            left out. Of a weight that ZeRO 3 does not partition, every rank has a whole copy, and
+            left out. Unless ZeRO 3 partitions a weight, every rank has a full copy of it. Then
             writing to the view changes only this rank's copy until :meth:`refresh` is called.
         """
         for parameter in self._parameters:
@@ -46,9 +47,10 @@ class FrozenWeights:
                 yield parameter, start, held
 
     def refresh(self) -> None:
-        """Copy every rank's range to all ranks, so that their weights are equal.
+        """Copy every rank's range to all ranks, for weights of which each rank has a full copy.
 
         All ranks must call this method after values were written to the views of :meth:`ranges`.
+        Weights that ZeRO 3 partitions stay unchanged.
         """
         for parameter in self._parameters:
             weight = _full_weight(parameter)
@@ -68,10 +70,10 @@ class FrozenWeights:
 
 
 def _full_weight(parameter: torch.nn.Parameter) -> Tensor | None:
-    """Return the unpartitioned weight if this rank stores it; None if ZeRO 3 partitions it.
+    """Return the unpartitioned weight; None if this rank stores only its ZeRO 3 partition.
 
-    In a bf16 model, ZeRO 3 rounds and partitions also the parameters that must be float32. For
-    these, every rank has in addition the unrounded, unpartitioned value in the attribute ``exact``
+    In a bf16 model, ZeRO 3 rounds and partitions even the parameters that must be float32. But of
+    these, every rank also has the unrounded, unpartitioned value in the attribute ``exact``
     (:mod:`~diffmegatron.optim.float32_parameters`), which is returned.
     """
     exact: Tensor | None = getattr(parameter, "exact", None)

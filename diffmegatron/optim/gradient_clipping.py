@@ -17,10 +17,11 @@ from diffmegatron.optim.partition import Partition
 def clipping_settings(optimizer: OptimizerConfig) -> dict[str, Any]:
     """Return the entries of DeepSpeed's configuration for gradient clipping.
 
-    In the norm, a parameter that is replicated on several ranks must count once. DeepSpeed
-    recognizes replicas by two attributes of the parameters, which other modules set:
-    ``tensor_model_parallel``, as in Megatron-core, and ``ds_pipe_replicated`` on the second copy of
-    a tied embedding.
+    In the norm, a parameter that is replicated on several ranks must count once. This needs no
+    entry: DeepSpeed recognizes replicas by two attributes of the parameters, which other modules
+    set. ``tensor_model_parallel`` is true for parameters that are sharded over the tensor-parallel
+    ranks; all others count on the first of these ranks only. ``ds_pipe_replicated`` is true for the
+    last pipeline stage's copy of a tied embedding, which does not count.
     """
     return {"gradient_clipping": optimizer.clip_grad_norm}
 

@@ -56,8 +56,8 @@ class Guard:
 
     Attributes:
         skipped: number of steps since the run began that were not applied.
-        spikes: number of spikes since the run began; spikes are not detected if ``guard.spikes``
-            ignores them.
+        spikes: number of spikes since the run began; always 0 if the recipe sets ``guard.spikes``
+            to ignore them.
         rollbacks: number of rollbacks since the run began.
     """
 
@@ -105,7 +105,7 @@ class Guard:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Restore the result of :meth:`state`."""
+        """Set the guard to a state that :meth:`state` has returned."""
         for name, values in state["recent"].items():
             self._recent[name].clear()
             self._recent[name].extend(values)
@@ -116,8 +116,9 @@ class Guard:
     def rolled_back(self, state: dict[str, Any]) -> None:
         """Restore the recent steps after a rollback to a checkpoint, and count the rollback.
 
-        The present counts of skipped steps, spikes and rollbacks stay. If they were restored too,
-        the run would never reach its limit on rollbacks.
+        The counts of skipped steps, spikes and rollbacks are not restored. If they were, every
+        rollback would undo the count of the one before it, and the run would never reach its limit
+        on rollbacks.
 
         Args:
             state: state of the guard in the checkpoint.
@@ -128,7 +129,7 @@ class Guard:
         self._in_a_row = 0
 
     def metrics(self) -> dict[str, float]:
-        """Return the counts of skipped steps, spikes and rollbacks as metrics by name."""
+        """Return the counts of skipped steps, spikes and rollbacks; the keys are metric names."""
         return {
             "guard/skipped_steps": self.skipped,
             "guard/spikes": self.spikes,

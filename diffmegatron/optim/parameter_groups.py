@@ -21,7 +21,7 @@ def parameter_groups(network: Network, recipe: Recipe) -> list[dict[str, Any]]:
     - Whether some rows are frozen. AdamW's ``weight_decay`` would also change the frozen rows, so
       it is 0 for a parameter with frozen rows. For such a parameter ``row_decay`` is the weight
       decay of the trained rows (:class:`~diffmegatron.optim.adamw.GatedAdamW`).
-    - ``lr_factor``: factor of the learning rate.
+    - ``lr_factor``: number by which the learning rate of the step is multiplied.
     """
     groups: dict[tuple[object, ...], dict[str, Any]] = {}
     for parameter, (shard, *_) in parameter_shards(network).items():

@@ -58,7 +58,8 @@ def partition_of(zero_optimizer: Any) -> Partition:
 class _GroupPartition:
     """Partition of ZeRO 1 and 2.
 
-    A parameter group is flattened into one tensor, and each rank stores an equal slice of it.
+    A parameter group is flattened into one tensor, and each rank stores an equal slice of it in one
+    flat master tensor.
     """
 
     def __init__(self, zero_optimizer: Any) -> None:
@@ -96,7 +97,8 @@ class _GroupPartition:
 class _ParameterPartition:
     """Partition of ZeRO 3.
 
-    Each parameter is divided into equal ranges, one per rank, and the last range is padded.
+    Each parameter is divided into equal ranges, one per rank, and the last ranges are padded where
+    the parameter has no more elements.
     """
 
     def __init__(self, zero_optimizer: Any) -> None:

@@ -66,10 +66,12 @@ class GradientReduction:
             key=lambda bucket: -min(place[parameter] for parameter in bucket.gradients),
         )
         self._bucket_of = {each: bucket for bucket in self._buckets for each in bucket.gradients}
-        self._norms: list[Tensor] = []  # One tensor per bucket whose reduction has begun.
+        # One tensor per bucket whose reduction has begun: the norms of the bucket's gradients.
+        self._norms: list[Tensor] = []
         self._overlaps = False
-        # Number of times that the backward pass adds to each parameter's gradient. It is more than
-        # 1 if several recomputed parts of the network use the same parameter.
+        # Number of times that the overlapped backward pass of the previous step (_expected) and of
+        # the present step (_arrived) has added to each parameter's gradient. It is more than 1 if
+        # several recomputed parts of the network use the same parameter.
         self._expected: Counter[torch.nn.Parameter] = Counter()
         self._arrived: Counter[torch.nn.Parameter] = Counter()
         self._hooks = [
@@ -82,7 +84,7 @@ class GradientReduction:
 
         Use it for the backward pass of the last microbatch. A gradient counts as complete when the
         backward pass has added to it as often as in the previous step. In the first step this
-        number is unknown, so all buckets are reduced at the end.
+        number is unknown, so all buckets are reduced when the context ends.
 
         Raises:
             UserError: If a gradient arrives for a bucket that is already being reduced, because
@@ -128,10 +130,10 @@ class GradientReduction:
             hook.remove()
 
     def _arrive(self, parameter: torch.nn.Parameter) -> None:
-        """Record that a gradient was added to the flat tensor, and reduce complete buckets.
+        """Record an addition to a gradient, and start the reduction of complete buckets.
 
         This method is the hook of every parameter, and does nothing outside of :meth:`overlapping`.
-        A bucket is complete if all its gradients are. Buckets are reduced in their fixed
+        A bucket is complete if all its gradients are complete. Buckets are reduced in their fixed
         order: a complete one waits until all before it are complete.
 
         Raises:

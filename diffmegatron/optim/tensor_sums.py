@@ -3,16 +3,16 @@
 Some small parameters are replicated on all tensor-parallel ranks, but the backward pass on a rank
 computes only a part of their gradient:
 
-- for lambda and the headwise norms, the contribution of the rank's heads;
+- for differential attention's lambda and headwise norms, the contribution of the rank's heads;
 - under sequence parallelism, for the layers' norms and LoRA's matrices, the contribution of the
   rank's range of the sequence.
 
 The gradient is the sum over the ranks. A sum is linear, so with ZeRO 1 it is computed only once per
 step in float32, after all microbatches and after the data-parallel average (:func:`sum_together`).
 If it were computed in every microbatch, a network with 3B parameters would wait for 200 tiny
-all-reduces each time. ZeRO 2, ZeRO 3 and an offloaded optimizer cannot avoid this
-(:func:`sum_in_backward`). Megatron's data-parallel wrapper also computes these sums, but DeepSpeed
-is used instead of this wrapper.
+all-reduces each time. With ZeRO 2, ZeRO 3 and an offloaded optimizer it is nevertheless computed in
+every microbatch (:func:`sum_in_backward`). Megatron's data-parallel wrapper also computes these
+sums, but DeepSpeed is used instead of this wrapper.
 """
 
 from collections.abc import Sequence

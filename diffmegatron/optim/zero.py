@@ -55,7 +55,8 @@ class Fragment:
         start: index of the range's first element in the flattened parameter.
         tensors: values of the range by kind, one-dimensional: float32 master weight (``weight``)
             and Adam moments (``exp_avg``, ``exp_avg_sq``). A frozen parameter has only ``weight``,
-            in the network's dtype. The tensors are views, so writing to them changes the optimizer.
+            in the network's dtype. The tensors are views, so writing to them changes the
+            optimizer's state or the frozen weight.
     """
 
     parameter: torch.nn.Parameter
@@ -175,8 +176,8 @@ class ZeroEngine:
             # optimizer. Call ``allow`` to record the step.
             allow(torch.tensor(torch.inf, device=self._parallel_state.device))
         elif not gate.answer:
-            # Torch creates Adam's moments in the first update. If ``allow`` has refused the first
-            # update, create them here, because the next step needs them.
+            # Torch creates Adam's moments in its first update. If ``allow`` has refused every
+            # update so far, torch has not created them, so create them here for the next step.
             self._create_moments()
 
     def _checked(self, norm: Tensor) -> Tensor:
@@ -289,8 +290,8 @@ def engine_config(recipe: Recipe) -> dict[str, Any]:
         "zero_force_ds_cpu_optimizer": False,
         "data_types": {"grad_accum_dtype": "fp32"},
         "steps_per_print": None,
-        # Off, because from the third step on this timer would synchronize the device before and
-        # after every microbatch.
+        # DeepSpeed's throughput timer is off. From the third step on it would synchronize the
+        # device before and after every microbatch.
         "timers": {"throughput": {"enabled": False}},
         # DeepSpeed compares the exact class of the optimizer with a list. GatedAdamW is not in the
         # list, although it is a subclass of AdamW.
@@ -325,8 +326,8 @@ def import_deepspeed() -> Any:
     with importing_engines():
         import deepspeed
 
-        # ZeRO's first step would import this module, but outside of `importing_engines`, which
-        # makes the import faster.
+        # Import this module here, because `importing_engines` makes the import faster. Otherwise
+        # ZeRO's first step would import it, outside of that context.
         import deepspeed.runtime.zero.muon.muon_optimizer
 
     # DeepSpeed fills this dictionary by searching for compilers and CUDA headers, and prints a
@@ -378,8 +379,8 @@ def _tied_embedding(
     on_edge = parallel_state.is_first_stage or parallel_state.is_last_stage
     if not recipe.model.tied_embeddings or parallel_state.pipeline_size == 1 or not on_edge:
         return None
-    # The embedding is in the first virtual stage of the first rank, and the output layer is in the
-    # last virtual stage of the last rank.
+    # The embedding is in the first virtual stage of the first pipeline stage's rank, and the output
+    # layer is in the last virtual stage of the last pipeline stage's rank.
     stage = network.virtual_stages[0 if parallel_state.is_first_stage else -1]
     parameter = stage.shared_embedding_or_output_weight()
     if not parameter.requires_grad:

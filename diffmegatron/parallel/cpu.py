@@ -4,9 +4,9 @@ Megatron-core uses the device ``cuda`` in a few dozen places. On a machine witho
 :func:`without_cuda` redirects these calls to the CPU; on a machine with one, it changes nothing.
 Apart from ``engine_imports.py``, this is the only module that patches another library.
 
-Only calls that would raise an error are replaced. All patches are removed at the end of the
-context, because other code in the process needs the original functions. An example is
-``transformers``, which builds models on the meta device.
+Only functions that would raise an error without CUDA are replaced. All patches are removed at the
+end of the context, because other code in the process needs the original functions, for example
+``transformers`` when it builds models on the meta device.
 """
 
 from collections.abc import Iterator
@@ -52,9 +52,10 @@ def without_cuda() -> Iterator[None]:
 class _TorchOnCpu:
     """Replacement of the name ``torch`` in Megatron's ``pipeline_parallel.schedules``.
 
-    The code of that module creates CUDA tensors and pinned tensors.
+    The code of that module creates CUDA tensors and pinned tensors. With this replacement it
+    creates ordinary CPU tensors.
 
-    A ``TorchFunctionMode`` could do the same, but it would intercept every operation. This would
+    A ``TorchFunctionMode`` could do the same, but it would intercept every operation, which would
     take a seventh of the time of a small step.
     """
 
@@ -71,7 +72,7 @@ class _TorchOnCpu:
 
 
 class _Stream:
-    """Replacement of a CUDA stream that never waits, because the CPU runs operations in order."""
+    """Replacement of a CUDA stream; it never waits, because the CPU runs operations in order."""
 
     device = _CPU
 

@@ -31,8 +31,10 @@ _WRAPPED = "wrapped_by_torch"
 def own_device() -> torch.device:
     """Return this rank's GPU and make it the current device; return the CPU without CUDA.
 
+    The index of the GPU is the environment variable ``LOCAL_RANK``.
+
     Raises:
-        UserError: If this machine has fewer GPUs than ranks.
+        UserError: If ``LOCAL_RANK`` is not below the number of visible GPUs.
     """
     if not torch.cuda.is_available():
         return torch.device("cpu")
@@ -56,16 +58,17 @@ def default_group(
     """Start torch's default process group for the context, unless it already exists.
 
     :func:`~diffmegatron.parallel.parallel_state.process_groups` enters this context. A process that
-    calls it several times must enter this context once around all calls, so that only one default
-    group is started. Under ``torchrun``, torch cannot start a second one: it would find the keys of
-    the first group in the agent's key-value store and wait forever.
+    calls ``process_groups`` several times must enter this context once around all these calls, so
+    that only one default group is started. Under ``torchrun``, torch cannot start a second one: it
+    would find the keys of the first group in the agent's key-value store and wait forever.
 
     Args:
         timeout: time limit of a collective.
         meeting_seconds: time limit for all ranks to connect.
 
     Raises:
-        UserError: If the ranks cannot connect to each other, or this rank has no GPU of its own.
+        UserError: If the ranks cannot connect to each other, or this rank has no GPU (see
+            :func:`own_device`).
     """
     if distributed.is_initialized():
         yield

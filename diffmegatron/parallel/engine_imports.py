@@ -16,8 +16,8 @@ def importing_engines() -> Iterator[None]:
     - Megatron-core (``jit_fuser``) and DeepSpeed (Muon) wrap functions in ``torch.compile``, which
       loads Inductor even if the functions are never called. Inside the context, ``torch.compile``
       is replaced by a version that compiles a function at its first call.
-    - Python's garbage collector traverses all modules repeatedly, but imports create almost no
-      garbage. It is disabled inside the context.
+    - Python's garbage collector traverses all modules repeatedly, although imports create almost no
+      garbage. The collector is disabled inside the context.
     """
     collecting = gc.isenabled()
     gc.disable()

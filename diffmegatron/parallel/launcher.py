@@ -12,7 +12,8 @@ from diffmegatron.errors import UserError
 from diffmegatron.files import shorten
 
 _RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-# Upper limit of WORLD_SIZE. It is far above any cluster, and within torch's limit.
+# Upper limit of WORLD_SIZE, LOCAL_RANK and the number of restarts. It is far above the number of
+# GPUs in any cluster, and within torch's limit.
 _MAX_RANKS = 10_000_000
 
 
@@ -51,7 +52,7 @@ def read_launch() -> LaunchEnvironment:
 
     Raises:
         UserError: If a value has the wrong type or range, or if ``RANK`` or ``WORLD_SIZE`` is set
-            without the other variables of a rendezvous.
+            but not all of ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT`` are.
     """
     limits = LaunchEnvironment(
         local_rank=_read_integer("LOCAL_RANK", 0, _MAX_RANKS, default=0),

@@ -36,7 +36,8 @@ class ParallelState:
         virtual_pipeline_size: number of virtual stages per rank; 1 without interleaving.
         context_size: number of context-parallel ranks.
         context_rank: index of this rank among the context-parallel ranks.
-        data_size: number of data-parallel ranks; ranks that share a sequence count as one.
+        data_size: number of data-parallel ranks; context-parallel ranks, which share a sequence,
+            count as one.
         data_rank: index of this rank among the data-parallel ranks.
     """
 
@@ -102,12 +103,12 @@ class ModelParallelUnit:
 
     It has only the methods that DeepSpeed calls for ZeRO. DeepSpeed's data-parallel group is
     Megatron's data x context parallel group. The methods ``get_sequence_parallel_*`` are missing on
-    purpose. If they existed, ZeRO 1 and 2 would sum the gradients over the ranks of a sequence, but
-    ZeRO 3 would average them, so the stages would train differently.
+    purpose. If they existed, ZeRO 1 and 2 would sum the gradients over the context-parallel ranks,
+    but ZeRO 3 would average them, so a change of the ZeRO stage would change the training.
     """
 
     def get_data_parallel_group(self) -> ProcessGroup:
-        """Return the group over which ZeRO partitions."""
+        """Return the data x context parallel group, over which ZeRO partitions its state."""
         return megatron_state.get_data_parallel_group(with_context_parallel=True)
 
     def get_data_parallel_world_size(self) -> int:

@@ -14,7 +14,7 @@ _CUDA_BYTES = 16
 
 
 def random_states() -> dict[str, Tensor]:
-    """Return the random states of this rank by name, each a one-dimensional uint8 tensor."""
+    """Return a dict from the name of each random state of this rank to a 1-dim uint8 tensor."""
     states = {"random.cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         states["random.cuda"] = torch.cuda.get_rng_state()
@@ -31,7 +31,7 @@ def restore_random_states(saved: Callable[[str], Tensor | None]) -> list[str]:
     reverse, these states cannot be restored, and they stay unchanged.
 
     Args:
-        saved: function that returns a saved state by name, or None if it was not saved.
+        saved: function of a state's name that returns the saved state, or None if it was not saved.
 
     Returns:
         Names of the states that were not restored, because they belong to the other kind of

@@ -18,8 +18,8 @@ from diffmegatron.errors import MachineError, UserError
 from diffmegatron.files import os_error_text, shorten
 from diffmegatron.parallel.launcher import LaunchEnvironment
 
-# Key of the outcome. Rank 0 stores it when all ranks have arrived or the time limit is reached. The
-# other ranks wait for it _MARGIN_SECONDS longer than the time limit.
+# Key under which rank 0 stores the outcome, when all ranks have arrived or the time limit is
+# reached; and the seconds by which the other ranks wait longer than the time limit for the outcome.
 _OUTCOME, _MARGIN_SECONDS = "outcome", 15.0
 # Largest number of missing ranks in an error message.
 _SHOWN_RANKS = 16
@@ -65,8 +65,8 @@ def meet(launch: LaunchEnvironment, seconds: float) -> Store:
 def _decide(store: Store, arrivals: Sequence[str], _: int, seconds: float) -> str:
     """Return the problem of the rendezvous, or "" if there is none; runs on rank 0 only.
 
-    The problem is that ranks are missing, or that they have different values of ``WORLD_SIZE``. It
-    is also stored for the other ranks.
+    A problem is that ranks are missing, or that they have different values of ``WORLD_SIZE``. The
+    returned text is also stored for the other ranks.
     """
     if _wait_until(lambda: store.check(list(arrivals)), seconds):
         problem = _other_sizes(store.multi_get(list(arrivals)))
@@ -86,7 +86,8 @@ def _decide(store: Store, arrivals: Sequence[str], _: int, seconds: float) -> st
 def _wait_for_decision(store: Store, arrivals: Sequence[str], rank: int, seconds: float) -> str:
     """Return the problem of the rendezvous, or "" if there is none; runs on all ranks except 0.
 
-    Rank 0 finds the problem, unless rank 0 itself does not arrive or sends no outcome.
+    Usually this is the text that rank 0 has stored. If rank 0 does not arrive or stores nothing,
+    this rank returns a text about that.
     """
     if not _wait_until(lambda: store.check([arrivals[0]]), seconds):
         return _missing_ranks(store, arrivals, seconds)

@@ -122,7 +122,8 @@ def _enough_ranks(recipe: Recipe, layout: Layout, available_gib: float) -> int |
     """Return a number of ranks on which the recipe fits, by doubling the data-parallel size.
 
     The size is doubled as long as it divides the number of microbatches in a global batch. The
-    first number of ranks that fits is returned, or None if no number fits.
+    first number of ranks that fits is returned. None is returned if no number fits, or if an
+    interleaved pipeline gets too few microbatches before that.
 
     Args:
         recipe: recipe that does not fit.

@@ -1,4 +1,8 @@
-"""The command ``diffmegatron plan``: print the plan of each stage, or search for layouts."""
+"""The command ``diffmegatron plan``: print plans of a recipe, or search for parallel layouts.
+
+In this module, a stage is a training stage: one of the runs that a recipe defines, with its own
+settings. It is not a pipeline stage.
+"""
 
 import math
 from collections.abc import Sequence
@@ -26,7 +30,7 @@ def run(
 
     Args:
         stages: recipes of the stages.
-        world_size: number of ranks, which is the same for all stages. None for the smallest number
+        world_size: number of ranks, which is the same for all stages; None for the smallest number
             that fits the layouts of all stages.
         hardware: name of a GPU in ``ACCELERATORS``.
         as_json: whether to print JSON instead of tables.
@@ -64,8 +68,8 @@ def _print_changes(before: Recipe, now: Recipe, console: Console) -> None:
     """Print how rotary embedding and sequence length change between two stages.
 
     Args:
-        before: stage whose weights the next stage starts with.
-        now: the next stage.
+        before: an earlier stage.
+        now: the next stage, which starts with the weights of ``before``.
         console: output.
     """
     changes = rotary_changes(before, now)

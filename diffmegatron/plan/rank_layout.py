@@ -28,7 +28,7 @@ class Layout:
         sequence_parallel: whether sequence parallelism is on.
         zero_stage: ZeRO stage, 1 to 3.
         offload_optimizer: whether the optimizer is in host memory.
-        recompute: activation recomputation in words.
+        recompute: activation recomputation in words, such as ``none`` or ``full, uniform 1``.
         micro_batch_size: number of sequences in a microbatch.
         microbatches: number of microbatches per step on a data-parallel rank.
     """

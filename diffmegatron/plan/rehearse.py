@@ -79,10 +79,11 @@ def rehearse(stages: Sequence[Recipe], world_size: int | None = None) -> None:
 
 
 def small_recipe(recipe: Recipe, world_size: int | None, folder: Path) -> Rehearsal:
-    """Return a recipe with the same layout and the smallest network, sequence and batch for it.
+    """Return the rehearsal of a recipe: the smallest network, sequence and batch for its layout.
 
-    Data parallelism has at most 2 ranks. If the layout then has more than ``MAX_RANKS`` ranks,
-    other sizes of the layout are reduced too.
+    The layout is that of the real recipe, with two exceptions. Data parallelism has at most 2
+    ranks. If the layout then still has more than ``MAX_RANKS`` ranks, other sizes are reduced to 2,
+    the largest first, until it has at most that many.
 
     Args:
         recipe: the real recipe.
@@ -260,7 +261,8 @@ def _trained(recipe: Recipe) -> dict[str, Any]:
     """Return the ``optimizer`` section's settings for trained tensors.
 
     A tensor that the recipe trains in at least one layer is trained in all layers of the tiny
-    network, because it may not have the layers whose numbers are in the recipe's patterns.
+    network, because the tiny network may not have the layers whose numbers are in the recipe's
+    patterns. Multipliers of the learning rate are left out.
     """
     if recipe.optimizer.trainable is None:
         return {"lr_multipliers": {}}

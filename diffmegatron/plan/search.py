@@ -29,8 +29,8 @@ CONTEXTS = (1, 2, 4, 8, 16)
 VIRTUAL_STAGES = (1, 2, 4)
 # Largest number of pipeline stages that the search tries.
 MOST_STAGES = 64
-# Smallest number of tokens of a sequence on a context-parallel rank. With fewer tokens, context
-# parallelism is not worth its communication.
+# Smallest number of tokens of a sequence that context parallelism leaves on a rank. With fewer
+# tokens, context parallelism is not worth its communication.
 SHORTEST_PART = 2048
 # If no layout fits, the search tries these multiples of the number of GPUs.
 MULTIPLES = (2, 4, 8, 16, 32)
@@ -185,10 +185,15 @@ def _fitting(
 
 
 def _valid(recipe: Recipe, layout: Changes, world_size: int) -> Iterator[tuple[Changes, Recipe]]:
-    """Yield a layout with each valid micro-batch size, in increasing order.
+    """Yield the recipe with a layout and each valid micro-batch size, in increasing order.
 
     A size is valid if the recipe's schema accepts it, and the global batch can be divided into
     micro-batches of this size on all data-parallel ranks.
+
+    Args:
+        recipe: recipe of the run.
+        layout: changes of the recipe that set the layout.
+        world_size: number of GPUs.
 
     Yields:
         The changes of the recipe, and the changed recipe.
@@ -207,7 +212,7 @@ def _valid(recipe: Recipe, layout: Changes, world_size: int) -> Iterator[tuple[C
 
 
 def _layouts(recipe: Recipe, world_size: int) -> Iterator[Changes]:
-    """Yield the layouts for a number of ranks, as changes of the recipe."""
+    """Yield the changes of the recipe that set each layout to try on ``world_size`` GPUs."""
     layers = recipe.model.num_layers
     # overlap_gradients=True is an error in layouts that cannot overlap. Replace it by None, which
     # means: overlap if the layout can.
@@ -233,7 +238,7 @@ def _layouts(recipe: Recipe, world_size: int) -> Iterator[Changes]:
 
 
 def _sizes(recipe: Recipe, world_size: int) -> Iterator[tuple[int, int, int]]:
-    """Yield tensor, context and pipeline sizes.
+    """Yield the tensor, context and pipeline sizes to try on ``world_size`` GPUs.
 
     The product of the three sizes divides the number of ranks. The tensor size divides the number
     of key-value heads and the number of GPUs in a node. The pipeline size divides the number of
@@ -271,9 +276,9 @@ def _failure(
     available: int,
     nearest: tuple[int, Recipe] | None,
 ) -> str:
-    """Return the error message for a search without result.
+    """Return the error message of a search that found no layout that fits.
 
-    It contains the reason and, if possible, a number of GPUs on which a layout fits.
+    It contains the reason and, if possible, a larger number of GPUs on which a layout fits.
 
     Args:
         recipe: recipe of the run.
@@ -301,9 +306,10 @@ def _failure(
 
 
 def _reason(recipe: Recipe, world_size: int) -> str:
-    """Return the error of the simplest layout, which has only data parallelism.
+    """Return the reason why no layout is valid.
 
-    If it has no error, return a general reason why no layout is valid.
+    It is the error of the simplest layout, which has only data parallelism. If that layout has no
+    error, it is a general reason.
     """
     plain = {"parallel": {}, "training": recipe.training.model_dump() | {"micro_batch_size": 1}}
     sections = {name: getattr(recipe, name) for name in Recipe.model_fields}

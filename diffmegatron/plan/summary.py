@@ -52,7 +52,7 @@ class Plan:
         steps: number of steps of the run.
         tokens_per_step: number of tokens in a global batch.
         flops_per_token: model FLOPs per token.
-        memory: memory of a rank in each pipeline stage.
+        memory: memory of a rank, one entry per pipeline stage.
         traffic: bytes per step that a rank sends, in the pipeline stage that sends most.
         time: estimated time of a step and of the run.
         assumptions: sentences about the assumptions of ``time``.

@@ -36,8 +36,9 @@ def print_plan(plan: Plan, console: Console, previous: Plan | None = None) -> No
     Args:
         plan: the plan.
         console: output.
-        previous: plan of the previous stage, which was printed before; None for the first stage.
-            The parts listed in ``_same``, and warnings, are not printed again if it has the same.
+        previous: plan of the previous training stage, which is printed already; None for the first
+            stage. Warnings and the parts listed in ``_same`` are left out if they are the same as
+            in that plan.
     """
     same = [] if previous is None else _same(plan, previous)
     if same and previous is not None:
@@ -134,10 +135,12 @@ def _memory_table(plan: Plan) -> Table:
 
 
 def _memory_rows(stage: StageMemory) -> list[tuple[str, int]]:
-    """Return the parts of a stage's memory as table rows: name and bytes.
+    """Return the parts of a pipeline stage's memory as table rows: name and bytes.
 
-    The first four parts exist during the whole step. The others are temporary. Rows whose name
-    begins with "or" are alternatives to the rows before them, and do not exist at the same time.
+    - The first four parts exist during the whole step.
+    - The activations are temporary. The indented rows are memory in addition to them. Of the
+      indented rows that begin with "then" and "or", only one exists at a time.
+    - The last row, the update, exists when the activations are freed.
     """
     return [
         ("weights", stage.weights),
@@ -249,7 +252,8 @@ def _baseline(plan: Plan) -> str:
 def duration(days: float) -> str:
     """Return a duration, given in days, as text in days, hours, seconds or microseconds.
 
-    The unit is days from 2 days on, hours from 0.05 hours on, seconds from 0.0005 s on.
+    The unit is days from 2 days on, hours from 0.05 hours on, and seconds from 0.0005 s on. A
+    shorter duration is in microseconds, except 0, which is in seconds.
     """
     if days >= 2:
         return f"{days:.1f} days"

@@ -38,8 +38,8 @@ from diffmegatron.plan.traffic import (
     stage_traffic,
 )
 
-# Number of GPUs in a node. Tensor parallelism should stay within a node, because only the links
-# within a node are fast enough for it.
+# Assumed number of GPUs in a node. Tensor parallelism should stay within a node, because only the
+# links within a node are fast enough for it.
 GPUS_PER_NODE = 8
 
 
@@ -96,10 +96,10 @@ class Estimate:
         hardware: name of the GPU.
         compute: seconds per step of computation on the slowest stage, including recomputation.
         communication: seconds per step of communication that does not overlap with computation.
-        idle: seconds per step that a stage waits in the pipeline's bubble.
+        idle: seconds per step that a rank waits in the pipeline's bubble.
         optimizer: seconds per step of the optimizer's update.
         collectives: number of collectives per step on a rank, in the stage that sends most.
-        bubble: idle time of a stage divided by its working time.
+        bubble: idle time of a rank in the pipeline divided by its working time.
         utilization: model FLOPs utilization (MFU), from 0 to 1.
         tokens_per_second: tokens per second over all ranks.
         days: duration of the run in days.
@@ -165,7 +165,7 @@ def estimate_time(
 
 
 def bubble_share(recipe: Recipe, microbatches: int) -> float:
-    """Return a stage's idle time in the pipeline's bubble divided by its working time.
+    """Return a rank's idle time in the pipeline's bubble divided by its working time.
 
     It is (p - 1) / (m * v) with p pipeline stages, m microbatches and v virtual stages per rank
     (Narayanan et al., 2021, arXiv 2104.04473).
@@ -259,12 +259,15 @@ def _vocabulary(recipe: Recipe) -> int:
 
 
 def _elementwise_bytes(recipe: Recipe) -> float:
-    """Return the bytes that element-wise operations read and write, per microbatch and stage.
+    """Return the bytes that element-wise operations read and write on a rank, per microbatch.
+
+    The rank is in the last pipeline stage, which computes the loss.
 
     - Each layer reads or writes the residual stream about 12 times in the forward pass and 12 times
       in the backward pass, and SwiGLU's three tensors once in each pass.
     - Tensors that the core attention saves, in addition to its operands, are written in the forward
       pass and read in the backward pass.
+    - With full recomputation, the operations of a layer's forward pass are counted twice.
     - The loss reads the logits in the forward pass; in the backward pass it reads them and
       overwrites them with their gradient. With ``training.loss_chunk``, the logits are computed
       twice.
@@ -295,6 +298,9 @@ def _communication(
 ) -> tuple[float, float]:
     """Return the seconds per step of communication that does not overlap with computation.
 
+    Two kinds of traffic overlap with computation: ring attention's with attention, and ZeRO 1's
+    gradients with the backward pass of the last microbatch (:func:`_last_share`).
+
     The time of each kind of traffic is its bytes divided by the bandwidth, plus the latency of its
     collectives. The bandwidth depends on whether a process group spans several nodes. Megatron
     numbers the ranks in the order tensor, context, data, pipeline, with consecutive ranks in a
@@ -310,7 +316,8 @@ def _communication(
         compute: computation of one microbatch.
 
     Returns:
-        Seconds within the pipeline's schedule, and seconds after it.
+        Seconds within the pipeline's schedule, and seconds after it for ZeRO's gradients and
+        weights.
     """
     parallel, traffic = recipe.parallel, stage_traffic(recipe, world_size, stage)
     calls = stage_collectives(recipe, world_size, stage)
@@ -347,7 +354,9 @@ def _last_share(recipe: Recipe) -> float:
 def _optimizer(recipe: Recipe, world_size: int, gpu: Accelerator, assumed: Assumptions) -> float:
     """Return the seconds of the optimizer's update.
 
-    The limit is the memory bandwidth, or with an offloaded optimizer the bandwidth to host memory.
+    They are the bytes that the update reads and writes on a rank of the pipeline stage with the
+    most trained parameters, divided by the GPU's memory bandwidth. With an offloaded optimizer they
+    are divided by the bandwidth to host memory instead.
     """
     parameters = max(
         sum(trained_parameters(recipe, stage)) for stage in range(recipe.parallel.pipeline)

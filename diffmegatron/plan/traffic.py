@@ -63,7 +63,7 @@ def count_traffic(recipe: Recipe, world_size: int) -> Traffic:
 
 
 def busiest_stage(recipe: Recipe, world_size: int) -> int:
-    """Return the number of the pipeline stage whose ranks send most."""
+    """Return the number, from 0, of the pipeline stage whose ranks send most bytes per step."""
     stages = recipe.parallel.pipeline
     # All stages between the first and the last send the same number of bytes, so try one of them.
     some = sorted({0, stages // 2, stages - 1})
@@ -107,8 +107,8 @@ def stage_collectives(recipe: Recipe, world_size: int, stage: int) -> Traffic:
     if communication == "ring":
         context = layers * (passes * (parallel.context - 1) + 2 * parallel.context - 1)
     elif communication is not None:
-        # Ulysses has one all-to-all for q, k and v, and one for the outputs. All-gather has one
-        # collective for k and v. The backward pass has as many for the gradients.
+        # Ulysses has one all-to-all for q, k and v, and one for the outputs. The all-gather kind
+        # has one collective for k and v. The backward pass has as many for the gradients.
         context = layers * (passes + 1) * (2 if communication == "ulysses" else 1)
     elements = sum(trained_parameters(recipe, stage))
     gradients = weights = 0.0
@@ -136,9 +136,9 @@ def forward_passes(recipe: Recipe) -> int:
 
 
 def attention_passes(recipe: Recipe) -> int:
-    """Return the number of forward passes of the core attention per microbatch.
+    """Return the number of forward passes of a layer's core attention per microbatch.
 
-    It is 2 with full and with selective recomputation.
+    It is 2 with full and with selective recomputation, and 1 without recomputation.
     """
     return 1 if recipe.recompute.granularity == "none" else 2
 
@@ -180,13 +180,13 @@ def _gates(recipe: Recipe) -> float:
 
 
 def _hidden_states_sent(recipe: Recipe, stage: int) -> int:
-    """Return the number of transfers of a microbatch's hidden states by tensor parallelism.
+    """Return how often tensor parallelism transfers a microbatch's hidden states in a stage.
 
     A transfer is an all-gather or a reduce-scatter over the tensor-parallel ranks. An all-reduce
-    counts as two. Under sequence parallelism, the backward pass gathers the inputs of the
-    column-parallel projections and of the output layer once more. With ``training.loss_chunk``, the
-    backward pass computes the logits a second time, which needs one more gather of the output
-    layer's input.
+    counts as two. Under sequence parallelism, the backward pass repeats the forward pass's gathers
+    of the inputs of the column-parallel projections and of the output layer. With
+    ``training.loss_chunk``, the backward pass computes the logits a second time, which needs
+    another gather of the output layer's input.
     """
     parallel = recipe.parallel
     layers = recipe.model.num_layers // parallel.pipeline
@@ -240,8 +240,8 @@ def _pipeline(recipe: Recipe, stage: int) -> float:
 def _messages(recipe: Recipe, stage: int) -> int:
     """Return the number of messages per microbatch that a rank sends to other pipeline stages.
 
-    Each virtual stage sends hidden states forward and a gradient backward. But the last virtual
-    stage of the network sends nothing forward, and the first sends nothing backward.
+    Each virtual stage sends hidden states to the next one and their gradient to the previous one.
+    But the last virtual stage of the network has no next one, and the first has no previous one.
     """
     parallel = recipe.parallel
     if parallel.pipeline == 1:

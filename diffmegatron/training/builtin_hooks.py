@@ -69,7 +69,13 @@ def builtin_hooks(recipe: Recipe, evaluators: Sequence[Evaluator]) -> list[Hook]
 
 
 class FinishSaveHook(Hook):
-    """Completes the open save once every rank has written its file and a later step was finite."""
+    """Completes the open save after the first step at which two conditions hold.
+
+    1. A step after the start of the save was finite, which shows that the saved weights are sound.
+    2. Every rank has written its file.
+
+    The top of this module explains the words *finite* and *open*.
+    """
 
     @override
     def after_step(self, run: Run) -> None:
@@ -81,7 +87,7 @@ class FinishSaveHook(Hook):
 class GuardHook(Hook):
     """Writes a report of each anomalous step, and rolls back or ends the run if necessary.
 
-    The hook carries out ``run.decision``, the guard's decision on the step.
+    Whether this is necessary is in ``run.decision``, the guard's decision on the step.
     """
 
     def __init__(self) -> None:
@@ -101,10 +107,13 @@ class GuardHook(Hook):
     def _roll_back(self, run: Run) -> None:
         """Load an intact checkpoint, but keep the position in the data.
 
-        It is the newest one. If no step was applied since the last rollback, it is the one before
-        that, if there is one. Without a checkpoint the run ends with an error. Training continues
-        with the batch after the anomalous step. The batches from the checkpoint up to that step,
-        which led to the anomaly, are not read again.
+        1. Usually the newest intact checkpoint is loaded.
+        2. If no step was applied since the last rollback, the next older one is loaded, if there is
+           one.
+        3. If there is no checkpoint, the run ends with an error.
+
+        Training continues with the batch after the anomalous step. The batches from the checkpoint
+        up to that step, which led to the anomaly, are not read again.
         """
         with run.pause():
             run.complete_or_drop_save()
@@ -242,8 +251,9 @@ class EvaluationHook(Hook):
 def _should_continue(run: Run) -> bool:
     """Return, on every rank, whether to continue an evaluation; False if any rank must stop.
 
-    Also report progress to the watchdog and to the rank record, which launch scripts read. If
-    ``run.broken_reason`` is set, the weights are considered broken, and stop requests are ignored.
+    Also report progress to the watchdog and to the rank record, which launch scripts read. A run
+    that stops saves its weights. So stop requests are ignored if ``run.broken_reason`` is set, that
+    is, if the weights may be broken.
     """
     agreed = run.agree(torch.zeros((), device=run.parallel_state.device))
     run.stopping = agreed.stop and run.broken_reason is None
@@ -253,9 +263,10 @@ def _should_continue(run: Run) -> bool:
 
 
 class BeginSaveHook(Hook):
-    """Begins a save every ``checkpoint.interval`` steps, after a failed save, and at the end.
+    """Begins a save every ``checkpoint.interval`` steps, and saves at the end of the run.
 
-    The save at the end is omitted if the weights of the last step are saved already.
+    A failed save is retried after the next step. The save at the end is omitted if the weights of
+    the last step are saved already.
     """
 
     @override
@@ -309,8 +320,9 @@ def _check_sound(run: Run) -> None:
 class ProfileHook(Hook):
     """Traces the steps of ``training.profile`` on the configured ranks with torch's profiler.
 
-    If a start of the run reaches these steps, each of these ranks writes one trace into
-    ``run_dir/profile``. On a GPU it also writes a snapshot of the memory allocations.
+    Each of these ranks writes one trace of these steps into ``run_dir/profile``. On a GPU it also
+    writes a snapshot of the memory allocations. If the run is restarted and reaches the first of
+    these steps once more, it writes them again. If it resumes after that step, it writes nothing.
     """
 
     def __init__(self, config: ProfileConfig) -> None:

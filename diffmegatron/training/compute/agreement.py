@@ -40,8 +40,8 @@ def agree(
     """Return the maximum of each value over all ranks; every rank must call this function.
 
     The loss and the norm are already reduced within process groups, but the results of two groups
-    may differ in the last bit. All ranks need equal values, because ranks that decide differently
-    on a step would diverge.
+    may differ in the last bit. All ranks need equal values: if some ranks applied a step and others
+    did not, their weights would diverge.
 
     This function waits for the device, because it reads the result on the CPU. This costs nothing
     extra: the training loop reads the loss of every step on the CPU in any case.

@@ -18,7 +18,7 @@ from diffmegatron.data.sampling.document_order import Split
 from diffmegatron.data.sampling.samples import open_samples
 from diffmegatron.parallel.parallel_state import ParallelState, errors_on_all_ranks
 
-# Fields of Batch that have one value per token, shape [b, s].
+# Fields of Batch that have one value per token, shape [sequences, positions].
 _BY_TOKEN = ("tokens", "labels", "loss_mask", "position_ids")
 
 
@@ -36,8 +36,8 @@ def verify_sources(
     Args:
         data: the ``data`` section.
         parallel_state: parallel layout, and this rank's place in it.
-        extend_limit: function whose context manager extends the watchdog's time limit. It is
-            entered for each gibibyte.
+        extend_limit: function that returns a context manager, which is entered for each gibibyte.
+            It extends the time limit of the watchdog, which ends processes that seem to hang.
 
     Raises:
         UserError: On all ranks, if a file is damaged.
@@ -89,8 +89,8 @@ def open_loader(
         state: saved state of a loader to resume from; None to begin with the first sample.
 
     Raises:
-        UserError: If the data cannot be opened, or if the run needs more samples than a source
-            has and the recipe does not allow that source to repeat.
+        UserError: If the data cannot be opened; or, for the training split only, if the run needs
+            more samples than a source has and the recipe does not allow that source to repeat.
     """
     training = recipe.training
     samples = open_samples(recipe.data, training.seq_length, training.seed, split)
