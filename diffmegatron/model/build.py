@@ -62,8 +62,8 @@ def transformer_config(recipe: Recipe) -> TransformerConfig:
         context_parallel_size=parallel.context,
         sequence_parallel=parallel.sequence_parallel,
         **_recompute(recipe.recompute),
-        # Fused SwiGLU is off on a CPU, where its compilation takes 19 s. It would be compiled at
-        # the first call, and again for a second sequence length and for evaluation.
+        # Fused SwiGLU is off on a CPU, where each compilation takes 19 s. It would be compiled at
+        # its first call, again at the first other sequence length, and again for evaluation.
         bias_activation_fusion=torch.cuda.is_available(),
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
@@ -112,9 +112,10 @@ def _build_virtual_stage(
 ) -> VirtualStage:
     """Build the virtual stage with index ``number`` of this pipeline rank.
 
-    In the order of the network's layers, virtual stage 0 of all pipeline ranks comes before virtual
-    stage 1 of the first rank. The first virtual stage of the network has the embedding, and the
-    last one the output layer and the loss.
+    A virtual stage is one of the groups of layers on a pipeline rank. In the order of the network's
+    layers, virtual stage 0 of all pipeline ranks comes before virtual stage 1 of the first rank.
+    The first virtual stage of the network has the embedding, and the last one the output layer and
+    the loss.
     """
     model, host = recipe.model, available_host(recipe.model.lora)
     stages = parallel_state.virtual_pipeline_size
@@ -164,7 +165,7 @@ def _check_backend(recipe: Recipe, parallel_state: ParallelState) -> None:
     are not checked.
 
     Raises:
-        UserError: If it cannot run.
+        UserError: If the attention backend cannot run.
     """
     for attention, _ in recipe.model.attention.by_kind(recipe.model.num_layers):
         if attention.operation == "softmax":

@@ -40,7 +40,8 @@ class Decoder(MegatronModule):
     ) -> None:
         super().__init__(config)
         self.tp_group = groups.tp
-        # Megatron's layer adds the number of layers in earlier virtual stages to `layer_number`.
+        # Here `layer_number` counts from 1 within this virtual stage. Megatron's layer adds the
+        # number of the network's layers before this virtual stage.
         self.layers: Sequence[TransformerLayer] = torch.nn.ModuleList(  # type: ignore[assignment]
             build_module(
                 spec, config=config, layer_number=number, pg_collection=groups, vp_stage=vp_stage
@@ -61,8 +62,8 @@ class Decoder(MegatronModule):
                 the positions of this tensor-parallel rank.
             angles: rotary angles [positions, 1, 1, head width] of all positions of this
                 context-parallel rank, also under sequence parallelism.
-            documents: boundaries of the documents in full sequences; None if attention crosses
-                documents.
+            documents: boundaries of the documents in whole sequences, not in the part that a
+                context-parallel rank has; None if attention crosses documents.
 
         Returns:
             Hidden states in the shape of ``hidden``.
@@ -79,9 +80,10 @@ class Decoder(MegatronModule):
         """Yield groups of consecutive layers, each with whether the backward pass recomputes it.
 
         Only the input of a recomputed group is saved for backward. With the method "uniform", all
-        groups have ``recompute_num_layers`` layers and are recomputed. With "block", each group is
-        one layer, and the first ``recompute_num_layers`` layers are recomputed. Without full
-        recomputation, all layers are one group, which is not recomputed as a whole.
+        groups are recomputed and have ``recompute_num_layers`` layers (the last may have fewer).
+        With "block", each group is one layer, and the first ``recompute_num_layers`` layers are
+        recomputed. Without full recomputation, all layers are one group, which is not recomputed as
+        a whole.
         """
         count, method = self.config.recompute_num_layers, self.config.recompute_method
         if self.config.recompute_granularity != "full":
@@ -99,7 +101,10 @@ class Decoder(MegatronModule):
         sharded_offsets: tuple[tuple[int, int, int], ...] = (),
         metadata: dict | None = None,
     ) -> dict:
-        """Return Megatron-core's sharded state dict, with layers named by their global index."""
+        """Return Megatron-core's sharded state dict of the layers and of the final norm.
+
+        The name of a layer contains its index in the network, from 0. The arguments are Megatron's.
+        """
         state: dict = {}
         for layer in self.layers:
             name = f"{prefix}layers.{layer.layer_number - 1}."

@@ -1,4 +1,8 @@
-"""Cross-entropy loss of the next token, optionally in chunks of the sequence to save memory."""
+"""Cross-entropy loss of the next token, optionally in chunks of the sequence to save memory.
+
+In shapes, b is the number of sequences in a microbatch, and s the number of positions on this
+context-parallel rank.
+"""
 
 import importlib.util
 from collections.abc import Callable
@@ -27,7 +31,7 @@ def chunked_losses(losses: Losses, labels: Tensor, hidden: Tensor, size: int) ->
 
     Args:
         losses: function that returns the losses of a chunk from its labels and hidden states.
-        labels: [b, s].
+        labels: ids of the next tokens, [b, s].
         hidden: hidden states [s, b, hidden size], or [s / tensor-parallel size, b, hidden size]
             under sequence parallelism.
         size: number of positions in a chunk; under sequence parallelism it is rounded up to a
@@ -61,11 +65,12 @@ def cross_entropy(
     """Return the loss of each token, [b, s], from this tensor-parallel rank's logits.
 
     Logits of vocabulary padding are excluded from the softmax. A pretrained model was trained
-    without padding, and the padding's logits of 0 would be larger than most logits of its tokens.
+    without padding. An import pads it with rows of zeros, whose logits are 0. Most logits of its
+    tokens are negative, so the padding would get more probability than most tokens.
 
     Args:
         fallback: Megatron-core's cross-entropy, used if the Triton kernel cannot run.
-        labels: [b, s].
+        labels: ids of the next tokens, [b, s].
         logits: [s, b, v], where v is the size of this rank's vocabulary shard. They may be
             overwritten.
         group: tensor-parallel ranks, which shard the vocabulary.
@@ -79,8 +84,8 @@ def cross_entropy(
         )
         return losses.view(logits.shape[:2]).T.contiguous()
     if unpadded_size < logits.shape[-1]:
-        # Write in place, because the logits are the largest tensor. No earlier operation needs
-        # their values in its backward pass.
+        # Write in place, because the logits are the largest tensor, and a copy needs as much memory
+        # again. The operation that computed them does not need their values in its backward pass.
         logits[..., unpadded_size:] = -torch.inf
     return fallback(labels, logits)
 

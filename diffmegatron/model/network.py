@@ -129,8 +129,8 @@ class VirtualStage(LanguageModule):
     ) -> Tensor:
         """Run the virtual stage, with the arguments in Megatron's order.
 
-        Rotary positions count from the first token of each sequence; ``position_ids`` does not
-        change them.
+        :meth:`Network.forward` describes the arguments. Rotary positions count from the first token
+        of each sequence; ``position_ids`` does not change them.
 
         Returns:
             1. In every virtual stage except the last: hidden states [s, b, hidden size].
@@ -184,8 +184,9 @@ class VirtualStage(LanguageModule):
             logits: this tensor-parallel rank's shard of the logits, [b, s, v].
 
         Returns:
-            int64 [b, s], the same on every tensor-parallel rank. Padding is never returned. The id
-            is -1 where a logit of any rank is not finite.
+            int64 [b, s], the same on every tensor-parallel rank. Ids of vocabulary padding are
+            never returned. The id is -1 where a logit on any tensor-parallel rank, other than a
+            logit of padding, is not finite.
         """
         group, shard_size = self.tp_group, logits.shape[-1]
         first, unpadded_size = group.rank() * shard_size, self._unpadded_size(shard_size)
@@ -202,7 +203,8 @@ class VirtualStage(LanguageModule):
 class Network(torch.nn.Module):
     """All virtual stages of one pipeline rank.
 
-    A network with only one virtual stage can be called.
+    Only a network with a single virtual stage can be called. Megatron's schedules call several
+    virtual stages one by one.
     """
 
     def __init__(self, stages: Sequence[VirtualStage]) -> None:
@@ -240,7 +242,7 @@ def _gathered(own: Tensor, group: distributed.ProcessGroup) -> Tensor:
 
 
 def declared_parameter(name: str, model: ModelConfig) -> Parameter | None:
-    """Return the declaration of a tensor by its layer's attention variant.
+    """Return what a layer's attention variant declares about one of the layer's tensors.
 
     Args:
         name: name of the tensor in the network.

@@ -80,8 +80,9 @@ def _runs(rows: Tensor) -> list[tuple[int, int]]:
 def _require_hidden_gradients(network: Network) -> None:
     """Make the output of a frozen embedding require a gradient, which recomputed layers need.
 
-    Megatron's recomputation is an autograd function. If none of its inputs requires a gradient,
-    autograd does not call its backward pass, and the parameters inside get no gradient.
+    Megatron's recomputation is an autograd function with the hidden states as its input. If its
+    input does not require a gradient, autograd does not call its backward pass, and the parameters
+    of the recomputed layers get no gradient.
     """
 
     def require_gradient(module: torch.nn.Module, _: object, hidden: Tensor) -> None:

@@ -1,4 +1,4 @@
 """The optimizer: DeepSpeed ZeRO (``zero.py``), learning rate (``schedule.py``), and the guard.
 
-The guard (``guard.py``) decides whether a step is applied.
+The guard (``guard.py``) decides whether a training step updates the weights.
 """

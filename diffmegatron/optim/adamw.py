@@ -1,9 +1,10 @@
 """AdamW with a gate, a callback that can refuse a step after the gradient norm is computed.
 
 One call of DeepSpeed's optimizer computes the gradient norm, clips the gradients and updates the
-weights. For the update it calls :class:`GatedAdamW`. At that point the norm is available, and
-weights and moments are still unchanged. A refusal there costs nothing: no additional pass over the
-gradients, no collective and no synchronization.
+weights. For the update it calls :class:`GatedAdamW`, which first calls the gate. At that moment the
+norm is available, and weights and moments are still unchanged. So a refusal costs nothing: it needs
+no additional pass over the gradients, no collective and no synchronization, and nothing has to be
+undone.
 """
 
 from collections.abc import Callable, Mapping
@@ -46,8 +47,8 @@ class GatedAdamW(torch.optim.AdamW):
     Attributes:
         gate: function that returns whether the present step is applied.
         decaying_rows: rows to which weight decay applies in parameters with frozen and trained
-            rows. These are the trained rows; the frozen rows must not change. The keys are flat
-            master tensors (flattened float32 weights), and the values are views into the key.
+            rows. These are the trained rows; the frozen rows must not change. A key is a flat
+            master tensor (float32 weights, flattened), and its value is a list of views into it.
     """
 
     gate: Callable[[], bool]

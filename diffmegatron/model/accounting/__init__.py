@@ -3,7 +3,7 @@
 - Parameters are those of the network that :func:`~diffmegatron.model.build.build_model` builds.
 - FLOPs are model FLOPs: the minimum that the model's equations need, without recomputation.
 - Memory of weights, gradients and optimizer state is the number of bytes that DeepSpeed 0.19.8
-  allocates.
+  allocates, except the few bytes with which ZeRO pads its partitions.
 - Temporary memory (activations, logits, the backward pass of one layer, the optimizer's update) is
   an estimate without the overhead of the allocator.
 """

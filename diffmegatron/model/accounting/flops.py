@@ -37,10 +37,10 @@ def count_flops(model: ModelConfig, seq_length: int, frozen: int = 0) -> Flops:
 
     For each pair of a query and a key, attention needs the FLOPs of its equations when they are
     computed in the cheapest way. For example, the maps of DIFF V1 are subtracted before the product
-    with the values, so there is one such product and not two. The backward pass needs twice the
-    FLOPs of the forward pass. A query attends to half the sequence on average. FLOPs that a kernel
-    spends beyond this, such as recomputing scores, are not counted, so they lower the measured
-    utilization.
+    with the values, so there is one such product and not two. The backward pass of attention needs
+    twice the FLOPs of its forward pass. A query attends to half the sequence on average. Additional
+    FLOPs of a kernel, such as those for recomputed scores, are not counted. A kernel that spends
+    them has a lower model FLOPs utilization.
 
     Args:
         model: model section of the recipe.
@@ -60,9 +60,9 @@ def count_flops(model: ModelConfig, seq_length: int, frozen: int = 0) -> Flops:
 def frozen_matrices(recipe: Recipe) -> int:
     """Return the number of elements of all frozen matrices that are used in matrix products.
 
-    A fused matrix is counted only if all its parts are frozen. An untied embedding is not counted,
-    because a lookup is not a matrix product. A tied embedding is counted, because it is also the
-    output layer.
+    A fused matrix, such as the one of queries, keys and values, is counted only if all its parts
+    are frozen. An untied embedding is not counted, because a lookup is not a matrix product. A tied
+    embedding is counted, because it is also the output layer.
     """
     if trains_everything(recipe):
         return 0

@@ -22,9 +22,9 @@ class Accelerator:
 
 # Values of GPU models; the key is a part of the name that CUDA reports. The source is NVIDIA's data
 # sheets of A100 80GB, H100, H200 and HGX B200. Where a data sheet lists FLOP/s with sparsity or
-# link bandwidth as the sum of both directions, this table has half of the listed value. "H100" is
-# last among the H100 models, because it is also a part of the names of the others and the first key
-# that is found counts.
+# link bandwidth as the sum of both directions, this table has half of the listed value.
+# `find_accelerator` uses the first key that the name contains. So the key "H100" must come after
+# "H100 PCIe" and "H100 NVL", whose names also contain it.
 ACCELERATORS = {
     "H100 PCIe": Accelerator(756e12, 80, 2.0e12, 300e9),
     "H100 NVL": Accelerator(835e12, 94, 3.9e12, 300e9),

@@ -31,7 +31,7 @@ class Moment:
     Attributes:
         beside: temporary memory in addition to the saved activations.
         freed: part of the saved activations that is already freed at this moment.
-        gathered: unsharded weights that ZeRO 3 has gathered and not yet released at this moment.
+        gathered: weights that ZeRO 3 has gathered from the ranks and not yet released.
     """
 
     beside: int = 0
@@ -51,8 +51,11 @@ class StageMemory:
         weights: weights that the forward pass uses; with ZeRO 3 this rank's partition.
         gradients: accumulated gradients; with ZeRO 2 and 3 this rank's partition.
         optimizer: this rank's partition of the float32 master weights and of Adam's moments.
-        communication: buckets for reducing gradients.
-        activations: saved activations of all microbatches in flight, after their forward passes.
+        communication: buckets for reducing gradients (ZeRO 2's bucket is part of ``layer``
+            instead). With ZeRO 1 or 2 and an offloaded optimizer, also a buffer for the largest
+            parameter.
+        activations: saved activations on the device of all microbatches in flight, after their
+            forward passes.
         loss: memory during the loss and the backward pass of the output layer.
         reduction: memory while DeepSpeed copies or reduces the output layer's gradient.
         layer: memory during the backward pass of one layer.
@@ -116,7 +119,7 @@ def memory_by_stage(
 
 
 def peak_memory(recipe: Recipe, world_size: int) -> int:
-    """Return the estimated peak memory on a GPU, over all pipeline stages.
+    """Return the estimated peak memory of a GPU, in the pipeline stage where it is largest.
 
     Only the first and the last stage are computed. One of them has the largest peak: all stages
     have the same number of layers, but only these two have a vocabulary matrix. The first stage
@@ -158,7 +161,9 @@ def _stage_memory(
 def _states(recipe: Recipe, stage: int, shards: int, microbatches: int) -> StageMemory:
     """Return the memory of weights, gradients, optimizer state and update, without activations.
 
-    The few elements with which ZeRO pads its partitions are not counted.
+    In the result, ``activations`` and the moments of the passes are 0, except ``layer``, which has
+    the bucket for gradients if the run uses ZeRO 2. The few elements with which ZeRO pads its
+    partitions are not counted.
 
     Args:
         recipe: recipe of the run.
@@ -217,11 +222,12 @@ def _zero_2(states: StageMemory, recipe: Recipe, shards: int, microbatches: int)
     """Return ``states`` with the changes of ZeRO 2 (DeepSpeed's runtime/zero/stage_1_and_2.py).
 
     - Gradients are partitioned. They are allocated at the end of the first microbatch. With only
-      one microbatch per step, they therefore exist only during the update.
+      one microbatch per step, they exist only during the update, and their size is added to
+      ``update``.
     - ``update`` is the larger of two sizes. The first is a gradient copied to float64 to compute
       its norm. The second is the gradients of this rank's partition in the run's precision, which
-      stay in memory until the backward pass ends. They count as memory of the update, because no
-      activations are left at the end of the backward pass, as during the update.
+      stay in memory until the backward pass ends. At that moment no activations are left, as
+      during the update, so these gradients count as memory of the update.
     """
     norm, elements = _float64_norm(states, recipe, shards), states.gradients // FLOAT32
     update = norm if recipe.training.precision == "bf16" else max(states.update, norm)
@@ -253,10 +259,10 @@ def _zero_3(states: StageMemory, recipe: Recipe, shards: int) -> StageMemory:
 
 
 def _gathered_bytes(recipe: Recipe) -> dict[str, int]:
-    """Return the bytes of unsharded weights that ZeRO 3 holds, by the name of the moment.
+    """Return a dict: name of a moment -> bytes of gathered weights that ZeRO 3 holds at the moment.
 
-    The names are the attributes "loss", "layer" and "embedding" of :class:`StageMemory`. With ZeRO
-    1 and 2 the bytes are 0.
+    The moments are the attributes ``loss``, ``layer`` and ``embedding`` of :class:`StageMemory`.
+    With ZeRO 1 and 2 the bytes are 0.
     """
     if recipe.parallel.zero_stage < 3:
         return dict.fromkeys(("loss", "layer", "embedding"), 0)
@@ -274,7 +280,8 @@ def _offloaded(states: StageMemory, recipe: Recipe, shards: int) -> StageMemory:
     - With ZeRO 3, the device keeps no gradients, and the update needs no memory on it.
     - ZeRO 1 still accumulates all gradients on the device in float32, and reduces them in a float32
       bucket. A gradient that is larger than the bucket is copied.
-    - ZeRO 2 computes the norm of gradients on the device, in float64.
+    - With ZeRO 2, the gradients on the device and the memory of the update are those without
+      offload (see :func:`_zero_2`).
     """
     element = BYTES[recipe.training.precision]
     partition = states.optimizer // (3 * FLOAT32)
@@ -308,9 +315,9 @@ def _reduction(
     - ZeRO 1 without offload needs no copy; the result is then 0.
     - ZeRO 1 with offload copies each gradient to float32 to accumulate it.
     - ZeRO 2 with offload allocates its bucket, and copies a gradient larger than the bucket.
-    - ZeRO 2 without offload holds a gradient that is larger than the bucket until the gradient of
-      the final norm is computed. Then it copies and reduces the gradient in pieces. For a smaller
-      gradient, the result is 0.
+    - ZeRO 2 without offload holds the weight's gradient, if it is larger than the bucket, until the
+      gradient of the final norm is computed. Then it copies and reduces the weight's gradient in
+      pieces. For a smaller gradient, the result is 0.
     - The copies of ZeRO 3 are not estimated; the result is then 0.
 
     The gradient of a tied embedding is complete, and copied, only at the end of the backward pass.
@@ -333,13 +340,13 @@ def _reduction(
         return Moment()
     if activations.sums_tied_gradients(recipe):
         freed = activations.embedding_freed(recipe, stage, microbatches, device)
-    # Offloaded activations are not on the device.
+    # Offloaded activations are not on the device, so freeing them frees no memory of the device.
     is_offloaded = recipe.training.offload_activations
     return Moment(element * weight + copy + hidden, 0 if is_offloaded else freed)
 
 
 def _reduced_together(recipe: Recipe, stage: int, shards: int) -> int:
-    """Return the size in elements of ZeRO 2's largest copy to reduce the output layer's gradient.
+    """Return the elements of ZeRO 2's largest copy while it reduces the output layer's gradient.
 
     DeepSpeed splits a gradient into pieces at the boundaries of the ranks' partitions. It collects
     consecutive pieces until they exceed the bucket, copies them into one tensor and reduces it
@@ -392,7 +399,7 @@ def rank_parameters(recipe: Recipe, stage: int) -> tuple[int, int]:
 
 
 def trained_parameters(recipe: Recipe, stage: int) -> tuple[int, int]:
-    """Return the numbers of parameters on a rank that have optimizer state.
+    """Return the numbers of parameters on a rank that have optimizer state, before ZeRO partitions.
 
     These are the trained parameters. A fused projection of which only some rows are frozen has
     optimizer state for all its rows.

@@ -25,9 +25,9 @@ def model_flops_utilization(
 def mfu_metric(
     recipe: Recipe, world_size: int, tokens_per_second: float, device_name: str | None
 ) -> dict[str, float]:
-    """Return the metric ``perf/mfu`` of a run.
+    """Return a dict with the metric ``perf/mfu`` of a run.
 
-    The result is empty on a CPU, on a GPU that is not in ``ACCELERATORS``, and in float32.
+    The dict is empty on a CPU, on a GPU that is not in ``ACCELERATORS``, and for a float32 run.
 
     Args:
         recipe: recipe of the run.

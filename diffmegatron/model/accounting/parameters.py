@@ -95,7 +95,8 @@ def counted_kinds(model: ModelConfig) -> list[tuple[Variant, int]]:
 def attention_weights(model: ModelConfig, kind: Variant) -> int:
     """Count the weights of a layer's attention matrices, without biases and LoRA.
 
-    All of them have the precision of the run.
+    All these weights have the precision of the run, unlike lambda vectors and headwise norms, which
+    are always float32.
     """
     return projection_weights(model, kind) + own_weights("matrix", model, kind)
 

@@ -19,15 +19,17 @@ from diffmegatron.config.schema import Recipe
 from diffmegatron.config.tensors import EMBEDDING, OUTPUT, layer_tensors, outer_tensors
 from diffmegatron.errors import UserError
 
-# Default of two of DeepSpeed's limits, in elements: stage3_max_live_parameters (gathered elements
-# in memory) and stage3_max_reuse_distance (elements used until the next call of the same module).
+# Default value of two limits of DeepSpeed, in elements: stage3_max_live_parameters (gathered
+# elements in memory) and stage3_max_reuse_distance (elements used until the next call of the same
+# module).
 MOST_ELEMENTS = 1_000_000_000
-# Largest number of layers. The simulation follows every call of every layer, which takes time.
+# Largest number of layers of a network that can be simulated. The simulation follows every call of
+# every layer, which would take too long for more layers.
 MOST_LAYERS = 10_000
 # DeepSpeed's stage3_prefetch_bucket_size, in elements.
 PREFETCHED = 50_000_000
-# DeepSpeed's stage3_param_persistence_threshold, in elements. Smaller tensors are gathered only
-# once per step, so they are not simulated.
+# DeepSpeed's stage3_param_persistence_threshold, in elements. Tensors with at most this number of
+# elements are gathered only once per step and not in every microbatch, so they are not simulated.
 PERSISTENT = 100_000
 # Modules of a layer in the order of their forward calls. Modules without large weights, such as
 # norms, are listed too, because every call prefetches weights of later modules.
@@ -57,7 +59,9 @@ class Gathers:
 
 
 def count_gathers(recipe: Recipe) -> Gathers:
-    """Count the elements that ZeRO 3 gathers in a microbatch, except the first one of a run.
+    """Count the elements that ZeRO 3 gathers in a microbatch, and those in memory at some moments.
+
+    The counts hold for every microbatch except the first one of a run.
 
     Raises:
         UserError: If the network has more than 10,000 layers.
@@ -81,13 +85,14 @@ def count_gathers(recipe: Recipe) -> Gathers:
 def _calls(recipe: Recipe) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
     """Return the modules of a network and the order of their calls in a microbatch.
 
-    A tied embedding is one module, which is called twice in each pass.
+    A tied embedding is one module, which is called twice in each pass. One module without weights,
+    with index 0, stands for all small modules outside the layers.
 
     Returns:
         A tuple of three:
 
-        - number of elements of each module's weights; of a layer's tensors only those with more
-          than ``PERSISTENT`` elements count;
+        - number of elements of each module's weights on a tensor-parallel rank; of a layer's
+          tensors only those with more than ``PERSISTENT`` elements count;
         - indices of the modules in the order of the calls in the forward pass;
         - indices of the modules in the order of the calls in the backward pass, which includes the
           forward calls of recomputed layers.
@@ -116,7 +121,8 @@ def _calls(recipe: Recipe) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int,
 def _layers_backward(recipe: Recipe, layers: Sequence[Sequence[int]]) -> Iterator[int]:
     """Yield the modules' indices in the order of the layers' calls in the backward pass.
 
-    The forward calls of recomputed layers come directly before their backward calls.
+    Layers can be recomputed in groups. All forward calls of a recomputed group come directly before
+    the backward calls of the group.
 
     Args:
         recipe: recipe of the run.
@@ -144,16 +150,16 @@ def _follow(modules: tuple[int, ...], calls: tuple[int, ...]) -> tuple[list[int]
     A call fetches the weights of its module, unless they are in memory. Then it prefetches the
     modules of the next calls until the prefetched elements reach ``PREFETCHED`` or the elements in
     memory reach ``MOST_ELEMENTS``. After the call the module's weights are released, except in two
-    cases: they were already fetched for a later call, or fewer than ``MOST_ELEMENTS`` elements are
-    used before the module's next call.
+    cases: they were also prefetched for a later call, or the calls between this one and the
+    module's next call use fewer than ``MOST_ELEMENTS`` elements.
 
     Args:
         modules: number of elements of each module's weights.
         calls: indices of the modules in the order of their calls.
 
     Returns:
-        Number of gathered elements in memory during each call, and total number of elements
-        gathered.
+        List with the number of gathered elements in memory during each call, and the total number
+        of elements gathered in all calls.
     """
     before = (0, *accumulate(modules[each] for each in calls))
     next_calls = _next_calls(calls)
