@@ -14,8 +14,8 @@ A checkpoint may hold only weights, for example of an imported model. A run can 
 checkpoint but not resume from it. Its weights are split into as many files as the maximum file size
 requires.
 
-``sharded.py`` splits tensors into pieces, ``writing.py`` writes the bytes of a file, and
-``checkpoint_manifest.py`` lists the files with their checksums.
+``sharded.py`` splits tensors into the pieces that each rank stores, ``writing.py`` writes the bytes
+of a file, and ``checkpoint_manifest.py`` lists the files with their checksums.
 """
 
 import hashlib

@@ -1,12 +1,12 @@
 """Reader of one safetensors file that :mod:`~diffmegatron.checkpoint.writing` wrote.
 
-Opening a file checks its header. The tensors must be one-dimensional, first those of float32 and
-then those of bytes, and must fill the file without gaps. :meth:`TensorFile.check_content` then
-checks the checksum and that all float32 values are finite, in one pass over the file.
+Opening a file checks its header. The tensors must be one-dimensional, first all float32 and then
+all uint8 tensors, and must fill the file without gaps. :meth:`TensorFile.check_content` checks the
+content: the checksum, and that all float32 values are finite, in one pass over the file.
 
 ``safetensors.safe_open`` is not used, because it does not return the position of a tensor in the
-file. While the bytes are read for the checksum, nothing would show which of them are float32
-values, so the check for finite values would need a second pass.
+file. Without the positions, a pass over the bytes for the checksum could not tell which of them are
+float32 values, and the check for finite values would need a second pass.
 """
 
 import zlib

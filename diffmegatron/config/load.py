@@ -65,13 +65,14 @@ def load_recipe(
 def load_stages(
     path: str | Path, overrides: Sequence[str] = (), *, to_plan: bool = False
 ) -> tuple[Recipe, ...]:
-    """Read a recipe or its stages, trainings that usually start with an earlier stage's weights.
+    """Read a recipe; return one recipe per stage if it has ``stages``.
 
-    ``stages`` is a list of mappings. Each mapping has a ``name``, an optional ``start_from`` (the
-    name of an earlier stage; default: the stage before it), and the keys in which the stage differs
-    from the rest of the recipe. The first stage, and a stage with ``start_from: null``, start from
-    no other stage. A stage's ``run_dir`` becomes ``run_dir/name``. If the stage starts from another
-    one, its ``checkpoint.start_from`` becomes the ``run_dir`` of that stage.
+    A stage is a training, which usually starts with the weights of an earlier stage. ``stages`` is
+    a list of mappings. Each mapping has a ``name``, an optional ``start_from`` (the name of an
+    earlier stage; default: the stage before it), and the keys in which the stage differs from the
+    rest of the recipe. The first stage, and a stage with ``start_from: null``, start from no other
+    stage. A stage's ``run_dir`` becomes ``run_dir/name``. If the stage starts from another one, its
+    ``checkpoint.start_from`` becomes the ``run_dir`` of that stage.
 
     Args:
         path: YAML file.
@@ -80,7 +81,7 @@ def load_stages(
         to_plan: as for :func:`load_recipe`.
 
     Returns:
-        The stages in order, or the recipe alone if it has no ``stages``.
+        The recipes of the stages in order, or the recipe alone if it has no ``stages``.
 
     Raises:
         UserError: a recipe is wrong (:func:`load_recipe`), two stages share a name, or a stage
@@ -112,7 +113,7 @@ def load_stages(
 
 
 def recipe_files(path: Path) -> list[Path]:
-    """Return the resolved paths of a recipe and of all files that it extends.
+    """Return the absolute paths, with links resolved, of a recipe and all files that it extends.
 
     Raises:
         UserError: a file cannot be read, or files extend each other in a circle.
@@ -164,7 +165,7 @@ class _Files:
 
     @property
     def paths(self) -> list[Path]:
-        """Resolved paths of the files that were read, each once, in the order of first reading."""
+        """Absolute paths of the files that were read, each once, in the order of first reading."""
         return [*self._merged]
 
     def read(self, path: Path) -> tuple[Values, Origins]:

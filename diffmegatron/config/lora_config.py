@@ -13,8 +13,8 @@ class LoraConfig(Section):
     """Low-rank adapters of the projections named by ``targets``.
 
     W x becomes W x + (alpha / rank) B A x, where A is [rank, in] and B is [out, rank]. B starts at
-    zero, and W is frozen. ``linear_qkv`` and ``linear_fc1`` are fused projections; their fused
-    parts share one A, as in Megatron's own LoRA.
+    zero, and W is frozen. ``linear_qkv`` (queries, keys and values) and ``linear_fc1`` (gate and up
+    projection) are fused projections. Each has a single A and B, as in Megatron's own LoRA.
     """
 
     rank: Annotated[Size, Field(le=4096)]

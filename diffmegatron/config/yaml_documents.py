@@ -61,7 +61,8 @@ class _Loader(_Notation, yaml.SafeLoader):
 
     def __init__(self, stream: str) -> None:
         super().__init__(stream)
-        # Number of levels down to the node that is being composed, and number of levels below it.
+        # Number of levels from the top down to the node that is being composed, and number of
+        # levels found below it so far.
         self._depth = self._height = 0
         self._nodes = 0
         # For each node that is composed: number of nodes and number of levels below it. Each alias

@@ -65,10 +65,10 @@ def merge(
         Path, typer.Argument(metavar="PREFIX", help="PREFIX given to prepare with --part K/N")
     ],
 ) -> None:
-    """Join all parts of a PREFIX into one corpus.
+    """Join the parts of a corpus that prepare --part wrote.
 
-    PREFIX.idx and PREFIX.json are written. The tokens are not copied but stay in PREFIX.parts, so
-    keep that folder; they are read once to compute a checksum.
+    PREFIX.idx and PREFIX.json are written for the whole corpus. The tokens are read once to compute
+    a checksum, but not copied: they stay in PREFIX.parts, so keep that folder.
     """
     from diffmegatron.data.prepare.merge_parts import merge as merge_parts
 

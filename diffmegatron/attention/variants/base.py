@@ -2,9 +2,9 @@
 
 A variant, or *kind* of attention, is one class in one file of this package. Every layer has two
 projections: the fused projection to queries, keys and values, and the output projection. The class
-defines all other parameters of a layer, the recipe's section with the sizes of the heads, the
-costs, the forward pass of a layer, and the mapping to Hugging Face. No other module depends on the
-name of a kind.
+defines all other parameters of a layer, the recipe's section with the sizes of the heads, the costs
+in memory and arithmetic, the forward pass of a layer, and the mapping to Hugging Face. No other
+module depends on the name of a kind.
 
 A differential kind subtracts a second softmax map from a first one. The query heads of the first
 map are signal heads, and those of the second map are noise heads. In the shapes s is the number of

@@ -1,6 +1,6 @@
-"""Rules that convert a variant's weights to and from those of a transformers model class.
+"""Rules that convert the weights of attention to and from those of a transformers model class.
 
-:class:`HuggingFace` describes that model class.
+Each variant (kind of attention) has such rules. :class:`HuggingFace` describes the model class.
 """
 
 from collections.abc import Callable, Mapping
@@ -25,8 +25,8 @@ class WeightRule(NamedTuple):
         to_hf: function from the tensors of ``ours``, in that order, to a tuple of those of
             ``theirs``.
         from_hf: inverse of ``to_hf``.
-        keep_fp32: whether the exported weights stay in float32, because rounding to bf16 would
-            change the model's outputs.
+        keep_fp32: whether the weights stay in float32 when an export rounds the other weights to
+            bf16. This is for weights whose rounding would noticeably change the model's outputs.
     """
 
     ours: Shapes
@@ -37,7 +37,11 @@ class WeightRule(NamedTuple):
 
     @property
     def folds(self) -> bool:
-        """True if ``to_hf`` multiplies one weight into another; an export rounds the product."""
+        """True if ``to_hf`` multiplies one weight into another.
+
+        In bf16, an export rounds the product, whereas training rounds before it multiplies, so the
+        logits of the two differ slightly.
+        """
         return len(self.ours) > len(self.theirs)
 
 
@@ -48,9 +52,9 @@ class HuggingFace:
     Attributes:
         model_type: model type of its configuration.
         architecture: name of the class.
-        config: keys and values of the configuration that depend on the variant.
+        config: those keys and values of the configuration that depend on the variant.
         fixed: further keys and values of an exported configuration. The configurations of the
-            classes in ``also`` do not have these keys.
+            classes in ``also`` need not have them.
         also: other model types whose classes compute the same from the keys in ``config``.
         remote_code: whether the export contains the code of the class, because transformers lacks
             it.

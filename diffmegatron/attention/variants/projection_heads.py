@@ -43,9 +43,9 @@ class Heads:
     def query_slices(self, keys: int) -> Iterator[slice]:
         """Yield the slice of query heads that attend to each key head, in the order of key heads.
 
-        ``keys`` is the number of key heads in a contiguous range of blocks, for example of one
-        rank. Heads are numbered from 0 in this range. Within a block, queries attend to the key
-        that follows them in the rows.
+        ``keys`` is the number of key heads in a contiguous range of blocks, for example in the
+        range of one rank. The heads of this range are numbered from 0. Within a block, queries
+        attend to the key that follows them in the rows.
         """
         counts = [count for kind, count in self.rows if kind == "q"]
         first = 0
@@ -56,7 +56,11 @@ class Heads:
 
     @property
     def group(self) -> Rows:
-        """Shortest sequence of runs that, repeated one or more times, gives ``rows``."""
+        """Shortest sequence of pairs that, repeated one or more times, gives ``rows``.
+
+        Example: with ``rows`` q, k, v, q, k, v and equal numbers of heads in both halves, the group
+        is q, k, v.
+        """
         lengths = (n for n in range(1, len(self.rows)) if len(self.rows) % n == 0)
         repeated = (n for n in lengths if self.rows == self.rows[:n] * (len(self.rows) // n))
         return self.rows[: next(repeated, len(self.rows))]
