@@ -1,5 +1,6 @@
 """Disks that are full, read-only or that damage what they hold; one process."""
 
+import errno
 import logging
 import math
 import os
@@ -132,17 +133,23 @@ def test_a_full_disk_loses_nothing_of_the_metrics_and_ends_nothing(
 
 
 def remove(run: Path) -> None:
-    shutil.rmtree(run)
+    """Remove a folder in which the thread of TensorBoard may create a file meanwhile."""
+    while run.exists():
+        try:
+            shutil.rmtree(run)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.ENOENT):
+                raise
 
 
 def replace_by_a_file(run: Path) -> None:
-    shutil.rmtree(run)
+    remove(run)
     run.write_text("")
 
 
 def remove_and_make(run: Path) -> None:
     """Test a new folder, which may get the inode of the old one."""
-    shutil.rmtree(run)
+    remove(run)
     run.mkdir()
 
 

@@ -1,6 +1,7 @@
 """Accounting against the network as built and the tensors as allocated."""
 
 import gc
+import time
 from fractions import Fraction
 
 import pytest
@@ -222,8 +223,7 @@ def test_flops_of_a_pair_by_hand(attention, forward):
 def test_deepspeed_allocates_what_is_counted(precision, zero_stage, monkeypatch):
     """Live tensors after the second backward pass, when gradients and Adam's state exist.
 
-    The bucket is there during a backward pass, on its own beside the activations; after it only
-    ZeRO 1 keeps it.
+    ZeRO 2 has a bucket during the backward pass, which is counted with the layer's backward pass.
     """
     recipe = make_recipe(None, {"precision": precision}, {"zero_stage": zero_stage})
     bucket = 123_456
@@ -243,12 +243,17 @@ def test_deepspeed_allocates_what_is_counted(precision, zero_stage, monkeypatch)
                 lambda _: during.extend(storages_since(before, network))
             )
             engine.backward(run_forward(network).mean(), is_last=True)
-            after = storages_since(before, network)
+            bucket_bytes = bucket * (2 if precision == "bf16" else 4)
+            # The thread of gloo that reduced the bucket may free it after the backward pass.
+            deadline = time.monotonic() + 10
+            while bucket_bytes in (after := storages_since(before, network)):
+                assert time.monotonic() < deadline, "the bucket is still there"
     (counted,) = memory_by_stage(recipe, world_size=1)
-    bucket_bytes = counted.communication * bucket // REDUCE_BUCKET
-    assert during.count(bucket_bytes) == (bucket_bytes > 0)
-    held = sum(size for size in after if size != bucket_bytes)
-    assert held == pytest.approx(counted.weights + counted.gradients + counted.optimizer, rel=0.001)
+    assert during.count(bucket_bytes) == (zero_stage == 2)
+    assert (counted.layer.beside > REDUCE_BUCKET) == (zero_stage == 2)
+    assert counted.communication == 0
+    states = counted.weights + counted.gradients + counted.optimizer
+    assert sum(after) == pytest.approx(states, rel=0.001)
 
 
 def with_bucket(elements: int):
