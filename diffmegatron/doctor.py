@@ -74,7 +74,7 @@ class Report:
     """Findings about this machine.
 
     Attributes:
-        sections: title of each table, and its rows.
+        sections: title of each table -> rows of the table.
         missing: one sentence for each package, GPU capability or tokenizer file that is missing or
             cannot be used.
     """
@@ -89,7 +89,7 @@ def run() -> None:
 
 
 def examine() -> Report:
-    """Examine this machine; nothing is downloaded or started."""
+    """Return a report on this machine; nothing is downloaded and no process is started."""
     packages = {name: _version(name) for name in (*REQUIRED, *OPTIONAL)}
     gpus = _gpus()
     layers, layers_problem = _layer_host()
@@ -149,18 +149,18 @@ def _gpus() -> tuple[Finding, ...]:
 
 
 def _layer_host() -> tuple[Finding, tuple[str, ...]]:
-    """Choose the library of the transformer layers, and look for problems with Transformer Engine.
+    """Find the library of the transformer layers on this machine, and problems with its import.
 
     Returns:
-        The row of the report with the chosen library and the reason; and a tuple of problems, which
-        has one sentence if Transformer Engine is installed but cannot be imported, and is empty in
-        all other cases.
+        The row of the report with the library and the reason for its choice; and a tuple of
+        problems, which has one sentence if Transformer Engine is installed but cannot be imported,
+        and is empty in all other cases.
     """
     if find_spec("transformer_engine") is None:
         return Finding("layers", "local", "transformer-engine is not installed"), ()
     try:
-        # Megatron-core imports this module too. It catches only ImportError, so any other error
-        # here means that Megatron-core cannot be imported either.
+        # Megatron-core imports the same module of Transformer Engine, and catches only ImportError.
+        # Any other error here therefore means that Megatron-core cannot be imported either.
         import_module("transformer_engine.pytorch.fp8")
     except ImportError as error:
         return _unusable_transformer_engine(error, "local", "the layers are Megatron-core's own")

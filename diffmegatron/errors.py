@@ -14,8 +14,8 @@ class UserError(ValueError):
 class MachineError(UserError):
     """A temporary failure, such as a missing rank; the same command may succeed later.
 
-    Launch scripts restart a job that ended with this ``exit_status`` (EX_UNAVAILABLE of
-    sysexits.h).
+    Launch scripts restart a job that ended with this ``exit_status``. The value is EX_UNAVAILABLE
+    of sysexits.h.
     """
 
     exit_status = 69
@@ -31,4 +31,4 @@ class UnfitNodeError(MachineError):
 
 
 class NotFiniteError(Exception):
-    """A model computed NaN or infinity; the message names the place."""
+    """A model computed NaN or infinity; the message says which number it is."""

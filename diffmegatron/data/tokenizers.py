@@ -25,10 +25,11 @@ END_OF_TEXT = "<|endoftext|>"
 BYTES = "bytes"
 CL100K = "cl100k_base"
 CL100K_FILE_SHA256 = "223921b76ee99bde995b7ff738513eef100fb51d18c93597a113bcffe865b2a7"
-# Name of the file in tiktoken's cache: the sha1 of the URL from which tiktoken downloads the file.
+# Name of cl100k_base's file in tiktoken's cache: the sha1 of the URL from which tiktoken downloads
+# the file.
 CL100K_CACHE_NAME = "9b5ad71b2ce5302211f9c61530b329a4922fc6a4"
-# Pattern of tiktoken >= 0.9. It has possessive quantifiers, but splits text exactly as the original
-# pattern without them.
+# Pattern with which tiktoken >= 0.9 splits text before it merges bytes. It has possessive
+# quantifiers, but splits text exactly as the pattern of older versions, which has none.
 CL100K_PATTERN = (
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+"
     r"|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
@@ -66,17 +67,18 @@ class Tokenizer(ABC):
     has_chat_tokens: bool = False
 
     def encode_chat(self, text: str) -> np.ndarray:
-        """Return token ids of a chat, uint32 ``[n]``.
+        """Return the n token ids of a chat, uint32 ``[n]``.
 
-        If ``has_chat_tokens``, each ``CHAT_START`` and ``CHAT_END`` in the text becomes one token.
+        If ``has_chat_tokens`` is true, each ``CHAT_START`` and ``CHAT_END`` in the text becomes one
+        token. If it is false, they are encoded as ordinary text.
         """
         return self.encode(text)
 
     @abstractmethod
     def encode(self, text: str) -> np.ndarray:
-        """Return token ids of ordinary text, uint32 ``[n]``.
+        """Return the n token ids of ordinary text, uint32 ``[n]``.
 
-        Text that looks like a special token does not become a special token.
+        Text that looks like a special token is encoded as ordinary text.
 
         Raises:
             UnicodeEncodeError: the text has a lone surrogate, which UTF-8 cannot represent.
@@ -108,7 +110,7 @@ class TiktokenTokenizer(Tokenizer):
 
     @override
     def encode(self, text: str) -> np.ndarray:
-        text.encode()  # tiktoken would silently replace lone surrogates.
+        text.encode()  # Raise an error for lone surrogates, which tiktoken would silently replace.
         return self.encoding.encode_to_numpy(text, disallowed_special=())
 
     @override
@@ -117,7 +119,7 @@ class TiktokenTokenizer(Tokenizer):
 
 
 class _Named(BaseModel):
-    """Token that ``tokenizer_config.json`` contains as an object instead of a string."""
+    """Token that ``tokenizer_config.json`` contains as an object with its text as ``content``."""
 
     content: str
 
@@ -144,8 +146,8 @@ class HuggingFaceTokenizer(Tokenizer):
     """Fast tokenizer from a Hugging Face folder, for continued training of imported models.
 
     Attributes:
-        folder: folder with ``tokenizer.json`` and ``tokenizer_config.json``. The ``eos_token`` of
-            ``tokenizer_config.json`` ends a document.
+        folder: folder with ``tokenizer.json`` and ``tokenizer_config.json``. The end-of-document
+            token is the ``eos_token`` of ``tokenizer_config.json``.
 
     Raises:
         UserError: a file is missing or invalid, or ``eos_token`` is not a token of
@@ -165,7 +167,7 @@ class HuggingFaceTokenizer(Tokenizer):
                 f"{shorten(str(error))}"
             ) from None
         # Text of a document that looks like a special token must be encoded as ordinary text. In
-        # the tokenizers library this option does that.
+        # the tokenizers library, this is the effect of the value True of this option.
         self._tokenizer.encode_special_tokens = True
         end = self._tokenizer.token_to_id(token) if token else None
         if end is None:
@@ -302,7 +304,8 @@ def _search_folders() -> list[Path]:
 def _byte_level() -> Tokenizer:
     encoding = tiktoken.Encoding(
         BYTES,
-        pat_str=r"[\s\S]{1,64}",  # Pieces are short, because tiktoken's merging is superlinear.
+        # The time of tiktoken's merging is superlinear in the length of a piece, so limit it.
+        pat_str=r"[\s\S]{1,64}",
         mergeable_ranks={bytes([byte]): byte for byte in range(256)},
         special_tokens={END_OF_TEXT: 256},
     )
@@ -380,6 +383,9 @@ def _read_description(path: Path, used: set[int]) -> tuple[str, dict[str, int]]:
 
     Returns:
         The split pattern, and the id of each special token.
+
+    Raises:
+        UserError: the file cannot be read, has no ``<|endoftext|>``, or gives an id to two tokens.
     """
     description: _Description = read_json(path, _Description)
     special_tokens = description.special_tokens

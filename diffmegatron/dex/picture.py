@@ -1,7 +1,8 @@
 """Picture of the scores of attention heads, with the selected heads marked.
 
-DEX (Kong, Jang and Kwak, 2025) adds a differential term to selected heads of a pretrained model: it
-subtracts a trained projection from their output. The heads are selected by these scores.
+DEX (Kong, Jang and Kwak, 2025) extends selected heads of a pretrained model: it multiplies the
+output of each such head by a trained matrix, and subtracts a multiple of this product from the
+output. The heads are selected by these scores.
 """
 
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ _NAMES = {
 def draw_scores(
     path: Path, scores: Sequence[Sequence[float]], heads: Sequence[Sequence[int]], method: str
 ) -> None:
-    """Draw the scores of all heads by layer, with a dot on each selected head.
+    """Draw a colour map of the scores (rows: layers, columns: heads), with dots on selected heads.
 
     Args:
         path: PNG file to write.

@@ -1,6 +1,7 @@
 """Scores of attention heads on text: the entropy of their attention, or their importance.
 
-Shapes: s is the number of positions on this rank, b the batch size, and d the width of a head.
+Shapes: s is the number of positions of a sequence on this rank (with context parallelism, of its
+share of the sequence), b the number of sequences of a microbatch, and d the width of a head.
 """
 
 import math
@@ -21,13 +22,14 @@ from diffmegatron.model.network import Network
 from diffmegatron.parallel.parallel_state import ParallelState
 from diffmegatron.training.compute.step import forward_backward, forward_only
 
-# Number of queries whose attention weights are in memory at once.
+# Maximum number of queries in a block; the attention weights of one block are in memory at once.
 _QUERIES = 256
 
 Sums = dict[int, Tensor]
-"""Sums of scores over this rank's share of the text, float64 [heads of this rank], by layer.
+"""Layer -> sum of each head's scores over this rank's share of the text, float64 [heads].
 
-The key is the number of the layer from 1, over all pipeline stages.
+The layers are those of this rank's pipeline stage, numbered from 1 over all stages. The heads are
+those of this rank.
 """
 
 
@@ -44,10 +46,10 @@ class Score(ABC):
     def sums(
         self, network: Network, microbatches: Sequence[Batch], parallel_state: ParallelState
     ) -> tuple[Sums, float]:
-        """Return this rank's sums of scores, and their weight.
+        """Return this rank's sums of scores, and the weight of these sums.
 
-        The score of a head is the sum of these sums over data- and context-parallel ranks, divided
-        by the sum of the weights of the same ranks.
+        To compute the score of a head, the caller adds its sums over all data- and context-parallel
+        ranks, and divides by the sum of the weights of these ranks.
 
         Args:
             network: this rank's shard of the network.
@@ -64,10 +66,12 @@ class Entropy(Score):
     def sums(
         self, network: Network, microbatches: Sequence[Batch], parallel_state: ParallelState
     ) -> tuple[Sums, float]:
-        """Return the sums of the entropies over queries, and the number of queries of this rank.
+        """Return the sums of the entropies over queries, and the number of this rank's queries.
 
-        Context-parallel ranks gather all queries and keys of a sequence. Each rank then computes
-        the entropies for a share of the blocks of queries.
+        Context-parallel ranks gather all queries and keys of a sequence and divide the queries into
+        blocks. Each rank computes the entropies of every n-th block, where n is the number of these
+        ranks. Its sums may thus contain more or fewer queries than it has itself, but the totals of
+        all ranks agree.
         """
         total: Sums = defaultdict(partial(torch.zeros, (), dtype=torch.float64))
 
@@ -86,7 +90,7 @@ class Gradient(Score):
 
     xi is a factor of value 1 that multiplies the head's output, and L is the mean loss of a
     sequence. The score is the mean of |dL/dxi| over sequences. The backward pass also computes the
-    gradients of the weights, so they need memory.
+    gradients of the weights, which need memory although the score does not use them.
     """
 
     highest = False
@@ -94,9 +98,10 @@ class Gradient(Score):
     def sums(
         self, network: Network, microbatches: Sequence[Batch], parallel_state: ParallelState
     ) -> tuple[Sums, float]:
-        """Return this rank's sums of the importances, and their weight.
+        """Return this rank's sums of the importances, and the weight of these sums.
 
-        The weights of all data- and context-parallel ranks add up to 1.
+        The sums are already divided by the number of sequences of all ranks. The weights of all
+        data- and context-parallel ranks therefore add up to 1.
         """
         total: Sums = defaultdict(partial(torch.zeros, (), dtype=torch.float64))
 
@@ -114,10 +119,11 @@ class Gradient(Score):
             forward_backward(_EngineWithoutOptimizer(network), microbatches, parallel_state)
         network.zero_grad(set_to_none=True)
         # The loss of forward_backward is a mean over the global batch, so the gradients already
-        # contain the division by the number of sequences. Two factors remain. First,
+        # contain the division by the number of sequences. `scale` removes two other factors. First,
         # forward_backward multiplies the loss by the number of data- and context-parallel ranks,
-        # because DeepSpeed would average the gradients over them. Second, every context-parallel
-        # rank has added the importance of the whole sequence. The weights 1 / ranks add up to 1.
+        # because DeepSpeed would average the gradients over them. Second, each of the
+        # context-parallel ranks has added the importance of the whole sequence, so it is counted
+        # context_size times.
         ranks = parallel_state.data_size * parallel_state.context_size
         scale = 1 / (ranks * parallel_state.context_size)
         return {layer: value * scale for layer, value in total.items()}, 1 / ranks
@@ -165,7 +171,8 @@ def _add_gradient_hook(
 ) -> Callable[[], object]:
     """Make each backward pass call ``add`` with the outputs of a layer's heads and their gradient.
 
-    The outputs and the gradient are [s, b, heads * d].
+    Both tensors are [s, b, heads * d] for the heads of this rank. The outputs are those before the
+    output projection of the layer.
 
     Returns:
         Function that removes the hook.
@@ -182,13 +189,14 @@ def _add_gradient_hook(
 def _entropy_sums(
     query: Tensor, key: Tensor, documents: Tensor | None, layer: SelfAttention
 ) -> Tensor:
-    """Return the sum of the entropies over this rank's share of the queries.
+    """Return, for each head, the sum of the entropies over this rank's share of the queries.
 
     Args:
         query: queries [s, b, heads, d].
         key: keys [s, b, key heads, d].
-        documents: boundaries of the packed documents in the concatenated sequences of the batch,
-            [documents + 1] beginning with 0; None if every sequence is one document.
+        documents: boundaries of the packed documents in the concatenated sequences of the batch
+            (whole sequences, also with context parallelism), [documents + 1] beginning with 0; None
+            if every sequence is one document.
         layer: attention layer of the heads.
 
     Returns:
@@ -199,7 +207,7 @@ def _entropy_sums(
         query, key = (sequence_of_all_ranks(x, group) for x in (query, key))
     length, rows = query.shape[:2]
     ends = range(0, length * rows + 1, length) if documents is None else documents.tolist()
-    # Concatenate the sequences of the batch: [b * s, heads, d].
+    # Concatenate the whole sequences of the batch: [b * length, heads, d].
     queries, keys = (x.transpose(0, 1).flatten(0, 1).float() for x in (query, key))
     queries = queries / math.sqrt(query.shape[3])
     blocks = [

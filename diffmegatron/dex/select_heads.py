@@ -45,7 +45,9 @@ def select_heads(
     share: float,
     sequences: int,
 ) -> str | None:
-    """Score every head of a checkpoint, and write the file for a recipe's ``selected_heads``.
+    """Score every head of a checkpoint, and write a file with the selected heads.
+
+    A recipe names this file in ``model.attention.selected_heads``.
 
     Args:
         model: checkpoint, or a ``run_dir``, whose newest checkpoint is used.
@@ -54,15 +56,15 @@ def select_heads(
         overrides: ``KEY=VALUE`` overrides of the checkpoint's recipe. The recipe's parallel layout
             is replaced by that of one process before the overrides apply.
         method: name of the scoring method.
-        share: share of each layer's heads to select. The number of heads is rounded, and is at
-            least 1.
+        share: share of each layer's heads to select. The number of selected heads per layer is
+            rounded, and is at least 1.
         sequences: number of sequences to score on, each of ``training.seq_length`` tokens.
 
     Returns:
-        A summary of the selection on rank 0; None on the other ranks.
+        On rank 0, a summary such as "8 of 16 heads by entropy"; None on the other ranks.
 
     Raises:
-        UserError: the checkpoint, the text, the layout or ``out`` cannot be used.
+        UserError: the checkpoint, the text, the parallel layout or ``out`` cannot be used.
     """
     if not out.name:
         raise UserError(f"--out {format_path(out)} is a folder; give a file, such as heads.yaml")
@@ -96,9 +98,9 @@ def select_heads(
 
 
 def select_layer_heads(scores: Sequence[float], share: float, *, highest: bool) -> tuple[int, ...]:
-    """Return the indices of a layer's heads with the best scores, in ascending order.
+    """Return the indices of the best-scored heads of a layer, in ascending order of the indices.
 
-    Among heads with equal scores, those with lower indices are selected first.
+    Among heads with equal scores, those with lower indices are preferred.
 
     Args:
         scores: score of each head of the layer.
@@ -161,13 +163,13 @@ def _calibration_recipe(
 def _gather_scores(sums: Sums, weight: float, parallel_state: ParallelState) -> Scores:
     """Return the score of every head as ``scores[layer][head]``, the same on every rank.
 
-    A head's score is a weighted mean over all sequences: the sums of all data-parallel ranks are
-    added in the order of the ranks, and divided by the sum of their weights. The heads of the
-    tensor-parallel ranks are joined in the order of the ranks.
+    A head's score is a weighted mean: its sums on all data- and context-parallel ranks are added,
+    and divided by the sum of the weights of these ranks. The heads of a layer are concatenated in
+    the order of the tensor-parallel ranks, and the layers of all pipeline stages are returned.
 
     Args:
-        sums: layer -> sum for each head of this rank.
-        weight: weight of these sums.
+        sums: layer -> sum of scores for each head of this rank.
+        weight: weight of the sums of this rank.
         parallel_state: process groups of this rank.
     """
     coordinates = (parallel_state.data_rank, parallel_state.tensor_rank)

@@ -9,7 +9,7 @@ from diffmegatron.errors import NotFiniteError
 from diffmegatron.evaluation.batched_network import BatchedNetwork, Rows
 from diffmegatron.evaluation.requests import Generation, Scored, Scoring
 
-# A character has up to 4 bytes in UTF-8, and each byte may be a token.
+# Maximum number of tokens of a character: it has up to 4 bytes in UTF-8, and each may be a token.
 _TOKENS_PER_CHARACTER = 4
 
 
@@ -21,17 +21,18 @@ def score(
 
     A row of the batch is a context with one of its continuations. The last token of the
     continuation is left out, because no likelihood depends on the prediction after it. Two
-    continuations that differ only in their last token therefore share a row. If some context has
-    several rows, each context is read once by the network, and its keys and values are copied to
-    each of its rows. Networks whose cache drops tokens (``keeps_all_tokens`` is false) read the
-    context in every row instead.
+    continuations of a context that differ only in their last token therefore share a row. If some
+    context has several rows, the network first reads each context once, and its keys and values are
+    copied to each of its rows. In two cases the network instead reads the context in every row: if
+    every context has one row, or if ``network.keeps_all_tokens`` is false.
 
     Args:
         network: network that reads the rows.
         requests: contexts, each with its continuations.
 
     Returns:
-        For each request, a :class:`Scored` per continuation, or an error if a loss is not finite.
+        For each request, a list with a :class:`Scored` per continuation (the loss of each token,
+        and whether it is the most likely one), or an error if a loss is not finite.
 
     Raises:
         ValueError: a context or a continuation has no tokens.
@@ -112,10 +113,10 @@ class WrittenText:
         return self.found if self.error is None else self.error
 
     def add(self, token: int, tokenizer: Tokenizer) -> None:
-        """Append ``token``, the most likely next token.
+        """Append ``token``, the most likely next token, and end the text if it is complete.
 
-        A text with labels ends when a label is complete. Any other text ends at the end-of-document
-        token (which is not appended), at a stop string, or at the limit of tokens.
+        A text with labels is complete when one of its labels is. Any other text is complete at the
+        end-of-document token (which is not appended), at a stop string, or at the limit of tokens.
         """
         if self.labels is not None:
             self._add_label(token)
@@ -142,7 +143,7 @@ class WrittenText:
             self.has_ended = True
 
     def fail(self) -> None:
-        """End the text with an error, because a logit is not finite."""
+        """End the text with the error that a logit of the next token is not finite."""
         after = len(self.request.ids) + len(self.found)
         self.error = NotFiniteError(f"a logit after {after} tokens is not finite")
         self.has_ended = True
@@ -159,10 +160,11 @@ def generate(
 
     Args:
         network: network that reads the texts.
-        requests: requests with the same number ``shared``, and the same first ``shared`` token ids.
+        requests: requests that begin with the same token ids, as many as their ``shared`` says.
         tokenizer: tokenizer of the network.
-        read_prefix: function that runs the network on the shared token ids, and returns one row
-            with their keys and values.
+        read_prefix: function that runs the network on these shared token ids, and returns one row
+            with their keys and values. It is called if there are shared ids and
+            ``network.keeps_all_tokens`` is true; if not, the network reads each prompt in full.
 
     Returns:
         For each request, the ids of the new tokens, or an error if a logit is not finite.
@@ -177,7 +179,7 @@ def generate(
         chunks = [request.ids for request in requests]
         rows = network.with_cache(len(chunks), shared + columns)
     texts = [WrittenText(request) for request in requests]
-    # Text of each row. Rows of complete texts are dropped below.
+    # Text of each row. It differs from `texts` after rows of complete texts were dropped (below).
     written = texts
     while True:
         ends = [(row, len(chunk) - 1) for row, chunk in enumerate(chunks)]

@@ -21,6 +21,8 @@ class _ReservedLayer(DynamicLayer):
     The caches of ``transformers`` are slower: ``DynamicCache`` copies all keys and values for each
     new token, and with ``StaticCache`` attention also computes over the unused part of the memory.
 
+    Shapes: b is the number of rows, one text each, and t the number of new tokens per row.
+
     Args:
         columns: largest number of tokens of a row, including padding.
     """
@@ -48,7 +50,7 @@ class _ReservedLayer(DynamicLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
-        """Append keys and values [b, heads, t, channels], and return views of all cached ones."""
+        """Append keys and values [b, heads, t, channels], and return all cached ones as views."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         first = self.get_seq_length()
@@ -116,8 +118,8 @@ class BatchedNetwork:
 
         In such a network, masked padding between tokens has no effect. In other networks, padding
         would shift a sliding window, or change the state of a recurrent layer. The property is also
-        False if the network has no argument ``position_ids``, because positions must not count
-        padding.
+        False if the network has no argument ``position_ids``: the caller could then not exclude
+        padding from the positions.
         """
         network = self._network
         layers = DynamicCache(config=network.config).layers
@@ -159,7 +161,7 @@ class BatchedNetwork:
     def read(
         self, rows: Rows, chunks: Sequence[Sequence[int]], places: Sequence[tuple[int, int]] = ()
     ) -> Tensor:
-        """Run the network on the next chunk of each row, and return its output at some positions.
+        """Run the network on the next chunk of each row; return its output at given positions.
 
         Args:
             rows: b rows, which are updated.
@@ -168,8 +170,8 @@ class BatchedNetwork:
 
         Returns:
             The argument ``found`` of :meth:`logits` and :meth:`score`, in the network's dtype: the
-            last hidden states [n, hidden] if the network's logits are a linear projection of them,
-            and logits [n, vocab_size] for other networks.
+            last hidden states [n, hidden_size] if the network's logits are a projection of them by
+            the output embeddings alone, and logits [n, vocab_size] for other networks.
         """
         device = self._network.device
         lengths = [len(chunk) for chunk in chunks]
@@ -240,10 +242,10 @@ class BatchedNetwork:
 
     @cached_property
     def _ends_in_projection(self) -> bool:
-        """True if the logits are a linear projection of the last hidden states.
+        """True if the logits are a projection of the last hidden states by the output embeddings.
 
-        Some families of models also scale or cap the logits. A test forward pass shows whether the
-        network does.
+        It is False for models that also scale or cap the logits. To find this out, the property
+        runs the network on a few tokens and compares both results.
         """
         project = self._network.get_output_embeddings()
         if project is None:

@@ -1,8 +1,8 @@
 """Scoring of many items at once, so that a model can answer their requests in batches.
 
 A suite is a benchmark. An item is a part of a suite that is scored by itself, such as a question.
-Its score may need several requests to the model, one after the other. The result is the item's
-record, a dictionary.
+To score an item may need several requests to the model, and some of them may depend on earlier
+answers. The result is the item's record, a dictionary.
 """
 
 from collections.abc import Iterable, Iterator
@@ -25,8 +25,8 @@ class _OpenItem:
 
     Attributes:
         key: key of the item.
-        requests: the requests that the suite's generator (:meth:`Suite.requests_of`) has yielded
-            most recently, and whose answers it waits for.
+        requests: the latest list of requests that the suite's generator
+            (:meth:`Suite.requests_of`) has yielded; the generator waits for their answers.
         record: record of the item, or the error that the model returned for a request; None while
             the item is not complete.
     """
@@ -77,7 +77,8 @@ def score_items(
             item = _OpenItem(key, generator)
             # If a generator yields no request, the item is complete already: the suite computed the
             # record itself, for example by a request to an external model. Yield this record at
-            # once, so that it is not lost if that model fails at the next item.
+            # once, so that the caller can save it before the external model may fail at the next
+            # item.
             if item.record is not None:
                 yield item.key, item.record
             items.append(item)

@@ -1,7 +1,8 @@
 """95% intervals by the paired bootstrap: all targets (models) use the same resamples.
 
-A measure is a number of a suite, such as an accuracy. A unit is what a resample draws: usually an
-item, or a group of items that depend on each other (:meth:`Suite.unit`).
+A measure is a number that a suite (a benchmark) computes for a target, such as an accuracy. A unit
+is usually an item of the suite, or a group of items that depend on each other (:meth:`Suite.unit`).
+A resample draws as many units as there are, with replacement.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -12,17 +13,18 @@ from diffmegatron.evaluation.suite import Estimate, Mean
 
 RESAMPLES = 2000
 _SEED = 0
-# Most elements of an array [resamples, units]; with more units than this, it has one row.
+# Maximum number of elements of an array [resamples, units] of counts. If there are more units than
+# this, each array has a single row.
 _COUNTS_AT_ONCE = 1 << 22
 # Ends of a 95% interval.
 _PERCENTILES = (2.5, 97.5)
 
 
 def estimate(shares: Mapping[str, Mean]) -> Estimate | None:
-    """Return a measure of one target with its interval, or None if all weights are 0.
+    """Return a measure of one target with its interval.
 
     The measure is the sum of the units' totals, divided by the sum of their weights. With a single
-    unit it has no interval.
+    unit it has no interval. The result is None if there are no units or all weights are 0.
 
     Args:
         shares: name of each unit -> its contribution to the measure.
@@ -33,8 +35,9 @@ def estimate(shares: Mapping[str, Mean]) -> Estimate | None:
 def difference(shares: Mapping[str, Mean], others: Mapping[str, Mean]) -> Estimate | None:
     """Return a measure of one target minus that of another target, with its interval.
 
-    Only units that both targets have are used, and a resample draws the same units for both. The
-    result is None if there is no such unit, or if all its weights are 0 for one of the targets.
+    Only units that both targets have are used, and a resample draws the same units for both. With a
+    single such unit there is no interval. The result is None if there is no such unit, or if one of
+    the targets has weight 0 in all of them.
 
     Args:
         shares: name of each unit -> its contribution to the measure of one target.
@@ -66,7 +69,7 @@ def estimate_of_means(
 def _resamples(units: int) -> Iterator[np.ndarray]:
     """Yield arrays int64 [resamples, units]: how often each resample draws each unit.
 
-    All arrays together have ``RESAMPLES`` rows.
+    The resamples are divided among the arrays: together, the arrays have ``RESAMPLES`` rows.
     """
     random = np.random.default_rng(_SEED)
     left = RESAMPLES
@@ -91,7 +94,7 @@ def _estimate(*targets: np.ndarray) -> Estimate | None:
     values = np.concatenate(
         [_subtracted([drawn @ target for target in targets]) for drawn in _resamples(units)]
     )
-    # A resample may draw only units of weight 0. Its value is NaN and does not count.
+    # If a resample draws only units of weight 0, its value is not finite and is left out.
     low, high = np.percentile(values[np.isfinite(values)], _PERCENTILES)
     return Estimate(float(value), float(low), float(high), units)
 

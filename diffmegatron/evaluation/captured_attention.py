@@ -1,10 +1,13 @@
 """Attention logits and maps of a network during its forward pass, in blocks of rows (queries).
 
 This module replaces the attention function of ``transformers`` and so receives the queries and
-keys of each layer. Logits and softmax maps are computed from them, and the layer's variant (kind of
-attention) subtracts noise maps from signal maps. Memory holds the queries and keys of one layer,
-and one block of rows. A block has up to 32 MiB of float32 logits (or one row of every head, if that
-is more), and temporary tensors of a few times this size.
+keys of each layer. Logits and softmax maps are computed from them. A map has the attention weights
+of one head. In a layer with differential attention, the softmax maps are signal maps and noise
+maps, and the layer's variant (kind of attention) subtracts the noise maps, multiplied by lambda.
+
+Memory holds the queries and keys of one layer, and one block of rows. A block has up to 32 MiB of
+float32 logits (or one row of every head, if that is more), and temporary tensors of a few times
+this size.
 """
 
 from collections.abc import Callable, Iterator
@@ -29,7 +32,9 @@ _USUAL = "sdpa"
 
 
 class CapturedCall(NamedTuple):
-    """Queries and keys of one call of the attention function.
+    """Queries and keys of one call of the attention function, for a text of s tokens.
+
+    The width of a head is d.
 
     Attributes:
         query: queries after rotary embedding, [query heads, s, d].
@@ -46,7 +51,7 @@ class CapturedCall(NamedTuple):
         """Return the causally masked logits of the queries at positions ``first`` to ``end - 1``.
 
         Returns:
-            Float32 [query heads, rows, end]; -inf for keys after a query's own position.
+            Float32 [query heads, end - first, end]; -inf for keys after a query's own position.
         """
         query = self.query[:, first:end].float().unflatten(0, (len(self.key), -1))
         logits = torch.einsum("kqrd,ktd->kqrt", query, self.key[:, :end].float()) * self.scaling
@@ -83,23 +88,31 @@ class LayerAttention:
         return row_blocks(sum(len(call.query) for call in self.calls), self.rows)
 
     def logits(self, first: int, end: int) -> Tensor:
-        """Return the logits of all query heads in rows ``first`` to ``end - 1``.
+        """Return the logits of all query heads in rows (queries) ``first`` to ``end - 1``.
 
         Returns:
-            Float32 [query heads, rows, end]; -inf for keys after a query's own position.
+            Float32 [query heads, end - first, end]; -inf for keys after a query's own position.
         """
         return torch.cat([call.logits(first, end) for call in self.calls])
 
     def maps(self, first: int, end: int) -> Tensor:
         """Return the maps of rows ``first`` to ``end - 1`` after the subtraction of noise maps.
 
+        If the layer's kind of attention has no noise maps, these are the softmax maps.
+
         Returns:
-            Float32 [heads, rows, end].
+            Float32 [heads, end - first, end]; noise heads are not among the heads.
         """
         return self.subtracted(self.logits(first, end).softmax(-1), first, end)
 
     def subtracted(self, softmax: Tensor, first: int, end: int) -> Tensor:
-        """Return :meth:`maps`, computed from the softmax of :meth:`logits` for the same rows."""
+        """Return the result of :meth:`maps`, if the softmax of the logits is known already.
+
+        Args:
+            softmax: softmax of the result of :meth:`logits` for these rows.
+            first: first row.
+            end: last row + 1.
+        """
         return self.variant.subtracted_maps(self.module, softmax, self.hidden[first:end])
 
 
@@ -115,7 +128,7 @@ def row_blocks(heads: int, rows: int) -> Iterator[tuple[int, int]]:
 
 @contextmanager
 def watch_attention(model: Model, watch: Callable[[LayerAttention], object]) -> Iterator[None]:
-    """Call ``watch`` after the attention of each layer, in every forward pass of this context.
+    """Call ``watch`` after the attention of each layer, in every forward pass within this context.
 
     ``watch`` receives a :class:`LayerAttention`. Every forward pass must have a single text and no
     key-value cache.
@@ -129,8 +142,8 @@ def watch_attention(model: Model, watch: Callable[[LayerAttention], object]) -> 
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any
     ) -> tuple[Tensor, None]:
         _check(model, options)
-        # Some model classes call attention twice with the same queries, once for each half of the
-        # values. Record only one of these calls.
+        # Some model classes call this function twice with the same queries and keys, once for each
+        # half of the values. Record only one of these calls.
         if not calls or calls[-1].query.data_ptr() != query.data_ptr():
             calls.append(CapturedCall(query[0], key[0], options["scaling"]))
         return ALL_ATTENTION_FUNCTIONS[_USUAL](module, query, key, value, mask, **options)
@@ -152,13 +165,13 @@ def watch_attention(model: Model, watch: Callable[[LayerAttention], object]) -> 
 
 @contextmanager
 def quantize_logits(model: Model, bits: int) -> Iterator[None]:
-    """Round the attention logits of every forward pass in this context to ``bits`` bits (absmax).
+    """Round the attention logits of every forward pass within this context to ``bits`` bits.
 
     Every forward pass must have a single text.
 
-    A logit x becomes s * round(x / s), where the step s is max |x| / (2^(bits - 1) - 1). The
-    maximum is over all queries, heads and visible keys of an attention call. The softmax is
-    computed in float32.
+    A logit x becomes s * round(x / s), where the step s is max |x| / (2^(bits - 1) - 1) (absmax
+    quantization). The maximum is over all queries, heads and visible keys of one call of the
+    attention function. The softmax is computed in float32.
 
     Raises:
         UserError: the kind of attention is unknown, or attention is limited to a window.
@@ -201,7 +214,7 @@ def _largest(logits: Tensor) -> float:
 def _attending(network: PreTrainedModel, attend: Callable) -> Iterator[None]:
     """Replace the attention function of a network within this context.
 
-    ``transformers`` builds no attention mask for a function that is not its own. The function must
+    ``transformers`` builds no attention mask for functions that are not part of it. ``attend`` must
     therefore apply the causal mask itself.
     """
     usual = network.config._attn_implementation

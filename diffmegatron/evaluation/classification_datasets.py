@@ -1,7 +1,7 @@
 """Text classification in context: data sets, prompts, and decoding constrained to the labels.
 
-Decoding follows Ratner et al. (2023): at every step the model chooses only among tokens that
-continue a label. A label remains possible as long as it begins with the tokens chosen so far.
+Decoding follows Ratner et al. (2023): at every step the model chooses among the possible next
+tokens of the labels that begin with the tokens chosen so far.
 """
 
 import csv
@@ -40,9 +40,9 @@ class ClassificationTask:
     """A classification data set, and the form of its prompt.
 
     Attributes:
-        train: examples that prompts contain.
-        test: examples to classify.
-        text, label: words that a prompt puts before a text and before its label, such as
+        train: examples whose texts and labels are shown in prompts.
+        test: examples whose texts the model classifies.
+        text, label: words that stand in a prompt before a text and before its label, such as
             ``Question`` and ``Type``.
     """
 
@@ -157,8 +157,8 @@ class Prompt:
     """The part of a prompt that many items share: examples, and the labels to choose from.
 
     Attributes:
-        digest: hash of the examples and the labels. ``repr`` shows this hash instead of the other
-            fields, which are long and part of many items.
+        digest: hash of the examples and the labels. The other fields are long and part of many
+            items, so ``repr`` shows only this hash.
         prefix: ids of the start token and the examples.
         labels: tree of the labels that the model can choose.
     """
@@ -168,7 +168,7 @@ class Prompt:
     labels: LabelTree = field(repr=False)
 
     def request(self, question: Sequence[int]) -> Generation:
-        """Return the request for the most likely label.
+        """Return the request to choose a label for a question by greedy decoding.
 
         Args:
             question: token ids of the question, which follow the prefix.
@@ -202,7 +202,8 @@ class EncodedTask:
         train: examples of the training set, shuffled with a fixed seed.
 
     Raises:
-        UserError: a file is missing or has another format, or two labels have the same tokens.
+        UserError: a file is missing or has another format, a label has no tokens, or two labels
+            have the same tokens.
     """
 
     def __init__(self, name: str, data_dir: Path, count: int, target: Target) -> None:
@@ -220,9 +221,10 @@ class EncodedTask:
 
         Args:
             examples: examples in the order of the prompt.
-            key: prefix of the items' keys; a key is ``KEY/NUMBER`` with the question's number.
-            more: first values of each item's content. The next values are the prompt, the ids of
-                the question, and its correct label.
+            key: beginning of the items' keys. The key of question n, from 0, is ``key`` followed by
+                ``/n``.
+            more: first values of each item's content. The values after them are the prompt, the ids
+                of the question, and its correct label.
         """
         text = "".join(map(self._task.demonstration, examples))
         digest = hashlib.sha256(repr((text, self._names)).encode()).hexdigest()

@@ -26,8 +26,8 @@ from diffmegatron.model.accounting import count_parameters
 from diffmegatron.training.monitoring.metrics import METRICS, Entry, read_metrics
 from diffmegatron.training.monitoring.source_losses import SOURCE_LOSS, SOURCE_TOKENS
 
-# The final training loss is the mean over this fraction of the steps, the last ones, because the
-# loss of a single batch is noisy.
+# Share of a stage's steps, at its end, over which the final training loss is averaged. The loss of
+# a single batch would be noisy.
 _LAST_SHARE = 0.1
 
 
@@ -40,7 +40,8 @@ class RecordedStage:
 
     Attributes:
         recipe: resolved recipe of the stage.
-        entries: entries of its ``metrics.jsonl``.
+        entries: entries of the stage's ``metrics.jsonl``, each a dictionary with a step and the
+            metrics that were recorded at this step.
     """
 
     recipe: Recipe
@@ -48,16 +49,16 @@ class RecordedStage:
 
     @property
     def last_step(self) -> int:
-        """Last step with a recorded metric."""
+        """Number of the last step that has an entry."""
         return int(max(entry["step"] for entry in self.entries))
 
     @property
     def tokens(self) -> int:
-        """Number of tokens seen in this stage, up to the last step with a recorded metric."""
+        """Number of tokens seen in this stage, up to the last step that has an entry."""
         return self.last_step * self.recipe.training.tokens_per_step
 
     def series(self, name: str) -> list[tuple[float, float]]:
-        """Return a pair (tokens seen in this stage, value) for each record of metric ``name``."""
+        """Return a list of (tokens seen in this stage, value), one for each value of a metric."""
         tokens = self.recipe.training.tokens_per_step
         return [(entry["step"] * tokens, entry[name]) for entry in self.entries if name in entry]
 
@@ -68,7 +69,7 @@ class RecordedStage:
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """The stages of a run that have recorded metrics, in order."""
+    """A run, represented by those of its stages that have recorded metrics, in order."""
 
     stages: Sequence[RecordedStage]
 
@@ -78,7 +79,7 @@ class RecordedRun:
         return [0, *accumulate(stage.tokens for stage in self.stages[:-1])]
 
     def series(self, name: str) -> list[tuple[float, float]]:
-        """Return a pair (tokens seen in all stages, value) for each record of metric ``name``."""
+        """Return a list of (tokens seen since the run began, value), one for each metric value."""
         return [
             (start + tokens, value)
             for start, stage in zip(self.starts, self.stages, strict=True)
@@ -169,12 +170,14 @@ def final_figures(run: RecordedRun) -> dict[str, Any]:
     """Return a dict with the names and values of a run's final figures.
 
     Steps and tokens are sums over all stages, and ``stages`` lists the names of all stages if there
-    are several. All other figures are those of the last stage:
+    are several. All other figures are those of the last stage; figures without a recorded value are
+    left out:
 
+    - Kind of attention, and number of parameters.
     - Training losses: means over the last tenth of the stage's steps.
-    - Validation losses and evaluation metrics: their last record.
-    - Lambda: mean over the layers of the last record of each layer.
-    - Throughput: median of its records. Memory: maximum of its records.
+    - Validation losses and evaluation metrics: the last recorded value of each.
+    - Lambda: the last recorded value of each layer, averaged over the layers.
+    - Throughput: median of the recorded values. Memory: maximum of the recorded values.
     """
     last = run.stages[-1]
     model, names = last.recipe.model, [Path(stage.recipe.run_dir).name for stage in run.stages]
@@ -205,7 +208,10 @@ def final_figures(run: RecordedRun) -> dict[str, Any]:
 
 
 def _source_losses(stage: RecordedStage, after_step: float) -> dict[str, float]:
-    """Return the mean loss per token of each data source, over the steps after ``after_step``."""
+    """Return the mean loss per token of each data source, over the steps after ``after_step``.
+
+    The keys are the names of the sources' loss metrics. Sources without tokens are left out.
+    """
     losses = {}
     for loss in stage.names(SOURCE_LOSS):
         tokens = loss.replace(SOURCE_LOSS, SOURCE_TOKENS, 1)

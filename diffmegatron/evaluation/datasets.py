@@ -28,8 +28,8 @@ class DataSet(Generic[Example]):
     """A data set in a file of its published format.
 
     Attributes:
-        file: name of the file under ``--data-dir``. In place of a ``.jsonl`` file there may be a
-            compressed file (``.jsonl.gz``, ``.jsonl.zst``) or a Parquet file.
+        file: name of the file under ``--data-dir``. If a ``.jsonl`` file is missing, a file of the
+            same stem that is compressed (``.jsonl.gz``, ``.jsonl.zst``) or Parquet is read instead.
         read: function that yields the examples of a file.
         origin: name, format and source of the file, for error messages.
     """
@@ -61,14 +61,17 @@ class DataSet(Generic[Example]):
 
 
 class Row(BaseModel, ABC):
-    """A row of a published data set. Its fields are the keys or columns that evaluation uses."""
+    """Base of the rows of published data sets.
+
+    The fields of a subclass are the keys or columns of the row that evaluation uses.
+    """
 
     @abstractmethod
     def examples(self, name: str) -> Iterator[Any]:
-        """Yield the examples of the row.
+        """Yield the examples of the row; a row may have several.
 
         Args:
-            name: name of the row in error messages.
+            name: file and number of the row, for error messages.
 
         Raises:
             UserError: the row has no answer.
@@ -76,7 +79,7 @@ class Row(BaseModel, ABC):
 
 
 def json_lines(row: type[Row]) -> Reader[Any]:
-    """Return a reader of files in JSON lines or Parquet whose rows have the class ``row``."""
+    """Return a reader of JSON-lines and Parquet files, whose rows it parses as ``row``."""
 
     def read(path: Path) -> Iterator[Any]:
         (file,) = find_files([path], "*")
@@ -94,7 +97,7 @@ def json_lines(row: type[Row]) -> Reader[Any]:
 
 
 def json_list(row: type[Row]) -> Reader[Any]:
-    """Return a reader of JSON files that contain one list, whose entries have the class ``row``."""
+    """Return a reader of JSON files that contain one list, whose entries it parses as ``row``."""
 
     def read(path: Path) -> Iterator[Any]:
         rows: list[Row] = _parsed(path, list[row])  # type: ignore[valid-type]
@@ -104,7 +107,7 @@ def json_list(row: type[Row]) -> Reader[Any]:
 
 
 def json_table(row: type[Row]) -> Reader[Any]:
-    """Return a reader of JSON files with one object, whose values have the class ``row``."""
+    """Return a reader of JSON files that contain one object, whose values it parses as ``row``."""
 
     def read(path: Path) -> Iterator[Any]:
         rows: dict[str, Row] = _parsed(path, dict[str, row])  # type: ignore[valid-type]

@@ -15,7 +15,7 @@ class Passage(NamedTuple):
     Attributes:
         document: text of the document.
         question: question about the document; empty if the task is a summary.
-        references: correct answers, or a reference summary.
+        references: correct answers to the question, or one reference summary of the document.
     """
 
     document: str

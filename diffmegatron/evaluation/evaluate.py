@@ -44,15 +44,17 @@ def evaluate(
     settings: Sequence[str],
     computing: Computing | None = None,
 ) -> Path:
-    """Run suites on targets and write the report, or resume an interrupted evaluation.
+    """Run suites on targets and write the report.
 
-    If a launcher (torchrun) has started several processes, they share the items of each suite.
+    An interrupted evaluation of the same suites and targets is resumed. If a launcher (torchrun)
+    has started several processes, they share the items of each suite.
 
     Args:
         paths: paths of the targets.
         names: names of the suites.
         out: directory of the results, created if it is missing.
-        options: values of the suites' fields ``data``, ``haystack`` and ``data_dir``.
+        options: values of the suites' fields ``data``, ``haystack`` and ``data_dir``, by the name
+            of the field.
         settings: settings of suites, as ``SUITE.KEY=VALUE``.
         computing: device, dtype, size of batches and engine; None for the defaults.
 
@@ -85,7 +87,7 @@ def evaluate(
 
 
 def _given(options: Mapping[str, Any]) -> Iterator[Path | str]:
-    """Yield every value in :func:`evaluate`'s options: a path, or ``NAME=PATH``."""
+    """Yield the values of the options of :func:`evaluate`; each is a path or ``NAME=PATH``."""
     for value in options.values():
         yield from value if isinstance(value, tuple) else (value,)
 
@@ -95,7 +97,7 @@ def _lock(out: Path) -> FileLock:
 
 
 def shortest_context(targets: Sequence[Target]) -> int:
-    """Return the default context of suites: the shortest of all targets, at most 2,048 tokens."""
+    """Return the default context of suites in tokens: the targets' shortest, but at most 2,048."""
     return int(min(MAX_DEFAULT_CONTEXT, *(target.context for target in targets)))
 
 
@@ -127,7 +129,7 @@ def _run(suite: Suite, model: Model, out: Path, ranks: Ranks) -> Measured:
         header["dtype"] = model.computing.dtype_of(target)
         header["engine"] = model.computing.engine
     with SharedRecords(out / suite.name / f"{target.name}.jsonl", header, ranks) as file:
-        # Check existing records first, because scoring the other items may take hours.
+        # Check the records of an earlier run before scoring, which may take hours.
         check_records(file.records.values(), suite.means)
         # `target.context` loads the network's configuration. The items of suites that read only
         # training records have 0 tokens, so for them the configuration is not loaded.
@@ -143,7 +145,7 @@ def _run(suite: Suite, model: Model, out: Path, ranks: Ranks) -> Measured:
             )
         finite = [file.records[i.key] for i in fitting if NOT_FINITE not in file.records[i.key]]
         # Follow-ups, the items of a suite's second pass, depend on the records of all items of the
-        # first pass, so skip them if a record is not finite.
+        # first pass, so skip them if a record has a number that is not finite.
         if len(finite) == len(fitting):
             more = suite.follow_ups(target, finite)
             _score_items(suite, model, more, file, ranks, suite.passes[1])
@@ -191,7 +193,16 @@ def _check_keys(suite: Suite, items: Sequence[Item]) -> None:
 
 
 class _Progress:
-    """Printer of progress lines; the ETA assumes that all processes are equally fast."""
+    """Printer of progress lines with the estimated remaining time (ETA) on standard error.
+
+    Only rank 0 prints. It counts its own items, and assumes that all processes are equally fast.
+
+    Args:
+        name: suite, pass and target, printed at the start of each line.
+        total: number of items.
+        left: number of items without a record, over all processes.
+        processes: number of processes that score items.
+    """
 
     def __init__(self, name: str, total: int, left: int, processes: int) -> None:
         self._name, self._total, self._left = name, total, left
@@ -201,9 +212,9 @@ class _Progress:
             self._print(f"{total - left} of {total} items have records already")
 
     def advance(self) -> None:
-        """Count one more finished item in each process, and print a line if one is due.
+        """Count one more finished item in each process, and print a line in two cases.
 
-        A line is due after the last item, and when the previous line is at least 5 seconds old.
+        The cases are: no item is left, or the previous line is at least 5 seconds old.
         """
         self._left = max(0, self._left - self._processes)
         now = time.monotonic()

@@ -61,18 +61,22 @@ class Computing:
 
     @property
     def is_gpu(self) -> bool:
-        """True if networks are on a GPU."""
+        """True if the networks run on a GPU."""
         import torch
 
         return self.device == "cuda" or (self.device == "auto" and torch.cuda.is_available())
 
     def tokens(self, *, is_generation: bool) -> int:
-        """Return the largest number of tokens of a batch, for generation or for scoring."""
+        """Return the limit ``batch_tokens``, or if it is None, the default for this device.
+
+        Args:
+            is_generation: whether the batch generates text; if False, it scores given texts.
+        """
         on_cpu = _CPU_GENERATION if is_generation else _CPU_SCORING
         return self.batch_tokens or (_GPU if self.is_gpu else on_cpu)
 
     def dtype_of(self, target: "Target") -> str:
-        """Return the name of the dtype that a target's weights have in memory."""
+        """Return the name of the dtype that a target's weights have in memory, such as float32."""
         import torch
 
         if self.dtype != "auto":
@@ -100,9 +104,9 @@ class EvaluateSettings(Computing):
     ] = None
 
     def suite_fields(self) -> dict[str, Any]:
-        """Return the options ``data``, ``haystack`` and ``data_dir`` that are set: name -> value.
+        """Return a dictionary of the options ``data``, ``haystack`` and ``data_dir``.
 
-        The names are also names of fields of the evaluation suites.
+        Options without a value are left out. The names are also fields of the evaluation suites.
         """
         given = {
             "data": tuple(self.data or ()) or None,

@@ -47,7 +47,7 @@ class Ranks:
         return self.rank == 0
 
     def share(self, items: Sequence[_Any]) -> Sequence[_Any]:
-        """Return the items that this process scores: every ``count``-th item."""
+        """Return the items that this process scores: every ``count``-th, from index ``rank`` on."""
         return items[self.rank :: self.count]
 
     def barrier(self) -> None:
@@ -77,9 +77,9 @@ def export_targets(targets: Sequence[Target], ranks: Ranks) -> None:
     """Export the targets that are checkpoints to Hugging Face folders, once for all processes.
 
     Rank 0 exports those that have no export yet, and the other processes wait. An export compares
-    logits in process groups of a single rank, so it runs in a new process outside the launcher's
-    group. If there is only one process, this function does nothing, and a checkpoint is exported
-    when it is first used.
+    the logits of the checkpoint and of its export in process groups of a single rank, so it runs in
+    a new process outside the launcher's group. If there is only one process, this function does
+    nothing, and a checkpoint is exported when it is first used.
 
     Raises:
         UserError: an export failed.

@@ -18,13 +18,14 @@ if TYPE_CHECKING:
 
 
 def estimate_measures(suite: Suite, records: Records) -> dict[str, Estimate]:
-    """Return the estimate of every measure of a target, with its interval: name -> estimate.
+    """Return a dictionary from each measure of a target to its estimate with the interval.
 
-    A measure without a value, because all its weights are 0, is left out.
+    A measure has no value if all its weights are 0, and is then left out.
 
-    The bootstrap draws single records, so the records of a measure must be independent. Items of
-    the same unit, a group of dependent items (:meth:`Suite.unit`), are not. Therefore use this
-    function only for measures to which each unit contributes one record.
+    The interval comes from a bootstrap that draws single records, so the records that contribute to
+    a measure must be independent. The records of the items of one unit (a group of dependent items,
+    see :meth:`Suite.unit`) are not independent. Therefore use this function only for measures to
+    which each unit contributes one record.
     """
     shares: dict[str, dict[str, Mean]] = {}
     for number, record in enumerate(records):
@@ -45,7 +46,7 @@ def plot_bars(
     Args:
         axes: axes to plot into.
         labels: labels of the groups, from left to right.
-        targets: for each target, an estimate per label; None draws no bar.
+        targets: name of each target -> an estimate per label; None: no bar at this label.
         ylabel: quantity and unit.
     """
     width = 0.8 / len(targets)
@@ -79,8 +80,8 @@ def plot_measures(
     Args:
         axes: axes to plot into.
         suite: suite of the records.
-        records: records by target.
-        measures: name of the measure to draw, by the label of its group of bars.
+        records: name of each target -> records of its items.
+        measures: label of each group of bars -> name of the measure that the group shows.
         ylabel: quantity and unit.
         is_share: whether values are shares, so that the axis ranges from 0 to 1.
     """
@@ -101,8 +102,8 @@ def plot_curves(
 
     Args:
         axes: axes to plot into.
-        targets: for each target, points (x, estimate) with ascending x. A target without points
-            has no curve.
+        targets: name of each target -> points (x, estimate) with ascending x. A target without
+            points has no curve.
         xlabel, ylabel: quantities and units.
     """
     for target, points in targets.items():
@@ -132,7 +133,7 @@ def plot_maps(
     Args:
         figure: figure of the axes.
         grid: axes of the maps, one for each table.
-        tables: nonnegative values [rows, columns], by the title of the map.
+        tables: title of each map -> nonnegative values [rows, columns].
         xlabel, ylabel: labels of columns and rows.
         quantity: label of the colour bar.
         is_logarithmic: whether the colour scale is logarithmic, for quantities of which a few

@@ -44,14 +44,16 @@ class Selection:
 
 @dataclass(frozen=True)
 class DocumentOrder:
-    """The n documents of a split that up-sampling keeps, in shuffled order, as a stream of tokens.
+    """The documents of a split in shuffled order, as a stream of tokens.
+
+    The stream has n documents: all documents of the split, without those that length up-sampling
+    dropped. (It raises the share of long documents by dropping short ones at random.)
 
     Attributes:
         documents: int64 ``[n]``, number of each document in the corpus, in the order of the stream.
         ends: int64 ``[n]``, number of tokens of the stream up to the end of each document.
         split_lengths: length histogram of all documents of the split.
-        lengths: length histogram of the n documents of the stream. Short documents that
-            up-sampling dropped are not in it.
+        lengths: length histogram of the n documents of the stream.
     """
 
     documents: np.ndarray
@@ -71,12 +73,12 @@ class DocumentOrder:
 
 
 def corpus_cache(corpus: Corpus, cache_dir: str | None) -> Cache:
-    """Return the cache of a corpus: in the folder ``cache_dir``, or by default in PREFIX.cache."""
+    """Return the cache in the folder ``cache_dir``, or in PREFIX.cache of the corpus if None."""
     return Cache(Path(cache_dir or f"{corpus.prefix}.cache"))
 
 
 def open_order(corpus: Corpus, selection: Selection, cache: Cache) -> DocumentOrder:
-    """Return the document order of a split from the cache; build and cache it if it is missing.
+    """Return the document order of a split from the cache; if it is missing there, build it first.
 
     Raises:
         UserError: the index is damaged, or the cache cannot be written.
@@ -94,7 +96,11 @@ def open_order(corpus: Corpus, selection: Selection, cache: Cache) -> DocumentOr
 
 
 def build_order(corpus: Corpus, selection: Selection) -> Arrays:
-    """Compute the arrays and histograms of a :class:`DocumentOrder` for the cache."""
+    """Compute the arrays and histograms of a :class:`DocumentOrder`, in the form of the cache.
+
+    Raises:
+        UserError: the index is damaged.
+    """
     corpus.check_index()
     documents = select_split(corpus.num_documents, selection)
     all_lengths = corpus.lengths[documents]
@@ -139,7 +145,7 @@ def _lowest(chance: np.ndarray, free: np.ndarray, fraction: float) -> np.ndarray
 
     Args:
         chance: float64 ``[documents]``, random number of each document.
-        free: bool ``[documents]``, True for documents that no other held-out split has.
+        free: bool ``[documents]``, True for documents that are not yet in another held-out split.
         fraction: share of all documents to select. If it is positive, at least one document is
             selected, but one free document always remains.
 
@@ -155,9 +161,9 @@ def _lowest(chance: np.ndarray, free: np.ndarray, fraction: float) -> np.ndarray
 
 
 def _shuffle(documents: np.ndarray, key: int) -> np.ndarray:
-    # Documents are sorted by a hash of their number. The hash is the same in every version of
-    # numpy; numpy's random generator may change. The hash is a bijection, so no two values are
-    # equal, and the result does not depend on the sorting algorithm.
+    # Documents are sorted by a hash of their number. Unlike the results of numpy's random
+    # generator, the hash is the same in every version of numpy. It is a bijection, so no two values
+    # are equal, and the result does not depend on the sorting algorithm.
     return documents[np.argsort(random_bits(key, documents))]
 
 

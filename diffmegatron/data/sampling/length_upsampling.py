@@ -1,8 +1,9 @@
 """Length up-sampling (Fu et al., arXiv 2402.10171): keep all long and a few short documents.
 
 The documents are selected when the document order of a run is built, not when the corpus is
-prepared. One prepared corpus therefore serves every sequence length. With ``data.upsampling.mode:
-global``, samples.py also multiplies the weight of a source by the share of its tokens that is kept.
+prepared. The same prepared corpus can therefore be used with any limit between short and long. With
+``data.upsampling.mode: global``, samples.py also multiplies the weight of a source by the share of
+its tokens that is kept.
 """
 
 import numpy as np
@@ -15,14 +16,14 @@ def keep_long(
 ) -> np.ndarray:
     """Return a mask of n documents, bool ``[n]``, which is True for documents that are kept.
 
-    The paper keeps documents below 4096 tokens with probability 0.1. The paper estimates the number
-    of tokens of a document; here ``lengths`` has the exact number.
+    The paper keeps documents below 4096 tokens with probability 0.1, and only estimates their
+    numbers of tokens. In this function ``lengths`` has the exact numbers.
 
     Args:
         lengths: int ``[n]``, number of tokens of each document, including the end-of-document
             token.
-        documents: int ``[n]``, document numbers. A number and the seed determine whether a short
-            document is kept.
+        documents: int ``[n]``, number of each document in the corpus. This number and the seed
+            determine whether a short document is kept.
         long_tokens: documents with at least this many tokens, without the end-of-document token,
             are always kept.
         keep_short: probability with which a shorter document is kept; 1 keeps all documents.

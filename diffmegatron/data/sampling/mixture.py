@@ -1,11 +1,11 @@
 """Mixture of weighted sources (corpora): the source of each sample of a run.
 
-From the weights and the number of a sample, :class:`Mixture` computes the sample's source and its
-number within that source. Nothing else is needed or stored, so samples can be read in any order.
-The computation descends a binary tree over the sources. After any number of samples, the
-count of each source deviates from its exact share by at most one sample per level of the tree.
-Megatron's BlendedDataset stores the same information in two arrays with one element per sample of
-the run.
+From the weights and the number of a sample in the run, :class:`Mixture` computes the source of the
+sample and the sample's number within this source. It needs no other state, so samples can be read
+in any order. The computation descends a binary tree over the sources. Among the first n samples,
+for any n, the count of each source deviates from its exact share by at most one sample per level of
+the tree. Megatron's BlendedDataset instead stores the source and the number of every sample of the
+run in two arrays.
 """
 
 from collections.abc import Sequence
@@ -17,8 +17,8 @@ from fractions import Fraction
 class _Node:
     """Inner node of the tree, which divides a stream of samples between two groups of sources.
 
-    With p = ``share``, floor(n * p) of the first n samples belong to the left group. This
-    distributes the samples of the left group as evenly as possible.
+    With p = ``share``, floor(n * p) of the first n samples of the stream belong to the left group,
+    and the others to the right group. This distributes both groups evenly over the stream.
 
     Attributes:
         share: weight of the left group divided by the weight of both groups.
@@ -32,7 +32,7 @@ class _Node:
 
 
 class Mixture:
-    """Order in which the samples of a run are drawn from its sources (corpora).
+    """Assignment of the samples of a run to its sources (corpora), in proportion to weights.
 
     Args:
         weights: relative weight of each source; the weights need not sum to 1.
@@ -49,9 +49,9 @@ class Mixture:
         self._tree = _build([n for n in range(self._size) if exact[n]], exact)
 
     def locate(self, index: int) -> tuple[int, int]:
-        """Return the source of sample number ``index``, and the sample's number in this source.
+        """Return the source of sample ``index`` of the run, and the sample's number in this source.
 
-        The source is returned as its index in the weights.
+        The source is returned as the index of its weight in ``weights``.
         """
         node = self._tree
         while isinstance(node, _Node):
@@ -63,7 +63,7 @@ class Mixture:
         return node, index
 
     def counts(self, samples: int) -> list[int]:
-        """Return how many of the first ``samples`` samples belong to each source."""
+        """Return, for each source, how many of the first ``samples`` samples of the run it has."""
         counts = [0] * self._size
         pending: list[tuple[_Node | int, int]] = [(self._tree, samples)]
         while pending:

@@ -1,9 +1,10 @@
 """Mixtures of a run over time: weights and sources may change when a run resumes.
 
-A mixture draws samples from several sources (corpora) in proportion to their weights. A change at
-sample n begins a new period. The order before sample n stays unchanged, and each source continues
-with its next sample. The saved periods reproduce the order of the whole run. A source is identified
-by the hash of its content, because its path may change.
+A mixture draws samples from several sources (corpora) in proportion to their weights. A change of
+the weights or sources at sample n begins a new period. The order before sample n stays unchanged,
+and each source continues with its next sample. A checkpoint stores all periods, from which the
+order of the whole run can be computed. A source is identified by the hash of its content, because
+its path may change.
 """
 
 from bisect import bisect_right
@@ -22,7 +23,7 @@ class SourceWeight:
 
     Attributes:
         path: PREFIX of the corpus's files ``PREFIX.bin`` and ``PREFIX.idx``.
-        content: hash of its content (``Manifest.content``).
+        content: hash of the content of the corpus (``Manifest.content``).
         weight: relative weight, at least 0.
     """
 
@@ -45,7 +46,7 @@ class Period:
 
 
 class MixtureHistory:
-    """Source of each sample of a run, over all periods with their different weights.
+    """Mixtures of all periods of a run, from which the source of each sample is computed.
 
     Args:
         periods: periods in order; the first period begins at sample 0.
@@ -57,7 +58,7 @@ class MixtureHistory:
     def __init__(self, periods: Sequence[Period]) -> None:
         self.periods = tuple(periods)
         self._starts = [period.from_sample for period in self.periods]
-        # Sources are sorted by content, so that their order in the recipe has no effect.
+        # Sources are sorted by content hash, so that their order in the recipe has no effect.
         self._contents = [
             sorted(source.content for source in period.sources) for period in self.periods
         ]
@@ -77,16 +78,22 @@ class MixtureHistory:
         return content, self._before[number].get(content, 0) + local
 
     def counts(self, num_samples: int) -> dict[str, int]:
-        """Return, by content hash, each source's count among the first ``num_samples`` samples."""
+        """Return how many of the run's first ``num_samples`` samples each source has.
+
+        The result maps the content hash of a source to the number of samples.
+        """
         number = max(0, bisect_right(self._starts, num_samples) - 1)
         return self._counts_within(number, num_samples - self._starts[number])
 
     def _counts_within(self, number: int, num_samples: int) -> dict[str, int]:
-        """Return the number of samples of each source from sample 0 to a place in a period.
+        """Return how many samples each source has from sample 0 of the run to a place in a period.
 
         Args:
             number: index of the period.
-            num_samples: number of samples from the start of this period.
+            num_samples: number of samples from the start of the period to this place.
+
+        Returns:
+            Content hash of each source -> number of samples.
         """
         counts = dict(self._before[number])
         within = self._mixtures[number].counts(num_samples)
@@ -104,8 +111,8 @@ class MixtureHistory:
             sources: sources with the new weights.
 
         Returns:
-            The new history; or this history itself, with all its periods, if the sources have the
-            same shares of the samples as in its last period.
+            The new history. If ``sources`` have the same normalized weights as in the last period,
+            the result is this history itself, with all its periods.
         """
         if _shares(self.periods[-1].sources) == _shares(sources):
             return self

@@ -1,15 +1,15 @@
 """Best-fit packing of documents into sequences with few cuts (Ding et al., ICML 2024).
 
-A document that is longer than a sequence is cut into pieces of the length of a sequence and a
-shorter last piece. A shorter document is one piece. The pieces are placed in descending order of
-length. Each piece is put into the sequence with the least remaining space among those in which it
-fits.
+A document that is longer than a sequence is cut into pieces of the length of a sequence, and the
+rest of the document is a shorter last piece. A document that is not longer is one piece. The pieces
+are placed in descending order of length. Each piece is put into the sequence with the least
+remaining space among those in which it fits, or into a new sequence if it fits in none.
 """
 
 import numpy as np
 
-# Number of documents that are packed together. The limit bounds the memory, and is so large that it
-# hardly increases the padding.
+# Maximum number of documents that are packed together; pieces of other documents never share a
+# sequence with them. The limit bounds the memory, and is so large that it hardly adds padding.
 _DOCUMENTS_AT_A_TIME = 1 << 22
 
 
@@ -22,7 +22,7 @@ def pack(
         documents: int64 ``[n]``, document numbers.
         lengths: int ``[n]``, number of tokens of each document.
         capacity: maximum number of tokens of a sequence.
-        combine: whether to combine pieces by best fit; otherwise each piece has its own sequence.
+        combine: whether to combine pieces by best fit; if False, each piece is a sequence.
 
     Returns:
         Four arrays by name. Three describe the p pieces in the order of their sequences:
@@ -65,7 +65,7 @@ def _cut(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray, np
 
 
 def best_fit(sizes: np.ndarray, capacity: int) -> np.ndarray:
-    """Assign pieces to bins by the algorithm best-fit decreasing.
+    """Assign pieces to bins (sequences) by the algorithm best-fit decreasing.
 
     All pieces of equal size are placed together. In each step, a group of bins that share the least
     sufficient remaining space is filled with as many of these pieces as fit. The number of steps
@@ -113,9 +113,9 @@ class _OpenBins:
     def take(self, size: int, pieces: int) -> tuple[int, np.ndarray]:
         """Remove and return bins for pieces of equal size; create bins if none has enough space.
 
-        All returned bins have the same remaining space, the least that suffices. No more bins are
-        returned than the pieces need, and perhaps fewer. The bins that were added last are removed
-        first.
+        All returned bins have the same remaining space, the least that suffices for a piece. They
+        hold all pieces exactly, or only some of them if too few bins have this space. Of the bins
+        with this space, those that were added last are removed first.
 
         Args:
             size: size of each piece.

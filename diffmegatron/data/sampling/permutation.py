@@ -1,10 +1,11 @@
 """Pseudo-random numbers and permutations as functions of (key, index), without stored state.
 
-The random bits come from the finaliser of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014). A
-permutation is a Feistel network that uses this finaliser as its round function. The network
-permutes the numbers below a power of two. It is therefore applied repeatedly until the result is
-below the wanted size (Black and Rogaway, CT-RSA 2002). The results are the same on every machine
-and in every version of this package.
+The random bits come from the finaliser (the last mixing function) of the generator SplitMix64
+(Steele, Lea and Flood, OOPSLA 2014). A permutation is a Feistel network that uses this finaliser as
+its round function. Such a network permutes the numbers below a power of two, and the wanted size is
+usually smaller. The network is therefore applied repeatedly until the result is below the wanted
+size (Black and Rogaway, CT-RSA 2002). The results are the same on every machine and in every
+version of this package.
 """
 
 import hashlib
@@ -32,9 +33,9 @@ def mix(value: int) -> int:
 
 
 def random_bits(key: int, indices: np.ndarray) -> np.ndarray:
-    """Return 64 random bits for each index, uint64 ``[n]``.
+    """Return 64 random bits for each of the n indices, uint64 ``[n]``.
 
-    All operations are in place on one copy of the n indices to save memory, because n may be the
+    To save memory, all operations are in place on one copy of the indices, because n may be the
     number of documents of a corpus.
     """
     value = indices.astype(np.uint64)
@@ -49,7 +50,7 @@ def random_bits(key: int, indices: np.ndarray) -> np.ndarray:
 
 
 def uniform(key: int, indices: np.ndarray) -> np.ndarray:
-    """Return a random number in [0, 1) for each index, float64 ``[n]``."""
+    """Return a random number in [0, 1) for each of the n indices, float64 ``[n]``."""
     value = random_bits(key, indices)
     value >>= np.uint64(11)
     return value * 2.0**-53

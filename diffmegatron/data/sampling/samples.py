@@ -1,11 +1,11 @@
-"""Samples of a run in a fixed, infinite order.
+"""Samples of a run in a fixed order.
 
-The order is determined by the seed, and by the sources (the corpora in ``data.sources``) and their
-weights.
+The order is determined by the section ``data`` of the recipe (among others the sources, which are
+corpora, and their weights), the sequence length and the seed.
 
 ``samples[i]`` does not depend on ranks, batch sizes or workers. The position of a run in its data
-is therefore a single number. With ``data.on_exhausted: stop``, reading a sample that lies after the
-end of its source raises an error.
+is therefore a single number. The order is infinite with ``data.on_exhausted: repeat``. With
+``stop``, reading a sample that lies after the end of its source raises an error.
 """
 
 from collections.abc import Mapping
@@ -53,14 +53,15 @@ class SourceSamples:
     """Samples of one source, in a new random order for each epoch.
 
     A block is one sequence of the source (:class:`~diffmegatron.data.sampling.sequences.Blocks`),
-    and an epoch is one pass over the documents. Sample i of the source is one of its blocks.
+    and an epoch is one pass over the documents. The samples of an epoch are the blocks that begin
+    in this epoch, in random order.
 
     Args:
         corpus: corpus of the source.
-        order: documents of the split in their order.
+        order: documents of the split in shuffled order.
         blocks: sequences built from these documents.
         seq_length: number s of input tokens per sample.
-        key: key of the shuffled order of the blocks.
+        key: key of the random order of the blocks.
         repeat: whether to read the documents more than once. If False, there is one epoch, and a
             block that extends into a second epoch is omitted.
     """
@@ -107,9 +108,9 @@ class SourceSamples:
         return Sample(tokens, starts, self._loss_mask(pieces, filled), self.corpus.prefix)
 
     def _check_places(self, firsts: np.ndarray, lengths: np.ndarray, filled: int) -> None:
-        """Refuse pieces that lie outside the file or exceed a sample.
+        """Refuse pieces that lie outside the token file or together are longer than a sample.
 
-        A piece is a range of tokens of one document. A wrong piece is possible if the index of the
+        A piece is a range of tokens of one document. Wrong pieces are possible if the index of the
         corpus was damaged after the cache of the document order was built.
 
         Args:
@@ -131,9 +132,9 @@ class SourceSamples:
         )
 
     def _check_ids(self, tokens: np.ndarray) -> None:
-        """Refuse ids outside the vocabulary, which a damaged file may contain.
+        """Refuse ids outside the vocabulary of the tokenizer, which a damaged file may contain.
 
-        Such an id would index outside the embedding and crash the GPU.
+        Such an id could lie outside the embedding matrix and cause an error on the GPU.
         """
         ids = self.corpus.vocab_size
         smallest, largest = int(tokens.min()), int(tokens.max())
@@ -231,9 +232,9 @@ class Samples:
             "consumed_samples": consumed_samples,
             "settings": self.settings,
             "mixture": self.history.to_json(),
-            # The forms in which the corpora were prepared, such as text or chat. An export depends
-            # on whether the model was trained on chats. It reads this from the checkpoint, because
-            # the corpora may be missing at the time of the export.
+            # The layouts with which the corpora were prepared, such as text or chat. An export to
+            # Hugging Face depends on whether the model was trained on chats. It reads the layouts
+            # from the checkpoint, because the corpora may be missing at the time of the export.
             "layouts": sorted(
                 {str(s.corpus.manifest.settings["layout"]) for s in self.sources.values()}
             ),
@@ -242,9 +243,9 @@ class Samples:
     def resumed(self, state: Mapping[str, Any]) -> "Samples":
         """Return the samples of a run that resumes from a saved :meth:`state`.
 
-        If the weights or sources of the recipe differ from the saved ones, they apply from the
-        saved ``consumed_samples`` on. Earlier samples keep their order, so the run can be replayed
-        from any sample.
+        If the weights or sources of the recipe differ from the saved ones, those of the recipe
+        apply from the saved ``consumed_samples`` on. Earlier samples keep their order, so the run
+        can be replayed from any sample.
 
         Raises:
             UserError: the state belongs to another order, for instance to another seed.
@@ -275,10 +276,11 @@ def open_samples(
 ) -> Samples:
     """Open the sources of a recipe, and return the samples of a split.
 
-    The first call builds the index cache, and later calls on any rank read it. The validation and
-    test splits depend on ``config.split_seed`` and not on ``seed``, so runs with different seeds
-    are evaluated on the same documents in the same order. Length up-sampling, which raises the
-    share of long documents by dropping short ones at random, applies only to the training split.
+    The first call builds the index cache (document orders and packed sequences), and later calls on
+    any rank read it. The validation and test splits depend on ``config.split_seed`` and not on
+    ``seed``, so runs with different seeds are evaluated on the same documents in the same order.
+    Length up-sampling, which raises the share of long documents by dropping short ones at random,
+    applies only to the training split.
 
     Args:
         config: section ``data`` of the recipe.
@@ -353,9 +355,11 @@ def _open_sources(
 def _weight(config: DataConfig, source: Source, order: DocumentOrder) -> float:
     """Return the weight of a source in the mixture.
 
-    The weight is 0 if the source has no document in the split. Length up-sampling drops short
-    documents of each source. In its mode ``global``, the weight is multiplied by the share of the
-    source's tokens that remain, so sources with long documents get a larger share of the mixture.
+    1. The weight is 0 if the source has no document in the split.
+    2. In the mode ``global`` of length up-sampling, which drops short documents of each source, it
+       is the weight of the recipe, multiplied by the share of the source's tokens that remain.
+       Sources with long documents thus get a larger share of the mixture.
+    3. In all other cases, it is the weight of the recipe.
     """
     if not order.tokens:
         return 0.0

@@ -45,7 +45,7 @@ def _rows(source: SourceSamples) -> list[str]:
 
 
 def plot_lengths(samples: Samples, path: Path) -> None:
-    """Draw the token shares of :func:`length_table`, one panel per source."""
+    """Draw the shares of tokens of :func:`length_table` into a PNG file, one panel per source."""
     # This backend needs no display. It is imported only here, because its import takes a second.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -96,7 +96,7 @@ def mixture_table(samples: Samples, first: int, number: int) -> str:
 
 
 def _binary(exponent: int) -> str:
-    """Format 2**exponent in the usual notation of sequence lengths: 512, 4K, 1M."""
+    """Return 2**exponent as text in the usual notation of sequence lengths: 512, 4K, 1M."""
     unit = min(2, exponent // 10)
     return f"{1 << exponent - 10 * unit}{('', 'K', 'M')[unit]}"
 

@@ -19,11 +19,11 @@ Packing = Literal["concatenate", "best_fit", "none"]
 
 
 class Pieces(NamedTuple):
-    """Pieces of documents in the order in which they fill a sequence; each array is int ``[n]``.
+    """The n pieces of documents that fill a sequence, in order; each array is int ``[n]``.
 
     Attributes:
-        documents: number of each piece's document.
-        starts: first token of each piece in its document.
+        documents: number of each piece's document in the corpus.
+        starts: index of each piece's first token in its document.
         lengths: number of tokens of each piece.
     """
 
@@ -33,7 +33,7 @@ class Pieces(NamedTuple):
 
 
 class Blocks(Protocol):
-    """Infinite series of blocks (sequences) of one source, numbered from 0."""
+    """Infinite series of blocks (sequences) of one source over all epochs, numbered from 0."""
 
     def epoch(self, index: int) -> int:
         """Return the epoch in which block ``index`` begins."""
@@ -45,7 +45,7 @@ class Blocks(Protocol):
         """Return the number of blocks that lie completely within the first epoch."""
 
     def pieces(self, block: int) -> Pieces:
-        """Return the pieces of a block, which have at most s + 1 tokens together."""
+        """Return the pieces of a block; together they have at most ``seq_length`` + 1 tokens."""
 
 
 class Concatenated(Blocks):
@@ -54,8 +54,8 @@ class Concatenated(Blocks):
     The concatenated documents are a stream of tokens that repeats forever. Block b consists of the
     tokens b * s to b * s + s of the stream, both included. The last token of a block is only a
     label in this block, so it is also the first token of the next block. Every token is therefore
-    an input in exactly one block per epoch. No token is dropped between epochs, and later epochs
-    are cut at other tokens.
+    an input exactly once per epoch. A block may begin at the end of one epoch and end in the next,
+    so no token is dropped, and later epochs are cut at other positions.
     """
 
     def __init__(self, corpus: Corpus, order: DocumentOrder, seq_length: int) -> None:
@@ -111,9 +111,9 @@ class Concatenated(Blocks):
 class Packed(Blocks):
     """Blocks built by :func:`pack`, with at most s + 1 tokens each (s = ``seq_length``).
 
-    With the packing ``best_fit`` a block may have pieces of several documents, with ``none`` only
-    of one. Blocks are built once and then read from the cache. A block that is shorter than s + 1
-    tokens is padded when a sample is read.
+    With the packing ``best_fit`` a block may have pieces of several documents; with ``none`` it has
+    one piece. Blocks are built once and then read from the cache. A block that is shorter than
+    s + 1 tokens is padded when a sample is read. Every epoch has the same blocks.
     """
 
     def __init__(
@@ -186,8 +186,8 @@ def open_blocks(
 
 
 def _check_some_document_fills(corpus: Corpus, order: DocumentOrder, seq_length: int) -> None:
-    # The documents of the histogram's last bin have at least `at_least` tokens. If that is more
-    # than seq_length, the slower search through all lengths (below) is not needed.
+    # The last bin of the histogram contains the longest documents, of at least `at_least` tokens.
+    # If that is more than seq_length, the slower search through all lengths (below) is not needed.
     if order.lengths[-1].at_least > seq_length:
         return
     longest = int(corpus.lengths[order.documents].max())
