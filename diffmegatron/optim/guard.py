@@ -26,7 +26,10 @@ _LEAST_SPREAD = 0.01
 
 
 class Action(Enum):
-    """Next action of a run after a step; its value is written to the report of the step."""
+    """Next action of a run after a step.
+
+    After an anomalous step, the value of the action is written to the report of the step.
+    """
 
     CONTINUE = "go_on"
     ROLL_BACK = "roll_back"

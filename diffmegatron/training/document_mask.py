@@ -9,11 +9,13 @@ def decide_document_mask(recipe: Recipe, *, prints: bool = True) -> Recipe:
     """Return the recipe with ``data.reset_attention_mask`` set.
 
     A value in the recipe is kept. If the recipe has none, the value becomes true (attention stays
-    within a document) if two conditions hold, otherwise false: sequences can contain several
-    documents (``data.packing`` is not ``none``), and at least one source (corpus) is for
-    fine-tuning, with conversations or instructions. Without the mask, a response
-    could attend to unrelated conversations in the same sequence and learn to copy from them. At
-    inference there are no such conversations.
+    within a document) if both of these conditions hold, and false otherwise:
+
+    1. Sequences can contain several documents (``data.packing`` is not ``none``).
+    2. At least one source (corpus) is for fine-tuning, with conversations or instructions.
+
+    Without the mask, a response could attend to unrelated conversations in the same sequence and
+    learn to copy from them. At inference there are no such conversations.
 
     Args:
         recipe: recipe of the run.

@@ -21,7 +21,7 @@ class Hook:
     """
 
     def before_training(self, run: "Run") -> None:
-        """Run once per start or resume of a run: after loading, before the first step."""
+        """Run each time that the run starts or resumes: after loading, before the first step."""
 
     def after_step(self, run: "Run") -> None:
         """Run after each step.

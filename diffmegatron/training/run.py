@@ -49,12 +49,12 @@ class Run:
         loader: loader of the training batches.
         step: number of the last completed step; 0 before the first step.
         values: metrics of the last completed step by name: loss, gradient norm, learning rates.
-        agreed: loss, gradient norm and flags of that step, reduced over all ranks.
-        decision: decision of the guard against loss spikes on that step.
-        stopping: whether the run saves and ends after this step's hooks. A hook that sets it must
-            set it on every rank.
-        pending_evaluators: names of the evaluators that are due at this step and have no result
-            yet. If the run stops now, the resumed run first runs these evaluators.
+        agreed: loss, gradient norm and flags of the last completed step, reduced over all ranks.
+        decision: decision of the guard against loss spikes on the last completed step.
+        stopping: whether the run saves and ends as soon as the present hooks have run. A hook that
+            sets it must set it on every rank.
+        pending_evaluators: names of the evaluators that are due at the last completed step and have
+            no result yet. If the run stops now, the resumed run first runs these evaluators.
         broken_reason: reason why the present weights may be broken: the last step was not finite,
             or the held-out or test loss after it was not finite. Otherwise None.
     """
@@ -186,9 +186,10 @@ class Run:
         self.progress = self._new_progress()
 
     def complete_or_drop_save(self) -> None:
-        """Complete the save that has begun, or drop it if no later step was finite.
+        """Turn a save that has begun into a checkpoint, or delete it if no later step was finite.
 
-        Without such a save, the method has no effect. Every rank must call it.
+        A step is finite if its loss and gradient norm are, which shows that the weights before it
+        were sound. If no save has begun, the method has no effect. Every rank must call it.
         """
         with self.watchdog.long_limit():
             self.write_metrics(self.saver.complete_or_drop())
@@ -206,9 +207,10 @@ class Run:
         self.progress.skip(time.perf_counter() - started)
 
     def _begin(self) -> Position:
-        """Begin a new run, and return the position of its beginning.
+        """Begin a new run, and return its first position (step 0, no data read).
 
-        If the recipe sets ``checkpoint.start_from``, load the weights of that checkpoint.
+        If the recipe sets ``checkpoint.start_from``, load the weights of that checkpoint. Otherwise
+        the network keeps its initial weights.
         """
         source = open_start(self.recipe, self.parallel_state)
         if source is not None:

@@ -69,8 +69,9 @@ def forward_backward(
         Mean loss of the counted tokens in the global batch; 0-dim float32, the same on every rank.
     """
     count = _count(microbatches, parallel_state)
-    # The loss is a sum over ranks, but DeepSpeed averages gradients over the data x context
-    # parallel ranks. The number of these ranks in the weight cancels the division.
+    # The gradient of the mean loss is a sum over the data x context parallel ranks, but DeepSpeed
+    # averages their gradients. The number of these ranks in the weight turns the average into a
+    # sum.
     weight = parallel_state.data_size * parallel_state.context_size / count
     offloaded = partial(offloaded_activations, engine.network, enabled=offload_activations)
     if parallel_state.pipeline_size > 1:
@@ -144,7 +145,7 @@ def _forward(
     *,
     has_labels: bool,
 ) -> Tensor:
-    """Run the network, and return ``read`` applied to its output, gathered on every rank.
+    """Run the network, apply the function ``read`` to its output, and gather the result.
 
     Args:
         network: network of this rank.
@@ -179,9 +180,10 @@ def _on_all_ranks(
 ) -> Tensor:
     """Gather the last pipeline stage's values of the sequences, and return them on every rank.
 
-    The last stage gathers the context-parallel shards and broadcasts the result to the other
-    stages. Finally the first rank of ``parallel_state.data_group`` (the data x context parallel
-    ranks) broadcasts its result to this group.
+    1. The last stage gathers the context-parallel shards.
+    2. It broadcasts the result to the other stages.
+    3. The first rank of each ``parallel_state.data_group`` (the data x context parallel ranks)
+       broadcasts its result to its group.
 
     Args:
         own: values of this rank's sequence shards [b, s]; None on all stages except the last.
@@ -366,7 +368,7 @@ def _scheduled_loss(
 def _mean_over_ranks(
     losses: Sequence[Tensor], count: Tensor, parallel_state: ParallelState
 ) -> Tensor:
-    """Return the mean loss over all counted tokens of the global batch; 0-dim, on every rank.
+    """Return the mean loss of the counted tokens in the global batch; 0-dim, equal on all ranks.
 
     Args:
         losses: summed losses of this rank's microbatches; empty on all pipeline stages except the

@@ -10,15 +10,15 @@ from torch import Tensor
 
 from diffmegatron.attention.self_attention import SelfAttention
 
-_QUERIES = 256  # Number of query positions whose logits are in memory at once.
+_QUERIES = 256  # Largest number of query positions whose logits are in memory at the same time.
 
 
 def largest_logits(network: torch.nn.Module, forward: Callable[[], object]) -> dict[int, float]:
     """Return the largest attention logit of each layer on this rank.
 
     A logit is q · k / sqrt(d), where q is a query, k a key and d their width. The maximum is over
-    all heads, both softmax maps, and all keys that a query attends to (the causal mask and the
-    document mask apply).
+    this rank's heads, the softmax maps of a head (two in differential attention), all queries of
+    the batch, and all keys that a query attends to (the causal mask and the document mask apply).
 
     Args:
         network: network of this rank.
@@ -55,8 +55,8 @@ def _observe(
         layer: layer that calls this function.
         query: queries after rotation, [s, b, query heads, d].
         key: keys after rotation, [s, b, key heads, d].
-        documents: boundaries of the documents in the concatenated sequences; None if attention
-            crosses documents.
+        documents: start of each document in the concatenated sequences, followed by their length
+            b * s; None if attention crosses documents.
     """
     length, rows = query.shape[:2]
     ends = range(0, length * rows + 1, length) if documents is None else documents.tolist()
@@ -85,9 +85,11 @@ def _largest(queries: Tensor, keys: Tensor) -> Tensor:
 
     The maximum is over the pairs that the causal mask does not hide.
 
+    In the shapes, n is the number of tokens of the document and d the width of a head.
+
     Args:
-        queries: query heads that share one key head, [s, heads, d].
-        keys: the key head, [s, 1, d].
+        queries: query heads that share one key head, [n, heads, d].
+        keys: the key head, [n, 1, d].
     """
     found = []
     for first in range(0, len(queries), _QUERIES):

@@ -32,7 +32,8 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 # terminal signals every process of its foreground job, and torchrun forwards signals to its ranks.
 # Signals within this time count as one request; a later signal is a second request.
 _ONE_REQUEST_SECONDS = 5.0
-# The time for Ctrl-C (SIGINT) is shorter, because a person waits at the keyboard.
+# The same time for signals of Ctrl-C (SIGINT). It is shorter, because a person waits at the
+# keyboard.
 _ONE_INTERRUPT_SECONDS = 1.0
 
 JOB_END = "job_end"
@@ -41,8 +42,8 @@ JOB_END = "job_end"
 The job script keeps the file up to date. An attempt is one start of the run by the job script.
 """
 _MAX_JOB_END_BYTES = 100
-# Seconds between two readings of the file. Steps can take milliseconds, and reading it at each
-# step would load the file server.
+# Minimum seconds between two readings of the file JOB_END. Steps can take milliseconds, and reading
+# the file at each step would load the file server.
 _JOB_END_SECONDS = 10.0
 
 STACKS = "stacks"
@@ -78,7 +79,7 @@ def exit_on_stop_signal(record: RankRecord) -> Iterator[None]:
     :class:`StopRequest` is entered. During this time there is nothing to save.
 
     Args:
-        record: record of this rank for the job script, which receives the reason of the end.
+        record: record of this rank for the job script; the name of the signal is written to it.
     """
 
     def end(number: int, _: FrameType | None) -> None:
@@ -115,7 +116,9 @@ class StopRequest:
         self._previous: dict[int, Any] = {}
 
     def is_pending(self, margin_seconds: float) -> bool:
-        """Return whether the run should save and end.
+        """Return whether this rank has a reason to save and end the run.
+
+        The reason is a stop signal, or, on rank 0 only, that the end of the Slurm job is near.
 
         Args:
             margin_seconds: seconds before the end of a Slurm job at which the run should stop.
@@ -166,9 +169,10 @@ class TimeLimit:
         return self._end is not None and time.time() > self._end - seconds
 
     def _read(self) -> None:
-        """Read the present end time, at most once in ten seconds.
+        """Read the present end time from the file ``JOB_END``, at most once in ten seconds.
 
-        The last end time is kept if the file is missing or damaged.
+        The last end time is kept if the file is missing or damaged. The content ``none`` means that
+        the job has no time limit.
         """
         if self._folder is None or time.monotonic() < self._next_reading:
             return
@@ -210,7 +214,8 @@ class Watchdog:
     def __enter__(self) -> Self:
         if self._config.enabled:
             self._file = self._open()
-            # On SIGTERM write the stacks too. The handler is in C, so it also runs while this rank
+            # Write the stacks also on SIGTERM, which the launcher sends after the watchdog of
+            # another rank has ended that rank. The handler is in C, so it also runs while this rank
             # hangs inside a collective.
             faulthandler.register(signal.SIGTERM, self._file, all_threads=True, chain=True)
             self._arm()

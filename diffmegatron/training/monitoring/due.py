@@ -45,7 +45,7 @@ def due_at(recipe: Recipe, step: int) -> list[str]:
 def unrecorded_at(recipe: Recipe, step: int, run_dir: Path) -> list[str]:
     """Return the names of the evaluators that are due at a step but have no recorded value.
 
-    Only the last entries of ``metrics.jsonl`` are read, so ``step`` must be its newest step.
+    Only the last entries of ``metrics.jsonl`` are read, so ``step`` must be the newest step there.
 
     Args:
         recipe: recipe of the run.

@@ -46,7 +46,10 @@ OpenEvaluators = Callable[[Recipe], Sequence[Evaluator]]
 
 
 class _SplitLoss:
-    """Mean loss over the first ``training.eval_batches`` global batches of a split of the data."""
+    """Evaluator of the mean loss of the first ``training.eval_batches`` global batches of a split.
+
+    The splits are disjoint sets of documents: training, validation and test.
+    """
 
     def __init__(self, recipe: Recipe, split: Split, name: str) -> None:
         self.name = name

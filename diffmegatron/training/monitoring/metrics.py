@@ -57,7 +57,7 @@ class MetricsWriter:
         self.rewind(last_step)
 
     def rewind(self, last_step: int) -> None:
-        """Drop the entries of steps after ``last_step``, after a rollback to this step."""
+        """Drop the entries of steps after ``last_step``, the step from which the run resumes."""
         self._lines.drop(lambda line: not _is_kept(_parsed(line), last_step))
         with log_write_errors(self._path):
             _drop_after(self._path, last_step)
@@ -83,10 +83,10 @@ class MetricsWriter:
 
 
 class _TensorBoardEvents:
-    """TensorBoard's ``SummaryWriter``, which is not called again after its first error.
+    """TensorBoard's ``SummaryWriter``; after its first error nothing is written until a restart.
 
     The ``SummaryWriter`` has a thread that ends when a write fails. All later calls would raise the
-    same error.
+    same error. :meth:`restart` creates a new ``SummaryWriter``.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -102,7 +102,10 @@ class _TensorBoardEvents:
         return log_write_errors(self._folder, Exception)
 
     def restart(self, first_step: int) -> None:
-        """Open a new event file. TensorBoard then hides older events of ``first_step`` or later."""
+        """Open a new event file.
+
+        TensorBoard then hides the events of step ``first_step`` and later steps in older files.
+        """
         # Import late: the import takes most of a second, and code that only reads metrics does not
         # need it.
         from torch.utils.tensorboard import SummaryWriter

@@ -21,8 +21,8 @@ def lambdas(network: Network, parallel_state: ParallelState) -> dict[str, float]
     pass.
 
     Returns:
-        Lambda of each layer, under the metric name ``attn/lambda_layer_XX`` with the layer's number
-        XX. Layers of softmax attention have no entry.
+        Lambda of each layer. The key is the metric name ``attn/lambda_layer_XX``, where XX is the
+        layer's number (01 is the first layer). Layers of softmax attention have no entry.
     """
     own = lambda_by_layer(network)
     if own and parallel_state.tensor_size > 1:

@@ -1,4 +1,4 @@
-"""Writing of metrics, events and other records; write errors are logged and never end training."""
+"""Writing of a run's metrics and reports; write errors are logged and never end the training."""
 
 import logging
 import os

@@ -48,7 +48,7 @@ class SourceLosses:
 
         Args:
             batch: microbatch on this rank's device, sharded for context parallelism.
-            losses: losses of the microbatch's tokens [b, s], detached.
+            losses: losses of the microbatch's tokens [sequences, positions], detached.
         """
         if batch.sources is None:
             return

@@ -13,8 +13,8 @@ from torch.profiler import record_function
 from diffmegatron.parallel.parallel_state import ParallelState
 
 PHASES = ("data", "forward_backward", "update")
-# Number of phases, from the first, in which a rank does only its own work. In the third phase,
-# "update", a rank also waits for other ranks.
+# Number of the leading PHASES in which a rank does only its own work. In the last phase, "update",
+# a rank also waits for other ranks.
 _OWN = 2
 # A rank is slow if its time is more than this factor times the median. Machines of the same kind
 # differ by less.

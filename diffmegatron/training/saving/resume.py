@@ -150,8 +150,9 @@ def mixture_change(before: Mapping[str, Any] | None, now: Mapping[str, Any]) -> 
     """
     if before is None:
         return None
-    # Compare only the last period, the sources and weights in use from a sample on. The saved state
-    # was read from JSON, which has turned tuples into lists, so convert the new ones to lists.
+    # A mixture is a list of periods. Each period has the sources and weights that are used from a
+    # certain sample on. Compare only the last periods. The saved one was read from JSON, which has
+    # turned its tuple of sources into a list, so convert the new tuple to a list.
     period, saved = now["mixture"][-1], before["mixture"][-1]
     if (period["from_sample"], [*period["sources"]]) == (saved["from_sample"], saved["sources"]):
         return None
@@ -167,7 +168,8 @@ def load_snapshot(
 ) -> Position:
     """Restore weights, optimizer state and random states from a checkpoint of any parallel layout.
 
-    Random states are restored only if the number of ranks is the same as in the checkpoint.
+    Random states are restored only if the number of ranks is the same as in the checkpoint, and
+    only those that belong to the present kind of device (CPU or GPU).
 
     Returns:
         Position of the run: step, update count, data position and guard state.

@@ -17,9 +17,10 @@ def save_warnings(seconds: float, launch: LaunchEnvironment, margin: float) -> d
         margin: ``checkpoint.time_limit_margin`` in seconds.
 
     Returns:
-        Up to two messages by key. "kill wait": the save took longer than KillWait. "lead": it took
-        longer than half of the time between the stop of the run and the end of the job. A limit
-        that ``launch`` does not have gives no message.
+        Dict with at most two messages. The key "kill wait" is present if the save took longer than
+        KillWait. The key "lead" is present if the save took longer than half of the time between
+        the stop of the run and the end of the job. A limit that ``launch`` does not have gives no
+        message.
     """
     warnings = {}
     if launch.kill_wait is not None and seconds > launch.kill_wait:
