@@ -1,11 +1,12 @@
-"""Measure the time of a small run's start on a CPU, by phase up to the first step, and of `--help`.
+"""Measure on a CPU how long a small run takes to its first step, by phase; and time `--help`.
 
-Each measurement is a new process. It imports torch, Megatron-core, the modules of a run and
-DeepSpeed, builds the network of `configs/quickstart.yaml` and takes one step. The mode "train"
-imports as `diffmegatron train` does; "plain" imports without `parallel/engine_imports.py`, which
-makes imports faster. The two modes alternate. Times are CPU times of the process, because other
-processes disturb them less than wall time; on an idle machine the two are equal. Figures are
-medians over the repetitions. The ratio is that of the total times, "train" over "plain".
+Each start is a new process. It imports torch, Megatron-core, the modules of a run and DeepSpeed,
+builds the network of `configs/quickstart.yaml` and takes one step. There are two modes: "train"
+imports with `parallel/engine_imports.py`, which makes imports faster, as `diffmegatron train` does;
+"plain" imports without it. The two modes alternate. Times are CPU times of the process, because
+other processes disturb them less than wall time; on an idle machine the two are equal. Figures are
+medians over the repetitions (`--turns`). The ratio is the total time of "train" divided by that of
+"plain".
 
     OMP_NUM_THREADS=1 python -m tools.benchmarks startup
 """
@@ -73,14 +74,14 @@ def median(values: Iterable[float]) -> float:
 
 
 def time_phases(mode: str, folder: Path) -> dict[str, float]:
-    """Return the CPU seconds of every phase of a start."""
+    """Start a small run in a new process, and return the CPU seconds of each phase by name."""
     code = f"from tools.benchmarks.startup_phases import start; start({mode!r}, {str(folder)!r})"
     process = subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.PIPE)
     return json.loads(process.stdout.splitlines()[-1])
 
 
 def time_help() -> float:
-    """Return the CPU seconds of ``diffmegatron --help``."""
+    """Run ``diffmegatron --help`` in a new process, and return its CPU seconds."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     command = [sys.executable, "-m", "diffmegatron", "--help"]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)

@@ -1,4 +1,4 @@
-"""The phases of one start in this process, for ``python -m tools.benchmarks startup``."""
+"""One start of a small run in this process, timed by phase, for the benchmark ``startup``."""
 
 import json
 import os
@@ -15,7 +15,9 @@ from diffmegatron.training.hook import Hook
 
 
 class Phases(Hook):
-    """CPU seconds of each phase. As a hook of a run, it also records the run's phases.
+    """Recorder of the CPU seconds of each phase.
+
+    It is also a hook of the run, and thus records the phases inside :func:`train`.
 
     Attributes:
         seconds: CPU seconds by name of the phase, in order.
@@ -25,7 +27,7 @@ class Phases(Hook):
         self.seconds: dict[str, float] = {}
 
     def mark(self, phase: str) -> None:
-        """End a phase: record the CPU time since the last call under its name."""
+        """End a phase: store under its name the CPU seconds since the end of the last phase."""
         self.seconds[phase] = time.process_time() - sum(self.seconds.values())
 
     def before_training(self, run: object) -> None:  # noqa: D102
@@ -39,7 +41,8 @@ def start(mode: str, folder: str) -> None:
     """Start a run of one step, and print the seconds of its phases as a line of JSON.
 
     Args:
-        mode: "train" or "plain" (see the benchmark ``startup``).
+        mode: "train" to import with ``importing_engines``, which makes imports faster; "plain" to
+            import without it.
         folder: folder with a prepared corpus.
     """
     phases = Phases()

@@ -1,12 +1,14 @@
-"""Run a study: many training runs from one file, their measures, a table and a picture.
+"""Run a study: train and evaluate many runs that one file describes, and report their measures.
 
     python -m tools.benchmarks study tools/benchmarks/studies/language_modelling.yaml --jobs 2
 
 Each run is ``diffmegatron train`` of the study's recipe with overrides, then ``diffmegatron
 evaluate``. The command can be interrupted and repeated: finished runs are skipped, and others
-resume from their newest checkpoint. The folder ``--out`` gets NAME.jsonl with one line per finished
-run, and NAME.md and NAME.png with means and 95% intervals over seeds. study_file.py describes the
-keys of a study's file, and docs/studies.md how to repeat the studies here.
+resume from their newest checkpoint. NAME is the name of the study's file without suffix. The folder
+``--out`` gets NAME.jsonl with one line per finished run, and NAME.md and NAME.png with means and
+95% intervals over seeds. If the study measures runs during training, it also gets NAME_along.png.
+study_file.py describes the keys of a study's file, and docs/studies.md how to repeat the studies of
+this repository.
 """
 
 import argparse
@@ -56,7 +58,9 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def selected_cells(study: Study, arms: Sequence[str] | None) -> list[Cell]:
-    """Return the cells (arms at each size) of the named arms; None selects all arms.
+    """Return the cells of the named arms; None selects all arms.
+
+    A cell is one arm (one choice of recipe keys) at one size of the model.
 
     Raises:
         UserError: If the study does not have a named arm.
@@ -68,10 +72,17 @@ def selected_cells(study: Study, arms: Sequence[str] | None) -> list[Cell]:
 
 
 def run_all(study: Study, cells: Sequence[Cell], runner: Runner, lines: Lines, jobs: int) -> None:
-    """Finish every planned run, ``jobs`` at once, and add the result line of each when it ends.
+    """Finish all planned runs, ``jobs`` at a time; add the result line of each when it ends.
+
+    Args:
+        study: the study.
+        cells: arms and sizes whose runs are planned.
+        runner: trainer and evaluator of one run.
+        lines: result lines of finished runs; new lines are added.
+        jobs: maximum number of runs at a time.
 
     Raises:
-        UserError: If runs failed, after the others have finished.
+        UserError: If runs failed; raised after the other runs have finished.
         SystemExit: If a signal stopped the study.
     """
     failed: dict[str, UserError] = {}
@@ -109,7 +120,8 @@ def missing_runs(
 ) -> list[PlannedRun]:
     """Return the planned runs that are not finished, in the order in which to run them.
 
-    A run that another study has finished counts as finished; its result line is added to ``lines``.
+    If another study has finished a run with the same settings, the run counts as finished, and its
+    result line is added to ``lines``.
     """
     while True:
         losses = {name: line["measures"][HELD_OUT] for name, line in lines.by_run.items()}

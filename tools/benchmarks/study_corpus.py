@@ -8,7 +8,8 @@ TEXT is any input of ``diffmegatron prepare``. OUT gets
     tokenizer/                   a byte-level BPE tokenizer, trained on train.jsonl
     train.bin, .idx, .json       the prepared corpus
 
-Long documents are split at empty lines, so that held-out pieces come from every source.
+Long documents are split at empty lines, and each piece is held out or not. Without the split, a
+source of few long documents could have no held-out text.
 """
 
 import hashlib
@@ -24,7 +25,8 @@ from diffmegatron.data.tokenizers import END_OF_TEXT
 from diffmegatron.evaluation.text import read_texts
 from tools.benchmarks.command_line import make_parser
 
-# Maximum number of characters in a piece; a longer paragraph is not split.
+# Maximum number of characters in a piece. Only a piece of a single paragraph may be longer, because
+# paragraphs are not split.
 _CHARACTERS = 8_000
 
 
@@ -56,7 +58,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def cut(text: str) -> Iterator[str]:
-    """Split a document between paragraphs into pieces of up to ``_CHARACTERS`` characters."""
+    """Split a document between paragraphs into pieces of about ``_CHARACTERS`` characters."""
     piece = ""
     for paragraph in text.split("\n\n"):
         if piece and len(piece) + len(paragraph) > _CHARACTERS:

@@ -40,9 +40,15 @@ _Value = Annotated[float, Field(gt=0)]
 class Choice(Section):
     """A key, such as the learning rate, whose best value is chosen for every arm at every size.
 
-    The value with the lowest ``valid/loss`` is chosen, from runs with a seed that is not reported.
-    If it is the first or last value of the grid, the grid is extended at this end, by the ratio of
-    its last two values there, until the best value is inside.
+    Each value of the grid is tried in a run with ``seed``, which is not a seed of the report. The
+    value with the lowest ``valid/loss`` is chosen. If it is the first or last value of the grid,
+    the grid is extended at this end until the best value is inside: the two values at this end have
+    a ratio, and the new value continues with the same ratio.
+
+    Attributes:
+        key: key of the recipe, such as ``optimizer.lr``.
+        grid: values to try first, in increasing order.
+        seed: ``training.seed`` of the runs that choose.
     """
 
     key: str
@@ -65,7 +71,8 @@ class Along(Section):
     Attributes:
         every: steps between two checkpoints that are kept and evaluated.
         evaluate: arguments of ``diffmegatron evaluate``, without targets and ``--out``.
-        compared: measures in the report, and whether arms are compared by difference or by ratio.
+        compared: for each measure in the report, "difference" or "ratio": how arms are compared
+            with the baseline.
     """
 
     every: Size
@@ -87,7 +94,8 @@ class Study(Section):
         evaluate: arguments of ``diffmegatron evaluate`` for reported runs, without target and
             ``--out``.
         baseline: name of the arm that all others are compared with, at equal size and seed.
-        compared: measures in the report, and whether arms are compared by difference or by ratio.
+        compared: for each measure in the report, "difference" or "ratio": how arms are compared
+            with the baseline.
         along: measures during training; None for measures of the final weights alone.
     """
 
@@ -191,9 +199,9 @@ def wanted_runs(
 ) -> list[PlannedRun]:
     """Return all runs that are known so far, including finished ones, in the order to run them.
 
-    The runs that choose a value come first. The reported runs of a cell are known only after its
-    value is chosen. They are ordered by seed, so that an interrupted study has the same seeds for
-    every arm.
+    The runs that choose a value come first. The reported runs of a cell (an arm at one size) are
+    known only after its value is chosen. They are ordered by seed, so that an interrupted study has
+    the same seeds for every arm.
 
     Args:
         study: the study.
@@ -219,10 +227,15 @@ def wanted_runs(
 
 
 def choice_runs(choice: Choice, cell: Cell, valid_losses: Mapping[str, float]) -> list[PlannedRun]:
-    """Return the runs that choose a cell's value, by increasing value.
+    """Return the runs that choose the value of ``choice.key`` for a cell, by increasing value.
 
-    If all runs of the grid have finished and the best value is at an end, the grid is extended
-    there.
+    If all runs of the grid have finished and the best value is the first or last one, the grid is
+    extended at this end.
+
+    Args:
+        choice: key and grid of values.
+        cell: arm and size.
+        valid_losses: ``valid/loss`` of the finished runs by name.
     """
     grid = list(choice.grid)
     while True:
@@ -240,7 +253,7 @@ def choice_runs(choice: Choice, cell: Cell, valid_losses: Mapping[str, float]) -
 
 
 def chosen_value(runs: Sequence[PlannedRun], valid_losses: Mapping[str, float]) -> str | None:
-    """Return the override with the lowest loss; None if some of the runs have not finished."""
+    """Return the override of the run with the lowest loss; None if a run has not finished."""
     if any(run.name not in valid_losses for run in runs):
         return None
     return min(runs, key=lambda run: valid_losses[run.name]).chosen

@@ -60,7 +60,13 @@ def main(argv: Sequence[str]) -> None:
 
 
 def draw(random: Random, pairs: int, keys: int) -> Pair:
-    """Return two texts: the random pairs of a document, and the same pairs in another order."""
+    """Return two texts: the random pairs of a document, and the same pairs in another order.
+
+    Args:
+        random: source of random numbers.
+        pairs: number of pairs in the document.
+        keys: number of keys, and of values, from which the pairs are drawn.
+    """
     stated = [
         (f"k{key}", f"v{random.randrange(keys)}") for key in random.sample(range(keys), pairs)
     ]

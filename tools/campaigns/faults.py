@@ -5,11 +5,12 @@
     python -m tools.campaigns.faults --kills 0 --long --out fault_trials.json
 
 Two ranks train a tiny model under ``torchrun --max-restarts``. Again and again a random rank gets
-SIGKILL at a random time, while it starts, or in a phase of a save. With ``--stops`` it sometimes
-gets SIGSTOP instead, so that the run hangs until the watchdog ends it. The report tells whether the
-final weights, Adam's moments and losses of both runs are equal to the bit, and lists every
-checkpoint that failed to verify. ``--long`` adds the classes of faults in ``fault_trials.py``, each
-tried many times. With ``--kills 0`` and no stops, no run is launched.
+SIGKILL: at a random time, while it starts, or in a phase of a save. With ``--stops`` a random rank
+sometimes gets SIGSTOP instead, so that the run hangs until the watchdog ends it. A second run
+trains without faults. The report tells whether the final weights, Adam's moments and losses of both
+runs are equal to the bit, and lists every checkpoint that failed to verify. ``--long`` adds the
+classes of faults in ``fault_trials.py``, each tried many times. With ``--kills 0`` and no stops, no
+run is launched.
 """
 
 import argparse
@@ -100,8 +101,13 @@ def machine() -> str:
 def add_trials(report: dict, folder: Path, arguments: argparse.Namespace) -> None:
     """Add the numbers of tried and survived faults to a report, by class.
 
-    The kills and stops under torchrun are also reported as classes. If the disturbed run ended with
-    the same bits as the undisturbed run, it has survived all of them; otherwise none of them.
+    The kills and stops under torchrun are also reported as classes. They all count as survived if
+    the report has ``kept_its_promise`` (see :func:`campaign`); otherwise none of them counts.
+
+    Args:
+        report: report of :func:`campaign`, or one without kills and stops; it is changed.
+        folder: folder to create for the trials.
+        arguments: command line.
     """
     logging.disable(logging.WARNING)  # each damaged cache and each full disk logs a warning
     started, kept = time.monotonic(), report["kept_its_promise"]
@@ -117,7 +123,11 @@ def add_trials(report: dict, folder: Path, arguments: argparse.Namespace) -> Non
 
 
 def campaign(folder: Path, arguments: argparse.Namespace) -> dict:
-    """Train without faults, then with faults, and return the report."""
+    """Train without faults, then with faults, and return the report.
+
+    ``kept_its_promise`` of the report is true if both runs ended with the same bits, every
+    checkpoint that was complete could be read, and all faults were done before the run ended.
+    """
     corpus = folder / "corpus"
     prepare([ROOT / "diffmegatron"], corpus, "bytes", pattern="*.py", show_progress=False)
     for name in ("undisturbed", "disturbed"):
@@ -127,7 +137,8 @@ def campaign(folder: Path, arguments: argparse.Namespace) -> dict:
         raise SystemExit("the undisturbed run failed; see its output above")
     started = time.monotonic()
     faults = arguments.kills + arguments.stops
-    # On a busy machine a start may fail without a fault, before the ranks have connected.
+    # Allow more restarts than faults: on a busy machine a start may fail without a fault, before
+    # the ranks have connected.
     disturbed = launch(folder / "disturbed.yaml", restarts=2 * faults + 5)
     done, unreadable = disturb(disturbed, folder / "disturbed", arguments)
     status = disturbed.wait()
@@ -181,14 +192,16 @@ def disturb(
     """Kill or stop random ranks until every fault is done or the run ends.
 
     Returns:
-        The kind and the moment of every fault, and the damage seen in listed checkpoints.
+        Two lists. The first has the kind and the moment of every fault. The second has the error of
+        each checkpoint that was listed as complete but could not be read.
     """
     pick = random.Random(arguments.seed)
     kinds = ["kill"] * arguments.kills + ["stop"] * arguments.stops
     pick.shuffle(kinds)
     store, done, problems = CheckpointStore(run_dir), [], []
     for kind in kinds:
-        # SIGSTOP while starting would hang the run until the watchdog's long start-up limit.
+        # A stopped rank hangs the run until the watchdog's limit. Do not stop a rank while it
+        # starts, because the limit of a start is long.
         moments = ["at random"] if kind == "stop" else ["at random", "while starting", "in a save"]
         moment = pick.choices(moments, weights=[4, 2, 4][: len(moments)])[0]
         if moment == "in a save":
@@ -216,7 +229,9 @@ def wait_for_ranks(
     Args:
         agent: torchrun's process.
         run_dir: folder of the run.
-        moment: "at random" (after a new step), "while starting", or one of ``SAVE_PHASES``.
+        moment: one of three kinds of moments. "while starting": up to 6 seconds after both ranks
+            exist. "at random": up to 1 second after a new step. One of ``SAVE_PHASES``: this phase
+            of a save after a new step; if it is not seen within ``PATIENCE_SECONDS``, any phase.
         pick: source of random delays.
 
     Returns:
@@ -241,7 +256,10 @@ def wait_for_ranks(
 
 
 def save_phase(store: CheckpointStore) -> str | None:
-    """Return the phase of the current save, derived from its files; None without a save."""
+    """Return the phase of the save in progress, derived from its files; None if there is no save.
+
+    The result is one of ``SAVE_PHASES``. The last phase is the removal of an old checkpoint.
+    """
     try:
         names = [path.name for path in store.directory.iterdir()]
         if any(name.endswith(".removed") for name in names):
@@ -262,7 +280,12 @@ def save_phase(store: CheckpointStore) -> str | None:
 def stepped_since(run_dir: Path, moment: float) -> bool:
     """Return whether the run has trained a step since a time.
 
-    A restart copies the entries of earlier steps, but these keep their old times.
+    The newest entry of its metrics is compared with the time. A restart writes the entries of
+    earlier steps again, but with their old times, so they do not count as new steps.
+
+    Args:
+        run_dir: folder of the run.
+        moment: time in seconds since 1970.
     """
     return any(entry["time"] > moment for entry in read_metrics(run_dir)[-1:])
 

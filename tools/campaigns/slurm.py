@@ -1,15 +1,16 @@
-"""Train through a month's troubles on a real Slurm, and compare the result with another run.
+"""Train on a real Slurm through a month's troubles, and compare with an undisturbed run.
 
     python -m tools.campaigns.slurm --out docs/results/slurm_campaign.json
     python -m tools.campaigns.slurm --troubles crash hang       # a trial
 
 Slurm must be installed. It runs on this machine only, with four nodes (``slurm_cluster.py``).
 ``diffmegatron launch`` submits the training of a tiny model on two nodes with two ranks each. The
-first run suffers the troubles of ``slurm_troubles.py`` in a random order. Its run_dir is on a small
-tmpfs, and mounting this needs root. The second run trains as many steps undisturbed. The report
-tells whether the final weights, Adam's moments and all losses of both runs are equal to the bit. A
-table lists the attempts (starts of the job) and why they ended. The same command with the same
-``--folder`` resumes an interrupted campaign.
+first run suffers the troubles of ``slurm_troubles.py``, such as crashes and time limits, in a
+random order. One trouble is a full disk, so the run_dir is on a small tmpfs; mounting it needs
+root. The second run trains as many steps undisturbed. The report tells whether the final weights,
+Adam's moments and all losses of both runs are equal to the bit. A table lists the attempts (starts
+of the job) and why they ended. The same command with the same ``--folder`` resumes an interrupted
+campaign.
 """
 
 import argparse
@@ -38,7 +39,8 @@ from tools.paths import ROOT
 # Size of the run's disk: enough for the preflight checks, in which all ranks write 64 MiB at once,
 # and for three checkpoints.
 DISK_MIB = 400
-# MANY_STEPS: more steps than the disturbed run can reach. LAST_STEPS: steps after its last trouble.
+# MANY_STEPS: number of steps in the recipe during the troubles, more than the run can reach.
+# LAST_STEPS: number of steps that the run trains after its last trouble.
 MANY_STEPS, LAST_STEPS = 1_000_000, 20
 RECIPE = """
 run_dir: {run_dir}
@@ -63,7 +65,11 @@ CLUSTER = {
 
 
 def main() -> None:
-    """Run the campaign and write its report; exit with status 1 if a result is not as promised."""
+    """Run the campaign and write its report.
+
+    The exit status is 0 if both runs ended with the same bits, every attempt ended for an expected
+    cause, and every checkpoint could be read; otherwise 1.
+    """
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -80,7 +86,8 @@ def main() -> None:
         "--out", type=Path, help="file for the report; a table .md is written beside it"
     )
     arguments = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the processes started here
+    # On SIGTERM, leave the context managers below, so that Slurm's processes are ended too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     if reason := missing():
         raise SystemExit(reason)
     with tempfile.TemporaryDirectory(prefix="slurm-") as temporary:
@@ -112,7 +119,10 @@ def mounted(path: Path) -> Path:
 
 
 def campaign(folder: Path, cluster: Cluster, arguments: argparse.Namespace) -> dict:
-    """Train with troubles, then undisturbed, and return the report."""
+    """Train with troubles, then undisturbed, and return the report.
+
+    The troubles that are done are recorded in ``done.jsonl``. A resumed campaign skips them.
+    """
     corpus, pick = folder / "corpus", random.Random(arguments.seed)
     if not corpus.with_suffix(".json").exists():  # a resumed campaign keeps its corpus
         prepare([ROOT / "diffmegatron"], corpus, "bytes", pattern="*.py", show_progress=False)
@@ -180,7 +190,10 @@ def say(text: str) -> None:
 
 
 def settled(month: Month) -> None:
-    """Wait until the attempts that the last trouble hit have ended, or the job left the queue."""
+    """Wait until the attempts that the last trouble hit have ended, or the job left the queue.
+
+    An attempt is one start of the job; its end is read from the run's files.
+    """
     month.until(
         lambda: month.ended() >= max(month.hit) or not month.is_queued(),
         f"attempts {month.hit} have ended",
@@ -197,7 +210,7 @@ def finish(month: Month) -> None:
 
 
 def has_finished(month: Month) -> bool:
-    """Return whether the newest attempt reached the last step."""
+    """Return whether the newest attempt (start of the job) ended because all steps are done."""
     newest = month.newest()
     return newest is not None and newest.cause == Cause.FINISHED
 
@@ -215,7 +228,8 @@ def reported(alone: Month, disturbed: Month, troubles: list[dict]) -> dict:
     for attempt in attempts:
         trouble = next((each for each in troubles if attempt.number in each["attempts"]), None)
         # An attempt that no trouble has hit ended because an earlier trouble affected its node, or
-        # because this program was interrupted. Any cause except a mistake is then expected.
+        # because this program was interrupted. Any cause is then expected except MISTAKE, which
+        # means that a person must correct something.
         kind, causes, how = "", {*Cause} - {Cause.MISTAKE}, ""
         if trouble is not None:
             function = next(each for each in TROUBLES if each.__name__ == trouble["trouble"])
@@ -256,7 +270,10 @@ def _row(attempt: Attempt) -> dict:
 
 
 def table(report: dict) -> str:
-    """Return the attempts as a Markdown table; nodes are shown by their address's last number."""
+    """Return the attempts as a Markdown table.
+
+    A node is shown as the last number of its address, such as 2 for 127.0.0.2.
+    """
     lines = [
         "| attempt | job | nodes | what happened | cause in the ledger | steps | saved | s |",
         "|--:|--:|---|---|---|---|--:|--:|",

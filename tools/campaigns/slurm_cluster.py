@@ -1,8 +1,8 @@
 """A real Slurm on this machine only: munged, slurmctld and one slurmd per node, on loopback.
 
-It needs neither root nor systemd, and removes all its processes at the end. The nodes are named
-127.0.0.1, 127.0.0.2, ..., which resolve on every machine. The number of CPUs in its configuration
-is fictitious, and no process is bound to a CPU.
+It needs neither root nor systemd, and ends all its processes when the context is left. The nodes
+are named 127.0.0.1, 127.0.0.2, ..., because these names resolve on every machine. The number of
+CPUs in Slurm's configuration is fictitious, and no process is bound to a CPU.
 """
 
 import os
@@ -18,7 +18,8 @@ from typing import Self
 from tests.ports import reserved_ports
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "scancel")
-# Debian installs daemons in folders that are not on every user's PATH.
+# PATH in which Slurm's programs are searched. Debian installs daemons in the two added folders,
+# which are not on every user's PATH.
 SEARCHED = f"{os.environ['PATH']}:/usr/sbin:/sbin"
 # KILL_WAIT: seconds from SIGTERM to SIGKILL. REQUEUE_DELAY: minimum seconds between a requeue and
 # the next start of a job.
@@ -64,18 +65,23 @@ NODE = (
 
 
 def missing() -> str:
-    """Return why no cluster can start on this machine; "" if nothing is missing."""
+    """Return the reason why no cluster can start on this machine; "" if nothing is missing."""
     absent = [name for name in PROGRAMS if shutil.which(name, path=SEARCHED) is None]
     return f"Slurm is not installed: no {', '.join(absent)}" if absent else ""
 
 
 class Cluster:
-    """Context manager that runs Slurm.
+    """Slurm on this machine, which runs inside the context of this object.
 
     Args:
-        folder: folder for all files of Slurm. Its path must be short, because it contains a socket.
+        folder: folder for all files of Slurm. It contains a Unix socket, and the path of a socket
+            is limited to about 100 characters, so the folder's path must be short.
         nodes: number of nodes.
         settings: additional lines of ``slurm.conf``.
+
+    Attributes:
+        nodes: names of the nodes.
+        environment: environment variables for Slurm's commands.
     """
 
     def __init__(self, folder: Path, nodes: int, settings: str = "") -> None:
@@ -132,7 +138,7 @@ class Cluster:
                     os.kill(process, signal.SIGKILL)
 
     def call(self, *command: str) -> str:
-        """Run one of Slurm's commands and return its output."""
+        """Run one of Slurm's commands and return its output; fail if its exit status is not 0."""
         result = subprocess.run(
             command, env=self.environment, capture_output=True, text=True, check=False, timeout=20
         )
@@ -140,7 +146,7 @@ class Cluster:
         return result.stdout
 
     def job(self, number: str) -> dict[str, str]:
-        """Return the fields of ``scontrol show job`` by name."""
+        """Return the fields of a job, as ``scontrol show job`` prints them, by name."""
         pairs = self.call("scontrol", "--oneliner", "show", "job", number).split()
         return dict(pair.split("=", 1) for pair in pairs if "=" in pair)
 
@@ -153,7 +159,7 @@ class Cluster:
         return self.job(number)
 
     def until(self, what: str, holds, seconds: float = 60.0) -> None:
-        """Wait until ``holds()`` is true; after ``seconds``, fail with ``what`` and all logs."""
+        """Wait until ``holds()`` is true; fail with ``what`` and all logs after ``seconds``."""
         deadline = time.monotonic() + seconds
         while not holds():
             assert time.monotonic() < deadline, f"not so after {seconds:g} s: {what}\n{self.logs()}"
@@ -243,7 +249,10 @@ class Cluster:
         return found
 
     def _of_jobs(self) -> list[int]:
-        """Return the process ids of jobs. Their environment names this cluster and a job."""
+        """Return the ids of the processes of this cluster's jobs.
+
+        They are recognized by their environment variables, which name this cluster and a job.
+        """
         ours = f"SLURM_CONF={self._folder}/slurm.conf".encode()
         found = []
         for path in Path("/proc").glob("[0-9]*"):

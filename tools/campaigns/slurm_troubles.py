@@ -1,8 +1,11 @@
 """The troubles of a month on a cluster, inflicted on a job on a real Slurm (``slurm.py``).
 
-A trouble is a function that waits for a suitable moment in the newest attempt, causes a failure and
-returns its description. Before it returns, it repairs what an operator would repair: a node, a disk
-or a recipe. An attempt is one start of the job.
+An attempt is one start of the job. A trouble is a function that waits for a suitable moment in the
+first attempt after a given one, causes a failure, and returns a description of the failure. Before
+it returns, it repairs what an operator would repair: a node, a disk or a recipe.
+
+Each trouble has two arguments. ``month`` is the run, and ``after`` the number of the newest attempt
+that has ended or that an earlier trouble hit.
 """
 
 import os
@@ -30,19 +33,19 @@ PreemptMode=REQUEUE
 SlurmctldParameters=preempt_send_user_signal
 PartitionName=urgent Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=10 PreemptMode=OFF
 """
-# Free bytes that are enough for the small files of an attempt, but not for a rank's file of a
-# checkpoint.
+# Free bytes that a full disk still has. They are enough for the small files of an attempt, but not
+# for a rank's file of a checkpoint.
 _LEFT_FREE = 256 << 10
 _WAIT_SECONDS = 1800.0
 
 
 class OverTooSoonError(Exception):
-    """The run has finished, or its job has left the queue, before the next trouble."""
+    """The job has left Slurm's queue before the attempt that the next trouble needs."""
 
 
 @dataclass
 class Month:
-    """A run on a cluster, and the random choices of its troubles.
+    """A run on a cluster during a simulated month of troubles.
 
     Attributes:
         cluster: running cluster.
@@ -83,7 +86,8 @@ class Month:
             )
             if found := re.search(r"submitted job (\d+)", result.stdout):
                 break
-            # If this program was killed, its last job may still count as running.
+            # If an earlier instance of this program was killed, its job may still count as running
+            # for a while. Try again until the job has ended.
             if "is used by job" not in result.stderr or time.monotonic() > deadline:
                 raise RuntimeError(f"launch: {result.stdout}{result.stderr}")
             time.sleep(10)
@@ -96,16 +100,19 @@ class Month:
         return state in ("PENDING", "RUNNING", "COMPLETING", "REQUEUED", "CONFIGURING")
 
     def newest(self) -> Attempt | None:
-        """Return the newest attempt."""
+        """Return the newest attempt; None if there is none."""
         attempts = Ledger(self.run_dir).attempts()
         return attempts[-1] if attempts else None
 
     def ended(self) -> int:
-        """Return the number of the newest attempt that the ledger records as ended, or 0."""
+        """Return the number of the newest attempt that has ended, or 0.
+
+        It is read from the ledger, the record of all attempts in ``run_dir``.
+        """
         return max((a.number for a in Ledger(self.run_dir).attempts() if a.ended), default=0)
 
     def over(self) -> int:
-        """Return the number of the newest attempt that has ended or was hit, or 0."""
+        """Return the number of the newest attempt that has ended or that a trouble hit, or 0."""
         return max(self.ended(), *self.hit, 0)
 
     def until(self, holds: Callable[[], bool], what: str, seconds: float = _WAIT_SECONDS) -> None:
@@ -117,7 +124,11 @@ class Month:
             time.sleep(0.2)
 
     def next(self, after: int) -> Attempt:
-        """Wait for the first attempt after number ``after``, and return it."""
+        """Wait until the newest launch has an attempt with a number above ``after``, and return it.
+
+        Raises:
+            OverTooSoonError: If the job left the queue without such an attempt.
+        """
         while True:
             newest, is_queued = self.newest(), self.is_queued()
             if newest is not None and newest.number > after and newest.began > self.launched:
@@ -127,17 +138,21 @@ class Month:
             time.sleep(0.2)
 
     def begun(self, after: int) -> Attempt:
-        """Wait for the next attempt as :meth:`next` does, and record it as hit."""
+        """Wait for an attempt with a number above ``after``, record it as hit, and return it."""
         attempt = self.next(after)
         self.hit = (attempt.number,)
         return attempt
 
     def also_hit(self, after: int) -> None:
-        """Record the attempt after number ``after`` as hit too."""
+        """Wait for an attempt with a number above ``after``, and add it to the attempts hit."""
         self.hit += (self.next(after).number,)
 
     def trained(self, after: int) -> Attempt:
-        """Wait until an attempt after ``after`` has trained a few steps, and record it as hit."""
+        """Wait until an attempt above number ``after`` has trained 2 to 15 steps; record it as hit.
+
+        Returns:
+            The attempt, which still trains.
+        """
         steps = self.pick.randint(2, 15)
         while True:
             attempt = self.begun(after)
@@ -150,12 +165,16 @@ class Month:
             time.sleep(0.1)
 
     def step(self, since: float) -> int:
-        """Return the newest step in the metrics after the time ``since``, or -1."""
+        """Return the newest step in the metrics; -1 if it was not recorded after ``since``.
+
+        Args:
+            since: time in seconds since 1970.
+        """
         entries = [entry for entry in newest_entries(self.run_dir) if "train/loss" in entry]
         return int(entries[-1]["step"]) if entries and entries[-1]["time"] > since else -1
 
     def ranks(self, attempt: Attempt) -> dict[int, int]:
-        """Wait until all ranks have started; return their process ids by rank."""
+        """Wait until all ranks of an attempt have started; return their process ids by rank."""
         found: dict[int, int] = {}
         ours = f"{ATTEMPT}={Ledger(self.run_dir).folder(attempt.number)}".encode()
 
@@ -177,7 +196,10 @@ class Month:
         return self.cluster.call(*command)
 
     def limit_soon(self) -> None:
-        """End the job by a time limit in one to two minutes, then restore the original limit."""
+        """Set a time limit in one to two minutes, wait until it has requeued the job, and undo it.
+
+        The original limit then holds for the requeued job.
+        """
         before = self.cluster.job(self.job)
         parts = [int(part) for part in re.split("[-:]", before["RunTime"])]
         minutes = (parts[-3] * 3600 + parts[-2] * 60 + parts[-1]) // 60 + 2
@@ -242,7 +264,10 @@ def _preempt(month: Month, grace: int) -> None:
 
 
 def node_dies(month: Month, after: int) -> str:
-    """Kill all processes of a node; Slurm notices this after 30 seconds without an answer."""
+    """Kill all processes of a node, wait until Slurm has noticed it, and start the node again.
+
+    Slurm notices it after 30 seconds without an answer from the node.
+    """
     node = month.pick.choice(month.trained(after).facts.nodes)
     month.cluster.kill_node(node)
     month.until(lambda: "down" in _state(month, node), f"Slurm sees that {node} is down")
@@ -252,7 +277,7 @@ def node_dies(month: Month, after: int) -> str:
 
 
 def node_set_down(month: Month, after: int) -> str:
-    """Set a node's state to DOWN, as an administrator does."""
+    """Set a node's state to DOWN, as an administrator does, and bring the node back."""
     node = month.pick.choice(month.trained(after).facts.nodes)
     month.call("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=broken")
     time.sleep(5)
@@ -266,7 +291,10 @@ def _state(month: Month, node: str) -> str:
 
 
 def crash(month: Month, after: int) -> str:
-    """Kill a rank in training, as the kernel does when memory is exhausted, or by SIGSEGV."""
+    """Kill a rank in training, by SIGKILL or SIGSEGV.
+
+    The kernel sends SIGKILL when memory is exhausted.
+    """
     attempt = month.trained(after)
     number = month.pick.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGSEGV])
     rank, process = month.pick.choice(sorted(month.ranks(attempt).items()))
@@ -280,13 +308,15 @@ def crash_in_start(month: Month, after: int) -> str:
     rank = month.pick.randrange(attempt.facts.ranks)
     time.sleep(month.pick.uniform(0, 4))
     while True:
-        with suppress(ProcessLookupError):  # the rank's process of the checks has just ended
+        # The rank's process of the preflight checks may end at this moment. Then kill the process
+        # of the rank that follows.
+        with suppress(ProcessLookupError):
             os.kill(month.ranks(attempt)[rank], signal.SIGKILL)
             return f"SIGKILL to rank {rank} while it starts"
 
 
 def hang(month: Month, after: int) -> str:
-    """Stop a rank, so that all others wait for it."""
+    """Stop a rank by SIGSTOP, so that all other ranks wait for it until a watchdog ends them."""
     attempt = month.trained(after)
     rank, process = month.pick.choice(sorted(month.ranks(attempt).items()))
     os.kill(process, signal.SIGSTOP)
@@ -294,12 +324,18 @@ def hang(month: Month, after: int) -> str:
 
 
 def full_disk(month: Month, after: int) -> str:
-    """Fill the disk so that no save succeeds, stop the job, and launch it without disk space."""
+    """Fill the disk so that no save succeeds, stop the job, and launch it again on the full disk.
+
+    At the end, the disk space is freed.
+    """
     attempt = month.trained(after)
     filler = month.disk() / "of_somebody_else"
 
     def has_ended_without_space() -> bool:
-        """Fill the space that retention has freed, and return whether the job has ended."""
+        """Fill the disk again, and return whether the job has ended.
+
+        The removal of old checkpoints may have freed space.
+        """
         _fill(filler, _LEFT_FREE)
         return not month.is_queued()
 
@@ -325,7 +361,10 @@ def _fill(filler: Path, left_free: int) -> None:
 
 
 def mistake(month: Month, after: int) -> str:
-    """Edit the recipe of a running job so that its next attempt must fail, and stop the job."""
+    """Edit the recipe of a running job so that its next attempt must fail, and stop this attempt.
+
+    The recipe is restored when the job has ended after the next attempt.
+    """
     attempt = month.trained(after)
     right = month.recipe.read_text()
     month.recipe.write_text(month.pick.choice(MISTAKES)(right))
@@ -350,8 +389,8 @@ def cancelled(month: Month, after: int) -> str:
     return "scancel; launched again"
 
 
-# For each trouble: its kind, the causes that the ledger may record for the attempts, and how often
-# it happens in a month.
+# For each trouble: its kind; the allowed causes of the end of an attempt that it hit, as the ledger
+# (the record of all attempts) names them; and how often it happens in a month.
 TROUBLES: dict[Callable[[Month, int], str], tuple[str, set[str], int]] = {
     time_limit: ("time limit", {"stopped", "lost"}, 5),
     time_limit_in_start: ("time limit", {"stopped", "lost"}, 1),

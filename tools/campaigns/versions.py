@@ -1,4 +1,4 @@
-"""Run the tests that depend on versions with other versions of Python and of libraries.
+"""Run the tests that depend on library versions with other versions of Python and of libraries.
 
     python -m tools.campaigns.versions --python python3.12 torch==2.15.0
     python -m tools.campaigns.versions --oldest         # the oldest that pyproject.toml admits
@@ -40,7 +40,14 @@ def package(requirement: str) -> str:
 
 
 def constraints(pins: list[str]) -> str:
-    """Return the text of constraints.txt, with ``pins`` instead of its lines on these packages."""
+    """Return the text of constraints.txt with other versions of some packages.
+
+    The lines on the packages of ``pins`` are replaced by ``pins``. For torch and transformers, the
+    lines on packages whose version depends on them are removed.
+
+    Args:
+        pins: requirements such as ``torch==2.7.1``.
+    """
     named = {package(pin) for pin in pins}
     kept = [
         line
@@ -73,9 +80,15 @@ def counts(output: str) -> dict[str, int]:
 
 
 def try_versions(python: str, constraints: str, folder: Path) -> dict[str, Any]:
-    """Install packages under ``constraints``, run the tests, and return the row of the results.
+    """Install packages in a new environment, run the tests, and return the row of the results.
+
+    Args:
+        python: Python interpreter of the environment.
+        constraints: text of a constraints file, which sets the versions.
+        folder: empty folder for the environment.
 
     Raises:
+        SystemExit: no test passed.
         subprocess.CalledProcessError: uv cannot install these versions together.
         FileNotFoundError: uv is not installed.
     """
@@ -87,7 +100,8 @@ def try_versions(python: str, constraints: str, folder: Path) -> dict[str, Any]:
     install = ["uv", "pip", "install", "--quiet", "--python", installed_python]
     packages = ["--constraint", own_constraints, "--editable", f"{ROOT}[dev]"]
     subprocess.run([*install, *packages], check=True)
-    # Without this file, make would install the packages again.
+    # The Makefile takes this file as the mark of a complete environment. Without it, make would
+    # install the packages again.
     (environment / ".installed").touch()
     tests = subprocess.run(
         ["make", "test-versions", f"VENV={environment}"],
@@ -129,14 +143,18 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def write_table(rows: list[dict[str, Any]]) -> None:
-    """Replace the table of docs/install.md."""
+    """Replace the table of docs/install.md by one with these rows."""
     before, _, rest = PAGE.read_text().partition(BEGIN)
     _, _, after = rest.partition(END)
     PAGE.write_text(f"{before}{BEGIN}\n{table(rows)}\n{END}{after}")
 
 
 def main() -> None:
-    """Try one set of versions, and add its row to the results and to docs/install.md."""
+    """Try one set of versions, and write its row to versions.json and to docs/install.md.
+
+    The row replaces an earlier row with the same versions. With ``--table``, only the table of
+    docs/install.md is written.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m tools.campaigns.versions", description=(__doc__ or "").partition("\n")[0]
     )
