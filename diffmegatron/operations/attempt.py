@@ -52,7 +52,9 @@ def begin(
         ``WORLD_SIZE``.
 
     Raises:
-        UserError: the recipe is wrong, the ranks do not fit it, or the ledger cannot be written.
+        UserError: this process is not in a Slurm job, the recipe is wrong, the ranks do not fit it,
+            the ledger cannot be written, or this node has no name that can be resolved or no free
+            port.
     """
     ranks = _num_ranks()
     job = os.environ.get("SLURM_JOB_ID", "")
@@ -125,10 +127,13 @@ def exit_status(attempt: Attempt, bad_hosts: Sequence[str] = ()) -> int:
 
     :func:`end` lists the statuses. When the run is over, the status is 0, 1 or 2.
 
-    After a fault during training, the script restarts the ranks at once, unless the next attempt
-    must avoid a host. After any other end that does not end the run, such as a stop signal or a
-    fault during startup, it requeues the job. After a fault during startup this gives Slurm the
-    minutes that it needs to detect a dead node.
+    When the run is not over, there are two cases:
+
+    - After a fault during training, the script restarts the ranks at once (69), unless the next
+      attempt must avoid a host.
+    - After any other end of the attempt, such as a stop signal or a fault during startup, it
+      requeues the job (75). After a fault during startup, the requeue gives Slurm the minutes that
+      it needs to detect a dead node.
 
     Args:
         attempt: the ended attempt.

@@ -19,8 +19,8 @@ _TIME = re.compile(r"(?:(\d{1,3})-)?(\d{1,3})(?::(\d{1,2}))?(?::(\d{1,2}))?")
 def _check_is_text(value: object) -> object:
     """Return text unchanged; refuse a number or boolean that YAML has parsed.
 
-    The parsed value has lost its spelling in the file, such as 010, on or 1e3. Such a value must be
-    quoted in the file.
+    A parsed number or boolean has lost its spelling in the file, for example 010, on or 1e3. So
+    such a value must be quoted in the file.
     """
     if isinstance(value, bool | int | float):
         kind = "boolean" if isinstance(value, bool) else "number"

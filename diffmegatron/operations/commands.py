@@ -213,7 +213,7 @@ def preflight(
 
     Start one process per rank, as for training, or a single process.
 
-    Exit status 71: this node has a problem that other nodes do not have. 2: all nodes have a
+    Exit status 71: this node has a problem, but not all nodes have one. 2: all nodes have a
     problem.
     """
     from diffmegatron.attempts.ends import RankRecord

@@ -36,7 +36,7 @@ from diffmegatron.training.saving.save_time import too_long_for_kill_wait
 
 # Seconds between SIGUSR1 and the time limit if no save of this run has been measured yet.
 _SIGNAL_SECONDS = 600
-# Seconds that are added to the measured time of saves and steps.
+# Seconds between SIGUSR1 and the time limit, in addition to the measured time of saves and steps.
 _SLACK_SECONDS = 60
 # Timeout of each Slurm command.
 _COMMAND_SECONDS = 60
@@ -80,12 +80,12 @@ def prepare_launch(
         overrides: ``KEY=VALUE`` arguments of the recipe.
         nodes: number of nodes with ranks.
         cluster_file: cluster file.
-        dependency: value of ``sbatch --dependency``.
+        dependency: value of ``sbatch --dependency``; None: the job waits for no other job.
         spares: number of additional nodes that replace failed ones.
 
     Raises:
-        UserError: the recipe, the cluster file, the data, the layout or the container is wrong, or
-            another job uses ``run_dir``.
+        UserError: the recipe, the cluster file, the data, the layout or the container is wrong,
+            another job uses ``run_dir``, or the run is finished.
     """
     recipes = load_stages(config, overrides)
     cluster = load_cluster(cluster_file)
@@ -104,7 +104,8 @@ def prepare_chain(
     """Check a recipe like :func:`prepare_launch`, and prepare one job for each unfinished stage.
 
     Each job uses the ``run_dir`` of its stage and reads a recipe of this stage alone, which
-    :func:`submit` writes there. The arguments are those of :func:`prepare_launch`.
+    :func:`submit` writes there. The arguments are those of :func:`prepare_launch`; ``dependency``
+    applies only to the first job, because each later job waits for the job before it.
 
     Raises:
         UserError: a check fails, the recipe has no stages, or all its stages are finished.
@@ -132,8 +133,8 @@ def prepare_chain(
 
 def _check(recipes: Sequence[Recipe], nodes: int, cluster: Cluster, dependency: str | None) -> None:
     check_fit(recipes, nodes, cluster)
-    # With a dependency, an earlier job may still have to write the checkpoint to start from, so its
-    # existence is not checked.
+    # With a dependency, the job that this one waits for may write the checkpoint to start from. So
+    # only without a dependency must that checkpoint exist now.
     if dependency is None:
         check_starts(recipes)
     check_free(ledger_of(recipes))
@@ -169,11 +170,12 @@ def _launch(
 
 
 def submit(launch: Submission, after: str | None = None) -> str:
-    """Write the job file into ``run_dir`` and submit it.
+    """Write the job's files into ``run_dir`` and submit the job.
 
     Args:
         launch: the checked job.
         after: Slurm ID of a job that must finish first; if that job fails, Slurm cancels this job.
+            None: the job file determines when the job can start.
 
     Returns:
         The Slurm ID of the job.
@@ -199,7 +201,7 @@ def submit(launch: Submission, after: str | None = None) -> str:
 
 
 def submit_chain(launches: Sequence[Submission]) -> list[str]:
-    """Submit jobs that run one after another: each job starts when the previous one has finished.
+    """Submit jobs that run one after another: each job can start when the one before has finished.
 
     Returns:
         The Slurm IDs of the jobs.
@@ -266,7 +268,7 @@ def check_free(ledger: Ledger) -> None:
 
 
 def _queue() -> dict[str, str] | None:
-    """Return the Slurm ID and state of every job in the queue; None if squeue fails."""
+    """Return Slurm's queue as a dict, Slurm ID of a job -> its state; None if squeue fails."""
     output = _output("squeue", "--noheader", "--format=%A %T")
     if output is None:
         return None
@@ -276,7 +278,9 @@ def _queue() -> dict[str, str] | None:
 def _measured_seconds(recipes: Sequence[Recipe]) -> tuple[float | None, float]:
     """Return the seconds of the longest recorded save, and the median seconds of a step.
 
-    The first value is None if no save is recorded; the second value is 0 if no step is recorded.
+    Both come from the newest metrics of all stages. For a step, the number of tokens in a step of
+    the last stage is divided by each recorded speed. The first value is None if no save is
+    recorded; the second value is 0 if no speed is recorded.
     """
     entries = [entry for recipe in recipes for entry in newest_entries(Path(recipe.run_dir))]
     saves = [e["ckpt/total_seconds"] for e in entries if "ckpt/total_seconds" in e]
@@ -293,8 +297,8 @@ def _signal_seconds(save: float | None, step: float, cluster: Cluster) -> int:
     """Return how many seconds before the time limit Slurm sends SIGUSR1, so that the ranks save.
 
     The value is the time of two saves and two steps plus a minute, or ten minutes if no save has
-    been measured. It is at most half of the time limit. Slurm may send the signal up to a minute
-    early, but never late.
+    been measured. It is at most half of the time limit. It needs no margin for a late signal: Slurm
+    may send the signal up to a minute early, but never late.
 
     Args:
         save: seconds of the longest save; None: not measured.

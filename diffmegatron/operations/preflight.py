@@ -31,7 +31,8 @@ from diffmegatron.parallel.default_group import default_group
 from diffmegatron.parallel.launcher import read_launch
 from diffmegatron.section import Section
 
-# Timeout of the collective operations. They begin when all ranks have connected.
+# Timeout of each collective operation. The time until all ranks have connected has another limit
+# (`default_group`).
 _TIMEOUT = timedelta(minutes=5)
 # Bytes that each rank writes to the disk.
 _WRITTEN = 1 << 26
@@ -117,17 +118,19 @@ def check_nodes(recipes: Sequence[Recipe], folder: Path | None) -> None:
 
 
 def _needed_space(recipe: Recipe) -> int:
-    """Return the bytes that must be free: those of two checkpoints, or of one.
+    """Return the bytes that must be free in ``run_dir``: those of two checkpoints, or of one.
 
     The space of one checkpoint suffices if the run already has a checkpoint and ``keep_last`` is
-    set, because every save then removes an old checkpoint.
+    set, because old checkpoints are then removed after each save.
     """
     removes_old = recipe.checkpoint.keep_last and CheckpointStore(Path(recipe.run_dir)).steps()
     return (1 if removes_old else 2) * count_parameters(recipe.model).total * _STATE_BYTES
 
 
 def find_problems(every: Sequence[Findings], space: int, run_dir: str) -> dict[int, str]:
-    """Compare the findings of all ranks, and return a dict: unfit rank -> its first problem.
+    """Compare the findings of all ranks, and return a dict: rank -> its first problem.
+
+    Ranks without a problem are not in the dict.
 
     Args:
         every: findings of all ranks, in the order of the ranks.
@@ -200,9 +203,10 @@ def _versions() -> dict[str, str]:
 
 
 def _product_seconds() -> float:
-    """Return the seconds of a matrix product, in bfloat16 on a GPU and in float32 on a CPU.
+    """Return the seconds of the fastest of several matrix products.
 
-    On a CPU only the CPU time of this process counts, so that other processes do not affect it.
+    The matrices are bfloat16 on a GPU and float32 on a CPU. On a CPU, the result is the CPU time of
+    this process, which other processes hardly affect.
     """
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if kind == "cuda" else torch.float32
@@ -222,8 +226,12 @@ def _seconds(work: Callable[[], object], clock: Callable[[], float] = time.perf_
 
 
 def _disk(run_dir: Path) -> tuple[float, int]:
-    """Return the bytes per second written to ``run_dir``, and its free bytes."""
-    # A check that is killed leaves this file behind. The next check overwrites it.
+    """Return the bytes per second written to ``run_dir``, and the free bytes of its file system.
+
+    Raises:
+        UserError: a file cannot be written.
+    """
+    # If preflight is killed during the check, the file stays. The next preflight overwrites it.
     path = run_dir / f"preflight_{read_launch().rank:05}"
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -239,7 +247,7 @@ def _disk(run_dir: Path) -> tuple[float, int]:
 
 
 def _measure_collectives() -> dict[str, float]:
-    """Return the rate of an all-reduce in bytes per second, and the clock after a barrier."""
+    """Measure the attributes ``clock`` and ``reduce_rate`` of :class:`Findings`, with all ranks."""
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     tensor = torch.ones(_REDUCED[kind] // 4, device=kind)
     distributed.all_reduce(tensor)  # The first all-reduce also opens the connections.

@@ -121,7 +121,10 @@ def ranks() -> int:
 
 
 def with_machine_overrides(overrides: Sequence[str]) -> list[str]:
-    """Return the overrides that fit this machine, followed by the overrides of the user."""
+    """Put this machine's overrides (tensor-parallel size, precision) before those of the user.
+
+    A later override of the same key takes precedence, so the user can change these values.
+    """
     precision = ["training.precision=bf16"] if torch.cuda.is_available() else []
     return [f"parallel.tensor={ranks()}", *precision, *overrides]
 
@@ -129,7 +132,8 @@ def with_machine_overrides(overrides: Sequence[str]) -> list[str]:
 def torchrun() -> list[str]:
     """Return the Python arguments that start ``diffmegatron`` under torchrun.
 
-    They include a local address, because the DNS may not resolve the name of this machine.
+    The local address 127.0.0.1 is among them, because torchrun would otherwise use the name of this
+    machine, which the DNS may not resolve.
     """
     options = ["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={ranks()}"]
     return ["-m", "torch.distributed.run", *options, *CLI]
@@ -147,7 +151,8 @@ def run(seconds: dict[str, float], phase: str, *arguments: str) -> None:
         UserError: the phase failed.
     """
     started = announce(phase)
-    # By default each of the two ranks would start one thread per core, too many for the machine.
+    # By default, each of two ranks would start one thread per core. Together they would have more
+    # threads than the machine has cores.
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     result = subprocess.run([sys.executable, *arguments], env=environment, check=False)
     if result.returncode:

@@ -13,8 +13,9 @@ from diffmegatron.errors import UserError
 from diffmegatron.files import format_path, shorten
 from diffmegatron.operations.cluster import Cluster
 
-# Training for up to four epochs on the same text is almost as good as training on new text
-# (Muennighoff et al., 2023, arXiv 2305.16264).
+# Largest number of epochs over a data source without a warning. Training for up to four epochs on
+# the same text is almost as good as training on new text (Muennighoff et al., 2023, arXiv
+# 2305.16264).
 _USUAL_PASSES = 4
 
 
@@ -38,7 +39,8 @@ def check_fit(recipes: Sequence[Recipe], nodes: int, cluster: Cluster) -> None:
             check_sizes(source.path, read_manifest(source.path))
         for path, passes in _passes(recipe).items():
             # `passes` is computed from the present recipe. A run with a checkpoint may have used
-            # another data mixture before, so `passes` may be wrong for it.
+            # another data mixture before. For such a run `passes` would be wrong, so runs with a
+            # checkpoint are not checked.
             if recipe.data.on_exhausted == "stop" and passes > 1 and not _has_begun(recipe):
                 raise UserError(
                     f"{recipe.run_dir} reads source {path} {passes:,.1f} times, and "
@@ -77,7 +79,7 @@ def check_starts(recipes: Sequence[Recipe]) -> None:
 def data_remarks(recipe: Recipe) -> Iterator[str]:
     """Yield a warning for each data source that the run trains on for more than four epochs.
 
-    The number of epochs is the lower bound of :func:`_passes`.
+    The number of epochs is the lower bound that :func:`_passes` returns.
     """
     for path, passes in _passes(recipe).items():
         if passes > _USUAL_PASSES:

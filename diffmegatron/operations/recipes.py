@@ -17,10 +17,10 @@ _BASE, _CLUSTERS = "base", "clusters"
 
 
 def groups() -> dict[str, list[str]]:
-    """Return the names of all recipes and other files that ``configs copy`` can copy, by group.
+    """Return a dict of all names that ``configs copy`` accepts: title of a group -> its names.
 
-    The keys are the titles of the groups. The name of a recipe is its path in ``configs/`` without
-    ``.yaml``.
+    The name of a recipe or a cluster file is its path in ``configs/`` without ``.yaml``. The name
+    of the launch scripts is ``launch``.
     """
     paths = sorted(path.relative_to(CONFIGS) for path in CONFIGS.rglob("*.yaml"))
     by_folder: dict[str, list[str]] = {_BASE: [], _CLUSTERS: [], "": []}
@@ -36,7 +36,7 @@ def groups() -> dict[str, list[str]]:
 
 
 def names() -> list[str]:
-    """Return the names in all :func:`groups`."""
+    """Return the names of all groups of :func:`groups` in one list."""
     return [name for group in groups().values() for name in group]
 
 
@@ -66,8 +66,8 @@ def copy(name: str, folder: Path) -> list[Path]:
         The paths of the copies; the first path is the copy of ``name``.
 
     Raises:
-        UserError: no recipe has this name, or a file with other content exists at the path of a
-            copy.
+        UserError: the name is unknown, a file with other content exists at the path of a copy, or a
+            file cannot be written.
     """
     if name.removesuffix(".yaml") not in names():
         near = difflib.get_close_matches(shorten(name.removesuffix(".yaml")), names(), n=1)

@@ -34,7 +34,7 @@ class Job:
             each start of the job).
         signal_seconds: seconds before the time limit at which Slurm sends SIGUSR1, so that the
             ranks save.
-        dependency: value of ``sbatch --dependency``.
+        dependency: value of ``sbatch --dependency``; None: the job waits for no other job.
         spares: number of additional nodes that replace failed ones.
     """
 
@@ -55,7 +55,7 @@ class Job:
 
 
 def job_file(job: Job) -> str:
-    """Return the text of a job file, which sbatch can run without arguments or other files."""
+    """Return the text of a job file, which sbatch can submit without arguments or other scripts."""
     script = (shipped_folder("launch") / "slurm.sh").read_text()
     body = script[script.index(_BODY_START) :]
     cluster = job.cluster
@@ -124,7 +124,7 @@ def _srun_options(container: Container | None) -> list[str]:
 
 
 def read_job_number(run_dir: Path) -> str | None:
-    """Return the Slurm ID of the job that was last submitted for a ``run_dir``; None: no job.
+    """Return the Slurm ID of the job last submitted for a ``run_dir``; None: none was submitted.
 
     Raises:
         UserError: the file cannot be read.

@@ -163,9 +163,12 @@ def _status_of_chain(run_dir: Path) -> Status | None:
 
 
 def _status_without_ledger(run_dir: Path) -> Status:
-    """Return the status of a run that was started without a job script.
+    """Return the status of a run that was started without a job script, and so has no ledger.
 
-    If the recipe has stages, it is the status of the last stage.
+    If the recipe has stages, it is the status of the last stage that ``run_dir`` contains.
+
+    Raises:
+        UserError: ``run_dir`` contains no run, or several stages from which no other one started.
     """
     stage = only_last(stage_folders(run_dir, RECIPE))
     folder = stage.run_dir
@@ -198,9 +201,10 @@ def _status_without_ledger(run_dir: Path) -> Status:
 
 
 def _stages_beside(run_dir: Path) -> list[str]:
-    """Return the names of the stages of the job whose ledger is in the parent folder.
+    """Return the names of the stages of the job whose ledger is in the parent of ``run_dir``.
 
-    The ledger is the record of each start of the job. The list is empty if there is none.
+    The ledger is the record of each start of the job. The list is empty if the parent folder has no
+    ledger.
     """
     attempts = Ledger(run_dir.resolve().parent).attempts()
     return [Path(stage).name for stage in attempts[-1].stages] if attempts else []
@@ -209,8 +213,11 @@ def _stages_beside(run_dir: Path) -> list[str]:
 def _current_stage(attempt: Attempt, heartbeat: Heartbeat | None) -> str | None:
     """Return the ``run_dir`` of an attempt's current stage.
 
-    This is the stage of the heartbeat. Without a heartbeat of a stage, it is the last stage that
-    has checkpoints, or else the first stage.
+    It is the first of these that exists:
+
+    1. the stage named in the heartbeat (the training progress that the attempt last wrote);
+    2. the last stage that has a checkpoint;
+    3. the first stage.
 
     Returns:
         Path as text; None if the attempt has no stages, because its recipe could not be read.
