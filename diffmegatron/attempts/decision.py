@@ -13,10 +13,10 @@ from enum import StrEnum
 from diffmegatron.attempts.ends import EXIT_STOPPED, NOT_BEGUN, End
 from diffmegatron.errors import MachineError, UnfitNodeError, UserError
 
-# A process that signal N killed has the exit status 128 + N.
+# Exit status of a process that signal N killed, minus N.
 _SIGNAL = 128
-# Users, Slurm and srun send these signals to stop a rank. A rank that has not yet installed its
-# signal handlers ends with one of these statuses, which are not faults.
+# Exit statuses of a rank that was killed by a signal with which users, Slurm or srun stop ranks.
+# This happens only before the rank has installed its signal handlers, and is no fault.
 _STOP_STATUSES = {_SIGNAL + number for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
 _SHOWN_RANKS = 8
 
@@ -78,7 +78,8 @@ def decide(
     4. If the job was killed and some ranks recorded no end, the attempt is lost, unless a rank
        recorded that a signal other than a stop signal killed it. A rank that failed without a
        signal is ignored here, because ranks fail when their peers are killed.
-    5. If a rank failed in any other way, or recorded no end, the cause is a fault.
+    5. If a rank failed in any other way, except by a stop signal, or if it recorded no end, the
+       cause is a fault.
     6. If a stop signal killed ranks that had not yet installed their signal handlers, the attempt
        was stopped.
     7. In the remaining case all ranks ended with status 0, and the job is finished.
@@ -174,11 +175,11 @@ def _fault(failed: Mapping[int, End], ranks: int) -> Decision:
     2. The rank left no error message, because the watchdog ended it.
     3. The rank raised an error.
 
-    Of these kinds, the first one that occurred counts. The reason is that of the rank of this kind
-    that failed first. For kinds 1 and 2, the hosts of all ranks of the kind are blamed. For kind 3,
-    only the host of the rank that failed first is blamed, because its error probably made the other
-    ranks fail. If the blamed ranks are more than half of all ranks, no host is blamed, unless the
-    attempt had only one rank.
+    The first kind in this list that occurred counts. The reason is that of the rank of this kind
+    that failed earliest. For kinds 1 and 2, the hosts of all ranks of the kind are blamed. For kind
+    3, only the host of the rank that failed earliest is blamed, because its error probably made the
+    other ranks fail. If the blamed ranks are more than half of all ranks, no host is blamed, unless
+    the attempt had only one rank.
     """
 
     def order(rank: int) -> tuple[int, float]:

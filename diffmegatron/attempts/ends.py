@@ -92,7 +92,7 @@ class Heartbeat(Section):
 
 
 class RankRecord:
-    """Writer of a rank's heartbeat and end, used as a context around all work of the rank.
+    """Writer of a rank's heartbeat and end, a context manager around all work of the rank.
 
     Args:
         folder: directory of the attempt; None: nothing is written.

@@ -179,7 +179,9 @@ class Ledger:
         return sorted(found, key=lambda attempt: attempt.number)
 
     def begin(self, recipes: Sequence[Recipe], facts: Facts) -> Attempt:
-        """Record the end of earlier attempts that were killed with their job, and begin a new one.
+        """Create the entry and the directory of a new attempt.
+
+        Before that, write the end of earlier attempts that were killed with their job.
 
         Args:
             recipes: stages of the run.

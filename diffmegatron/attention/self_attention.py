@@ -47,7 +47,12 @@ Observer = Callable[[Tensor, Tensor, Tensor | None], None]
 
 @dataclass
 class SelfAttentionSubmodules:
-    """Classes or specs of the two projections."""
+    """Classes or specs of the two projections.
+
+    Attributes:
+        linear_qkv: projection from the hidden states to queries, keys and values.
+        linear_proj: projection from the heads' outputs to the hidden size.
+    """
 
     linear_qkv: type | ModuleSpec
     linear_proj: type | ModuleSpec

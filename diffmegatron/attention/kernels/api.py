@@ -136,11 +136,11 @@ def diff_attention_v2(
 ) -> Tensor:
     """Return DIFF V2: softmax attention, then `signal - lambda * noise` per token and signal head.
 
-    The query heads are groups of r signal heads, each followed by the noise head of the group. With
+    The shapes use the letters of `diff_attention`, with h for the number of signal heads.
+
+    The query heads are h / r groups. A group has r signal heads, followed by their noise head. With
     r = 1 the groups are the pairs (2i, 2i + 1). Query head n attends to kv head
     `n // ((h + h / r) / h_kv)`, and all heads of a group must share their kv head.
-
-    The shapes use the letters of `diff_attention`, with h for the number of signal heads.
 
     Args:
         q: `[b, s, h + h / r, d]`, floating point.

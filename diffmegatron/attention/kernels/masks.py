@@ -43,10 +43,11 @@ class AttentionMask:
     def features(self) -> frozenset[str]:
         """The features (keys of `registry.FEATURES`) that a backend must support for this mask.
 
-        "documents": the mask has document boundaries. "offsets": the queries are not in their
-        default position. With documents, the default is that queries and keys both cover all
-        documents. Without documents, it is that the last query has the position of the last key;
-        without `causal`, positions then do not matter.
+        - "documents": the mask has document boundaries.
+        - "offsets": the queries are not in their default position. With documents, the default is
+          that queries and keys both cover all documents. Without documents, it is that the last
+          query has the position of the last key. If the mask has no documents and is not `causal`,
+          positions do not matter, and "offsets" is not needed.
         """
         if self.cu_seqlens is not None:
             covered = range(self.cu_seqlens[-1])

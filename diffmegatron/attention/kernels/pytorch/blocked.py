@@ -163,7 +163,7 @@ class _BlockedAttention(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        inputs = ctx.saved_tensors  # Activation checkpointing allows only one access.
+        inputs = ctx.saved_tensors  # Activation checkpointing allows only one access to it.
         lambda_, v, *queries_and_keys = inputs
         mask, softmax_scale = ctx.mask, ctx.softmax_scale
         with torch.autocast(v.device.type, enabled=False):
