@@ -203,8 +203,8 @@ class SelfAttention(MegatronModule):
         """Split the output of ``linear_qkv``, [s, b, channels], into queries, keys and values.
 
         The channels consist of groups of heads, and :attr:`Heads.group` is the order of the q, k
-        and v heads in each group. If the query heads of a group are adjacent, the returned q is a
-        view of ``mixed``, otherwise a copy. The same holds for k and v.
+        and v heads in each group. The returned q is a view of ``mixed`` if the query heads of a
+        group are adjacent, and a copy if they are not. The same holds for k and v.
 
         Returns:
             q [s, b, groups, queries per group, d], k [s, b, groups, keys per group, d] and v
@@ -243,11 +243,12 @@ class SelfAttention(MegatronModule):
     def project(self, name: str, hidden: Tensor) -> Tensor:
         """Multiply hidden states by a matrix that is sharded by rows.
 
-        Every rank gathers the whole matrix and multiplies its hidden states by it. Under sequence
-        parallelism the ranks then exchange these products, so that each rank has its rows for the
-        whole sequence; otherwise each rank keeps its rows. The matrix has few rows, so the matrix
-        and the products are hundreds of times smaller than the hidden states that a column-parallel
-        layer would gather.
+        Every tensor-parallel rank gathers the whole matrix and multiplies its hidden states by it.
+        Under sequence parallelism the ranks then exchange these products, so that each rank gets
+        the products of its own rows of the matrix with the whole sequence. Without sequence
+        parallelism each rank keeps the products of its own rows. The matrix has few rows, so the
+        matrix and the products are hundreds of times smaller than the hidden states that a
+        column-parallel layer would gather.
 
         Args:
             name: name of the declared matrix [rows, hidden].

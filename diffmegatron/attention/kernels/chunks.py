@@ -82,11 +82,11 @@ def chunk_gradients(
     Args:
         grad: gradient of `whole.out`, `[b, s, h, e]`. It and `whole` may have any floating-point
             dtype.
-        maps: the same `maps` as in `chunk_attention`.
+        maps: the queries, keys and values that `chunk_attention` received.
         lambda_: 0-dim floating-point tensor if there are two maps; None if there is one.
         whole: merged result of attention of these queries to all keys.
         backend: as in `chunk_attention`.
-        options: the same options as in `chunk_attention`.
+        options: the options that `chunk_attention` received.
 
     Returns:
         The gradients of `maps`, in its dtype.

@@ -78,8 +78,8 @@ class Backend:
             q, k, v and the result.
         saves_bias: whether the mask of packed documents is saved for the backward pass. It has one
             number per pair of a query and a key, which all heads share. `saved` excludes it.
-        saves_values: whether v itself is saved. Otherwise copies of v are saved, and `saved`
-            includes them.
+        saves_values: whether v itself is saved for the backward pass. If this is false, copies of v
+            are saved instead of it, and `saved` includes them.
         saves_result: whether the result of the attention is saved for the backward pass; with a
             headwise norm, the result before the norm. `saved` does not include it.
         devices, dtypes, head_dims: supported values; None means any.

@@ -70,7 +70,7 @@ class Graph(NamedTuple):
 
     Attributes:
         graph: the frontend's graph.
-        tensors: the graph's tensors by name, such as "q" or "lse".
+        tensors: name, such as "q" or "lse" -> the graph's tensor.
         workspace: size of the workspace in bytes.
     """
 
@@ -248,9 +248,9 @@ def _of_documents(problem: Problem, documents: Documents | None) -> dict[str, Te
 
 
 def _token_sizes(problem: Problem) -> dict[str, int]:
-    """Return the number of elements per token of each tensor, by the tensor's name.
+    """Return a dict from the name of a tensor to its number of elements per token.
 
-    The gradient of a tensor has the same number.
+    The gradient of a tensor has the same number of elements.
     """
     return {
         "q": problem.heads * problem.width,
@@ -321,7 +321,10 @@ def backward_graph(problem: Problem) -> Graph:
 
 
 class _Builder:
-    """A graph under construction, and its tensors by name."""
+    """A cuDNN graph under construction, for the given properties of attention.
+
+    ``tensors`` is a dict from the names of the graph's tensors to the tensors.
+    """
 
     def __init__(self, problem: Problem) -> None:
         self.library = load_library()
