@@ -70,8 +70,8 @@ class Entropy(Score):
 
         Context-parallel ranks gather all queries and keys of a sequence and divide the queries into
         blocks. Each rank computes the entropies of every n-th block, where n is the number of these
-        ranks. Its sums may thus contain more or fewer queries than it has itself, but the totals of
-        all ranks agree.
+        ranks. The number of queries in its sums may thus differ from the returned number, but both
+        numbers have the same total over these ranks.
         """
         total: Sums = defaultdict(partial(torch.zeros, (), dtype=torch.float64))
 

@@ -1,8 +1,8 @@
 """Scoring of many items at once, so that a model can answer their requests in batches.
 
 A suite is a benchmark. An item is a part of a suite that is scored by itself, such as a question.
-To score an item may need several requests to the model, and some of them may depend on earlier
-answers. The result is the item's record, a dictionary.
+The score may need several requests to the model, and a request may depend on the answers to earlier
+ones. The result of scoring is the item's record, a dictionary.
 """
 
 from collections.abc import Iterable, Iterator

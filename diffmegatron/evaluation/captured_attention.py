@@ -84,7 +84,7 @@ class LayerAttention:
         return len(self.hidden)
 
     def blocks(self) -> Iterator[tuple[int, int]]:
-        """Return (first row, end row) of each block, as :func:`row_blocks` divides the rows."""
+        """Return (first row, end row) of each block of rows that :func:`row_blocks` yields."""
         return row_blocks(sum(len(call.query) for call in self.calls), self.rows)
 
     def logits(self, first: int, end: int) -> Tensor:

@@ -58,7 +58,7 @@ class RecordedStage:
         return self.last_step * self.recipe.training.tokens_per_step
 
     def series(self, name: str) -> list[tuple[float, float]]:
-        """Return a list of (tokens seen in this stage, value), one for each value of a metric."""
+        """Return a list of (tokens seen in this stage, value) for the metric ``name``."""
         tokens = self.recipe.training.tokens_per_step
         return [(entry["step"] * tokens, entry[name]) for entry in self.entries if name in entry]
 
@@ -79,7 +79,7 @@ class RecordedRun:
         return [0, *accumulate(stage.tokens for stage in self.stages[:-1])]
 
     def series(self, name: str) -> list[tuple[float, float]]:
-        """Return a list of (tokens seen since the run began, value), one for each metric value."""
+        """Return a list of (tokens seen since the run began, value) for the metric ``name``."""
         return [
             (start + tokens, value)
             for start, stage in zip(self.starts, self.stages, strict=True)

@@ -93,7 +93,7 @@ def check_hash(prefix: str | Path, suffix: str) -> Iterator[None]:
 
 
 def check_hashes(prefix: str | Path) -> Manifest:
-    """Check the sizes, then the hashes of all data files, and return the manifest.
+    """Check first the sizes and then the hashes of all data files, and return the manifest.
 
     Raises:
         UserError: a file is missing or damaged.

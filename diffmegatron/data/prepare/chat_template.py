@@ -1,8 +1,8 @@
 """Render chats with the template of a Hugging Face tokenizer, and find the assistant's responses.
 
-A chat is rendered once and encoded as one text, as ``apply_chat_template`` does. The ids therefore
-equal the ids that an inference server sends to the model. Only the assistant's responses contribute
-to the loss. They are found in the rendered text in one of two ways:
+The whole chat is rendered and encoded as one text, as ``apply_chat_template`` does. The ids
+therefore equal the ids that an inference server sends to the model. Only the assistant's responses
+contribute to the loss. They are found in the rendered text in one of two ways:
 
 - If the template contains ``{% generation %}``, these blocks are the responses.
 - If it does not, the messages before a response are rendered alone, with ``add_generation_prompt``.

@@ -1,9 +1,10 @@
 """``diffmegatron data merge``: form one corpus from the parts that ``prepare --part`` wrote.
 
-The merge writes only ``PREFIX.idx`` and ``PREFIX.json``. The index equals the index that a single
-``prepare`` of all inputs writes. The tokens are not copied: the merged corpus uses the token files
-of the parts in the folder ``PREFIX.parts``. The merge reads these files once, to verify the
-checksum of each part and to compute the checksum of all tokens.
+The merge writes only the index ``PREFIX.idx`` and the manifest ``PREFIX.json``. The index equals
+the index that a single ``prepare`` of all inputs writes. (With ``--deduplicate`` they may differ,
+because ``prepare --part`` finds duplicates only within a part.) The tokens are not copied: the
+merged corpus uses the token files of the parts in the folder ``PREFIX.parts``. The merge reads
+these files once, to verify the checksum of each part and to compute the checksum of all tokens.
 """
 
 import hashlib

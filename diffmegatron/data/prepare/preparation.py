@@ -39,7 +39,8 @@ REJECTS = "rejects.jsonl"
 FILES = (TOKENS, LENGTHS, COUNTS, DIGESTS, REJECTS)
 INDEX, MANIFEST = "index.idx", "manifest.json"
 # If at least this many records have become documents or rejects, each commit checks the share of
-# rejects. Among fewer records a single reject is a large share, so it is checked only at the end.
+# rejects. Among fewer records, a single reject is already a large share, so this share is checked
+# only at the end.
 _EARLY_CHECK = 1000
 
 

@@ -73,7 +73,7 @@ class DocumentOrder:
 
 
 def corpus_cache(corpus: Corpus, cache_dir: str | None) -> Cache:
-    """Return the cache in the folder ``cache_dir``, or in PREFIX.cache of the corpus if None."""
+    """Return the cache in the folder ``cache_dir``; None selects PREFIX.cache of the corpus."""
     return Cache(Path(cache_dir or f"{corpus.prefix}.cache"))
 
 

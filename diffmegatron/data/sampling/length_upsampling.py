@@ -1,9 +1,9 @@
 """Length up-sampling (Fu et al., arXiv 2402.10171): keep all long and a few short documents.
 
 The documents are selected when the document order of a run is built, not when the corpus is
-prepared. The same prepared corpus can therefore be used with any limit between short and long. With
-``data.upsampling.mode: global``, samples.py also multiplies the weight of a source by the share of
-its tokens that is kept.
+prepared. Runs with different limits between short and long documents can therefore use the same
+prepared corpus. With ``data.upsampling.mode: global``, samples.py also multiplies the weight of a
+source by the share of its tokens that is kept.
 """
 
 import numpy as np

@@ -1,7 +1,7 @@
 """Samples of a run in a fixed order.
 
-The order is determined by the section ``data`` of the recipe (among others the sources, which are
-corpora, and their weights), the sequence length and the seed.
+The order is determined by the seed, the sequence length, and settings in the section ``data`` of
+the recipe, such as the sources (corpora) and their weights.
 
 ``samples[i]`` does not depend on ranks, batch sizes or workers. The position of a run in its data
 is therefore a single number. The order is infinite with ``data.on_exhausted: repeat``. With
