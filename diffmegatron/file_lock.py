@@ -33,12 +33,14 @@ class FileLock:
     context is entered without a lock, and a warning is logged.
 
     Args:
-        path: lock file. It is created, with its folder, and removed on exit. The folder is removed
-            too if it was created here and is empty.
+        path: lock file. On entering the context, it is created, and its folder is created if it
+            does not exist. On exit, the file is removed. The folder is removed if this lock created
+            it and it is empty.
         place: name of the locked resource in messages, such as ``run_dir runs/quickstart``.
         advice: what the user can do instead, for messages, such as ``give another run_dir``.
-        patience: seconds to wait until another process releases the lock; 0: do not wait. The start
-            of a finite wait is announced on standard error; an infinite wait is silent.
+        patience: largest number of seconds to wait until another process releases the lock; 0: do
+            not wait. If the number is finite, a message on standard error announces the wait. If it
+            is infinite, there is no message.
 
     Raises:
         UserError: the file cannot be created or written, or another process keeps the lock.
@@ -66,7 +68,8 @@ class FileLock:
         return self
 
     def __exit__(self, *_: object) -> None:
-        with suppress(OSError):  # The folder is not empty, or somebody has removed the folder.
+        # rmdir fails if the folder is not empty. Others may have removed the file or the folder.
+        with suppress(OSError):
             # Remove only the file that this process opened: if the folder was moved, the file at
             # this path may be the lock of another process.
             if self._is_in_place():
@@ -111,7 +114,8 @@ class FileLock:
                 error,
             )
             return True
-        # The previous holder may have removed the file between open and flock.
+        # The previous holder may have removed the file between open and flock. A lock on a removed
+        # file excludes nobody, so open the path again.
         if self._is_in_place():
             return True
         os.close(self._descriptor)

@@ -17,8 +17,8 @@ from typing import Any, BinaryIO, Self
 
 from diffmegatron.errors import UserError
 
-# Limit in bytes (256 MiB), far above the small files of this package: the manifest of a checkpoint
-# of 10,000 ranks has 1.5 MB.
+# Default of the largest size of a file that is read into memory: 256 MiB. The small files of this
+# package are far smaller: the manifest of a checkpoint of 10,000 ranks has 1.5 MB.
 MAX_BYTES = 1 << 28
 _PIECE = 1 << 20
 _SHOWN = 200
@@ -138,11 +138,11 @@ def parse_json(content: bytes | str, schema: Any, name: str) -> Any:
 
 
 def create_file(path: Path) -> BinaryIO:
-    """Create or truncate a regular file, and open it for writing.
+    """Create or truncate a file, and open it for writing in binary mode.
 
     Raises:
-        OSError: the file cannot be opened. A FIFO without a reader also raises, instead of blocking
-            this process.
+        OSError: the file cannot be opened, or ``path`` is a FIFO without a reader. Without
+            ``O_NONBLOCK``, opening such a FIFO would block this process.
     """
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK
     return os.fdopen(os.open(path, flags, 0o666), "wb")
@@ -152,8 +152,9 @@ def write_durably(path: Path, content: bytes) -> None:
     """Write a file atomically: write and sync a temporary file, then rename it to ``path``.
 
     Raises:
-        OSError: the file cannot be written, and its previous content is unchanged; or the rename
-            cannot be synced to the disk.
+        OSError: there are two cases. If writing or renaming fails, the previous content of ``path``
+            is unchanged. If only the sync of the folder after the rename fails, ``path`` has the
+            new content, but may lose it in a power cut.
     """
     check_replaceable(path)
     temporary = path.with_name(f"{path.name}.tmp")
@@ -165,7 +166,7 @@ def write_durably(path: Path, content: bytes) -> None:
             os.fsync(stream.fileno())
         temporary.replace(path)
     except OSError:
-        # On a full disk the partial file takes space that other files need.
+        # Remove the partial file, because on a full disk it takes space that other files need.
         with suppress(OSError):
             temporary.unlink()
         raise
@@ -258,16 +259,18 @@ def check_utf8(*paths: Path) -> None:
 def printable(path: str | Path) -> str:
     r"""Return a file's name as UTF-8 text that JSON and every terminal accept.
 
-    File names are bytes. Bytes that are not UTF-8 are written as ``\xff``, and every backslash of
-    the name is doubled. The conversion is reversible, so no two names give the same text.
+    File names are bytes. A byte that is not UTF-8 is written as ``\x`` and two hexadecimal digits,
+    and every backslash of the name is doubled. The conversion is reversible, so no two names give
+    the same text.
     """
     return os.fsencode(path).replace(b"\\", b"\\\\").decode(errors="backslashreplace")
 
 
 def shortest_ends(paths: Sequence[PurePath]) -> list[str]:
-    """Return the shortest ending of each path that no other path has, or the whole path.
+    """Return for each path its shortest ending that no other path has.
 
-    For ``runs/a/hf`` and ``runs/b/hf`` the endings are ``a/hf`` and ``b/hf``.
+    For ``runs/a/hf`` and ``runs/b/hf`` the endings are ``a/hf`` and ``b/hf``. If another path has
+    all endings of a path, the result is the whole path.
     """
     every = Counter(end for path in paths for end in _ends(path))
     return [

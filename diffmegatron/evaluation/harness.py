@@ -43,9 +43,10 @@ from diffmegatron.evaluation.targets import Target
 from diffmegatron.files import format_path, shorten
 
 # Number of bootstrap resamples for metrics whose standard error has no formula.
-# lm-eval draws 100,000 by default, which takes minutes; 1,000 give the standard error to about 2%.
+# lm-eval draws 100,000 by default, which takes minutes. With 1,000 resamples, the standard error
+# itself has a relative error of about 2%.
 _BOOTSTRAP_ITERATIONS = 1000
-# Metrics that are slow to compute; lm-eval itself draws at most 100 resamples for them.
+# Metrics that are slow to compute. Only 100 resamples are drawn for them, as in lm-eval.
 _SLOW_METRICS = ("bleu", "chrf", "chrf++", "ter")
 
 ChatTemplate = Callable[..., str]
@@ -54,14 +55,15 @@ Results = dict[str, dict[str, Any]]
 
 @dataclass(frozen=True)
 class Question:
-    """A document of a task, with the requests that lm-eval builds from it.
+    """A question of a task (in lm-eval's words, a document), with its requests to the model.
 
     Attributes:
         task: name of the task.
         shots: number of examples before the question.
-        number: position of the document within the task, from 0.
-        arguments: arguments of each request. The type of the task determines their form: (prompt,
-            continuation), (text,), or (prompt, settings of decoding).
+        number: position of the question within the task, from 0.
+        arguments: arguments of each request. Their form depends on the task's ``OUTPUT_TYPE``:
+            (prompt, continuation) for ``loglikelihood`` and multiple choice; (text,) for
+            ``loglikelihood_rolling``; (prompt, settings of decoding) for ``generate_until``.
         instances: the same requests as lm-eval's objects.
     """
 
@@ -127,16 +129,17 @@ class Tasks:
     def questions(
         self, shots: int | None, samples: int | None, chat_template: ChatTemplate | None
     ) -> list[Question]:
-        """Return the first documents of every task with their prompts.
+        """Return the first questions of every task, with their prompts.
 
         Args:
-            shots: number of examples before each question; None for the number that each task's
-                configuration has.
-            samples: number of documents of each task; None for all.
+            shots: number of examples before each question; None for the number in each task's
+                configuration, or 0 if the configuration has none.
+            samples: number of questions of each task; None for all.
             chat_template: function that renders messages as a prompt; None for plain prompts.
 
         Raises:
-            UserError: a task does not allow examples, or has too few of them.
+            UserError: ``shots`` is above 0 and the configuration of a task has 0 examples, or
+                lm-eval cannot build the prompts of a task.
         """
         found: list[Question] = []
         for name, task in self.tasks.items():
@@ -200,7 +203,7 @@ class Tasks:
         return found
 
     def is_mean(self, task: str, key: str) -> bool:
-        """Return whether a metric of a task is the mean over its documents.
+        """Return whether a metric of a task is the mean of its values for the task's questions.
 
         Args:
             task: name of the task.
@@ -209,9 +212,13 @@ class Tasks:
         return self._aggregation(task, key) is mean
 
     def better(self, name: str, metric: str) -> Literal["higher", "lower"] | None:
-        """Return which values of a metric are better.
+        """Return whether higher or lower values of a metric are better.
 
-        The result is None if lm-eval does not define it, or if the tasks of a group disagree.
+        The result is None if lm-eval does not define this, or if the tasks of a group disagree.
+
+        Args:
+            name: name of a task or group.
+            metric: name of the metric without a filter, such as ``acc``.
         """
         tasks = self.groups[name].get_all_tasks() if name in self.groups else [self.tasks[name]]
         directions = {task.higher_is_better().get(metric) for task in tasks} - {None}
@@ -229,10 +236,10 @@ class Tasks:
             values: for each task, the metrics of every question (:meth:`metrics`).
 
         Returns:
-            For every task, and for every group that aggregates its tasks: the number of documents
+            For every task, and for every group that aggregates its tasks: the number of questions
             (``sample_len``), and the value and standard error of each metric and filter, such as
             ``acc,none`` and ``acc_stderr,none``. A number that lm-eval does not define, such as the
-            standard error of one document, is None.
+            standard error of one question, is None.
         """
         found: Results = {}
         for name, metrics in values.items():
@@ -275,7 +282,7 @@ class Encoder(TemplateLM):
             lm-eval's own command.
 
     Attributes:
-        context: largest number of tokens that the target can read.
+        context: context length of the target in tokens.
 
     Raises:
         UserError: ``transformers`` cannot load the tokenizer.
@@ -354,8 +361,9 @@ class Encoder(TemplateLM):
         elif question.instances[0].request_type == "loglikelihood":
             needed = 0
             for prompt, choice in question.arguments:
-                # A token has at least one byte, so a choice with few bytes fits and need not be
-                # encoded. lm-eval moves spaces at the end of a prompt to the choice.
+                # A token has at least one byte, so a choice of at most `context` bytes fits. Encode
+                # only longer choices, to count their tokens. Spaces at the end of the prompt count
+                # as bytes of the choice, because lm-eval moves them to the choice.
                 if len(prompt.encode()) - len(prompt.rstrip().encode()) + len(choice.encode()) > (
                     self.context
                 ):
@@ -367,8 +375,11 @@ class Encoder(TemplateLM):
     def requests(self, question: Question) -> tuple[list[Request], bool]:
         """Return the requests of a question, and whether a prompt was cut at its beginning.
 
-        Consecutive choices after the same context form one request. Each window of a text is a
-        request.
+        The requests depend on the type of the question:
+
+        1. A prompt to continue freely is one request for generation.
+        2. Consecutive choices (continuations to score) after the same context are one request.
+        3. A text to score as a whole is split into windows, and each window is one request.
         """
         kind = question.instances[0].request_type
         if kind == "generate_until":
@@ -412,7 +423,8 @@ class Encoder(TemplateLM):
         """Return the ids of each context and continuation, as lm-eval's own method splits them.
 
         lm-eval's ``loglikelihood`` encodes the texts, and passes the ids to
-        :meth:`_loglikelihood_tokens`, which returns them here.
+        :meth:`_loglikelihood_tokens` to score them. This class overrides that method to return the
+        ids without scoring.
         """
         instances = [Instance("loglikelihood", {}, each, 0) for each in arguments]
         found: Any = self.loglikelihood(instances, disable_tqdm=True)
@@ -450,8 +462,8 @@ class Encoder(TemplateLM):
         found: str = postprocess_generated_text(text, list(self._stops(instance)), None)
         return found
 
-    # lm-eval's base class declares the next two methods as abstract. Only lm-eval's evaluator calls
-    # them, and this module does not use it.
+    # lm-eval's base class declares the next two methods as abstract. Only lm-eval's own evaluator
+    # calls them, and this module does not use that evaluator.
     @override
     def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
         raise NotImplementedError("an encoder only encodes; call answers")
@@ -542,7 +554,10 @@ def _described(error: Exception) -> str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence lm-eval's progress bars, and warnings about settings that are intended here."""
+    """Discard all output to stdout and stderr, and lm-eval's log messages below level ERROR.
+
+    The output is mostly progress bars, and the messages warn about settings that are intended here.
+    """
     loggers = [logging.getLogger(name) for name in ("lm_eval", "huggingface_hub", "datasets")]
     levels = [each.level for each in loggers]
     for each in loggers:

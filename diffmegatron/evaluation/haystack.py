@@ -1,4 +1,7 @@
-"""Needles in a haystack: sentences that give a city's number, in a long text (Liu et al., LWM)."""
+"""Prompts for needle retrieval: needles are hidden in a long text, the haystack.
+
+Each needle is a sentence that states the number of a city. The task is from Liu et al. (LWM).
+"""
 
 import random
 import re
@@ -35,8 +38,8 @@ class Needle(NamedTuple):
 
     Attributes:
         city: name of the city.
-        number: digits of its number.
-        depth: share of the haystack's tokens that precede the sentence, from 0 to 1.
+        number: number of the city, as a string of digits.
+        depth: wanted share of the haystack's tokens that precede the sentence, from 0 to 1.
     """
 
     city: str
@@ -54,7 +57,8 @@ class HaystackPrompt(NamedTuple):
 
     Attributes:
         ids: ids of the start token, the haystack with its needles, and the question.
-        spans: first position of each needle in ``ids``, and the position after its last token.
+        spans: for each needle, its first position in ``ids`` and the position after its last token,
+            in the order in which the needles were given.
         haystack_end: position in ``ids`` at which the haystack ends and the question begins.
     """
 
@@ -64,7 +68,7 @@ class HaystackPrompt(NamedTuple):
 
 
 def draw_needles(count: int, depth: float, draw: random.Random) -> list[Needle]:
-    """Return ``count`` needles, each with another city and another number.
+    """Return ``count`` needles, whose cities and numbers are all different.
 
     The first needle has the given depth, and the others have random depths.
     """
@@ -127,9 +131,9 @@ class Haystack:
     ) -> HaystackPrompt:
         """Return a prompt of exactly ``length`` tokens.
 
-        The haystack begins with a random sentence of the text. At the end of the text it continues
-        with the text's first sentence. Each needle is inserted before the sentence that begins
-        nearest to the needle's depth.
+        The haystack begins with a random sentence of the text. After the last sentence of the text
+        it continues with the first one. Each needle is inserted at the boundary between sentences
+        that is nearest to the needle's depth.
 
         Args:
             needles: needles to hide.
@@ -162,9 +166,13 @@ class Haystack:
         return HaystackPrompt([*ids, *ending], [spans[n] for n in range(len(needles))], len(ids))
 
     def _pieces(self, space: int, draw: random.Random) -> list[list[int]]:
-        """Return a list of token ids for each of consecutive sentences, ``space`` ids in total.
+        """Return the token ids of consecutive sentences, one list per sentence.
 
-        The first sentence is random, and the last one is cut to fit.
+        The first sentence is random. The last one is cut, so that all lists together have exactly
+        ``space`` ids.
+
+        Raises:
+            UserError: the text has fewer than ``space`` tokens.
         """
         first, pieces, left = draw.randrange(len(self._sentences)), [], space
         for step in range(len(self._sentences)):

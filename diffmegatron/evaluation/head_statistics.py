@@ -1,8 +1,9 @@
-"""Statistics of a network's heads over one text, as in the figures of DEX (Kong et al., 2025).
+"""Statistics of a network's heads over one text, as in the figures of Kong, Jang and Kwak (2025).
 
-A score is an entry of a head's attention map, after any subtraction, for a query token and a token
-that it can attend to. A row of a map has the scores of one query token. docs/evaluation.md defines
-every measure.
+That is the paper that introduces the method DEX. A score is an entry of a head's attention map for
+a query token and a token that it can attend to. In differential attention, the map is the one after
+the subtraction. A row of a map has the scores of one query token. docs/evaluation.md defines every
+measure.
 """
 
 import math
@@ -18,8 +19,9 @@ from diffmegatron.errors import NotFiniteError
 from diffmegatron.evaluation.captured_attention import LayerAttention, layers, row_blocks
 from diffmegatron.evaluation.model import Model
 
-# Names of measures. The two maps of a differential head are its two softmax maps before the
-# subtraction: the signal map, and the noise map that is subtracted.
+# Names of measures, and the beginnings or ends of names that several measures share. The two maps
+# of a differential head are its two softmax maps before the subtraction: the signal map, and the
+# noise map that is subtracted.
 MAPS, HEADS = "two maps of a head", "two heads of a layer"
 TOP, IN_TOP, IN_REST = "overlap of top tokens", "overlap of top scores", "overlap of other scores"
 NEAR_ZERO = "share of |scores| below "
@@ -40,9 +42,9 @@ def map_statistics(
 
     Args:
         seen: layers of a forward pass, in order.
-        top: share of a row's tokens that are its top tokens, the ones with the largest scores.
-            Measures of top tokens leave out rows that are too short to have a top token.
-        epsilons: thresholds for scores near zero.
+        top: share of a row's tokens that are its top tokens, the ones with the largest absolute
+            scores. Measures of top tokens leave out rows that are too short to have a top token.
+        epsilons: thresholds for scores near zero; each threshold has a measure.
 
     Returns:
         Two results. The first maps the name of each measure to a list with one number per layer,
@@ -64,7 +66,7 @@ def map_statistics(
             if not maps.isfinite().all():
                 raise NotFiniteError(f"a score of layer {layer.number + 1} is not finite")
             for name, value in _measured(block, layer, softmax, maps, epsilons):
-                # Sum of the measure's values, and number of values.
+                # of_layer[name] is (sum of the measure's values, number of these values).
                 total, count = of_layer.get(name, (0.0, 0))
                 of_layer[name] = total + value.double().sum(), count + value.numel()
             scores.append(maps.flatten(1))
@@ -118,8 +120,9 @@ def _overlaps(block: "_Block", signal: Tensor, noise: Tensor) -> Iterator[tuple[
     """Yield the name and values [heads, rows] of each overlap of a head's two maps.
 
     The overlap of top tokens is the share of one map's top tokens that are top tokens of the other
-    map too. The overlap of scores is sum(min) / sum(max) of the two maps' scores. It is computed
-    for the tokens that are top tokens of at least one map, and for all other tokens.
+    map too. The overlap of scores is sum(min) / sum(max) of the two maps' scores, or 0 if both sums
+    are 0. It is computed once over the tokens that are top tokens of at least one map, and once
+    over all other tokens.
 
     Args:
         block: rows of the block.
@@ -203,7 +206,9 @@ def feature_alignment(features: Sequence[Tensor]) -> Tensor:
 
 
 class _Kernels:
-    """Kernel matrices K = X X^T with a zero diagonal, where X [tokens, width] is a head's output.
+    """For each head of a layer, the kernel matrix K: X X^T with its diagonal set to zero.
+
+    X [tokens, width] is the output of the head. The matrices [tokens, tokens] are not stored.
 
     Args:
         x: outputs of the heads of a layer, [tokens, heads, width].
@@ -238,7 +243,7 @@ def head_importance(model: Model, ids: Sequence[int], heads: int) -> Tensor:
     the logits of all tokens must fit into the memory.
 
     Args:
-        model: model of the heads.
+        model: model that has the heads.
         ids: token ids of a text.
         heads: number of heads of a layer.
 
@@ -271,10 +276,11 @@ def head_importance(model: Model, ids: Sequence[int], heads: int) -> Tensor:
 
 @contextmanager
 def head_outputs(model: Model, heads: int) -> Iterator[list[Tensor]]:
-    """Collect the heads' outputs [tokens, heads, width] of every layer in forward passes.
+    """Collect the outputs of all heads in the forward passes of this context.
 
-    A head's output is its part of the input of the layer's output projection. The context manager
-    yields a list, to which every layer's outputs are appended.
+    The context manager yields a list. Each forward pass of a single text appends a tensor [tokens,
+    heads, width] for each layer. A head's output is its slice of the input of the layer's output
+    projection.
     """
     found: list[Tensor] = []
 

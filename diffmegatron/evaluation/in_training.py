@@ -1,6 +1,8 @@
 """Evaluation suites during training (``training.evaluate``), on the network that is trained.
 
-All ranks process the same items in the same order, because they share the forward passes.
+A suite is a benchmark, and an item is the smallest part of it that is scored, such as a question.
+All ranks process the same items in the same order, because every rank takes part in each forward
+pass.
 """
 
 import re
@@ -40,7 +42,7 @@ WITHOUT_VALUES = "without_values"
 
 
 def open_evaluators(recipe: Recipe) -> list["SuiteEvaluator"]:
-    """Return the evaluators of ``training.evaluate``, after reading their data.
+    """Read the data of the suites in ``training.evaluate``, and return their evaluators.
 
     Raises:
         UserError: a suite is named twice or cannot run during training, a setting is not valid,
@@ -112,7 +114,7 @@ class _ExportTokenizer(Tokenizer):
 class RunTarget(Target):
     """A run in training as a target (evaluated model) of suites.
 
-    It encodes text exactly as the model that is exported from the run will.
+    It encodes text exactly as the tokenizer of the model that is exported from the run.
 
     Attributes:
         tokenizer_name: name of the recipe's tokenizer.
@@ -205,8 +207,9 @@ class SuiteEvaluator:
 def metric_name(suite: str, measure: str) -> str:
     """Return the name of a measure's metric in ``metrics.jsonl`` and TensorBoard.
 
-    It is the name of the suite's evaluator, a slash, and the measure without commas, in which other
-    special characters are replaced by underscores.
+    It is the name of the suite's evaluator, a slash, and the measure. Commas of the measure are
+    removed, and each run of characters other than letters, digits, ``_``, ``.``, ``=`` and ``%`` is
+    replaced by one underscore.
     """
     return f"{suite_evaluator_name(suite)}/" + re.sub(r"[^\w.=%]+", "_", measure.replace(",", ""))
 
@@ -257,9 +260,14 @@ class _RunModel(Model):
     def _batch(self, ids: Sequence[int], labels: Sequence[int]) -> Batch:
         """Return this rank's shard of a text, padded at its end, as a batch of one row.
 
-        No token of the text attends to the padding. The padded length is a multiple of 2 * context
-        ranks * tensor ranks, because every context-parallel rank holds two chunks of equal length,
-        and sequence parallelism divides them equally among the tensor-parallel ranks.
+        No token of the text attends to the padding. The padded length is a multiple of 2 *
+        context-parallel size * tensor-parallel size: every context-parallel rank holds two chunks
+        of equal length, and sequence parallelism divides them equally among the tensor-parallel
+        ranks.
+
+        Args:
+            ids: token ids of the text.
+            labels: label of each token, such as the id of the next token.
         """
         unit = 2 * self._parallel_state.context_size * self._parallel_state.tensor_size
         more = -len(ids) % unit

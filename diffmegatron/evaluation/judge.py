@@ -51,9 +51,10 @@ class Verdict(NamedTuple):
 def parse_verdict(answer: str) -> Verdict:
     """Return the verdict in a judge's answer.
 
-    ``true`` is taken from the line ``Conclusion: True`` or ``Conclusion: False``. It is None unless
-    the answer has exactly one such line, without other words. ``spans`` is taken from the last line
-    ``Problematic spans: [...]``, and is empty if there is no such line or it is not a list.
+    ``true`` is taken from the line ``Conclusion: True`` or ``Conclusion: False``, which may not
+    contain other words. It is None if the answer has no such line, or several. ``spans`` is taken
+    from the last line ``Problematic spans: [...]``. It is empty if there is no such line, or if the
+    text in brackets is not a Python list.
     """
     found = [each.lower() == "true" for each in _CONCLUSION.findall(answer)]
     spans = _SPANS.findall(answer)
@@ -82,13 +83,15 @@ class Judge(ABC):
         """Return the answer to a question.
 
         Raises:
-            UserError: the judge does not answer.
+            UserError: the URL does not answer, or the question and its answer exceed the context of
+                the model in a folder.
+            NotFiniteError: the model in a folder computes a number that is not finite.
         """
 
 
 @lru_cache(maxsize=1)
 def open_judge(where: str, model: str, key: str, tokens: int, seconds: float) -> Judge:
-    """Open the judge of a folder or a URL.
+    """Open the judge in a folder or behind a URL.
 
     The last judge is cached, so a repeated call with the same arguments returns the same object.
 
@@ -244,7 +247,7 @@ class _Endpoint(Judge):
         return found.choices[0].message.content or "", "", False
 
     def _read(self, request: urllib.request.Request) -> bytes:
-        """Return up to 4 MiB of the body of the response.
+        """Send a request, and return up to 4 MiB of the body of the response.
 
         Raises:
             TimeoutError: the body is not complete within the time limit.
@@ -263,9 +266,9 @@ class _Endpoint(Judge):
 def _within(seconds: float, read: Callable[[], bytes]) -> bytes:
     """Return the result of ``read``, if it ends within ``seconds``.
 
-    The time limit of a socket is not sufficient. It applies to each read from the socket, so a slow
-    stream of single bytes never exceeds it. Therefore ``read`` runs in a thread. After the time
-    limit, the thread continues in the background, and its result is ignored.
+    The timeout of a socket is not sufficient: it limits the wait for the next bytes, not the total
+    time, so a slow stream of single bytes never exceeds it. Therefore ``read`` runs in a thread.
+    After ``seconds``, the thread continues in the background, and its result is ignored.
 
     Raises:
         TimeoutError: ``read`` did not end in time.

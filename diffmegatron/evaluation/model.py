@@ -1,6 +1,7 @@
 """The network of a target (a model to evaluate), which answers requests of suites in batches.
 
-A request asks for the loss of given tokens (scoring) or for new tokens (generation).
+A suite is a benchmark. A request is for the loss of given tokens (scoring) or for new tokens
+(generation).
 """
 
 import math
@@ -84,7 +85,7 @@ class Model:
         return self.network.device
 
     def batch(self, ids: Sequence[int]) -> Tensor:
-        """Return token ids as a batch of one text, int64 [1, s]."""
+        """Return token ids as a batch of one text, int64 [1, len(ids)]."""
         return torch.tensor(ids, dtype=torch.int64, device=self.device)[None]
 
     def answers(self, requests: Sequence[Request]) -> Iterator[tuple[int, Answer]]:
@@ -126,7 +127,7 @@ class Model:
                 )
 
     def losses(self, ids: Sequence[int]) -> Tensor:
-        """Return the negative log-likelihoods of ``ids[1:]`` in nats, float32 [s-1].
+        """Return the negative log-likelihoods of ``ids[1:]`` in nats, float32 [len(ids) - 1].
 
         Raises:
             NotFiniteError: a loss is not finite.
@@ -184,9 +185,9 @@ class _Size(NamedTuple):
     """The size of a request.
 
     Attributes:
-        group: number of the request's group. All requests of a batch are from the same group. All
-            scoring requests form one group. Generation requests form one group for each beginning
-            that several of them share (``Generation.shared`` tokens).
+        group: number of the request's group. A batch has requests of one group only. All scoring
+            requests are one group. Generation requests with the same shared beginning (the first
+            ``Generation.shared`` tokens) are one group; those without one are a group as well.
         is_generation: whether the request is for generation.
         rows: number of rows that the request needs in a batch.
         length: number of tokens of the request's longest row, including tokens to generate.

@@ -30,7 +30,8 @@ class Curves:
         lambdas: curve of lambda (the factor of the noise map) in each layer. The keys are names of
             metrics, which end with ``_`` and the number of the layer. Empty for attention without
             lambda.
-        stage_starts: number of tokens seen at the start of each stage except the first.
+        stage_starts: number of tokens seen at the start of each stage except the first; the stages
+            are the consecutive parts of a run that the recipe's ``stages`` lists.
     """
 
     losses: Series

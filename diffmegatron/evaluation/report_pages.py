@@ -1,8 +1,9 @@
 """The report of an evaluation as Markdown and HTML.
 
-The argument ``outcome`` of the functions is the content of ``results.json``, as ``make_outcome``
-returns it. ``pictures`` maps the name of a suite to its picture as PNG. A target is a model that
-was evaluated. An item is an example that a suite scores, such as a question.
+A suite is a benchmark, a target is a model that was evaluated, and an item is an example that a
+suite scores, such as a question. The argument ``outcome`` of the functions is the content of
+``results.json``, as ``make_outcome`` in ``results.py`` returns it; ``suite`` is the entry of one
+suite in it. ``pictures`` maps the name of a suite to its picture as PNG.
 """
 
 import base64
@@ -31,9 +32,9 @@ _NOTE = (
 )
 _ARROWS = {"higher": "↑", "lower": "↓"}
 
-# With fewer items than this, a 95% bootstrap interval is too narrow, and is marked with *. Its ends
-# for n normally distributed items lie at 1.96 * sqrt((n - 1) / n) standard errors. For n below this
-# limit, the probability between these ends is below 90% in Student's t distribution.
+# With fewer items than this, a 95% bootstrap interval is too narrow, and is marked with *. For n
+# normally distributed items, its ends are 1.96 * sqrt((n - 1) / n) standard errors from the mean.
+# In Student's t distribution, the probability between these ends is below 90% if n is below 10.
 _FEW_ITEMS = 10
 _NOTE_ON_FEW = (
     f"A measure with * has fewer than {_FEW_ITEMS} items of a target, so its interval is too "
@@ -84,7 +85,8 @@ def to_html(outcome: Mapping[str, Any], pictures: Mapping[str, bytes]) -> str:
 def _items(suite: Mapping[str, Any]) -> list[str]:
     """Return a list with one line: the number of items from which the measures are computed.
 
-    The list is empty if the suite has no measures.
+    If the number differs between measures or targets, the line has the smallest and the largest
+    one. The list is empty if the suite has no measures.
     """
     counts = {
         found["items"]
@@ -151,7 +153,7 @@ def _measures(suite: Mapping[str, Any], targets: Sequence[str]) -> Table:
 
 
 def _name(suite: Mapping[str, Any], measure: str) -> str:
-    """Return a measure's name, with an arrow if higher or lower values are better."""
+    """Return a measure's name, with ↑ if higher values are better and ↓ if lower ones are."""
     better = suite["better"].get(measure)
     return f"{measure} {_ARROWS[better]}" if better else measure
 
@@ -188,9 +190,9 @@ def _across(suite: Mapping[str, Any]) -> Table:
 def _decimals(row: Sequence[Mapping[str, Any] | None]) -> int:
     """Return the number of decimals with which all numbers of a table row are printed.
 
-    With this number, the width of the row's narrowest interval has two significant digits. In a
-    row without intervals, the largest number has four significant digits. The result is at most
-    six.
+    With this number, the width of the row's narrowest interval (not counting intervals of width 0)
+    has two significant digits. In a row without such intervals, the number with the largest
+    absolute value has four significant digits. The result is at least 0 and at most 6.
     """
     known = [each for each in row if each is not None]
     widths = [each["high"] - each["low"] for each in known if each["low"] is not None]

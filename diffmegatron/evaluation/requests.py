@@ -1,4 +1,4 @@
-"""Requests of suites to a model: likelihoods of given tokens, and greedy decoding.
+"""Requests of suites (benchmarks) to a model: likelihoods of given tokens, and greedy decoding.
 
 A request may restrict decoding to some allowed answers, called labels.
 """
@@ -58,8 +58,9 @@ class Scored(NamedTuple):
 class Generation(NamedTuple):
     """A request for greedy decoding after ``ids``.
 
-    The answer is the list of new token ids. It ends before an end-of-document token, after
-    ``limit`` tokens, or with the token that completes a string of ``stop``.
+    The answer is the list of new token ids. With ``labels``, it ends with the last token of a
+    label. Without ``labels``, it ends before an end-of-document token, after ``limit`` tokens, or
+    with the token that completes a string of ``stop``.
 
     Attributes:
         ids: token ids of the prompt, one or more.

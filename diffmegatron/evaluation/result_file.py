@@ -1,8 +1,9 @@
 """Files with a suite's records for a target, one line per item; a restart resumes from them.
 
-A target is a model to evaluate. An item is the smallest part of a suite that is scored, such as a
-question, and its record is the result. Every line ends with a checksum. Without checksums, a digit
-that a disk or an editor has changed would change the results without a warning.
+A suite is a benchmark, and a target is a model to evaluate. An item is the smallest part of a suite
+that is scored, such as a question, and its record is the result. Every line ends with a checksum.
+Without checksums, a digit that a disk or an editor has changed would change the results without a
+warning.
 """
 
 import hashlib
@@ -198,21 +199,24 @@ class SharedRecords:
         self._close()
 
     def add(self, key: str, record: Record) -> None:
-        """Append an item's record."""
+        """Append an item's record to the file of this process."""
         if self._own is None:
             part = self._parts / f"{self._ranks.rank:05d}.jsonl"
             self._own = RecordFile(part if self._ranks.count > 1 else self._path, self._header)
         self._own.add(key, record)
 
     def gather(self, order: Sequence[str]) -> None:
-        """Wait until all processes call this method, and read the records of all processes.
+        """Move the records of all processes into the shared file, and read it into ``records``.
+
+        Every process must call this method, and waits for the others.
 
         Args:
-            order: keys of all items that the processes scored. Their records are appended to the
-                shared file in this order.
+            order: keys of all items that must have a record. New records are appended to the shared
+                file in this order, and after them new records with other keys.
 
         Raises:
-            UserError: a file is damaged or cannot be written, or has no record of an item.
+            UserError: a file is damaged or cannot be written, or the shared file has no record of
+                an item in ``order``.
         """
         self._close()
         self._ranks.barrier()
@@ -256,7 +260,7 @@ class SharedRecords:
 def check_records(records: Iterable[Record], read: Callable[[Record], object]) -> None:
     """Call ``read`` on each record that came from a file, to find records with unusable values.
 
-    Records that this process has just measured, and records with :data:`NOT_FINITE`, are skipped.
+    Records that did not come from a file, and records with :data:`NOT_FINITE`, are skipped.
 
     Args:
         records: records to check.

@@ -1,7 +1,7 @@
 """Results of an evaluation: ``results.json``, and the pictures and reports.
 
-A target is an evaluated model. A measure is a number of a suite, such as an accuracy. An item is an
-example that a suite scores, such as a question.
+A suite is a benchmark, and a target is an evaluated model. A measure is a number of a suite, such
+as an accuracy. An item is an example that a suite scores, such as a question.
 """
 
 import json
@@ -116,9 +116,12 @@ def _provenance(computing: Computing) -> dict[str, Any]:
 def _described(target: Target, computing: Computing | None) -> dict[str, Any]:
     """Return the properties of a target that the report shows.
 
+    They are the path and the hash of the weights. If a suite used the network, they also include
+    the model type, the context length and the dtype.
+
     Args:
         target: target of the evaluation.
-        computing: device and dtype of its network; None if no suite used the network.
+        computing: device and dtype of the target's network; None if no suite used the network.
     """
     described = {"path": str(target.path), "weights": target.fingerprint}
     if computing is None:
@@ -205,9 +208,10 @@ def _counts_tokens(shares: Mapping[str, Mean]) -> bool:
 
 
 def _total(value: float | Estimate) -> dict[str, Any]:
-    """Return a number or an estimate as the fields of an estimate.
+    """Return a total as a dict with the keys ``value``, ``low``, ``high`` and ``items``.
 
-    A plain number has no interval and no number of units, so these fields are None.
+    A total that is a plain number has no interval and no number of units, so only its ``value`` is
+    not None.
     """
     found = value if isinstance(value, Estimate) else Estimate(value, None, None, None)
     return _as_json(found)

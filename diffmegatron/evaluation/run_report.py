@@ -52,8 +52,8 @@ def write_report(
 
     Args:
         out: directory of the report.
-        runs: finished and exported runs of one recipe.
-        seconds: durations of earlier phases in seconds, by the name of the phase.
+        runs: finished and exported runs, which differ in their attention only.
+        seconds: durations of the caller's earlier phases in seconds, by the name of the phase.
         started: value of ``time.perf_counter`` at the start of the phase that writes the report.
 
     Returns:
@@ -115,16 +115,16 @@ def _held_out(recipe: Recipe) -> torch.Tensor:
 
 
 def _continue(export: Path, prompt: torch.Tensor) -> dict[str, str]:
-    """Return the texts of a prompt and of its continuation by the exported model.
+    """Return the text of a prompt and the text with which the exported model continues it.
 
     The continuation is sampled with a fixed seed.
 
     Args:
         export: Hugging Face folder of the exported model.
-        prompt: token ids [1, s].
+        prompt: token ids of the prompt, [1, number of tokens].
 
     Returns:
-        The texts under the keys "prompt" and "text".
+        The text of the prompt under the key "prompt", and its continuation under the key "text".
     """
     model = AutoModelForCausalLM.from_pretrained(export, local_files_only=True)
     tokenizer = AutoTokenizer.from_pretrained(export, local_files_only=True)

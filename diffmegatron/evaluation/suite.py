@@ -28,7 +28,8 @@ Record = dict[str, Any]
 Records = Sequence[Record]
 Direction = Literal["higher", "lower"]
 Window = Annotated[Size, Field(ge=2)]
-"""Number of tokens of a window of text: the start token, and at least one token of the text."""
+"""Number of tokens of a window of text, at least 2: a first token, which is never scored (the start
+token in most suites), and at least one token to score."""
 
 
 class Item(NamedTuple):
@@ -72,7 +73,8 @@ class Estimate(NamedTuple):
         value: value on all items.
         low, high: ends of the interval. For a bootstrap they are the 2.5% and 97.5% percentiles of
             the resamples, and None if there are fewer than 2 units.
-        units: number of units (:meth:`Suite.unit`); None if the number does not come from units.
+        units: number of units, the groups of items that a resample draws together
+            (:meth:`Suite.unit`); None if the value is not computed from units.
     """
 
     value: float
@@ -100,8 +102,9 @@ class Published(NamedTuple):
 class Suite(Section, ABC):
     """Base of all suites.
 
-    The command line's options set the fields ``data``, ``haystack`` and ``data_dir``. A field
-    ``context`` defaults to the shortest context of the targets.
+    The command line's options set the fields ``data``, ``haystack`` and ``data_dir``. On the
+    command line, a field ``context`` defaults to the shortest context of the targets, but at most
+    2,048 tokens.
 
     Attributes:
         name: name on the command line.
@@ -116,9 +119,9 @@ class Suite(Section, ABC):
         is_parallel: whether several processes may score items at the same time.
         within_training: whether the suite needs only losses and generated tokens, so that it can
             run during training.
-        follow_up_settings: names of fields that affect only the follow-ups. A restart may change
-            these fields and still uses the recorded follow-ups. A follow-up's key must therefore
-            contain the fields on which its record depends.
+        follow_up_settings: names of fields that affect only the follow-ups. After a restart with
+            other values of these fields, recorded follow-ups are still used. The key of a follow-up
+            must therefore contain the values on which its record depends.
     """
 
     name: ClassVar[str]
@@ -213,13 +216,14 @@ class Suite(Section, ABC):
     def unit(self, key: str, record: Record) -> str:
         """Return the name of the unit to which an item belongs; resamples draw whole units.
 
-        By default every item is a unit. Items that ask the same question are not independent. If
-        resamples drew them one by one, intervals would be too narrow, so they must be one unit.
+        By default every item is a unit. A suite whose items are not independent, for example
+        because several items ask the same question, must combine these items into one unit. If
+        resamples drew them one by one, intervals would be too narrow.
         """
         return key
 
     def better(self, measure: str) -> Direction | None:
-        """Return which values are better, "higher" or "lower"; None: neither.
+        """Return "higher" or "lower", whichever values of a measure are better; None if neither.
 
         Args:
             measure: name of a measure (:meth:`means`) or of a total (:meth:`totals`).
@@ -235,25 +239,48 @@ class Suite(Section, ABC):
         return list(measures)
 
     def totals(self, records: Records) -> Mapping[str, float | Estimate]:
-        """Return numbers of one target that are not means over items, by name.
+        """Return a dict of numbers of one target that are not means over items.
 
         Args:
             records: records of all items of the target.
+
+        Returns:
+            Name of each number -> its value.
         """
         return {}
 
     def across(self, records: Mapping[str, Records]) -> Mapping[str, float]:
-        """Return numbers that depend on the records of all targets, by name."""
+        """Return a dict of numbers that depend on the records of several targets.
+
+        Args:
+            records: name of each target -> records of all its items.
+
+        Returns:
+            Name of each number -> its value.
+        """
         return {}
 
     def details(self, records: Mapping[str, Records]) -> Mapping[str, Any]:
-        """Return further values for ``results.json``, which the report does not show."""
+        """Return further values for ``results.json``, which the report does not show.
+
+        Args:
+            records: name of each target -> records of all its items.
+        """
         return {}
 
     def remarks(self, records: Mapping[str, Records]) -> Sequence[str]:
-        """Return a sentence for each result that is missing, with the reason."""
+        """Return sentences for the report, such as the reason why a result is missing.
+
+        Args:
+            records: name of each target -> records of all its items.
+        """
         return ()
 
     def draw(self, figure: "Figure", records: Mapping[str, Records]) -> bool:
-        """Draw the targets' records into ``figure``, and return whether anything was drawn."""
+        """Draw the targets' records into ``figure``, and return whether anything was drawn.
+
+        Args:
+            figure: empty figure.
+            records: name of each target -> records of all its items.
+        """
         return False

@@ -1,4 +1,7 @@
-"""Targets (models to evaluate): Hugging Face folders, and checkpoints, which are exported."""
+"""Targets, the models to evaluate.
+
+A target is a Hugging Face folder, or a checkpoint, which is exported to a Hugging Face folder.
+"""
 
 import hashlib
 import math
@@ -45,7 +48,10 @@ class Target:
 
     @cached_property
     def folder(self) -> Path:
-        """Hugging Face folder of the model; the first access exports a checkpoint.
+        """Hugging Face folder of the model.
+
+        For a checkpoint it is the folder of the export. The first access exports the checkpoint,
+        unless the export exists already.
 
         Raises:
             UserError: the checkpoint cannot be exported.
@@ -56,7 +62,7 @@ class Target:
 
     @cached_property
     def export(self) -> Path:
-        """Path of the Hugging Face folder, which may not exist yet.
+        """Path of the Hugging Face folder; for a checkpoint, the folder may not exist yet.
 
         Raises:
             UserError: the checkpoint is incomplete.
@@ -83,7 +89,7 @@ class Target:
 
     @cached_property
     def tokenizer(self) -> HuggingFaceTokenizer:
-        """Tokenizer of the folder.
+        """Tokenizer in the Hugging Face folder of the model.
 
         Raises:
             UserError: the folder has no fast tokenizer.
@@ -173,19 +179,21 @@ class Target:
         return found.hexdigest()
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of a text without adding special tokens.
+        """Return the token ids of a text.
 
-        The name of a special token in the text is encoded as plain text.
+        No special tokens are added, and the name of a special token in the text, such as ``<eos>``,
+        is encoded as plain text.
         """
         return self.tokenizer.encode(text).tolist()
 
 
 def find_targets(paths: Sequence[Path], out: Path) -> list[Target]:
-    """Return the targets of a command line.
+    """Return a target for each path of a command line.
 
     Args:
-        paths: Hugging Face folders, checkpoints, or run_dirs, whose newest checkpoint is evaluated.
-        out: directory of the evaluation, which also holds the exports.
+        paths: Hugging Face folders, checkpoints, or run_dirs. The newest checkpoint of a run_dir is
+            its target.
+        out: directory of the evaluation, which also contains the exports.
 
     Raises:
         UserError: a path is not a model, or is given twice.
@@ -205,7 +213,10 @@ def have_one_tokenizer(targets: Sequence[Target]) -> bool:
 
 
 def encode_alike(one: Tokenizer, other: Tokenizer) -> bool:
-    """Return whether two tokenizers are equal, or encode sample texts of many kinds alike."""
+    """Return whether two tokenizers have the same hash, or encode sample texts to the same ids.
+
+    Tokenizers with different vocabulary sizes are never alike.
+    """
     return one.sha256 == other.sha256 or (
         one.vocab_size == other.vocab_size
         and all(one.encode(text).tolist() == other.encode(text).tolist() for text in SAMPLE)
@@ -213,9 +224,9 @@ def encode_alike(one: Tokenizer, other: Tokenizer) -> bool:
 
 
 def _names(paths: Sequence[Path]) -> list[str]:
-    """Return a name for each path: its last folders joined by ``-``.
+    """Return a name for each path: its last components joined by ``-``.
 
-    The number of folders is the smallest for which all names are different.
+    The number of components is the smallest for which all names are different.
     """
     parts = [path.resolve().parts[1:] for path in paths]
     for count in range(1, max(map(len, parts)) + 1):

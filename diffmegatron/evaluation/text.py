@@ -1,6 +1,6 @@
-"""Held-out text of suites, from files, folders or prepared corpora.
+"""Held-out text for suites (benchmarks), from files, folders or prepared corpora.
 
-A source is the text of one option ``--data [NAME=]PATH``.
+A source is the text at the path of one option ``--data [NAME=]PATH``.
 """
 
 import hashlib
@@ -67,8 +67,8 @@ def split(ids: list[int], length: int) -> Iterator[list[int]]:
 def named_paths(options: tuple[str, ...]) -> dict[str, Path]:
     """Return a dict: name of each source -> its path.
 
-    An option is ``NAME=PATH`` or ``PATH``. The name of a source that is given as ``PATH`` is the
-    file's name without its ending.
+    An option is ``NAME=PATH`` or ``PATH``. In the second case, the name of the source is the last
+    component of the path without its ending.
 
     Raises:
         UserError: two sources have the same name.
@@ -90,8 +90,9 @@ def read_texts(path: Path) -> Iterator[str]:
     """Yield the non-empty documents of a source in order.
 
     Args:
-        path: JSONL (.gz, .zst) or Parquet with a field ``text``, a text file, which is one
-            document, a folder of these, or the PREFIX of a prepared corpus.
+        path: one of four kinds of source: a JSONL file (also .gz or .zst) or a Parquet file, whose
+            rows have a field ``text``; a text file, which is one document; a folder of such files;
+            or the PREFIX of a prepared corpus.
 
     Raises:
         UserError: the source cannot be read, or a record has no text.

@@ -82,7 +82,14 @@ class VllmModel(Model):
 def check_served(
     suites: Sequence[Suite], targets: Sequence[Target], computing: Computing, ranks: int
 ) -> None:
-    """Check, before anything runs, that vLLM is installed and supports all suites and targets.
+    """Check that vLLM is installed, and supports the suites (benchmarks), targets and options.
+
+    Args:
+        suites: suites of the evaluation.
+        targets: models to evaluate.
+        computing: options of the evaluation. vLLM itself chooses device and batches, so options for
+            these are refused.
+        ranks: number of processes. Only one is supported.
 
     Raises:
         UserError: vLLM is missing, or does not support a suite, a target or an option.

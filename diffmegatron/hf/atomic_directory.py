@@ -17,12 +17,13 @@ from diffmegatron.files import check_utf8, format_path, os_error_text
 def atomic_directory(out: Path) -> Iterator[Path]:
     """Yield a temporary directory, which is renamed to ``out`` on success and removed otherwise.
 
-    Temporary directories that killed processes left beside ``out`` are removed first. A writer
-    locks its temporary directory. The lock ends with the process, so it distinguishes directories
-    in use from those left behind.
+    Temporary directories for ``out`` that killed processes left behind are removed first. Every
+    process locks its temporary directory, and the lock ends with the process. A temporary directory
+    without a lock is therefore no longer in use.
 
     Raises:
-        UserError: ``out`` exists and is not empty, cannot be written, or its name is not UTF-8.
+        UserError: ``out`` exists and is not an empty directory, ``out`` cannot be created, or its
+            name is not UTF-8.
     """
     out = out.resolve()
     check_utf8(out)
@@ -33,7 +34,8 @@ def atomic_directory(out: Path) -> Iterator[Path]:
                     f"{format_path(out)} exists already; give a directory that is new or empty"
                 )
             out.parent.mkdir(parents=True, exist_ok=True)
-            # Without this lock another process could remove the new directory before it is locked.
+            # Hold a lock on the parent directory, so that no other process removes `partial`
+            # between its creation and its own lock.
             with _locked(out.parent):
                 _remove_left(out)
                 partial = out.with_name(f".{out.name}.{uuid.uuid4().hex[:8]}.partial")
@@ -67,8 +69,13 @@ def _remove_left(out: Path) -> None:
 def _locked(directory: Path, *, wait: bool = True) -> Iterator[bool]:
     """Lock a directory (flock) for the duration of the context, and yield whether this succeeded.
 
-    On a file system without locks it always yields False, so directories that killed processes left
-    behind are not removed there.
+    A file system without support for locks always gives False, so directories that killed processes
+    left behind are not removed there.
+
+    Args:
+        directory: directory to lock.
+        wait: whether to wait while another process holds the lock. If False and another process
+            holds it, the context yields False.
     """
     descriptor = os.open(directory, os.O_RDONLY)
     try:

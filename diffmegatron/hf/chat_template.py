@@ -33,12 +33,13 @@ CHAT_TEMPLATE = f"""\
 {{{{- '{CHAT_START}assistant\\n' -}}}}
 {{%- endif -%}}
 """
-# The tokenizer splits a chat before and after each match of this pattern, so that a response
-# becomes a piece of its own. The first alternative is for a tokenizer in which the ChatML markers
-# are ordinary text. It matches a response with its <|im_end|>. The second alternative is for a
-# tokenizer in which the markers are special tokens. The text is then already cut at the markers,
-# into pieces such as "assistant\n" followed by the response. The pattern matches "assistant\n",
-# which leaves the response as the other piece.
+# The tokenizer splits a chat before and after each match of this pattern, so that no token spans
+# the beginning or end of a response. The pattern has two alternatives:
+# 1. If the ChatML markers are ordinary text for the tokenizer, it matches a response with its
+#    <|im_end|>.
+# 2. If the markers are special tokens, the tokenizer has already cut the text at the markers, and
+#    the pattern sees a text that consists of "assistant\n" and the response. It matches
+#    "assistant\n", so the response after it becomes a piece of its own.
 _RESPONSE = r"(?<=<\|im_start\|>assistant\n)[\s\S]*?<\|im_end\|>|\Aassistant\n"
 _TEXTS = (
     "What is 12345 + 1?",
@@ -52,7 +53,10 @@ _ROLES = ("system", "user", "assistant", "user", "assistant")
 
 
 def split_responses(tokenizer: Tokenizer) -> None:
-    """Make a tokenizer split a chat before and after each response, as ``prepare`` does."""
+    """Change a tokenizer so that it splits a chat before and after each response.
+
+    These are the boundaries at which ``prepare`` splits chats.
+    """
     split = pre_tokenizers.Split(Regex(_RESPONSE), "isolated")
     before = tokenizer.pre_tokenizer
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, *([before] if before else [])])
@@ -66,10 +70,12 @@ def load_exported(directory: Path) -> Any:
 def check_chat(tokenizer: TrainingTokenizer, directory: Path, before_response: str = "") -> None:
     """Check that an exported chat template gives the same token ids as ``prepare``.
 
+    The ids of sample chats of up to 30 messages are compared.
+
     Args:
         tokenizer: tokenizer of the training data.
         directory: folder of the export.
-        before_response: text with which every response of the compared chats begins.
+        before_response: text to put at the beginning of every response of the sample chats.
 
     Raises:
         UserError: the ids differ.
@@ -90,7 +96,8 @@ _CHATML = PrepareSettings(layout="chat")
 def _check(chat: list[dict[str, str]], tokenizer: TrainingTokenizer, exported: Any) -> None:
     parts = [tokenizer.encode_chat(text) for text in segments({"messages": chat}, _CHATML)]
     expected = [*np.concatenate(parts).tolist(), tokenizer.end_of_document]
-    # The chats may be longer than a small model's seq_length; verbose=True would warn of that.
+    # Without verbose=False, transformers would warn of sample chats that are longer than the
+    # seq_length of a small model, which is no problem here.
     ids = exported.apply_chat_template(chat, return_dict=False, tokenizer_kwargs={"verbose": False})
     if ids != expected:
         pairs = enumerate(itertools.zip_longest(ids, expected))

@@ -41,10 +41,11 @@ _NEUTRAL_OF: dict[str, dict[str, tuple[Any, ...]]] = {
 # File of a PEFT adapter, which transformers loads with the model if peft is installed.
 _ADAPTER = "adapter_config.json"
 _FULL = "full_attention"
-# Limit far above any real model. transformers creates lists with an entry per layer, so a file with
-# a huge number of layers would exhaust the memory.
+# Largest accepted number of layers, far above any real model. transformers creates lists with an
+# entry per layer, so a file with a huge number of layers would exhaust the memory.
 _MAX_LAYERS = 10_000
-# Keys of each kind of RoPE scaling: key in a recipe's rope_scaling -> key in rope_parameters.
+# Keys of each kind of RoPE scaling: key in a recipe's rope_scaling -> key in the rope_parameters of
+# config.json. _LLAMA3 has the keys that only the kind llama3 has.
 _LLAMA3 = {
     "low_freq_factor": "low_freq_factor",
     "high_freq_factor": "high_freq_factor",
@@ -115,7 +116,7 @@ def _keys_of_transformers_4(rope_parameters: Mapping[str, Any]) -> dict[str, Any
 
 
 def network_keys(model: ModelConfig) -> dict[str, Any]:
-    """Return the keys of a Hugging Face configuration that describe the network of a recipe.
+    """Return the keys and values of a Hugging Face configuration that describe a recipe's network.
 
     Raises:
         UserError: Hugging Face's class cannot compute this network.
@@ -143,13 +144,16 @@ def _rope_parameters(model: ModelConfig) -> dict[str, Any]:
 def changed_keys(config: PretrainedConfig, recipe: Recipe) -> dict[str, Any]:
     """Return the keys whose values differ between a pretrained model and a recipe.
 
+    ``max_position_embeddings`` is among them only if the run's sequences are longer than this value
+    of the pretrained model.
+
     Args:
         config: configuration of the pretrained model. Its class must be able to compute the
             recipe's network.
         recipe: recipe of a run that started from the pretrained model.
 
     Returns:
-        The recipe's values, by their keys in ``config``.
+        Key in ``config`` -> the recipe's value.
     """
     changed = {
         key: value
@@ -171,12 +175,12 @@ def _has_value(config: PretrainedConfig, key: str, value: Any) -> bool:
 def load_config(folder: Path) -> PretrainedConfig:
     """Load the configuration of any model that transformers or this package has a class for.
 
-    Code in the folder is never run. The attention function that ``config.json`` names is removed,
-    so transformers makes its own choice when it loads the model.
+    Code in the folder is never run. If ``config.json`` names an attention function, the name is
+    removed from the result, so transformers makes its own choice when it loads the model.
 
     Raises:
-        UserError: ``config.json`` cannot be read or used, names an attention function that would be
-            downloaded, or has an adapter beside it.
+        UserError: ``config.json`` cannot be read or used, or names an attention function that would
+            be downloaded; or the folder also has a PEFT adapter.
     """
     path = folder / CONFIG_NAME
     if (folder / _ADAPTER).exists():
@@ -206,7 +210,8 @@ def read_config(folder: Path) -> PretrainedConfig:
     """Load the configuration of a pretrained model whose network a recipe can express.
 
     Raises:
-        UserError: ``config.json`` cannot be read, or has a field without an equivalent in a recipe.
+        UserError: ``config.json`` cannot be read, or has a value without an equivalent in a recipe;
+            or the folder also has a PEFT adapter.
     """
     path = folder / CONFIG_NAME
     raw = read_json(path, dict[str, Any])

@@ -1,4 +1,4 @@
-"""All suites by name, and their settings from the command line."""
+"""Table of all suites (benchmarks) by name, and construction of suites from a command line."""
 
 import difflib
 from collections.abc import Callable, Mapping, Sequence
@@ -64,12 +64,14 @@ def make_suites(
         names: names of suites.
         options: values of the fields ``data``, ``haystack`` and ``data_dir``, for every suite that
             has such a field.
-        settings: settings as ``SUITE.KEY=VALUE`` with a YAML value.
-        context: function that returns the default of the field ``context``.
+        settings: settings as ``SUITE.KEY=VALUE`` with a YAML value. They take precedence over
+            ``options``.
+        context: function that returns the default of the field ``context`` in tokens. It is called
+            only if a suite has this field and no setting for it.
 
     Raises:
-        UserError: a suite is unknown or given twice, a key is unknown, a value does not fit, or a
-            value is missing.
+        UserError: a suite is unknown or given twice, a setting has another form or an unknown key,
+            a value is not valid, or a value without a default is missing.
     """
     if len(set(names)) < len(names):
         raise UserError(f"--suite {','.join(names)} names a suite twice; give each once")

@@ -25,9 +25,9 @@ _BY_PAIRS = _ACCURACY + ", {} pairs"
 class AssociativeRecall(TextSuite):
     """Share of values that the model predicts after the second occurrence of their keys.
 
-    A text has 4 D tokens: D pairs of a key and a value of one token each, then the same pairs in
-    another order. A value is predicted correctly if it is the most likely token after its key. The
-    model reads the whole text, so one forward pass predicts all D values.
+    A text has 4 * D tokens: D pairs of a key and a value of one token each, then the same D pairs
+    in another order. A value of the second half is predicted correctly if it is the most likely
+    token after its key. One forward pass over the whole text gives all D predictions.
     """
 
     name: ClassVar[str] = "associative-recall"
@@ -50,7 +50,12 @@ class AssociativeRecall(TextSuite):
 
     @override
     def items(self, target: Target) -> list[Item]:
-        """Return an item for each text, after a check that its second half has the same pairs."""
+        """Return an item for each text.
+
+        Raises:
+            UserError: the two halves of a text do not have the same pairs, a key occurs in two
+                pairs, or a source cannot be read.
+        """
         found: list[Item] = []
         for source, text in first_texts(self.data, self.documents, sys.maxsize):
             ids = target.encode(text)
@@ -70,17 +75,17 @@ class AssociativeRecall(TextSuite):
     def requests_of(self, target: Target, item: Item) -> ItemGenerator:
         ids = item.content
         half = len(ids) // 2
-        # The context ends with the first key of the second half. The continuation begins with its
-        # value, so the values are at positions 0, 2, 4 and so on.
+        # The context ends with the first key of the second half. The continuation begins with the
+        # value of this key, so the values are at positions 0, 2, 4 and so on of the continuation.
         ((scored,),) = yield [Scoring(ids[: half + 1], [ids[half + 1 :]])]
         right = scored.is_most_likely[::2]
         return {"pairs": len(right), "right": int(right.sum())}
 
     @override
     def means(self, record: Record) -> dict[str, Mean]:
-        """Return the text's contribution to two accuracies.
+        """Return the text's contribution to two accuracies, as a dict by their names.
 
-        One is over all texts, the other over the texts with the same number of pairs.
+        One accuracy is over all texts, the other over the texts with the same number of pairs.
         """
         share = Mean(record["right"], record["pairs"], per_token=True)
         return {_ACCURACY: share, _BY_PAIRS.format(record["pairs"]): share}

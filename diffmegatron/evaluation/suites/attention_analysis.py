@@ -1,4 +1,7 @@
-"""Statistics of attention heads, as in the figures of the paper DEX (Kong, Jang, Kwak, 2025)."""
+"""Statistics of attention heads, as in the figures of Kong, Jang and Kwak (2025).
+
+That is the paper that introduces the method DEX.
+"""
 
 from collections.abc import Mapping, Sequence
 from itertools import chain, cycle
@@ -30,9 +33,10 @@ IMPORTANCE = "importance of a head"
 class AttentionAnalysis(TextSuite):
     """Overlap, sparsity, entropy and sign of scores; distance, alignment and importance of heads.
 
-    Scores are the entries of a head's attention map, after any subtraction. A text is the first
-    ``length`` tokens of a document, including the start token. A measure is averaged over the
-    layers, or over all pairs of heads, and then over the texts.
+    Scores are the entries of a head's attention map. In differential attention, the map is the one
+    after the subtraction. A text is the start token and the beginning of a document, together at
+    most ``length`` tokens. The value of a measure for one text is a mean over layers, over pairs of
+    heads (distance and alignment), or over heads (importance). The report has its mean over texts.
     """
 
     name: ClassVar[str] = "attention-analysis"
@@ -62,8 +66,8 @@ class AttentionAnalysis(TextSuite):
     def items(self, target: Target) -> list[Item]:
         """Return an item for each text that is long enough; a text is the beginning of a document.
 
-        A text is long enough if it has at least 4 tokens, including the start token, and if the
-        share ``top`` of its tokens is at least one token.
+        A text is long enough if it has at least 4 tokens, including the start token, and at least
+        1 / ``top`` tokens, so that its last row has a top token.
         """
         # Tokens have less than 16 characters on average, so the first 16 * length characters of a
         # document contain at least `length` tokens.
@@ -77,7 +81,11 @@ class AttentionAnalysis(TextSuite):
 
     @override
     def score(self, model: Model, item: Item) -> Record:
-        """Return the measures of a text: by layer, by pair of layers, or by layer and head."""
+        """Return the measures of a text.
+
+        Distance and alignment have a value for each pair of layers, importance has one for each
+        layer and head, and all other measures have one for each layer.
+        """
         seen: list[LayerAttention] = []
         count = model.target.variant.num_heads
         with (
@@ -113,10 +121,10 @@ class AttentionAnalysis(TextSuite):
 
     @override
     def draw(self, figure: "Figure", records: Mapping[str, Records]) -> bool:
-        """Draw the measures by layer as lines, and three measures as maps for each target.
+        """Draw all measures except importance as lines over the layers, and three as colour maps.
 
-        The maps show distance and alignment of heads by pair of layers, and importance by layer and
-        head.
+        Each target has three colour maps: distance and alignment of heads by pair of layers, and
+        importance by layer and head.
         """
         figure.set_size_inches(13, 8 + 3.8 * len(records))
         ratios = (8, 3.8 * len(records))
@@ -138,7 +146,7 @@ class AttentionAnalysis(TextSuite):
         return True
 
 
-# Panels with lines over the layers: the title, and prefixes of the names of the measures in it.
+# Panels with lines over the layers: the title of a panel -> prefixes of the names of its measures.
 _PANELS = {
     "overlap of the top tokens": (heads.TOP,),
     "overlap of scores": (heads.IN_TOP, heads.IN_REST),

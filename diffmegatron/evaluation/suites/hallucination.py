@@ -64,8 +64,8 @@ class Hallucination(Suite):
     """Share of summaries and answers that the document supports, in the opinion of a judge.
 
     All texts of a target (an evaluated model) are generated and recorded before the first text is
-    judged. They therefore remain if the judge fails, and another judge can use them. A verdict that
-    cannot be read counts as false.
+    judged. Therefore they are not lost if the judge fails, and another judge can judge the same
+    texts. A verdict that cannot be read counts as false.
     """
 
     name: ClassVar[str] = "hallucination"
@@ -121,9 +121,10 @@ class Hallucination(Suite):
 
     @override
     def follow_ups(self, target: Target, records: Records) -> list[Item]:
-        """Return one follow-up item for each generated text: a request for the judge's verdict.
+        """Return one follow-up item for each generated text; its score is the judge's verdict.
 
-        The key of the item contains the name of the judge. Without a judge the list is empty.
+        The key of the item contains the name of the judge, so verdicts of another judge are never
+        used for this one. Without a judge the list is empty.
         """
         judge = self._judge()
         if judge is None:
@@ -147,10 +148,10 @@ class Hallucination(Suite):
 
     @override
     def means(self, record: Record) -> dict[str, Mean]:
-        """Return the contributions of one verdict to two shares.
+        """Return the contributions of one verdict to two measures of its task.
 
-        They are the share of true texts, and the share of verdicts that cannot be read. The record
-        of a generated text has no verdict, and contributes to no measure.
+        The measures are the share of texts that are true, and the share of verdicts that cannot be
+        read. For the record of a generated text, which has no verdict, the result is empty.
         """
         if "verdict" not in record:
             return {}

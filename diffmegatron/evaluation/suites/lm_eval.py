@@ -37,9 +37,9 @@ if TYPE_CHECKING:
     from diffmegatron.evaluation.harness import Encoder, Question, Tasks
 
 _TABLE = "3B, 1T tokens, accuracy of a kind that the paper does not name"
-# Assumed metric, and accuracy of the paper's Differential Transformer, for each task. The paper
-# does not name the metric. For HellaSwag, models of this size reach the paper's number only with
-# acc_norm.
+# For each task: an assumed metric, and the accuracy of the 3B model in the paper Differential
+# Transformer (Ye et al.). The paper does not name the metrics. For HellaSwag, models of this size
+# reach the paper's number only with acc_norm, so that metric is assumed.
 _PAPER = {
     "arc_challenge": ("acc", 0.378),
     "arc_easy": ("acc", 0.729),
@@ -49,7 +49,7 @@ _PAPER = {
     "piqa": ("acc", 0.768),
     "winogrande": ("acc", 0.671),
 }
-# Half of a normal 95% interval, in standard errors.
+# Half of the width of the 95% interval of a normal distribution, in standard errors.
 _ERRORS_OF_95 = 1.96
 
 
@@ -118,9 +118,10 @@ class LmEval(Suite):
     def items(self, target: Target) -> list[Item]:
         """Return an item for each question of each task with each number of examples.
 
-        A prompt can be cut at its beginning, so only the text after it counts in ``Item.tokens``,
-        the number of tokens that the context must hold. This text is the longest choice, or the
-        longest answer that the task allows.
+        ``Item.tokens``, the number of tokens that the context must hold, is 0 if the question fits.
+        A prompt always fits, because it can be cut at its beginning. What may not fit is the
+        longest choice, or the longest answer that the task allows. In that case ``Item.tokens`` is
+        the number of tokens that it needs.
         """
         encoder = _encoder(target)
         return [
@@ -159,10 +160,10 @@ class LmEval(Suite):
 
     @override
     def totals(self, records: Records) -> dict[str, float | Estimate]:
-        """Return metrics that are not means over questions, and metrics of groups of tasks.
+        """Return metrics that are not means over questions, and all metrics of groups of tasks.
 
-        For each number of shots with which all seven tasks of the paper were measured, the result
-        also has the average of their accuracies.
+        For each number of shots with which all seven tasks of the paper (``_PAPER``) were measured,
+        the result also has the average of the seven accuracies.
         """
         found: dict[str, float | Estimate] = {}
         for name, shots, key, value, stderr in self._results(records):
@@ -225,7 +226,7 @@ class LmEval(Suite):
 
     @override
     def draw(self, figure: "Figure", records: Mapping[str, Records]) -> bool:
-        """Draw bars of the first metric, in a panel for each number of shots.
+        """Draw bars of the first metric of tasks and groups, in a panel for each number of shots.
 
         There are bars for each group of tasks that has an aggregate, and for each task that belongs
         to no such group. The result is False if there is nothing to draw.
@@ -243,10 +244,10 @@ class LmEval(Suite):
         return bool(panels)
 
     def _bars(self, records: Records) -> dict[tuple[str, str], Estimate]:
-        """Return the first metric of each group of tasks, and of each task outside such groups.
+        """Return the value of the first metric of each group of tasks, and of each single task.
 
-        Groups without an aggregate are ignored. The key is (shots, name), where shots is a text
-        such as ``5 shots``.
+        Groups without an aggregate are ignored, and tasks of the other groups are left out. The key
+        is (shots, name), where shots is a string such as ``5 shots``.
         """
         groups = [each for each in self._library.groups.values() if each.has_aggregation]
         in_groups = {task.task_name for group in groups for task in group.get_all_tasks()}

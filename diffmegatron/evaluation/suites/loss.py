@@ -22,8 +22,8 @@ BYTE = "bits per byte"
 TOKEN = "nats per token"
 _UP_TO = "nats per token, tokens 1 to {:,}"
 _UP_TO_OWN = _UP_TO + " of windows that have as many"
-# Smallest n for which the mean loss over the first n tokens of windows is measured, unless a full
-# window has fewer tokens.
+# Smallest n for which the mean loss over the first n tokens of windows is measured. If a full
+# window has fewer tokens than this, the only n is the length of a full window.
 _FEWEST = 16
 
 
@@ -77,7 +77,8 @@ class Loss(WindowSuite):
     def lengths(self) -> list[int]:
         """Numbers n, ascending, for which the mean over the first n tokens of windows is measured.
 
-        They are the powers of two from 16, and the length of a full window without its start token.
+        The last one is the length of a full window without its start token, ``context - 1``. The
+        others are the powers of two from 16 that are smaller than this length.
         """
         full = self.context - 1
         powers = takewhile(lambda n: n < full, (_FEWEST << doublings for doublings in count()))
@@ -87,10 +88,12 @@ class Loss(WindowSuite):
     def requests_of(self, target: Target, item: Item) -> ItemGenerator:
         """Request the loss of every token, and return the sums of a document or packed window.
 
-        The record has the sum of the losses (``nats``) and the numbers of tokens and bytes. For
-        each n, ``beginnings`` has a pair: the sum of the losses of the first n tokens of a window,
-        and how many of these n tokens count. Both are summed over all windows that have at least n
-        tokens. ``full`` has the same pairs, summed only over full windows (``context - 1`` tokens).
+        The record has the sum of the losses (``nats``), and the numbers of tokens and bytes. The
+        number of bytes is None for packed windows. For each n of :attr:`lengths`, ``beginnings``
+        has a pair: the sum of the losses of the first n tokens of a window, and how many of these n
+        tokens count (all except end-of-document tokens in packed windows). Both are summed over all
+        windows that have at least n tokens. ``full`` has the same pairs, summed only over full
+        windows (``context - 1`` tokens).
         """
         source, piece = item.content
         end = target.tokenizer.end_of_document
@@ -123,11 +126,13 @@ class Loss(WindowSuite):
 
     @override
     def means(self, record: Record) -> dict[str, Mean]:
-        """Return nats per token, and bits per byte of unpacked documents, in total and by source.
+        """Return the item's contribution to each mean loss.
 
-        For each n there are two more means, which are over the first n tokens of windows. One mean
-        uses the full windows, so the windows are the same for every n. The other mean uses all
-        windows with n tokens or more, so larger n have fewer windows.
+        1. Nats per token of all text, and bits per byte unless documents are packed.
+        2. If there are several sources, the same means for the item's source.
+        3. For each n of :attr:`lengths`, two means of nats per token over the first n tokens of
+           windows. One uses only full windows, so the windows are the same for every n. The other
+           uses all windows with n tokens or more, so a larger n has fewer windows.
         """
         own = {TOKEN: Mean(record["nats"], record["tokens"], per_token=True)}
         if not self.packed:
@@ -158,7 +163,7 @@ class Loss(WindowSuite):
 
     @override
     def ordered(self, measures: Sequence[str]) -> list[str]:
-        """Return the measures in order: of all text, of the first n tokens, of each source."""
+        """Return the names sorted: loss of all text, of the first n tokens, of each source."""
         order = [
             *(TOKEN, BYTE),
             *(name.format(n) for name in (_UP_TO, _UP_TO_OWN) for n in self.lengths),

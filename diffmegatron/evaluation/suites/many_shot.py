@@ -69,9 +69,9 @@ class ManyShot(Suite):
 
     @override
     def means(self, record: Record) -> dict[str, Mean]:
-        """Return the item's part of two accuracies of its task.
+        """Return the item's contribution, 0 or 1, to two accuracies of its task.
 
-        One is for the item's number of shots, the other is over all numbers of shots.
+        One accuracy is for the item's number of shots, the other is over all numbers of shots.
         """
         right = Mean(float(record["right"]))
         task, shots = record["task"], record["shots"]
@@ -100,7 +100,7 @@ class ManyShot(Suite):
 
     @override
     def draw(self, figure: "Figure", records: Mapping[str, Records]) -> bool:
-        """Draw the accuracy over the number of tokens of the examples, a panel for each task."""
+        """Draw the accuracy by the number of tokens of the examples, in a panel for each task."""
         figure.set_size_inches(3.6 * len(self.tasks), 3.8)
         panels = figure.subplots(1, len(self.tasks), squeeze=False)[0]
         estimates = {name: estimate_measures(self, each) for name, each in records.items()}

@@ -57,7 +57,7 @@ class Mathematics(Suite):
 
     @override
     def check(self, target: Target) -> None:
-        """Check that the files of the benchmarks can be read, and that math-verify is installed."""
+        """Check that math-verify is installed, and that problems and examples can be read."""
         _library()
         for benchmark in choose(self.benchmarks, BENCHMARKS, "benchmark"):
             benchmark.examples(self.data_dir)
@@ -73,9 +73,9 @@ class Mathematics(Suite):
             for number, each in enumerate(problems):
                 asked = target.encode(f"{before}Question: {each.question}\nAnswer:")
                 ids = [target.start_token, *asked]
-                # Count the first tokens that all prompts share, because their keys and values are
-                # computed only once. These are the tokens of the examples, perhaps without the
-                # last one, which the tokenizer may join with the start of the question.
+                # Count the first tokens that all prompts share: the start token and the tokens of
+                # the examples, perhaps without the last one, which the tokenizer may join with the
+                # start of the question. The keys and values of shared tokens are computed once.
                 pairs = zip(ids, demonstrated, strict=False)
                 shared = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
                 content = (name, ids, shared, each.answer, each.choices)
@@ -97,7 +97,7 @@ class Mathematics(Suite):
 
     @override
     def means(self, record: Record) -> dict[str, Mean]:
-        """Return the problem's contribution to the accuracy and to the share of cut texts.
+        """Return the problem's contribution to its benchmark's accuracy and share of cut texts.
 
         A text is cut if it reached the limit ``answer_tokens``.
         """

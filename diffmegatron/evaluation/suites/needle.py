@@ -123,7 +123,7 @@ class Retrieval(Suite):
 
     @override
     def means(self, record: Record) -> dict[str, Mean]:
-        """Return the item's share of numbers found, by the name of its measure.
+        """Return a dict: name of the item's measure -> the item's share of numbers found.
 
         There is one measure for each pair (N, R) and length: the mean over all depths and samples.
         """
@@ -136,7 +136,7 @@ class Retrieval(Suite):
 
     @override
     def draw(self, figure: "Figure", records: Mapping[str, Records]) -> bool:
-        """Draw the share of numbers found by length and depth, as a map per target and pair."""
+        """Draw a colour map for each target and pair (N, R): share found by length and depth."""
         figure.set_size_inches(3.2 * len(self.pairs), 2.8 * len(records))
         grid = figure.subplots(len(records), len(self.pairs), squeeze=False)
         for row, (name, of_target) in zip(grid, records.items(), strict=True):

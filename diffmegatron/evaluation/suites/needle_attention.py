@@ -102,9 +102,9 @@ class NeedleAttention(Suite):
 
     @override
     def means(self, record: Record) -> dict[str, Mean]:
-        """Return the shares of answer and noise at the record's depth.
+        """Return the item's shares of answer and noise, as means over all layers and heads.
 
-        They are means over all layers and heads.
+        The measures are means over the items with the same depth, and their names have the depth.
         """
         depth = f"depth {record['depth']:.0%}"
         return {
@@ -117,7 +117,7 @@ class NeedleAttention(Suite):
 
     @override
     def draw(self, figure: "Figure", records: Mapping[str, Records]) -> bool:
-        """Draw the shares of answer and noise by layer and head, as means over all records."""
+        """Draw the shares of answer and noise by layer and head, averaged over a target's items."""
         figure.set_size_inches(4.5 * len(records), 7.5)
         panels = figure.subfigures(2, 1, squeeze=False)[:, 0]
         for panel, part in zip(panels, ("answer", "noise"), strict=True):

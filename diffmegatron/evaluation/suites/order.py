@@ -59,7 +59,10 @@ class Order(Suite):
 
     @override
     def items(self, target: Target) -> list[Item]:
-        """Return an item for every test question and every permutation of the examples."""
+        """Return an item for every test question and every order of the examples.
+
+        Each of the two arrangements has ``permutations`` orders.
+        """
         found: list[Item] = []
         for name in self.tasks:
             task = EncodedTask(name, self.data_dir, self.samples, target)
@@ -90,19 +93,20 @@ class Order(Suite):
 
     @override
     def unit(self, key: str, record: Record) -> str:
-        """Return the question as the unit that a resample draws for the confidence intervals.
+        """Return the name of the item's unit, which is the test question of the item.
 
-        A question has one item for each permutation, and these items are not independent.
+        Bootstrap resamples draw all items of a unit together. A question has one item for each
+        order of the examples, and these items are not independent.
         """
         return f"{record['task']}/{record['question']}"
 
     @override
     def totals(self, records: Records) -> dict[str, Estimate]:
-        """Return, by task and arrangement, the best and the worst accuracy and the margin.
+        """Return best accuracy, worst accuracy and margin for each task and arrangement.
 
-        The best accuracy is that of the best permutation, and the margin is best minus worst.
-        For the intervals, a resample draws questions, and the best and the worst permutation are
-        determined again for each resample.
+        The best accuracy is that of the best permutation (order of the examples), and the margin is
+        best minus worst. For the intervals, a resample draws questions, and the best and the worst
+        permutation are determined for each resample separately.
         """
         found: dict[str, Estimate] = {}
         for name, right in _right_by_permutation(records).items():
@@ -123,7 +127,7 @@ class Order(Suite):
 
     @override
     def draw(self, figure: "Figure", records: Mapping[str, Records]) -> bool:
-        """Draw the accuracy of every permutation, from the worst to the best."""
+        """Draw the accuracy of every permutation (order of the examples), the worst one first."""
         from matplotlib.ticker import MaxNLocator
 
         names = [f"{task}, {each}" for task in self.tasks for each in _ARRANGEMENTS]

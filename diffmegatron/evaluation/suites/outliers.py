@@ -39,7 +39,8 @@ _PAPER = {
     ),
 }
 _NAMES = (*(f"top-{rank}" for rank in RANKS), "median")
-# A magnitude in float32 has 31 bits. Its upper 15 bits are the number of its bin.
+# A magnitude in float32 has 31 bits without the sign. Its upper 15 bits are the number of its bin,
+# and its lower 16 bits are its position within the bin.
 _LOW_BITS = 16
 _BINS, _WITHIN = 1 << 15, 1 << _LOW_BITS
 
@@ -47,11 +48,12 @@ _BINS, _WITHIN = 1 << 15, 1 << _LOW_BITS
 class Outliers(WindowSuite):
     """Exact largest and median magnitudes of activations over held-out text.
 
-    Attention logits are the inputs of the softmax in every query head, without masked entries.
-    Hidden states are the outputs of every layer. There are too many values to store, so the median
-    takes two passes over the text. The first pass counts the magnitudes by the upper 15 bits of
-    their float32 representation: all magnitudes with the same upper bits are one bin. The second
-    pass counts only the magnitudes in the bin of the median, by their lower 16 bits.
+    The activations are attention logits and hidden states. Attention logits are the inputs of the
+    softmax in every query head, without masked entries. Hidden states are the outputs of every
+    layer. There are too many values to store, so the median takes two passes over the text. The
+    first pass counts the magnitudes by the upper 15 bits of their float32 representation: all
+    magnitudes with the same upper bits are one bin. The second pass counts only the magnitudes in
+    the bin that contains the median, by their lower 16 bits.
     """
 
     name: ClassVar[str] = "outliers"
@@ -74,7 +76,7 @@ class Outliers(WindowSuite):
 
     @override
     def items(self, target: Target) -> list[Item]:
-        """Return the windows for the first pass."""
+        """Return an item for each window of the first pass, up to ``tokens`` tokens in total."""
         found: list[Item] = []
         left = self.tokens
         for _, text in self.texts():
@@ -87,7 +89,7 @@ class Outliers(WindowSuite):
 
     @override
     def follow_ups(self, target: Target, records: Records) -> list[Item]:
-        """Return the windows for the second pass, with the bins of the medians."""
+        """Return an item for each window of the second pass, with the bins of the medians."""
         bins = {
             of: _median_bins(_summed([record[of]["bins"] for record in records], _BINS))
             for of in (LOGITS, HIDDEN)
@@ -100,10 +102,10 @@ class Outliers(WindowSuite):
     @override
     @torch.no_grad()
     def score(self, model: Model, item: Item) -> Record:
-        """Return the counts of one window.
+        """Return counts of the magnitudes of one window, for logits and for hidden states.
 
-        In the first pass they are the counts by bin, with the 100 largest magnitudes. In the second
-        pass they are the counts within the bins of the medians.
+        In the first pass, the record has the counts by bin and the 100 largest magnitudes. In the
+        second pass, it has the counts within the bins of the medians.
         """
         ids, bins = item.content
         counters = {of: _Counter(None if bins is None else bins[of], of) for of in (LOGITS, HIDDEN)}
@@ -128,7 +130,10 @@ class Outliers(WindowSuite):
 
     @override
     def totals(self, records: Records) -> dict[str, float]:
-        """Return the largest magnitudes by rank, and the median, of logits and hidden states."""
+        """Return the k-th largest magnitude for each k in ``RANKS``, and the median magnitude.
+
+        There is one set of these numbers for logits and one for hidden states.
+        """
         found: dict[str, float] = {}
         for of in (LOGITS, HIDDEN):
             first = [record[of] for record in records if "top" in record[of]]
@@ -194,7 +199,7 @@ def _summed(packed: Sequence[str], size: int) -> np.ndarray:
 def _median_bins(counts: np.ndarray) -> list[int]:
     """Return the bins of the two middle values, whose mean is the median.
 
-    There is only one bin if both values are in it.
+    The list has only one bin if both values are in the same bin.
     """
     return sorted({_place(counts, rank)[0] for rank in _middle(counts)})
 
@@ -203,8 +208,8 @@ def _median(counts: np.ndarray, second: Records) -> float:
     """Return the median magnitude.
 
     Args:
-        counts: counts by bin of the first pass.
-        second: records of the second pass.
+        counts: counts by bin of the first pass, int64 [bins].
+        second: records of the second pass, of logits or of hidden states.
     """
     values = []
     for rank in _middle(counts):

@@ -52,7 +52,12 @@ class Perplexity(TextSuite):
 
     @override
     def check(self, target: Target) -> None:
-        """Check that no token falls between two windows."""
+        """Check that every token is in a window.
+
+        Raises:
+            UserError: ``stride`` is larger than ``context``, so tokens between windows would be
+                left out.
+        """
         if self._stride > self.context:
             raise UserError(
                 f"perplexity.stride {self.stride} exceeds perplexity.context {self.context}, so "
@@ -84,7 +89,8 @@ class Perplexity(TextSuite):
     def means(self, record: Record) -> dict[str, Mean]:
         """Return the window's contribution to the nats per token of all text.
 
-        With several sources, it also contributes to the nats per token of its source.
+        If there are several sources, the result also has the window's contribution to the nats per
+        token of its source.
         """
         share = Mean(record["nats"], record["tokens"], per_token=True)
         if len(self.data) == 1:
@@ -93,7 +99,10 @@ class Perplexity(TextSuite):
 
     @override
     def totals(self, records: Records) -> dict[str, Estimate]:
-        """Return perplexities, with intervals from bootstrap resamples of the windows."""
+        """Return perplexities with intervals; bootstrap resamples draw windows.
+
+        There is a perplexity of all text, and one of each source if there are several sources.
+        """
         found = {}
         for measure, nats in estimate_measures(self, records).items():
             # The exponential is an increasing function, so it maps the percentiles of the loss to

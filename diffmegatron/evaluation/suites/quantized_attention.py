@@ -21,11 +21,12 @@ _FULL = "as they are"
 
 
 class QuantizedAttention(WindowSuite):
-    """Loss on held-out text with unchanged attention logits, and with logits rounded to ``bits``.
+    """Loss on held-out text with unchanged and with rounded attention logits.
 
-    The logits of all queries, heads and visible keys of a layer are rounded relative to their
-    largest absolute value (absmax). The paper measures the accuracy on HellaSwag instead of the
-    loss.
+    The loss is measured with unchanged logits, and with logits rounded to each number of bits in
+    ``bits``. The logits of all queries, heads and visible keys of a layer are rounded together,
+    relative to the largest absolute value among them (absmax). The paper measures the accuracy on
+    HellaSwag instead of the loss.
     """
 
     name: ClassVar[str] = "quantized-attention"
@@ -61,10 +62,11 @@ class QuantizedAttention(WindowSuite):
 
     @override
     def means(self, record: Record) -> dict[str, Mean]:
-        """Return a document's nats per token, with unchanged logits and for each number of bits.
+        """Return a document's contribution to the mean losses in nats per token.
 
-        For each number of bits, also return the increase over the loss with unchanged logits. The
-        weight of a document in the mean is its number of tokens.
+        There is a loss with unchanged logits. For each number of bits there is the loss with
+        rounded logits, and its increase over the loss with unchanged logits. The weight of a
+        document in these means is its number of tokens.
         """
         nats, tokens = record["nats"], record["tokens"]
         shares = {f"nats per token, {name}": Mean(n, tokens, True) for name, n in nats.items()}

@@ -28,14 +28,15 @@ HITS = "nats per token, AR hits"
 OTHERS = "nats per token, other tokens"
 _SHARE = "share of AR hits"
 _TABLE = "1.4B, table 6"
-# Number of tokens of the training corpus that are read at once.
+# Number of tokens of the training corpus that are read into memory at once.
 _BUFFER = 1 << 22
 
 
 class Recall(WindowSuite):
     """Loss of AR hits and of all other tokens in windows of held-out documents.
 
-    Bigrams are counted in the whole training corpus, which is read once, 4M tokens at a time.
+    To find which bigrams are rare, their occurrences in the whole training corpus are counted. The
+    corpus is read from the disk 4M tokens at a time.
     """
 
     name: ClassVar[str] = "recall"
@@ -75,7 +76,7 @@ class Recall(WindowSuite):
 
     @override
     def items(self, target: Target) -> list[Item]:
-        """Return an item for each document: its windows, and the positions of AR hits in each."""
+        """Return an item for each document: its windows, each with the positions of its AR hits."""
         pieces = [self.windows(text, target) for _, text in self.texts()]
         repeated = [[list(_repeated(window)) for window in each] for each in pieces]
         bigrams = {pair for each in repeated for window in each for pair, _ in window}
@@ -125,7 +126,10 @@ class Recall(WindowSuite):
 
 
 def count_bigrams(tokens: Tokens, bigrams: set[tuple[int, int]]) -> dict[tuple[int, int], int]:
-    """Count the occurrences of each bigram in ``tokens`` [n], which are read in pieces."""
+    """Return the number of occurrences of each of ``bigrams`` in the sequence ``tokens``.
+
+    The tokens are read into memory in pieces of ``_BUFFER`` tokens.
+    """
     wanted = sorted(bigrams)
     keys = np.array([_key(*pair) for pair in wanted], dtype=np.int64)
     counts = np.zeros(len(keys), dtype=np.int64)
@@ -143,7 +147,10 @@ def _key(first: Any, second: Any) -> Any:
 
 
 def _repeated(window: list[int]) -> Iterator[tuple[tuple[int, int], int]]:
-    """Yield each repetition of a bigram in a window, with the position of its second token."""
+    """Yield (bigram, position of its second token) for each repetition of a bigram in a window.
+
+    The first occurrence of a bigram is not a repetition.
+    """
     seen: set[tuple[int, int]] = set()
     for place, pair in enumerate(pairwise(window), start=1):
         if pair in seen:

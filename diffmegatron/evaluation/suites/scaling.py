@@ -77,7 +77,7 @@ class Scaling(Suite):
 
     @override
     def items(self, target: Target) -> list[Item]:
-        """Return the run as the only item, with pairs (step, held-out loss) after step 0."""
+        """Return a list of one item: the run, with its pairs (step, held-out loss) after step 0."""
         assert target.run_dir is not None
         losses = [
             (int(entry["step"]), entry["valid/loss"])
@@ -116,13 +116,11 @@ class Scaling(Suite):
 
     @override
     def across(self, records: Mapping[str, Records]) -> dict[str, float]:
-        """Return a and b of every kind's fit, and shares at equal loss, by their printed names.
+        """Return a and b of each fitted law, and the shares of the Transformer's size, by name.
 
-        A kind is a kind of attention. There is a share for each kind and each size of its runs.
-
-        A size x is a number of parameters or tokens. Let L be the loss of a kind's fit at x. The
-        share is x divided by the size at which the Transformer's fit has the same loss L. The
-        Transformer itself has no share.
+        There is a law L(x) = a x^-b for each kind of attention, where x is a number of parameters
+        or tokens. For each kind except the Transformer, and each x of its runs, there is a share:
+        x divided by the x at which the Transformer's law has the same loss as the kind's law.
         """
         found: dict[str, float] = {}
         for kind, (law, sizes, is_baseline) in self._fits(records).items():
@@ -140,7 +138,7 @@ class Scaling(Suite):
 
     @override
     def remarks(self, records: Mapping[str, Records]) -> list[str]:
-        """Return a sentence for each kind that has no fit."""
+        """Return a sentence for each kind of attention whose losses cannot be fitted by a law."""
         fits = self._fits(records)
         return [
             f"{kind}: no fit; it needs two or more numbers of {self.against}, and falling losses"
@@ -170,7 +168,10 @@ class Scaling(Suite):
         return True
 
     def _points(self, records: Mapping[str, Records]) -> dict[str, tuple[list[Point], bool]]:
-        """Return kind -> (its points (x, loss), ascending; whether it is the Transformer)."""
+        """Return kind of attention -> (its points, whether it is the Transformer).
+
+        The points are pairs (x, loss), sorted by x.
+        """
         found: dict[str, tuple[list[Point], bool]] = {}
         for (record,) in records.values():
             points, _ = found.setdefault(record["kind"], ([], record["is_baseline"]))
@@ -184,9 +185,10 @@ class Scaling(Suite):
     def _fits(
         self, records: Mapping[str, Records]
     ) -> dict[str, tuple[PowerLaw, list[float], bool]]:
-        """Return kind -> (law, distinct x of its points, whether it is the Transformer).
+        """Return kind of attention -> (law, x of its points, whether it is the Transformer).
 
-        Kinds without a fit are left out.
+        The x are distinct and ascending. A kind for which :func:`fit_power_law` returns None is
+        left out.
         """
         found = {}
         for kind, (points, is_baseline) in self._points(records).items():

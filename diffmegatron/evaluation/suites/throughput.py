@@ -84,7 +84,7 @@ class Throughput(Suite):
 
     @override
     def means(self, record: Record) -> dict[str, Mean]:
-        """Return tokens per second by phase."""
+        """Return the repetition's contribution to the tokens per second of its phase."""
         return {
             f"{record['phase']}, tokens/s": Mean(
                 record["tokens"], record["seconds"], per_token=True
@@ -93,7 +93,7 @@ class Throughput(Suite):
 
     @override
     def totals(self, records: Records) -> dict[str, float]:
-        """Return the largest peak memory of each phase in GiB."""
+        """Return the peak memory of each phase in GiB, the largest of all repetitions."""
         return {
             f"{phase}, peak memory in GiB": max(
                 record["peak_bytes"] for record in records if record["phase"] == phase
