@@ -68,7 +68,8 @@ class FileLock:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # rmdir fails if the folder is not empty. Others may have removed the file or the folder.
+        # Ignore two errors: rmdir fails if the folder is not empty, and unlink or rmdir fails if
+        # somebody else has removed the file or the folder.
         with suppress(OSError):
             # Remove only the file that this process opened: if the folder was moved, the file at
             # this path may be the lock of another process.

@@ -246,7 +246,11 @@ def format_path(path: Path) -> str:
 
 
 def check_utf8(*paths: Path) -> None:
-    """Refuse a path that is not UTF-8, because safetensors and JSON cannot store it."""
+    """Refuse a path that is not UTF-8, because safetensors and JSON cannot store it.
+
+    Raises:
+        UserError: one of the paths is not UTF-8.
+    """
     for path in paths:
         try:
             str(path).encode()

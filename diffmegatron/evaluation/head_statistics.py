@@ -223,7 +223,7 @@ class _Kernels:
     def hsic(self, other: "_Kernels") -> Tensor:
         """Return the unbiased HSIC of every head with every head of ``other``.
 
-        The factor 1 / (n (n - 3)) for n tokens is left out, because it cancels in CKA.
+        The factor 1 / (n * (n - 3)) for n tokens is left out, because it cancels in CKA.
 
         Returns:
             Float64 [heads, heads of other].

@@ -72,7 +72,7 @@ class Model:
             raise UserError(
                 f"transformers cannot load {format_path(folder)}: {shorten(str(error))}"
             ) from None
-        # transformers fills missing weights with random numbers.
+        # transformers fills missing weights with random numbers, so refuse an incomplete folder.
         if problems := {kind: sorted(names) for kind, names in report.items() if names}:
             raise UserError(
                 f"{format_path(folder)} is not a complete model: {shorten(str(problems))}"
@@ -92,8 +92,10 @@ class Model:
         """Answer requests in batches of similar lengths.
 
         A batch has only requests of one group (:class:`_Size`). Within a group the longest requests
-        come first. If a batch does not fit into the GPU's memory, its requests are divided into
-        new batches, and from then on no batch has more than half as many tokens as that one.
+        come first. If the key-value cache of the network does not keep all tokens, each generation
+        request is a batch by itself. If a batch does not fit into the GPU's memory, its requests
+        are divided into new batches, and from then on no batch with several requests has more than
+        half as many tokens as that one.
 
         Args:
             requests: requests in any order.

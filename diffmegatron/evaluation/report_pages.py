@@ -159,7 +159,7 @@ def _name(suite: Mapping[str, Any], measure: str) -> str:
 
 
 def _is_of_few(measure: Mapping[str, Any]) -> bool:
-    """Return whether at least one target has too few items for the interval of a measure."""
+    """Return whether a measure has fewer than ``_FEW_ITEMS`` items for at least one target."""
     return any(
         each is not None and each["items"] < _FEW_ITEMS for each in measure["targets"].values()
     )

@@ -73,8 +73,8 @@ class RecordFile:
 
     Args:
         path: path of the file, which is created if it is missing.
-        header: all values on which the records depend: settings, hash of the items, hash of the
-            weights.
+        header: all values on which the records depend, such as the settings, the hash of the items
+            and the hash of the weights.
 
     Attributes:
         records: records by the keys of their items: those read from the file and those added.

@@ -74,7 +74,7 @@ class Target:
 
     @property
     def run_dir(self) -> Path | None:
-        """``run_dir`` of the checkpoint; None for a Hugging Face folder."""
+        """Folder of the run that wrote the checkpoint; None for a Hugging Face folder."""
         # The checkpoint is RUN_DIR/checkpoints/step_...
         return None if self.checkpoint is None else self.checkpoint.resolve().parent.parent
 

@@ -47,7 +47,10 @@ class WindowSuite(TextSuite):
     context: Window = Field(default=2048, description="tokens of a window with the start token")
 
     def texts(self) -> Iterator[tuple[str, str]]:
-        """Yield (name of the source, text) for every document."""
+        """Yield (name of the source, text) for the first ``documents`` documents of each source.
+
+        Documents with more than ``characters`` characters are cut.
+        """
         characters = self.characters or default_characters(self.context)
         return first_texts(self.data, self.documents, characters)
 

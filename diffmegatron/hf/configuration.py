@@ -144,8 +144,8 @@ def _rope_parameters(model: ModelConfig) -> dict[str, Any]:
 def changed_keys(config: PretrainedConfig, recipe: Recipe) -> dict[str, Any]:
     """Return the keys whose values differ between a pretrained model and a recipe.
 
-    ``max_position_embeddings`` is among them only if the run's sequences are longer than this value
-    of the pretrained model.
+    ``max_position_embeddings`` is among them only if the run's sequences are longer than the value
+    in ``config``.
 
     Args:
         config: configuration of the pretrained model. Its class must be able to compute the

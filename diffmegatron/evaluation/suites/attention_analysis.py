@@ -204,7 +204,7 @@ def _table(records: Records, measure: str) -> np.ndarray:
 
 
 def _by_layer(records: Records) -> dict[str, np.ndarray]:
-    """Return a dict: name of each measure by layer -> its mean over the texts, [layers].
+    """Return a dict: name of each measure except importance -> its mean over the texts, [layers].
 
     The values of distance and alignment are those between heads of the same layer.
     """

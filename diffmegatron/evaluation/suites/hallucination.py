@@ -123,8 +123,8 @@ class Hallucination(Suite):
     def follow_ups(self, target: Target, records: Records) -> list[Item]:
         """Return one follow-up item for each generated text; its score is the judge's verdict.
 
-        The key of the item contains the name of the judge, so verdicts of another judge are never
-        used for this one. Without a judge the list is empty.
+        The key of the item contains the name of the judge, so recorded verdicts are not used for
+        another judge. Without a judge the list is empty.
         """
         judge = self._judge()
         if judge is None:

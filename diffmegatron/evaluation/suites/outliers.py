@@ -164,7 +164,7 @@ class _Counter:
         self._counts = {each: np.zeros(size, np.int64) for each in bins or (0,)}
 
     def add(self, values: Tensor) -> None:
-        """Count the magnitudes of ``values`` [n].
+        """Count the magnitudes of the one-dimensional tensor ``values``.
 
         Raises:
             NotFiniteError: a value is not finite.

@@ -50,8 +50,8 @@ class Scaling(Suite):
 
     With ``against: parameters``, x is the number of parameters. The law is fitted to the last
     held-out loss of every run, so the runs must have several sizes. With ``against: tokens``, x is
-    the number of training tokens. The law is fitted to all held-out losses of every run, and the
-    runs must have one size.
+    the number of training tokens. The law is fitted to all held-out losses of every run, so the
+    runs must all have the same size.
     """
 
     name: ClassVar[str] = "scaling"
