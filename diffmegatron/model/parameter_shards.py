@@ -33,7 +33,7 @@ class Shard:
         global_shape: shape of the unsharded tensor.
         offset: index of the box's first element in the unsharded tensor, per axis.
         shape: shape of the box.
-        start: index of the box's first element in the flattened parameter.
+        start: index of the box's first element in the flattened parameter of this rank.
         is_primary: whether this rank saves the box in checkpoints. Other ranks may have copies of
             the box, which they do not save.
     """

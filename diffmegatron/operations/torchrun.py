@@ -28,7 +28,7 @@ def torchrun_file(
 ) -> tuple[Path, str]:
     """Check a recipe and a cluster like ``launch.prepare_launch``, and return a start script.
 
-    Whether another job uses ``run_dir`` is not checked.
+    Unlike there, a ``run_dir`` that another job uses or whose run is finished is not refused.
 
     Args:
         config: recipe.
