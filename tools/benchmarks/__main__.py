@@ -8,7 +8,11 @@ from tools.benchmarks.registry import BENCHMARKS
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the benchmark named by the first argument, and return the exit status."""
+    """Run the benchmark named by the first argument, or list all benchmarks with ``--list``.
+
+    Returns:
+        The exit status: 0, or 2 after a mistake of the user.
+    """
     if list(argv) == ["--list"]:
         width = max(map(len, BENCHMARKS))
         print("\n".join(f"{name:{width}}  {about}" for name, about in BENCHMARKS.items()))

@@ -118,7 +118,7 @@ class Work(TorchDispatchMode):
         self._parts: list[tuple[int, str | None]] = [(0, None)]
 
     def enter(self, part: str | None) -> None:
-        """Set the part that the following operations belong to; None if they do not count."""
+        """Begin a part: the following operations count for it; with None, they do not count."""
         self._parts.append((torch._C._autograd._get_sequence_nr(), part))
 
     def __torch_dispatch__(

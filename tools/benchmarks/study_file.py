@@ -260,7 +260,11 @@ def chosen_value(runs: Sequence[PlannedRun], valid_losses: Mapping[str, float]) 
 
 
 def _written(overrides: Mapping[str, Any]) -> Iterator[str]:
-    """Yield overrides as KEY=VALUE. Values are written as JSON, which is YAML on one line."""
+    """Yield overrides as KEY=VALUE.
+
+    Strings of letters, digits, underscores, dots and slashes are written as they are. Other values
+    are written as JSON, which is also valid YAML and stays on one line.
+    """
     for key, value in overrides.items():
         text = (
             value

