@@ -87,7 +87,7 @@ def of_cell(by_run: Mapping[str, Line], cell: Cell) -> list[Line]:
 def seeds_interval(values: Sequence[float]) -> Estimate:
     """Return the mean of one value per seed, with its 95% interval by Student's t.
 
-    ``diffmegatron evaluate`` uses bootstrap intervals over items. With only a few seeds, a bootstrap
+    ``diffmegatron evaluate`` uses bootstrap intervals over items. With only a few seeds, such an
     interval would be far too narrow, so it is not used here. For a single value, the ends of the
     interval are None.
     """
