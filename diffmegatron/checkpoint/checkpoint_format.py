@@ -230,7 +230,7 @@ def _read_small(directory: Path, name: str, entries: dict[str, FileEntry]) -> by
         raise UserError(f"the manifest of {format_path(directory)} does not list {name}")
     content = read_bytes(path, max_bytes=_MAX_BYTES[name])
     if zlib.crc32(content) != entries[name].crc32:
-        raise UserError(f"{format_path(path)} is damaged: its checksum is not the manifest's")
+        raise UserError(f"{format_path(path)} is damaged: its checksum differs from the manifest's")
     return content
 
 

@@ -100,7 +100,7 @@ class TensorFile:
             ) from None
         if checksum != entry.crc32:
             raise UserError(
-                f"{format_path(self.path)} is damaged: its checksum is not the manifest's"
+                f"{format_path(self.path)} is damaged: its checksum differs from the manifest's"
             )
         if not is_finite:
             raise UserError(

@@ -182,7 +182,7 @@ def _convert(
     waiting: dict[str, Tensor] = {}
     for name, tensor in weights.items() if isinstance(weights, Mapping) else weights:
         if name not in missing:
-            problem = "comes twice" if name in line_of else "is not one of this model's"
+            problem = "occurs twice" if name in line_of else "is not part of this model"
             raise UserError(f"weight {name!r} {problem}; the recipe and the weights must agree")
         source, target, rearrange = line_of[name]
         if tuple(tensor.shape) != source[name]:

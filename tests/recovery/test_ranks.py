@@ -272,7 +272,7 @@ def test_what_one_rank_finds_damaged_no_rank_starts_from(out):
     said = outcomes(out, "astray", "then2")
     assert said[0] == said[1]
     assert said[0].endswith(
-        "rank_00001.safetensors is damaged: its checksum is not the manifest's (rank 1)"
+        "rank_00001.safetensors is damaged: its checksum differs from the manifest's (rank 1)"
     )
     assert CheckpointStore(out / "astray").steps() == []
 

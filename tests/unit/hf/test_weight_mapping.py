@@ -284,7 +284,7 @@ def test_table_leads_both_ways(kind: dict[str, str], sizes: dict[str, object]) -
     assert all(torch.equal(back[name], ours[name]) for name in ours)
 
 
-def test_a_weight_that_comes_twice_is_refused() -> None:
+def test_a_weight_that_occurs_twice_is_refused() -> None:
     model = make_recipe(**DIFF).model
-    with pytest.raises(UserError, match="comes twice"):
+    with pytest.raises(UserError, match="occurs twice"):
         list(to_hf([*make_weights(model).items()] * 2, model))

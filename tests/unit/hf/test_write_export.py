@@ -269,7 +269,7 @@ BAD_WEIGHTS: dict[str, tuple[Callable[[dict[str, Tensor]], object], str]] = {
     "missing": (lambda w: w.pop(QKV_NAME), "1 weights are missing, the first is '.*linear_qkv"),
     "unknown": (
         lambda w: w.update({"decoder.layers.9.x": torch.ones(1)}),
-        "not one of this model's",
+        "is not part of this model",
     ),
     "shape": (lambda w: w.update({QKV_NAME: w[QKV_NAME][1:]}), r"shape \[143, 48\].*\[144, 48\]"),
 }
