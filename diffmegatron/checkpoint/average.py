@@ -77,5 +77,5 @@ def _means(checkpoints: Sequence[Checkpoint]) -> Iterator[tuple[str, Tensor]]:
     for name in checkpoints[-1].tensors.names():
         total = torch.zeros(checkpoints[-1].tensors.shape(name), dtype=torch.float64)
         for checkpoint in checkpoints:
-            total += checkpoint.tensors.whole(WEIGHT, name)
+            total += checkpoint.tensors.read_tensor(WEIGHT, name)
         yield name, total / len(checkpoints)

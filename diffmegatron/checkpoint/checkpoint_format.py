@@ -127,7 +127,7 @@ class Checkpoint:
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the name and float32 value of every weight of the network."""
         for name in self.tensors.names():
-            yield name, self.tensors.whole(WEIGHT, name)
+            yield name, self.tensors.read_tensor(WEIGHT, name)
 
     def fingerprint(self) -> str:
         """Return a hash of the weights, 16 hex digits, that distinguishes models of the same shape.
@@ -138,7 +138,7 @@ class Checkpoint:
         digest = hashlib.sha256()
         for layer in range(self.recipe.model.num_layers):
             name = f"decoder.layers.{layer}.self_attention.linear_qkv.weight"
-            row = self.tensors.box(WEIGHT, name, (0, 0), (1, self.recipe.model.hidden_size))
+            row = self.tensors.read_box(WEIGHT, name, (0, 0), (1, self.recipe.model.hidden_size))
             digest.update(row.numpy().tobytes())
         return digest.hexdigest()[:16]
 

@@ -66,12 +66,12 @@ def verify(
     checkpoint is damaged.
     """
     from diffmegatron.checkpoint.checkpoint_format import open_checkpoint
-    from diffmegatron.checkpoint.stage_folders import has_run, stage_folders
+    from diffmegatron.checkpoint.stage_folders import is_run_dir, stage_folders
 
     if not _is_folder(path):
         raise UserError(f"{format_path(path)} is not a folder; give a checkpoint or a run_dir")
     checkpoints = [path]
-    if has_run(path):
+    if is_run_dir(path):
         stores = [folder.store for folder in stage_folders(path)]
         checkpoints = [store.path(step) for store in stores for step in store.steps()]
         if not checkpoints:
@@ -140,10 +140,10 @@ def inspect(
     from rich.text import Text
 
     from diffmegatron.checkpoint.checkpoint_format import open_checkpoint
-    from diffmegatron.checkpoint.stage_folders import has_run, newest_checkpoint
+    from diffmegatron.checkpoint.stage_folders import is_run_dir, newest_checkpoint
 
     directory = checkpoint
-    if has_run(checkpoint):
+    if is_run_dir(checkpoint):
         newest = newest_checkpoint(checkpoint)
         if newest is None:
             raise UserError(

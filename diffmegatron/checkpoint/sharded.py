@@ -36,7 +36,7 @@ KINDS = (WEIGHT, "exp_avg", "exp_avg_sq")
 
 A frozen parameter has no moments.
 """
-OWN = "random."
+RANDOM_PREFIX = "random."
 """Prefix of the names of a rank's random states, which are one-dimensional uint8 tensors."""
 _PIECES = "pieces"
 
@@ -168,12 +168,14 @@ class ShardedReader:
         stored = next(iter(self._boxes_of(name).values()))[0]
         return _kinds(stored.file, stored.index)
 
-    def whole(self, kind: str, name: str) -> Tensor:
+    def read_tensor(self, kind: str, name: str) -> Tensor:
         """Return the values of an unsharded tensor in float32; ``kind`` is one of :data:`KINDS`."""
         shape = self.shape(name)
-        return self.box(kind, name, (0,) * len(shape), shape)
+        return self.read_box(kind, name, (0,) * len(shape), shape)
 
-    def box(self, kind: str, name: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
+    def read_box(
+        self, kind: str, name: str, offset: tuple[int, ...], shape: tuple[int, ...]
+    ) -> Tensor:
         """Return the values of a box of a tensor in float32.
 
         Args:
@@ -207,7 +209,7 @@ class ShardedReader:
                 wanted[to] = _join(kind, box_shape, pieces)[source]
         return wanted
 
-    def extra(self, file: str, name: str) -> Tensor | None:
+    def read_rank_tensor(self, file: str, name: str) -> Tensor | None:
         """Return an additional tensor of a rank, such as a random state; None if it is not stored.
 
         Args:
@@ -244,8 +246,8 @@ def _places(file: TensorFile) -> list[Place]:
         for kind in _kinds(file, index)
     }
     for name, tensor in file.tensors.items():
-        own = name.startswith(OWN) and tensor.dtype == "U8"
-        if not own and wanted.get(name) != (tensor.dtype, tensor.shape):
+        is_random_state = name.startswith(RANDOM_PREFIX) and tensor.dtype == "U8"
+        if not is_random_state and wanted.get(name) != (tensor.dtype, tensor.shape):
             raise UserError(
                 f"{path} holds {shorten(name)}, {tensor.shape[0]} elements of {tensor.dtype}, "
                 "which is not a tensor of its pieces; use another checkpoint"

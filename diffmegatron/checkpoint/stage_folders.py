@@ -34,9 +34,9 @@ class StageFolder:
 
 
 def stage_folders(
-    run_dir: Path, having: str = CHECKPOINTS, recipe: str = RECIPE
+    run_dir: Path, marker: str = CHECKPOINTS, recipe: str = RECIPE
 ) -> list[StageFolder]:
-    """Return the stages in a ``run_dir`` that contain ``having``, in the order of training.
+    """Return the stages in a ``run_dir`` that contain ``marker``, in the order of training.
 
     For a run without stages, return its only folder.
 
@@ -45,7 +45,7 @@ def stage_folders(
 
     Args:
         run_dir: ``run_dir`` of a recipe.
-        having: name of a file or folder in the folder of a run. A folder without it is not counted
+        marker: name of a file or folder in the folder of a run. A folder without it is not counted
             as a run or stage.
         recipe: name of the file with the resolved recipe of a run.
 
@@ -53,16 +53,16 @@ def stage_folders(
         UserError: ``run_dir`` has no run.
     """
     try:
-        if (run_dir / having).exists():
+        if (run_dir / marker).exists():
             return [StageFolder(None, run_dir)]
-        begun = sorted(path for path in run_dir.iterdir() if (path / having).exists())
+        begun = sorted(path for path in run_dir.iterdir() if (path / marker).exists())
     except OSError as error:
         raise UserError(
-            f"{format_path(run_dir)} has no {having} ({os_error_text(error)}); give the run_dir of "
+            f"{format_path(run_dir)} has no {marker} ({os_error_text(error)}); give the run_dir of "
             "a recipe"
         ) from None
     if not begun:
-        raise UserError(f"{format_path(run_dir)} has no {having}; give the run_dir of a recipe")
+        raise UserError(f"{format_path(run_dir)} has no {marker}; give the run_dir of a recipe")
     starts = {path.name: _start(path, recipe) for path in begun}
     return [StageFolder(name, run_dir / name) for name in _in_order(starts)]
 
@@ -95,7 +95,7 @@ def only_last(folders: Sequence[StageFolder]) -> StageFolder:
     return ends[0]
 
 
-def has_run(path: Path) -> bool:
+def is_run_dir(path: Path) -> bool:
     """Return whether a folder is a ``run_dir``. The folder of a single checkpoint is not one.
 
     Raises:
@@ -120,7 +120,7 @@ def newest_checkpoint(path: Path) -> Path | None:
     Raises:
         UserError: ``path`` is a ``run_dir`` without checkpoints or with several last stages.
     """
-    return last_stage(path).store.latest() if has_run(path) else None
+    return last_stage(path).store.latest() if is_run_dir(path) else None
 
 
 def _start(run_dir: Path, recipe: str = RECIPE) -> str | None:

@@ -110,6 +110,6 @@ def load_network(checkpoint: Checkpoint, recipe: Recipe, parallel_state: Paralle
         for shard in shards:
             declared = declared_parameter(shard.name, recipe.model)
             is_exact = declared is not None and declared.float32
-            value = checkpoint.tensors.box(WEIGHT, shard.name, shard.offset, shard.shape)
+            value = checkpoint.tensors.read_box(WEIGHT, shard.name, shard.offset, shard.shape)
             shard.view(parameter.data).copy_(value.to(torch.float32 if is_exact else precision))
     return network

@@ -147,7 +147,7 @@ def _target(recipe: Recipe) -> RunTarget:
     original, bos_token_id = find_original(recipe), None
     if original is not None:
         described = recipe.model.attention.hugging_face(recipe.model.hidden_size)
-        if original.computes(described):
+        if original.can_compute(described):
             bos_token_id = original.config.bos_token_id
     path = Path(recipe.run_dir)
     length = recipe.training.seq_length

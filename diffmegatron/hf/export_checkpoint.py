@@ -81,9 +81,9 @@ def export_checkpoint(
             raise UserError(
                 f"the exported logits differ from the training network's by "
                 f"{difference.relative:.1e} relative, more than {tolerance:g}; "
-                f"{out} was not written{_suspicion(recipe)}"
+                f"{out} was not written{_likely_cause(recipe)}"
             )
-        verified.append(Verified(*difference, tolerance, _why(rounded)))
+        verified.append(Verified(*difference, tolerance, _difference_reason(rounded)))
 
     write_export(
         merged_weights(checkpoint),
@@ -125,14 +125,15 @@ def _rounded_differently(
     return max(dtype, stored, key=TOLERANCE.__getitem__)
 
 
-def _why(dtype: torch.dtype) -> str:
+def _difference_reason(dtype: torch.dtype) -> str:
+    """Return why logits may differ, as text; ``dtype`` is from :func:`_rounded_differently`."""
     if dtype not in _NAMES:
         return SUMMATION
     name = _NAMES[dtype]
     return f"weights are rounded to {name}, after what is folded into them and not before"
 
 
-def _suspicion(recipe: Recipe) -> str:
+def _likely_cause(recipe: Recipe) -> str:
     """Return a likely cause of different logits as text; "" if none is known.
 
     A user's kind of attention may subclass another kind and inherit its export, although it
@@ -163,7 +164,7 @@ def merged_weights(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
     for name, weight in checkpoint.weights():
         place = name.removesuffix("weight")
         if lora is not None and place in adapted:
-            low, high = (tensors.whole(WEIGHT, place + each) for each in (LORA_A, LORA_B))
+            low, high = (tensors.read_tensor(WEIGHT, place + each) for each in (LORA_A, LORA_B))
             weight += lora.scale * (high @ low)
         if not is_lora(name):
             yield name, weight

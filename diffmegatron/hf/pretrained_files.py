@@ -69,7 +69,7 @@ class Original:
         """
         return DTYPES[self.dtypes.others.get(name, self.dtypes.usual)]
 
-    def computes(self, described: HuggingFace) -> bool:
+    def can_compute(self, described: HuggingFace) -> bool:
         """Return whether the pretrained model's class can compute a recipe's kind of attention.
 
         Args:

@@ -104,7 +104,7 @@ def write_export(
             written, the weights do not match the recipe, or the tokenizer has no exact conversion.
     """
     described = recipe.model.attention.hugging_face(recipe.model.hidden_size)
-    if original is not None and not original.computes(described):
+    if original is not None and not original.can_compute(described):
         original = None
     config = to_hf_config(recipe, tokenizer.end_of_document, dtype)
     check_vocabulary(tokenizer.name, tokenizer.vocab_size, recipe.model.tokens)

@@ -281,8 +281,8 @@ def gradient_difference(run: Path, reference: Path, step: int = 1) -> tuple[floa
         assert saved.kinds(name) == expected.kinds(name)
         if "exp_avg" not in expected.kinds(name):
             continue
-        whole = expected.whole("exp_avg", name).double()
-        off = saved.whole("exp_avg", name).double() - whole
+        whole = expected.read_tensor("exp_avg", name).double()
+        off = saved.read_tensor("exp_avg", name).double() - whole
         parameter = re.sub(r"\.layers\.\d+\.", ".layers.*.", name)
         squares[parameter] += torch.stack((off.square().sum(), whole.square().sum()))
     off, whole = torch.stack(list(squares.values())).unbind(1)

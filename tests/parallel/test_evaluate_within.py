@@ -160,7 +160,7 @@ def test_training_is_the_same_to_the_bit_without_them(run, folder):
     ends = [open_checkpoint(CheckpointStore(each).latest()) for each in (run, plain)]
     for kind in ("weight", "exp_avg", "exp_avg_sq"):
         for name in ends[0].tensors.names():
-            assert torch.equal(*(end.tensors.whole(kind, name) for end in ends)), (kind, name)
+            assert torch.equal(*(end.tensors.read_tensor(kind, name) for end in ends)), (kind, name)
     assert ends[0].state["data"] == ends[1].state["data"]
 
 

@@ -138,7 +138,10 @@ def test_saved_weights_are_the_same(layout, run, models):
         # Adam divides by the gradient's own size: where that is rounding noise, an element may
         # move by a part of the learning rate (3e-3) in either direction.
         torch.testing.assert_close(
-            saved.whole("weight", name), expected.whole("weight", name), rtol=0, atol=5e-4
+            saved.read_tensor("weight", name),
+            expected.read_tensor("weight", name),
+            rtol=0,
+            atol=5e-4,
         )
 
 
@@ -173,7 +176,7 @@ def test_sums_begin_in_the_backward_pass(layout, run):
 def test_bf16_keeps_lambda_in_float32_under_every_zero_stage(zero, run, models):
     folder = run(named(f"bf16:dp2-zero-{zero}"))
     tensors = open_checkpoint(folder / "checkpoints" / "step_00000001").tensors
-    value = tensors.whole("weight", "decoder.layers.0.self_attention.lambda_q1")
+    value = tensors.read_tensor("weight", "decoder.layers.0.self_attention.lambda_q1")
     assert not torch.equal(value, value.bfloat16().float())
     metric = "attn/lambda_layer_01"
     # Rounded to bf16 the four vectors would give a lambda that is off by 1e-3 and more at once.

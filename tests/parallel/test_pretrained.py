@@ -127,7 +127,7 @@ def test_the_first_loss_and_gradient_are_those_of_transformers(model, models):
     off = whole = torch.zeros(())
     for name, gradient in from_hf(gradients, recipe.model):
         # Adam's first moment after one step is a tenth of the gradient.
-        difference = 10 * saved.whole("exp_avg", name) - gradient
+        difference = 10 * saved.read_tensor("exp_avg", name) - gradient
         off, whole = off + difference.square().sum(), whole + gradient.square().sum()
     assert (off / whole).sqrt() < 1e-5
 
@@ -152,7 +152,7 @@ def test_what_was_trained_goes_out_as_the_same_class(layout, run, models, tmp_pa
 
 
 def test_rows_that_pad_the_vocabulary_never_move(run):
-    rows = open_checkpoint(run("biases:TP3") / "checkpoints/step_00000002").tensors.whole(
+    rows = open_checkpoint(run("biases:TP3") / "checkpoints/step_00000002").tensors.read_tensor(
         "weight", "embedding.word_embeddings.weight"
     )
     assert rows.shape == (264, 72)

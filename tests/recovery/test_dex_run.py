@@ -66,7 +66,7 @@ def test_from_the_transformer_to_the_transformer(base, make, tmp_path):
         a = min(1.0, step / ANNEALING)
         for layer in (1, 2):
             own = f"decoder.layers.{layer - 1}.self_attention.lambda_learn"
-            learned = saved(run, step).tensors.whole("weight", own).item()
+            learned = saved(run, step).tensors.read_tensor("weight", own).item()
             annealed = (1 - a) * step / ANNEALING * (0.8 - 0.6 * math.exp(-0.3 * (layer - 1)))
             found = logged(run, f"attn/lambda_layer_{layer:02d}")[step - 1]
             assert found == pytest.approx(annealed + a * learned, abs=1e-7)
@@ -83,7 +83,7 @@ def test_from_the_transformer_to_the_transformer(base, make, tmp_path):
     ends = [saved(each, STEPS).tensors for each in (run, parted)]
     for kind in ("weight", "exp_avg", "exp_avg_sq"):
         for name in ends[0].names():
-            one, other = (end.whole(kind, name) for end in ends)
+            one, other = (end.read_tensor(kind, name) for end in ends)
             assert torch.equal(one, other), (kind, name)
 
     # A checkpoint within annealing, and the last one, are Llamas.
@@ -94,7 +94,7 @@ def test_from_the_transformer_to_the_transformer(base, make, tmp_path):
         config = json.loads((out / "config.json").read_text())
         assert config["architectures"] == ["LlamaForCausalLM"]
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "hf5").state_dict()
-    unfolded = saved(run, 5).tensors.whole(
+    unfolded = saved(run, 5).tensors.read_tensor(
         "weight", "decoder.layers.0.self_attention.linear_proj.weight"
     )
     folded = exported["model.layers.0.self_attn.o_proj.weight"]

@@ -181,10 +181,10 @@ def test_frozen_weights_are_on_every_rank_what_they_were(name, out):
     assert first == pytest.approx(last, rel=1e-3 if "bf16" in name else 1e-6)
     for tensor in ended.names():
         if ended.kinds(tensor) == ("weight",):
-            value = source.whole("weight", tensor)
+            value = source.read_tensor("weight", tensor)
             in_bf16 = "bf16" in name and ".lambda_" not in tensor and ".head_norm" not in tensor
             expected = value.bfloat16().float() if in_bf16 else value
-            assert torch.equal(ended.whole("weight", tensor), expected), tensor
+            assert torch.equal(ended.read_tensor("weight", tensor), expected), tensor
 
 
 @pytest.mark.parametrize(("metric", "tolerance"), [("train/loss", 1e-6), ("train/grad_norm", 1e-3)])

@@ -100,7 +100,7 @@ def checkpoint(name: str) -> Reader:
             tensors = open_checkpoint(directory).tensors
             for kind in ("weight", "exp_avg", "exp_avg_sq"):
                 for tensor in tensors.names():
-                    tensors.whole(kind, tensor)
+                    tensors.read_tensor(kind, tensor)
 
         def restored() -> None:
             (directory / MANIFEST).write_bytes(manifest)

@@ -193,7 +193,7 @@ def contents(copy: Path) -> object:
     """Return the complete content of a checkpoint as text with every digit."""
     opened = open_checkpoint(checkpoint(copy))
     values = [
-        opened.tensors.whole(kind, name).tolist()
+        opened.tensors.read_tensor(kind, name).tolist()
         for kind in ("weight", "exp_avg", "exp_avg_sq")
         for name in opened.tensors.names()
     ]

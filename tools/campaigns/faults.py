@@ -318,7 +318,7 @@ def same_end(one: Path, other: Path) -> bool:
         len(ends) == 2
         and curves[0] == curves[1]
         and all(
-            torch.equal(ends[0].whole(kind, name), ends[1].whole(kind, name))
+            torch.equal(ends[0].read_tensor(kind, name), ends[1].read_tensor(kind, name))
             for kind in ("weight", "exp_avg", "exp_avg_sq")
             for name in ends[0].names()
         )

@@ -182,7 +182,7 @@ def load_snapshot(
     engine.restore(state["updates"])
     if state["world_size"] == parallel_state.world_size:
         file = rank_file(parallel_state.rank)
-        not_restored = restore_random_states(lambda name: tensors.extra(file, name))
+        not_restored = restore_random_states(lambda name: tensors.read_rank_tensor(file, name))
         if not_restored and parallel_state.is_main:
             log.warning(
                 "the checkpoint was written on another kind of device: the random states %s start "
@@ -219,5 +219,5 @@ def read_fragments(
             if should_skip(shard.name):
                 continue
             for kind, values in piece.tensors.items():
-                box = tensors.box(kind, shard.name, shard.offset, shard.shape)
+                box = tensors.read_box(kind, shard.name, shard.offset, shard.shape)
                 values.copy_(box.view(-1)[piece.start : piece.start + values.numel()])

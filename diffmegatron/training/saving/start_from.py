@@ -9,7 +9,7 @@ from pathlib import Path
 from diffmegatron.attention.variants import Variant
 from diffmegatron.checkpoint.checkpoint_format import WEIGHT, Checkpoint
 from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
-from diffmegatron.checkpoint.stage_folders import has_run, last_stage
+from diffmegatron.checkpoint.stage_folders import is_run_dir, last_stage
 from diffmegatron.config.schema import Recipe
 from diffmegatron.config.stage_order import check_follows
 from diffmegatron.config.trainable_patterns import is_lora
@@ -60,7 +60,7 @@ def _run_dir(start: Path) -> Path:
         UserError: If ``start`` is a ``run_dir`` without checkpoints, or if it has several last
             stages, that is, stages from which no other stage started.
     """
-    return last_stage(start).run_dir if has_run(start) else start
+    return last_stage(start).run_dir if is_run_dir(start) else start
 
 
 def _check_made_for(source: Checkpoint, attention: Variant) -> None:

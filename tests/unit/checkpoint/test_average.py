@@ -40,7 +40,9 @@ def test_the_mean_is_of_the_last_ones_in_float64(tiny_recipe, tmp_path):
     then = tiny_recipe("training.steps=3", *short, *start, f"run_dir={tmp_path / 'then'}")
     assert train(then)
     for name, value in open_checkpoint(CheckpointStore(Path(then.run_dir)).latest()).weights():
-        torch.testing.assert_close(value, found.tensors.whole("weight", name), rtol=0, atol=1e-20)
+        torch.testing.assert_close(
+            value, found.tensors.read_tensor("weight", name), rtol=0, atol=1e-20
+        )
     with pytest.raises(UserError, match="weights"):
         train(tiny_recipe("training.steps=5", *short, f"run_dir={out}"))
 

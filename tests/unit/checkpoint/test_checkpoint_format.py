@@ -40,11 +40,13 @@ def content(checkpoint: Checkpoint) -> tuple[object, ...]:
     """Everything that is in a checkpoint, to be compared with ``==``."""
     tensors = checkpoint.tensors
     values = {
-        (kind, name): tensors.whole(kind, name).tolist()
+        (kind, name): tensors.read_tensor(kind, name).tolist()
         for kind in KINDS
         for name in tensors.names()
     }
-    own = [tensors.extra(f"rank_0000{rank}.safetensors", "random.cpu") for rank in (0, 1)]
+    own = [
+        tensors.read_rank_tensor(f"rank_0000{rank}.safetensors", "random.cpu") for rank in (0, 1)
+    ]
     return (
         values,
         [None if each is None else each.tolist() for each in own],

@@ -63,9 +63,9 @@ def test_any_cut_is_read_as_any_box(data, tmp_path_factory):
     left = data.draw(st.integers(0, columns - 1))
     width = data.draw(st.integers(1, columns - left))
     box = whole[top : top + height, left : left + width]
-    assert torch.equal(reader.box("weight", NAME, (top, left), (height, width)), box)
-    assert torch.equal(reader.box("exp_avg", NAME, (top, left), (height, width)), box * 2)
-    assert torch.equal(reader.whole("weight", NAME), whole)
+    assert torch.equal(reader.read_box("weight", NAME, (top, left), (height, width)), box)
+    assert torch.equal(reader.read_box("exp_avg", NAME, (top, left), (height, width)), box * 2)
+    assert torch.equal(reader.read_tensor("weight", NAME), whole)
 
 
 def test_two_boxes_of_one_parameter():
@@ -90,10 +90,10 @@ def test_a_missing_rank_is_an_error(tmp_path):
 def test_a_box_of_another_model_is_an_error(tmp_path):
     reader = ShardedReader(tmp_path, write_cut(tmp_path, torch.randn(2, 2), [], 1))
     with pytest.raises(UserError, match="has no tensor output_layer"):
-        reader.whole("weight", "output_layer.weight")
+        reader.read_tensor("weight", "output_layer.weight")
     for offset, shape in (((0, 0), (3, 2)), ((1, 0), (2, 2)), ((0,), (2,))):
         with pytest.raises(UserError, match=r"with shape \[2, 2\], .* of this model"):
-            reader.box("weight", NAME, offset, shape)
+            reader.read_box("weight", NAME, offset, shape)
 
 
 def test_a_truncated_file_is_an_error(tmp_path):
@@ -119,9 +119,9 @@ def test_what_a_rank_adds_under_a_plain_name(tmp_path):
     path = tmp_path / "rank_00000.safetensors"
     write_pieces(path, *named_tensors([], {"random.cpu": torch.arange(4, dtype=torch.uint8)}))
     reader = ShardedReader(tmp_path, [path.name])
-    assert reader.extra(path.name, "random.cpu").tolist() == [0, 1, 2, 3]
-    assert reader.extra(path.name, "random.cuda") is None
-    assert reader.extra("rank_00001.safetensors", "random.cpu") is None
+    assert reader.read_rank_tensor(path.name, "random.cpu").tolist() == [0, 1, 2, 3]
+    assert reader.read_rank_tensor(path.name, "random.cuda") is None
+    assert reader.read_rank_tensor("rank_00001.safetensors", "random.cpu") is None
     assert list(load_file(path)) == ["random.cpu"]
 
 

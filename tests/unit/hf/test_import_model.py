@@ -88,7 +88,7 @@ def test_shards_and_a_padded_vocabulary(tmp_path: Path) -> None:
     assert difference.relative < 1e-6
     checkpoint = open_checkpoint(tmp_path / "run" / CHECKPOINT)
     for name in ("embedding.word_embeddings.weight", "output_layer.weight"):
-        rows = checkpoint.tensors.whole("weight", name)
+        rows = checkpoint.tensors.read_tensor("weight", name)
         assert len(rows) == 300
         assert not rows[264:].any()
     export_checkpoint(tmp_path / "run" / CHECKPOINT, tmp_path / "out")
@@ -414,15 +414,17 @@ def test_the_commands_of_the_docs_run(tmp_path: Path, monkeypatch: pytest.Monkey
         changed = {
             name
             for name in imported.names()
-            if not torch.equal(after.whole("weight", name), imported.whole("weight", name))
+            if not torch.equal(
+                after.read_tensor("weight", name), imported.read_tensor("weight", name)
+            )
         }
         assert changed == {name for name in imported.names() if re.search(trained, name)}, run
         added = {name.rpartition(".")[2] for name in {*after.names()} - {*imported.names()}}
         assert added == ({"lora_a", "lora_b"} if run == "low_rank" else set())
     after, rows = (
-        tensors.whole("weight", "decoder.layers.1.self_attention.linear_qkv.weight").unflatten(
-            0, (3, 5, 8)
-        )
+        tensors.read_tensor(
+            "weight", "decoder.layers.1.self_attention.linear_qkv.weight"
+        ).unflatten(0, (3, 5, 8))
         for tensors in (
             open_checkpoint(Path("runs/without_term/checkpoints/step_00000002")).tensors,
             imported,

@@ -112,7 +112,7 @@ def test_biases_without_a_pretrained_model_are_exported(
     for name in imported.names():
         # What DEX folds into the output projection stays there.
         if not (attention["kind"] == "dex" and "linear_proj" in name):
-            assert torch.equal(imported.whole("weight", name), weights[name]), name
+            assert torch.equal(imported.read_tensor("weight", name), weights[name]), name
 
 
 def test_what_is_printed_of_the_comparison_names_the_tolerance_and_why() -> None:

@@ -136,7 +136,7 @@ def test_a_part_is_trained_as_torch_trains_it_alone(tiny_recipe):
         }
     assert sorted(expected) == sorted(tensors.names())
     for name, value in expected.items():
-        trained = tensors.whole(WEIGHT, name)
+        trained = tensors.read_tensor(WEIGHT, name)
         torch.testing.assert_close(trained, value, rtol=0, atol=2e-6)
         if "exp_avg" not in tensors.kinds(name):
             assert torch.equal(trained, initial[name]), name
@@ -299,8 +299,10 @@ def test_lora_starts_as_the_model_it_adapts_and_is_merged_on_export(tiny_recipe,
     merged = dict(merged_weights(after))
     assert sorted(merged) == sorted(before.names())
     for name in before.names():
-        assert torch.equal(after.tensors.whole(WEIGHT, name), before.whole(WEIGHT, name)), name
+        assert torch.equal(
+            after.tensors.read_tensor(WEIGHT, name), before.read_tensor(WEIGHT, name)
+        ), name
         is_projection = ".linear_" in name
-        assert torch.equal(merged[name], before.whole(WEIGHT, name)) != is_projection, name
+        assert torch.equal(merged[name], before.read_tensor(WEIGHT, name)) != is_projection, name
     difference = export_checkpoint(after.directory, tmp_path / "hf")
     assert difference.relative < 1e-5
