@@ -112,7 +112,7 @@ def plan(
         raise UserError("--rehearse runs a layout; drop --search and --json")
     if search is not None and gpus is not None:
         raise UserError(f"--search {search} ranks layouts of that many GPUs; drop --gpus {gpus}")
-    stages = load_stages(config, overrides or [], to_plan=True)
+    stages = load_stages(config, overrides or [], allow_missing_files=True)
     # Standard output may be JSON, so print to standard error what the plan assumes about files that
     # do not exist yet.
     for sentence in dict.fromkeys(stage.model.attention.assumption for stage in stages):

@@ -19,7 +19,7 @@ from pydantic import BaseModel, ValidationError
 
 from diffmegatron.attention.variants import VARIANTS, Variant
 from diffmegatron.config.schema import Recipe
-from diffmegatron.config.stage_order import STAGES, by_stage, check_follows, read_stages
+from diffmegatron.config.stage_order import STAGES, by_stage, check_can_start_from, read_stages
 from diffmegatron.config.yaml_documents import MAX_BYTES, MAX_DEPTH, dump_yaml, parse_yaml
 from diffmegatron.errors import UserError
 from diffmegatron.files import format_path, read_text, shorten
@@ -40,7 +40,7 @@ Origins = dict[str, str]
 
 
 def load_recipe(
-    path: str | Path, overrides: Sequence[str] = (), *, to_plan: bool = False
+    path: str | Path, overrides: Sequence[str] = (), *, allow_missing_files: bool = False
 ) -> Recipe:
     """Read, merge and check a recipe.
 
@@ -48,9 +48,9 @@ def load_recipe(
         path: YAML file.
         overrides: ``section.key=value`` strings. The value is YAML; a text in it that begins with
             ``./`` or ``../`` is relative to the working directory.
-        to_plan: True if the recipe is read for ``diffmegatron plan``, which estimates memory and
-            step time and does not train it. The files that ``model.attention`` names may then be
-            missing, because another command may write them later.
+        allow_missing_files: whether the files that ``model.attention`` names may be missing. Values
+            are then assumed in place of their content. ``diffmegatron plan`` allows it, because
+            another command may write the files before the training.
 
     Raises:
         UserError: a file cannot be read or has stages, a key is unknown, or a value does not fit.
@@ -59,11 +59,11 @@ def load_recipe(
     values, origins = _Files().read(Path(path))
     if "stages" in values:
         raise UserError(f"{name} has stages; read it with load_stages")
-    return _validate(*_overridden(values, origins, overrides, to_plan), name)
+    return _validate(*_overridden(values, origins, overrides, allow_missing_files), name)
 
 
 def load_stages(
-    path: str | Path, overrides: Sequence[str] = (), *, to_plan: bool = False
+    path: str | Path, overrides: Sequence[str] = (), *, allow_missing_files: bool = False
 ) -> tuple[Recipe, ...]:
     """Read a recipe; return one recipe per stage if it has ``stages``.
 
@@ -78,7 +78,7 @@ def load_stages(
         path: YAML file.
         overrides: as for :func:`load_recipe`. ``stages.name.key=value`` changes one stage and takes
             precedence over an override of all stages.
-        to_plan: as for :func:`load_recipe`.
+        allow_missing_files: as for :func:`load_recipe`.
 
     Returns:
         The recipes of the stages in order, or the recipe alone if it has no ``stages``.
@@ -87,27 +87,25 @@ def load_stages(
         UserError: a recipe is wrong (:func:`load_recipe`), two stages share a name, or a stage
             cannot start with the weights of its ``start_from``.
     """
-    path = Path(path)
-    values, origins = _Files().read(path)
+    file = format_path(Path(path))
+    values, origins = _Files().read(Path(path))
     shared = {key: value for key, value in values.items() if key != "stages"}
     if shared == values:
         if first := next((each for each in overrides if each.startswith(STAGES)), None):
-            raise UserError(
-                f"override {shorten(first)!r} changes a stage; {format_path(path)} has no stages"
-            )
-        return (_validate(*_overridden(values, origins, overrides, to_plan), format_path(path)),)
-    stages = read_stages(values["stages"], format_path(path))
-    own_overrides = by_stage(overrides, stages, format_path(path))
+            raise UserError(f"override {shorten(first)!r} changes a stage; {file} has no stages")
+        return (_validate(*_overridden(values, origins, overrides, allow_missing_files), file),)
+    stages = read_stages(values["stages"], file)
+    own_overrides = by_stage(overrides, stages, file)
     recipes: dict[str, Recipe] = {}
     for name, stage in stages.items():
-        origin = f"{format_path(path)}, stage {name!r}"
+        origin = f"{file}, stage {name!r}"
         own = origins | dict.fromkeys(_dotted_keys(stage.changes), origin)
         changed = _merged(shared, stage.changes)
-        changed, own = _overridden(changed, own, own_overrides[name], to_plan)
+        changed, own = _overridden(changed, own, own_overrides[name], allow_missing_files)
         before = None if stage.start_from is None else recipes[stage.start_from]
-        recipe = _validate(_placed(changed, name, before), own, format_path(path), origin)
+        recipe = _validate(_with_stage_paths(changed, name, before), own, file, origin)
         if before is not None:
-            check_follows(before, before.run_dir, recipe, origin)
+            check_can_start_from(before, before.run_dir, recipe, origin)
         recipes[name] = recipe
     return tuple(recipes.values())
 
@@ -200,7 +198,7 @@ class _Files:
             inherited, inherited_origins = self.read(path.parent / parent)
             merged, origins = _merged(merged, inherited), origins | inherited_origins
         own = {key: value for key, value in own.items() if key != "extends"}
-        own = _anchored(own, path.parent)
+        own = _with_absolute_paths(own, path.parent)
         return _merged(merged, own), origins | dict.fromkeys(_dotted_keys(own), format_path(path))
 
 
@@ -223,15 +221,15 @@ def _parents(extends: Any, path: Path) -> list[str]:
     return parents
 
 
-def _anchored(value: Any, folder: Path) -> Any:
+def _with_absolute_paths(value: Any, folder: Path) -> Any:
     """Replace texts that begin with ``./`` or ``../``, relative to ``folder``, by absolute paths.
 
     The resolved recipe then has the same meaning in every working directory.
     """
     if isinstance(value, dict):
-        return {key: _anchored(each, folder) for key, each in value.items()}
+        return {key: _with_absolute_paths(each, folder) for key, each in value.items()}
     if isinstance(value, list):
-        return [_anchored(each, folder) for each in value]
+        return [_with_absolute_paths(each, folder) for each in value]
     if isinstance(value, str) and value.startswith(("./", "../")):
         return os.path.normpath(folder.resolve() / value)
     return value
@@ -256,7 +254,7 @@ def _dotted_keys(values: Values, prefix: str = "") -> list[str]:
 
 
 def _overridden(
-    values: Values, origins: Origins, overrides: Sequence[str], to_plan: bool = False
+    values: Values, origins: Origins, overrides: Sequence[str], allow_missing_files: bool = False
 ) -> tuple[Values, Origins]:
     """Apply overrides, import the user's code, and read the files that ``model.attention`` names.
 
@@ -268,7 +266,7 @@ def _overridden(
         if not equals or not key:
             raise UserError(f"override {shorten(override)!r} is not of the form section.key=value")
         nested = parse_yaml(text, f"the value of override {shorten(override)!r}")
-        nested = _anchored(nested, Path())
+        nested = _with_absolute_paths(nested, Path())
         parts = key.split(".")
         if len(parts) > MAX_DEPTH:
             raise UserError(f"override {shorten(override)!r} has too many dots to be a key")
@@ -276,10 +274,10 @@ def _overridden(
             nested = {part: nested}
         values = _merged(values, nested)
         origins = origins | dict.fromkeys(_dotted_keys(nested), COMMAND_LINE)
-    return _with_files(import_recipe_code(values), to_plan), origins
+    return _with_files(import_recipe_code(values), allow_missing_files), origins
 
 
-def _with_files(values: Values, to_plan: bool) -> Values:
+def _with_files(values: Values, allow_missing_files: bool) -> Values:
     """Return the values with the content of files in place of their names in ``model.attention``.
 
     If ``model.attention`` is a list of kinds, or has an unknown kind, the values are returned
@@ -294,12 +292,12 @@ def _with_files(values: Values, to_plan: bool) -> Values:
         return values
     # With model.baseline a standard Transformer replaces this attention, and does not need its
     # files.
-    may_be_missing = to_plan or model.get("baseline") is True
+    may_be_missing = allow_missing_files or model.get("baseline") is True
     read = VARIANTS[kind].with_files(attention, may_be_missing=may_be_missing)
     return _merged(values, {"model": {"attention": dict(read)}})
 
 
-def _placed(values: Values, name: str, before: Recipe | None) -> Values:
+def _with_stage_paths(values: Values, name: str, before: Recipe | None) -> Values:
     """Return a stage's values with its own ``run_dir``, and ``start_from`` if there is ``before``.
 
     ``before`` is the recipe of the stage whose weights this stage starts with.

@@ -130,7 +130,7 @@ def by_stage(
     return {name: [*shared, *changes] for name, changes in own.items()}
 
 
-def check_follows(before: Recipe, before_name: str, now: Recipe, now_name: str) -> None:
+def check_can_start_from(before: Recipe, before_name: str, now: Recipe, now_name: str) -> None:
     """Check that a run can start with the weights of another run.
 
     The two networks must be equal with these exceptions. The new run may add LoRA. It may change

@@ -85,7 +85,7 @@ def without_replaced_patterns(optimizer: OptimizerConfig, model: ModelConfig) ->
     replaced = list(network_tensors(model.model_copy(update={"attention": model.replaced})))
 
     def is_kept(pattern: str) -> bool:
-        return _names_some(pattern, left) or not _names_some(pattern, replaced)
+        return _matches_any(pattern, left) or not _matches_any(pattern, replaced)
 
     factors = optimizer.lr_multipliers
     changed = {"lr_multipliers": {each: factors[each] for each in factors if is_kept(each)}}
@@ -116,7 +116,7 @@ def check_trainable(recipe: RecipeSections) -> None:
     stages = [list(stage_tensors(recipe, n)) for n in range(recipe.parallel.pipeline)]
     tensors = [tensor for stage in stages for tensor in stage]
     for pattern in patterns or ():
-        if not _names_some(pattern, tensors):
+        if not _matches_any(pattern, tensors):
             raise _no_match("optimizer.trainable", pattern, recipe)
     trained = [[each for each in stage if trained_parts(each, recipe)] for stage in stages]
     if not any(trained):
@@ -150,7 +150,7 @@ def _check_multipliers(trained: Iterable[NamedTensor], recipe: RecipeSections) -
         raise _no_match("optimizer.lr_multipliers", pattern, recipe)
 
 
-def _names_some(pattern: str, tensors: Iterable[NamedTensor]) -> bool:
+def _matches_any(pattern: str, tensors: Iterable[NamedTensor]) -> bool:
     return any(_matches(pattern, each.name, part) for each in tensors for part in _parts(each))
 
 

@@ -75,7 +75,7 @@ def cases_of(path: Path) -> Iterator[Case]:
     Raises:
         UserError: the recipe cannot be read, or does not fit the number of GPUs.
     """
-    for number, recipe in enumerate(load_stages(path, to_plan=True)):
+    for number, recipe in enumerate(load_stages(path, allow_missing_files=True)):
         found = re.search(r"_(\d+)gpus", path.name)
         gpus = int(found[1]) if found else GPUS
         while gpus > 1 and not fits(recipe, gpus):

@@ -11,7 +11,7 @@ from diffmegatron.checkpoint.checkpoint_format import WEIGHT, Checkpoint
 from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
 from diffmegatron.checkpoint.stage_folders import is_run_dir, last_stage
 from diffmegatron.config.schema import Recipe
-from diffmegatron.config.stage_order import check_follows
+from diffmegatron.config.stage_order import check_can_start_from
 from diffmegatron.config.trainable_patterns import is_lora
 from diffmegatron.errors import UserError
 from diffmegatron.files import format_path
@@ -45,7 +45,7 @@ def open_start(recipe: Recipe, parallel_state: ParallelState) -> Checkpoint | No
     source = newest_good(CheckpointStore(path), parallel_state) or open_together(
         path, parallel_state
     )
-    check_follows(source.recipe, str(source.directory), recipe, "the recipe")
+    check_can_start_from(source.recipe, str(source.directory), recipe, "the recipe")
     _check_made_for(source, recipe.model.attention)
     return source
 

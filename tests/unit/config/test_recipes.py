@@ -9,7 +9,7 @@ import yaml
 from diffmegatron.config.load import load_recipe, load_stages
 from diffmegatron.config.model_config import ModelConfig
 from diffmegatron.config.schema import Recipe
-from diffmegatron.config.stage_order import check_follows
+from diffmegatron.config.stage_order import check_can_start_from
 from diffmegatron.config.tensors import network_tensors
 from diffmegatron.config.trainable_patterns import learning_rate_factor, trained_parts
 from diffmegatron.errors import UserError
@@ -70,11 +70,11 @@ def kind_of(name: str) -> str:
 
 
 def load(name: str) -> Recipe:
-    return load_recipe(CONFIGS / f"{name}.yaml", to_plan=True)
+    return load_recipe(CONFIGS / f"{name}.yaml", allow_missing_files=True)
 
 
 def stages(name: str) -> tuple[Recipe, ...]:
-    return load_stages(CONFIGS / f"{name}.yaml", to_plan=True)
+    return load_stages(CONFIGS / f"{name}.yaml", allow_missing_files=True)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -322,10 +322,10 @@ def test_a_recipe_of_a_pretrained_model_starts_with_its_import(name, tmp_path):
         update={"tokenizer": str(Path(folder).resolve() / "hugging_face")}
     )
     before = recipe.model_copy(update={"model": imported, "data": tokenizer})
-    check_follows(before, folder, recipe, name)
+    check_can_start_from(before, folder, recipe, name)
     other = before.data.model_copy(update={"tokenizer": "runs/other/hugging_face"})
     with pytest.raises(UserError, match=r"has data\.tokenizer 'runs/other/hugging_face'"):
-        check_follows(before.model_copy(update={"data": other}), folder, recipe, name)
+        check_can_start_from(before.model_copy(update={"data": other}), folder, recipe, name)
 
 
 @pytest.mark.parametrize("name", DEX)
@@ -363,7 +363,7 @@ def test_the_recipes_of_dex_are_the_papers_setting(name):
 def test_the_recipes_of_pretrained_models_fit_8_a100_and_so_do_the_controls(name):
     layout = None
     for overrides in ([], *(CONTROLS.values() if name in DEX else ())):
-        recipe = load_recipe(CONFIGS / f"{name}.yaml", overrides, to_plan=True)
+        recipe = load_recipe(CONFIGS / f"{name}.yaml", overrides, allow_missing_files=True)
         plan = plan_recipe(recipe, 8, "A100")
         assert plan.warnings == ()
         assert plan.largest_stage.total < 0.9 * 80 * 2**30
@@ -374,7 +374,7 @@ def test_the_recipes_of_pretrained_models_fit_8_a100_and_so_do_the_controls(name
 @pytest.mark.parametrize("name", DEX)
 def test_a_control_is_one_change_of_the_recipe(name):
     dex, control, full, lora = (
-        load_recipe(CONFIGS / f"{name}.yaml", overrides, to_plan=not overrides)
+        load_recipe(CONFIGS / f"{name}.yaml", overrides, allow_missing_files=not overrides)
         for overrides in ([], *CONTROLS.values())
     )
     own = {"*.dex_projection", "*.lambda_learn"}

@@ -155,12 +155,12 @@ def extended(heads: object) -> str:
 def test_a_plan_of_heads_that_nobody_has_selected_counts_half_of_them(tmp_path, capsys):
     missing = tmp_path / "heads.yaml"
     found, expected = (
-        plan_recipe(load_recipe(QUICKSTART, [extended(heads)], to_plan=True))
+        plan_recipe(load_recipe(QUICKSTART, [extended(heads)], allow_missing_files=True))
         for heads in (missing, [[1, 2, 4, 7]] * 4)
     )
     assert found == expected
     rehearsal = small_recipe(
-        load_recipe(QUICKSTART, [extended(missing)], to_plan=True), None, tmp_path
+        load_recipe(QUICKSTART, [extended(missing)], allow_missing_files=True), None, tmp_path
     )
     heads = rehearsal.recipe.model.attention.num_heads
     assert rehearsal.recipe.model.attention.selected_heads == (tuple(range(heads // 2)),)
@@ -183,22 +183,23 @@ def test_it_is_refused_wherever_a_network_is_built(tmp_path):
         app(["train", str(QUICKSTART), extended(missing)], standalone_mode=False)
     with pytest.raises(UserError, match=said):
         load_recipe(QUICKSTART, [extended(missing)])
-    model = load_recipe(QUICKSTART, [extended(missing)], to_plan=True).model
+    model = load_recipe(QUICKSTART, [extended(missing)], allow_missing_files=True).model
     with pytest.raises(UserError, match=said):
         dict(to_hf(make_weights(model), model, step=3))
     # Saved and read again it stays no list of heads.
     with pytest.raises(UserError, match=r"selected_heads is \{'file': "):
         check_recipe(
-            load_recipe(QUICKSTART, [extended(missing)], to_plan=True).model_dump(), "saved"
+            load_recipe(QUICKSTART, [extended(missing)], allow_missing_files=True).model_dump(),
+            "saved",
         )
 
 
 def test_a_file_that_is_there_is_read_by_a_plan_too(tmp_path, heads_file):
     broken = heads_file("share: 0.5", "share: 2")
     with pytest.raises(UserError, match="file of 'diffmegatron dex select': share"):
-        load_recipe(QUICKSTART, [extended(broken)], to_plan=True)
+        load_recipe(QUICKSTART, [extended(broken)], allow_missing_files=True)
     with pytest.raises(UserError, match="is a folder, not a file"):
-        load_recipe(QUICKSTART, [extended(tmp_path)], to_plan=True)
+        load_recipe(QUICKSTART, [extended(tmp_path)], allow_missing_files=True)
 
 
 def test_the_transformer_of_the_pair_needs_no_file(tmp_path):

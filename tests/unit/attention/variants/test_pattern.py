@@ -14,7 +14,7 @@ from diffmegatron.attention.variants.pattern import Pattern
 from diffmegatron.checkpoint.checkpoint_format import open_checkpoint
 from diffmegatron.config.load import load_recipe
 from diffmegatron.config.schema import Recipe
-from diffmegatron.config.stage_order import check_follows
+from diffmegatron.config.stage_order import check_can_start_from
 from diffmegatron.config.tensors import network_tensors, stage_kinds
 from diffmegatron.errors import UserError
 from diffmegatron.evaluation.captured_attention import LayerAttention, watch_attention
@@ -126,10 +126,10 @@ def test_the_baseline_is_one_transformer_where_all_kinds_have_the_same(tiny_reci
 
 
 def test_a_run_starts_from_the_same_layers_alone(pattern_recipe, tiny_recipe):
-    check_follows(pattern_recipe(), "the first", pattern_recipe(), "the second")
+    check_can_start_from(pattern_recipe(), "the first", pattern_recipe(), "the second")
     moved = tiny_recipe(FOUR, LIST.replace("layers: 3-4", "layers: 2-3"))
     with pytest.raises(UserError, match=r"\[2-3\].kind None and the second has 'diff_v1'"):
-        check_follows(pattern_recipe(), "the first", moved, "the second")
+        check_can_start_from(pattern_recipe(), "the first", moved, "the second")
 
 
 def test_a_rehearsal_has_every_kind(pattern_recipe, tmp_path):
