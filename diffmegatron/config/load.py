@@ -128,7 +128,7 @@ def load_resolved(path: Path) -> Recipe:
         UserError: the file cannot be read or is not such a recipe, or its ``imports`` (user code)
             were not requested with ``--import`` in this process.
     """
-    values = _read_mapping(path)
+    values = _parse_mapping(read_text(path, max_bytes=MAX_BYTES), path)
     for key in ("extends", "stages"):
         if key in values:
             raise UserError(
@@ -155,7 +155,7 @@ def dump_recipe(recipe: Recipe) -> str:
 
 
 class _Files:
-    """Reader of the files of one recipe, which merges each file once."""
+    """Reader of the files of one recipe, which parses and merges each file once."""
 
     def __init__(self) -> None:
         self._merged: dict[Path, tuple[Values, Origins] | None] = {}
@@ -179,11 +179,12 @@ class _Files:
         self._read += 1
         if self._read > MAX_FILES:
             raise UserError(f"{format_path(path)}: a recipe may have at most {MAX_FILES} files")
-        own = _read_mapping(path)
+        # `resolve` raises other errors than UserError for some paths, so read the file first.
+        text = read_text(path, max_bytes=MAX_BYTES)
         file = path.resolve()
         if file not in self._merged:
             self._merged[file] = None
-            self._merged[file] = self._extended(path, own)
+            self._merged[file] = self._extended(path, _parse_mapping(text, path))
         merged = self._merged[file]
         if merged is None:
             raise UserError(
@@ -202,8 +203,8 @@ class _Files:
         return _merged(merged, own), origins | dict.fromkeys(_dotted_keys(own), format_path(path))
 
 
-def _read_mapping(path: Path) -> Values:
-    values = parse_yaml(read_text(path, max_bytes=MAX_BYTES), format_path(path))
+def _parse_mapping(text: str, path: Path) -> Values:
+    values = parse_yaml(text, format_path(path))
     if not isinstance(values, dict):
         raise UserError(
             f"{format_path(path)} must be a mapping of sections, not {type(values).__name__}"

@@ -7,8 +7,10 @@ import pytest
 import yaml
 
 from diffmegatron.attention.variants.diff_v1 import DiffV1
+from diffmegatron.config import load
 from diffmegatron.config.load import dump_recipe, load_recipe, load_stages
 from diffmegatron.config.schema import Recipe
+from diffmegatron.config.yaml_documents import parse_yaml
 from diffmegatron.errors import UserError
 
 BASE = """
@@ -102,11 +104,19 @@ def test_lists_are_replaced_not_merged(write):
     assert [source.path for source in load_recipe(path).data.sources] == ["a", "b"]
 
 
-def test_one_file_may_be_extended_twice(write):
+def test_a_file_that_is_extended_twice_is_parsed_once(write, monkeypatch):
+    parsed = []
+
+    def parse(text: str, name: str) -> object:
+        parsed.append(Path(name).name)
+        return parse_yaml(text, name)
+
+    monkeypatch.setattr(load, "parse_yaml", parse)
     write("extends: base.yaml", "left.yaml")
     write("extends: base.yaml", "right.yaml")
     path = write("extends: [left.yaml, right.yaml]")
     assert load_recipe(path).run_dir == "runs/base"
+    assert sorted(parsed) == ["base.yaml", "left.yaml", "recipe.yaml", "right.yaml"]
 
 
 def test_overrides_win_over_files(base):
