@@ -107,7 +107,7 @@ class CheckpointStore:
         for path in (*unfinished.iterdir(), unfinished):
             with _opened(path) as descriptor:
                 os.fsync(descriptor)
-        replaced = self._rename_removed(step) if final.exists() else None
+        replaced = self._rename(step, _REMOVED) if final.exists() else None
         unfinished.rename(final)
         with _opened(self.directory) as descriptor:
             os.fsync(descriptor)
@@ -132,7 +132,7 @@ class CheckpointStore:
         # files cannot be deleted.
         if not os.access(path, os.W_OK | os.X_OK, effective_ids=True):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
-        shutil.rmtree(self._rename_removed(step))
+        shutil.rmtree(self._rename(step, _REMOVED))
 
     def set_aside(self, step: int) -> Path:
         """Rename a checkpoint so that no reader finds it any more, but keep its files.
@@ -142,14 +142,13 @@ class CheckpointStore:
         Returns:
             The new path.
         """
-        left = self.directory / f"step_{step:08d}{_LEFT}"
-        shutil.rmtree(left, ignore_errors=True)
-        return self.path(step).rename(left)
+        return self._rename(step, _LEFT)
 
-    def _rename_removed(self, step: int) -> Path:
-        removed = self.directory / f"step_{step:08d}{_REMOVED}"
-        shutil.rmtree(removed, ignore_errors=True)
-        return self.path(step).rename(removed)
+    def _rename(self, step: int, suffix: str) -> Path:
+        """Append ``suffix`` to a checkpoint's name, and return the new path."""
+        renamed = self.directory / f"step_{step:08d}{suffix}"
+        shutil.rmtree(renamed, ignore_errors=True)
+        return self.path(step).rename(renamed)
 
 
 def prunable(steps: Sequence[int], keep_last: int, keep_every: int | None) -> list[int]:
