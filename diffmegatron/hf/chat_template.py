@@ -100,9 +100,14 @@ def _check(chat: list[dict[str, str]], tokenizer: TrainingTokenizer, exported: A
     # seq_length of a small model, which is no problem here.
     ids = exported.apply_chat_template(chat, return_dict=False, tokenizer_kwargs={"verbose": False})
     if ids != expected:
-        pairs = enumerate(itertools.zip_longest(ids, expected))
-        place = next(place for place, (one, other) in pairs if one != other)
         raise UserError(
-            f"the chat template gives ids {ids[place : place + 4]} at place {place} of "
-            f"{shorten(repr(chat))}; the tokenizer of training gives {expected[place : place + 4]}"
+            "the chat template gives other ids than the tokenizer of training for "
+            f"{shorten(repr(chat))}, {first_difference(ids, expected)}"
         )
+
+
+def first_difference(ids: list[int], expected: list[int]) -> str:
+    """Describe the first difference of two unequal lists of token ids, for an error message."""
+    pairs = enumerate(itertools.zip_longest(ids, expected))
+    first = next(place for place, (one, other) in pairs if one != other)
+    return f"{ids[first : first + 4]} instead of {expected[first : first + 4]} at place {first}"

@@ -10,7 +10,6 @@ A tiktoken encoding becomes a fast Hugging Face tokenizer with the same ids.
    splits long numbers differently.
 """
 
-import itertools
 import json
 import logging
 import re
@@ -30,6 +29,7 @@ from diffmegatron.files import read_json
 from diffmegatron.hf.chat_template import (
     CHAT_TEMPLATE,
     check_chat,
+    first_difference,
     load_exported,
     split_responses,
 )
@@ -139,9 +139,9 @@ def _write_copied(tokenizer: HuggingFaceTokenizer, directory: Path, *, chat: boo
             return
         shutil.copyfile(tokenizer.folder / "tokenizer.json", directory / "tokenizer.json")
     _write_config(config, directory)
-    if _first_difference(tokenizer, directory) is not None:
+    if _first_different_text(tokenizer, directory) is not None:
         _write_config(config | {"tokenizer_class": _CLASS}, directory)
-    if (different := _first_difference(tokenizer, directory)) is not None:
+    if (different := _first_different_text(tokenizer, directory)) is not None:
         log.warning(
             "AutoTokenizer gives other ids than training for %r, for this model_type has a class "
             "of its own; PreTrainedTokenizerFast.from_pretrained gives those of training",
@@ -149,7 +149,7 @@ def _write_copied(tokenizer: HuggingFaceTokenizer, directory: Path, *, chat: boo
         )
 
 
-def _first_difference(tokenizer: HuggingFaceTokenizer, directory: Path) -> str | None:
+def _first_different_text(tokenizer: HuggingFaceTokenizer, directory: Path) -> str | None:
     """Return the first sample text to which ``AutoTokenizer`` gives other ids than training did.
 
     Return None if there is no such text.
@@ -305,7 +305,7 @@ def check_tokenizer(encoding: tiktoken.Encoding, directory: Path) -> None:
         if ids != expected:
             raise UserError(
                 f"the exported tokenizer gives other ids than the encoding {encoding.name!r} for "
-                f"{text!r}, {_difference(ids, expected)}; it cannot be exported exactly"
+                f"{text!r}, {first_difference(ids, expected)}; it cannot be exported exactly"
             )
         decoded = exported.decode(ids)
         if decoded != text:
@@ -313,9 +313,3 @@ def check_tokenizer(encoding: tiktoken.Encoding, directory: Path) -> None:
                 f"the exported tokenizer decodes the ids of {text!r} to {decoded!r}; "
                 f"the encoding {encoding.name!r} cannot be exported exactly"
             )
-
-
-def _difference(ids: list[int], expected: list[int]) -> str:
-    pairs = enumerate(itertools.zip_longest(ids, expected))
-    first = next(place for place, (one, other) in pairs if one != other)
-    return f"{ids[first : first + 4]} instead of {expected[first : first + 4]} at place {first}"
