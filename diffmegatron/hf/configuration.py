@@ -15,6 +15,7 @@ from diffmegatron.config.schema import Recipe
 from diffmegatron.errors import UserError
 from diffmegatron.files import format_path, read_json, shorten
 from diffmegatron.hf.modeling import CLASSES, register
+from diffmegatron.hf.modeling.configuration_diff_base import rope_of_transformers_4
 from diffmegatron.section import MAX_SIZE
 from diffmegatron.validation import describe, first_error
 
@@ -102,17 +103,8 @@ def write_config(config: PretrainedConfig, directory: Path) -> None:
     config.save_pretrained(directory)
     path = directory / CONFIG_NAME
     values = read_json(path, dict[str, Any])
-    values |= _keys_of_transformers_4(values["rope_parameters"])
+    values |= rope_of_transformers_4(values["rope_parameters"])
     path.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-
-
-def _keys_of_transformers_4(rope_parameters: Mapping[str, Any]) -> dict[str, Any]:
-    scaling = dict(rope_parameters)
-    theta = scaling.pop("rope_theta")
-    return {
-        "rope_theta": theta,
-        "rope_scaling": None if scaling["rope_type"] == "default" else scaling,
-    }
 
 
 def network_keys(model: ModelConfig) -> dict[str, Any]:

@@ -93,7 +93,7 @@ class DiffBaseConfig(PretrainedConfig):
             bos_token_id=bos_token_id,
             eos_token_id=eos_token_id,
             tie_word_embeddings=tie_word_embeddings,
-            **_rope_of_transformers_4(rope_parameters) | kwargs,
+            **rope_of_transformers_4(rope_parameters) | kwargs,
         )
 
     def _check_attention(self) -> None:
@@ -165,7 +165,7 @@ def check_positive(name: str, value: object) -> None:
         raise ValueError(f"{name} is {value!r}; it must be a positive integer")
 
 
-def _rope_of_transformers_4(rope_parameters: dict[str, Any] | None) -> dict[str, Any]:
+def rope_of_transformers_4(rope_parameters: dict[str, Any] | None) -> dict[str, Any]:
     """Return the keys ``rope_theta`` and ``rope_scaling``.
 
     transformers 4 reads these two keys instead of ``rope_parameters``. transformers 5 converts them
