@@ -10,6 +10,7 @@ from pydantic import ValidationError
 from transformers import CONFIG_NAME, AutoConfig, PretrainedConfig
 
 from diffmegatron.attention.variants import Variant, model_types, of_model_type
+from diffmegatron.attention.variants.hugging_face import HuggingFace
 from diffmegatron.config.model_config import ModelConfig
 from diffmegatron.config.schema import Recipe
 from diffmegatron.errors import UserError
@@ -70,7 +71,7 @@ def to_hf_config(recipe: Recipe, end_of_document: int, dtype: torch.dtype) -> Pr
         UserError: Hugging Face's class cannot compute this network.
     """
     model = recipe.model
-    described = model.attention.hugging_face(model.hidden_size)
+    described = hugging_face_class(model)
     values = network_keys(model) | {
         **described.fixed,
         "max_position_embeddings": recipe.training.seq_length,
@@ -107,6 +108,22 @@ def write_config(config: PretrainedConfig, directory: Path) -> None:
     path.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
+def hugging_face_class(model: ModelConfig) -> HuggingFace:
+    """Return the description of the Hugging Face class that computes a recipe's network.
+
+    :meth:`Variant.check_export` runs first. A user's kind of attention that wrongly inherits its
+    export is then refused for this reason, and not for a setting that the class of its parent
+    cannot compute.
+
+    Raises:
+        UserError: a kind overrides the computation of the kind from which it inherits its export,
+            or no class computes these settings.
+    """
+    for kind, _ in model.attention.by_kind(model.num_layers):
+        kind.check_export()
+    return model.attention.hugging_face(model.hidden_size)
+
+
 def network_keys(model: ModelConfig) -> dict[str, Any]:
     """Return the keys and values of a Hugging Face configuration that describe a recipe's network.
 
@@ -121,7 +138,7 @@ def network_keys(model: ModelConfig) -> dict[str, Any]:
         "rope_parameters": _rope_parameters(model),
         "rms_norm_eps": model.norm_eps,
         "tie_word_embeddings": model.tied_embeddings,
-        **model.attention.hugging_face(model.hidden_size).config,
+        **hugging_face_class(model).config,
     }
 
 

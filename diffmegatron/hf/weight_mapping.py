@@ -16,6 +16,7 @@ from diffmegatron.attention.variants.base import Variant
 from diffmegatron.attention.variants.hugging_face import Rearrange, Shapes, WeightRule, same
 from diffmegatron.config.model_config import ModelConfig
 from diffmegatron.errors import UserError
+from diffmegatron.hf.configuration import hugging_face_class
 
 Weights = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 
@@ -35,9 +36,7 @@ def table(model: ModelConfig, step: int = 0) -> tuple[WeightRule, ...]:
             parameter of the kind has no rule, or the kind inherits its export from another kind
             but overrides the computation of that kind.
     """
-    model.attention.hugging_face(model.hidden_size)
-    for kind, _ in model.attention.by_kind(model.num_layers):
-        kind.check_export()
+    hugging_face_class(model)
     norm = (model.hidden_size,)
     rules = [_vocabulary(model, "embedding.word_embeddings", "model.embed_tokens")]
     for layer in range(model.num_layers):

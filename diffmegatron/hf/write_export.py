@@ -16,7 +16,7 @@ from diffmegatron.data.tokenizers import Tokenizer, check_vocabulary
 from diffmegatron.errors import UserError
 from diffmegatron.files import format_path, read_json, shorten
 from diffmegatron.hf.atomic_directory import atomic_directory
-from diffmegatron.hf.configuration import to_hf_config, write_config
+from diffmegatron.hf.configuration import hugging_face_class, to_hf_config, write_config
 from diffmegatron.hf.modeling import remote_files
 from diffmegatron.hf.pretrained_files import Original
 from diffmegatron.hf.safetensors_shards import ShardWriter
@@ -103,7 +103,7 @@ def write_export(
         UserError: no Hugging Face class can compute this model, ``out`` is not empty or cannot be
             written, the weights do not match the recipe, or the tokenizer has no exact conversion.
     """
-    described = recipe.model.attention.hugging_face(recipe.model.hidden_size)
+    described = hugging_face_class(recipe.model)
     if original is not None and not original.can_compute(described):
         original = None
     config = to_hf_config(recipe, tokenizer.end_of_document, dtype)

@@ -227,6 +227,32 @@ def test_an_inherited_export_of_another_computation_is_refused(tiny_recipe, proc
     assert table(model.model_copy(update={"attention": Mapped(**sizes)}))
 
 
+def test_an_inherited_export_is_refused_before_a_setting_of_the_parent(tiny_recipe, process):
+    """DiffLlama always has the headwise norm, but this is not why another lambda has no export."""
+    import torch
+
+    from diffmegatron.attention.variants.diff_v1 import DiffV1
+    from diffmegatron.hf.configuration import to_hf_config
+    from diffmegatron.hf.weight_mapping import table
+
+    class OtherLambda(DiffV1):
+        kind: str = "other_lambda"
+        headwise_norm: bool = False
+
+        def current_lambda(self, layer):
+            return 0.5 * super().current_lambda(layer)
+
+    recipe = tiny_recipe()
+    sizes = recipe.model.attention.model_dump(exclude={"kind", "headwise_norm"})
+    model = recipe.model.model_copy(update={"attention": OtherLambda(**sizes)})
+    recipe = recipe.model_copy(update={"model": model})
+    inherits = r"class OtherLambda defines current_lambda and inherits the export of DiffV1"
+    with pytest.raises(UserError, match=inherits):
+        table(model)
+    with pytest.raises(UserError, match=inherits):
+        to_hf_config(recipe, 0, torch.float32)
+
+
 @pytest.mark.parametrize(
     ("kind", "tolerance"), [("gained", 5e-2), ("diff_v2", 1e-4), ("diff_v1", 5e-2)]
 )
