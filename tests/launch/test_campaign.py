@@ -1,4 +1,7 @@
-"""What the campaign on Slurm reports (``tools/campaigns/slurm.py``); it itself takes long."""
+"""The report of the Slurm campaign (``tools/campaigns/slurm.py``), and one of its troubles.
+
+The whole campaign takes hours, so no test runs it.
+"""
 
 import json
 import random
@@ -9,13 +12,13 @@ import yaml
 from diffmegatron.attempts.ledger import Ledger
 from tests.launch.conftest import FOUR, SMALL
 from tools.campaigns import slurm as slurm_campaign
-from tools.campaigns.slurm_troubles import TROUBLES, Month, crash
+from tools.campaigns.slurm_troubles import TROUBLES, ClusterRun, crash
 
 
 @pytest.fixture
-def month(ledger) -> Month:
+def run(ledger) -> ClusterRun:
     path = ledger.run_dir
-    return Month(None, path, path, path, random.Random(0), print)
+    return ClusterRun(None, path, path, path, random.Random(0), print)
 
 
 @pytest.mark.parametrize(
@@ -23,7 +26,7 @@ def month(ledger) -> Month:
     [((137, 75, 0), True, True), ((137, 75, 0), False, False), ((137, 1, 0), True, False)],
 )
 def test_each_attempt_stands_beside_the_trouble_that_hit_it(
-    statuses, equal, kept, month, attempt, monkeypatch
+    statuses, equal, kept, run, attempt, monkeypatch
 ):
     monkeypatch.setattr(slurm_campaign, "same_end", lambda *_: equal)
     for status in statuses:
@@ -32,7 +35,7 @@ def test_each_attempt_stands_beside_the_trouble_that_hit_it(
         {"trouble": "crash", "attempts": [1], "how": "SIGKILL to rank 3"},
         {"trouble": "preempted", "attempts": [2], "how": "preempted"},
     ]
-    report = slurm_campaign.reported(month, month, troubles)
+    report = slurm_campaign.reported(run, run, troubles)
     assert report["kept_its_promise"] == kept, "a preemption is no fault"
     assert report["by_trouble"] == {"crash": 1, "preemption": 1}
     assert [row["trouble"] for row in report["ledger"]] == ["crash", "preemption", ""]
@@ -56,12 +59,12 @@ def test_a_trouble_hits_the_attempt_that_it_says(cluster, corpus, tmp_path):
     (tmp_path / "four.yaml").write_text(FOUR.format(run_dir=run_dir, corpus=corpus))
     (tmp_path / "cluster.yaml").write_text(yaml.safe_dump(SMALL))
     files = (tmp_path / "four.yaml", tmp_path / "cluster.yaml", run_dir)
-    month = Month(cluster, *files, random.Random(1), print)
-    month.launch()
-    how = crash(month, month.over())
-    slurm_campaign.settled(month)
-    slurm_campaign.finish(month)
+    run = ClusterRun(cluster, *files, random.Random(1), print)
+    run.launch()
+    how = crash(run, run.over())
+    slurm_campaign.settled(run)
+    slurm_campaign.finish(run)
     first, second = Ledger(run_dir).attempts()
-    assert (month.hit, first.cause, second.cause) == ((1,), "fault", "finished")
+    assert (run.hit, first.cause, second.cause) == ((1,), "fault", "finished")
     signal_name, _, rank = how.partition(" to rank ")
     assert first.reason == f"rank {rank} on {first.host_of(int(rank))}: killed by {signal_name}"

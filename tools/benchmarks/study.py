@@ -130,9 +130,9 @@ def missing_runs(
             for run in wanted_runs(study, cells, losses)
             if not runner.is_finished(run, lines.by_run.get(run.name))
         ]
-        borrowed = [runner.borrow(run, lines.of_others) for run in missing]
-        if not any(borrowed):
+        found = [runner.find_in_other_studies(run, lines.of_others) for run in missing]
+        if not any(found):
             return missing
-        for line in filter(None, borrowed):
+        for line in filter(None, found):
             print(f"took {line['run']} from another study", flush=True)
             lines.add(line)

@@ -65,7 +65,7 @@ class Choice(Section):
 _How = Literal["difference", "ratio"]
 
 
-class Along(Section):
+class DuringTraining(Section):
     """Measures of reported runs at several steps during training.
 
     Attributes:
@@ -108,7 +108,7 @@ class Study(Section):
     evaluate: tuple[str, ...] = ()
     baseline: str
     compared: dict[str, _How] = Field(default={"test/loss": "difference"})
-    along: Along | None = None
+    along: DuringTraining | None = None
 
     @model_validator(mode="after")
     def _names_fit(self) -> Self:

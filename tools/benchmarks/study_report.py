@@ -23,7 +23,7 @@ from diffmegatron.evaluation.bootstrap import Estimate
 from diffmegatron.evaluation.report_pages import Table, markdown_table
 from diffmegatron.files import write_durably
 from diffmegatron.training.monitoring.evaluators import HELD_OUT
-from tools.benchmarks.study_file import Along, Cell, Study
+from tools.benchmarks.study_file import Cell, DuringTraining, Study
 from tools.benchmarks.study_runs import Line
 
 _NOTE = (
@@ -185,7 +185,7 @@ def to_baseline(
 
 
 def along_parts(
-    study: Study, along: Along, reported: Mapping[Cell, Lines], path: Path
+    study: Study, along: DuringTraining, reported: Mapping[Cell, Lines], path: Path
 ) -> Iterator[str]:
     """Yield the report's sections on measures during training, and write their picture.
 
@@ -205,7 +205,9 @@ def along_parts(
         yield markdown_table(along_table(study, along, with_points, measure))
 
 
-def along_table(study: Study, along: Along, reported: Mapping[Cell, Lines], measure: str) -> Table:
+def along_table(
+    study: Study, along: DuringTraining, reported: Mapping[Cell, Lines], measure: str
+) -> Table:
     """Return a table of a measure during training, with a column for each number of tokens.
 
     First come rows with the mean of each cell, then rows with its comparison with the baseline.
@@ -313,7 +315,9 @@ def draw(study: Study, reported: Mapping[Cell, Lines], path: Path) -> None:
     figure.savefig(path, dpi=130)
 
 
-def draw_along(study: Study, along: Along, reported: Mapping[Cell, Lines], path: Path) -> None:
+def draw_along(
+    study: Study, along: DuringTraining, reported: Mapping[Cell, Lines], path: Path
+) -> None:
     """Plot each measure during training by tokens, with its interval over seeds as a band.
 
     There is one panel for each size and measure.

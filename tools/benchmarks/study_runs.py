@@ -23,7 +23,7 @@ from diffmegatron.files import format_path, parse_json, read_bytes, write_durabl
 from diffmegatron.model.accounting import count_parameters
 from diffmegatron.training.fault_tolerance.safeguards import run_lock
 from diffmegatron.training.monitoring.evaluators import HELD_OUT, TEST
-from tools.benchmarks.study_file import Along, PlannedRun, Study
+from tools.benchmarks.study_file import DuringTraining, PlannedRun, Study
 
 # Packages whose versions a run's numbers depend on.
 _PACKAGES = ("torch", "megatron-core", "deepspeed", "transformers")
@@ -114,7 +114,7 @@ class Runner:
             )
         return self._has_evaluation(run, line)
 
-    def borrow(self, run: PlannedRun, lines: Sequence[Line]) -> Line | None:
+    def find_in_other_studies(self, run: PlannedRun, lines: Sequence[Line]) -> Line | None:
         """Return the line of a run with the same settings in another study; None if there is none.
 
         The returned line has the names of this study: the names of the run, its arm and its size.
@@ -206,7 +206,7 @@ class Runner:
         results = json.loads(read_bytes(out / "results.json"))
         return {path.name: suite_measures(results, path.name) for path in targets}
 
-    def _evaluate_along(self, run: PlannedRun, run_dir: Path, along: Along) -> Line:
+    def _evaluate_along(self, run: PlannedRun, run_dir: Path, along: DuringTraining) -> Line:
         """Evaluate the checkpoints of a run that ``along`` selects.
 
         Returns:
@@ -247,7 +247,7 @@ class Runner:
     def _evaluation(self, run: PlannedRun) -> list[str]:
         return list(self._study.evaluate) if run.is_reported else []
 
-    def _along(self, run: PlannedRun) -> Along | None:
+    def _along(self, run: PlannedRun) -> DuringTraining | None:
         return self._study.along if run.is_reported else None
 
     def _settings(self, run: PlannedRun) -> str:

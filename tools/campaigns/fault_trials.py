@@ -60,7 +60,7 @@ LONGEST_SENTENCE = 1500
 Trial = Callable[[Path, random.Random], bool]
 
 
-class Class(NamedTuple):
+class FaultClass(NamedTuple):
     """A class of faults.
 
     Attributes:
@@ -398,26 +398,28 @@ def full_disk(copy: Path, pick: random.Random) -> bool:
 
 
 CLASSES = [
-    Class("checkpoint: flipped bit", 1000, refuses(lambda c, pick: flip(any_file(c, pick), pick))),
-    Class("checkpoint: cut file", 300, refuses(lambda c, pick: cut(any_file(c, pick), pick))),
-    Class("checkpoint: missing file", 50, refuses(lambda c, pick: any_file(c, pick).unlink())),
-    Class("checkpoint: foreign file", 50, refuses(add_foreign)),
-    Class("checkpoint: FIFO", 50, refuses(lambda c, pick: become_fifo(any_file(c, pick)))),
-    Class("checkpoint: not finite, good checksums", 100, refuses(put_not_finite)),
-    Class("checkpoint: overlap or gap, good checksums", 100, refuses(overlap)),
-    Class("checkpoint: flipped bit of the manifest", 1000, flipped_manifest),
-    Class("prepare: broken gzip", 150, broken_archive("gz", gzip.compress)),
-    Class(
+    FaultClass(
+        "checkpoint: flipped bit", 1000, refuses(lambda c, pick: flip(any_file(c, pick), pick))
+    ),
+    FaultClass("checkpoint: cut file", 300, refuses(lambda c, pick: cut(any_file(c, pick), pick))),
+    FaultClass("checkpoint: missing file", 50, refuses(lambda c, pick: any_file(c, pick).unlink())),
+    FaultClass("checkpoint: foreign file", 50, refuses(add_foreign)),
+    FaultClass("checkpoint: FIFO", 50, refuses(lambda c, pick: become_fifo(any_file(c, pick)))),
+    FaultClass("checkpoint: not finite, good checksums", 100, refuses(put_not_finite)),
+    FaultClass("checkpoint: overlap or gap, good checksums", 100, refuses(overlap)),
+    FaultClass("checkpoint: flipped bit of the manifest", 1000, flipped_manifest),
+    FaultClass("prepare: broken gzip", 150, broken_archive("gz", gzip.compress)),
+    FaultClass(
         "prepare: broken zstd",
         150,
         broken_archive("zst", zstandard.ZstdCompressor(write_checksum=True).compress),
     ),
-    Class("prepare: input changed while read", 200, changed_while_read),
-    Class("prepare: names that are not UTF-8", 50, odd_name),
-    Class("prepare: two at once", 10, two_at_once),
-    Class("prepare: damaged unfinished work", 100, damaged_work),
-    Class("corpus: damaged tokens or index", 300, damaged_corpus),
-    Class("cache: damaged", 150, damaged_cache),
-    Class("recipe: random values and flipped bits", 500, random_override),
-    Class("metrics: full disk", 50, full_disk),
+    FaultClass("prepare: input changed while read", 200, changed_while_read),
+    FaultClass("prepare: names that are not UTF-8", 50, odd_name),
+    FaultClass("prepare: two at once", 10, two_at_once),
+    FaultClass("prepare: damaged unfinished work", 100, damaged_work),
+    FaultClass("corpus: damaged tokens or index", 300, damaged_corpus),
+    FaultClass("cache: damaged", 150, damaged_cache),
+    FaultClass("recipe: random values and flipped bits", 500, random_override),
+    FaultClass("metrics: full disk", 50, full_disk),
 ]

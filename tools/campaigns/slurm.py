@@ -33,7 +33,7 @@ from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
 from diffmegatron.data.prepare.prepare import prepare
 from tools.campaigns.faults import damage, machine, same_end
 from tools.campaigns.slurm_cluster import Cluster, missing
-from tools.campaigns.slurm_troubles import SETTINGS, TROUBLES, Month
+from tools.campaigns.slurm_troubles import SETTINGS, TROUBLES, ClusterRun
 from tools.paths import ROOT
 
 # Size of the run's disk: enough for the preflight checks, in which all ranks write 64 MiB at once,
@@ -130,12 +130,12 @@ def campaign(folder: Path, cluster: Cluster, arguments: argparse.Namespace) -> d
     here = [f"export PATH={os.environ['PATH']}", f"export PYTHONPATH={ROOT}"]
     cluster_file.write_text(yaml.safe_dump(CLUSTER | {"setup": here}))
 
-    def month(run_dir: Path, steps: int) -> Month:
+    def make_run(run_dir: Path, steps: int) -> ClusterRun:
         recipe = folder / f"{run_dir.name}.yaml"
         recipe.write_text(RECIPE.format(run_dir=run_dir, corpus=corpus, steps=steps))
-        return Month(cluster, recipe, cluster_file, run_dir, pick, say)
+        return ClusterRun(cluster, recipe, cluster_file, run_dir, pick, say)
 
-    disturbed = month(folder / "disk/run", MANY_STEPS)
+    disturbed = make_run(folder / "disk/run", MANY_STEPS)
     plan = [each for each, (_, _, times) in TROUBLES.items() for _ in range(times)]
     if arguments.troubles is not None:
         plan = [each for each in TROUBLES if each.__name__ in arguments.troubles]
@@ -154,7 +154,7 @@ def campaign(folder: Path, cluster: Cluster, arguments: argparse.Namespace) -> d
     steps = shortened(disturbed)
     finish(disturbed)
     seconds = {"disturbed": round(time.monotonic() - began)}
-    began, alone = time.monotonic(), month(folder / "alone", steps)
+    began, alone = time.monotonic(), make_run(folder / "alone", steps)
     finish(alone)
     seconds["alone"] = round(time.monotonic() - began)
     return reported(alone, disturbed, [json.loads(line) for line in recorded]) | {
@@ -165,22 +165,22 @@ def campaign(folder: Path, cluster: Cluster, arguments: argparse.Namespace) -> d
     }
 
 
-def shortened(month: Month) -> int:
+def shortened(run: ClusterRun) -> int:
     """Stop the run, set its final number of steps in its recipe, and return this number.
 
     The number is ``LAST_STEPS`` more than the run has trained. It cannot be set before, because
     nobody knows how many steps the run trains during the troubles.
     """
-    if not month.is_queued():
-        month.launch()
-    month.trained(month.over())
-    month.call("scancel", "--signal=USR1", month.job)
-    settled(month)
-    newest = month.newest()
+    if not run.is_queued():
+        run.launch()
+    run.trained(run.over())
+    run.call("scancel", "--signal=USR1", run.job)
+    settled(run)
+    newest = run.newest()
     assert newest is not None and newest.last_step is not None
     steps = newest.last_step + LAST_STEPS
-    text = month.recipe.read_text()
-    month.recipe.write_text(text.replace(f"steps: {MANY_STEPS}", f"steps: {steps}"))
+    text = run.recipe.read_text()
+    run.recipe.write_text(text.replace(f"steps: {MANY_STEPS}", f"steps: {steps}"))
     return steps
 
 
@@ -189,33 +189,33 @@ def say(text: str) -> None:
     print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
 
 
-def settled(month: Month) -> None:
+def settled(run: ClusterRun) -> None:
     """Wait until the attempts that the last trouble hit have ended, or the job left the queue.
 
     An attempt is one start of the job; its end is read from the run's files.
     """
-    month.until(
-        lambda: month.ended() >= max(month.hit) or not month.is_queued(),
-        f"attempts {month.hit} have ended",
+    run.until(
+        lambda: run.ended() >= max(run.hit) or not run.is_queued(),
+        f"attempts {run.hit} have ended",
     )
 
 
-def finish(month: Month) -> None:
+def finish(run: ClusterRun) -> None:
     """Wait until the run has finished; launch it if it is not queued."""
-    if not month.is_queued() and not has_finished(month):
-        month.launch()
-    month.until(lambda: has_finished(month) or not month.is_queued(), "the run ends", 3600)
-    if not has_finished(month):
-        raise RuntimeError(f"the run did not finish: {month.newest()}")
+    if not run.is_queued() and not has_finished(run):
+        run.launch()
+    run.until(lambda: has_finished(run) or not run.is_queued(), "the run ends", 3600)
+    if not has_finished(run):
+        raise RuntimeError(f"the run did not finish: {run.newest()}")
 
 
-def has_finished(month: Month) -> bool:
+def has_finished(run: ClusterRun) -> bool:
     """Return whether the newest attempt (start of the job) ended because all steps are done."""
-    newest = month.newest()
+    newest = run.newest()
     return newest is not None and newest.cause == Cause.FINISHED
 
 
-def reported(alone: Month, disturbed: Month, troubles: list[dict]) -> dict:
+def reported(alone: ClusterRun, disturbed: ClusterRun, troubles: list[dict]) -> dict:
     """Return the report: the comparison of both runs, and each attempt with its trouble.
 
     Args:

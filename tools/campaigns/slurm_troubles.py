@@ -4,8 +4,8 @@ An attempt is one start of the job. A trouble is a function that waits for a sui
 first attempt after a given one, causes a failure, and returns a description of the failure. Before
 it returns, it repairs what an operator would repair: a node, a disk or a recipe.
 
-Each trouble has two arguments. ``month`` is the run, and ``after`` the number of the newest attempt
-that has ended or that an earlier trouble hit.
+Each trouble has two arguments. ``run`` is the run to disturb. ``after`` is the number of the newest
+attempt that has ended or that an earlier trouble hit.
 """
 
 import os
@@ -44,8 +44,10 @@ class OverTooSoonError(Exception):
 
 
 @dataclass
-class Month:
-    """A run on a cluster during a simulated month of troubles.
+class ClusterRun:
+    """A run on a cluster, which troubles disturb.
+
+    The campaign also has an undisturbed run of this class, which no trouble is called with.
 
     Attributes:
         cluster: running cluster.
@@ -219,117 +221,117 @@ class Month:
         return self.run_dir.parent
 
 
-def time_limit(month: Month, after: int) -> str:
+def time_limit(run: ClusterRun, after: int) -> str:
     """Reach the time limit while the run trains."""
-    month.trained(after)
-    month.limit_soon()
+    run.trained(after)
+    run.limit_soon()
     return "the time limit comes near"
 
 
-def time_limit_in_start(month: Month, after: int) -> str:
+def time_limit_in_start(run: ClusterRun, after: int) -> str:
     """Reach the time limit while the ranks start."""
-    month.begun(after)
-    month.limit_soon()
+    run.begun(after)
+    run.limit_soon()
     return "the time limit comes near while the ranks start"
 
 
-def time_limit_unsaved(month: Month, after: int) -> str:
+def time_limit_unsaved(run: ClusterRun, after: int) -> str:
     """Reach the time limit while all ranks are stopped and cannot save."""
-    attempt = month.trained(after)
-    for process in month.ranks(attempt).values():
+    attempt = run.trained(after)
+    for process in run.ranks(attempt).values():
         os.kill(process, signal.SIGSTOP)
-    month.limit_soon()
+    run.limit_soon()
     return "all ranks stand still (SIGSTOP) until the time limit has passed"
 
 
-def preempted(month: Month, after: int) -> str:
+def preempted(run: ClusterRun, after: int) -> str:
     """Preempt the job by a job of another partition, with time to save."""
-    month.trained(after)
-    _preempt(month, 120)
+    run.trained(after)
+    _preempt(run, 120)
     return "preempted, with a GraceTime of 120 s"
 
 
-def preempted_at_once(month: Month, after: int) -> str:
+def preempted_at_once(run: ClusterRun, after: int) -> str:
     """Preempt the job without time to save."""
-    month.trained(after)
-    _preempt(month, 0)
+    run.trained(after)
+    _preempt(run, 0)
     return "preempted, with no GraceTime"
 
 
-def _preempt(month: Month, grace: int) -> None:
-    month.call("scontrol", "update", "PartitionName=main", f"GraceTime={grace}")
+def _preempt(run: ClusterRun, grace: int) -> None:
+    run.call("scontrol", "update", "PartitionName=main", f"GraceTime={grace}")
     command = ["sbatch", "--parsable", "--partition=urgent", "--exclusive", "--output=/dev/null"]
-    number = month.call(*command, f"--nodes={len(month.cluster.nodes)}", "--wrap=sleep 1").strip()
-    month.cluster.wait(number)
+    number = run.call(*command, f"--nodes={len(run.cluster.nodes)}", "--wrap=sleep 1").strip()
+    run.cluster.wait(number)
 
 
-def node_dies(month: Month, after: int) -> str:
+def node_dies(run: ClusterRun, after: int) -> str:
     """Kill all processes of a node, wait until Slurm has noticed it, and start the node again.
 
     Slurm notices it after 30 seconds without an answer from the node.
     """
-    node = month.pick.choice(month.trained(after).facts.nodes)
-    month.cluster.kill_node(node)
-    month.until(lambda: "down" in _state(month, node), f"Slurm sees that {node} is down")
-    month.cluster.start_node(node)
-    month.until(lambda: "down" not in _state(month, node), f"{node} is back")
+    node = run.pick.choice(run.trained(after).facts.nodes)
+    run.cluster.kill_node(node)
+    run.until(lambda: "down" in _state(run, node), f"Slurm sees that {node} is down")
+    run.cluster.start_node(node)
+    run.until(lambda: "down" not in _state(run, node), f"{node} is back")
     return f"every process of {node} killed; the node is back once Slurm has seen it down"
 
 
-def node_set_down(month: Month, after: int) -> str:
+def node_set_down(run: ClusterRun, after: int) -> str:
     """Set a node's state to DOWN, as an administrator does, and bring the node back."""
-    node = month.pick.choice(month.trained(after).facts.nodes)
-    month.call("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=broken")
+    node = run.pick.choice(run.trained(after).facts.nodes)
+    run.call("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=broken")
     time.sleep(5)
-    if "down" in _state(month, node):  # otherwise slurmd has already registered the node again
-        month.call("scontrol", "update", f"NodeName={node}", "State=RESUME")
+    if "down" in _state(run, node):  # otherwise slurmd has already registered the node again
+        run.call("scontrol", "update", f"NodeName={node}", "State=RESUME")
     return f"an administrator sets {node} down"
 
 
-def _state(month: Month, node: str) -> str:
-    return month.call("sinfo", "--noheader", f"--nodes={node}", "--format=%T").split()[0]
+def _state(run: ClusterRun, node: str) -> str:
+    return run.call("sinfo", "--noheader", f"--nodes={node}", "--format=%T").split()[0]
 
 
-def crash(month: Month, after: int) -> str:
+def crash(run: ClusterRun, after: int) -> str:
     """Kill a rank in training, by SIGKILL or SIGSEGV.
 
     The kernel sends SIGKILL when memory is exhausted.
     """
-    attempt = month.trained(after)
-    number = month.pick.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGSEGV])
-    rank, process = month.pick.choice(sorted(month.ranks(attempt).items()))
+    attempt = run.trained(after)
+    number = run.pick.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGSEGV])
+    rank, process = run.pick.choice(sorted(run.ranks(attempt).items()))
     os.kill(process, number)
     return f"{number.name} to rank {rank}"
 
 
-def crash_in_start(month: Month, after: int) -> str:
+def crash_in_start(run: ClusterRun, after: int) -> str:
     """Kill a rank while it starts: in the preflight checks or during its imports."""
-    attempt = month.begun(after)
-    rank = month.pick.randrange(attempt.facts.ranks)
-    time.sleep(month.pick.uniform(0, 4))
+    attempt = run.begun(after)
+    rank = run.pick.randrange(attempt.facts.ranks)
+    time.sleep(run.pick.uniform(0, 4))
     while True:
         # The rank's process of the preflight checks may end at this moment. Then kill the process
         # of the rank that follows.
         with suppress(ProcessLookupError):
-            os.kill(month.ranks(attempt)[rank], signal.SIGKILL)
+            os.kill(run.ranks(attempt)[rank], signal.SIGKILL)
             return f"SIGKILL to rank {rank} while it starts"
 
 
-def hang(month: Month, after: int) -> str:
+def hang(run: ClusterRun, after: int) -> str:
     """Stop a rank by SIGSTOP, so that all other ranks wait for it until a watchdog ends them."""
-    attempt = month.trained(after)
-    rank, process = month.pick.choice(sorted(month.ranks(attempt).items()))
+    attempt = run.trained(after)
+    rank, process = run.pick.choice(sorted(run.ranks(attempt).items()))
     os.kill(process, signal.SIGSTOP)
     return f"SIGSTOP to rank {rank}, until a watchdog ends it all"
 
 
-def full_disk(month: Month, after: int) -> str:
+def full_disk(run: ClusterRun, after: int) -> str:
     """Fill the disk so that no save succeeds, stop the job, and launch it again on the full disk.
 
     At the end, the disk space is freed.
     """
-    attempt = month.trained(after)
-    filler = month.disk() / "of_somebody_else"
+    attempt = run.trained(after)
+    filler = run.disk() / "of_somebody_else"
 
     def has_ended_without_space() -> bool:
         """Fill the disk again, and return whether the job has ended.
@@ -337,17 +339,17 @@ def full_disk(month: Month, after: int) -> str:
         The removal of old checkpoints may have freed space.
         """
         _fill(filler, _LEFT_FREE)
-        return not month.is_queued()
+        return not run.is_queued()
 
     deadline = time.monotonic() + 5
-    month.until(lambda: has_ended_without_space() or time.monotonic() > deadline, "saves fail")
-    month.call("scancel", "--signal=USR1", month.job)
-    month.until(has_ended_without_space, "the job has ended")
+    run.until(lambda: has_ended_without_space() or time.monotonic() > deadline, "saves fail")
+    run.call("scancel", "--signal=USR1", run.job)
+    run.until(has_ended_without_space, "the job has ended")
     # Free some space, because a launch needs it for small files.
     os.truncate(filler, filler.stat().st_size - _LEFT_FREE)
-    month.launch()
-    month.also_hit(attempt.number)
-    month.until(lambda: not month.is_queued(), "the job that found no space has ended")
+    run.launch()
+    run.also_hit(attempt.number)
+    run.until(lambda: not run.is_queued(), "the job that found no space has ended")
     filler.unlink()
     return "the disk is full; asked to stop, launched again before there is space"
 
@@ -360,18 +362,18 @@ def _fill(filler: Path, left_free: int) -> None:
             file.write(bytes(free - left_free))
 
 
-def mistake(month: Month, after: int) -> str:
+def mistake(run: ClusterRun, after: int) -> str:
     """Edit the recipe of a running job so that its next attempt must fail, and stop this attempt.
 
     The recipe is restored when the job has ended after the next attempt.
     """
-    attempt = month.trained(after)
-    right = month.recipe.read_text()
-    month.recipe.write_text(month.pick.choice(MISTAKES)(right))
-    month.call("scancel", "--signal=USR1", month.job)
-    month.also_hit(attempt.number)
-    month.until(lambda: not month.is_queued(), "the job has ended")
-    month.recipe.write_text(right)
+    attempt = run.trained(after)
+    right = run.recipe.read_text()
+    run.recipe.write_text(run.pick.choice(MISTAKES)(right))
+    run.call("scancel", "--signal=USR1", run.job)
+    run.also_hit(attempt.number)
+    run.until(lambda: not run.is_queued(), "the job has ended")
+    run.recipe.write_text(right)
     return "the recipe is edited while the job is at work, which is then asked to stop"
 
 
@@ -381,17 +383,17 @@ MISTAKES = (
 )
 
 
-def cancelled(month: Month, after: int) -> str:
+def cancelled(run: ClusterRun, after: int) -> str:
     """Cancel the job; the next trouble launches it again."""
-    month.trained(after)
-    month.call("scancel", month.job)
-    month.until(lambda: not month.is_queued(), "the job has ended")
+    run.trained(after)
+    run.call("scancel", run.job)
+    run.until(lambda: not run.is_queued(), "the job has ended")
     return "scancel; launched again"
 
 
 # For each trouble: its kind; the allowed causes of the end of an attempt that it hit, as the ledger
 # (the record of all attempts) names them; and how often it happens in a month.
-TROUBLES: dict[Callable[[Month, int], str], tuple[str, set[str], int]] = {
+TROUBLES: dict[Callable[[ClusterRun, int], str], tuple[str, set[str], int]] = {
     time_limit: ("time limit", {"stopped", "lost"}, 5),
     time_limit_in_start: ("time limit", {"stopped", "lost"}, 1),
     time_limit_unsaved: ("time limit", {"lost", "stopped", "fault"}, 1),
