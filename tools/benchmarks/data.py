@@ -56,6 +56,7 @@ from tools.benchmarks.data_measurements import (
     write_corpus,
     write_text_corpus,
 )
+from tools.benchmarks.machine import cpu_name
 from tools.paths import RESULTS
 
 MEDIAN_LENGTHS = {"web": 600.0, "code": 900.0, "books": 6000.0}
@@ -65,11 +66,9 @@ Result = TypeVar("Result")
 
 def machine() -> dict[str, Any]:
     """Return CPU, memory, load and package versions, which influence the measurements."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    models = [line.split(": ")[1] for line in lines if line.startswith("model name")]
     packages = ("numpy", "torch", "tiktoken", "megatron-core", "pyarrow")
     return {
-        "cpu": models[0] if models else platform.processor(),
+        "cpu": cpu_name(),
         "cores": os.cpu_count(),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
         "load_average": round(os.getloadavg()[0], 1),

@@ -23,6 +23,7 @@ from diffmegatron.files import format_path, parse_json, read_bytes, write_durabl
 from diffmegatron.model.accounting import count_parameters
 from diffmegatron.training.fault_tolerance.safeguards import run_lock
 from diffmegatron.training.monitoring.evaluators import HELD_OUT, TEST
+from tools.benchmarks.machine import cpu_name
 from tools.benchmarks.study_file import DuringTraining, PlannedRun, Study
 
 # Packages whose versions a run's numbers depend on.
@@ -318,13 +319,5 @@ def suite_measures(results: dict[str, Any], target: str) -> dict[str, float]:
 def describe_environment() -> dict[str, str]:
     """Return versions and hardware, which influence the last digits and the speed of a run."""
     versions = {name: metadata.version(name) for name in _PACKAGES}
-    cpu = next(
-        (
-            line.partition(": ")[2]
-            for line in Path("/proc/cpuinfo").read_text().splitlines()
-            if line.startswith("model name")
-        ),
-        platform.machine(),
-    )
     threads = os.environ.get("OMP_NUM_THREADS", "1")
-    return {"python": platform.python_version(), **versions, "cpu": cpu, "threads": threads}
+    return {"python": platform.python_version(), **versions, "cpu": cpu_name(), "threads": threads}

@@ -1,13 +1,13 @@
 """Timing of a call, and a description of the machine, for all benchmarks."""
 
-import platform
 import time
 from collections.abc import Callable
 from importlib import metadata, util
-from pathlib import Path
 from typing import TypeVar
 
 import torch
+
+from tools.benchmarks.machine import cpu_name
 
 # GPU clock cycles for which the GPU waits before a timed call. They take about a millisecond, which
 # is longer than the CPU needs to launch any timed call.
@@ -49,9 +49,5 @@ def describe_machine(device: str) -> dict[str, str | int]:
         for name in ("torch", "triton", "flash-attn", "flex-head-fa")
         if util.find_spec(name.replace("-", "_"))
     }
-    cpu = platform.processor() or platform.machine()
-    if Path("/proc/cpuinfo").exists():
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        cpu = next((line.split(": ")[1] for line in lines if line.startswith("model name")), cpu)
     gpu = torch.cuda.get_device_name() if device == "cuda" else "none"
-    return {"cpu": cpu, "threads": torch.get_num_threads(), "gpu": gpu, **packages}
+    return {"cpu": cpu_name(), "threads": torch.get_num_threads(), "gpu": gpu, **packages}
