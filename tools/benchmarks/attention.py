@@ -11,7 +11,6 @@ slows down affects all of them. Writes NAME.json, NAME.md and NAME.png to docs/r
 """
 
 import argparse
-import json
 import math
 import statistics
 from collections.abc import Callable, Sequence
@@ -31,6 +30,7 @@ from diffmegatron.attention.kernels.installed_backends import importable_librari
 from diffmegatron.attention.kernels.maps import QKV
 from diffmegatron.attention.kernels.registry import DIFFERENTIAL, SOFTMAX, Call
 from tools.benchmarks.command_line import make_parser
+from tools.benchmarks.json_report import write_json_report
 from tools.benchmarks.timing import describe_machine, timed
 from tools.paths import RESULTS
 
@@ -369,7 +369,6 @@ def main(argv: Sequence[str]) -> None:
 
 def write(name: str, report: dict) -> None:
     """Write the JSON, Markdown and PNG file with the lengths measured so far."""
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    (RESULTS / f"{name}.json").write_text(json.dumps(report, indent=1) + "\n")
+    write_json_report(RESULTS / f"{name}.json", report)
     write_table(RESULTS / f"{name}.md", report)
     write_plot(RESULTS / f"{name}.png", report)

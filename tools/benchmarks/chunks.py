@@ -12,7 +12,6 @@ passes alternate. Writes chunks_DEVICE_DTYPE_dD.json to docs/results/, where D i
 """
 
 import argparse
-import json
 import statistics
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -31,6 +30,7 @@ from diffmegatron.attention.kernels.choose_backend import why_not
 from diffmegatron.attention.kernels.installed_backends import importable_libraries
 from diffmegatron.attention.kernels.registry import DIFFERENTIAL, Call
 from tools.benchmarks.command_line import make_parser
+from tools.benchmarks.json_report import write_json_report
 from tools.benchmarks.timing import describe_machine, timed
 from tools.paths import RESULTS
 
@@ -144,8 +144,7 @@ def main(argv: Sequence[str]) -> None:
         },
     }
     name = arguments.name or (f"chunks_{arguments.device}_{arguments.dtype}_d{arguments.head_dim}")
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    (RESULTS / f"{name}.json").write_text(json.dumps(report, indent=1) + "\n")
+    write_json_report(RESULTS / f"{name}.json", report)
     for position, rows in report["seconds"].items():
         print(position, {form: f"{seconds * 1e3:.1f} ms" for form, seconds in rows.items()})
     print(f"wrote {RESULTS / name}.json")

@@ -38,6 +38,7 @@ from pathlib import Path
 from typing import Any
 
 from tools.benchmarks.command_line import make_parser
+from tools.benchmarks.json_report import write_json_report
 
 LENGTH = 512
 RECIPE = """
@@ -248,8 +249,7 @@ def inference(model: Path, work: Path, steps: int) -> dict[str, float]:
 
 def write(report: dict[str, Any], out: Path) -> None:
     """Write the report as JSON, its tables as Markdown, and a picture of the held-out losses."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(report, indent=1) + "\n")
+    write_json_report(out, report)
     parts = [report[part] for part in ("arms", "starts") if part in report]
     tables = [table(part) for part in parts]
     if "throughput" in report:

@@ -35,6 +35,7 @@ from diffmegatron.parallel.parallel_state import ParallelState, process_groups
 from diffmegatron.training.compute.agreement import StepCheck, agree
 from diffmegatron.training.compute.step import forward_backward
 from tools.benchmarks.command_line import make_parser
+from tools.benchmarks.json_report import write_json_report
 from tools.benchmarks.timing import describe_machine
 from tools.paths import RESULTS
 
@@ -64,7 +65,7 @@ def main(argv: Sequence[str]) -> None:
         "vocabulary": arguments.vocabulary,
         "lengths": rows,
     }
-    arguments.out.write_text(json.dumps(report, indent=1) + "\n")
+    write_json_report(arguments.out, report)
     for row in rows:
         print(json.dumps(row))
 

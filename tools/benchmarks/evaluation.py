@@ -16,7 +16,6 @@ On a GPU, to check the seconds that docs/evaluation.md estimates:
         --items 250 --batch-tokens 1 8192 65536 --name evaluation_batches_gpu
 """
 
-import json
 import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -33,6 +32,7 @@ from diffmegatron.evaluation.requests import Answer, Generation, LabelTree, Requ
 from diffmegatron.evaluation.suites import make_suites
 from diffmegatron.evaluation.targets import Target, find_targets
 from tools.benchmarks.command_line import make_parser
+from tools.benchmarks.json_report import write_json_report
 from tools.paths import RESULTS
 
 # Settings of each suite. {items} is replaced by --items, the number of items of a task.
@@ -196,5 +196,5 @@ def main(argv: Sequence[str]) -> None:
         "parts": parts,
     }
     path = RESULTS / f"{given.name}.json"
-    path.write_text(json.dumps(report, indent=1) + "\n")
+    write_json_report(path, report)
     print(f"wrote {path}")

@@ -15,7 +15,6 @@ the ratio at the recipe's full depth is estimated. Writes NAME.json and NAME.md 
 """
 
 import argparse
-import json
 import os
 import platform
 import statistics
@@ -28,6 +27,7 @@ from diffmegatron.config.schema import Recipe
 from diffmegatron.model.build import build_model
 from diffmegatron.parallel.parallel_state import ParallelState, process_groups
 from tools.benchmarks.command_line import make_parser
+from tools.benchmarks.json_report import write_json_report
 from tools.benchmarks.timing import timed
 from tools.paths import RESULTS, ROOT
 
@@ -69,8 +69,7 @@ def main(argv: Sequence[str]) -> None:
         layers: measure(models, layers, arguments.repetitions) for layers in arguments.layers
     }
     report = describe(models, arguments.layers, measured)
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    (RESULTS / f"{arguments.name}.json").write_text(json.dumps(report, indent=1) + "\n")
+    write_json_report(RESULTS / f"{arguments.name}.json", report)
     table = markdown(report)
     (RESULTS / f"{arguments.name}.md").write_text(table)
     print(table)

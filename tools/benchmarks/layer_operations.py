@@ -16,7 +16,6 @@ embedding and loss.
 """
 
 import argparse
-import json
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -40,6 +39,7 @@ from diffmegatron.config.schema import Recipe
 from diffmegatron.model import build, cross_entropy_kernel, language_model_loss
 from diffmegatron.parallel.parallel_state import process_groups
 from tools.benchmarks.command_line import make_parser
+from tools.benchmarks.json_report import write_json_report
 from tools.paths import RESULTS, ROOT
 
 BASELINE = "Transformer"
@@ -98,8 +98,7 @@ def main(argv: Sequence[str]) -> None:
         "operations": {name: work.rows() for name, work in counted.items()},
     }
     table = markdown(report)
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    (RESULTS / f"{arguments.name}.json").write_text(json.dumps(report, indent=1) + "\n")
+    write_json_report(RESULTS / f"{arguments.name}.json", report)
     (RESULTS / f"{arguments.name}.md").write_text(table)
     print(table)
 

@@ -23,6 +23,7 @@ from pathlib import Path
 
 from diffmegatron import prepare
 from tools.benchmarks.command_line import make_parser
+from tools.benchmarks.json_report import write_json_report
 from tools.benchmarks.timing import describe_machine
 from tools.paths import RESULTS
 
@@ -64,7 +65,7 @@ def main(argv: Sequence[str]) -> None:
         "ratio": median(a / b for a, b in zip(totals["train"], totals["plain"], strict=True)),
         "help_cpu_seconds": median(helped),
     }
-    arguments.out.write_text(json.dumps(report, indent=1) + "\n")
+    write_json_report(arguments.out, report)
     print(json.dumps(report, indent=1))
 
 

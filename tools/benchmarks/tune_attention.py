@@ -35,6 +35,7 @@ from diffmegatron.attention.kernels.triton import triton_attention
 from diffmegatron.attention.kernels.triton.block_sizes import Blocks
 from tools.benchmarks.command_line import make_parser
 from tools.benchmarks.compiled_kernels import SHARED_LIMIT, Usage, compile_launches, usage_of
+from tools.benchmarks.json_report import write_json_report
 from tools.benchmarks.timing import describe_machine, timed
 from tools.paths import RESULTS
 
@@ -254,10 +255,9 @@ def main(argv: Sequence[str]) -> None:
         "kernels": {},
     }
     name = arguments.name or f"tune_{'cuda' if on_gpu else chip}_d{arguments.head_dim}"
-    RESULTS.mkdir(parents=True, exist_ok=True)
     for kernel in arguments.kernels:
         report["kernels"][kernel] = try_all(kernel, arguments)
-        (RESULTS / f"{name}.json").write_text(json.dumps(report, indent=1) + "\n")
+        write_json_report(RESULTS / f"{name}.json", report)
     for kernel, rows in report["kernels"].items():
         print(f"{kernel}: best {rows[:3]}")
     print(f"wrote {RESULTS / name}.json")
