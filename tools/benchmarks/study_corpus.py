@@ -13,7 +13,6 @@ source of few long documents could have no held-out text.
 """
 
 import hashlib
-import json
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
@@ -24,6 +23,7 @@ from diffmegatron import prepare
 from diffmegatron.data.tokenizers import END_OF_TEXT
 from diffmegatron.evaluation.text import read_texts
 from tools.benchmarks.command_line import make_parser
+from tools.benchmarks.corpus_files import write_json_lines, write_tokenizer
 
 # Maximum number of characters in a piece. Only a piece of a single paragraph may be longer, because
 # paragraphs are not split.
@@ -45,9 +45,9 @@ def main(argv: Sequence[str]) -> None:
     )
     training = [piece for piece in pieces if not is_held_out(piece, arguments.held_out)]
     held_out = [piece for piece in pieces if is_held_out(piece, arguments.held_out)]
-    write(out / "train.jsonl", training)
-    write(out / "held_out.jsonl", held_out)
-    train_tokenizer(training, arguments.vocabulary, out / "tokenizer")
+    write_json_lines(out / "train.jsonl", ({"text": piece} for piece in training))
+    write_json_lines(out / "held_out.jsonl", ({"text": piece} for piece in held_out))
+    write_tokenizer(train_tokenizer(training, arguments.vocabulary), out / "tokenizer")
     manifest = prepare(
         [out / "train.jsonl"], out / "train", str(out / "tokenizer"), show_progress=False
     )
@@ -74,13 +74,8 @@ def is_held_out(piece: str, share: float) -> bool:
     return int.from_bytes(digest[:8], "big") < share * 2**64
 
 
-def write(path: Path, pieces: Sequence[str]) -> None:
-    """Write pieces as JSON lines."""
-    path.write_text("".join(json.dumps({"text": piece}) + "\n" for piece in pieces))
-
-
-def train_tokenizer(texts: Sequence[str], vocabulary: int, folder: Path) -> None:
-    """Write a byte-level BPE tokenizer of ``vocabulary`` tokens as a Hugging Face folder."""
+def train_tokenizer(texts: Sequence[str], vocabulary: int) -> Tokenizer:
+    """Return a byte-level BPE tokenizer of ``vocabulary`` tokens, trained on texts."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -91,7 +86,4 @@ def train_tokenizer(texts: Sequence[str], vocabulary: int, folder: Path) -> None
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    folder.mkdir(exist_ok=True)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_TEXT}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=1) + "\n")
+    return tokenizer

@@ -12,8 +12,7 @@ values are drawn uniformly, and D is drawn uniformly from ``--pairs``. OUT gets
     held_out.jsonl    further documents as texts, for the suite associative-recall
 """
 
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 
@@ -22,6 +21,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from diffmegatron import prepare
 from diffmegatron.data.tokenizers import END_OF_TEXT
 from tools.benchmarks.command_line import make_parser
+from tools.benchmarks.corpus_files import write_json_lines, write_tokenizer
 
 Pair = tuple[str, str]
 
@@ -38,14 +38,16 @@ def main(argv: Sequence[str]) -> None:
     arguments = parser.parse_args(argv)
     out, random = arguments.out, Random(arguments.seed)
     out.mkdir(parents=True, exist_ok=True)
-    write_tokenizer(arguments.keys, out / "tokenizer")
+    write_tokenizer(make_tokenizer(arguments.keys), out / "tokenizer")
     drawn = [
         draw(random, random.choice(arguments.pairs), arguments.keys)
         for _ in range(arguments.documents + arguments.held_out)
     ]
     training, held_out = drawn[: arguments.documents], drawn[arguments.documents :]
-    write(out / "train.jsonl", ({"prompt": one, "response": two} for one, two in training))
-    write(out / "held_out.jsonl", ({"text": f"{one} {two}"} for one, two in held_out))
+    write_json_lines(
+        out / "train.jsonl", ({"prompt": one, "response": two} for one, two in training)
+    )
+    write_json_lines(out / "held_out.jsonl", ({"text": f"{one} {two}"} for one, two in held_out))
     manifest = prepare(
         [out / "train.jsonl"],
         out / "train",
@@ -74,18 +76,10 @@ def draw(random: Random, pairs: int, keys: int) -> Pair:
     return tuple(" ".join(word for pair in part for word in pair) for part in (stated, asked))
 
 
-def write(path: Path, records: Iterator[dict[str, str]]) -> None:
-    """Write records as JSON lines."""
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-
-
-def write_tokenizer(keys: int, folder: Path) -> None:
-    """Write a tokenizer of one token per word as a Hugging Face folder."""
+def make_tokenizer(keys: int) -> Tokenizer:
+    """Return a tokenizer with one token for each key and each value."""
     words = [END_OF_TEXT, *(f"{kind}{number}" for kind in "kv" for number in range(keys))]
     vocabulary = {word: number for number, word in enumerate(words)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=END_OF_TEXT))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    folder.mkdir(exist_ok=True)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_TEXT}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=1) + "\n")
+    return tokenizer

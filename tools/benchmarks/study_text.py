@@ -25,6 +25,7 @@ from pathlib import Path, PurePosixPath
 from diffmegatron.errors import UserError
 from diffmegatron.files import format_path
 from tools.benchmarks.command_line import make_parser
+from tools.benchmarks.corpus_files import write_json_lines
 
 # Texts of up to this many characters are left out, because they are titles and pages of links.
 _LONGER_THAN = 200
@@ -41,8 +42,8 @@ def main(argv: Sequence[str]) -> None:
     arguments.out.mkdir(parents=True, exist_ok=True)
     for name, read in SOURCES.items():
         texts = [(key, text) for key, text in read(arguments.packages) if len(text) > _LONGER_THAN]
-        lines = [json.dumps({"id": key, "text": text}) + "\n" for key, text in texts]
-        (arguments.out / f"{name}.jsonl").write_text("".join(lines))
+        records = ({"id": key, "text": text} for key, text in texts)
+        write_json_lines(arguments.out / f"{name}.jsonl", records)
         characters = sum(len(text) for _, text in texts)
         print(f"{name}: {len(texts):,} documents, {characters:,} characters")
 
