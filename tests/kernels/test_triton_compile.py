@@ -1,7 +1,8 @@
-"""The kernels compile for every chip without a GPU, within what was recorded.
+"""Compilation of the kernels for every supported GPU; no GPU is needed.
 
-A kernel that starts to spill, to multiply twice what it needs once, or to need more shared memory
-than the chip has, still computes the right values: nothing but this test would tell.
+The tests hold the resources that the compiled kernels use. A kernel still computes the right values
+if it starts to spill registers, computes a product twice, or needs more shared memory than the GPU
+has. Only these tests detect it.
 """
 
 import re
@@ -24,18 +25,20 @@ from tools.benchmarks.compiled_kernels import (
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
-# Multiply-adds per pair in units of d; every loop has them.
-COUNTS = {"forward": 6, "dkdv": 8, "dkdv one-pass": 10, "dq": 6}
-COUNTS_OF_ONE_MAP = {
+# Multiply-adds per pair of a query and a key in one loop, in units of the head dimension. Most
+# variants subtract two maps; the variants in PRODUCTS_OF_OTHER_VARIANTS have their own numbers.
+PRODUCTS_OF_TWO_MAPS = {"forward": 6, "dkdv": 8, "dkdv one-pass": 10, "dq": 6}
+PRODUCTS_OF_OTHER_VARIANTS = {
     "grouped": {"forward": 3, "dkdv": 6, "dkdv one-pass": 7, "dq": 4},
     "softmax": {"forward": 2, "dkdv": 4, "dkdv one-pass": 5, "dq": 3},
 }
 
-
-# What does not fit the registers, where it is not nothing, by the compiler that was asked:
-# (bytes of stack, accesses to it from the first to the last product). From one process to another
-# triton 3.7 gives one of two codes for dK and dV: this is the larger.
-NOTHING = (0, 0)
+# Register spills by Triton's version, configuration and kernel: bytes of stack, and number of
+# accesses to the stack between the first and the last product. A configuration is the compute
+# capability, the dtype, the head dimension, the form of the backward pass and the variant. Kernels
+# that are not listed have NO_SPILLS. Triton 3.7 compiles the dK and dV kernel to one of two codes,
+# which vary between processes; the values are those of the code with more spills.
+NO_SPILLS = (0, 0)
 RECORDED = {
     "3.7": {
         (90, BF16, 128, "split", "norm"): {"forward": (144, 0)},
@@ -94,8 +97,8 @@ RECORDED = {
 }
 VERSION = ".".join(triton.__version__.split(".")[:2])
 
-
-CHOICE = {
+# Functions that choose the block sizes of each kernel.
+CHOOSE_BLOCKS = {
     "forward": triton_blocks.forward_blocks,
     "dkdv": triton_blocks.dkdv_blocks,
     "dq": triton_blocks.dq_blocks,
@@ -105,8 +108,11 @@ CHOICE = {
 @pytest.mark.parametrize(
     "configuration", RECORDED["3.7"], ids=lambda x: "-".join(map(str, x)).replace("torch.", "")
 )
-def test_what_the_compiler_makes_of_every_launch(configuration):
-    """Of other compilers than the recorded ones all is held but stack and spills."""
+def test_resources_of_every_launch(configuration):
+    """Check spills, shared memory and products of the kernels of one configuration.
+
+    With a version of Triton that is not in RECORDED, stack and spills are not checked.
+    """
     capability, dtype, head_dim, form, variant = configuration
     launches = compile_launches(
         capability, dtype, head_dim, one_pass=form == "one-pass", variant=variant
@@ -115,34 +121,35 @@ def test_what_the_compiler_makes_of_every_launch(configuration):
     kernels = {"forward", "dkdv"} | ({"dq"} if form == "split" else set())
     assert set(usages) - {"preprocess"} == kernels
     assert "preprocess" not in usages or usages["preprocess"].stack == 0
-    counts = COUNTS_OF_ONE_MAP.get(variant, COUNTS)
+    counts = PRODUCTS_OF_OTHER_VARIANTS.get(variant, PRODUCTS_OF_TWO_MAPS)
     for kernel in kernels:
-        # With documents, and for dK and dV, all blocks are masked; else some, in a loop apart.
+        # A kernel has one loop if it masks all blocks, as with documents and for dK and dV.
+        # Otherwise it has a second loop for the blocks without a mask.
         loops = 1 if variant == "documents" or kernel == "dkdv" else 2
         usage = usages[kernel]
         if VERSION in RECORDED:
-            stack, spills = RECORDED[VERSION][configuration].get(kernel, NOTHING)
+            stack, spills = RECORDED[VERSION][configuration].get(kernel, NO_SPILLS)
             assert usage.stack <= stack, kernel
             assert usage.spills <= spills, kernel
         assert usage.shared <= SHARED_LIMIT[capability], kernel
         assert usage.has_wgmma == (capability == 90 and dtype == BF16), kernel
         assert not usage.is_serialized, kernel
         if "tcgen05.mma" in launches[kernel].asm["ptx"]:
-            # Blackwell's products into tensor memory do not name their sizes.
+            # The instructions of Blackwell's products into tensor memory do not show their sizes.
             assert capability == 100, kernel
             continue
-        # More than the pairs of a block need would be a product that warps compute twice.
+        # More products than the pairs of a block need would mean that warps repeat a product.
         is_one_pass = kernel == "dkdv" and form == "one-pass"
         count = counts["dkdv one-pass" if is_one_pass else kernel]
         target = triton_blocks.target_of(dtype, divmod(capability, 10))
-        form_of = (form == "one-pass",) if kernel == "dkdv" else ()
-        blocks = CHOICE[kernel](head_dim, dtype, target, *form_of)
+        dkdv_arguments = (form == "one-pass",) if kernel == "dkdv" else ()
+        blocks = CHOOSE_BLOCKS[kernel](head_dim, dtype, target, *dkdv_arguments)
         columns = 64 if head_dim <= 64 else 128
         assert usage.products == loops * count * columns * blocks.M * blocks.N, kernel
 
 
 @pytest.mark.parametrize("capability", [80, 89, 90, 100, 120])
-def test_the_subtraction_needs_neither_stack_nor_shared_memory_for_tiles(capability):
+def test_subtraction_uses_no_stack_and_at_most_1_kib_of_shared_memory(capability):
     for dtype, head_dim in ((BF16, 128), (FP32, 96)):
         launches = compile_subtraction(capability, dtype, head_dim)
         assert set(launches) == {"subtract", "subtract_backward"}
@@ -154,24 +161,24 @@ def test_the_subtraction_needs_neither_stack_nor_shared_memory_for_tiles(capabil
 
 @pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize("dtype", [BF16, FP32])
-def test_the_cross_entropy_needs_no_stack_and_moves_128_bits_at_once(capability, dtype):
+def test_cross_entropy_uses_no_stack_and_moves_128_bits_at_once(capability, dtype):
     launches = compile_cross_entropy(capability, dtype)
     assert set(launches) == {"statistics", "gradient"}
     for kernel in launches.values():
         usage = usage_of(kernel)
         assert usage.stack == 0
         assert usage.shared <= 1024
-    # All of a logit's traffic: one read forward, one read and one write backward.
+    # A logit is read once in the forward pass, and read and written once in the backward pass.
     assert "ld.global.v4" in launches["statistics"].asm["ptx"]
-    assert {"ld.global.v4", "st.global.v4"} <= vectors(launches["gradient"].asm["ptx"])
+    assert {"ld.global.v4", "st.global.v4"} <= vector_accesses(launches["gradient"].asm["ptx"])
 
 
-def vectors(ptx: str) -> set[str]:
-    """Kinds of accesses to global memory that move four registers at once."""
+def vector_accesses(ptx: str) -> set[str]:
+    """Return the global loads and stores in PTX that move four registers at once."""
     return set(re.findall(r"(?:ld|st)\.global\.v4", ptx))
 
 
-def test_unknown_chips_get_what_fits_all():
+def test_unknown_gpus_get_a_target_by_capability():
     targets = {
         (8, 0): "large",
         (8, 6): "small",
@@ -188,22 +195,26 @@ def test_unknown_chips_get_what_fits_all():
 
 @pytest.mark.parametrize("form", ["split", "one-pass"])
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_blocks_are_loaded_two_ahead_and_never_over_one_in_use(head_dim, form):
-    """The loop over query rows: q1, q2 and dO of two blocks before it, of one more in each round.
+def test_blocks_are_loaded_two_rounds_ahead_and_never_into_a_buffer_in_use(head_dim, form):
+    """Check the order of loads, products and waits in the dK and dV kernel's loop over query rows.
 
-    `_pairs` gets by with two buffers of each; so what is loaded lies where the round's products
-    read, and these must have been waited for.
+    A block has three loads: q1, q2 and dO. Two blocks are loaded before the loop, and one more in
+    each round. `_pairs` has only two buffers for each of the three, so a round loads into the
+    buffers that its own products read. These products must have finished before the loads begin.
     """
     launches = compile_launches(90, BF16, head_dim, one_pass=form == "one-pass")
     code = launches["dkdv"].asm
     load, product, wait = "async_tma_copy_global_to_local", "warp_group_dot ", "warp_group_dot_wait"
+    # First check the intermediate representation (TTGIR), in which the loop is visible.
     events = re.findall(rf"scf\.for|{load}|{product}|{wait}.*pendings = 0", code["ttgir"])
     *_, before, in_loop = "\n".join(events).split("scf.for")
     assert before.count(load) == 2 * 3
     products, *loads = in_loop.split(load)
     assert len(loads) == 3 and not any("warp_group_dot" in x for x in loads)
     assert products.strip().splitlines()[-1].startswith(wait)
-    # All warps meet before one of them loads over what the others read.
+    # Then check the machine code (PTX): all warps must meet at a barrier before one of them loads
+    # into the buffers that the others have read. W is a wait for the products, b a barrier, c a
+    # load, and m a wait for a load.
     load, wait = r"cp\.async\.bulk\.tensor", r"wgmma\.wait_group\.sync\.aligned 0"
     events = re.findall(rf"bar\.sync|{load}|{wait}|mbarrier\.try_wait", code["ptx"])
     letters = "".join("W" if "wgmma" in x else x[0] for x in events)
