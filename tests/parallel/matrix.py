@@ -1,8 +1,9 @@
-"""The layouts that must all be the same run, how they are run, and how far they are from it.
+"""Parallel layouts that must give the same run as one process, and their measured differences.
 
-Each number of ranks is one launch that trains all its layouts, one after the other; the reference
-of a layout is one process that trains the same model. ``test_layouts.py`` asserts it;
-``python -m tests.parallel.matrix`` writes it into the table of docs/parallelism.md.
+One launch for each number of ranks trains all layouts with this number, one after the other. Each
+layout is compared with one process that trains the same model. ``test_layouts.py`` asserts that the
+differences are small. ``python -m tests.parallel.matrix`` writes them into the table of
+docs/parallelism.md.
 """
 
 import argparse
@@ -32,7 +33,7 @@ BEGIN, END = "<!-- matrix -->", "<!-- end of matrix -->"
 
 TENSOR = ("parallel.tensor=2",)
 SEQUENCE = (*TENSOR, "parallel.sequence_parallel=true")
-# Two microbatches: two steps of a schedule, and gradients that accumulate.
+# Two microbatches, so that a pipeline has two steps and gradients accumulate.
 TWO = ("training.micro_batch_size=2",)
 PIPELINE = ("parallel.pipeline=2", *TWO)
 INTERLEAVED = (*PIPELINE, "parallel.virtual_pipeline=2")
@@ -41,8 +42,8 @@ OFFLOAD = ("parallel.offload_optimizer=true", "training.offload_activations=true
 LEAN = ("recompute.granularity=full", "training.loss_chunk=24")
 DOCUMENTS = ("data.reset_attention_mask=true", "data.reset_position_ids=true")
 
-# A step of a network this small takes as long as it has microbatches: one, where nothing else is
-# said. Each of two data-parallel ranks has one or two.
+# The time of a step with such a small network is proportional to its microbatches. So there is only
+# one, except where an override sets micro_batch_size. Two data-parallel ranks have one or two each.
 COMMON = (
     f"training.steps={STEPS}", "checkpoint.interval=1", "training.seq_length=128",
     "training.global_batch_size=4", "training.micro_batch_size=4",
@@ -50,42 +51,44 @@ COMMON = (
 SMALL = ("training.micro_batch_size=1",)
 V2 = ("model.attention.kind=diff_v2",)
 GROUPED = ("model.attention.kind=grouped", "model.attention.signal_per_noise=2")
-# Heads of one of two tensor-parallel ranks alone, and one more of one than of the other.
+# In the first layer, all selected heads are on one of two tensor-parallel ranks. In the second
+# layer, one rank has one more than the other.
 DEX = ("model.attention.kind=dex", "model.attention.projection_init={kind: identity, scale: 0.5}")
 DEX_2 = (
     *DEX, "model.attention.selected_heads=[[0, 1], [1, 2, 3]]",
     "model.attention.annealing_steps=null",
 )  # fmt: skip
-# The ten steps see lambda annealed, the end of that, and it learned alone; a layer has no head.
+# In the ten steps, lambda is annealed, the annealing ends, and lambda is then only learned. The
+# third layer has no selected head.
 DEX_4 = (
     *DEX, "model.attention.selected_heads=[[0, 1], [7], [], [0, 1, 2, 5]]",
     "model.attention.annealing_steps=6",
 )  # fmt: skip
-# Kinds of layers that pipeline stages cut, and of which a stage has a part.
+# Layers of three kinds. A pipeline stage has only some of the kinds.
 PATTERN = (
     "model.num_layers=4",
     "model.attention=[{kind: diff_v1, num_heads: 2, layers: 3-4}, {kind: diff_v2, num_heads: 4, "
     "num_kv_heads: 2, layers: 1}, {kind: softmax, num_heads: 4, num_kv_heads: 2}]",
 )
-# With two signal heads per noise head: two noise heads on each key-value head.
+# Combined with two signal heads per noise head, each key-value head has two noise heads.
 DEEP = ("model.attention.num_heads=8", "model.num_layers=4", *DOCUMENTS)
 
-# The queries' rows of a fused projection are frozen, and whole tensors of both dtypes and the
-# embedding; what is left has two learning rates.
+# Frozen are the queries' rows of a fused projection, whole tensors of both dtypes, and the
+# embedding. The trained tensors have two learning rates.
 PART = (
     "optimizer.trainable=['*.linear_qkv.weight:[kv]', '*.linear_proj.weight', '*.lambda_?1']",
     "optimizer.lr_multipliers={'*.lambda_??': 5}",
     "model.tied_embeddings=true",
 )
 
-# What one process trains: four differential heads on two key-value heads, and variations.
+# Overrides of each model. "gqa" has four differential heads on two key-value heads.
 MODELS: dict[str, tuple[str, ...]] = {
     "gqa": TWO,
     "mha": ("model.attention.num_kv_heads=4",),
     "softmax": ("model.baseline=true",),
     "tied": ("model.tied_embeddings=true",),
     "deep": ("model.num_layers=4", "model.tied_embeddings=true"),
-    # Each sequence of a batch is communicated by itself.
+    # The sequences of a batch are communicated one by one.
     "documents": (
         *DOCUMENTS,
         "training.seq_length=256",
@@ -94,7 +97,7 @@ MODELS: dict[str, tuple[str, ...]] = {
     ),
     "bf16": ("training.precision=bf16",),
     "v2": V2,
-    # The mean of lambda over tokens is logged of the last microbatch.
+    # The logged mean of lambda over tokens is that of the last microbatch.
     "v2-deep": (*V2, "model.attention.signal_per_noise=2", *DEEP, *TWO),
     "grouped": GROUPED,
     "grouped-deep": (*GROUPED, *DEEP),
@@ -113,7 +116,14 @@ def context(size: int, communication: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Layout:
-    """A model on some ranks; ``words`` is how the docs call the layout."""
+    """Parallel layout of a model.
+
+    Attributes:
+        model: name of the model in MODELS.
+        ranks: number of ranks.
+        words: name of the layout in the docs.
+        overrides: overrides of the recipe.
+    """
 
     model: str
     ranks: int
@@ -122,7 +132,7 @@ class Layout:
 
     @property
     def name(self) -> str:
-        """For the folder and the test."""
+        """Name of the layout's folder and of its tests."""
         words = self.words.lower().replace(" + ", "+").replace(" x ", "x").replace(" ", "-")
         return f"{self.model}:{words}"
 
@@ -156,7 +166,8 @@ LAYOUTS = tuple(
         ("bf16", 2, "DP2 ZeRO 2", (*ZERO2, *SMALL)),
         ("bf16", 2, "DP2 ZeRO 3", (*ZERO3, *SMALL)),
         ("bf16", 2, "CP2 ring", context(2, "ring")),
-        # Without sequence parallelism a rank computes every lambda and takes those of its heads.
+        # Without sequence parallelism, a rank computes lambda for all heads and uses those of its
+        # own heads.
         ("v2", 2, "TP2", TENSOR),
         ("v2-deep", 2, "CP2 all-gather", context(2, "all_gather")),
         *(
@@ -228,7 +239,7 @@ LAYOUTS = tuple(
 
 
 def run_models(recipe_file: Path, out: Path, models: Iterable[str] = MODELS) -> None:
-    """Train models in this process, into folders of ``out``."""
+    """Train models in this process, each into a folder of ``out``."""
     for name in models:
         recipe = load_recipe(recipe_file, [*COMMON, *MODELS[name], f"run_dir={out}/{name}"])
         digest = train_hashing(recipe)
@@ -236,7 +247,7 @@ def run_models(recipe_file: Path, out: Path, models: Iterable[str] = MODELS) -> 
 
 
 def run_layouts(recipe_file: Path, out: Path, ranks: int) -> None:
-    """Train the layouts of that many ranks, in one launch, into folders of ``out``."""
+    """Train all layouts of ``ranks`` ranks in one launch, each into a folder of ``out``."""
     layouts = [layout for layout in LAYOUTS if layout.ranks == ranks]
     launch(ranks, "tests.parallel.worker", *(call(recipe_file, out, each) for each in layouts))
 
@@ -262,14 +273,17 @@ def loss_difference(run: Path, reference: Path) -> float:
 
 
 def gradient_difference(run: Path, reference: Path, step: int = 1) -> tuple[float, float]:
-    """How far the gathered gradient after step 1 is, by its norm, and parameter by parameter.
+    """Compare the gathered gradients of two runs, all together and for each parameter.
 
-    The second is the largest of any parameter, all layers' tensors of it together, relative to
-    their norm. A lambda vector's gradient is what is left of large terms that cancel, so that it
-    shows rounding a hundred times enlarged; in a single layer they may cancel to nothing.
+    The gradients are read from the checkpoint of step 1, where Adam's first moment is a tenth of
+    the clipped gradient. In the checkpoint of a later step, the first moment depends on all
+    gradients until then. Frozen tensors have no gradient.
 
-    Read from the first checkpoint, where Adam's first moment is a tenth of the clipped gradient; a
-    later ``step``'s is of all gradients up to there. What is frozen has none.
+    Returns:
+        The norm of the difference, relative to the norm of the reference: first for all parameters
+        together, then the largest of any parameter. A parameter includes its tensors of all layers,
+        because large terms cancel in the gradient of a lambda vector. The remainder enlarges
+        rounding errors a hundred times, and may be nothing in a single layer.
     """
     saved, expected = (
         open_checkpoint(folder / "checkpoints" / f"step_{step:08d}").tensors
@@ -286,14 +300,14 @@ def gradient_difference(run: Path, reference: Path, step: int = 1) -> tuple[floa
         parameter = re.sub(r"\.layers\.\d+\.", ".layers.*.", name)
         squares[parameter] += torch.stack((off.square().sum(), whole.square().sum()))
     off, whole = torch.stack(list(squares.values())).unbind(1)
-    # A gradient that is zero in both, as those of LoRA's A and DEX's W_D in the first step, is the
-    # same.
+    # A gradient that is zero in both runs counts as equal. In the first step, the gradients of
+    # LoRA's A and DEX's W_D are zero.
     relative = (off / whole).nan_to_num(0.0, posinf=torch.inf)
     return (off.sum() / whole.sum()).sqrt().item(), relative.sqrt().max().item()
 
 
 def measure(out: Path) -> list[dict[str, object]]:
-    """How far each finished layout of ``out`` is from one process."""
+    """Return the differences between each finished layout in ``out`` and one process."""
     rows = []
     for layout in LAYOUTS:
         run, reference = out / layout.name, out / layout.model
@@ -314,7 +328,7 @@ def measure(out: Path) -> list[dict[str, object]]:
 
 
 def table(rows: list[dict[str, object]]) -> str:
-    """Return the rows in the form of docs/parallelism.md."""
+    """Return the rows as the Markdown table of docs/parallelism.md."""
     lines = [
         "| layout | model | ranks | same start | loss, 10 steps | gradient | one parameter's |",
         "|---|---|---|---|---|---|---|",

@@ -1,4 +1,7 @@
-"""Every layout is the same run: initial weights, losses, gradients, saved weights."""
+"""Every parallel layout gives the same run as one process.
+
+The tests compare initial weights, losses, gradients and saved weights.
+"""
 
 import json
 import math
@@ -30,8 +33,8 @@ from tests.parallel.matrix import (
     series,
 )
 
-# bf16 rounds every activation to 2^-9 and the layouts sum in other orders; over the updates the
-# losses part by what that makes of the weights.
+# Allowed relative differences. bf16 rounds every activation to 2^-9, and layouts sum in different
+# orders. With every update, the resulting differences in the weights change the losses more.
 LOSS_TOLERANCE = {"bf16": 1e-3}
 GRADIENT_TOLERANCE = {"bf16": 2e-2}
 
@@ -43,13 +46,13 @@ def named(name: str) -> Layout:
 
 
 def sharing(layout: Layout) -> int:
-    """Ranks that hold the same shard of the model, and sum its gradients."""
+    """Return the number of ranks that hold the same shard of the model and sum its gradients."""
     model = [int(size) for size in re.findall(r"(?:TP|PP)(\d)", layout.words)]
     return layout.ranks // math.prod(model)
 
 
 def overlaps(layout: Layout) -> bool:
-    """Whether they do so while the backward pass goes on."""
+    """Return whether the ranks sum gradients during the backward pass."""
     others = ("PP", "ZeRO 2", "ZeRO 3", "offload")
     return sharing(layout) > 1 and not any(word in layout.words for word in others)
 
@@ -70,11 +73,17 @@ def models(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def run(models: Path) -> Callable[[Layout], Path]:
-    """Return a layout's finished run; the first layout of a number of ranks launches all."""
+    """Return a function from a layout to the folder of its finished run.
+
+    The first call for a number of ranks trains all layouts with this number in one launch.
+    """
 
     @cache
     def problem_of(ranks: int) -> str | None:
-        """Of the launch, which takes minutes: where it fails it does so once."""
+        """Train all layouts of ``ranks`` ranks; return the error, or None.
+
+        The error is cached, because a launch takes minutes and must not be repeated by each test.
+        """
         try:
             run_layouts(models / "tiny.yaml", models, ranks)
         except (AssertionError, TimeoutExpired) as problem:
@@ -124,7 +133,8 @@ def test_gradients_of_what_has_none_in_the_first_step_are_the_same(layout, run, 
 def test_gradient_norm_and_held_out_loss_are_the_same(layout, metric, run, models):
     expected = series(models / layout.model, metric)
     assert len(expected) == (STEPS if metric.startswith("train") else 2)
-    # The norm of a step on which the weights sit at a kink of the loss moves more than they do.
+    # A small difference in the weights can change the gradient norm much more, if the loss has a
+    # kink near the weights.
     tolerance = 2e-2 if layout.model == "bf16" else 1e-4
     assert series(run(layout), metric) == pytest.approx(expected, rel=tolerance)
 
@@ -135,8 +145,8 @@ def test_gradient_norm_and_held_out_loss_are_the_same(layout, metric, run, model
 def test_saved_weights_are_the_same(layout, run, models):
     expected, saved = open_last(models / layout.model), open_last(run(layout))
     for name in expected.names():
-        # Adam divides by the gradient's own size: where that is rounding noise, an element may
-        # move by a part of the learning rate (3e-3) in either direction.
+        # Adam divides by the size of the gradient. An element whose gradient is only rounding noise
+        # may move by a part of the learning rate (3e-3) in either direction.
         torch.testing.assert_close(
             saved.read_tensor("weight", name),
             expected.read_tensor("weight", name),
@@ -154,8 +164,9 @@ def test_gradients_summed_in_the_backward_pass_are_the_same_bits_as_after_it(lay
     weights = reductions(run(layout))["weights"]
     assert len(weights["overlapping"]) == layout.ranks
     assert weights["overlapping"] == weights["after"]
-    # Two terms have one sum; of more, DeepSpeed's buckets add up the same ones in another order.
-    # Tensor-parallel ranks add their shares before these sums there, and after them here.
+    # Two terms have the same sum in any order. DeepSpeed's buckets add more than two terms in
+    # another order. DeepSpeed also sums over tensor-parallel ranks before these sums, and this
+    # project after them.
     if sharing(layout) == 2 and "parallel.tensor=2" not in layout.overrides:
         assert weights["overlapping"] == weights["deepspeed"]
 
@@ -168,7 +179,8 @@ def test_sums_begin_in_the_backward_pass(layout, run):
     for late in (after, events["deepspeed"]):
         assert late.endswith("s")
         assert late.rstrip("s").count("s") == 0
-    # All but those that wait for the embedding, the last to have its gradient, and the layer above.
+    # Only the last sums may begin later: those of the embedding, which gets its gradient last, and
+    # those of the layer next to it.
     assert during.rstrip("s").count("s") > during.count("s") / 2
 
 
@@ -179,7 +191,7 @@ def test_bf16_keeps_lambda_in_float32_under_every_zero_stage(zero, run, models):
     value = tensors.read_tensor("weight", "decoder.layers.0.self_attention.lambda_q1")
     assert not torch.equal(value, value.bfloat16().float())
     metric = "attn/lambda_layer_01"
-    # Rounded to bf16 the four vectors would give a lambda that is off by 1e-3 and more at once.
+    # With the four vectors rounded to bf16, lambda would differ by 1e-3 or more at the first step.
     assert series(folder, metric)[0] == pytest.approx(series(models / "bf16", metric)[0], abs=1e-5)
 
 

@@ -1,4 +1,4 @@
-"""Who may import whom, read from the imports; docs/architecture.md says the same in words."""
+"""The order of packages in docs/architecture.md, checked against the imports of every module."""
 
 import ast
 import graphlib
@@ -13,7 +13,8 @@ from tests.paths import ROOT
 
 PACKAGE = ROOT / "diffmegatron"
 
-# From the top down: a package imports itself and packages of lower layers, never sideways.
+# Packages by layer, from the top down. A package may import itself and packages of lower layers,
+# but no other package of its own layer.
 LAYERS = [
     {"__main__"},
     {"cli", "__init__"},
@@ -37,7 +38,8 @@ LAYERS = [
     {"model"},
     {"attention", "parallel"},
     {"config"},
-    # The recipe has a section of each variant; their computation they import inside.
+    # The recipe has a section for each variant. Variants import their computation within
+    # functions.
     {"attention.variants"},
     {"command_options", "file_lock", "own_code", "user_paths", "validation"},
     {"attention.kernels", "section", "config.yaml_documents"},
@@ -65,13 +67,13 @@ def modules() -> list[Path]:
 
 
 def imports(path: Path) -> set[str]:
-    """Every absolute module name a file imports, wherever in the file."""
+    """Return the absolute names of all modules that a file imports, at any place in the file."""
     nodes = ast.walk(ast.parse((PACKAGE / path).read_text()))
     return {name for node in nodes for name in imported_by(node, path)}
 
 
 def imported_by(node: ast.AST, path: Path) -> set[str]:
-    """Return the imports of a statement; none if it is another statement."""
+    """Return the names that a statement imports; an empty set if it is not an import."""
     if isinstance(node, ast.Import):
         return {alias.name for alias in node.names}
     if not isinstance(node, ast.ImportFrom):
@@ -126,17 +128,17 @@ def test_engines_are_imported_in_their_packages_only(path):
 
 
 def test_no_kind_of_attention_is_known_by_name_outside_its_file():
-    """What a kind has its variant says; nobody else asks which one it is."""
+    """Check that other packages read the properties of a variant, and do not compare its name."""
     names = re.compile(
         r"""["'](softmax|diff_v1|diff_v2|grouped|diffllama)["']|is_differential"""
         r"""|\b(DiffV1|DiffV2|Grouped|Softmax|Dex)\b"""
     )
-    # An operation of the kernels is no kind: several have the same.
+    # Names of the kernels' operations are allowed, because several kinds share an operation.
     operations = re.compile(r"""operation [!=]= ["']\w+["']""")
     found = {
         f"{path}:{number}: {line.strip()}"
         for path in modules()
-        # What an export carries along knows nothing of us.
+        # The files in hf/modeling are copied into exports and cannot import this package.
         if not within(path, {"attention/variants", "attention/kernels", "hf/modeling"})
         for number, line in enumerate((PACKAGE / path).read_text().splitlines(), start=1)
         if names.search(operations.sub("", line))
@@ -145,7 +147,11 @@ def test_no_kind_of_attention_is_known_by_name_outside_its_file():
 
 
 def test_unit_tests_mirror_the_package():
-    """A folder of tests is one of the package, and a package itself: files may share a name."""
+    """Check that every folder in tests/unit is also a folder of the package.
+
+    Every folder of tests must have an ``__init__.py``, so that test files in different folders may
+    have the same name.
+    """
     unit = ROOT / "tests" / "unit"
     folders = {path.parent.relative_to(unit) for path in unit.rglob("*.py")}
     assert not {str(folder) for folder in folders if not (PACKAGE / folder).is_dir()}
@@ -162,14 +168,18 @@ def test_recipes_are_read_without_torch():
 
 
 def test_no_modules_import_each_other():
-    """Not for a type alone either; what a function imports when it is called is not counted."""
+    """Check that modules do not import each other, not even for types only.
+
+    Imports within functions do not count.
+    """
     names = {".".join(name_of(path)) for path in modules()}
     imported = {
         ".".join(name_of(path)): {name for name in imports_at_once(path) if name in names}
         for path in modules()
     }
     for name, others in imported.items():
-        # Of "from package import module" the module alone: the package is there already.
+        # "from package import module" counts as an import of the module alone, because the
+        # package has been imported before.
         others -= {other for other in others if any(o.startswith(f"{other}.") for o in others)}
         others.discard(name)
     graphlib.TopologicalSorter(imported).prepare()
@@ -180,7 +190,7 @@ def name_of(path: Path) -> list[str]:
 
 
 def imports_at_once(path: Path) -> set[str]:
-    """Return the imports at the top level of a file, or for its types."""
+    """Return the modules that a file imports outside its functions, including those for types."""
     names: set[str] = set()
     nodes: list[ast.AST] = [ast.parse((PACKAGE / path).read_text())]
     while nodes:

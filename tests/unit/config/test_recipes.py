@@ -1,4 +1,4 @@
-"""Every recipe in configs/ against the paper's numbers, typed here a second time."""
+"""Every recipe in configs/, compared with numbers that are copied here from the papers."""
 
 import json
 from pathlib import Path
@@ -19,15 +19,17 @@ from diffmegatron.plan import plan_recipe
 from diffmegatron.plan.rehearse import small_recipe
 from tests.paths import CONFIGS
 
-# What recipes extend, and clusters, are none.
+# Files in base/ and clusters/ are not recipes.
 FILES = sorted(
     path for path in CONFIGS.rglob("*.yaml") if path.parent.name not in ("base", "clusters")
 )
 NAMES = [str(path.relative_to(CONFIGS).with_suffix("")) for path in FILES]
 
-# Ye et al., Differential Transformer, ICLR 2025, appendix E, table 10: hidden size, layers,
-# differential heads; then d, 8/3 hidden size rounded up to a multiple of 64, and section 3.2's
-# learning rate and the size that the paper names it by.
+# For each size: hidden size, layers, differential heads, head dimension d, feed-forward size,
+# learning rate, and the number of parameters in the paper's name of the size. Hidden size, layers
+# and heads are those of Ye et al., Differential Transformer, ICLR 2025, appendix E, table 10. The
+# learning rate is that of section 3.2. The feed-forward size is 8/3 of the hidden size, rounded up
+# to a multiple of 64.
 SCALING = {
     "830m": (1536, 24, 8, 96, 4096, 1.5e-4, 830e6),
     "1.4b": (2048, 24, 8, 128, 5504, 1.5e-4, 1.4e9),
@@ -35,12 +37,13 @@ SCALING = {
     "6.8b": (4096, 32, 16, 128, 10944, 7.5e-5, 6.8e9),
     "13.1b": (5120, 40, 20, 128, 13696, 7.5e-5, 13.1e9),
 }
-# Tokens; heads, key-value heads, and in ordinary heads of 128 the queries, keys and outputs.
+# For each recipe: tokens; numbers of heads and of key-value heads; and numbers of query heads, of
+# key heads and of output channels, the last divided by 128.
 THREE_BILLION = {
     "diff_3b_1t": (10**12, (12, 12), (24, 24, 24)),
     "diff_3b_350b": (350 * 10**9, (12, 12), (24, 24, 24)),
     "transformer_3b_350b": (350 * 10**9, (24, 24), (24, 24, 24)),
-    # The same with the other kinds of attention; grouped has three signal heads per noise head.
+    # The other kinds of attention. "grouped" has three signal heads per noise head.
     "diff_v2_3b_1t": (10**12, (24, 24), (48, 24, 24)),
     "diff_v2_3b_350b": (350 * 10**9, (24, 24), (48, 24, 24)),
     "grouped_3b_1t": (10**12, (12, 4), (16, 8, 24)),
@@ -49,7 +52,8 @@ THREE_BILLION = {
 }
 
 
-# What a recipe's name begins with; longer ones first.
+# Kind of attention by the beginning of a recipe's name. The first match counts, so longer
+# beginnings come first.
 KINDS = {
     "diff_v2": "diff_v2",
     "grouped": "grouped",
@@ -210,14 +214,15 @@ def test_the_other_kinds_differ_from_v1_in_attention_alone(length, kind):
     assert first == second
 
 
-# What divides the heads, and leaves as many key-value heads as tensor-parallel ranks share.
+# Signal heads per noise head for each size. They divide the number of heads, and leave enough
+# key-value heads for all tensor-parallel ranks.
 SIGNAL_PER_NOISE = {"830m": 4, "1.4b": 4, "2.8b": 2, "6.8b": 4, "13.1b": 5}
 
 
 @pytest.mark.parametrize("kind", ["diff_v2", "grouped"])
 @pytest.mark.parametrize("size", SCALING)
 def test_an_override_makes_the_scaling_suite_of_another_kind(size, kind):
-    """Of as many heads as fill the hidden size."""
+    """Check the number of heads: their outputs together have the hidden size."""
     hidden, _, heads, *_ = SCALING[size]
     overrides = [f"model.attention.kind={kind}"]
     if kind == "grouped":
@@ -238,7 +243,8 @@ def test_the_350b_run_is_the_1t_run_cut_short():
     assert long == short
 
 
-# What the published config.json of a model says of its network, and its published parameters.
+# Keys of the published config.json of pretrained models. PRETRAINED below also has the published
+# numbers of parameters.
 LLAMA_3 = {
     "model_type": "llama",
     "hidden_act": "silu",
@@ -294,7 +300,7 @@ PRETRAINED = {
     "continue_diffllama_1b": (ONE_B | {"model_type": "diffllama", "lambda_std_dev": 0.1}, 1.24e9),
 }
 DEX = sorted(name for name in PRETRAINED if name.startswith("dex/"))
-# Those of docs/pretrained.md.
+# Overrides of the control experiments in docs/pretrained.md.
 CONTROLS = {
     "without the term": ["model.baseline=true"],
     "full": ["model.baseline=true", "optimizer.trainable=null", "optimizer.lr=1e-5"],
@@ -316,7 +322,7 @@ def test_a_recipe_of_a_pretrained_model_starts_with_its_import(name, tmp_path):
     attention = recipe.model.attention.foundation() or recipe.model.attention
     own = recipe.model.model_copy(update={"attention": attention})
     assert own.model_dump() == imported.model_dump()
-    # As an import writes it.
+    # Build the recipe that an import of the model writes.
     folder = recipe.checkpoint.start_from
     tokenizer = recipe.data.model_copy(
         update={"tokenizer": str(Path(folder).resolve() / "hugging_face")}
@@ -390,7 +396,7 @@ def test_a_control_is_one_change_of_the_recipe(name):
         assert (recipe.training, recipe.data) == (dex.training, dex.data)
 
 
-# Layouts of named numbers of GPUs, for a pair each.
+# Number of GPUs of each layout in configs/at_scale. A layout has two recipes: diff and transformer.
 AT_SCALE = {"3b_64gpus": 64, "3b_256gpus": 256, "3b_64k_64gpus": 64} | {
     f"{size}_64gpus": 64 for size in ("6.8b", "13.1b")
 }
@@ -421,7 +427,7 @@ def test_recipes_at_scale_are_pairs_of_the_papers_runs(name):
     assert attention["kind"] == "diff_v1"
     assert own == other
     for values in (own, paper):
-        # How it is computed may differ, what is learned not.
+        # Remove the settings that change only how the run is computed.
         values.pop("parallel")
         values.pop("recompute")
         values["training"].pop("loss_chunk")
@@ -487,7 +493,7 @@ def test_a_pipeline_of_too_many_stages_is_not_rehearsed(tmp_path):
         small_recipe(recipe, None, tmp_path)
 
 
-# 64K tokens do not fit one rank; at_scale/ has the layout for them.
+# Recipes with sequences of 64K tokens, which do not fit one rank. at_scale/ has a layout for them.
 LONG = {name for name in NAMES if name.endswith(("_3b_64k", "_3b_math"))}
 
 

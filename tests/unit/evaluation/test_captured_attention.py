@@ -1,4 +1,4 @@
-"""What is seen of attention: maps of every kind against the layers' own output, and the suites."""
+"""Captured attention logits and maps of every kind of attention, and the suites that use them."""
 
 import json
 import random
@@ -89,7 +89,13 @@ def change_weights(source: Path, out: Path, change: Callable[[dict], object]) ->
 def whole(
     layer: LayerAttention, of: Callable[[int, int], torch.Tensor], fill: float
 ) -> torch.Tensor:
-    """All rows of logits or maps, padded to a square."""
+    """Return all rows of the logits or maps, [heads, s, s], with ``fill`` after the last column.
+
+    Args:
+        layer: layer whose blocks of rows are joined.
+        of: method of the layer that returns the rows of a block.
+        fill: value of the added columns.
+    """
     parts = [
         torch.nn.functional.pad(of(*block), (0, layer.rows - block[1]), value=fill)
         for block in layer.blocks()
@@ -98,13 +104,16 @@ def whole(
 
 
 def values_of_heads(layer: LayerAttention, heads: int) -> torch.Tensor:
-    """[heads, s, width]: what each head's map multiplies, as the class's own text says."""
+    """Return the values that each head's map multiplies, [heads, s, width of a value].
+
+    They are computed as in the modeling code of the layer's class.
+    """
     module, d = layer.module, layer.module.head_dim
     value = module.v_proj(layer.hidden)
-    if hasattr(module, "groupnorm"):  # DiffLlama: the halves of all heads lie apart
+    if hasattr(module, "groupnorm"):  # DiffLlama: first halves of all heads, then second
         halves = value.unflatten(1, (2, -1, d))
         value = torch.cat((halves[:, 0], halves[:, 1]), dim=-1)
-    elif hasattr(module, "noise"):  # grouped: values of 2d
+    elif hasattr(module, "noise"):  # grouped attention has values of width 2d
         value = value.unflatten(1, (-1, 2 * d))
     else:
         value = value.unflatten(1, (-1, d))
@@ -125,7 +134,7 @@ def output_of(layer: LayerAttention, maps: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def test_maps_give_the_layers_own_output(model, small_blocks):
-    """With the values, the norm and the projection of the class they are what the layer gives."""
+    """Compute each layer's output from its captured maps; it must equal the layer's own output."""
     outputs, seen = [], []
     hooks = [
         layer.self_attn.register_forward_hook(lambda *call: outputs.append(call[2][0][0]))
@@ -141,7 +150,7 @@ def test_maps_give_the_layers_own_output(model, small_blocks):
         maps = whole(layer, layer.maps, 0.0)
         assert len(maps) == layer.variant.num_heads
         torch.testing.assert_close(output_of(layer, maps), output, rtol=1e-4, atol=1e-5)
-        # Zeros in place of a head's map would not.
+        # With zeros in place of one head's map, the output must differ.
         maps[0] = 0
         assert not torch.allclose(output_of(layer, maps), output, rtol=1e-2, atol=1e-3)
 
@@ -182,7 +191,7 @@ def test_logits_are_products_of_rotated_queries_and_keys(models):
 
 
 def rounded(logits: torch.Tensor, bits: int) -> torch.Tensor:
-    """By hand, of all heads of a call."""
+    """Round the logits of a call as the quantization does; all heads share one step size."""
     finite = logits[~logits.isinf()]
     step = finite.abs().max() / (2 ** (bits - 1) - 1)
     return torch.where(logits.isinf(), logits, torch.round(logits / step) * step)
@@ -190,7 +199,7 @@ def rounded(logits: torch.Tensor, bits: int) -> torch.Tensor:
 
 @torch.no_grad()
 def test_quantised_attention_is_softmax_of_rounded_logits(model, small_blocks):
-    """The first layer's output of four bits, from its logits rounded by hand."""
+    """Compare the first layer's output at 4 bits with a softmax of its rounded logits."""
     seen, outputs = [], []
     with watch_attention(model, seen.append):
         model.network.base_model(model.batch(IDS), use_cache=False)
@@ -251,7 +260,8 @@ def test_outliers_are_those_of_all_values_sorted(model, folder, tmp_path, small_
         for layer in seen:
             values = layer.logits(0, layer.rows)
             logits.append(values[~values.isinf()].abs().flatten())
-        # The last of transformers' own has the final norm over it.
+        # The last hidden state that transformers returns has passed the final norm. The
+        # output of the last layer is captured below instead.
         hidden += [each.abs().flatten() for each in states[1:-1]]
         last = model.network.base_model.layers[-1]
         caught: list = []
@@ -273,7 +283,7 @@ def test_outliers_are_those_of_all_values_sorted(model, folder, tmp_path, small_
 
 
 def test_medians_between_two_bins():
-    """Of 1, 1, 4 and 4 the median is 2.5, and its neighbours lie in two bins."""
+    """Compute the median of 1, 1, 4 and 4, which is 2.5, from two different bins."""
     values = torch.tensor([1.0, -4.0, 4.0, -1.0])
     first = _Counter(None, LOGITS)
     first.add(values)
@@ -330,7 +340,8 @@ def test_needles_lie_at_their_depths_in_prompts_of_one_length(haystack, models):
         assert prompt.ids[0] == 1
         for needle, (first, end) in zip(needles, prompt.spans, strict=True):
             assert tokenizer.decode(prompt.ids[first:end]) == needle.sentence
-            # To the middle of a sentence of some 50 bytes, other needles aside.
+            # A needle is placed at an end of a sentence. Sentences have about 50 bytes, so the
+            # position may be off by half of that. The other needles do not count.
             before = prompt.ids[1:first]
             others = sum(e - f for f, e in prompt.spans if e <= first)
             room = prompt.haystack_end - 1 - sum(e - f for f, e in prompt.spans)
@@ -340,7 +351,7 @@ def test_needles_lie_at_their_depths_in_prompts_of_one_length(haystack, models):
         for first, end in sorted(prompt.spans, reverse=True):
             del left[first - 1 : end - 1]
         text = tokenizer.decode(left)
-        # The haystack from some sentence on, whole; where it ends it begins again.
+        # The haystack begins at any sentence, and is repeated after its end.
         assert text in HAY + HAY
 
 
@@ -378,7 +389,7 @@ def needle_results(folder: Path, out: Path) -> dict:
 
 
 def test_needles_found_and_not(folder, tmp_path, monkeypatch):
-    """A model that reads the text finds all; one that gives the first city's alone, half."""
+    """Score stand-ins that answer with the numbers of all cities, of the first one, or of none."""
 
     def reads(model, request):
         assert request.stop == ("\n",)
@@ -428,9 +439,11 @@ def test_needle_attention_is_that_of_the_whole_map(models, folder, small_blocks)
 
 
 def test_needle_attention_tells_a_model_that_looks_at_numbers(folder, tmp_path):
-    """Queries of "s" and keys of digits along one slow direction of the heads, and their absence.
+    """Compare a model that attends to digits with one that attends away from them.
 
-    (No digit stands in the haystack.)
+    In the first model, queries of the letter "s" and keys of digits point in the same direction,
+    along a channel that the rotary embedding turns slowly. The second model has the negative
+    keys. Only needles have digits, the haystack has none.
     """
     write_pretrained(
         tmp_path / "base",
@@ -449,7 +462,7 @@ def test_needle_attention_tells_a_model_that_looks_at_numbers(folder, tmp_path):
         weights["model.layers.0.input_layernorm.weight"].fill_(1)
         for each, column in (("q", 0), ("k", 1)):
             projection = torch.zeros(48, 48)
-            # The last channel of each head's first half turns most slowly.
+            # The rotary embedding turns the last channel of each head's first half most slowly.
             projection[3::8, column] = 3
             weights[f"model.layers.0.self_attn.{each}_proj.weight"] = projection
 
@@ -476,7 +489,10 @@ def test_needle_attention_tells_a_model_that_looks_at_numbers(folder, tmp_path):
 
 @torch.no_grad()
 def test_without_the_second_map_attention_is_another(folder, tmp_path):
-    """lambda = exp(a) - exp(b) + lambda_init is zero where b makes it so."""
+    """Set the lambda vectors so that lambda is zero; the maps must equal the signal maps.
+
+    lambda = exp(a) - exp(b) + lambda_init is zero for a = 0 and b = log(1 + lambda_init).
+    """
 
     def zero_second(weights: dict) -> None:
         for layer, initial in enumerate((0.2, 0.8 - 0.6 * np.exp(-0.3))):

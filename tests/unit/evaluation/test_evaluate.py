@@ -1,4 +1,7 @@
-"""What all suites of evaluation share: targets, restarts, intervals, comparison and reports."""
+"""Parts that all evaluation suites share: targets, restarts, intervals, comparisons, reports.
+
+Most tests use the suite ``loss``, which is also checked against a computation in float64.
+"""
 
 import json
 import math
@@ -122,7 +125,7 @@ def test_a_checkpoint_of_dex_and_its_fold_are_the_network_that_was_trained(
     expected = torch.cat(nats).mean().item()
     assert measure["targets"]["fold"]["value"] == pytest.approx(expected, rel=1e-5)
     assert measure["differences"]["fold"] == {"value": 0, "low": 0, "high": 0, "items": 6}
-    # What looks into attention takes the fold for the ordinary Llama that it is.
+    # For suites that analyse attention, the fold is an ordinary Llama.
     first, second = found["outliers"]["totals"].values()
     assert first == second
     (target,) = find_targets([tmp_path / "fold"], tmp_path)
@@ -130,7 +133,10 @@ def test_a_checkpoint_of_dex_and_its_fold_are_the_network_that_was_trained(
 
 
 def test_ranks_export_in_a_process_that_is_none_of_them(folder, tmp_path, monkeypatch):
-    """Which compares logits in process groups of one rank."""
+    """Check that one rank exports targets, in a child process without the launcher's environment.
+
+    The export compares logits in process groups of one rank, which need a process of their own.
+    """
     import_model(folder / "plain", tmp_path / "run", verify=False)
     (target,) = find_targets([tmp_path / "run"], tmp_path / "out")
     started = []
@@ -231,7 +237,8 @@ def test_suites_and_settings_that_there_are_not(names, settings, said, folder, t
 
 
 def test_killed_anywhere_it_ends_with_the_same_results(measure, tmp_path, monkeypatch):
-    # Batches of one text, so that what is left to do does not change the last bits.
+    # Each batch has one text. With larger batches, a restart would form other batches, which may
+    # change the last bits.
     single = Computing(batch_tokens=1)
     whole = measure("diff", out="whole", computing=single)
     expected = (tmp_path / "whole/loss/diff.jsonl").read_bytes()
@@ -250,7 +257,7 @@ def test_killed_anywhere_it_ends_with_the_same_results(measure, tmp_path, monkey
         measure("diff", computing=single)
     file = tmp_path / "out/loss/diff.jsonl"
     assert expected.startswith(file.read_bytes())
-    # And within the writing of a line.
+    # Cut the file within its last line, as a kill during a write does.
     content = file.read_bytes()[:-5]
     file.write_bytes(content)
     monkeypatch.setattr(
@@ -308,7 +315,11 @@ def test_results_whose_folder_was_moved_and_made_again_are_missed(count, tmp_pat
 
 
 def test_a_changed_byte_of_a_result_is_refused_or_measured_again(tmp_path):
-    """Any byte of the file: a sentence, or, where a line lost its end, an item without a record."""
+    """Change every byte of a file in turn; reading must raise an error.
+
+    The exception is the last byte, the end of the last line: the item of this line is then missing
+    and is measured again.
+    """
     header, records = {"suite": "x", "items": "y"}, [{"v": 0.125}, {"v": "ä"}]
     path = tmp_path / "file.jsonl"
     with RecordFile(path, header) as file:
@@ -334,7 +345,7 @@ def test_a_changed_digit_of_a_result_ends_in_a_sentence(line, measure, tmp_path)
     measure("plain")
     file = tmp_path / "out/loss/plain.jsonl"
     lines = file.read_text().splitlines(keepends=True)
-    # A line that an earlier version wrote has no checksum.
+    # Lines that earlier versions wrote have no checksum, and are refused too.
     changed = re.sub(r"\d(?=\D*$)", lambda found: str((int(found[0]) + 1) % 10), lines[line])
     for other in (changed, re.sub(', "crc32": .*', "}", lines[line])):
         assert other != lines[line]
@@ -368,7 +379,7 @@ def test_a_line_that_is_no_record_is_named_before_anything_is_asked(
     assert not asked
 
 
-# Numbers that are none, and models that are too small
+# Values that are not finite, and models whose context is too short
 
 
 def test_what_is_not_finite_is_named_and_in_no_mean(folder, measure):
@@ -377,7 +388,7 @@ def test_what_is_not_finite_is_named_and_in_no_mean(folder, measure):
 
     change_weights(folder / "plain", folder / "spoilt", spoil)
     found = measure("plain", "spoilt")
-    # Text 3 has the letter in it; no other has.
+    # Only text 3 contains the digit 3.
     (said,) = found["not_run"]
     assert re.match(
         r"spoilt: 1 of 6 items have numbers that are not finite, .* first is text/3: the los",
@@ -416,7 +427,7 @@ def test_other_tokenizers_compare_by_bytes_alone(folder, measure):
     assert any("no differences of nats per token" in line for line in found["not_run"])
     with pytest.raises(UserError, match="suite 'loss' counts tokens, and the tokenizers of plain"):
         measure("plain", "other", settings=("loss.packed=true",))
-    # Other bytes of the file that say the same are no other tokenizer.
+    # A tokenizer file with the same content in other bytes counts as the same tokenizer.
     path = folder / "other/tokenizer.json"
     path.write_text(json.dumps(json.loads((folder / "plain/tokenizer.json").read_text()), indent=3))
     assert measure("plain", "other", out="same")["not_run"] == []
@@ -426,7 +437,7 @@ def test_other_tokenizers_compare_by_bytes_alone(folder, measure):
 
 
 def test_intervals_are_those_of_the_normal_distribution():
-    """Of many items, the mean of differences lies within 1.96 standard errors."""
+    """Compare the interval over many items with the mean and 1.96 standard errors."""
     random = np.random.default_rng(3)
     common, noise = random.normal(5, 2, 900), random.normal(0.1, 0.3, 900)
     first = {str(n): Mean(value) for n, value in enumerate(common)}
@@ -437,7 +448,7 @@ def test_intervals_are_those_of_the_normal_distribution():
     assert found.low == pytest.approx(noise.mean() - 1.96 * error, abs=0.15 * error)
     assert found.high == pytest.approx(noise.mean() + 1.96 * error, abs=0.15 * error)
     assert difference(second, first) == found
-    # Not paired, the interval would be ten times as wide.
+    # Without pairing, the interval would be about ten times as wide.
     alone = estimate(first)
     assert alone.high - alone.low == pytest.approx(2 * 1.96 * 2 / 30, rel=0.15)
 
@@ -458,7 +469,15 @@ def test_measures_are_weighted_and_paired_by_item():
 
 @torch.no_grad()
 def expected_nats(folder: Path, text: str, window: int) -> np.ndarray:
-    """In float64 by transformers alone, the text's bytes after the start token 1."""
+    """Return the loss of each byte of a text, computed in float64 with transformers alone.
+
+    Each window begins with the start token 1.
+
+    Args:
+        folder: Hugging Face folder of the model.
+        text: text to score; the tokens are its bytes.
+        window: number of tokens in a window, including the start token.
+    """
     network = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
     ids, found = list(text.encode()), []
     for first in range(0, len(ids), window - 1):
@@ -477,7 +496,7 @@ def test_loss_is_that_of_float64_and_numpy(name, folder, measure):
     means = {measure: value["targets"][name] for measure, value in found.items()}
     joined = np.concatenate(nats)
     assert means["nats per token"]["value"] == pytest.approx(joined.mean(), rel=1e-5)
-    # The tokens are bytes.
+    # A token is one byte, so only the unit differs.
     assert means["bits per byte"]["value"] == pytest.approx(joined.mean() / math.log(2), rel=1e-5)
     assert means["nats per token"]["items"] == 6
     windows = [each[first : first + 63] for each in nats for first in range(0, len(each), 63)]
@@ -526,7 +545,7 @@ def test_packed_windows_hold_the_documents_end_to_end(folder, measure):
 
 
 def test_loss_tells_a_broken_model(folder, measure):
-    """Bytes of a model that has learned to repeat the last; its rows shuffled, it has not."""
+    """Compare a model that predicts the last byte again with one whose output rows are shuffled."""
 
     def repeat(weights: dict) -> None:
         embedding = torch.nn.functional.normalize(torch.randn(264, 48), dim=1)
@@ -564,7 +583,7 @@ def test_the_report_says_all_and_needs_no_other_file(folder, tmp_path):
         measures["bits per byte, a&b"]["targets"]["diff"]["value"],
         measures["bits per byte"]["differences"]["plain"]["low"],
     ):
-        # The row's narrowest interval decides how many decimals there are.
+        # The number of decimals depends on the narrowest interval of the row.
         shown = [f"{value:.{decimals}f}" for decimals in range(2, 7)]
         assert any(number in markdown for number in shown)
         assert any(number in text for number in shown)
@@ -572,7 +591,7 @@ def test_the_report_says_all_and_needs_no_other_file(folder, tmp_path):
 
 
 def test_measures_of_sources_follow_the_totals_in_the_order_of_the_sources(folder, tmp_path):
-    """Whichever source has the longest document, or the first."""
+    """Check the order with the source of the longest document in the first and the last place."""
     (folder / "long.txt").write_text("a long text of its own " * 3)
     paths = {name: str(folder / "text.jsonl") for name in ("z", "a")} | {"m": "long.txt"}
     data = tuple(f"{name}={folder / path}" for name, path in paths.items())
@@ -619,7 +638,7 @@ def test_the_suite_of_the_docs_works(folder, tmp_path, monkeypatch):
         evaluate([folder / "plain"], ["rhymes"], where, {}, [])
     evaluate([folder / "plain"], ["rhymes"], where, {"data_dir": tmp_path}, [])
     found = json.loads((where / "results.json").read_text())["suites"]["rhymes"]
-    # The items need 256 tokens, and the model has 64.
+    # The items need a context of 256 tokens, and the model has only 64.
     assert found["not_run"][0].startswith("plain: 2 of 2 items need a context of up to 256 tokens")
     exec(code.replace("256", "64"), names)
     monkeypatch.setitem(SUITES, "rhymes", names["Rhymes"])

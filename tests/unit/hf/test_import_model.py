@@ -1,4 +1,4 @@
-"""Pretrained models in and out again, against transformers; and what cannot come in."""
+"""Import and export of pretrained models, compared with transformers; and refused models."""
 
 import json
 import os
@@ -49,7 +49,7 @@ def assert_round_trip(source: Path, exported: Path) -> None:
 
 @torch.no_grad()
 def own_rounding(source: Path) -> float:
-    """How far transformers' logits in float32 are from those in float64."""
+    """Return the relative difference of transformers' logits in float32 and in float64."""
     tokens = sample(load_tokenizer("bytes"))
     single, double = (
         AutoModelForCausalLM.from_pretrained(source, dtype=dtype)(tokens).logits.double()
@@ -72,7 +72,8 @@ def test_every_family_comes_in_and_goes_out_as_it_was(family: str, tmp_path: Pat
     source = write_pretrained(tmp_path / "hf", family, dtype)
     difference = import_model(source, tmp_path / "run")
     assert difference is not None
-    # The difference of two maps leaves transformers' own float32 1.2e-6 from its float64.
+    # In a model that subtracts two maps, transformers' own float32 differs from its float64 by
+    # 1.2e-6.
     assert difference.relative < max(1e-6, 2 * own_rounding(source))
     export_checkpoint(tmp_path / "run" / CHECKPOINT, tmp_path / "out")
     assert_round_trip(source, tmp_path / "out")
@@ -117,7 +118,11 @@ def test_the_recipe_of_an_import_trains_in_the_dtype_of_the_model(tmp_path: Path
 
 
 def test_old_configurations_and_copies_in_old_files(tmp_path: Path) -> None:
-    """rope_theta beside a rope_scaling with a type; tied weights twice; stored frequencies."""
+    """Import a model in an old format.
+
+    Its configuration has rope_theta beside a rope_scaling with the key "type". Its files have two
+    copies of tied weights, and stored rotary frequencies.
+    """
     source = write_pretrained(tmp_path / "hf", "llama 3.2")
     config = json.loads((source / "config.json").read_text())
     rope = config.pop("rope_parameters")
@@ -352,7 +357,7 @@ def test_smollm2_comes_in_and_goes_out_as_it_was(tmp_path: Path) -> None:
 
 
 def test_the_network_and_not_the_export_is_what_is_compared(tmp_path: Path) -> None:
-    """Logits of the training network against transformers' on ids that no text gives."""
+    """Compare the logits of the training network with those of transformers, on random ids."""
     source = write_pretrained(tmp_path / "hf", "qwen3", torch.bfloat16)
     import_model(source, tmp_path / "run", verify=False)
     tokens = torch.randint(0, 264, (2, 60), generator=torch.Generator().manual_seed(1))
@@ -363,7 +368,7 @@ def test_the_network_and_not_the_export_is_what_is_compared(tmp_path: Path) -> N
     assert (found - expected).abs().max() <= 1e-6 * expected.abs().max()
 
 
-# Of the docs' controls, patterns of the tensors that they train.
+# For each control experiment in the docs, a pattern of the tensors that it trains.
 CONTROLS = {
     "without_term": r"linear_(qkv|proj)\.weight",
     "full": "",
@@ -372,7 +377,7 @@ CONTROLS = {
 
 
 def test_the_commands_of_the_docs_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of docs/pretrained.md, on a tiny model and at sizes for it."""
+    """Run the commands of docs/pretrained.md on a tiny model, with small sizes."""
     text = (DOCS / "pretrained.md").read_text()
     commands = "".join(re.findall(r"```bash\n(.*?)```", text, re.DOTALL)).splitlines()
     monkeypatch.chdir(tmp_path)
@@ -407,7 +412,7 @@ def test_the_commands_of_the_docs_run(tmp_path: Path, monkeypatch: pytest.Monkey
         assert torch.equal(after[query], before[query]) != is_trained, out
         output = "model.layers.0.self_attn.o_proj.weight"
         assert not torch.equal(after[output], before[output]), out
-    # What each control of DEX has trained of the model, and the whole of it.
+    # Each control of DEX must have changed exactly the tensors that it trains.
     imported = open_checkpoint(Path("runs/smollm2") / CHECKPOINT).tensors
     for run, trained in CONTROLS.items():
         after = open_checkpoint(Path(f"runs/{run}/checkpoints/step_00000002")).tensors
@@ -430,7 +435,7 @@ def test_the_commands_of_the_docs_run(tmp_path: Path, monkeypatch: pytest.Monkey
             imported,
         )
     )
-    # Of a key-value head three queries, its key and its value.
+    # The five blocks of rows of a key-value head are three queries, a key and a value.
     assert torch.equal(after[:, :3], rows[:, :3])
     assert not torch.equal(after[:, 3], rows[:, 3])
     assert not torch.equal(after[:, 4], rows[:, 4])

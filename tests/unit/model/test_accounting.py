@@ -1,4 +1,4 @@
-"""Accounting against the network as built and the tensors as allocated."""
+"""Counts of parameters, FLOPs and memory, compared with built networks and allocated tensors."""
 
 import gc
 import time
@@ -31,7 +31,7 @@ BATCH, LENGTH, VOCABULARY = 2, 64, 320
 
 
 SIGNAL_PER_NOISE = {"signal_per_noise": 2, "num_kv_heads": 2}
-# The kinds with four heads each; of softmax the eight of the pair.
+# Kinds of attention with four heads each, except softmax and DEX, which have eight ordinary heads.
 KINDS = {
     "diff_v1": {"kind": "diff_v1"},
     "softmax": {"kind": "softmax", "num_heads": 8},
@@ -45,7 +45,7 @@ KINDS = {
         "annealing_steps": None,
     },
 }
-# What the layers of pretrained models have beside ordinary attention.
+# Ordinary attention with the additions of pretrained models.
 QWEN = {
     "qwen2": KINDS["softmax"] | {"qkv_bias": True},
     "qwen3": KINDS["softmax"] | {"qk_norm": True},
@@ -126,7 +126,8 @@ def test_the_3b_model_has_the_parameters_its_sizes_give():
 
 @pytest.mark.parametrize(
     ("attention", "more"),
-    # Per layer with hidden size 64: four vectors of d = 8; a norm weight of 2d.
+    # Parameters of a layer with hidden size 64 that the baseline does not have: four lambda vectors
+    # of d = 8, and a norm weight of 2d.
     [
         ({"kind": "diff_v1"}, 4 * 8 + 16),
         ({"kind": "diff_v1", "headwise_norm": False}, 4 * 8),
@@ -174,7 +175,7 @@ def run_forward(network: torch.nn.Module) -> Tensor:
 
 
 def test_flops_of_the_3b_model_typed_out():
-    """Independent of the code's arrangement: per token, exact fractions of the paper's sizes."""
+    """Compute the FLOPs per token by hand, as exact fractions, from the paper's sizes."""
     layer = 4 * 3072**2 + 3 * 3072 * 8192
     weights = 28 * layer + 100_288 * 3072
     pairs = Fraction(4096, 2) * 28 * 12
@@ -199,13 +200,14 @@ def test_v1_and_its_baseline_have_the_same_flops():
 
 @pytest.mark.parametrize(
     ("attention", "forward"),
-    # Per layer and token beside the baseline's: 2 FLOPs a weight, and in LENGTH / 2 pairs 2 FLOPs a
-    # multiply-add.
+    # FLOPs per layer and token that the baseline does not have: 2 per weight, and 2 per
+    # multiply-add in LENGTH / 2 pairs.
     [
-        # Four noise heads of 16: W_lambda and their queries; scores and values of 16 each.
+        # Four noise heads of width 16: the weights of lambda and of their queries, and their scores
+        # and values.
         ({"kind": "diff_v2"}, 2 * (4 * 64 + 64 * 64) + LENGTH * 4 * (16 + 16)),
         ({"kind": "diff_v2", **SIGNAL_PER_NOISE}, 2 * (4 * 64 + 32 * 64) + LENGTH * 2 * (16 + 16)),
-        # Two noise heads of 8 instead of four: their queries, their scores.
+        # Two noise heads of width 8 instead of four: fewer queries and scores.
         ({"kind": "grouped", **SIGNAL_PER_NOISE}, -2 * 2 * 8 * 64 - LENGTH * 2 * 8),
     ],
 )
@@ -221,7 +223,9 @@ def test_flops_of_a_pair_by_hand(attention, forward):
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 @pytest.mark.parametrize("zero_stage", [1, 2])
 def test_deepspeed_allocates_what_is_counted(precision, zero_stage, monkeypatch):
-    """Live tensors after the second backward pass, when gradients and Adam's state exist.
+    """Compare with the live tensors after the second backward pass.
+
+    Gradients and Adam's state exist then.
 
     ZeRO 2 has a bucket during the backward pass, which is counted with the layer's backward pass.
     """
@@ -231,7 +235,7 @@ def test_deepspeed_allocates_what_is_counted(precision, zero_stage, monkeypatch)
     during: list[int] = []
     with process_groups(recipe.parallel, seed=1) as parallel_state:
         network = build_model(recipe, parallel_state)
-        run_forward(network)  # what libraries keep from their first call on is not the engine's
+        run_forward(network)  # libraries allocate memory in their first call, which is not counted
         before = live_storages(network)
         for parameter in network.parameters():
             # The engine flattens the parameters into new storages and frees these.
@@ -299,7 +303,11 @@ NORMS = {
 @pytest.mark.parametrize("num_kv_heads", [4, 2])
 @pytest.mark.parametrize("attention", [*NORMS, *QWEN])
 def test_activations_are_what_the_layers_keep(attention, num_kv_heads, precision, monkeypatch):
-    """In local layers; Transformer Engine's norms keep on a CPU what is counted for a GPU."""
+    """Compare with the bytes that local layers save for the backward pass.
+
+    Transformer Engine's norms are not used, because on a CPU they save the bytes that are counted
+    for a GPU.
+    """
     monkeypatch.setattr(build, "available_host", lambda _: "local")
     sizes = {"num_kv_heads": num_kv_heads} | (NORMS | QWEN)[attention]
     recipe = make_recipe(None, {"precision": precision}, attention=sizes)
@@ -307,12 +315,15 @@ def test_activations_are_what_the_layers_keep(attention, num_kv_heads, precision
         kept = bytes_kept_for_backward(build_model(recipe, parallel_state))
     (counted,) = memory_by_stage(recipe, 1, "cpu")
     probabilities = 4 * BATCH * LENGTH * VOCABULARY
-    # Token ids, label positions and scalars.
+    # The tolerance is for token ids, label positions and scalars.
     assert kept == pytest.approx(counted.activations + probabilities, rel=0.004)
 
 
 class FusedNorm(torch.autograd.Function):
-    """What torch's fused RMSNorm on a GPU keeps; on a CPU it falls into parts that keep more."""
+    """RMSNorm that saves the same tensors as torch's fused RMSNorm on a GPU.
+
+    On a CPU, torch's RMSNorm consists of several operations that save more.
+    """
 
     @staticmethod
     def forward(ctx, hidden, weight, eps):
@@ -324,7 +335,7 @@ class FusedNorm(torch.autograd.Function):
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 @pytest.mark.parametrize("headwise_norm", [True, False])
 def test_activations_with_a_gpus_fused_norms(headwise_norm, precision, monkeypatch):
-    """The Transformer's, whose attention kernel keeps the same on both."""
+    """Compare the Transformer's activations; its attention kernel saves the same on CPU and GPU."""
     for module in (torch.nn.functional, norm):
         monkeypatch.setattr(
             module, "rms_norm", lambda x, _, weight, eps: FusedNorm.apply(x, weight, eps)
@@ -337,7 +348,7 @@ def test_activations_with_a_gpus_fused_norms(headwise_norm, precision, monkeypat
     with process_groups(recipe.parallel, seed=1) as parallel_state:
         kept = bytes_kept_for_backward(build_model(recipe, parallel_state))
     (counted,) = memory_by_stage(recipe, 1, "gpu")
-    # Unfused on a CPU, SwiGLU keeps its two factors as well as its input and product.
+    # On a CPU, SwiGLU is not fused, and keeps its two factors as well as its input and product.
     element = {"bf16": 2, "fp32": 4}[precision]
     unfused_swiglu = 2 * element * 160 * 2 * BATCH * LENGTH
     probabilities = 4 * BATCH * LENGTH * VOCABULARY
@@ -345,7 +356,7 @@ def test_activations_with_a_gpus_fused_norms(headwise_norm, precision, monkeypat
 
 
 def test_the_kernels_on_a_gpu_keep_both_maps_outputs():
-    """Per layer and token, by hand, with h = 4 heads of 2d = 128 channels in bf16."""
+    """Compute the differences by hand, with h = 4 heads of 2d = 128 channels in bf16."""
     token_layers, channels, heads = BATCH * LENGTH * 2, 512, 4
     wide = {"head_dim": 64}
     blocked, fused, flash = (
@@ -355,10 +366,10 @@ def test_the_kernels_on_a_gpu_keep_both_maps_outputs():
         for name, device in (("auto", "cpu"), ("triton", "gpu"), ("flash_2call", "gpu"))
     )
     maps, log_sum_exps = 2 * 2 * channels, 2 * 4 * heads
-    # Unfused the norm keeps its input and a root per head in float32.
+    # A norm that is not fused keeps its input and one root per head in float32.
     norm, second_map = 4 * channels + 4 * heads, 4 * channels
     assert flash.activations - fused.activations == token_layers * (norm + second_map)
-    # What the CPU's unfused operations keep beside: three norms, SwiGLU's factors.
+    # The CPU's unfused operations also keep tensors of three norms, and SwiGLU's factors.
     unfused = 2 * 6 * 64 + 4 * channels + 2 * 2 * 160
     final_norm = BATCH * LENGTH * 6 * 64
     difference = token_layers * (unfused + norm - maps - log_sum_exps) + final_norm
@@ -383,9 +394,10 @@ def bytes_kept_for_backward(network: torch.nn.Module) -> int:
 
 def test_logits_and_the_output_layers_gradient_by_hand():
     tokens, weight = BATCH * LENGTH, VOCABULARY * 64
-    # On a CPU in bf16: the float32 probabilities beside the logits.
+    # On a CPU in bf16, the float32 probabilities exist in addition to the logits.
     assert memory_by_stage(make_recipe(), 1, "cpu")[0].loss.beside == 6 * tokens * VOCABULARY
-    # Else the gradient in the logits' place, or the probabilities', beside the weight's.
+    # Otherwise the gradient overwrites the logits or the probabilities. The gradients of the weight
+    # and of the hidden states are added.
     for precision, element, device in (("bf16", 2, "gpu"), ("fp32", 4, "gpu"), ("fp32", 4, "cpu")):
         recipe = make_recipe(None, {"precision": precision})
         gradients = element * (tokens * VOCABULARY + weight + tokens * 64)
@@ -415,7 +427,10 @@ def test_data_parallel_ranks_share_the_optimizer_state():
 
 
 def test_stages_and_shards_add_up_to_the_network():
-    """Weights of a 2 x 4 layout: the whole, the tied embedding and replicated norms once more."""
+    """Add up the weights of all ranks of a 2 x 4 layout.
+
+    The sum is that of the network, with the tied embedding and the replicated norms counted twice.
+    """
     recipe = make_recipe(
         {"tied_embeddings": True, "num_layers": 4},
         {"precision": "fp32", "global_batch_size": 16},
@@ -427,9 +442,9 @@ def test_stages_and_shards_add_up_to_the_network():
     whole = counted.total + replicated + counted.embedding
     assert sum(2 * stage.weights for stage in stages) == 4 * whole
     assert [stage.loss.beside > 0 for stage in stages] == [False, False, False, True]
-    # One layer each, four microbatches to one in flight; the last stage has the final norm and
-    # the output layer as well, the others what they sent on and a gradient that they received. All
-    # share the rotary angles.
+    # Each stage has one layer. The first stage holds four microbatches, and the last stage one. The
+    # last stage also has the final norm and the output layer. The other stages also have the hidden
+    # states that they sent and a gradient that they received. All stages have the rotary angles.
     hidden = BATCH * LENGTH * 4 * 64
     kept = [stage.activations - 4 * 8 * LENGTH for stage in stages]
     layer = kept[-1] - BATCH * LENGTH * (2 * 4 * 64 + 4) + hidden

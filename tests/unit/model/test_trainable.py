@@ -1,4 +1,4 @@
-"""What is trained: which tensors and rows, at which rate, against torch's AdamW; LoRA's sums."""
+"""Training of selected tensors and rows, compared with torch's AdamW; and LoRA layers."""
 
 import re
 from pathlib import Path
@@ -35,13 +35,15 @@ from diffmegatron.training.compute.step import summed_loss
 from diffmegatron.training.monitoring.metrics import read_metrics
 from diffmegatron.training.trainer import train
 
-# Of every fused projection the queries' rows are frozen; what is trained decays or not.
+# The queries' rows of every fused projection are frozen. Trained are tensors with and without
+# weight decay.
 PART = (
     "optimizer.trainable=['*.linear_qkv.weight:[kv]', '*.linear_proj.weight', '*.lambda_q?']",
     "optimizer.lr_multipliers={'*.lambda_*': 5, '*.1.*.linear_*': 0.5}",
 )
 LORA = "model.lora={rank: 4, alpha: 8}"
-# Rows of each block of heads of the tiny recipe: two queries, a key and half a value, twice.
+# Rows of linear_qkv for one key-value head of the tiny recipe: twice two queries, a key and half
+# of a value.
 ROWS = [("q", 16), ("k", 8), ("v", 8)] * 2
 
 
@@ -50,7 +52,7 @@ def last(run_dir: Path | str) -> Checkpoint:
 
 
 def frozen_rows() -> Tensor:
-    """Of ``linear_qkv``, [128]: true where a query is."""
+    """Return a mask of the rows of ``linear_qkv``, [128], that is true for queries."""
     return torch.cat([torch.full((count,), kind == "q") for kind, count in ROWS]).repeat(2)
 
 
@@ -80,9 +82,10 @@ def test_the_names_and_shapes_are_those_of_the_built_network(overrides, tiny_rec
 
 
 def reference(recipe) -> dict[str, Tensor]:
-    """Train with torch's AdamW over the trained rows alone; each tensor's rows are a leaf.
+    """Train the selected rows with torch's AdamW, and return all weights by name.
 
-    Of a network that has gradients for everything.
+    The network has gradients for all tensors. The selected rows of each tensor are copied into a
+    leaf, which the optimizer updates.
     """
     everything = {"trainable": None, "lr_multipliers": {}}
     whole = recipe.model_copy(update={"optimizer": recipe.optimizer.model_copy(update=everything)})
@@ -162,11 +165,12 @@ def test_what_is_frozen_has_no_gradient_and_no_state_and_plan_counts_it(tiny_rec
             saved = sum(fragment.tensors["weight"].numel() for fragment in engine.fragments())
     assert held == sum(p.numel() for p in with_gradient) == sum(trained_parameters(recipe, 0))
     assert saved == count_parameters(recipe.model).total == sum(rank_parameters(recipe, 0))
-    # Two lambda vectors of 8; keys and values of two heads of 2 x 8 each; a square projection.
+    # Each layer trains two lambda vectors of 8, the keys and values of two heads (2 x 8 rows each),
+    # and a square projection.
     assert len(trained) == 2 * 4
     assert count_trained(recipe) == 2 * (2 * 8 + 2 * 32 * 64 + 64 * 64)
     assert held - count_trained(recipe) == 2 * 64 * 64
-    # Those of SwiGLU; the output layer.
+    # The frozen matrices are the three of SwiGLU in each layer, and the output layer.
     assert frozen_matrices(recipe) == 2 * 3 * 64 * 96 + 320 * 64
     whole, part = (count_flops(recipe.model, 64, each) for each in (0, frozen_matrices(recipe)))
     assert whole.training - part.training == 2 * frozen_matrices(recipe)

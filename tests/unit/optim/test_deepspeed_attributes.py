@@ -1,8 +1,8 @@
-"""What ``diffmegatron.optim`` takes of DeepSpeed that DeepSpeed promises to nobody: all of it.
+"""Private attributes of DeepSpeed that ``diffmegatron.optim`` uses.
 
-The pin in pyproject.toml is exact for the sake of these names. Whoever moves it runs this file
-first, which says what is gone, and then tests/parallel and tests/recovery, which say what means
-something else.
+pyproject.toml pins an exact version of DeepSpeed because of these attributes. To change the
+version, run this file first: it shows which attributes are missing. Then run tests/parallel and
+tests/recovery: they show which attributes have another meaning.
 """
 
 import inspect
@@ -22,7 +22,13 @@ from tests.conftest import TINY
 
 
 class Attribute(NamedTuple):
-    """A name, the ZeRO stages whose optimizer or parameters have it, and what it must be."""
+    """Attribute of DeepSpeed's optimizer or of its parameters.
+
+    Attributes:
+        name: name of the attribute.
+        stages: ZeRO stages in which it exists.
+        kind: class of its value; None if any value but None is allowed.
+    """
 
     name: str
     stages: tuple[int, ...]
@@ -74,7 +80,7 @@ def each(attributes: list[Attribute]):
 
 @pytest.fixture(scope="module")
 def engines(corpus, tmp_path_factory) -> dict[int, tuple[Any, list[SimpleNamespace]]]:
-    """DeepSpeed's optimizer after one step, and what parameters carry, by ZeRO stage."""
+    """Return DeepSpeed's optimizer and the parameters' attributes after one step, by ZeRO stage."""
     file = tmp_path_factory.mktemp("deepspeed") / "tiny.yaml"
     file.write_text(TINY.format(run_dir=file.parent / "run", corpus=corpus))
     return {stage: step(load_recipe(file, [f"parallel.zero_stage={stage}"])) for stage in (1, 2, 3)}
@@ -89,7 +95,7 @@ def step(recipe) -> tuple[Any, list[SimpleNamespace]]:
         with ZeroEngine(network, recipe, parallel_state) as engine:
             forward_backward(engine, [batch], parallel_state)
             engine.step(1e-3, lambda norm: True)
-            # As they are now: the engine takes some away when it ends.
+            # Copy the attributes now, because the engine removes some of them when it ends.
             parameters = [SimpleNamespace(**vars(p), size=p.numel()) for p in network.parameters()]
             return engine._optimizer, parameters
 
@@ -119,7 +125,10 @@ def test_a_mapping_of_a_parameter_has(name, engines):
 
 
 def test_deepspeed_looks_for_no_compiled_operation(capfd):
-    """Its own look prints a warning for each that this machine could not build."""
+    """Check that DeepSpeed does not search for operations that this machine could compile.
+
+    Its search prints a warning for each operation that cannot be built.
+    """
     deepspeed = import_deepspeed()
     from deepspeed.comm.torch import build_shm_op
 
@@ -148,7 +157,10 @@ def test_a_partition_of_gradients_can_lie_in_another_tensor():
 
 
 def test_padding_among_the_gradients_is_marked():
-    """Only where the ranks' parts differ in size, so here the name alone."""
+    """Check only that the name exists in DeepSpeed's code.
+
+    Padding occurs only if the ranks' partitions differ in size, which one rank cannot show.
+    """
     from deepspeed.runtime.zero import stage_1_and_2
 
     assert "_zero_padding" in inspect.getsource(stage_1_and_2)

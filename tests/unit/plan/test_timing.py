@@ -1,4 +1,4 @@
-"""Communication, bubble and time of a plan, by hand."""
+"""Communication, pipeline bubble and step time of a plan, compared with formulas by hand."""
 
 import pytest
 
@@ -14,7 +14,7 @@ from tests.paths import CONFIGS
 
 WIDE = {"attention": {"kind": "diff_v1", "num_heads": 8, "num_kv_heads": 4, "head_dim": 64}}
 LAYERS, HIDDEN, LENGTH, BATCH = 8, 512, 1024, 32
-# bf16: a microbatch's hidden state.
+# Bytes of a microbatch's hidden states in bf16.
 STATE = 2 * HIDDEN * LENGTH
 
 
@@ -49,14 +49,22 @@ def test_one_rank_sends_nothing():
 
 
 def test_tensor_parallel_sums_twice_a_layer_and_direction():
-    """All-reduces send 2 (4 - 1) / 4 of what they sum; embedding and output layer one each."""
+    """Count two all-reduces per layer and direction.
+
+    The embedding and the output layer have one each. On 4 ranks, an all-reduce sends 2 (4 - 1) / 4
+    times the bytes that it sums.
+    """
     sent = count_traffic(make_recipe(parallel={"tensor": 4}), 4)
     assert sent.tensor == BATCH * (4 * LAYERS + 2) * 2 * 3 / 4 * STATE
     assert sent.total == sent.tensor
 
 
 def test_sequence_parallel_gathers_the_inputs_again_in_the_backward_pass():
-    """Each all-reduce as two halves, and a gather before each weight gradient that needs it."""
+    """Count each all-reduce as a reduce-scatter and an all-gather.
+
+    In addition, there is an all-gather before each weight gradient that needs the whole input: two
+    per layer, and one for the output layer.
+    """
     layout = {"tensor": 4, "sequence_parallel": True}
     sent = count_traffic(make_recipe(parallel=layout), 4).tensor
     assert sent == BATCH * (2 * (4 * LAYERS + 2) + 2 * LAYERS + 1) * 3 / 4 * STATE
@@ -71,7 +79,10 @@ def test_recomputing_repeats_the_forward_passes_communication():
 
 
 def test_context_parallel_exchanges_by_kind():
-    """4 ranks of 256 tokens; keys and values of 2 x 4 heads of 32, queries of 2 x 8."""
+    """Compare the bytes that each kind of communication sends on 4 ranks with 256 tokens each.
+
+    Per token, keys and values have 2 x 4 x 32 channels each, and queries have 2 x 8 x 32.
+    """
     tokens, pair, queries = LENGTH // 4, 2 * 2 * 4 * 32, 2 * 8 * 32
     sent = {
         name: count_traffic(
@@ -98,13 +109,14 @@ def test_zero_reduces_every_microbatch_from_stage_2_on():
     first, second, third = (
         count_traffic(make_recipe(parallel={"zero_stage": stage}), 8) for stage in (1, 2, 3)
     )
-    # In float32 once a step, where the weights come back in bf16.
+    # ZeRO 1 reduces float32 gradients once per step by an all-reduce, which sends twice as many
+    # numbers as the all-gather of the bf16 weights.
     assert first.gradients == 2 * 2 * first.weights
     # 32 sequences are 4 microbatches on each of 8 ranks, each reduced in bf16.
     assert second.gradients == 4 * 2 * second.weights
     assert second.weights == first.weights
     assert third.gradients == pytest.approx(4 * first.weights)
-    # DeepSpeed keeps weights whole between their uses if they are near in the order of modules.
+    # DeepSpeed keeps gathered weights between two uses that are near in the order of modules.
     assert third.weights == pytest.approx(4 * first.weights, rel=1e-3)
 
 
@@ -117,8 +129,10 @@ def test_collectives_are_counted_by_hand():
     def calls(ranks: int, stage: int = 0, **parallel: object) -> Traffic:
         return stage_collectives(make_recipe(parallel=parallel), ranks, stage)
 
-    # Two all-reduces a layer and direction, or two all-gathers and two reduce-scatters and in the
-    # backward pass two gathers more; of embedding and output layer 1 + 1, and 2 + 3.
+    # Without sequence parallelism, a layer has two all-reduces per direction, and the embedding and
+    # the output layer have one each. With it, a layer has two all-gathers and two reduce-scatters
+    # per direction, and two more all-gathers in the backward pass. The embedding then has two
+    # collectives, and the output layer three.
     assert calls(4, tensor=4).tensor == BATCH * (4 * LAYERS + 2 + 2)
     assert calls(4, tensor=4, sequence_parallel=True).tensor == BATCH * (10 * LAYERS + 5 + 2)
     context = {"context": 4, "context_communication": "ring"}
@@ -144,7 +158,7 @@ def test_every_collective_takes_its_latency():
 
 
 def test_the_bubble_is_the_papers():
-    """(p - 1) / (m v) of Narayanan et al., arXiv 2104.04473, section 2.2."""
+    """Compare with (p - 1) / (m v) of Narayanan et al., arXiv 2104.04473, section 2.2."""
     layout = {"pipeline": 4, "virtual_pipeline": 2}
     assert bubble_share(make_recipe(parallel=layout), 8) == 3 / 16
     assert estimate(make_recipe(parallel=layout), 4).bubble == 3 / 64
@@ -154,7 +168,8 @@ def test_recomputation_costs_time_and_no_utilization_of_its_own():
     plain, again = (
         estimate(make_recipe(recompute={"granularity": each}), 1) for each in ("none", "full")
     )
-    # Matrix products and attention: one more forward pass beside a forward and a backward one.
+    # Recomputation adds a second forward pass to one forward and one backward pass, which take
+    # three times as long as a forward pass.
     assert 1.2 < again.compute / plain.compute < 1.4
     assert again.utilization == pytest.approx(plain.utilization * plain.step / again.step)
 
@@ -167,7 +182,7 @@ def test_a_step_is_the_sum_of_its_parts_and_the_run_of_its_steps():
 
 
 def test_a_network_between_nodes_is_slower_than_links_within():
-    """The same 8 data-parallel ranks, each of two tensor-parallel ones: a node, or two of them."""
+    """Compare 8 data-parallel ranks, which fill one node, with 16 ranks on two nodes."""
     alone = estimate(make_recipe(), 8)
     across = estimate(make_recipe(), 16)
     assert across.communication > 5 * alone.communication
@@ -180,7 +195,11 @@ def test_faster_hardware_is_faster():
 
 
 def attention_flops(backend: str, **sections: dict) -> float:
-    """FLOPs of a step's attention, from the time beyond what a backend without work would take."""
+    """Return the FLOPs of attention for one sequence, from the estimated time of a step.
+
+    The result includes the FLOPs of all other operations, so only differences of backends count.
+    The time of the memory traffic of attention is subtracted.
+    """
     recipe = make_recipe(training={"attention_backend": backend}, **sections)
     gpu, assumed = ACCELERATORS["H100"], Assumptions()
     kept = sum(attention_bytes_per_token(recipe, "gpu", recipe.model.attention)[1:])
@@ -188,8 +207,9 @@ def attention_flops(backend: str, **sections: dict) -> float:
     return (estimate(recipe, 1).compute / BATCH - moved) * assumed.attention * gpu.peak_flops
 
 
-# Multiply-adds per head in units of d, forward and backward, over the visible half of the pairs;
-# the reference computes all pairs. On d = 64 Triton's backward pass computes a pair once.
+# Multiply-adds of the forward and the backward pass, per head and per pair in the visible half, in
+# units of d. The reference also computes the masked half. For d = 64, Triton's backward pass
+# computes each pair only once.
 WORK = {"reference": 2 * (4 + 8), "blocked": 4 + 10, "triton": 6 + 10, "flash_4call": 8 + 20}
 
 
@@ -220,7 +240,9 @@ def test_auto_takes_the_time_and_memory_of_what_runs_without_other_libraries():
 
 
 def test_the_reference_keeps_all_maps():
-    """Each of two maps of 8 heads keeps its softmax and the factor of V, whole, in bf16.
+    """Compare the reference with blocked attention by the bytes that only the reference keeps.
+
+    Each of two maps of 8 heads keeps its softmax and the factor of V, both complete and in bf16.
 
     The layer also keeps two masks, and copies of 4 key-value heads' keys and values for 8 heads.
     """
@@ -246,7 +268,7 @@ def test_offloading_the_optimizer_costs_time():
 
 
 def hidden(*overrides: str, ranks: int = 64) -> float:
-    """Seconds of communication that summing gradients in the backward pass saves."""
+    """Return the seconds per step that summing gradients during the backward pass saves."""
     on, off = (
         estimate(load_recipe(CONFIGS / "diff_3b_1t.yaml", [*overrides, *more]), ranks)
         for more in ([], ["parallel.overlap_gradients=false"])
@@ -259,11 +281,15 @@ def hidden(*overrides: str, ranks: int = 64) -> float:
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_gradients_hide_behind_one_microbatchs_backward_pass(size, recompute):
-    """Which takes two of three passes, or three of four; attention's a little more than that."""
+    """Check that the backward pass of one microbatch hides communication.
+
+    This backward pass takes two of three passes, or three of four with recomputation. The backward
+    pass of attention takes slightly more.
+    """
     overrides = [
         f"training.micro_batch_size={size}",
         f"recompute.granularity={recompute}",
-        # By a slower one the longest backward pass would take longer than all gradients do.
+        # With a slower backend, the longest of these backward passes would hide all gradients.
         "training.attention_backend=triton",
     ]
     recipe = load_recipe(CONFIGS / "diff_3b_1t.yaml", overrides)

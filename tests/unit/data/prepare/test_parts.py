@@ -1,4 +1,4 @@
-"""A corpus prepared in parts is that of one ``prepare``; parts that cannot be merged."""
+"""Preparation of a corpus in parts, compared with one ``prepare``; and merges that fail."""
 
 import base64
 import gzip
@@ -40,7 +40,7 @@ def lines(texts: list[str]) -> bytes:
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Files of every format in one folder, with rejects, blank lines and a file of no bytes."""
+    """Write files of every format to one folder, with rejects, blank lines and an empty file."""
     folder = tmp_path_factory.mktemp("corpus") / "in"
     folder.mkdir()
     pick = np.random.default_rng(0)
@@ -83,7 +83,7 @@ def part_file(prefix: Path, number: int, of: int, suffix: str) -> Path:
     return Path(f"{prefix}.parts") / f"{number:05}-of-{of:05}{suffix}"
 
 
-# One corpus
+# The merged corpus is the same as that of one ``prepare``
 
 
 def test_parts_are_the_files_of_one_prepare(
@@ -194,7 +194,7 @@ def test_duplicates_are_found_within_a_part_alone(tmp_path: Path) -> None:
     assert "2 duplicates were dropped within parts, none across them" in result.output
 
 
-# How the input is cut
+# Division of the input into parts
 
 
 @given(st.lists(st.lists(st.integers(0, 40), max_size=12), min_size=1, max_size=6), st.data())
@@ -274,7 +274,7 @@ def open_files(folder: Path) -> int:
     return sum(file.resolve().parent == folder for file in Path("/proc/self/fd").iterdir())
 
 
-# A kill
+# Interrupted preparations and merges
 
 
 def test_an_interrupted_part_goes_on(
@@ -319,7 +319,7 @@ def test_a_merge_is_repeated_and_verified(
         open_corpus(str(prefix))
 
 
-# What is refused
+# Parts and merges that are refused
 
 
 @pytest.mark.parametrize("text", ["0/2", "3/2", "1/0", "1", "1/2/3", "-1/2", "1/100000", "a/b", ""])
@@ -357,7 +357,7 @@ def copy_part(source: Path, target: Path) -> None:
 
 
 def others(corpus: Path, prefix: Path, **options: Any) -> None:
-    """Put a part 2 there that was prepared otherwise, at the same time as part 1."""
+    """Prepare part 2 with other options elsewhere, and move it beside part 1."""
     run(corpus, prefix.with_name("other"), "2/2", **options)
     for path in prefix.with_name("other.parts").iterdir():
         path.rename(f"{prefix}.parts/{path.name}")
@@ -380,7 +380,10 @@ def another_file(corpus: Path, prefix: Path) -> None:
 
 
 def changed_file(corpus: Path, prefix: Path) -> None:
-    """Of the same size, with another line at the cut."""
+    """Prepare both parts from one file that changes in between.
+
+    The file keeps its size, but the line at the cut differs.
+    """
     shutil.rmtree(f"{prefix}.parts")
     path = prefix.with_name("in.jsonl")
     path.write_bytes(lines(["x"] * 20))
@@ -390,7 +393,7 @@ def changed_file(corpus: Path, prefix: Path) -> None:
 
 
 def changed_to_its_end(corpus: Path, prefix: Path) -> None:
-    """Of the same size, without a line that begins in the second half."""
+    """Prepare part 2 from a file of the same size in which no line begins in the second half."""
     changed_file(corpus, prefix)
     path, name = prefix.with_name("in.jsonl"), part_file(prefix, 2, 2, "")
     for file in name.parent.glob(f"{name.name}.*"):
@@ -449,7 +452,7 @@ def duplicate(corpus: Path, prefix: Path) -> None:
         (changed_file, r"in.jsonl was changed between the parts of .*out that read it"),
         (changed_to_its_end, r"in.jsonl was changed between the parts of .*out that read it"),
         (damaged, "00002-of-00002.bin is damaged: its sha256 is not that of .*--restart"),
-        # Where the parts are cut depends on the size of pyarrow's file.
+        # The number of sequences depends on the cut, and so on the size of pyarrow's file.
         (short, r"00002-of-00002.idx has 100 bytes, but \d+ sequences need"),
         (whole_there, "out.json was merged from other parts; delete it to merge these"),
     ],
