@@ -47,7 +47,7 @@ class Source:
 
     Attributes:
         folder: folder of the model.
-        tensors: description of each tensor by name.
+        tensors: name of each tensor -> its description.
 
     Raises:
         UserError: there are no safetensors files or no tensors, a file is missing or truncated, two

@@ -166,8 +166,9 @@ def verify_export(directory: Path, tokens: Tensor, expected: Tensor) -> LogitDif
 
     Args:
         directory: directory that :func:`write_export` wrote, or a pretrained model to import.
-        tokens: ids [b, s], at most ``MAX_VERIFY_TOKENS`` in total, to limit memory and time.
-        expected: logits of the training model, [b, s, vocab_size].
+        tokens: ids [batch, length], at most ``MAX_VERIFY_TOKENS`` in total, to limit memory and
+            time.
+        expected: logits of the training model, [batch, length, vocab_size].
 
     Raises:
         UserError: transformers cannot load the files, or a weight is missing or unknown.
@@ -176,8 +177,8 @@ def verify_export(directory: Path, tokens: Tensor, expected: Tensor) -> LogitDif
     if tokens.numel() > MAX_VERIFY_TOKENS:
         raise ValueError(f"{tokens.numel()} tokens to verify; at most {MAX_VERIFY_TOKENS}")
     try:
-        # Request the loading report, which lists missing weights. Without an error, transformers
-        # fills missing weights with random numbers.
+        # transformers raises no error for missing weights, but fills them with random numbers. So
+        # request the loading report, which lists them.
         model, report = AutoModelForCausalLM.from_pretrained(
             directory,
             dtype=torch.float32,

@@ -178,14 +178,13 @@ def _check_backend(recipe: Recipe, parallel_state: ParallelState) -> None:
 
 
 def lambda_by_layer(network: Network) -> dict[int, Tensor]:
-    """Return lambda of each layer on this rank, by global layer number (from 1).
+    """Return a dict: global number (from 1) of each layer on this rank -> lambda of the layer.
 
     Lambda is the factor of the noise map, the softmax map that differential attention subtracts.
     Layers of softmax attention have no entry.
 
-    Returns:
-        0-dim tensors. If lambda depends on the token, the value is the mean over this rank's heads
-        and the tokens of the last forward pass; before the first such pass there is no entry.
+    Lambda is a 0-dim tensor. If it depends on the token, the value is the mean over this rank's
+    heads and the tokens of the last forward pass; before the first forward pass there is no entry.
     """
     found = {}
     for module in network.modules():

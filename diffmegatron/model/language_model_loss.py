@@ -65,8 +65,8 @@ def cross_entropy(
     """Return the loss of each token, [b, s], from this tensor-parallel rank's logits.
 
     Logits of vocabulary padding are excluded from the softmax. A pretrained model was trained
-    without padding. An import pads it with rows of zeros, whose logits are 0. Most logits of its
-    tokens are negative, so the padding would get more probability than most tokens.
+    without padding. An import pads its output layer with rows of zeros, whose logits are 0. Most
+    logits of tokens are negative, so the padding would get more probability than most tokens.
 
     Args:
         fallback: Megatron-core's cross-entropy, used if the Triton kernel cannot run.

@@ -85,7 +85,7 @@ def parameter_shards(network: Network) -> dict[torch.nn.Parameter, list[Shard]]:
 
 
 def _sharded_tensors(state: dict) -> Iterator[tuple[ShardedTensor, int]]:
-    """Yield every sharded tensor of a state dict, and its first index in the flattened parameter.
+    """Yield each sharded tensor of a state dict, and its start index in the flattened parameter.
 
     A ``ShardedTensorFactory`` splits one parameter into several sharded tensors.
     """

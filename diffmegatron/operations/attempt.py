@@ -154,7 +154,10 @@ def describe(attempt: Attempt) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of this package and its libraries by name; no library is imported."""
+    """Return a dict: name of this package or of an installed library -> its version.
+
+    No library is imported.
+    """
     found = {"diffmegatron": diffmegatron.__version__}
     for name in _LIBRARIES:
         try:

@@ -91,7 +91,7 @@ def status(
 
     Exit status 0: the job runs, or is finished.
 
-    1: the job waits for its first or next attempt, or has disappeared; or the run was started
+    1: the job waits for its first or next attempt, hangs or has disappeared; or the run was started
     without a job script and is unfinished.
 
     2: the job has ended unfinished, or the folder contains no job.

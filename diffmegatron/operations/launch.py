@@ -181,7 +181,7 @@ def submit(launch: Submission, after: str | None = None) -> str:
         The Slurm ID of the job.
 
     Raises:
-        UserError: the file cannot be written, sbatch is not installed, or Slurm rejects the job.
+        UserError: a file cannot be written, sbatch is not installed, or Slurm rejects the job.
     """
     if shutil.which("sbatch") is None:
         raise UserError(

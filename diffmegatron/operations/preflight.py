@@ -64,9 +64,9 @@ class Findings(Section):
         write_rate: bytes per second written to ``run_dir`` and synced to the disk.
         space: free bytes on the file system of ``run_dir``.
         clock: seconds since 1970, read by all ranks at the same moment, after a barrier.
-        versions: versions of this package and its libraries by name, and the git commit.
+        versions: name of this package or of a library -> its version; "commit" -> git commit.
         reduce_rate: bytes per second of an all-reduce among all ranks: size of the tensor divided
-            by the fastest of five times.
+            by the shortest of five durations.
     """
 
     host: str
@@ -92,8 +92,8 @@ def check_nodes(recipes: Sequence[Recipe], folder: Path | None) -> None:
             written; None: it is not written.
 
     Raises:
-        UnfitNodeError: this machine has no GPU for this rank; or it has another problem, and at
-            least one rank has none.
+        UnfitNodeError: this machine has no GPU for this rank; or this rank has another problem, and
+            at least one other rank has no problem.
         UserError: all ranks have a problem.
         MachineError: the ranks cannot connect to each other.
     """

@@ -79,7 +79,8 @@ def check_starts(recipes: Sequence[Recipe]) -> None:
 def data_remarks(recipe: Recipe) -> Iterator[str]:
     """Yield a warning for each data source that the run trains on for more than four epochs.
 
-    The number of epochs is the lower bound that :func:`_passes` returns.
+    The number of epochs is a lower bound, because not all tokens of a source are used. With global
+    length up-sampling of several sources there is no such bound, and no warning.
     """
     for path, passes in _passes(recipe).items():
         if passes > _USUAL_PASSES:
@@ -94,10 +95,10 @@ def _has_begun(recipe: Recipe) -> bool:
 
 
 def _passes(recipe: Recipe) -> dict[str, float]:
-    """Return a lower bound on the number of epochs over each data source, by the source's path.
+    """Return a dict: path of each data source -> lower bound on the number of epochs over it.
 
-    The bound is the number of tokens to train on from the source, divided by the number of all its
-    tokens according to its manifest. The true number of epochs is higher, because not all of these
+    The bound is the number of tokens to train on from the source, divided by the number of tokens
+    that the source's manifest states. The true number of epochs is higher, because not all of these
     tokens are used: documents are held out, and packing and length up-sampling omit tokens.
 
     The result is empty for several sources with global length up-sampling, because this up-sampling

@@ -33,8 +33,8 @@ class Status:
     Attributes:
         state: one sentence for the user.
         exit_status: 0: the job runs or is finished. 1: the job waits for its first or next attempt,
-            or has disappeared; or a run that was started without a job script is unfinished. 2: the
-            job has ended unfinished, and a person must act.
+            hangs or has disappeared; or a run that was started without a job script is unfinished.
+            2: the job has ended unfinished, and a person must act.
         is_over: whether the job has ended and no attempt follows. A run that was started without a
             job script has no ledger (list of attempts); it is over only if it is finished.
         run_dir: folder of the run, or of the current stage.
@@ -70,8 +70,9 @@ def examine(run_dir: Path) -> Status:
     """Read the status of a job from the files in its ``run_dir``, without calling Slurm.
 
     Raises:
-        UserError: ``run_dir`` has no attempt, no queued job and no run; or it is the folder of one
-            stage, and the job's ledger (record of its starts) is in the parent folder.
+        UserError: ``run_dir`` has no attempt, no queued job and no run; it is the folder of one
+            stage, and the job's ledger (record of its starts) is in the parent folder; or it has no
+            ledger and several last stages (stages from which no other stage started).
     """
     ledger = Ledger(run_dir)
     attempts = ledger.attempts()
@@ -168,7 +169,8 @@ def _status_without_ledger(run_dir: Path) -> Status:
     If the recipe has stages, it is the status of the last stage that ``run_dir`` contains.
 
     Raises:
-        UserError: ``run_dir`` contains no run, or several stages from which no other one started.
+        UserError: ``run_dir`` contains no run, or several last stages (stages from which no other
+            stage started).
     """
     stage = only_last(stage_folders(run_dir, RECIPE))
     folder = stage.run_dir

@@ -28,14 +28,15 @@ def torchrun_file(
 ) -> tuple[Path, str]:
     """Check a recipe and a cluster like ``launch.prepare_launch``, and return a start script.
 
-    Unlike there, a ``run_dir`` that another job uses or whose run is finished is not refused.
+    In contrast to ``prepare_launch``, this function accepts a ``run_dir`` that another job uses or
+    whose run is finished.
 
     Args:
         config: recipe.
         overrides: ``KEY=VALUE`` arguments of the recipe.
         nodes: number of machines.
-        cluster_file: cluster file, which must not name a container. The script uses only its
-            ``setup``, ``environment`` and ranks per node.
+        cluster_file: cluster file, which must not name a container. Of this file, the script uses
+            only ``setup``, ``environment`` and the number of ranks per node.
         rendezvous: ``HOST:PORT`` of the first machine; None for a single machine.
 
     Returns:

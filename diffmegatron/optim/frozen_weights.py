@@ -30,9 +30,9 @@ class FrozenWeights:
 
         Yields:
             The parameter; the index of the range's first element in the flattened parameter; and
-            the values of the range [n], a view. Parameters of which this rank has no element are
-            left out. Unless ZeRO 3 partitions a weight, every rank has a full copy of it. Then
-            writing to the view changes only this rank's copy until :meth:`refresh` is called.
+            the values of the range [n], a view. Parameters whose range on this rank is empty are
+            left out. If every rank has a full copy of a weight, writing to the view changes only
+            this rank's copy until :meth:`refresh` is called.
         """
         for parameter in self._parameters:
             weight = _full_weight(parameter)
@@ -50,7 +50,7 @@ class FrozenWeights:
         """Copy every rank's range to all ranks, for weights of which each rank has a full copy.
 
         All ranks must call this method after values were written to the views of :meth:`ranges`.
-        Weights that ZeRO 3 partitions stay unchanged.
+        Weights of which each rank has only a ZeRO 3 partition stay unchanged.
         """
         for parameter in self._parameters:
             weight = _full_weight(parameter)
@@ -72,9 +72,9 @@ class FrozenWeights:
 def _full_weight(parameter: torch.nn.Parameter) -> Tensor | None:
     """Return the unpartitioned weight; None if this rank stores only its ZeRO 3 partition.
 
-    In a bf16 model, ZeRO 3 rounds and partitions even the parameters that must be float32. But of
-    these, every rank also has the unrounded, unpartitioned value in the attribute ``exact``
-    (:mod:`~diffmegatron.optim.float32_parameters`), which is returned.
+    In a bf16 model, ZeRO 3 rounds and partitions even the parameters that must be float32. So every
+    rank also stores the unrounded, unpartitioned value of such a parameter in its attribute
+    ``exact`` (:mod:`~diffmegatron.optim.float32_parameters`). This value is returned.
     """
     exact: Tensor | None = getattr(parameter, "exact", None)
     if exact is not None:

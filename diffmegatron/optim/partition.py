@@ -1,7 +1,7 @@
 """Location of a parameter's float32 master weights in DeepSpeed's optimizer, for each ZeRO stage.
 
 Each rank has flat master tensors: 1-dim float32 tensors that are the keys of the Adam state. The
-ZeRO stages differ in the elements of the parameters that a rank's flat tensors contain.
+ZeRO stage determines which elements of each parameter they contain.
 """
 
 from collections.abc import Iterator

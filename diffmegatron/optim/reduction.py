@@ -157,7 +157,7 @@ class GradientReduction:
         self._start(ready)
 
     def _start(self, stop: int) -> None:
-        """Start the reduction of all buckets before index ``stop`` that has not started yet.
+        """Start to reduce every bucket before index ``stop`` whose reduction has not started yet.
 
         The norm of each gradient is computed first, because the all-reduce is in place.
         """

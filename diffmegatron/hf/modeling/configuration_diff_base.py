@@ -86,8 +86,8 @@ class DiffBaseConfig(PretrainedConfig):
                     f"{name} is {kwargs[name]!r}; this model has no biases and no dropout"
                 )
         kwargs.setdefault("auto_map", dict(self.AUTO_MAP))
-        # In transformers 4, only this call sets the keys that are its arguments. The default of
-        # tie_word_embeddings would tie the embeddings, so pass it on.
+        # Pass these keys on, because transformers 4 sets them only in this call. Its default for
+        # tie_word_embeddings is True.
         super().__init__(
             pad_token_id=pad_token_id,
             bos_token_id=bos_token_id,

@@ -11,7 +11,8 @@ W_lambda is ``lambda_proj``. signal_n and noise_m are the attention outputs of t
 the position of the token. Signal and noise heads are query heads: all h + h / r of them
 belong to one softmax attention with grouped queries. Any attention function of transformers or of a
 serving engine can therefore compute them, with an ordinary key-value cache for each layer. Unlike
-in DIFF V1, the output of a head is not normalized.
+in DIFF V1, the output of a head is not normalized. In shapes, b is the batch size and s the number
+of positions.
 
 This file imports only torch, transformers and ``configuration_diff_v2.py``, because exported models
 contain a copy of the file.

@@ -200,10 +200,11 @@ class GroupedDiffAttention(LlamaAttention):
         return torch.cat([output for output, _ in halves], dim=-1), halves[0][1]
 
     def _combine(self, signal: Tensor, noise: Tensor) -> Tensor:
-        """Subtract lambda times the noise and apply the headwise norm; return [b, s, h, 2d].
+        """Subtract lambda times the noise from the signal; return [b, s, h, 2d].
 
-        The computation and the result are in at least float32. Only the caller rounds, to the dtype
-        of the hidden states.
+        The headwise norm is applied to the difference, if the configuration has one. The
+        computation and the result are in at least float32. Only the caller rounds, to the dtype of
+        the hidden states.
 
         Args:
             signal: outputs of the signal heads, [b, s, h, 2d].

@@ -54,8 +54,8 @@ class StageMemory:
         communication: buckets for reducing gradients (ZeRO 2's bucket is part of ``layer``
             instead). With ZeRO 1 or 2 and an offloaded optimizer, also a buffer for the largest
             parameter.
-        activations: saved activations on the device of all microbatches in flight, after their
-            forward passes.
+        activations: saved activations of all microbatches in flight, after their forward passes,
+            without those offloaded to the host.
         loss: memory during the loss and the backward pass of the output layer.
         reduction: memory while DeepSpeed copies or reduces the output layer's gradient.
         layer: memory during the backward pass of one layer.
@@ -274,8 +274,8 @@ def _offloaded(states: StageMemory, recipe: Recipe, shards: int) -> StageMemory:
     """Return ``states`` with the optimizer offloaded to host memory.
 
     - Host memory holds master weights, Adam's moments and the float32 gradients that the update
-      reads (two copies with ZeRO 3). With ZeRO 1 and 2 it also holds the updated partition in the
-      run's precision, and a buffer for the largest parameter.
+      reads (with ZeRO 3, these gradients twice). With ZeRO 1 and 2 it also holds the updated
+      partition in the run's precision, and a buffer for the largest parameter.
     - With ZeRO 1 and 2, the device also has a buffer for the largest parameter.
     - With ZeRO 3, the device keeps no gradients, and the update needs no memory on it.
     - ZeRO 1 still accumulates all gradients on the device in float32, and reduces them in a float32
@@ -351,7 +351,8 @@ def _reduced_together(recipe: Recipe, stage: int, shards: int) -> int:
     DeepSpeed splits a gradient into pieces at the boundaries of the ranks' partitions. It collects
     consecutive pieces until they exceed the bucket, copies them into one tensor and reduces it
     (``allreduce_and_scatter`` in runtime/zero/stage_1_and_2.py). A single piece that exceeds the
-    bucket is not copied. The output layer's gradient is the last matrix in the flat gradient.
+    bucket is not copied. The output layer's gradient is the last matrix in the flat gradient, so
+    the size of its first piece depends on the matrices before it.
     """
     weight, matrices = activations.output_weight(recipe), trained_parameters(recipe, stage)[0]
     piece = -(-matrices // shards)
@@ -367,8 +368,8 @@ def largest_trained(recipe: Recipe, stage: int) -> int:
     """Return the number of elements of a stage's largest trained parameter on a rank.
 
     If everything is trained, the result is the size of a tensor-parallel rank's shard of a
-    vocabulary matrix. This holds for every stage, although stages between the first and the last
-    have no such matrix and their largest parameter is smaller.
+    vocabulary matrix. This is too large for stages between the first and the last, which have no
+    such matrix.
     """
     if trains_everything(recipe):
         return activations.vocabulary_elements(recipe)
