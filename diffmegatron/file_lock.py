@@ -43,7 +43,8 @@ class FileLock:
             is infinite, there is no message.
 
     Raises:
-        UserError: the file cannot be created or written, or another process keeps the lock.
+        UserError: the file cannot be created or written, or another process keeps the lock for
+            longer than ``patience``.
     """
 
     def __init__(self, path: Path, place: str, advice: str, patience: float = 0.0) -> None:

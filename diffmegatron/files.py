@@ -152,8 +152,8 @@ def write_durably(path: Path, content: bytes) -> None:
     """Write a file atomically: write and sync a temporary file, then rename it to ``path``.
 
     Raises:
-        OSError: there are two cases. If writing or renaming fails, the previous content of ``path``
-            is unchanged. If only the sync of the folder after the rename fails, ``path`` has the
+        OSError: ``path`` exists and is not a regular file, or writing or renaming failed: ``path``
+            is unchanged. Or only the sync of the folder after the rename failed: ``path`` has the
             new content, but may lose it in a power cut.
     """
     check_replaceable(path)
@@ -274,7 +274,7 @@ def shortest_ends(paths: Sequence[PurePath]) -> list[str]:
     """Return for each path its shortest ending that no other path has.
 
     For ``runs/a/hf`` and ``runs/b/hf`` the endings are ``a/hf`` and ``b/hf``. If another path has
-    all endings of a path, the result is the whole path.
+    all endings of a path, as ``runs/hf`` has those of ``hf``, the result is the whole path.
     """
     every = Counter(end for path in paths for end in _ends(path))
     return [

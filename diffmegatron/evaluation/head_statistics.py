@@ -1,9 +1,9 @@
 """Statistics of a network's heads over one text, as in the figures of Kong, Jang and Kwak (2025).
 
-That is the paper that introduces the method DEX. A score is an entry of a head's attention map for
-a query token and a token that it can attend to. In differential attention, the map is the one after
-the subtraction. A row of a map has the scores of one query token. docs/evaluation.md defines every
-measure.
+That is the paper on DEX, which makes selected heads of a pretrained model differential. A score is
+an entry of a head's attention map for a query token and a token that it can attend to. In
+differential attention, the map is the one after the subtraction. A row of a map has the scores of
+one query token. docs/evaluation.md defines every measure.
 """
 
 import math
@@ -89,7 +89,8 @@ def _measured(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the name and the values of every measure for a block of rows of a layer.
 
-    Values are [heads, rows], or [pairs of heads, rows].
+    Values are [heads, rows], or [pairs of heads, rows]. Measures of top tokens leave out the rows
+    that are too short to have a top token.
 
     Args:
         block: rows of the block.
@@ -122,7 +123,7 @@ def _overlaps(block: "_Block", signal: Tensor, noise: Tensor) -> Iterator[tuple[
     The overlap of top tokens is the share of one map's top tokens that are top tokens of the other
     map too. The overlap of scores is sum(min) / sum(max) of the two maps' scores, or 0 if both sums
     are 0. It is computed once over the tokens that are top tokens of at least one map, and once
-    over all other tokens.
+    over all other tokens. Rows that are too short to have a top token are left out.
 
     Args:
         block: rows of the block.

@@ -208,8 +208,8 @@ def metric_name(suite: str, measure: str) -> str:
     """Return the name of a measure's metric in ``metrics.jsonl`` and TensorBoard.
 
     It is the name of the suite's evaluator, a slash, and the measure. Commas of the measure are
-    removed, and each run of characters other than letters, digits, ``_``, ``.``, ``=`` and ``%`` is
-    replaced by one underscore.
+    removed. Each sequence of characters other than letters, digits, ``_``, ``.``, ``=`` and ``%``
+    is replaced by one underscore.
     """
     return f"{suite_evaluator_name(suite)}/" + re.sub(r"[^\w.=%]+", "_", measure.replace(",", ""))
 

@@ -27,9 +27,9 @@ class Curves:
         losses: training losses in nats per token.
         held_out: losses on held-out text in nats per token.
         throughput: tokens per second.
-        lambdas: curve of lambda (the factor of the noise map) in each layer. The keys are names of
-            metrics, which end with ``_`` and the number of the layer. Empty for attention without
-            lambda.
+        lambdas: curve of lambda (the factor of the attention map that is subtracted) in each layer.
+            The keys are names of metrics, which end with ``_`` and the number of the layer. Empty
+            for attention without lambda.
         stage_starts: number of tokens seen at the start of each stage except the first; the stages
             are the consecutive parts of a run that the recipe's ``stages`` lists.
     """
@@ -46,7 +46,7 @@ def plot_runs(path: Path, runs: Mapping[str, Curves]) -> None:
 
     Args:
         path: PNG file to write.
-        runs: curves of each run, by its name in the legends.
+        runs: name of each run in the legends -> its curves.
     """
     with_lambda = [name for name, curves in runs.items() if curves.lambdas]
     rows, columns = (2 if with_lambda else 1), max(2, len(with_lambda))

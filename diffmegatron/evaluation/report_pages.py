@@ -34,7 +34,8 @@ _ARROWS = {"higher": "↑", "lower": "↓"}
 
 # With fewer items than this, a 95% bootstrap interval is too narrow, and is marked with *. For n
 # normally distributed items, its ends are 1.96 * sqrt((n - 1) / n) standard errors from the mean.
-# In Student's t distribution, the probability between these ends is below 90% if n is below 10.
+# By Student's t distribution, such an interval contains the true mean with a probability below 90%
+# if n is below 10.
 _FEW_ITEMS = 10
 _NOTE_ON_FEW = (
     f"A measure with * has fewer than {_FEW_ITEMS} items of a target, so its interval is too "
@@ -220,8 +221,9 @@ def _estimate(found: Mapping[str, Any] | None, decimals: int, sign: str = "") ->
 def _finding(suite: Mapping[str, Any]) -> str:
     """Return the alternative text of a suite's picture.
 
-    It has the value of the suite's first measure for each target, or of the first total if the
-    suite has no measures.
+    It has the value of the suite's first measure for each target. If the suite has no measures, it
+    has the first number of :meth:`Suite.totals` (numbers of one target that are not means over
+    items).
     """
     if suite["measures"]:
         measure, found = next(iter(suite["measures"].items()))

@@ -41,7 +41,7 @@ class Measured:
     """The result of a suite on a target.
 
     Attributes:
-        records: for each item's key, the record from which measures are computed.
+        records: key of each item -> the record from which measures are computed.
         remarks: sentences for the report about items that were not run or are not used.
     """
 
@@ -77,7 +77,7 @@ class RecordFile:
             and the hash of the weights.
 
     Attributes:
-        records: records by the keys of their items: those read from the file and those added.
+        records: key of each item -> its record, for the records read from the file and those added.
 
     Raises:
         UserError: the file has another header, is damaged, or cannot be written.
@@ -182,7 +182,8 @@ class SharedRecords:
         ranks: the processes.
 
     Attributes:
-        records: records of all processes at the last :meth:`gather`, by the keys of their items.
+        records: key of each item -> its record, for all records that the shared file had at the end
+            of the last :meth:`gather`.
     """
 
     def __init__(self, path: Path, header: dict[str, Any], ranks: Ranks) -> None:

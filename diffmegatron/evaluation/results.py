@@ -208,10 +208,10 @@ def _counts_tokens(shares: Mapping[str, Mean]) -> bool:
 
 
 def _total(value: float | Estimate) -> dict[str, Any]:
-    """Return a total as a dict with the keys ``value``, ``low``, ``high`` and ``items``.
+    """Return a number of :meth:`Suite.totals` in types of JSON.
 
-    A total that is a plain number has no interval and no number of units, so only its ``value`` is
-    not None.
+    The keys are ``value``, ``low``, ``high`` and ``items`` (the number of units). For a plain
+    number, only ``value`` is not None.
     """
     found = value if isinstance(value, Estimate) else Estimate(value, None, None, None)
     return _as_json(found)

@@ -37,7 +37,8 @@ class Item(NamedTuple):
 
     Attributes:
         key: name within the suite; the same for every target.
-        tokens: number of tokens that the model's context must hold; 0 if no model is needed.
+        tokens: number of tokens that the model's context must hold; 0 if any context suffices, for
+            example because no model is needed.
         content: values from which the suite makes the requests. A restarted evaluation uses the
             recorded results only if a hash of the items' ``repr`` is unchanged. Items with
             different requests must therefore differ in the ``repr`` of these values.
@@ -71,8 +72,8 @@ class Estimate(NamedTuple):
 
     Attributes:
         value: value on all items.
-        low, high: ends of the interval. For a bootstrap they are the 2.5% and 97.5% percentiles of
-            the resamples, and None if there are fewer than 2 units.
+        low, high: ends of the interval; None if there is no interval. For a bootstrap they are the
+            2.5% and 97.5% percentiles of the resamples, and None if there are fewer than 2 units.
         units: number of units, the groups of items that a resample draws together
             (:meth:`Suite.unit`); None if the value is not computed from units.
     """
@@ -226,7 +227,7 @@ class Suite(Section, ABC):
         """Return "higher" or "lower", whichever values of a measure are better; None if neither.
 
         Args:
-            measure: name of a measure (:meth:`means`) or of a total (:meth:`totals`).
+            measure: name of a number that :meth:`means` or :meth:`totals` defines.
         """
         return None
 

@@ -93,9 +93,9 @@ def read_texts(path: Path) -> Iterator[str]:
     """Yield the non-empty documents of a source in order.
 
     Args:
-        path: one of four kinds of source: a JSONL file (also .gz or .zst) or a Parquet file, whose
-            rows have a field ``text``; a text file, which is one document; a folder of such files;
-            or the PREFIX of a prepared corpus.
+        path: a JSONL file (also .gz or .zst) or a Parquet file, whose rows have a field ``text``; a
+            text file, which is one document; a folder of such files; or the PREFIX of a prepared
+            corpus.
 
     Raises:
         UserError: the source cannot be read, or a record has no text.

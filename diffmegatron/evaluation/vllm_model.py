@@ -19,7 +19,7 @@ from diffmegatron.files import format_path, shorten
 class VllmModel(Model):
     """A target (a model to evaluate) in vLLM on one GPU, loaded at the first request.
 
-    vLLM forms the batches itself, and does not report numbers that are not finite.
+    vLLM forms the batches itself, and does not report NaN or infinity in its logits.
     """
 
     @cached_property

@@ -35,8 +35,8 @@ CHAT_TEMPLATE = f"""\
 """
 # The tokenizer splits a chat before and after each match of this pattern, so that no token spans
 # the beginning or end of a response. The pattern has two alternatives:
-# 1. If the ChatML markers are ordinary text for the tokenizer, it matches a response with its
-#    <|im_end|>.
+# 1. If the ChatML markers are ordinary text for the tokenizer, the pattern matches a response with
+#    its <|im_end|>.
 # 2. If the markers are special tokens, the tokenizer has already cut the text at the markers, and
 #    the pattern sees a text that consists of "assistant\n" and the response. It matches
 #    "assistant\n", so the response after it becomes a piece of its own.

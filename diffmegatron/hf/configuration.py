@@ -32,7 +32,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "is_encoder_decoder": (False, None),
     "quantization_config": (None,),
 }
-# Values for a single model type. They are used instead of the values in _NEUTRAL.
+# For a single model type: values that replace those of the same fields in _NEUTRAL, and values of
+# further fields.
 _NEUTRAL_OF: dict[str, dict[str, tuple[Any, ...]]] = {
     "seed_oss": {
         "attention_bias": (True,),
@@ -219,8 +220,8 @@ def read_config(folder: Path) -> PretrainedConfig:
     """Load the configuration of a pretrained model whose network a recipe can express.
 
     Raises:
-        UserError: ``config.json`` cannot be read, or has a value without an equivalent in a recipe;
-            or the folder also has a PEFT adapter.
+        UserError: ``config.json`` cannot be read or used, or has a value without an equivalent in a
+            recipe; or the folder also has a PEFT adapter.
     """
     path = folder / CONFIG_NAME
     raw = read_json(path, dict[str, Any])

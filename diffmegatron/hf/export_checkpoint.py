@@ -59,7 +59,8 @@ def export_checkpoint(
     Raises:
         UserError: the checkpoint is unusable, Hugging Face cannot compute this network, ``out``
             exists and is not empty, or the logits differ by more than rounding explains. In all
-            these cases nothing is written to ``out``.
+            these cases nothing is written to ``out``: it is created only after the comparison, by
+            renaming a temporary directory.
     """
     transformers_logging.disable_progress_bar()
     # Opening the checkpoint verifies its checksums. The comparison of logits cannot detect damage,
@@ -146,10 +147,7 @@ def _likely_cause(recipe: Recipe) -> str:
 
 
 def _was_trained_on_chats(checkpoint: Checkpoint) -> bool:
-    """Return whether the training data had chats in ChatML, and no chats in another template.
-
-    The other template is the tokenizer's own chat template.
-    """
+    """Return whether the training data had chats in ChatML and none in the tokenizer's template."""
     layouts = (checkpoint.state["data"] or {}).get("layouts")
     return isinstance(layouts, list) and "chat" in layouts and "template" not in layouts
 

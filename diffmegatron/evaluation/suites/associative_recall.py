@@ -83,7 +83,7 @@ class AssociativeRecall(TextSuite):
 
     @override
     def means(self, record: Record) -> dict[str, Mean]:
-        """Return the text's contribution to two accuracies, as a dict by their names.
+        """Return a dict: name of each of two accuracies -> the text's contribution to it.
 
         One accuracy is over all texts, the other over the texts with the same number of pairs.
         """

@@ -1,6 +1,6 @@
 """Statistics of attention heads, as in the figures of Kong, Jang and Kwak (2025).
 
-That is the paper that introduces the method DEX.
+That is the paper on DEX, which makes selected heads of a pretrained model differential.
 """
 
 from collections.abc import Mapping, Sequence

@@ -118,10 +118,10 @@ class LmEval(Suite):
     def items(self, target: Target) -> list[Item]:
         """Return an item for each question of each task with each number of examples.
 
-        ``Item.tokens``, the number of tokens that the context must hold, is 0 if the question fits.
-        A prompt always fits, because it can be cut at its beginning. What may not fit is the
-        longest choice, or the longest answer that the task allows. In that case ``Item.tokens`` is
-        the number of tokens that it needs.
+        ``Item.tokens`` is 0 if the question fits into the target's context. A prompt always fits,
+        because it can be cut at its beginning. What may not fit is the longest choice, or the
+        longest answer that the task allows. In that case ``Item.tokens`` is the number of tokens
+        that this choice or answer needs.
         """
         encoder = _encoder(target)
         return [

@@ -93,7 +93,7 @@ class Loss(WindowSuite):
         has a pair: the sum of the losses of the first n tokens of a window, and how many of these n
         tokens count (all except end-of-document tokens in packed windows). Both are summed over all
         windows that have at least n tokens. ``full`` has the same pairs, summed only over full
-        windows (``context - 1`` tokens).
+        windows (``context - 1`` tokens). In both, an n for which no token counts is left out.
         """
         source, piece = item.content
         end = target.tokenizer.end_of_document

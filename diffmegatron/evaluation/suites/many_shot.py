@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 DATA_DIR = Field(description="folder with the files of published data sets")
 
 
-# Suffix in the name of a task's measure that is the mean of its accuracy over all ``shots``.
+# End of the name of a measure: the mean of a task's accuracy over all numbers in ``shots``.
 _MEAN = ", mean over shots"
 
 

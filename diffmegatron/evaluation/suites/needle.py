@@ -77,10 +77,10 @@ class Retrieval(Suite):
 
     @override
     def check(self, target: Target) -> None:
-        """Check that no pair (N, R) has more numbers to find than needles, or needles than cities.
+        """Check that R <= N <= number of cities for every pair (N, R).
 
         Raises:
-            UserError: a pair has R > N, or N is larger than the number of cities.
+            UserError: a pair does not fulfil this condition.
         """
         wrong = [pair for pair in self.pairs if not pair[1] <= pair[0] <= len(CITIES)]
         if wrong:

@@ -99,7 +99,7 @@ class Perplexity(TextSuite):
 
     @override
     def totals(self, records: Records) -> dict[str, Estimate]:
-        """Return perplexities with intervals; bootstrap resamples draw windows.
+        """Return perplexities with intervals from a bootstrap over windows.
 
         There is a perplexity of all text, and one of each source if there are several sources.
         """

@@ -116,7 +116,7 @@ class Scaling(Suite):
 
     @override
     def across(self, records: Mapping[str, Records]) -> dict[str, float]:
-        """Return a and b of each fitted law, and the shares of the Transformer's size, by name.
+        """Return a dict: measure -> value, with a and b of each fitted law, and shares.
 
         There is a law L(x) = a x^-b for each kind of attention, where x is a number of parameters
         or tokens. For each kind except the Transformer, and each x of its runs, there is a share:

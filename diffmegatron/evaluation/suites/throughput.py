@@ -26,9 +26,9 @@ _TABLE = "3B, 4K, H100, table 7"
 class Throughput(Suite):
     """Tokens per second in prefill, decoding and training, with a warm-up before each repetition.
 
-    ``training`` is a forward and backward pass without an optimizer. To compare with the paper's
-    table 7, use the ratio of two models' speeds: a speed itself depends on the GPU and the
-    implementation.
+    ``training`` is a forward and backward pass without an optimizer. To compare with table 7
+    of Differential Transformer (Ye et al.), use the ratio of two models' speeds: a speed itself
+    depends on the GPU and the implementation.
     """
 
     name: ClassVar[str] = "throughput"
