@@ -105,10 +105,11 @@ def _rounded_differently(
 ) -> torch.dtype:
     """Return the key of ``TOLERANCE`` with which to compare the export and the training network.
 
-    - float32 if the export only rearranges the weights and stores them in the run's dtype. The two
-      networks then have equal weights, and only the order of float32 additions differs.
+    - float32 if ``original`` is None and the export multiplies or adds no weights. It then only
+      rearranges them and stores them in the run's dtype. The two networks have equal weights, and
+      only the order of float32 additions differs.
     - In all other cases, the coarser of the run's dtype and the dtype of the exported weights. The
-      export then rounds weights to another dtype, or rounds products of weights (such as LoRA's).
+      export may then round weights to another dtype, or round products of weights (such as LoRA's).
 
     Args:
         recipe: recipe of the run.

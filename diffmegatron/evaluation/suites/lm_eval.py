@@ -244,10 +244,10 @@ class LmEval(Suite):
         return bool(panels)
 
     def _bars(self, records: Records) -> dict[tuple[str, str], Estimate]:
-        """Return the value of the first metric of each group of tasks, and of each single task.
+        """Return a dict: (shots, name) -> value of the first metric of a group of tasks or a task.
 
-        Groups without an aggregate are ignored, and tasks of the other groups are left out. The key
-        is (shots, name), where shots is a string such as ``5 shots``.
+        ``shots`` is a string such as ``5 shots``. The dict has the groups with an aggregate, and
+        the tasks that belong to no such group. For tasks, only means over questions are used.
         """
         groups = [each for each in self._library.groups.values() if each.has_aggregation]
         in_groups = {task.task_name for group in groups for task in group.get_all_tasks()}
