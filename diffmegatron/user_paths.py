@@ -32,7 +32,8 @@ def explain_path_errors(words: Sequence[str]) -> Iterator[None]:
 
     The message of the new error is one sentence. An error about any other file is a defect of the
     program, and passes unchanged, so that the user sees its traceback. Only pathlib's error for a
-    loop of symbolic links is always replaced, because it does not name its path separately.
+    loop of symbolic links is always replaced: its path is only a part of its message, so it cannot
+    be compared with ``words``.
 
     Args:
         words: words of the command line.

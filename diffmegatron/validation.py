@@ -45,7 +45,8 @@ def describe(error: Any, known_keys: Collection[str]) -> str:
 
     Args:
         error: result of :func:`first_error`.
-        known_keys: valid keys, one of which is suggested for an unknown key.
+        known_keys: valid keys. For an unknown key, the text suggests the most similar valid key, or
+            lists all of them if none is similar.
     """
     key = shorten(".".join(map(str, error["loc"]))) or "the content"
     if error["type"] == "extra_forbidden":

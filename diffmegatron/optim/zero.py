@@ -309,7 +309,7 @@ def engine_config(recipe: Recipe) -> dict[str, Any]:
             # Gradients are accumulated over microbatches in float32. By default DeepSpeed would
             # round them to bf16 before it sums them over hundreds of ranks, and lose this
             # precision. The setting has an effect only with an offloaded optimizer, because without
-            # offload DeepSpeed does not reduce the gradients.
+            # offload diffmegatron.optim.reduction reduces the gradients, and not DeepSpeed.
             config["communication_data_type"] = "fp32"
     return config
 

@@ -19,7 +19,7 @@ from diffmegatron.files import os_error_text, shorten
 from diffmegatron.parallel.launcher import LaunchEnvironment
 
 # Key under which rank 0 stores the outcome, when all ranks have arrived or the time limit is
-# reached; and the seconds by which the other ranks wait longer than the time limit for the outcome.
+# reached. The other ranks wait for the outcome _MARGIN_SECONDS longer than the time limit.
 _OUTCOME, _MARGIN_SECONDS = "outcome", 15.0
 # Largest number of missing ranks in an error message.
 _SHOWN_RANKS = 16

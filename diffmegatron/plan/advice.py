@@ -89,7 +89,7 @@ def _remedies(recipe: Recipe, layout: Layout, limit_gib: float) -> Iterator[str]
 
     The changes tried are a smaller micro-batch, full recomputation and more data-parallel ranks.
 
-    No change affects the global batch size and the sequence length, because these define the
+    No change affects the global batch size or the sequence length, because these define the
     experiment.
 
     Args:

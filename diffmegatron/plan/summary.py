@@ -32,15 +32,15 @@ DEFAULT_HARDWARE = "H100"
 class Plan:
     """The plan of a recipe on a number of ranks.
 
-    The baseline is the Transformer with softmax attention with which the recipe's model is compared
-    (``model.baseline=true``).
+    The baseline is the Transformer with softmax attention with which the recipe's model is
+    compared. A recipe with ``model.baseline=true`` trains it.
 
     Attributes:
         run_dir: directory of the run.
         attention: name of the attention variant.
         heads: description of the variant's heads in words.
-        num_heads: number of heads.
-        num_kv_heads: number of key-value heads.
+        num_heads: number of heads of a layer, as the attention variant counts them.
+        num_kv_heads: number of key-value heads of a layer, as the attention variant counts them.
         head_dim: channels of a head.
         kv_cache_bytes_per_token: bytes per token of the key-value cache, over all layers.
         baseline_num_heads: number of heads of the baseline.

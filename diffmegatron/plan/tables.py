@@ -12,7 +12,7 @@ from diffmegatron.plan.rank_layout import Layout, ranks_in_words
 from diffmegatron.plan.summary import Plan
 
 _SECONDS_PER_DAY = 86_400
-# If the estimated time of a run on a GPU is shorter than this, it is not printed, because the
+# If the estimated time of a run on a GPU is shorter than this, it is not printed, because such a
 # recipe is sized for a CPU.
 _SHORT_RUN_SECONDS = 60
 # Names of the rows in the traffic table, by attribute of Traffic.

@@ -87,8 +87,9 @@ def stage_traffic(recipe: Recipe, world_size: int, stage: int) -> Traffic:
 def stage_collectives(recipe: Recipe, world_size: int, stage: int) -> Traffic:
     """Return the number of collectives that a rank of a pipeline stage calls per step, by kind.
 
-    Point-to-point messages of the pipeline count as collectives. ``gradients`` and ``weights`` are
-    estimates that assume full buckets. Reductions of single numbers are not counted.
+    Point-to-point messages of the pipeline count as collectives. Reductions of single numbers are
+    not counted. Two numbers are estimates: ``gradients`` assumes full buckets, and ``weights`` one
+    collective per parameter group (ZeRO 1 and 2) or per module and pass (ZeRO 3).
     """
     parallel, model = recipe.parallel, recipe.model
     microbatches = recipe.num_microbatches(world_size)
@@ -131,7 +132,10 @@ def stage_collectives(recipe: Recipe, world_size: int, stage: int) -> Traffic:
 
 
 def forward_passes(recipe: Recipe) -> int:
-    """Return the number of forward passes of a layer per microbatch, 2 with full recomputation."""
+    """Return the number of forward passes of a layer per microbatch.
+
+    It is 2 with full recomputation, and 1 otherwise.
+    """
     return 2 if recipe.recompute.granularity == "full" else 1
 
 
@@ -157,12 +161,14 @@ def _tensor(recipe: Recipe, stage: int) -> float:
 
 
 def _gates(recipe: Recipe) -> float:
-    """Return the bytes per microbatch for attention's additional products with hidden states.
+    """Return the bytes per microbatch in collectives of attention's additional projections.
 
-    An example is the projection that computes lambda in Differential Transformer V2. These products
-    are not part of Megatron's projections. Under sequence parallelism the ranks gather the weight
-    matrix of the product, and an all-to-all changes the result from a shard of the sequence to a
-    shard of the heads. Without sequence parallelism, the result is 0.
+    Such a projection of the hidden states is not part of Megatron's projections. An example is the
+    projection to lambda in Differential Transformer V2. Under sequence parallelism the ranks gather
+    its weight matrix, and an all-to-all changes its output from a shard of the sequence to a shard
+    of the heads. Without sequence parallelism, the function returns 0.
+
+    The caller multiplies the bytes by (k - 1) / k, the fraction that each of k ranks sends.
     """
     model, parallel = recipe.model, recipe.parallel
     if not parallel.sequence_parallel:
@@ -253,9 +259,9 @@ def _tied(recipe: Recipe, stage: int) -> float:
     """Return the bytes per step that a rank sends to reduce a tied embedding's gradient.
 
     The all-reduce is over the first and the last pipeline stage. With two ranks, each sends the
-    gradient once. The gradient is float32, because a pipeline requires ZeRO 1. The result is 0
-    without a tied embedding, without a pipeline, in a stage between the first and the last, or if
-    some tensors are frozen.
+    gradient once. The gradient is float32, because a pipeline requires ZeRO 1, which accumulates
+    gradients in float32. The result is 0 without a tied embedding, without a pipeline, in a stage
+    between the first and the last, or if some tensors are frozen.
     """
     model, parallel = recipe.model, recipe.parallel
     if not model.tied_embeddings or stage not in (0, parallel.pipeline - 1):

@@ -36,7 +36,7 @@ from diffmegatron.training.run import Run
 from diffmegatron.training.saving.resume import rollback_checkpoint
 
 PROFILE = "profile"
-# Number of allocations and frees that torch's memory history holds. The default has no limit.
+# Largest number of allocations and frees in torch's memory history, which by default has no limit.
 _MAX_ALLOCATIONS = 1_000_000
 _PRINTED = {HELD_OUT: "held-out loss", TEST: "test loss"}
 
@@ -107,10 +107,10 @@ class GuardHook(Hook):
     def _roll_back(self, run: Run) -> None:
         """Load an intact checkpoint, but keep the position in the data.
 
-        1. Usually the newest intact checkpoint is loaded.
-        2. If no step was applied since the last rollback, the next older one is loaded, if there is
-           one.
-        3. If there is no checkpoint, the run ends with an error.
+        1. If there is no intact checkpoint, the run ends with an error.
+        2. If no step was applied since the last rollback, and there is an older intact checkpoint,
+           the older one is loaded. The newest is renamed, so that it is never used again.
+        3. In all other cases the newest intact checkpoint is loaded.
 
         Training continues with the batch after the anomalous step. The batches from the checkpoint
         up to that step, which led to the anomaly, are not read again.

@@ -10,10 +10,13 @@ class Hook:
     """Base class for code that a run calls before, between and after its steps.
 
     Pass instances of subclasses to :func:`~diffmegatron.training.trainer.train` as the argument
-    ``hooks``. Every rank calls the same hooks in the same order: first the built-in hooks
-    (:func:`~diffmegatron.training.builtin_hooks.builtin_hooks`), then those of the ``hooks``
-    argument in its order, to which :func:`diffmegatron.api.train` appends the registered hooks
-    (:func:`register_hook`). A hook may therefore call collectives, but not inside
+    ``hooks``. A run calls its hooks in this order:
+
+    1. The built-in hooks (:func:`~diffmegatron.training.builtin_hooks.builtin_hooks`).
+    2. The hooks in the argument ``hooks``. :func:`diffmegatron.api.train` appends the registered
+       hooks (:func:`register_hook`) to this argument.
+
+    The order is the same on every rank, so a hook may call collectives, but not inside
     ``if run.parallel_state.is_main``, because then only rank 0 would call them.
 
     An exception in a hook ends the run. If only one rank raises, the other ranks wait until the

@@ -55,8 +55,9 @@ class Run:
             sets it must set it on every rank.
         pending_evaluators: names of the evaluators that are due at the last completed step and have
             no result yet. If the run stops now, the resumed run first runs these evaluators.
-        broken_reason: reason why the present weights may be broken: the last step was not finite,
-            or the held-out or test loss after it was not finite. Otherwise None.
+        broken_reason: reason why the present weights may be broken; None if there is none. A reason
+            is a number that is not finite: the loss or gradient norm of the last step, or a loss
+            measured after it (held-out, test or last batch).
     """
 
     agreed: Agreement

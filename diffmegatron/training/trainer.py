@@ -54,7 +54,8 @@ def train(
             and how this rank ended. The run passes each completed step to it.
         evaluators: one evaluator per entry of ``training.evaluate``.
         hooks: user-defined hooks, called after the built-in hooks; the same on every rank.
-        stop: handler of stop signals that the caller has entered; None to enter a new one.
+        stop: handler of stop signals, a context manager that the caller has already entered; None
+            to create and enter a new one.
 
     Returns:
         True if the last step is completed and every evaluation due at it is recorded. False if the
@@ -70,7 +71,9 @@ def train(
     used = load_tokenizer(recipe.data.tokenizer).vocab_size
     check_vocabulary(recipe.data.tokenizer, used, recipe.model.tokens)
     run_dir = Path(recipe.run_dir)
-    with suppress(OSError):  # A path that cannot exist raises it; run_lock below reports this path.
+    # If run_dir cannot be checked, for example for lack of permission, ignore the OSError here:
+    # run_lock below reports the problem.
+    with suppress(OSError):
         check_not_a_file(run_dir)
     with (
         run_lock(run_dir) if launch.rank == 0 else nullcontext(),

@@ -102,11 +102,11 @@ def _unfinished(recipes: Sequence[Recipe], names: Sequence[str]) -> list[Recipe]
 
     Args:
         recipes: one recipe per stage.
-        names: name of each stage to print.
+        names: name of each stage, as it is printed.
 
     Raises:
-        UserError: If a stage has the checkpoint of its last step, and the recipe of this checkpoint
-            differs in a key that must stay equal, such as the network.
+        UserError: If a stage has the checkpoint of its last step, and the recipe in this checkpoint
+            differs from the stage's recipe in a part that must stay equal, such as the network.
     """
     finished = from_rank_0(lambda: [_is_finished(recipe) for recipe in recipes])
     for recipe, name, is_finished in zip(recipes, names, finished, strict=True):
@@ -124,8 +124,8 @@ def _is_finished(recipe: Recipe) -> bool:
     Only small files are read: the manifest and recipe of the checkpoint, and the metrics.
 
     Raises:
-        UserError: If the checkpoint of the last step exists, and its recipe differs in a key that
-            must stay equal, such as the network.
+        UserError: If the checkpoint of the last step exists, and the recipe in this checkpoint
+            differs from ``recipe`` in a part that must stay equal, such as the network.
     """
     run_dir, steps = Path(recipe.run_dir), recipe.training.total_steps
     newest = CheckpointStore(run_dir).latest()

@@ -27,7 +27,7 @@ def verify_sources(
     parallel_state: ParallelState,
     extend_limit: Callable[[], AbstractContextManager[None]],
 ) -> None:
-    """Compare the hash of every data file with its manifest; every rank must call this function.
+    """Check every data file against the hash in its manifest; every rank must call this function.
 
     It has no effect unless ``data.verify`` is ``"hashes"``. Each rank hashes some of the files. All
     ranks synchronize after each gibibyte, because a rank that waited until another rank has hashed

@@ -55,8 +55,8 @@ def _observe(
         layer: layer that calls this function.
         query: queries after rotation, [s, b, query heads, d].
         key: keys after rotation, [s, b, key heads, d].
-        documents: start of each document in the concatenated sequences, followed by their length
-            b * s; None if attention crosses documents.
+        documents: start of each document in the concatenated sequences, followed by the total
+            length b * s; None if attention crosses documents.
     """
     length, rows = query.shape[:2]
     ends = range(0, length * rows + 1, length) if documents is None else documents.tolist()

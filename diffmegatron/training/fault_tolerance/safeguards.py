@@ -106,7 +106,8 @@ class StopRequest:
 
     Args:
         launch: environment variables of the launcher and the job for this rank.
-        folder: directory of the attempt; None without a job script.
+        folder: directory of the attempt (one start of the run by the job script); None without a
+            job script.
     """
 
     def __init__(self, launch: LaunchEnvironment, folder: Path | None = None) -> None:

@@ -55,8 +55,8 @@ def unrecorded_at(recipe: Recipe, step: int, run_dir: Path) -> list[str]:
     try:
         entries = newest_entries(run_dir)
     except UserError:
-        # The file is damaged. When the run starts, it renames the file and begins a new one, so no
-        # value is recorded.
+        # The file cannot be read. When the run starts, it renames the file and begins a new one, so
+        # no value is recorded.
         entries = []
     recorded = [name for entry in entries if entry["step"] == step for name in entry]
     return [

@@ -16,7 +16,7 @@ Values = dict[str, float]
 
 
 class Evaluator(Protocol):
-    """Interface of a measurement of the network during training that leaves the weights unchanged.
+    """Interface of a measurement of the network during training; it leaves the weights unchanged.
 
     Attributes:
         name: name of the metric, or prefix of the names of several metrics, such as

@@ -13,7 +13,7 @@ class Progress:
     MFU if it is known, and the time left.
 
     Args:
-        first_step: step at which this start of the run begins.
+        first_step: step of the run when this object is created.
         total_steps: number of steps of the run.
         tokens_per_step: number of tokens in a global batch.
     """

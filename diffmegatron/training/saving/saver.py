@@ -40,8 +40,8 @@ from diffmegatron.training.saving.snapshot import HostCopy, ParameterShards
 
 log = logging.getLogger(__name__)
 
-# Number of retries in a row after a failed save. A retry does not wait for the next multiple of
-# checkpoint.interval; after the last failed retry, the run waits for this step.
+# Largest number of retries until a save succeeds again. A retry does not wait for the next multiple
+# of checkpoint.interval; when no retry is left, the run waits for that multiple.
 _RETRIES = 2
 
 

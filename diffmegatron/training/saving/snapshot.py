@@ -27,7 +27,7 @@ class HostCopy:
         self._description = ""
 
     def take(self, engine: ZeroEngine, shards: ParameterShards) -> None:
-        """Copy the tensors that this rank saves to the host buffers.
+        """Copy into the host buffers all tensors that this rank saves.
 
         When the method returns, the copy is finished, so training may change the tensors.
         """

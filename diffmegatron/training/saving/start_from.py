@@ -36,8 +36,9 @@ def open_start(recipe: Recipe, parallel_state: ParallelState) -> Checkpoint | No
         The checkpoint; None if the recipe does not set ``checkpoint.start_from``.
 
     Raises:
-        UserError: If there is no intact checkpoint; if its network or tokenizer does not fit the
-            recipe; or if the DEX heads in ``model.attention`` were selected on other weights.
+        UserError: If no checkpoint is intact; if the checkpoint's network or tokenizer does not fit
+            the recipe; or if the heads that ``model.attention`` selects were selected on other
+            weights (:func:`_check_made_for`).
     """
     if recipe.checkpoint.start_from is None:
         return None
@@ -66,11 +67,13 @@ def _run_dir(start: Path) -> Path:
 def _check_made_for(source: Checkpoint, attention: Variant) -> None:
     """Check that the heads in ``model.attention`` were selected on the weights of ``source``.
 
-    Only DEX has such heads: it makes selected heads of a pretrained model differential.
-    ``attention.fingerprint`` is a hash of the weights on which the heads were selected, and must
-    equal the hash of the checkpoint's weights. Nothing is checked if the checkpoint has the same
-    kind of attention, because its weights are trained further. Nothing is checked either if
-    ``attention`` has no fingerprint.
+    Only the attention kind DEX has such heads: it makes selected heads of a pretrained model
+    differential. ``attention.fingerprint`` is a hash of the weights on which the heads were
+    selected, and must equal the hash of the checkpoint's weights. Nothing is checked in two cases:
+
+    - ``attention`` has no fingerprint.
+    - The checkpoint has the same kind of attention. Its weights were then already trained after the
+      heads had been selected, so their hash may have changed.
 
     Args:
         source: checkpoint to start from.
@@ -94,9 +97,8 @@ def load_weights(
 ) -> None:
     """Load the weights of a checkpoint, without optimizer state and data position.
 
-    Two kinds of parameters keep their initial values: those that only the recipe's attention
-    variant declares and the checkpoint's variant does not, and LoRA matrices if the checkpoint has
-    no LoRA.
+    Two kinds of parameters keep their initial values: those that the recipe's attention variant
+    declares but the checkpoint's variant does not, and LoRA matrices if the checkpoint has no LoRA.
     """
 
     def is_new(name: str) -> bool:
