@@ -140,7 +140,7 @@ def _memory_rows(stage: StageMemory) -> list[tuple[str, int]]:
     - The first four parts exist during the whole step.
     - The activations are temporary. The indented rows are memory in addition to them. Of the
       indented rows that begin with "then" and "or", only one exists at a time.
-    - The last row, the update, exists when the activations are freed.
+    - The last row is the memory of the update, which begins after the activations are freed.
     """
     return [
         ("weights", stage.weights),

@@ -298,8 +298,9 @@ def _communication(
 ) -> tuple[float, float]:
     """Return the seconds per step of communication that does not overlap with computation.
 
-    Two kinds of traffic overlap with computation: ring attention's with attention, and ZeRO 1's
-    gradients with the backward pass of the last microbatch (:func:`_last_share`).
+    Two kinds of traffic overlap with computation: ring attention's with attention; and, if
+    ``parallel.overlaps_gradients`` is true, ZeRO 1's gradients with the backward pass of the last
+    microbatch, except for the fraction :func:`_last_share`.
 
     The time of each kind of traffic is its bytes divided by the bandwidth, plus the latency of its
     collectives. The bandwidth depends on whether a process group spans several nodes. Megatron

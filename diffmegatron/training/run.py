@@ -158,8 +158,8 @@ class Run:
     def forward(self, microbatches: Sequence[Batch]) -> Agreement:
         """Run a forward pass on a global batch in evaluation mode, without gradients.
 
-        Every rank must call this method. The returned agreement has the mean loss of the batch and
-        the flags of all ranks.
+        Every rank must call this method. The returned agreement has the mean loss of the batch,
+        and flags for whether a rank must stop or is still writing its checkpoint file.
 
         Args:
             microbatches: this data-parallel rank's microbatches.
