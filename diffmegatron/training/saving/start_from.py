@@ -37,8 +37,8 @@ def open_start(recipe: Recipe, parallel_state: ParallelState) -> Checkpoint | No
 
     Raises:
         UserError: If no checkpoint is intact; if the checkpoint's network or tokenizer does not fit
-            the recipe; or if the heads that ``model.attention`` selects were selected on other
-            weights (:func:`_check_made_for`).
+            the recipe; or if the heads in ``model.attention`` were selected on other weights
+            (:func:`_check_made_for`).
     """
     if recipe.checkpoint.start_from is None:
         return None
@@ -72,8 +72,8 @@ def _check_made_for(source: Checkpoint, attention: Variant) -> None:
     selected, and must equal the hash of the checkpoint's weights. Nothing is checked in two cases:
 
     - ``attention`` has no fingerprint.
-    - The checkpoint has the same kind of attention. Its weights were then already trained after the
-      heads had been selected, so their hash may have changed.
+    - The checkpoint has the same kind of attention. In this case its weights have been trained
+      since the heads were selected, so their hash may have changed.
 
     Args:
         source: checkpoint to start from.
