@@ -1,8 +1,8 @@
 """Public functions that train, export and evaluate from Python; docs/python.md describes them.
 
 torch, Megatron-core and DeepSpeed take seconds to import, so this module does not import them. Each
-function imports them when it is called, after quick checks: of the launcher's environment, and in
-:func:`export` of the checkpoint's manifest.
+function first checks the launcher's environment variables, and :func:`export` then checks the
+checkpoint's manifest. Only after these quick checks does a function import the libraries.
 """
 
 from collections.abc import Sequence

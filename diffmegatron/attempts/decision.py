@@ -72,8 +72,8 @@ def decide(
     2. Exit status 75 means that a rank was stopped and ended in an orderly way. The attempt was
        stopped if a rank with this status had saved a checkpoint. Failures after the save do not
        matter, because all ranks save together. If the ranks with this status were stopped before
-       they had anything to save, the attempt was stopped too, but only if every signal that killed
-       a rank was a stop signal.
+       they had anything to save, the attempt was stopped too, unless a signal other than a stop
+       signal killed a rank.
     3. If a rank failed the preflight checks of its node, the cause is a fault of this node.
     4. If the job was killed and some ranks recorded no end, the attempt is lost, unless a rank
        recorded that a signal other than a stop signal killed it. A rank that failed without a
@@ -113,9 +113,9 @@ def decide(
     absent = tuple(sorted({host_of(rank) for rank in missing} - {""}))
     failed = _select(ends, lambda end: end.status not in {0, EXIT_STOPPED, *_STOP_STATUSES})
     if was_killed and missing and not _select(failed, lambda end: end.status > _SIGNAL):
-        # If some recorded ranks failed, the node of the missing ranks probably died, which made
-        # these ranks fail and ended the job. So blame the hosts of the missing ranks. Blame no host
-        # if no recorded rank failed, or if more than half of the ranks are missing.
+        # If some ranks recorded a failure, the node of the missing ranks probably died, which made
+        # the other ranks fail and ended the job. So blame the hosts of the missing ranks. Blame no
+        # host if no rank recorded a failure, or if more than half of the ranks are missing.
         reason = f"the job ended before {_list_ranks(missing)}"
         return Decision(Cause.LOST, reason, absent if failed and 2 * len(missing) <= ranks else ())
     unmet = _select(failed, lambda end: end.status == MachineError.exit_status)

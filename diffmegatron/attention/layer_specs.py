@@ -32,7 +32,7 @@ Linear: TypeAlias = type | ModuleSpec
 
 
 def available_host(lora: LoraConfig | None = None) -> Host:
-    """Return the host of the layers: local with LoRA, or if Transformer Engine cannot run.
+    """Return ``transformer_engine`` if it can run and there is no LoRA, and ``local`` if not.
 
     Transformer Engine can run if Megatron-core has imported it and torch has a CUDA device, because
     its modules cannot be built without a device. LoRA needs local layers: its low-rank term needs

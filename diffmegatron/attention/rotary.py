@@ -35,8 +35,8 @@ def rotary_angles(
         device: device of the result.
 
     Returns:
-        Float32 [s, 1, 1, d] in radians for the s positions of this rank; both halves of d are
-        equal.
+        Float32 [s, 1, 1, d] in radians for the s positions of this rank. Channels i and i + d / 2
+        have the same angle.
     """
     channels = torch.arange(0, width, 2, dtype=torch.float32, device=device)
     frequencies = 1.0 / (theta ** (channels / width))
@@ -80,7 +80,7 @@ def rotate(query: Tensor, key: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
     Args:
         query, key: [s, b, ..., d] for s positions, b sequences and d channels per head; floating
             point, with the same dtype.
-        angles: [s, 1, 1, d] in radians; both halves of d are equal.
+        angles: [s, 1, 1, d] in radians; channels i and i + d / 2 have the same angle.
 
     Returns:
         Contiguous tensors with the shapes and dtype of query and key.

@@ -135,11 +135,11 @@ class SelfAttention(MegatronModule):
             self.register_parameter(declared.name, parameter)
 
     def _initial(self, declared: Parameter) -> Tensor:
-        """Return a declared parameter with its initial values, or this rank's shard of it.
+        """Return the initial values of a declared parameter, or of this rank's shard of it.
 
-        Random values are drawn for the unsharded parameter from torch's CPU generator. Megatron
-        seeds this generator equally on all tensor-parallel ranks, so copies are equal and shards
-        fit together.
+        They are uninitialised if ``config.perform_initialization`` is false. Random values are
+        drawn for the unsharded parameter from torch's CPU generator. Megatron seeds this generator
+        equally on all tensor-parallel ranks, so copies are equal and shards fit together.
         """
         rows, *others = declared.shape
         own = self.share(rows) if declared.sharded else range(rows)

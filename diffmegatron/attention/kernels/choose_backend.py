@@ -12,10 +12,11 @@ from .registry import BACKENDS, FEATURES, Call, Op
 # Backends in the order in which "auto" tries them, by operation and device type. The first one that
 # can run is chosen. For attention "triton" comes after all libraries until tests/gpu has passed on
 # a GPU, because so far its kernels have been compiled and interpreted, but never run on a GPU. It
-# is therefore chosen only where no library can run: in ring context parallelism, if documents are
-# packed or the dtype is float32. It comes before "blocked", a loop in Python, which would need
-# thousands of small matrix products for 64K positions. "cudnn_2call" is missing, because it has
-# never been run. A backend that is missing here can still be requested by its name.
+# is therefore chosen only in ring context parallelism, and there only if documents are packed or
+# the dtype is float32, because no library can run in these two cases. It comes before "blocked", a
+# loop in Python, which would need thousands of small matrix products for 64K positions.
+# "cudnn_2call" is missing, because it has never been run. A backend that is missing here can still
+# be requested by its name.
 AUTO_ORDER: dict[Op, dict[str, tuple[str, ...]]] = {
     "differential": {
         "cpu": ("blocked",),

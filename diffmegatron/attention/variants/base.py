@@ -36,7 +36,8 @@ if TYPE_CHECKING:
 
 FLOAT32 = 4
 # Methods that define the computation of a layer, and methods that map its weights to Hugging Face.
-# `Variant.check_export` compares the classes that define the ones and the others.
+# `Variant.check_export` compares the class that defines the former with the one that defines the
+# latter.
 COMPUTATION = ("normalize_qk", "gate", "forward", "current_lambda")
 EXPORT = ("hugging_face", "weight_rules", "layer_rules")
 # Name of the bias of the fused projection to queries, keys and values. All other parameters that a
@@ -77,9 +78,9 @@ class Parameter:
         initial: standard deviation of normally distributed initial values, or fixed initial values.
             With ``matrix``, initial values are chosen as for the network's other weight matrices.
         role: group for weight decay and for counting parameters.
-        float32: whether it is stored and used in float32 in every precision of a run.
-        sharded: whether the first axis is divided among tensor-parallel ranks, in the same way as
-            the blocks of heads. Otherwise each rank holds the whole parameter.
+        float32: whether a layer computes with its float32 values, whatever the run's precision.
+        sharded: whether the first axis is cut into equal ranges, one per tensor-parallel rank in
+            the order of the ranks. If false, each rank holds the whole parameter.
 
     Raises:
         UserError: the role is unknown, or the shape has no axis.
@@ -175,7 +176,8 @@ class Variant(Section, ABC):
         title: name of a network of this kind, for reports.
         output_width: width of a head's output, divided by the width of a query.
         operation: attention function of the kernels. "differential" has two maps and values of
-            width 2d. "softmax" has one map, and :meth:`forward` may subtract its heads afterwards.
+            width 2d. "softmax" has one map; :meth:`forward` may subtract the outputs of some heads
+            from those of others.
         reads_hidden: whether the kind reads the layer's normalised input beside q, k and v.
         model_types: model types of Hugging Face that :meth:`from_hugging_face` reads.
         can_mix: whether other layers of the network may have another kind.
@@ -336,8 +338,8 @@ class Variant(Section, ABC):
     def baseline(self) -> "Variant":
         """Return softmax attention with as many channels as this kind, for a comparison.
 
-        The number of channels is equal in sum over all heads: that of the outputs, and that of the
-        keys and values. The number of heads and the width of one head may differ.
+        Summed over all heads, the outputs have as many channels in both kinds, and so have the keys
+        and values. The number of heads and the width of one head may differ.
         """
 
     def parameters(self, hidden_size: int) -> tuple[Parameter, ...]:

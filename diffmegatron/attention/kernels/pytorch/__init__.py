@@ -1,1 +1,1 @@
-"""Backends in plain PyTorch: the paper's equations, and blocks of query rows."""
+"""Backends in plain PyTorch: `reference` and `blocked` attention, and DIFF V2's subtraction."""

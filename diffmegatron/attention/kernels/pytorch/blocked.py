@@ -12,8 +12,9 @@ P_i, i = 1 or 2, and * is the elementwise product. With D_i = rowsum(P_i * dP):
 
     dS1 = P1 * (dP - D1)    dS2 = -lambda P2 * (dP - D2)    dlambda = -sum(D2)
 
-If r signal heads share a noise head, the noise head's P2 is computed once, and its dP is the sum of
-the dP of these signal heads.
+A signal head is a head of the first map, and a noise head is a head of the second map. If r signal
+heads share a noise head, the noise head's P2 is computed once, and its dP is the sum of the dP of
+these signal heads.
 """
 
 from collections.abc import Sequence

@@ -27,9 +27,10 @@ def attend(call: AttentionCall) -> Tensor:
 
 
 def attention_with_lse(call: AttentionCall, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the output and log-sum-exp of one map, for `api.chunk_attention`.
+    """Return the output and log-sum-exp of one map; `api.chunk_attention` calls this function.
 
-    The values may have any width.
+    A map is one softmax matrix of attention: differential attention has two. The head dimension of
+    V may differ from that of q and k.
     """
     dtype = torch.promote_types(call.maps.v.dtype, torch.float32)
     q, k, v = q.to(dtype), k.to(dtype), _repeat_kv(call.maps.v, q.shape[2]).to(dtype)

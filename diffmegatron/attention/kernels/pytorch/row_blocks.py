@@ -1,13 +1,13 @@
 """Blocks of query rows for the `blocked` backend: iteration, softmax maps and tensor layouts.
 
-Queries have the layout `[b * h_kv, repeats, s, d]`, where repeats = h / h_kv is the number of query
-heads per kv head. Keys have the layout `[b * h_kv, t, d]`. All are contiguous, in fp32 (fp64 for
-fp64 inputs).
-
 In the shapes b is the batch size, s the number of queries, t the number of keys, h the number of
 query heads of the map, h_kv the number of kv heads, d the width of a query, and e any width. For
 one block, heads is the number of its entries of the first dimension (at most b * h_kv), rows the
 number of its query rows, and keys the number of its keys.
+
+Queries have the layout `[b * h_kv, repeats, s, d]`, where repeats = h / h_kv is the number of query
+heads per kv head. Keys have the layout `[b * h_kv, t, d]`. All are contiguous, in fp32 (fp64 for
+fp64 inputs).
 
 The heads of the first map are called signal heads. The heads of the second map, which is
 subtracted, are called noise heads. Several signal heads may share a noise head.
@@ -25,10 +25,10 @@ from ..masks import AttentionMask
 # head, a block has ROWS_PER_BLOCK // n query rows, but at least 16. With 32 or 128, the backend was
 # up to a third slower at 256 to 2K keys, and equally fast at 4K.
 ROWS_PER_BLOCK = 64
-# A block has so many heads that each CPU core computes at most this number of elements of one map,
-# but at least one head. 2**17 elements in fp32 are 512 KiB, so that both maps fit into a core's L2
-# cache. With four times this number, the backend was also up to a third slower at 256 to 2K keys,
-# and equally fast at 4K.
+# Maximum number of elements of one map that a CPU core computes for a block. It limits the number
+# of heads in a block, but a core always computes at least one head. 2**17 elements in fp32 are 512
+# KiB, so that both maps fit into a core's L2 cache. With four times this number, the backend was up
+# to a third slower at 256 to 2K keys, and equally fast at 4K.
 ELEMENTS_PER_CORE = 2**17
 
 

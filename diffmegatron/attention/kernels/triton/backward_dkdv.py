@@ -3,7 +3,8 @@
 """Triton backward kernel for dK and dV; in the one-pass form it also computes dQ.
 
 P_i = softmax(S_i) is map i (1 or 2) with scores S_i = scale Q_i K_i^T and output O_i = P_i V. dO is
-the gradient of O1 - lambda O2, and * is the elementwise product. Both maps share dP = dO V^T:
+the gradient of O1 - lambda O2, dSi is that of S_i, and * is the elementwise product. Both maps
+share dP = dO V^T:
 
     delta_i = rowsum(dO * O_i)
     dS1 = P1 * (dP - delta1)      dS2 = -lambda P2 * (dP - delta2)
@@ -164,7 +165,10 @@ def _map_gradients(
     ACCUMULATE: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Return P1 - lambda P2, dS1 and dS2 of one block, each `[M, N]` in the inputs' dtype."""
+    """Return P1 - lambda P2, dS1 and dS2 of one block, each `[M, N]` in the inputs' dtype.
+
+    With MAPS = 1 these are P1, dS1 and dS1.
+    """
     dmap = _rows_times_keys(grad, v, TRANSPOSED, ACCUMULATE, INTERPRETED)
     # Rows past the last query get a log-sum-exp of +inf, which makes their weights zero.
     lse1 = load_rows(lse1_ptr, batch, head, first_row, query_length, heads, float("inf"), M)

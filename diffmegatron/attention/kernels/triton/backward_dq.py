@@ -3,8 +3,8 @@
 """Triton backward kernel for dQ, the second kernel of the split form of the backward pass.
 
 P_i is the softmax map i (1 or 2) of the queries Q_i and keys K_i, with output O_i = P_i V. dO is
-the gradient of O_1 - lambda * O_2. With dP = dO V^T and delta_i = rowsum(dO * O_i), where * is the
-elementwise product:
+the gradient of O_1 - lambda * O_2, dS_i is the gradient of the scores of map i, and * is the
+elementwise product. With dP = dO V^T and delta_i = rowsum(dO * O_i):
 
     dS_1 = P_1 * (dP - delta_1)
     dS_2 = -lambda * P_2 * (dP - delta_2)

@@ -42,7 +42,7 @@ def preprocess_kernel(
 
     Grid: (blocks of query rows, batch * heads). Without NORM, `grad_ptr` has dO. With NORM it has
     the gradient of the normed output, and each program stores two more results: dO of its rows at
-    `grad_out_ptr`, and the part of its rows of the gradient of the norm's weight, which is one row
+    `grad_out_ptr`; and its rows' contribution to the gradient of the norm's weight, as one row
     `[value_width]` of `grad_weight_ptr`.
     """
     first_row = tl.program_id(0) * M

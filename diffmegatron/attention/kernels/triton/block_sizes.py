@@ -58,7 +58,7 @@ def target_of(dtype: torch.dtype, capability: tuple[int, int]) -> Target:
     """Return the target for a chip of this compute capability and this dtype.
 
     1. HOPPER: capability 9.x with a 16-bit dtype.
-    2. LARGE: 8.0, 8.7, 10.x, and 9.x with fp32.
+    2. LARGE: 8.0, 8.7, 10.x, and 9.x with a wider dtype.
     3. SMALL: all other chips.
 
     Only HOPPER uses tensor descriptors. With descriptors for fp32 tiles the backward kernels would

@@ -33,7 +33,7 @@ def load_tile(
     WIDTH: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    """Load the tile `[ROWS, WIDTH]` of one head that starts at `first_row`.
+    """Load ROWS rows of one head, beginning with `first_row`, as a tile `[ROWS, WIDTH]`.
 
     Rows from `length` on and columns past `width` are zero.
     """

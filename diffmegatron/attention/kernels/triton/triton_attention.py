@@ -1,10 +1,11 @@
 """The Triton backend: the kernels as autograd functions.
 
-With the outputs `out1` and `out2` of the two maps, attention returns `out = out1 - lambda out2`.
-The forward pass saves the inputs, `out`, `out2` and a log-sum-exp per map. The backward pass
-computes out1 as out + lambda out2. A signal head is a head of the first map, and a noise head is a
-head of the second map. If each signal head has its own noise head, one kernel computes both maps.
-If several signal heads share a noise head, there is one kernel launch per map.
+Differential attention has two maps, softmax(q1 k1^T) and softmax(q2 k2^T), with the outputs `out1`
+and `out2`. It returns `out = out1 - lambda out2`. Softmax attention has one map. The forward pass
+saves the inputs, `out`, `out2` and a log-sum-exp per map. The backward pass computes out1 as
+out + lambda out2. A signal head is a head of the first map, and a noise head is a head of the
+second map. If each signal head has its own noise head, one kernel computes both maps. If several
+signal heads share a noise head, there is one kernel launch per map.
 
 In the shapes b is the batch size, s the number of queries, h the number of heads of the first map,
 heads the number of heads of the map in question, and e the width of the values.
@@ -62,8 +63,8 @@ def attend(
 def attention_with_lse(call: AttentionCall, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     """Return the output `[b, s, heads, e]` and log-sum-exp `[b, s, heads]` of one map.
 
-    This is the backend's part of `api.chunk_attention`. The log-sum-exp is a natural logarithm. The
-    values may have any width. The function is not differentiable.
+    `api.chunk_attention` calls this function, which is not differentiable. The log-sum-exp is a
+    natural logarithm. The values may have any width.
     """
     out, lse = _one_map(q, k, call.maps.v, problem_of(call, None, None))
     return out, lse.transpose(1, 2) / LOG2_E

@@ -348,7 +348,7 @@ class _Builder:
     def output(self, name: str, tensor: Any) -> None:
         """Declare `tensor`, the result of an operation, as the output `name` of the graph.
 
-        Its layout and dtype are those of `name`.
+        `_layout` determines its layout and dtype from `name`.
         """
         dims, strides, dtype = self._layout(name)
         tensor.set_output(True).set_dim(dims).set_stride(strides).set_data_type(dtype)

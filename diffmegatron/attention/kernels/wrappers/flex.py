@@ -28,8 +28,8 @@ MOST_COMPILATIONS = 64
 def attend(call: AttentionCall) -> Tensor:
     """Compute attention by one call per map.
 
-    With one map, FlexAttention chooses its block sizes. With two maps V has the width 2d, and
-    `kernel_options` chooses the block sizes.
+    With one map, FlexAttention chooses its block sizes. With two maps V has the width 2d, and on
+    CUDA `kernel_options` chooses the block sizes.
     """
     if call.lambda_ is None:
         return _plain_attention(call, None)(*call.maps.arguments())

@@ -34,9 +34,9 @@ def attend(call: AttentionCall) -> Tensor:
 def attention_with_lse(call: AttentionCall, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     """Return the output and log-sum-exp of one map by torch's flash kernels.
 
-    This is a backend function of `api.chunk_attention`. It is not differentiable. V is split along
-    its width into pieces that are as wide as Q, because the kernels need equal widths. The mask
-    must be one that torch's argument `is_causal` can express.
+    `api.chunk_attention` calls this function. It is not differentiable. V is split along its width
+    into pieces that are as wide as Q, because the kernels need equal widths. The mask must be one
+    that torch's argument `is_causal` can express.
     """
     v = call.maps.v
     dtype = torch.promote_types(v.dtype, torch.float32)
@@ -51,9 +51,9 @@ def attention_with_lse(call: AttentionCall, q: Tensor, k: Tensor) -> tuple[Tenso
 def chunk_gradients(call: AttentionCall, grad: Tensor, whole: WholeAttention) -> QKV:
     """Return the contribution of one chunk to the gradients, computed by torch's flash kernels.
 
-    A chunk is a part of the keys and values. This is a backend function of `api.chunk_gradients`.
-    As in torch's own context parallelism, the kernels receive the output and the log-sum-exp of
-    attention to the keys of all chunks (`whole`).
+    A chunk is a part of the keys and values. `api.chunk_gradients` calls this function. As in
+    torch's own context parallelism, the kernels receive the output and the log-sum-exp of attention
+    to the keys of all chunks (`whole`).
 
     V, the output O and its gradient dO are split along their width into pieces that are as wide as
     Q, and the kernel is called once per piece. With the attention weights P, a call computes the
