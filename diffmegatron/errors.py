@@ -22,9 +22,10 @@ class MachineError(UserError):
 
 
 class UnfitNodeError(MachineError):
-    """A failure that only this machine has; the job can succeed without this machine.
+    """A failure of this machine; the job may succeed on other machines.
 
-    The ``exit_status`` is EX_OSERR of sysexits.h.
+    After this ``exit_status``, ``launch/slurm.sh`` restarts the job, without this machine if enough
+    others remain. The value is EX_OSERR of sysexits.h.
     """
 
     exit_status = 71

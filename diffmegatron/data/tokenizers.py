@@ -304,7 +304,8 @@ def _search_folders() -> list[Path]:
 def _byte_level() -> Tokenizer:
     encoding = tiktoken.Encoding(
         BYTES,
-        # The time of tiktoken's merging is superlinear in the length of a piece, so limit it.
+        # Split text into pieces of at most 64 characters, because the time in which tiktoken
+        # merges the bytes of a piece is superlinear in the length of the piece.
         pat_str=r"[\s\S]{1,64}",
         mergeable_ranks={bytes([byte]): byte for byte in range(256)},
         special_tokens={END_OF_TEXT: 256},

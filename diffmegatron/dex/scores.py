@@ -46,10 +46,10 @@ class Score(ABC):
     def sums(
         self, network: Network, microbatches: Sequence[Batch], parallel_state: ParallelState
     ) -> tuple[Sums, float]:
-        """Return this rank's sums of scores, and the weight of these sums.
+        """Return this rank's sums of scores, and this rank's contribution to their divisor.
 
-        To compute the score of a head, the caller adds its sums over all data- and context-parallel
-        ranks, and divides by the sum of the weights of these ranks.
+        The caller computes the score of a head: the total of the head's sums over all data- and
+        context-parallel ranks, divided by the total of the contributions of these ranks.
 
         Args:
             network: this rank's shard of the network.
@@ -98,10 +98,10 @@ class Gradient(Score):
     def sums(
         self, network: Network, microbatches: Sequence[Batch], parallel_state: ParallelState
     ) -> tuple[Sums, float]:
-        """Return this rank's sums of the importances, and the weight of these sums.
+        """Return this rank's sums of the importances, and its contribution to their divisor.
 
-        The sums are already divided by the number of sequences of all ranks. The weights of all
-        data- and context-parallel ranks therefore add up to 1.
+        The sums are already divided by the number of sequences of all ranks. The contributions of
+        all data- and context-parallel ranks therefore add up to 1.
         """
         total: Sums = defaultdict(partial(torch.zeros, (), dtype=torch.float64))
 
@@ -195,8 +195,8 @@ def _entropy_sums(
         query: queries [s, b, heads, d].
         key: keys [s, b, key heads, d].
         documents: boundaries of the packed documents in the concatenated sequences of the batch
-            (whole sequences, also with context parallelism), [documents + 1] beginning with 0; None
-            if every sequence is one document.
+            (whole sequences, also with context parallelism), [number of documents + 1], beginning
+            with 0; None if every sequence is one document.
         layer: attention layer of the heads.
 
     Returns:

@@ -163,13 +163,13 @@ def _calibration_recipe(
 def _gather_scores(sums: Sums, weight: float, parallel_state: ParallelState) -> Scores:
     """Return the score of every head as ``scores[layer][head]``, the same on every rank.
 
-    A head's score is a weighted mean: its sums on all data- and context-parallel ranks are added,
-    and divided by the sum of the weights of these ranks. The heads of a layer are concatenated in
+    The score of a head is the total of its ``sums`` over all data- and context-parallel ranks,
+    divided by the total of the ``weight`` of these ranks. The heads of a layer are concatenated in
     the order of the tensor-parallel ranks, and the layers of all pipeline stages are returned.
 
     Args:
         sums: layer -> sum of scores for each head of this rank.
-        weight: weight of the sums of this rank.
+        weight: contribution of this rank to the divisor, such as the number of its queries.
         parallel_state: process groups of this rank.
     """
     coordinates = (parallel_state.data_rank, parallel_state.tensor_rank)

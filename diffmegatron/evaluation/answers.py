@@ -160,7 +160,8 @@ def generate(
 
     Args:
         network: network that reads the texts.
-        requests: requests that begin with the same token ids, as many as their ``shared`` says.
+        requests: requests with an equal number ``shared``; their first ``shared`` token ids are
+            the same.
         tokenizer: tokenizer of the network.
         read_prefix: function that runs the network on these shared token ids, and returns one row
             with their keys and values. It is called if there are shared ids and

@@ -27,7 +27,7 @@ def estimate(shares: Mapping[str, Mean]) -> Estimate | None:
     unit it has no interval. The result is None if there are no units or all weights are 0.
 
     Args:
-        shares: name of each unit -> its contribution to the measure.
+        shares: name of each unit -> its contribution (total and weight) to the measure.
     """
     return _estimate(_arrays(shares, sorted(shares)))
 

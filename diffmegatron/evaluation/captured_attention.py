@@ -106,7 +106,7 @@ class LayerAttention:
         return self.subtracted(self.logits(first, end).softmax(-1), first, end)
 
     def subtracted(self, softmax: Tensor, first: int, end: int) -> Tensor:
-        """Return the result of :meth:`maps`, if the softmax of the logits is known already.
+        """Return the result of :meth:`maps`, computed from a given softmax of the logits.
 
         Args:
             softmax: softmax of the result of :meth:`logits` for these rows.
@@ -169,7 +169,7 @@ def quantize_logits(model: Model, bits: int) -> Iterator[None]:
 
     Every forward pass must have a single text.
 
-    A logit x becomes s * round(x / s), where the step s is max |x| / (2^(bits - 1) - 1) (absmax
+    A logit x becomes step * round(x / step), where step is max |x| / (2^(bits - 1) - 1) (absmax
     quantization). The maximum is over all queries, heads and visible keys of one call of the
     attention function. The softmax is computed in float32.
 

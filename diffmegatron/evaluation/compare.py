@@ -1,4 +1,8 @@
-"""Comparison of runs by their recorded metrics: curves, lambda, throughput and final figures."""
+"""Comparison of runs by their recorded metrics.
+
+The comparison consists of plots (losses, throughput, and lambda, the factor of the subtracted
+attention maps) and a table of final figures (numbers such as the last losses).
+"""
 
 import json
 import statistics
@@ -95,8 +99,8 @@ def compare(run_dirs: Sequence[Path], out: Path) -> Table:
     """Compare runs, and write ``compare.json``, ``compare.md`` and ``compare.png`` into ``out``.
 
     Args:
-        run_dirs: run_dirs of any recipes, finished or not; for a recipe with stages, the folder
-            of all stages.
+        run_dirs: directories of runs of any recipes, finished or not; for a recipe with stages,
+            the folder that contains all stages.
         out: directory, created if it is missing; files of an earlier comparison are replaced.
 
     Returns:
@@ -167,7 +171,7 @@ def curves_of(run: RecordedRun) -> Curves:
 
 
 def final_figures(run: RecordedRun) -> dict[str, Any]:
-    """Return a dict with the names and values of a run's final figures.
+    """Return the final figures (numbers) of a run as a dictionary from names to values.
 
     Steps and tokens are sums over all stages, and ``stages`` lists the names of all stages if there
     are several. All other figures are those of the last stage; figures without a recorded value are

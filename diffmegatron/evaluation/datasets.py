@@ -25,7 +25,7 @@ _MAX_FILE_BYTES = 1 << 30
 
 @dataclass(frozen=True)
 class DataSet(Generic[Example]):
-    """A data set in a file of its published format.
+    """A data set in a file, in the format in which the data set was published.
 
     Attributes:
         file: name of the file under ``--data-dir``. If a ``.jsonl`` file is missing, a file of the
@@ -63,7 +63,7 @@ class DataSet(Generic[Example]):
 class Row(BaseModel, ABC):
     """Base of the rows of published data sets.
 
-    The fields of a subclass are the keys or columns of the row that evaluation uses.
+    The fields of a subclass are those keys or columns of a row that evaluation uses.
     """
 
     @abstractmethod
@@ -79,7 +79,7 @@ class Row(BaseModel, ABC):
 
 
 def json_lines(row: type[Row]) -> Reader[Any]:
-    """Return a reader of JSON-lines and Parquet files, whose rows it parses as ``row``."""
+    """Return a reader that parses each row of a JSON-lines or Parquet file as the class ``row``."""
 
     def read(path: Path) -> Iterator[Any]:
         (file,) = find_files([path], "*")
@@ -97,7 +97,7 @@ def json_lines(row: type[Row]) -> Reader[Any]:
 
 
 def json_list(row: type[Row]) -> Reader[Any]:
-    """Return a reader of JSON files that contain one list, whose entries it parses as ``row``."""
+    """Return a reader that parses each entry of the list in a JSON file as the class ``row``."""
 
     def read(path: Path) -> Iterator[Any]:
         rows: list[Row] = _parsed(path, list[row])  # type: ignore[valid-type]
@@ -107,7 +107,7 @@ def json_list(row: type[Row]) -> Reader[Any]:
 
 
 def json_table(row: type[Row]) -> Reader[Any]:
-    """Return a reader of JSON files that contain one object, whose values it parses as ``row``."""
+    """Return a reader that parses each value of the object in a JSON file as the class ``row``."""
 
     def read(path: Path) -> Iterator[Any]:
         rows: dict[str, Row] = _parsed(path, dict[str, row])  # type: ignore[valid-type]

@@ -53,8 +53,7 @@ def evaluate(
         paths: paths of the targets.
         names: names of the suites.
         out: directory of the results, created if it is missing.
-        options: values of the suites' fields ``data``, ``haystack`` and ``data_dir``, by the name
-            of the field.
+        options: name -> value of the suites' fields ``data``, ``haystack`` and ``data_dir``.
         settings: settings of suites, as ``SUITE.KEY=VALUE``.
         computing: device, dtype, size of batches and engine; None for the defaults.
 

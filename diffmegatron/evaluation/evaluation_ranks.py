@@ -63,7 +63,8 @@ def join_ranks() -> Iterator[Ranks]:
     Without a launcher there is one process.
 
     Raises:
-        UserError: a process does not join, or has no GPU.
+        UserError: the launcher's variables are not valid; a process does not join; or this machine
+            has GPUs, but none for this process.
     """
     launch = read_launch()
     if launch.ranks == 1:

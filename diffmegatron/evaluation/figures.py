@@ -1,7 +1,8 @@
 """Plots for the figures of suites: bars and curves with 95% intervals, and colour maps.
 
 A suite is a benchmark, and a target is an evaluated model. A measure is a number that a suite
-computes for a target, such as an accuracy.
+computes for a target, such as an accuracy. An item is the smallest part of a suite that is scored,
+such as a question, and its record is the result.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,7 +21,8 @@ if TYPE_CHECKING:
 def estimate_measures(suite: Suite, records: Records) -> dict[str, Estimate]:
     """Return a dictionary from each measure of a target to its estimate with the interval.
 
-    A measure has no value if all its weights are 0, and is then left out.
+    A measure is the sum of the records' totals divided by the sum of their weights (:class:`Mean`).
+    Measures whose weights are all 0 have no value and are left out.
 
     The interval comes from a bootstrap that draws single records, so the records that contribute to
     a measure must be independent. The records of the items of one unit (a group of dependent items,

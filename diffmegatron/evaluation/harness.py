@@ -1,4 +1,4 @@
-"""EleutherAI's lm-eval as a library: its tasks by name, their requests, filters and metrics.
+"""Use EleutherAI's lm-eval as a library: load its tasks, and compute their requests and metrics.
 
 Importing this module imports lm-eval (the extra ``evaluation``).
 """
@@ -64,7 +64,7 @@ class Question:
         arguments: arguments of each request. Their form depends on the task's ``OUTPUT_TYPE``:
             (prompt, continuation) for ``loglikelihood`` and multiple choice; (text,) for
             ``loglikelihood_rolling``; (prompt, settings of decoding) for ``generate_until``.
-        instances: the same requests as lm-eval's objects.
+        instances: the requests as ``Instance`` objects of lm-eval.
     """
 
     task: str
@@ -88,7 +88,8 @@ class Tasks:
         groups: groups by name.
 
     Raises:
-        UserError: a name is unknown, or a task cannot be loaded.
+        UserError: a folder does not exist; a name is unknown; or a task cannot be loaded, occurs
+            twice, or needs more than text and greedy decoding.
     """
 
     def __init__(self, names: Sequence[str], include_path: Path | None, data_dir: Path) -> None:
@@ -238,8 +239,8 @@ class Tasks:
         Returns:
             For every task, and for every group that aggregates its tasks: the number of questions
             (``sample_len``), and the value and standard error of each metric and filter, such as
-            ``acc,none`` and ``acc_stderr,none``. A number that lm-eval does not define, such as the
-            standard error of one question, is None.
+            ``acc,none`` and ``acc_stderr,none``. A number that lm-eval does not define is None, for
+            example the standard error if a task has only one question.
         """
         found: Results = {}
         for name, metrics in values.items():
@@ -308,7 +309,10 @@ class Encoder(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """Id of the token before a text without a context: start token, or else end token."""
+        """Id of the token that is put before a text to score that has no prompt.
+
+        It is the start token, or the end token if the tokenizer has no start token.
+        """
         start = self.tokenizer.bos_token_id
         return self.eot_token_id if start is None else int(start)
 
@@ -379,7 +383,8 @@ class Encoder(TemplateLM):
 
         1. A prompt to continue freely is one request for generation.
         2. Consecutive choices (continuations to score) after the same context are one request.
-        3. A text to score as a whole is split into windows, and each window is one request.
+        3. A text whose tokens are all scored is split into windows that fit the target's context,
+           and each window is one request.
         """
         kind = question.instances[0].request_type
         if kind == "generate_until":
@@ -388,8 +393,9 @@ class Encoder(TemplateLM):
             pairs = self._pairs(question.arguments)
         else:
             pairs = [pair for (text,) in question.arguments for pair in self._windows(text)]
-        # Nothing is predicted after the last token, so the network does not process it. Context and
-        # continuation together may therefore have one token more than the network's context.
+        # Nothing is predicted after the last token of a continuation, so the network does not
+        # process this token. `before` and `after`, the two parts of a pair, may therefore have
+        # `self.context` + 1 tokens together.
         most = [self.context + 1 - len(after) for _, after in pairs]
         cut = any(len(before) > limit for (before, _), limit in zip(pairs, most, strict=True))
         fitting = [

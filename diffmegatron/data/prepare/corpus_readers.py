@@ -247,10 +247,10 @@ def _read_parquet(file: CorpusFile, columns: tuple[str, ...], max_bytes: int) ->
 
 
 def _rows(batch: pyarrow.RecordBatch) -> Iterator[dict[str, Any] | str]:
-    """Yield each row as a dictionary of Python values, or a string: why it cannot be converted.
+    """Yield each row as a dictionary of Python values, or as a string if conversion fails.
 
-    For example, a nested value may have invalid UTF-8, or a date may be beyond Python's range. If
-    the conversion of the batch fails, its rows are converted one at a time.
+    The string is the reason: for example, a nested value has invalid UTF-8, or a date is beyond
+    Python's range. If the conversion of the batch fails, its rows are converted one at a time.
     """
     try:
         yield from batch.to_pylist()

@@ -38,9 +38,9 @@ TOKENS, LENGTHS, COUNTS, DIGESTS = "tokens.bin", "lengths.i32", "counts.i32", "d
 REJECTS = "rejects.jsonl"
 FILES = (TOKENS, LENGTHS, COUNTS, DIGESTS, REJECTS)
 INDEX, MANIFEST = "index.idx", "manifest.json"
-# If at least this many records have become documents or rejects, each commit checks the share of
-# rejects. Among fewer records, a single reject is already a large share, so this share is checked
-# only at the end.
+# If at least this many records have become documents or rejects (records that cannot be used), each
+# commit checks the share of rejects. Among fewer records, a single reject is already a large share,
+# so this share is checked only at the end.
 _EARLY_CHECK = 1000
 
 

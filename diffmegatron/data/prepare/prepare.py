@@ -203,7 +203,8 @@ def _describe_changed_input(before: tuple[InputRecord, ...], now: list[CorpusFil
     """Describe how the recorded inputs differ from the present inputs.
 
     Returns:
-        At most one description: of the first input that differs, or of the number of inputs.
+        A list of at most one description: of the first input that differs, or, if all common inputs
+        are equal, of the different number of inputs.
     """
     for record, file in zip(before, now, strict=False):
         name = format_path(file.path)

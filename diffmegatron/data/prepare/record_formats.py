@@ -122,10 +122,10 @@ def _parse_json(text: str) -> dict[str, Any]:
 
 
 def _only(document: dict[str, Any]) -> str:
-    """Return the names of a record's fields as the end of an error message.
+    """Return the end of an error message: the names of the first 8 fields that are not None.
 
     For a record of a Parquet file, only the columns that were read are listed. The text is "" if
-    the record has no fields.
+    there are no such fields.
     """
     names = [repr(name) for name in document if document[name] is not None]
     listed = ", ".join(names[:_LISTED]) + (", ..." if len(names) > _LISTED else "")

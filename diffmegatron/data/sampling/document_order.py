@@ -27,8 +27,8 @@ class Selection:
         test_fraction: share of the documents held out for testing, 0 to 1.
         split_seed: seed that determines which documents are held out.
         seed: seed that determines the order, and which short documents are kept.
-        long_tokens: documents with at least this many tokens, without the end-of-document token,
-            are always kept.
+        long_tokens: a document is always kept if it has at least this many tokens; its
+            end-of-document token does not count.
         keep_short: probability with which a shorter document is kept. A value below 1 up-samples
             long documents: their share of the tokens grows. 1 keeps all documents.
     """
@@ -147,7 +147,7 @@ def _lowest(chance: np.ndarray, free: np.ndarray, fraction: float) -> np.ndarray
         chance: float64 ``[documents]``, random number of each document.
         free: bool ``[documents]``, True for documents that are not yet in another held-out split.
         fraction: share of all documents to select. If it is positive, at least one document is
-            selected, but one free document always remains.
+            selected, unless only one is free: the last free document is never selected.
 
     Returns:
         bool ``[documents]``, True for selected documents.

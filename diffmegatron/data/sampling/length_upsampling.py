@@ -24,8 +24,8 @@ def keep_long(
             token.
         documents: int ``[n]``, number of each document in the corpus. This number and the seed
             determine whether a short document is kept.
-        long_tokens: documents with at least this many tokens, without the end-of-document token,
-            are always kept.
+        long_tokens: a document is always kept if it has at least this many tokens; its
+            end-of-document token does not count.
         keep_short: probability with which a shorter document is kept; 1 keeps all documents.
         seed: seed of the random numbers.
     """

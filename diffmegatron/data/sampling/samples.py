@@ -162,11 +162,11 @@ class SourceSamples:
 
 
 class Samples:
-    """All samples of a run by their number, from all sources.
+    """All samples of a run, from all sources, indexed by the number of the sample in the run.
 
     Attributes:
         config: section ``data`` of the recipe.
-        sources: samples of each source, by its content hash.
+        sources: content hash of each source -> its samples.
         history: weights of the sources during each period of the run.
         settings: all settings that determine the order, except the sources and their weights. A
             checkpoint stores them.
@@ -330,7 +330,7 @@ def _selection(config: DataConfig, seed: int, split: Split) -> Selection:
 def _open_sources(
     config: DataConfig, seq_length: int, selection: Selection
 ) -> dict[str, SourceSamples]:
-    """Return the samples of each source, by its content hash, in the order of the recipe."""
+    """Return a dictionary from content hashes of sources to samples, in the recipe's order."""
     tokenizer = load_tokenizer(config.tokenizer)
     sources: dict[str, SourceSamples] = {}
     for source in config.sources:
