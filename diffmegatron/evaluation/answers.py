@@ -22,9 +22,9 @@ def score(
     A row of the batch is a context with one of its continuations. The last token of the
     continuation is left out, because no likelihood depends on the prediction after it. Two
     continuations of a context that differ only in their last token therefore share a row. If some
-    context has several rows, the network first reads each context once, and its keys and values are
-    copied to each of its rows. In two cases the network instead reads the context in every row: if
-    every context has one row, or if ``network.keeps_all_tokens`` is false.
+    context has several rows and ``network.keeps_all_tokens`` is true, the network first reads each
+    context once, and its keys and values are copied to each of its rows. In all other cases, the
+    network reads the context in every row.
 
     Args:
         network: network that reads the rows.

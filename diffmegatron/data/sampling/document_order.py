@@ -50,7 +50,7 @@ class DocumentOrder:
     dropped. (It raises the share of long documents by dropping short ones at random.)
 
     Attributes:
-        documents: int64 ``[n]``, number of each document in the corpus, in the order of the stream.
+        documents: int64 ``[n]``, index of each document in the corpus, in the order of the stream.
         ends: int64 ``[n]``, number of tokens of the stream up to the end of each document.
         split_lengths: length histogram of all documents of the split.
         lengths: length histogram of the n documents of the stream.

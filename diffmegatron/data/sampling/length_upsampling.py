@@ -22,7 +22,7 @@ def keep_long(
     Args:
         lengths: int ``[n]``, number of tokens of each document, including the end-of-document
             token.
-        documents: int ``[n]``, number of each document in the corpus. This number and the seed
+        documents: int ``[n]``, index of each document in the corpus. This index and the seed
             determine whether a short document is kept.
         long_tokens: a document is always kept if it has at least this many tokens; its
             end-of-document token does not count.

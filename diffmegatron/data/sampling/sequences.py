@@ -22,7 +22,7 @@ class Pieces(NamedTuple):
     """The n pieces of documents that fill a sequence, in order; each array is int ``[n]``.
 
     Attributes:
-        documents: number of each piece's document in the corpus.
+        documents: index of each piece's document in the corpus.
         starts: index of each piece's first token in its document.
         lengths: number of tokens of each piece.
     """
