@@ -64,9 +64,9 @@ class Place:
 def check_tiling(places: Iterable[Place], owner: str) -> None:
     """Check that the pieces of one tensor cover every element exactly once.
 
-    The boxes must form a grid, whose cells may differ in size; every parallel layout gives such a
-    grid. To find overlaps, it is therefore enough to compare each box with the edges of the grid,
-    and not with every other box.
+    Every parallel layout gives boxes that are cells of a grid, whose cells may differ in size. This
+    function requires such a grid. Two cells of a grid never overlap, so the boxes need not be
+    compared with each other.
 
     Args:
         places: positions of all pieces of one tensor; at least one.

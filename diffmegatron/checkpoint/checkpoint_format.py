@@ -121,7 +121,7 @@ class Checkpoint:
 
     @property
     def is_weights_only(self) -> bool:
-        """True if the optimizer state is missing, so that no run can resume from it."""
+        """True if the checkpoint has no optimizer state, so that no run can resume from it."""
         return self.state["contents"] == "weights"
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:

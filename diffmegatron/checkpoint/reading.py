@@ -126,8 +126,8 @@ class TensorFile:
             beginning = stream.read(_LENGTH_BYTES)
             length = int.from_bytes(beginning, "little")
             if length > min(size - _LENGTH_BYTES, MAX_BYTES):
-                # Look for a pickle only here, where the length is impossible. The bytes of a
-                # possible length can be those with which a pickle begins: 640 is 80 02 in hex.
+                # Look for a pickle only here, where the length is impossible. A possible length can
+                # have the first bytes of a pickle: the length 640 is stored as 80 02 (hex).
                 if beginning[:2] in _PICKLES:
                     raise UserError(
                         f"{format_path(self.path)} is a pickle, which can run any program when it "
@@ -137,7 +137,7 @@ class TensorFile:
             return stream.read(length), size
 
     def _check_order(self, content_bytes: int) -> int:
-        """Check that the tensors fill the file: first float32, then bytes, without gap or overlap.
+        """Check that the tensors fill the file: first float32, then uint8, without gap or overlap.
 
         Args:
             content_bytes: size of the file without its header.

@@ -36,7 +36,7 @@ class StageFolder:
 def stage_folders(
     run_dir: Path, marker: str = CHECKPOINTS, recipe: str = RECIPE
 ) -> list[StageFolder]:
-    """Return the stages in a ``run_dir`` that contain ``marker``, in the order of training.
+    """Return the stages of a ``run_dir`` whose folders contain ``marker``, in order of training.
 
     For a run without stages, return its only folder.
 

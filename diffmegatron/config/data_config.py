@@ -40,8 +40,8 @@ class Upsampling(Section):
 
     With the mode ``none`` all documents are kept. With the other two modes, documents of at least
     ``long_tokens`` tokens are always kept, and shorter documents with probability ``keep_short``.
-    The two differ in the shares of the sources in the tokens: ``per_source`` preserves the shares;
-    ``global`` lets them shift towards sources with long documents.
+    These two modes differ in how the tokens are divided among the sources: ``per_source`` preserves
+    the share of each source; ``global`` raises the shares of sources with long documents.
     """
 
     mode: Literal["none", "per_source", "global"] = "none"

@@ -21,8 +21,8 @@ def check_layout(recipe: RecipeSections) -> None:
     """Check those rules of the parallel layout that do not depend on the number of ranks.
 
     Raises:
-        ValueError: a size is not divisible, or a setting excludes the layout; the message names the
-            nearest layout or setting that fits.
+        ValueError: a size is not divisible, or a setting does not work with the layout; the message
+            names the nearest layout or setting that fits.
     """
     _check_tensor(recipe)
     _check_context(recipe)
@@ -84,8 +84,9 @@ def context_communication(recipe: RecipeSections) -> Literal["ring", "all_gather
     ``auto`` prefers Ulysses. It moves the least data (each rank sends its own queries, keys, values
     and outputs once), and its kernels are as fast as on one rank. Ulysses requires that the
     context-parallel size divides the number of key-value heads per tensor-parallel rank. If it does
-    not, ``auto`` selects the ring, which works with any number of ranks. With P ranks the ring
-    divides the memory for queries, keys and values by P.
+    not, ``auto`` selects the ring, which works with any number of ranks. ``auto`` never selects
+    ``all_gather``, where each rank saves the keys and values of the whole sequence for the backward
+    pass. With the other two methods, each of P ranks saves 1 / P of them.
     """
     parallel = recipe.parallel
     if parallel.context_communication != "auto":
@@ -195,9 +196,9 @@ def _check_pipeline(recipe: RecipeSections) -> None:
 def _check_recompute(recipe: RecipeSections) -> None:
     """Check ``recompute.layers`` against the number of layers of a virtual stage.
 
-    Only full recomputation uses ``recompute.layers``. The method ``block`` recomputes at most all
-    layers of a virtual stage. With the method ``uniform`` all groups of layers must have the same
-    size, because Megatron-core would go past the last layer in a smaller last group.
+    Only full recomputation uses ``recompute.layers``. With the method ``block`` it must not exceed
+    the number of layers. With the method ``uniform`` it is the size of a group and must divide the
+    number of layers, because Megatron-core would go past the last layer in a smaller last group.
     """
     recompute, parallel = recipe.recompute, recipe.parallel
     layers = recipe.model.num_layers // (parallel.pipeline * parallel.virtual_pipeline)

@@ -2,11 +2,11 @@
 
 ``extends`` in a recipe is the path of another recipe, or a list of such paths. A relative path
 starts at the folder of the recipe that contains it. The recipe inherits the values of these
-recipes. If several of them set the same key, the last one in the list counts. The recipe's own
-values take precedence over all inherited ones. Mappings are merged key by key; any other value
-replaces the inherited value. An error about a key names the file or stage that set it, or the
-command line. A text that begins with ``./`` or ``../`` is a path relative to the folder of the file
-that contains it, and is made absolute.
+recipes. If several of them set the same key, the value of the last one in the list is used. The
+recipe's own values take precedence over all inherited ones. Mappings are merged key by key; any
+other value replaces the inherited value. An error about a key names the file or stage that set it,
+or the command line. A text that begins with ``./`` or ``../`` is a path relative to the folder of
+the file that contains it, and is made absolute.
 """
 
 import os
@@ -81,7 +81,7 @@ def load_stages(
         allow_missing_files: as for :func:`load_recipe`.
 
     Returns:
-        The recipes of the stages in order, or the recipe alone if it has no ``stages``.
+        The recipes of the stages in order; without ``stages``, a tuple of the one recipe.
 
     Raises:
         UserError: a recipe is wrong (:func:`load_recipe`), two stages share a name, or a stage
@@ -299,9 +299,10 @@ def _with_files(values: Values, allow_missing_files: bool) -> Values:
 
 
 def _with_stage_paths(values: Values, name: str, before: Recipe | None) -> Values:
-    """Return a stage's values with its own ``run_dir``, and ``start_from`` if there is ``before``.
+    """Return a stage's values with its own ``run_dir`` and ``checkpoint.start_from``.
 
-    ``before`` is the recipe of the stage whose weights this stage starts with.
+    ``before`` is the recipe of the stage whose weights this stage starts with. If it is None,
+    ``checkpoint.start_from`` is not changed.
     """
     if isinstance(run_dir := values.get("run_dir"), str):
         values = values | {"run_dir": f"{run_dir}/{name}"}
@@ -380,8 +381,8 @@ def _variants_key(location: tuple[str | int, ...], values: Values) -> str | None
       its correct place. If the key already is in ``model.attention``, the result is None.
     - Only other kinds have it: the hint names these kinds.
 
-    The result is also None if no kind has the key, or if the key is in a section where keys of
-    attention are not expected.
+    The result is also None if no kind has the key, or if the key is in none of the sections
+    ``model``, ``model.attention`` and ``model.initialization``.
     """
     section, name = location[:-1], str(location[-1])
     if section not in (("model",), ("model", "attention"), ("model", "initialization")):

@@ -62,9 +62,10 @@ class Recipe(RecipeSections):
         """Return the data-parallel size on ``world_size`` ranks.
 
         Raises:
-            UserError: the number of ranks is out of range or does not fill the layout; the global
-                batch cannot be divided into equally many microbatches per data-parallel rank; or
-                their number does not suit ``parallel.virtual_pipeline``.
+            UserError: ``world_size`` is out of range or not a multiple of tensor x context x
+                pipeline; the global batch cannot be divided into equally many microbatches for each
+                data-parallel rank; or, with ``virtual_pipeline`` above 1, the number of
+                microbatches per data-parallel rank is not a multiple of ``pipeline``.
         """
         return data_parallel_size(self, world_size)
 

@@ -53,8 +53,8 @@ def read_stages(stages: Any, path: str) -> dict[str, Stage]:
 
     Raises:
         UserError: ``stages`` of the file ``path`` is not a list of mappings with valid, different
-            names; ``start_from`` of a stage is not the name of an earlier stage; or a stage that
-            starts from another stage also sets ``checkpoint.start_from``.
+            names; ``start_from`` of a stage is neither null nor the name of an earlier stage; or a
+            stage that starts from another stage also sets ``checkpoint.start_from``.
     """
     if not isinstance(stages, list) or not 1 <= len(stages) <= MAX_STAGES:
         raise UserError(

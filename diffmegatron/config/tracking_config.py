@@ -10,7 +10,7 @@ _Name = Annotated[str, Field(min_length=1, max_length=128)]
 
 
 class ProfileConfig(Section):
-    """A profiler trace of some steps in ``run_dir/profile/``; on a GPU with memory allocations."""
+    """Profiler trace of some steps, in ``run_dir/profile/``; on a GPU also memory allocations."""
 
     start: Count = Field(description="first traced step, from 1")
     steps: Annotated[int, Field(ge=1, le=100)] = Field(

@@ -21,8 +21,9 @@ MAX_DEPTH = 32
 # Limit on the number of nodes (values and keys) of a file; each alias counts as all the nodes that
 # it repeats.
 MAX_NODES = 5_000
-# Limit on the number of digits of an integer, because Python refuses to convert more than 4,300
-# digits. A longer integer is parsed as text, which no key for a number accepts.
+# Limit on the number of digits of an integer: more than any key needs, and far below 4,300 digits,
+# above which Python's int() raises an error. A longer integer is parsed as text, which no key for a
+# number accepts.
 _DIGITS = 300
 
 _TAG = "tag:yaml.org,2002:"

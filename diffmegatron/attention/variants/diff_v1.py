@@ -155,8 +155,8 @@ class DiffV1(Variant):
             core += FLOAT32 * (outputs * (2 if kernels.device == "cpu" else 1) + self.num_heads)
         projected = kernels.element * (heads.query_channels + outputs)
         if kernels.recomputes_core:
-            # Selective recomputation saves the arguments of `forward`. Its values can be a view of
-            # the output of the fused QKV projection, so this whole output is counted.
+            # Selective recomputation saves the arguments of `forward`. The argument `value` can be
+            # a view of the output of the fused QKV projection, so this whole output is counted.
             projected += kernels.element * (heads.query_channels + 2 * heads.key_channels)
         return projected + self._keys_bytes(kernels, backend), core
 
@@ -328,10 +328,10 @@ class DiffV1(Variant):
         In DiffLlama all signal query heads precede all noise query heads, all first keys precede
         all second keys, and the first halves of all values precede the second halves.
 
-        DiffLlama's headwise norm has no weight. The norm's output is the input of the output
-        projection. The export therefore multiplies the weight of channel c into the columns of the
-        output projection that read channel c, in fp32. The import sets the norm's weight to 1. The
-        lambda vectors stay in fp32, because rounding to bf16 would change lambda by up to 5e-3.
+        DiffLlama's headwise norm has no weight. The export therefore multiplies the weight of this
+        package's norm into the output projection, in fp32: weight c scales the column that reads
+        channel c, in every head. The import sets the norm's weight to 1. The lambda vectors stay in
+        fp32, because rounding to bf16 would change lambda by up to 5e-3.
         """
 
         def fold(proj: "Tensor", norm: "Tensor") -> tuple["Tensor", ...]:

@@ -35,7 +35,8 @@ class Grouped(DiffV1):
 
     @override
     def warnings(self, hidden_size: int, parameters: int, lr: float) -> Iterator[str]:
-        # The inherited warnings compare the settings with the models of the paper of DIFF V1.
+        # The inherited warnings compare the settings with the models of the paper of DIFF V1, so
+        # they do not apply to this kind.
         return iter(())
 
     @property

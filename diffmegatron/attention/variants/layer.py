@@ -1,4 +1,7 @@
-"""Interfaces that a variant's ``forward`` uses: its layer, and attention to the whole sequence."""
+"""Interfaces that a variant's ``forward`` uses: its layer, and attention to the whole sequence.
+
+A variant is a kind of attention.
+"""
 
 from typing import TYPE_CHECKING, Protocol
 
@@ -22,7 +25,11 @@ class Layer(Protocol):
     step: int
 
     def share(self, count: int) -> range:
-        """Return the range of ``count`` items that belongs to this tensor-parallel rank."""
+        """Divide ``count`` items equally among the tensor-parallel ranks.
+
+        Returns:
+            The indices of this rank's items.
+        """
 
     def parameter(self, name: str) -> "Tensor":
         """Return the parameter ``name``, which the variant declared, or this rank's shard of it."""
@@ -39,7 +46,7 @@ class Layer(Protocol):
         """
 
     def observe(self, name: str, value: "Tensor") -> None:
-        """Store the mean of a tensor of this forward pass, which the log shows under ``name``."""
+        """Store the mean over all elements of ``value``, which the log shows under ``name``."""
 
 
 class Context(Protocol):

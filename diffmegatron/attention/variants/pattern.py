@@ -323,8 +323,8 @@ class Pattern(Variant):
         self._refuse()
 
     def _refuse(self) -> NoReturn:
-        # The network and the accounting first get the kind of each layer from `of_layer`. A call
-        # that arrives here is therefore a bug and not an error of the user.
+        # Callers first get the kinds of the layers from `of_layer` or `by_kind`. A call that
+        # arrives here is therefore a bug and not an error of the user.
         raise NotImplementedError("a pattern has no layers itself; call of_layer(layer) first")
 
 

@@ -108,8 +108,9 @@ class Softmax(Variant):
     def _qk_norm_bytes(self, kernels: Kernels) -> float:
         """Return the bytes per token that the norms of queries and keys save.
 
-        They save a float32 per query and key. On a CPU the norms are not fused: they also save
-        their normalised input in float32, and in bf16 runs a float32 copy of their input.
+        They save one float32 per query head and one per key head. On a CPU the norms are not fused:
+        they also save their normalised input in float32, and in bf16 runs a float32 copy of their
+        input.
         """
         heads = self.heads
         kept = FLOAT32 * (heads.queries + heads.keys)

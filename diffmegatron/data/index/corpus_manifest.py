@@ -120,7 +120,7 @@ class Manifest(Section):
             have no document.
         parts: token files of a merged corpus in the folder ``PREFIX.parts``, which replace
             ``PREFIX.bin``; empty for any other corpus.
-        checksum: hash of all other fields; None in corpora of earlier versions.
+        checksum: hash of all other fields; None in manifests written before this field existed.
     """
 
     version: Literal[1] = 1
@@ -270,7 +270,7 @@ def pieces(path: Path, before: int = 0) -> Iterator[memoryview]:
 def length_histogram(lengths: np.ndarray, counts: np.ndarray) -> tuple[LengthBin, ...]:
     """Return a histogram of document lengths, computed in constant memory.
 
-    A document consists of one sequence. In a corpus for fine-tuning it consists of several, its
+    A document of plain text is one sequence. A document for fine-tuning is several sequences: its
     prompts and responses.
 
     Args:

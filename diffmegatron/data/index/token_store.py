@@ -122,7 +122,8 @@ def open_corpus(prefix: str) -> Corpus:
     lengths of these sequences are summed up.
 
     Raises:
-        UserError: a file is missing or truncated, or the files do not belong together.
+        UserError: a file is missing or truncated, the files do not belong together, or the corpus
+            is a part without documents.
     """
     manifest = read_manifest(prefix)
     header = check_sizes(prefix, manifest)
