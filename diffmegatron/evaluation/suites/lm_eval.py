@@ -235,13 +235,15 @@ class LmEval(Suite):
         panels: dict[str, list[str]] = {}
         for shots, name in dict.fromkeys(key for bars in found.values() for key in bars):
             panels.setdefault(shots, []).append(name)
+        if not panels:
+            return False
         figure.set_size_inches(max(7.5, 0.9 * max(map(len, panels.values()))), 3.4 * len(panels))
         grid = figure.subplots(len(panels), 1, squeeze=False)[:, 0]
         for axes, (shots, names) in zip(grid, panels.items(), strict=True):
             bars = {target: [own.get((shots, n)) for n in names] for target, own in found.items()}
             plot_bars(axes, [n.replace("_", "\n") for n in names], bars, "first metric of the task")
             axes.set(title=shots)
-        return bool(panels)
+        return True
 
     def _bars(self, records: Records) -> dict[tuple[str, str], Estimate]:
         """Return a dict: (shots, name) -> value of the first metric of a group of tasks or a task.

@@ -244,6 +244,15 @@ def test_measures_have_a_task_its_shots_and_its_filter(folder, tmp_path):
     assert found["measures"]["lambada_openai, 0 shots, acc"]["targets"]["diff"]["items"] == 3
 
 
+def test_a_task_without_a_mean_has_totals_and_no_picture(folder, tmp_path):
+    found = measured(folder, tmp_path, "tasks=[rolling]", "samples=2")
+    assert list(found["totals"]["diff"]) == [
+        "rolling, 0 shots, word_perplexity",
+        "rolling, 0 shots, bits_per_byte",
+    ]
+    assert not list(tmp_path.rglob("*.png"))
+
+
 def test_a_group_is_a_number_of_its_tasks(folder, tmp_path, monkeypatch):
     def own_tasks_alone(names, include_path):
         return TaskManager(include_path=str(include_path), include_defaults=False)
