@@ -13,6 +13,7 @@ from diffmegatron.config.model_config import ModelConfig
 from diffmegatron.config.recipe_sections import RecipeSections
 
 EMBEDDING = "embedding.word_embeddings.weight"
+INPUT_NORM, MLP_NORM = "input_layernorm.weight", "pre_mlp_layernorm.weight"
 FINAL_NORM = "decoder.final_layernorm.weight"
 OUTPUT = "output_layer.weight"
 LORA_A, LORA_B = "lora_a", "lora_b"
@@ -63,10 +64,7 @@ def layer_tensors(model: ModelConfig, kind: Variant) -> list[NamedTensor]:
         NamedTensor("mlp.linear_fc1.weight", (2 * ffn, hidden), sharded=True),
         NamedTensor("mlp.linear_fc2.weight", (hidden, ffn), sharded=True),
     ]
-    norms = [
-        NamedTensor(f"{name}.weight", (hidden,))
-        for name in ("input_layernorm", "pre_mlp_layernorm")
-    ]
+    norms = [NamedTensor(name, (hidden,)) for name in (INPUT_NORM, MLP_NORM)]
     return [*norms, *declared, *projections, *_lora(model, projections)]
 
 

@@ -49,6 +49,20 @@ def _matched_parts(name: str, parts: tuple[str, ...], patterns: tuple[str, ...])
     return tuple(part for part in parts if any(_matches(each, name, part) for each in patterns))
 
 
+def is_trained(recipe: RecipeSections, name: str) -> bool:
+    """Return whether at least one tensor with the given name has a gradient.
+
+    Args:
+        recipe: recipe of the run.
+        name: full name of a tensor, or a name without the prefix ``decoder.layers.N.``, which
+            stands for the tensors of all layers.
+    """
+    return trains_everything(recipe) or any(
+        f".{each.name}".endswith(f".{name}") and trained_parts(each, recipe)
+        for each in network_tensors(recipe.model)
+    )
+
+
 def frozen_parts(tensor: NamedTensor, recipe: RecipeSections) -> tuple[str, ...]:
     """Return the frozen parts of a fused tensor that is partly trained; () for any other tensor."""
     trained = trained_parts(tensor, recipe)

@@ -12,7 +12,8 @@ import math
 from dataclasses import asdict, dataclass
 
 from diffmegatron.config.schema import Recipe
-from diffmegatron.config.trainable_patterns import trains_everything
+from diffmegatron.config.tensors import EMBEDDING
+from diffmegatron.config.trainable_patterns import is_trained, trains_everything
 from diffmegatron.model.accounting import REDUCE_BUCKET, trained_parameters
 from diffmegatron.model.accounting.activations import (
     BYTES,
@@ -199,8 +200,11 @@ def _hidden_states_sent(recipe: Recipe, stage: int) -> int:
     forward = 4
     backward = 6 if parallel.sequence_parallel else 4
     # The embedding has one all-reduce in the forward pass, and the output layer has one in the
-    # backward pass.
+    # backward pass. Under sequence parallelism, the embedding has a reduce-scatter in the forward
+    # pass instead, and if it is trained an all-gather in the backward pass.
     edges = 2 if stage == 0 else 0
+    if stage == 0 and parallel.sequence_parallel and not is_trained(recipe, EMBEDDING):
+        edges = 1
     if stage == parallel.pipeline - 1:
         edges += 2
         if parallel.sequence_parallel:

@@ -84,7 +84,25 @@ CASES = {
     "deterministic": Case(V1, 64, (*SMALL, "training.deterministic=true")),
     "offloaded activations": Case(V1, 64, (*SMALL, "training.offload_activations=true")),
     "lora": Case("configs/continue_llama_3.2_1b.yaml", 8, (*SMALL, *LORA)),
+    "dex in a pipeline": Case(
+        "configs/dex/llama_3.2_1b.yaml",
+        8,
+        (
+            "model.num_layers=4",
+            "training.seq_length=2048",
+            "parallel.pipeline=4",
+            "model.attention.selected_heads=[[0, 1], [2], [0, 3], [1]]",
+        ),
+        microbatches=4,
+    ),
+    "frozen embedding": Case(
+        "configs/at_scale/diff_6.8b_64gpus.yaml",
+        64,
+        ("model.num_layers=8", "training.seq_length=2048", "optimizer.trainable=[decoder.*]"),
+        microbatches=8,
+    ),
     "dex": Case("configs/dex/llama_3.2_1b.yaml", 8, (*SMALL, *SELECTED)),
+    "dex by Ulysses": Case("configs/dex/llama_3.2_3b.yaml", 64, (*LONG, *SELECTED)),
     "zero 2": Case(V1, 64, (*SMALL, "parallel.zero_stage=2"), microbatches=2),
     "zero 3": Case(V1, 64, (*SMALL, "parallel.zero_stage=3")),
     # Its weights exceed the number of elements that DeepSpeed keeps whole.

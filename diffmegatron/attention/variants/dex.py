@@ -301,12 +301,13 @@ class Dex(Softmax):
 
         They are the two numbers of softmax attention (:meth:`.base.Variant.saved_bytes`), and the
         second is increased by DEX's tensors: the outputs O of the selected heads, and the result O'
-        of all heads. With a headwise norm, O' is not added: the second number of softmax attention
-        then already contains a tensor of this size, the input of the output projection.
+        of all heads. O' is not added where softmax attention already counts a copy of O that DEX
+        does not save: the copy to the output projection's layout, or the headwise norm's input.
         """
         projected, core = super().saved_bytes(kernels)
         selected = self._selected_per_layer * self.head_dim
-        result = 0 if self.headwise_norm else self.heads.query_channels
+        replaces_other = self.headwise_norm or self._copies_output(kernels)
+        result = 0 if replaces_other else self.heads.query_channels
         return projected, core + kernels.element * (selected + result)
 
     def forward(

@@ -94,8 +94,7 @@ class Softmax(Variant):
         core: float = FLOAT32 * heads.queries
         if kernels.communication is None:
             projected += queries + element * heads.key_channels
-        is_copied = kernels.communication in ("all_gather", "ulysses")
-        if is_copied or (kernels.has_mask and backend.saves_bias):
+        if self._copies_output(kernels):
             # The input of the output projection is a copy of the kernel's output, and both stay in
             # memory.
             core += queries
@@ -104,6 +103,13 @@ class Softmax(Variant):
         if self.headwise_norm:
             core += self._norm_bytes(kernels)
         return projected, core
+
+    @staticmethod
+    def _copies_output(kernels: Kernels) -> bool:
+        """Return whether the kernel's output is copied before anything else reads it."""
+        if kernels.communication in ("all_gather", "ulysses"):
+            return True
+        return kernels.has_mask and SOFTMAX[kernels.backend].saves_bias
 
     def _qk_norm_bytes(self, kernels: Kernels) -> float:
         """Return the bytes per token that the norms of queries and keys save.

@@ -23,8 +23,14 @@ from diffmegatron.attention.variants.base import ContextCommunication, Kernels, 
 from diffmegatron.config.attention_backend import planned_backend
 from diffmegatron.config.divisibility import context_communication as chosen_communication
 from diffmegatron.config.schema import Recipe
-from diffmegatron.config.tensors import EMBEDDING, LORA_A, OUTPUT, network_tensors, stage_kinds
-from diffmegatron.config.trainable_patterns import trained_parts, trains_everything
+from diffmegatron.config.tensors import (
+    EMBEDDING,
+    INPUT_NORM,
+    LORA_A,
+    OUTPUT,
+    stage_kinds,
+)
+from diffmegatron.config.trainable_patterns import is_trained
 from diffmegatron.model.accounting.parameters import counted_kinds
 
 Device = Literal["gpu", "cpu"]
@@ -50,17 +56,18 @@ def stage_activations(recipe: Recipe, stage: int, microbatches: int, device: Dev
     in_flight = virtual_stages_in_flight(recipe, stage, microbatches)
     kept = in_flight * virtual_stage_bytes(recipe, stage, device) + shared_bytes(recipe)
     sharded = _hidden_bytes(recipe) * local_tokens(recipe)
-    if stage == 0 and not _is_trained(recipe, EMBEDDING):
-        # The first layer's input needs no gradient, so it is not saved.
-        kept -= sharded
+    if stage == 0 and not (is_trained(recipe, EMBEDDING) or is_trained(recipe, INPUT_NORM)):
+        # Nothing in the first layer needs its input for a gradient, so no microbatch saves it.
+        kept -= _first_layers_in_flight(recipe, in_flight) * sharded
     if stage == parallel.pipeline - 1:
         # Add the inputs of the final norm and the output layer for one microbatch.
         kept += final_norm_bytes(recipe, device)
         exchanged = in_flight - 1
     else:
         # Add the gradient received from the next stage. With interleaving, the input of the next
-        # forward pass has been received as well.
-        exchanged = in_flight + (1 if parallel.virtual_pipeline == 1 else 2)
+        # forward pass has been received as well, except on the first stage, where that pass begins
+        # with the embedding.
+        exchanged = in_flight + (2 if parallel.virtual_pipeline > 1 and stage > 0 else 1)
     # ``exchanged`` also counts the hidden states that this rank has sent to another stage, because
     # Megatron-core keeps them until their gradient arrives.
     return round(kept + exchanged * sharded)
@@ -82,6 +89,17 @@ def virtual_stages_in_flight(recipe: Recipe, stage: int, microbatches: int) -> i
         return min(microbatches, size - stage)
     ahead = 2 * (size - stage - 1) + (stages - 1) * size
     return min(microbatches * stages, ahead + 1)
+
+
+def _first_layers_in_flight(recipe: Recipe, in_flight: int) -> int:
+    """Return how many of the first stage's forward passes in flight are of its first layer.
+
+    With interleaving, a rank takes a round of microbatches (as many as there are pipeline ranks)
+    through one virtual stage after the other before it begins the next round.
+    """
+    size = recipe.parallel.pipeline
+    rounds, rest = divmod(in_flight, size * recipe.parallel.virtual_pipeline)
+    return rounds * size + min(rest, size)
 
 
 def local_tokens(recipe: Recipe) -> int:
@@ -130,7 +148,7 @@ def layer_backward(recipe: Recipe, stage: int, device: Device) -> tuple[int, int
 
     # Under sequence parallelism, the gradient of fc1's input is reduced into another tensor.
     states = 2 * ffn + model.hidden_size + (model.hidden_size / shards if shards > 1 else 0)
-    weight = 2 * ffn * model.hidden_size if _is_trained(recipe, "mlp.linear_fc1.weight") else 0
+    weight = 2 * ffn * model.hidden_size if is_trained(recipe, "mlp.linear_fc1.weight") else 0
     projection = element * (tokens * states + weight), _swiglu_bytes(recipe, device)
     product = element * tokens * ffn
     freed_product = product if _keeps_input(recipe, "mlp.linear_fc2") else 0
@@ -198,7 +216,7 @@ def output_weight(recipe: Recipe) -> int:
 
     It is 0 if the weight is frozen.
     """
-    if not _is_trained(recipe, EMBEDDING if recipe.model.tied_embeddings else OUTPUT):
+    if not is_trained(recipe, EMBEDDING if recipe.model.tied_embeddings else OUTPUT):
         return 0
     return vocabulary_elements(recipe)
 
@@ -221,26 +239,12 @@ def final_norm_bytes(recipe: Recipe, device: Device) -> int:
     return round(local_tokens(recipe) * _norm_and_projection_input(recipe, device))
 
 
-def _is_trained(recipe: Recipe, name: str) -> bool:
-    """Return whether at least one tensor with the given name has a gradient.
-
-    Args:
-        recipe: recipe of the run.
-        name: full name of a tensor, or a name without the prefix ``decoder.layers.N.``, which
-            stands for the tensors of all layers.
-    """
-    return trains_everything(recipe) or any(
-        f".{each.name}".endswith(f".{name}") and trained_parts(each, recipe)
-        for each in network_tensors(recipe.model)
-    )
-
-
 def _keeps_input(recipe: Recipe, projection: str) -> bool:
     """Return whether the projections with the given name save their input for the backward pass.
 
     The input is needed for the gradient of the projection's weight, or of its LoRA matrix A.
     """
-    return _is_trained(recipe, f"{projection}.weight") or _is_trained(
+    return is_trained(recipe, f"{projection}.weight") or is_trained(
         recipe, f"{projection}.{LORA_A}"
     )
 
@@ -258,7 +262,7 @@ def embedding_backward(recipe: Recipe, stage: int) -> int:
     that are freed before the embedding's backward pass.
     """
     parallel, model = recipe.parallel, recipe.model
-    if stage > 0 or not _is_trained(recipe, EMBEDDING):
+    if stage > 0 or not is_trained(recipe, EMBEDDING):
         return 0
     if parallel.pipeline == 1 and not model.tied_embeddings:
         return 0
@@ -294,7 +298,7 @@ def sums_tied_gradients(recipe: Recipe) -> bool:
     they are on the same rank. The result is false in a pipeline, and if the embedding is frozen.
     """
     is_tied = recipe.model.tied_embeddings and recipe.parallel.pipeline == 1
-    return is_tied and _is_trained(recipe, EMBEDDING)
+    return is_tied and is_trained(recipe, EMBEDDING)
 
 
 def offloaded_activations(recipe: Recipe, stage: int, microbatches: int, device: Device) -> int:
