@@ -20,6 +20,7 @@ from diffmegatron.model.accounting.activations import (
     FLOAT32,
     context_communication,
     local_tokens,
+    output_weight,
 )
 from diffmegatron.model.accounting.parameters import counted_kinds
 from diffmegatron.model.accounting.zero_3 import count_gathers
@@ -191,24 +192,27 @@ def _hidden_states_sent(recipe: Recipe, stage: int) -> int:
 
     A transfer is an all-gather or a reduce-scatter over the tensor-parallel ranks. An all-reduce
     counts as two. Under sequence parallelism, the backward pass repeats the forward pass's gathers
-    of the inputs of the column-parallel projections and of the output layer. With
+    of the inputs of trained column-parallel projections and of a trained output layer. With
     ``training.loss_chunk``, the backward pass computes the logits a second time, which needs
     another gather of the output layer's input.
     """
     parallel = recipe.parallel
     layers = recipe.model.num_layers // parallel.pipeline
-    forward = 4
-    backward = 6 if parallel.sequence_parallel else 4
+    forward = backward = 4
     # The embedding has one all-reduce in the forward pass, and the output layer has one in the
     # backward pass. Under sequence parallelism, the embedding has a reduce-scatter in the forward
     # pass instead, and if it is trained an all-gather in the backward pass.
     edges = 2 if stage == 0 else 0
-    if stage == 0 and parallel.sequence_parallel and not is_trained(recipe, EMBEDDING):
-        edges = 1
     if stage == parallel.pipeline - 1:
         edges += 2
-        if parallel.sequence_parallel:
-            edges += 2 if recipe.training.loss_chunk else 1
+    if parallel.sequence_parallel:
+        backward += is_trained(recipe, "linear_qkv.weight") + is_trained(
+            recipe, "linear_fc1.weight"
+        )
+        if stage == 0:
+            edges -= not is_trained(recipe, EMBEDDING)
+        if stage == parallel.pipeline - 1:
+            edges += (output_weight(recipe) > 0) + (recipe.training.loss_chunk is not None)
     return layers * (forward_passes(recipe) * forward + backward) + edges
 
 

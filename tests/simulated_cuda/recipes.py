@@ -4,8 +4,8 @@ Each recipe runs two steps of one microbatch (in a pipeline of as many as it has
 first rank and, in a pipeline, as a rank of a stage in the middle and of the last one. The memory,
 collectives and kernels of each are written to ``docs/results/simulated_cuda.json``, beside the
 counts of ``diffmegatron plan``. Components where the two differ by more than :mod:`.comparison`
-allows are printed. All recipes take about ten minutes of a core. DEX extends half of each layer's
-heads, because no heads are selected.
+allows are printed. All recipes take about ten minutes of a core. DEX extends every second head,
+because no heads are selected.
 """
 
 import argparse
@@ -89,11 +89,14 @@ def cases_of(path: Path) -> Iterator[Case]:
 
 
 def selected(recipe: Recipe) -> tuple[str, ...]:
-    """Return the override with the number of DEX heads that ``dex select`` chooses by default."""
+    """Return the override with as many DEX heads as ``dex select`` chooses by default.
+
+    They are spread evenly, so that every tensor-parallel rank has as many.
+    """
     attention = recipe.model.attention
     if not isinstance(attention, Dex):
         return ()
-    heads = list(range(round(attention.num_heads * SHARE)))
+    heads = list(range(0, attention.num_heads, round(1 / SHARE)))
     return (f"model.attention.selected_heads={[heads] * recipe.model.num_layers}",)
 
 

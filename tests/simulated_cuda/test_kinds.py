@@ -102,6 +102,11 @@ CASES = {
         microbatches=8,
     ),
     "dex": Case("configs/dex/llama_3.2_1b.yaml", 8, (*SMALL, *SELECTED)),
+    "dex, tensor and sequence": Case(
+        "configs/dex/llama_3.1_8b.yaml",
+        64,
+        (*LONG, "model.attention.selected_heads=[[0, 16], [2, 20]]"),
+    ),
     "dex by Ulysses": Case("configs/dex/llama_3.2_3b.yaml", 64, (*LONG, *SELECTED)),
     "zero 2": Case(V1, 64, (*SMALL, "parallel.zero_stage=2"), microbatches=2),
     "zero 3": Case(V1, 64, (*SMALL, "parallel.zero_stage=3")),
