@@ -188,10 +188,12 @@ def logits_bytes(recipe: Recipe, device: Device) -> int:
       and of the hidden states.
 
     If the loss is computed in chunks of tokens (``training.loss_chunk``), only one chunk has logits
-    at a time, and a second tensor accumulates the weight gradients of the chunks. With chunks or
-    sequence parallelism, the gradient of the hidden states is collected in another tensor. With a
-    pipeline or offloaded activations, memory holds one more tensor of hidden states (with
-    offloading, the output layer's input after its copy from the host).
+    at a time, and a second tensor accumulates the weight gradients of the chunks. With chunks, the
+    gradient of the hidden states is collected in another tensor. With sequence parallelism it is
+    reduced into another tensor; if the output layer is frozen, this happens after the gradient of
+    the logits is freed, and the tensor is not counted. With a pipeline or offloaded activations,
+    memory holds one more tensor of hidden states (with offloading, the output layer's input after
+    its copy from the host).
     """
     model, training, parallel = recipe.model, recipe.training, recipe.parallel
     element, tokens = BYTES[training.precision], local_tokens(recipe)
@@ -202,7 +204,8 @@ def logits_bytes(recipe: Recipe, device: Device) -> int:
         per_logit += FLOAT32
     sharded = _hidden_bytes(recipe) * tokens
     hidden_gradient: float = element * model.hidden_size * chunk
-    if parallel.sequence_parallel or chunk < tokens:
+    is_reduced = parallel.sequence_parallel and output_weight(recipe) > 0
+    if is_reduced or chunk < tokens:
         hidden_gradient += sharded
     gradients = 2 if chunk < tokens else 1
     backward = element * (chunk * vocabulary + gradients * output_weight(recipe)) + hidden_gradient
