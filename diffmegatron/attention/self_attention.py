@@ -246,9 +246,12 @@ class SelfAttention(MegatronModule):
         Every tensor-parallel rank gathers the whole matrix and multiplies its hidden states by it.
         Under sequence parallelism the ranks then exchange these products, so that each rank gets
         the products of its own rows of the matrix with the whole sequence. Without sequence
-        parallelism each rank keeps the products of its own rows. The matrix has few rows, so the
-        matrix and the products are hundreds of times smaller than the hidden states that a
-        column-parallel layer would gather.
+        parallelism each rank keeps the products of its own rows.
+
+        So the ranks communicate the matrix and the products (in the backward pass their gradients).
+        A column-parallel layer would communicate hidden states: it gathers them under sequence
+        parallelism, and without it sums their gradients over the ranks. They are hundreds of times
+        larger, because the matrix has few rows.
 
         Args:
             name: name of the declared matrix [rows, hidden].

@@ -64,9 +64,10 @@ def cross_entropy(
 ) -> Tensor:
     """Return the loss of each token, [b, s], from this tensor-parallel rank's logits.
 
-    Logits of vocabulary padding are excluded from the softmax. A pretrained model was trained
-    without padding. An import pads its output layer with rows of zeros, whose logits are 0. Most
-    logits of tokens are negative, so the padding would get more probability than most tokens.
+    Logits of vocabulary padding are excluded from the softmax. The reason is pretrained models that
+    are imported from Hugging Face: they were trained without padding, and the import adds rows of
+    zeros to their output layer. The logits of these rows are 0. Most logits of tokens are negative,
+    so the padding would get more probability than most tokens.
 
     Args:
         fallback: Megatron-core's cross-entropy, used if the Triton kernel cannot run.

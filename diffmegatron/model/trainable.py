@@ -3,7 +3,8 @@
 A fully frozen parameter has ``requires_grad=False``. It has no optimizer state, and Megatron's
 linear layers save nothing for its gradient. If only some rows of a fused projection are frozen, the
 parameter requires a gradient, and the gradient of the frozen rows is set to 0. Adam's moments and
-updates of these rows are then 0 too.
+updates of these rows are then 0 too. AdamW's weight decay would still change them, so it is applied
+only to the trained rows, which the attribute ``trained_ranges`` lists (diffmegatron.optim.adamw).
 """
 
 import torch

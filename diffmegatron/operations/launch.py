@@ -51,9 +51,10 @@ class Submission:
         job: the job as requested by the user.
         text: text of the job file.
         path: absolute path of the job file.
-        plans: estimates for every stage; empty if the cluster file names no GPU.
+        plans: estimated memory and time of each training stage of the recipe; empty if the cluster
+            file names no GPU.
         remarks: warnings for the user.
-        recipe: text of a complete recipe to write beside the job file, which the job then reads;
+        recipe: text of a complete recipe. It is written beside the job file, and the job reads it.
             None: the job reads the recipe file that the user named.
     """
 
@@ -278,9 +279,10 @@ def _queue() -> dict[str, str] | None:
 def _measured_seconds(recipes: Sequence[Recipe]) -> tuple[float | None, float]:
     """Return the seconds of the longest recorded save, and the median seconds of a step.
 
-    Both come from the newest metrics of all stages. For a step, the number of tokens in a step of
-    the last stage is divided by each recorded speed. The first value is None if no save is
-    recorded; the second value is 0 if no speed is recorded.
+    Both come from the newest metrics of all training stages. The metrics have speeds in tokens per
+    second. Each recorded speed, of any stage, is converted to the seconds that a step of the last
+    stage would take at this speed, and the median of these seconds is returned. The first value is
+    None if no save is recorded; the second value is 0 if no speed is recorded.
     """
     entries = [entry for recipe in recipes for entry in newest_entries(Path(recipe.run_dir))]
     saves = [e["ckpt/total_seconds"] for e in entries if "ckpt/total_seconds" in e]
@@ -296,9 +298,9 @@ def _measured_seconds(recipes: Sequence[Recipe]) -> tuple[float | None, float]:
 def _signal_seconds(save: float | None, step: float, cluster: Cluster) -> int:
     """Return how many seconds before the time limit Slurm sends SIGUSR1, so that the ranks save.
 
-    The value is the time of two saves and two steps plus a minute, or ten minutes if no save has
-    been measured. It is at most half of the time limit. It needs no margin for a late signal: Slurm
-    may send the signal up to a minute early, but never late.
+    If a save has been measured, the value is the time of two saves and two steps, plus a minute. If
+    not, it is ten minutes. In both cases it is at most half of the time limit. Nothing is added for
+    a late signal, because Slurm may send the signal up to a minute early, but never late.
 
     Args:
         save: seconds of the longest save; None: not measured.

@@ -176,8 +176,8 @@ class ZeroEngine:
             # optimizer. Call ``allow`` to record the step.
             allow(torch.tensor(torch.inf, device=self._parallel_state.device))
         elif not gate.answer:
-            # Torch creates Adam's moments in its first update. If ``allow`` has refused every
-            # update so far, torch has not created them, so create them here for the next step.
+            # If ``allow`` has refused every update so far, Adam's moments do not exist yet. Create
+            # them with zeros, as torch would in its first update.
             self._create_moments()
 
     def _checked(self, norm: Tensor) -> Tensor:
@@ -334,8 +334,9 @@ def import_deepspeed() -> Any:
     # warning for each of its operations that cannot be built. None of the operations is used, so
     # skip the search.
     deepspeed.ops.__compatible_ops__ = {}
-    # Hide two warnings of DeepSpeed: about the optimizer's class, which is intended, and about
-    # skipped steps, which the guard reports.
+    # Hide all messages of DeepSpeed below ERROR. Two of them are unwanted warnings: about the class
+    # of the optimizer, which is intended, and about skipped steps, which the project's own guard
+    # (diffmegatron.optim.guard) reports.
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     return deepspeed
 

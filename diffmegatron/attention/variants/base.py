@@ -114,8 +114,9 @@ class Kernels:
         backend: name of the attention backend that runs; "auto" has been resolved.
         communication: method of communication between context-parallel ranks; None for one rank.
         context: number of context-parallel ranks.
-        keys: number of keys in a row of scores, averaged over the rank's queries. With packed
-            documents a row has the keys of the whole microbatch.
+        keys: number of keys in a row of scores, averaged over the rank's queries; masked keys
+            count. With packed documents, the sequences of a microbatch are concatenated, so a row
+            has the keys of the whole microbatch.
         has_mask: whether attention needs a mask that torch's ``is_causal`` cannot express. This is
             the case with packed documents, and with an all-gather of keys: the queries of a call
             then have the last positions of its keys, but ``is_causal`` aligns the first query with
@@ -208,8 +209,8 @@ class Variant(Section, ABC):
 
         Args:
             section: section of the recipe.
-            may_be_missing: accept a file that does not exist yet. Values are then assumed in its
-                place, and :attr:`assumption` describes them.
+            may_be_missing: accept a file that does not exist yet. Values are then assumed for its
+                content, and :attr:`assumption` describes them.
 
         Raises:
             UserError: a file cannot be read, or has an unexpected content.
@@ -317,7 +318,7 @@ class Variant(Section, ABC):
 
     @property
     def fingerprint(self) -> str | None:
-        """Hash of the weights for which this section was made, or None.
+        """Hash of the pretrained weights from which values of this section were computed, or None.
 
         If a run starts from weights of the kind :meth:`foundation`, they must have this hash. None:
         any weights of that kind are accepted.
@@ -326,7 +327,11 @@ class Variant(Section, ABC):
 
     @property
     def assumption(self) -> str | None:
-        """Sentence about the values that a plan assumes for a missing file, or None."""
+        """Sentence for the command ``plan`` about values that were assumed for a missing file.
+
+        The values are assumed by :meth:`with_files` with ``may_be_missing``. None: no values were
+        assumed.
+        """
         return None
 
     @property
@@ -497,9 +502,14 @@ class Variant(Section, ABC):
     def inherited_export(self) -> str | None:
         """Name of the kind from whose class this class inherits its export to Hugging Face.
 
-        The export consists of ``hugging_face`` and the weight rules. The weight rules are checked
-        first, and the first of the two that is inherited decides. None if this class defines both
-        itself, or if the decisive class is not a :class:`Variant`.
+        The export consists of the weight rules (``layer_rules`` if this class defines it, otherwise
+        ``weight_rules``) and of ``hugging_face``:
+
+        1. If the weight rules are inherited, the result is the kind of the class that defines them.
+        2. If only ``hugging_face`` is inherited, it is the kind of the class that defines this.
+        3. If this class defines both, it is None.
+
+        It is also None if the class found in 1 or 2 is not a :class:`Variant`.
         """
         rules = "layer_rules" if "layer_rules" in vars(type(self)) else "weight_rules"
         for name in (rules, "hugging_face"):

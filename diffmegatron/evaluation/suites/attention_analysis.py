@@ -34,9 +34,14 @@ class AttentionAnalysis(TextSuite):
     """Overlap, sparsity, entropy and sign of scores; distance, alignment and importance of heads.
 
     Scores are the entries of a head's attention map. In differential attention, the map is the one
-    after the subtraction. A text is the start token and the beginning of a document, together at
-    most ``length`` tokens. The value of a measure for one text is a mean over layers, over pairs of
-    heads (distance and alignment), or over heads (importance). The report has its mean over texts.
+    after the subtraction. Two groups of measures use the two softmax maps before the subtraction
+    instead: the overlaps of a head's two maps, and the entropies of the first and of the second
+    map. (The overlap of top tokens of two heads of a layer uses the maps after the subtraction.)
+    Alignment and importance are computed from the outputs of heads, without maps.
+
+    A text is the start token and the beginning of a document, together at most ``length`` tokens.
+    The value of a measure for one text is a mean over layers, over pairs of heads (distance and
+    alignment), or over heads (importance). The report has its mean over texts.
     """
 
     name: ClassVar[str] = "attention-analysis"

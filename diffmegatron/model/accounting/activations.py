@@ -59,6 +59,9 @@ def stage_activations(recipe: Recipe, stage: int, microbatches: int, device: Dev
     if stage == 0 and not (is_trained(recipe, EMBEDDING) or is_trained(recipe, INPUT_NORM)):
         # Nothing in the first layer needs its input for a gradient, so no microbatch saves it.
         kept -= _first_layers_in_flight(recipe, in_flight) * sharded
+    # ``exchanged`` is the number of tensors of hidden states that are in memory because of pipeline
+    # communication. Megatron-core keeps sent hidden states until their gradient arrives, so each
+    # forward pass in flight counts one, except a pass of the last virtual stage, which sends none.
     if stage == parallel.pipeline - 1:
         # Add the inputs of the final norm and the output layer for one microbatch.
         kept += final_norm_bytes(recipe, device)
@@ -68,8 +71,6 @@ def stage_activations(recipe: Recipe, stage: int, microbatches: int, device: Dev
         # forward pass has been received as well, except on the first stage, where that pass begins
         # with the embedding.
         exchanged = in_flight + (2 if parallel.virtual_pipeline > 1 and stage > 0 else 1)
-    # ``exchanged`` also counts the hidden states that this rank has sent to another stage, because
-    # Megatron-core keeps them until their gradient arrives.
     return round(kept + exchanged * sharded)
 
 
@@ -111,7 +112,8 @@ def local_tokens(recipe: Recipe) -> int:
 def layer_backward(recipe: Recipe, stage: int, device: Device) -> tuple[int, int]:
     """Return the temporary memory of one layer's backward pass.
 
-    The peak is at one of two moments in the MLP. The function returns the larger one:
+    The peak is at one of two moments in the MLP. The function chooses the moment at which the added
+    bytes minus the freed bytes are larger:
 
     - In SwiGLU's backward pass, memory holds the gradients of SwiGLU's output and inputs. The
       output that was saved for the second projection (fc2) is freed.
@@ -122,7 +124,8 @@ def layer_backward(recipe: Recipe, stage: int, device: Device) -> tuple[int, int
     At both moments, memory also holds the gradient of the residual stream and, with recomputation
     or offloading, the activations of the layer that is recomputed or copied from the host. The
     gradient of a tied embedding from the output layer also stays in memory, until the embedding's
-    own gradient is added to it.
+    own gradient is added to it. In the last stage, what the final norm and the output layer saved
+    is already freed; this is counted only on a GPU without offloading.
 
     Returns:
         Bytes in addition to the saved activations, and bytes of the saved activations that are
@@ -134,10 +137,12 @@ def layer_backward(recipe: Recipe, stage: int, device: Device) -> tuple[int, int
     element, tokens = BYTES[recipe.training.precision], local_tokens(recipe)
     ffn = model.ffn_hidden_size / parallel.tensor
     shards = parallel.tensor if parallel.sequence_parallel else 1
-    # ``streams`` is the number of gradients of the residual stream that are counted here. In the
-    # first stage of a pipeline it is 0, because stage_activations already counts the received
-    # gradient. With interleaving and one layer per virtual stage it is 1 more, because the stage
-    # copies the gradient that it receives.
+    # ``streams`` is the number of gradients of the residual stream that are counted here:
+    # - First stage of a pipeline: 0, because stage_activations counts the received gradient.
+    # - Stages in the middle: 1. They also hold the gradient that they sent last, because the
+    #   schedule of Megatron-core keeps it until the next backward pass has ended.
+    # - Last stage, or no pipeline: 1, the gradient that comes from the loss.
+    # - With interleaving and one layer per virtual stage, 1 more, as simulated steps show.
     virtual_stages = parallel.pipeline * parallel.virtual_pipeline
     is_copied = parallel.virtual_pipeline > 1 and model.num_layers == virtual_stages
     streams = (stage > 0 or parallel.pipeline == 1) + is_copied
@@ -168,7 +173,8 @@ def _swiglu_bytes(recipe: Recipe, device: Device) -> float:
     """Return the bytes that SwiGLU and the projection after it (fc2) save for one microbatch.
 
     SwiGLU saves its two inputs, gate and up. fc2 saves the product of silu(gate) and up. Unfused
-    SwiGLU also saves the two factors of this product.
+    SwiGLU also saves the two factors of this product in new tensors: silu(gate), and the sum of up
+    and Megatron-core's ``glu_linear_offset``, which is 0 here.
     """
     factors = 2 if device == "gpu" else 4
     factors += _keeps_input(recipe, "mlp.linear_fc2")
@@ -191,9 +197,10 @@ def logits_bytes(recipe: Recipe, device: Device) -> int:
     at a time, and a second tensor accumulates the weight gradients of the chunks. With chunks, the
     gradient of the hidden states is collected in another tensor. With sequence parallelism it is
     reduced into another tensor; if the output layer is frozen, this happens after the gradient of
-    the logits is freed, and the tensor is not counted. With a pipeline or offloaded activations,
-    memory holds one more tensor of hidden states (with offloading, the output layer's input after
-    its copy from the host).
+    the logits is freed, and the tensor is not counted. Memory holds one more tensor of the size of
+    the hidden states in two cases: with a pipeline, the gradient that the stage sent last, which
+    Megatron-core's schedule keeps; with offloaded activations, the output layer's input after its
+    copy from the host. If both apply, one tensor is counted.
     """
     model, training, parallel = recipe.model, recipe.training, recipe.parallel
     element, tokens = BYTES[training.precision], local_tokens(recipe)

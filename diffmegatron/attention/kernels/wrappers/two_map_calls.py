@@ -24,9 +24,10 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 def two_calls(attend: Attend, call: AttentionCall) -> Tensor:
     """Return `attend(q1, k1, v) - lambda attend(q2, k2, v)`, subtracted in fp32 or wider.
 
-    A subtraction in bf16 would not be exact enough, because rounding lambda to bf16 changes it by
-    up to 5e-3. The output of a noise head is computed once, and subtracted from every signal head
-    that shares the noise head.
+    A subtraction in bf16 would not be exact enough, because rounding a lambda between 0.5 and 1 to
+    bf16 changes it by up to 2e-3. The heads of the first map are called signal heads, and those of
+    the second map noise heads. Several signal heads may share a noise head; its output is computed
+    once, and subtracted from each of them.
     """
     (q1, q2), (k1, k2), v = call.maps
     dtype = torch.promote_types(v.dtype, torch.float32)
