@@ -89,12 +89,13 @@ class ParallelConfig(Section):
 
 
 class RecomputeConfig(Section):
-    """Activations that the backward pass computes again instead of keeping (by Megatron-core).
+    """Activations that Megatron-core's backward pass computes again instead of keeping.
 
-    ``selective`` recomputes the core attention (scores, softmax, values). It saves no memory with a
-    fused attention kernel, which recomputes these anyway. ``full`` recomputes whole layers. Its
-    method ``uniform`` recomputes all layers in groups of ``layers`` and keeps only the input of
-    each group; ``block`` recomputes only the first ``layers`` layers of each virtual stage.
+    ``selective`` recomputes the core attention: scores, softmax and the product with the values. It
+    saves no memory with a fused attention kernel, which never keeps scores and softmax. ``full``
+    recomputes whole layers. Its method ``uniform`` recomputes all layers in groups of ``layers``
+    and keeps only the input of each group; ``block`` recomputes only the first ``layers`` layers of
+    each virtual stage.
     """
 
     granularity: Literal["none", "selective", "full"] = "none"

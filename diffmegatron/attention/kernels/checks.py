@@ -60,10 +60,10 @@ def _check_noise_queries(q2: Tensor, q1: Tensor, kv_heads: int) -> None:
 
 
 def check_noise_groups(name: str, heads: Tensor, lambda_: Tensor, kv_heads: int = 1) -> None:
-    """Raise ValueError unless heads are groups of r signal heads followed by a noise head.
+    """Raise ValueError unless `heads` consists of equal groups, and `lambda_` fits it.
 
-    In the shapes b is the batch size, s the length, h the number of signal heads, and d the width
-    of a head.
+    A group has r signal heads followed by one noise head. In the shapes b is the batch size, s the
+    length, h the number of signal heads, and d the width of a head.
 
     Args:
         name: name of `heads` in the message.

@@ -101,7 +101,8 @@ def _delayed_interrupts() -> Iterator[None]:
     For Ctrl-C, a terminal sends SIGINT to this process and to all workers. The workers inherit the
     blocked signal, so they never receive it; this process ends them itself. A starting worker reads
     its start-up data from a pipe that this process writes, and prints a traceback if the data end
-    early. This process therefore handles the signal only at the end of the context.
+    early because the signal interrupted the writing. This process therefore handles the signal only
+    at the end of the context.
 
     To block the signal in the main thread is not enough for this delay: another thread may receive
     the signal, and Python then runs the handler in the main thread. A temporary handler therefore
