@@ -309,7 +309,7 @@ class Encoder(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """Id of the token that is put before a text to score that has no prompt.
+        """Id of the token that is put before a scored text if the text has no prompt.
 
         It is the start token, or the end token if the tokenizer has no start token.
         """
