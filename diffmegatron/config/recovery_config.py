@@ -31,8 +31,8 @@ class GuardConfig(Section):
     A spike is a loss or gradient norm more than ``sigma`` standard deviations above the mean of the
     last ``window`` applied steps; spikes are detected once half a window of steps has been applied.
 
-    A step is skipped if its update is not applied. A step that is not finite is always skipped. For
-    a spike, ``spikes`` selects: ``ignore`` (do not detect spikes), ``record`` (report the spike and
+    To skip a step means not to apply its update. A step that is not finite is always skipped. For a
+    spike, ``spikes`` selects: ``ignore`` (do not detect spikes), ``record`` (report the spike and
     apply the update), or ``skip``.
 
     After ``patience`` skipped steps in a row, of either kind, ``then`` selects what the run does:

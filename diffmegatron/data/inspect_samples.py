@@ -96,9 +96,10 @@ def decoded(samples: Samples, index: int, tokenizer: Tokenizer, max_tokens: int)
 
 
 def choose_stage(stages: Sequence[Recipe], name: str | None) -> Recipe:
-    """Return the recipe of the stage that has the given name.
+    """Return the recipe of the training stage that has the given name.
 
-    The name of a stage is the last folder of its ``run_dir``.
+    A recipe can have several training stages, which run one after another. The name of a stage is
+    the last folder of its ``run_dir``.
 
     Args:
         stages: one recipe per stage; if the recipe has no stages, a list with only this recipe.

@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 def estimate_measures(suite: Suite, records: Records) -> dict[str, Estimate]:
     """Return a dictionary from each measure of a target to its estimate with the interval.
 
-    A measure is the sum of the records' totals divided by the sum of their weights (:class:`Mean`).
-    Measures whose weights are all 0 have no value and are left out.
+    ``suite.means(record)`` returns a total and a weight per measure. A measure is the sum of the
+    totals of all records divided by the sum of their weights. Measures whose weights are all 0 have
+    no value and are left out.
 
-    The interval comes from a bootstrap that draws single records, so the records that contribute to
-    a measure must be independent. The records of the items of one unit (a group of dependent items,
-    see :meth:`Suite.unit`) are not independent. Therefore use this function only for measures to
-    which each unit contributes one record.
+    Use this function only for measures to which each unit (a group of dependent items, see
+    :meth:`Suite.unit`) contributes at most one record: the interval comes from a bootstrap that
+    draws single records, which must be independent.
     """
     shares: dict[str, dict[str, Mean]] = {}
     for number, record in enumerate(records):
@@ -130,7 +130,7 @@ def plot_maps(
 ) -> None:
     """Plot tables of one quantity as colour maps with a common scale and a labelled colour bar.
 
-    The axes number rows and columns from 1.
+    Tick labels count rows and columns from 1.
 
     Args:
         figure: figure of the axes.

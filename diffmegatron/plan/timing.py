@@ -265,12 +265,12 @@ def _elementwise_bytes(recipe: Recipe) -> float:
 
     - Each layer reads or writes the residual stream about 12 times in the forward pass and 12 times
       in the backward pass, and SwiGLU's three tensors once in each pass.
-    - Tensors that the core attention saves, in addition to its operands, are written in the forward
-      pass and read in the backward pass.
+    - In the forward pass, the core attention writes the tensors that it saves; in the backward
+      pass, it reads them. q, k, v and the input of the output projection are not counted here.
     - With full recomputation, the operations of a layer's forward pass are counted twice.
     - The loss reads the logits in the forward pass; in the backward pass it reads them and
-      overwrites them with their gradient. With ``training.loss_chunk``, the logits are computed
-      twice.
+      overwrites them with their gradient. These are three passes over the logits. With
+      ``training.loss_chunk`` they are four, because the backward pass computes the loss again.
     """
     model, parallel = recipe.model, recipe.parallel
     element, tokens = BYTES[recipe.training.precision], local_tokens(recipe)
@@ -298,9 +298,11 @@ def _communication(
 ) -> tuple[float, float]:
     """Return the seconds per step of communication that does not overlap with computation.
 
-    Two kinds of traffic overlap with computation: ring attention's with attention; and, if
-    ``parallel.overlaps_gradients`` is true, ZeRO 1's gradients with the backward pass of the last
-    microbatch, except for the fraction :func:`_last_share`.
+    Two kinds of communication overlap with computation:
+
+    - Ring attention communicates while it computes.
+    - If ``parallel.overlaps_gradients`` is true, ZeRO 1 sums the gradients during the backward pass
+      of the last microbatch, except for the fraction that :func:`_last_share` returns.
 
     The time of each kind of traffic is its bytes divided by the bandwidth, plus the latency of its
     collectives. The bandwidth depends on whether a process group spans several nodes. Megatron

@@ -187,10 +187,10 @@ class Run:
         self.progress = self._new_progress()
 
     def complete_or_drop_save(self) -> None:
-        """Turn a save that has begun into a checkpoint, or delete it if no later step was finite.
+        """Turn the unfinished save into a checkpoint if its weights are sound; else delete it.
 
-        A step is finite if its loss and gradient norm are, which shows that the weights before it
-        were sound. If no save has begun, the method has no effect. Every rank must call it.
+        The weights are sound if at least one step after the start of the save had a finite loss and
+        gradient norm. If no save is unfinished, the method has no effect. Every rank must call it.
         """
         with self.watchdog.long_limit():
             self.write_metrics(self.saver.complete_or_drop())

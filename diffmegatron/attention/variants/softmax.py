@@ -52,7 +52,11 @@ class Softmax(Variant):
 
     @property
     def heads(self) -> Heads:
-        """Layout of the heads; a block is a key-value head and its queries, as in Megatron-core."""
+        """Layout of the heads in ``linear_qkv``, as in Megatron-core.
+
+        Each block of rows has the query heads that share a key head, then this key head, then its
+        value head.
+        """
         queries = self.num_heads // self.num_kv_heads
         rows: Rows = (("q", queries), ("k", 1), ("v", 1))
         return Heads(self.head_dim, self.num_kv_heads, rows, queries)
@@ -200,10 +204,10 @@ class Softmax(Variant):
         }
         own = {"head_dim": self.head_dim}
         if self.qkv_bias:
-            # `config` must also suit Qwen2, which computes the same attention (`also`). Qwen2's
-            # configuration class does not declare head_dim; without this key, its model takes
-            # hidden_size / num_heads. So `config` has the key only where this default is wrong. An
-            # exported SeedOss configuration always gets it, from `fixed`.
+            # An export is a SeedOss model, whose configuration gets the keys of `config` and of
+            # `fixed`. A Qwen2 model (`also`) must compute the same attention from the keys of
+            # `config` alone. If its configuration has no head_dim, the model uses hidden_size /
+            # num_heads instead. Therefore `config` has head_dim only where this default is wrong.
             if self.num_heads * self.head_dim != hidden_size:
                 config |= own
             return hf.HuggingFace(

@@ -120,8 +120,8 @@ def cut(files: list[CorpusFile], part: Part) -> tuple[list[CorpusFile], PartReco
         file = files[number]
         before = first.offset if number == first.file else 0
         after = file.size - last.offset if number == last.file else 0
-        # Each empty file also belongs to one part, so that the part reads it: for an empty archive,
-        # reading raises an error.
+        # An empty file has no bytes to divide, but one part must still read it: an archive of 0
+        # bytes is damaged, and only reading it reports the error.
         if before + after < file.size or (not file.size and number < last.file):
             chosen.append(replace(file, before=before, after=after))
     return chosen, PartRecord(number=part.number, of=part.of, corpus=_corpus(files))

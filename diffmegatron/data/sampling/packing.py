@@ -113,10 +113,10 @@ class _OpenBins:
     def take(self, size: int, pieces: int) -> tuple[int, np.ndarray]:
         """Remove and return bins for pieces of equal size; create bins if none has enough space.
 
-        All returned bins have the same remaining space, the least that suffices for a piece. As
-        many bins are returned as all pieces need, or fewer; in that case the caller calls this
-        method again for the other pieces. Of the bins with this space, those that were added last
-        are removed first.
+        All returned bins have the same remaining space, the least that suffices for a piece. They
+        come from a single call of :meth:`put`, the latest with this space, so they may be too few
+        for all pieces. The caller then calls this method again for the pieces that are left.
+        Created bins are always enough for all pieces.
 
         Args:
             size: size of each piece.
