@@ -68,9 +68,10 @@ class _Stored:
 def pieces_of(shards: Iterable[Shard], start: int, tensors: Mapping[str, Tensor]) -> list[Piece]:
     """Split a range of a flattened parameter into pieces, one per shard that the range overlaps.
 
-    Most parameters hold one shard. A parameter of SwiGLU's fused gate and up projection holds two:
-    a block of rows of the gate, and one of the up projection. They are adjacent in the parameter,
-    but not in the named tensor if tensor parallelism shards it.
+    Most parameters hold one shard. The parameter of SwiGLU's gate and up projection holds two. In
+    the unsharded tensor, which fuses both projections, all rows of the gate precede all rows of the
+    up projection. With tensor parallelism a rank stores some rows of each, which are not adjacent
+    there.
 
     Args:
         shards: all shards that the parameter holds.

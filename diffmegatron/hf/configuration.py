@@ -112,9 +112,9 @@ def write_config(config: PretrainedConfig, directory: Path) -> None:
 def hugging_face_class(model: ModelConfig) -> HuggingFace:
     """Return the description of the Hugging Face class that computes a recipe's network.
 
-    :meth:`Variant.check_export` runs first. A user's kind of attention that wrongly inherits its
-    export is then refused for this reason, and not for a setting that the class of its parent
-    cannot compute.
+    :meth:`Variant.check_export` refuses a kind of attention that overrides the computation of its
+    parent and inherits the parent's export. This check runs first, because an error about a setting
+    that the parent's Hugging Face class cannot compute would hide the mistake.
 
     Raises:
         UserError: a kind overrides the computation of the kind from which it inherits its export,

@@ -17,10 +17,10 @@ _TIME = re.compile(r"(?:(\d{1,3})-)?(\d{1,3})(?::(\d{1,2}))?(?::(\d{1,2}))?")
 
 
 def _check_is_text(value: object) -> object:
-    """Return text unchanged; refuse a number or boolean that YAML has parsed.
+    """Refuse a number or boolean; return any other value unchanged.
 
-    A parsed number or boolean has lost its spelling in the file, for example 010, on or 1e3. So
-    such a value must be quoted in the file.
+    YAML converts unquoted text such as ``010``, ``on`` or ``1e3`` to a number or boolean, which no
+    longer shows how it was written. Such text must be quoted in the file.
     """
     if isinstance(value, bool | int | float):
         kind = "boolean" if isinstance(value, bool) else "number"

@@ -211,7 +211,8 @@ def preflight(
 ) -> None:
     """Check the nodes of a job in less than a minute.
 
-    Start one process per rank, as for training, or a single process.
+    Use the same launcher as for training, so that every rank checks its node. Without a launcher,
+    only this machine is checked.
 
     Exit status 71: this node has a problem, but not all nodes have one. 2: all nodes have a
     problem.

@@ -42,10 +42,12 @@ def meet(launch: LaunchEnvironment, seconds: float) -> Store:
             address of ``MASTER_ADDR`` and ``MASTER_PORT`` cannot be used at the moment.
     """
     place = _place(launch)
-    # The store of torchrun's agent survives restarts of the ranks. The prefix of its keys contains
-    # the number of the restart, so keys that were set before the restart are not found. A store of
-    # rank 0 is always new. Its prefix is constant, because it must be the same on all machines, and
-    # their agents may count restarts differently.
+    # The prefix of the keys must be the same on all ranks. There are two cases:
+    # 1. The store of torchrun's agent survives restarts of the ranks. The number of the restart in
+    #    the prefix hides keys from before the restart. launch/torchrun.sh uses this store on one
+    #    machine only, where one agent counts the restarts for all ranks.
+    # 2. The store of rank 0 is new after every restart, so the prefix needs no number. The numbers
+    #    could differ, because the agent of each machine counts its own restarts.
     attempt = launch.attempt if launch.agent_store else 0
     store = PrefixStore(f"attempt_{attempt}", _connected(launch, seconds, place))
     arrivals = [f"arrived/{rank}" for rank in range(launch.ranks)]

@@ -1,7 +1,8 @@
 """The command ``diffmegatron plan``: print plans of a recipe, or search for parallel layouts.
 
-In this module, a stage is a training stage: one of the runs that a recipe defines, with its own
-settings. It is not a pipeline stage.
+A plan lists parameters, FLOPs, memory, traffic between ranks and time of a run. It is computed from
+the recipe without training. A stage in this module is a training stage, one of the runs that a
+recipe defines; it is not a pipeline stage.
 """
 
 import math

@@ -55,10 +55,10 @@ class Rehearsal:
 
 
 def rehearse(stages: Sequence[Recipe], world_size: int | None = None) -> None:
-    """Rehearse the stages of a recipe one after the other, and print the loss of each step.
+    """Rehearse the training stages of a recipe in order, and print the loss of each step.
 
     Args:
-        stages: recipes of the stages.
+        stages: recipes of the training stages (the runs that a recipe defines).
         world_size: number of ranks of the real run; None for the smallest number that fits the
             layout. The rehearsal has data parallelism if the real run has it.
 

@@ -16,9 +16,11 @@ Both maps are computed in one backward pass, because two of its matrix products 
 both: gradient * V^T, and the gradient of V. If e = 2d and both maps have h heads, the backward pass
 needs this number of multiply-adds per (query, key) pair and head of the first map:
 
-- Both maps together: 10d. The scores, dQ and dK take d each per map (6d), and the two shared
+- One kernel for both maps: 10d. The scores, dQ and dK take d each per map (6d), and the two shared
   products 2d each (4d).
-- Both maps together in two kernels, each of which computes the scores and gradient * V^T: 14d.
+- One kernel for dK and dV of both maps, and one for dQ of both maps: 14d. The first takes 8d: the
+  scores and dK (2d each for both maps), gradient * V^T and dV (2d each). The second takes 6d: it
+  computes the scores and gradient * V^T again, and dQ (2d each).
 - Autograd of each map of each chunk separately: 20d. Repeating the forward pass takes 6d (3d per
   map), and the two backward passes take 14d (7d per map).
 """

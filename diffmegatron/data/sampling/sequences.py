@@ -94,12 +94,15 @@ class Concatenated(Blocks):
         return Pieces(documents, starts, lengths)
 
     def _wrapping_places(self, first: int, end: int) -> np.ndarray:
-        """Return the documents that contain a range of tokens, as indices into the document order.
+        """Return the places of a block's documents if the block ends in a later epoch.
+
+        A place is an index into ``documents`` of the document order. The last place is followed by
+        place 0, where the next epoch begins.
 
         Args:
-            first: index of the document in which the range begins.
-            end: end of the range in tokens, from the start of the epoch in which it begins. The
-                range may extend over several epochs.
+            first: place of the document in which the block begins.
+            end: index of the token after the block, counted from the start of the epoch in which
+                the block begins.
         """
         order, total = self._order, self._order.tokens
         passes, rest = divmod(end - 1, total)

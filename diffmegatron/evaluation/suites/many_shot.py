@@ -29,7 +29,8 @@ class ManyShot(Suite):
 
     ``shots`` is a list of numbers of examples. For each number n, the prompt of every test item has
     the same n examples, the first n of the shuffled training set. The model chooses among all
-    labels of the training set. An item whose prompt is longer than a target's context is not run.
+    labels of the training set. For each target (model), items are skipped if their prompt with the
+    longest label exceeds the context of this target.
     """
 
     name: ClassVar[str] = "many-shot"

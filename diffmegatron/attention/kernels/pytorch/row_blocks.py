@@ -1,13 +1,14 @@
 """Blocks of query rows for the `blocked` backend: iteration, softmax maps and tensor layouts.
 
 In the shapes b is the batch size, s the number of queries, t the number of keys, h the number of
-query heads of the map, h_kv the number of kv heads, d the width of a query, and e any width. For
-one block, heads is the number of its entries of the first dimension (at most b * h_kv), rows the
-number of its query rows, and keys the number of its keys.
+query heads of the map, h_kv the number of kv heads, d the width of a query, and e any width.
 
 Queries have the layout `[b * h_kv, repeats, s, d]`, where repeats = h / h_kv is the number of query
 heads per kv head. Keys have the layout `[b * h_kv, t, d]`. All are contiguous, in fp32 (fp64 for
 fp64 inputs).
+
+In the shapes of one block, heads is the number of its pairs of batch row and kv head (at most
+b * h_kv), rows the number of its query rows, and keys the number of its keys.
 
 The heads of the first map are called signal heads. The heads of the second map, which is
 subtracted, are called noise heads. Several signal heads may share a noise head.

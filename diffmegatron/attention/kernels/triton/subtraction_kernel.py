@@ -7,8 +7,8 @@ heads, followed by the noise head that they share. Lambda has the shape
 `[batch, length, groups * r]` and is contiguous. A program handles ROWS tokens of one group. It
 loads the noise head once, and sums the noise head's gradient over the signal heads in registers.
 
-The kernels name ROWS `M` and r `ratio`. D is the width rounded up to a power of 2, and ACCUMULATE
-the dtype of the computation.
+In the kernels `M` is ROWS, `ratio` is r, `D` is the width rounded up to a power of 2, and
+`ACCUMULATE` is the dtype of the computation.
 """
 
 from typing import Any

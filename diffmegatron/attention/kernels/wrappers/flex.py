@@ -112,15 +112,16 @@ def kernel_options(
     """Return FlexAttention's `kernel_options` for a V of width 2d, where d is `head_dim`.
 
     They set block sizes, warps and pipeline stages, because torch's defaults assume a V as wide as
-    Q. Options that are left out keep torch's defaults. At d = 128, on every chip, the forward or
-    the backward kernel with torch's defaults needs more shared memory than the chip has:
+    Q. Options that are left out keep torch's defaults. At d = 128, these defaults need more shared
+    memory than a thread block can have (limit in parentheses) on these compute capabilities:
 
-    - backward: 242 KiB on Hopper, which has 227, and 290 KiB on Blackwell;
-    - forward: 144 KiB on compute capability 8.9, which has 99; in fp32 176 KiB on 8.0, which has
-      163, and 128 KiB on 12.0, which has 99.
+    - backward in 16 bits: 242 KiB on 9.0 (227), 290 KiB on 10.x (227);
+    - forward in 16 bits: 144 KiB on 8.9 (99);
+    - forward in fp32: 176 KiB on 8.0 (163), 128 KiB on 12.0 (99).
 
-    At d = 64 the defaults have four warps, whose registers cannot hold the forward kernel's result.
-    These figures come from compiling torch's code with triton 3.7.1; nothing was run.
+    At d = 64 in 16 bits both kernels get eight warps. The forward kernel's default is four, whose
+    registers cannot hold its result. All of this was found by compiling torch's code with triton
+    3.7.1; nothing was run.
     """
     backward = _backward_options(head_dim, dtype, target)
     options = {f"bwd_{name}": size for name, size in backward.items()}
