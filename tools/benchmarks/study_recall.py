@@ -30,9 +30,9 @@ def main(argv: Sequence[str]) -> None:
     """Write the tokenizer, the corpus and the held-out texts."""
     parser = make_parser(__name__, __doc__)
     parser.add_argument("out", type=Path, metavar="OUT", help="folder to create")
-    parser.add_argument("--pairs", type=int, nargs="+", default=[4, 8, 16, 32], help="values of D")
-    parser.add_argument("--keys", type=int, default=512, help="number of keys, and of values")
-    parser.add_argument("--documents", type=int, default=100_000, help="training documents")
+    parser.add_argument("--pairs", type=int, nargs="+", default=[2, 4, 8], help="values of D")
+    parser.add_argument("--keys", type=int, default=32, help="number of keys, and of values")
+    parser.add_argument("--documents", type=int, default=150_000, help="training documents")
     parser.add_argument("--held-out", type=int, default=512, help="documents held out")
     parser.add_argument("--seed", type=int, default=0, help="seed of the draws")
     arguments = parser.parse_args(argv)
