@@ -214,8 +214,8 @@ def preflight(
     Use the same launcher as for training, so that every rank checks its node. Without a launcher,
     only this machine is checked.
 
-    Exit status 71: this node has a problem, but not all nodes have one. 2: all nodes have a
-    problem.
+    Exit status 71: this node has no GPU, or another problem that not all nodes have. 2: all nodes
+    have a problem.
     """
     from diffmegatron.attempts.ends import RankRecord
     from diffmegatron.training.fault_tolerance.safeguards import exit_on_stop_signal
