@@ -387,7 +387,8 @@ def draw_curves(
         found = [seeds_interval(points[each]) for each in tokens]
         seeds = max((len(values) for values in points.values()), default=0)
         means = [estimate.value for estimate in found]
-        axes.plot(tokens, means, dashes, color=color, label=f"{cell.arm}, {seeds} seeds")
+        label = f"{cell.arm}, {seeds} {'seed' if seeds == 1 else 'seeds'}"
+        axes.plot(tokens, means, dashes, color=color, label=label)
         bands = [
             (each, estimate.low, estimate.high)
             for each, estimate in zip(tokens, found, strict=True)
