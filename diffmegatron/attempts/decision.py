@@ -16,7 +16,8 @@ from diffmegatron.errors import MachineError, UnfitNodeError, UserError
 # Exit status of a process that signal N killed, minus N.
 _SIGNAL = 128
 # Exit statuses of a rank that was killed by a signal with which users, Slurm or srun stop ranks.
-# This happens only before the rank has installed its signal handlers, and is no fault.
+# Such a signal kills a rank only before the rank has installed its signal handlers. It does not
+# count as a fault.
 _STOP_STATUSES = {_SIGNAL + number for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
 _SHOWN_RANKS = 8
 

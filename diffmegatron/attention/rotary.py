@@ -50,8 +50,8 @@ def rotary_angles(
 def scaled_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
     """Return the frequencies after scaling for long contexts, in radians per position.
 
-    The kind ``linear`` divides all frequencies by the factor. The kind ``llama3`` keeps those of
-    short wavelengths, divides those of long wavelengths, and interpolates in between.
+    The kind ``linear`` divides all frequencies by the factor. The kind ``llama3`` keeps high
+    frequencies, divides low frequencies, and interpolates in between.
 
     The order of operations is that of ``transformers`` (modeling_rope_utils.py), so that float32
     gives the same bits. Megatron-core's own ``rope_scaling`` is not used, because only its factor

@@ -73,7 +73,7 @@ class RecordedStage:
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """A run, represented by those of its stages that have recorded metrics, in order."""
+    """The stages of a run that have recorded metrics, in order."""
 
     stages: Sequence[RecordedStage]
 

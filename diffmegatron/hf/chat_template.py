@@ -97,7 +97,7 @@ def _check(chat: list[dict[str, str]], tokenizer: TrainingTokenizer, exported: A
     parts = [tokenizer.encode_chat(text) for text in segments({"messages": chat}, _CHATML)]
     expected = [*np.concatenate(parts).tolist(), tokenizer.end_of_document]
     # Without verbose=False, transformers would warn of sample chats that are longer than the
-    # seq_length of a small model, which is no problem here.
+    # seq_length of a small model. Their length does not matter here.
     ids = exported.apply_chat_template(chat, return_dict=False, tokenizer_kwargs={"verbose": False})
     if ids != expected:
         raise UserError(

@@ -169,7 +169,7 @@ class Kernels:
 class Variant(Section, ABC):
     """A kind of attention and its sizes: the section ``model.attention`` of a recipe.
 
-    What ``num_heads`` and ``num_kv_heads`` count depends on the kind. In DIFF V1, for example, a
+    ``num_heads`` and ``num_kv_heads`` count heads of this kind. In DIFF V1, for example, a
     head has two softmax maps, and a key-value head has two keys. If either ``num_heads`` or
     ``head_dim`` is missing, it is chosen so that the heads' outputs fill ``hidden_size``.
 
@@ -178,7 +178,7 @@ class Variant(Section, ABC):
         output_width: width of a head's output, divided by the width of a query.
         operation: attention function of the kernels. "differential" has two maps and values of
             width 2d. "softmax" has one map; :meth:`forward` may subtract the outputs of some heads
-            from those of others.
+            from the outputs of other heads.
         reads_hidden: whether the kind reads the layer's normalised input beside q, k and v.
         model_types: model types of Hugging Face that :meth:`from_hugging_face` reads.
         can_mix: whether other layers of the network may have another kind.

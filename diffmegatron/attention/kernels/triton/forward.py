@@ -245,7 +245,7 @@ def forward_kernel(
         )  # fmt: skip
         store_tile(out2_ptr, out2, batch, head, first_row, query_length, heads, value_width, M, DV)
         # `opaque` makes the second call of _one_map recompute its addresses. Without it, the
-        # compiler would reuse those of the first call and keep them in registers during both calls.
+        # compiler would keep the addresses of the first call in registers during both calls.
         first_row = opaque(first_row, INTERPRETED)
     out = _one_map(
         q1, k1, v, lse1_ptr, batch, head, kv_head, first_row, heads,
