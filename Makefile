@@ -61,6 +61,7 @@ lint: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	git ls-files -z | xargs -0 $(BIN)/codespell
+	$(BIN)/shellcheck .ci/run launch/*.sh
 	$(BIN)/mypy
 
 # Pins of what pip resolves on each Python; `make constraints UPGRADE=--upgrade` takes newer releases.
