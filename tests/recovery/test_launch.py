@@ -19,9 +19,11 @@ def a_signal_to_the_script(script: subprocess.Popen) -> None:
     script.send_signal(signal.SIGTERM)
 
 
-def ctrl_c(script: subprocess.Popen) -> None:
-    """Send a signal to every process of the job, as a terminal does."""
+def ctrl_c_and_close_the_terminal(script: subprocess.Popen) -> None:
+    """Send both signals to the script and torchrun, as a terminal does."""
     os.killpg(script.pid, signal.SIGINT)
+    time.sleep(0.3)  # torchrun has received the first signal and waits for the ranks.
+    os.killpg(script.pid, signal.SIGHUP)
 
 
 SCRIPT = [str(ROOT / "launch/torchrun.sh")]
@@ -31,9 +33,14 @@ CLUSTER = "{gpus_per_node: 0, ranks_per_node: 2, time_limit: '30'}"
 
 @pytest.mark.parametrize(
     ("command", "stop"),
-    [([*LAUNCH, "--cluster=cluster.yaml"], a_signal_to_the_script), (SCRIPT, ctrl_c)],
+    [
+        ([*LAUNCH, "--cluster=cluster.yaml"], a_signal_to_the_script),
+        (SCRIPT, ctrl_c_and_close_the_terminal),
+    ],
 )
-def test_asked_to_stop_the_script_saves_and_exits_with_75(command, stop, tiny_recipe, tmp_path):
+def test_the_script_saves_and_exits_with_75_after_a_stop_signal(
+    command, stop, tiny_recipe, tmp_path
+):
     (tmp_path / "cluster.yaml").write_text(CLUSTER)
     recipe = tiny_recipe("training.steps=100000", "training.eval_batches=0")
     run_dir = Path(recipe.run_dir)
@@ -59,7 +66,8 @@ def test_asked_to_stop_the_script_saves_and_exits_with_75(command, stop, tiny_re
             time.sleep(0.2)
         stop(script)
         assert script.wait(timeout=600) == 75, log_of(tmp_path)
-    assert "Traceback" not in (tmp_path / "log").read_text()
+    log = (tmp_path / "log").read_text()
+    assert "Traceback" not in log and log.count("closing signal") == 2
     (step,) = CheckpointStore(run_dir).complete()
     state = json.loads((CheckpointStore(run_dir).path(step) / "state.json").read_text())
     assert state["step"] == max(entry["step"] for entry in read_metrics(run_dir))
