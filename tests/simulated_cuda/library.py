@@ -8,11 +8,14 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
+from diffmegatron.file_lock import FileLock
 from tests.paths import ROOT
 
 SOURCE = Path(__file__).with_name("device_library.cpp")
-# Versions of torch with which the replacements were run; other versions may need other ones.
+# Versions of torch with which the replacements were tested; others may need other replacements.
 TORCH = ("2.13",)
+# Longest time to wait while another process compiles the library.
+_PATIENCE_SECONDS = 900
 
 
 class UnavailableError(Exception):
@@ -24,7 +27,8 @@ def library() -> Path:
     """Return the compiled library, built into ``build/`` of the checkout if it is missing.
 
     Raises:
-        UnavailableError: torch is of another version or has CUDA, there is no g++, or it fails.
+        UnavailableError: torch has another version or is a CUDA build; or Triton or g++ is missing;
+            or g++ fails.
     """
     torch_version = version("torch")
     if not torch_version.startswith(TORCH):
@@ -40,14 +44,15 @@ def library() -> Path:
         raise UnavailableError("there is no g++")
     key = hashlib.sha256(SOURCE.read_bytes() + torch_version.encode()).hexdigest()[:16]
     built = ROOT / "build" / "simulated_cuda" / f"{key}.so"
-    if not built.exists():
-        _compile(compiler, Path(torch.__file__).parent, built)
+    # Several workers of pytest can need the library at the same time.
+    with FileLock(built.with_suffix(".lock"), f"library {built}", "wait", _PATIENCE_SECONDS):
+        if not built.exists():
+            _compile(compiler, Path(torch.__file__).parent, built)
     return built
 
 
 def _compile(compiler: str, torch_folder: Path, built: Path) -> None:
     include = torch_folder / "include"
-    built.parent.mkdir(parents=True, exist_ok=True)
     unfinished = built.with_suffix(".unfinished")
     command = [
         compiler, "-shared", "-fPIC", "-std=c++20", str(SOURCE), "-o", str(unfinished),
