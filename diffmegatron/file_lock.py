@@ -122,7 +122,7 @@ class FileLock:
             return True
         os.close(self._descriptor)
         self._descriptor = self._open()
-        return False
+        return self._taken()
 
     def _is_in_place(self) -> bool:
         """Return whether the path still leads to the file that this process opened."""

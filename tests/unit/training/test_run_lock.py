@@ -1,4 +1,4 @@
-"""One process at a time in a place, as runs in a run_dir; a dead one is never in the way."""
+"""A lock that one process at a time holds, for example on a run_dir, until it exits or dies."""
 
 import os
 import signal
@@ -27,7 +27,7 @@ with run_lock(Path(sys.argv[1])):
 
 @pytest.fixture
 def holder(tmp_path):
-    """Another process in the run_dir."""
+    """Yield another process that holds the lock of the run_dir."""
     process = subprocess.Popen(
         [sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True
     )
@@ -46,22 +46,22 @@ def test_a_second_run_is_refused_with_the_name_of_the_first(holder, tmp_path, ca
     assert f"waiting for process {holder.pid}" in capfd.readouterr().err
 
 
-def test_a_run_that_ends_is_waited_for_however_it_ends(holder, tmp_path):
+def test_a_run_waits_until_a_killed_run_releases_the_lock(holder, tmp_path):
     threading.Timer(0.5, lambda: os.kill(holder.pid, signal.SIGKILL)).start()
     started = time.monotonic()
     with run_lock(tmp_path, patience=20):
         assert 0.4 < time.monotonic() - started < 10
 
 
-def test_a_file_left_behind_does_not_count(tmp_path):
+def test_a_stale_lock_file_is_ignored(tmp_path):
     (tmp_path / "lock").write_text("process 1 on another")
     with run_lock(tmp_path, patience=0):
         assert (tmp_path / "lock").read_text().startswith(f"process {os.getpid()} on ")
     assert not (tmp_path / "lock").exists()
 
 
-def test_a_file_that_was_removed_meanwhile_is_no_lock(tmp_path, monkeypatch):
-    """Between opening the old file and locking it, its owner ends and a third takes a new one."""
+def test_a_lock_on_a_removed_file_is_taken_again(tmp_path, monkeypatch):
+    """If another process removes the lock file between opening and locking, a new one is locked."""
     (tmp_path / "lock").write_text("old")
     real, calls = file_lock.fcntl.flock, []
 
@@ -76,7 +76,7 @@ def test_a_file_that_was_removed_meanwhile_is_no_lock(tmp_path, monkeypatch):
         assert (tmp_path / "lock").exists()
 
 
-def test_a_directory_made_for_nothing_goes(tmp_path):
+def test_an_empty_run_dir_is_removed_with_its_lock(tmp_path):
     with run_lock(tmp_path / "run"):
         assert (tmp_path / "run").is_dir()
     assert not (tmp_path / "run").exists()
@@ -92,7 +92,7 @@ def test_a_place_that_cannot_be_written_is_refused(run_dir, tmp_path):
         pass
 
 
-def test_a_file_system_without_locks_is_no_obstacle(tmp_path, monkeypatch, caplog):
+def test_a_file_system_without_locks_only_warns(tmp_path, monkeypatch, caplog):
     def refused(*_):
         raise OSError(37, "No locks available")
 
@@ -102,7 +102,7 @@ def test_a_file_system_without_locks_is_no_obstacle(tmp_path, monkeypatch, caplo
     assert "No locks available" in caplog.text
 
 
-def test_what_is_no_file_is_refused_and_not_waited_for(tmp_path):
+def test_an_unusable_lock_path_is_refused(tmp_path):
     os.mkfifo(tmp_path / "lock")
     with pytest.raises(UserError, match="lock is not a file; remove it"), run_lock(tmp_path):
         pass
@@ -116,7 +116,7 @@ def test_what_is_no_file_is_refused_and_not_waited_for(tmp_path):
     assert len(str(caught.value)) < 400
 
 
-def test_without_patience_the_second_is_refused_at_once_and_silently(tmp_path, capfd):
+def test_a_second_lock_without_patience_is_refused_without_waiting(tmp_path, capfd):
     lock = tmp_path / "corpus.lock"
     with (
         FileLock(lock, "--output corpus", "give another --output"),
@@ -130,7 +130,25 @@ def test_without_patience_the_second_is_refused_at_once_and_silently(tmp_path, c
     assert not lock.exists()
 
 
-def test_with_endless_patience_all_are_in_it_one_after_the_other(tmp_path):
+def test_a_lock_file_removed_by_its_leaving_holder_is_locked_at_once(tmp_path, monkeypatch):
+    """If the holder removes the file between its opening and its locking, a new file is locked.
+
+    The default patience of 0 suffices, because nobody holds the lock any more.
+    """
+    real, lock = file_lock.fcntl.flock, tmp_path / "corpus.lock"
+
+    def flock(descriptor, operation):
+        lock.unlink(missing_ok=True)
+        monkeypatch.setattr(file_lock.fcntl, "flock", real)
+        real(descriptor, operation)
+
+    monkeypatch.setattr(file_lock.fcntl, "flock", flock)
+    with FileLock(lock, "--output corpus", "give another --output"):
+        assert lock.exists()
+    assert not lock.exists()
+
+
+def test_threads_with_endless_patience_hold_the_lock_one_at_a_time(tmp_path):
     inside, most = [], []
 
     def enter():
