@@ -58,9 +58,9 @@ class FlatGradients(Protocol):
 
 
 def flat_gradients(zero_optimizer: Any) -> FlatGradients | None:
-    """Return the flat gradients of DeepSpeed's ZeRO 1 optimizer.
+    """Replace the gradient hooks of DeepSpeed's ZeRO 1 optimizer, and return its flat gradients.
 
-    Returns None for other ZeRO stages and for an offloaded optimizer.
+    For other ZeRO stages and for an offloaded optimizer, change nothing and return None.
     """
     if hasattr(zero_optimizer, "fp32_groups_gradients_flat"):
         return _Bf16Gradients(zero_optimizer)

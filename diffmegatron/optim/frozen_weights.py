@@ -17,8 +17,8 @@ class FrozenWeights:
 
     Args:
         network: network that DeepSpeed has initialized.
-        group: data-parallel group over which ZeRO partitions. Its ranks train the same shard of the
-            model.
+        group: data-parallel group over which ZeRO partitions the master weights. Its ranks train
+            the same shard of the model.
     """
 
     def __init__(self, network: torch.nn.Module, group: ProcessGroup) -> None:

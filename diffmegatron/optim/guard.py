@@ -4,8 +4,9 @@
 - A spike is a step whose loss or gradient norm is far above those of recent steps.
   ``guard.spikes`` of the recipe selects whether spikes are ignored, applied and recorded, or
   skipped.
-- After several skipped steps in a row, the run rolls back to a checkpoint or stops. PaLM (Chowdhery
-  et al. 2022, section 5.1) also restarts before a spike and skips its batches.
+- After several skipped steps in a row, the run stops or rolls back. In a rollback it loads a
+  checkpoint and skips the batches that led to the anomaly, as in the training of PaLM (Chowdhery et
+  al. 2022, section 5.1).
 
 All ranks make the same decision without communication, because its inputs are the same on every
 rank.
@@ -31,7 +32,7 @@ class Action(Enum):
     After an anomalous step, the value of the action is written to the report of the step.
     """
 
-    CONTINUE = "go_on"
+    CONTINUE = "continue"
     ROLL_BACK = "roll_back"
     STOP = "stop"
 
@@ -81,7 +82,8 @@ class Guard:
         2. A spike is skipped or applied, as ``guard.spikes`` of the recipe selects.
         3. Any other step is applied.
 
-        Loss and gradient norm of an applied step are added to the recent steps.
+        Loss and gradient norm of an applied step are added to the recent steps. After several
+        skipped steps in a row, the decision's action is a rollback or a stop.
         """
         values = {"loss": loss, "gradient norm": gradient_norm}
         broken = [f"{name} is {value}" for name, value in values.items() if not _finite(value)]

@@ -40,11 +40,18 @@ class Partition(Protocol):
     def refresh(self) -> None:
         """Set the network's weights from the master weights of all ranks."""
 
-    def gradients(self) -> Iterator[tuple[torch.nn.Parameter, Tensor]]:
-        """Yield each gradient in the lists of DeepSpeed's optimizer, with its parameter.
+    def clean_up(self) -> None:
+        """Complete what DeepSpeed omits after it has dropped the gradients of a step.
 
-        Gradients that DeepSpeed stores on the parameters themselves, as ZeRO 1 does while it
-        accumulates them (``grad``, ``grad_accum`` or ``_hp_grad``), are not yielded.
+        All ranks must call this method, because it may communicate.
+        """
+
+    def gradients(self) -> Iterator[tuple[torch.nn.Parameter, Tensor]]:
+        """Yield (parameter, gradient) for each gradient in the lists of DeepSpeed's optimizer.
+
+        The gradient has only the elements in this rank's partition. Gradients that DeepSpeed stores
+        on the parameters themselves, as ZeRO 1 does while it accumulates them (``grad``,
+        ``grad_accum`` or ``_hp_grad``), are not yielded.
         """
 
 
@@ -83,6 +90,14 @@ class _GroupPartition:
     def refresh(self) -> None:
         self._optimizer.update_lp_params()
 
+    def clean_up(self) -> None:
+        # With an offloaded optimizer in bf16, DeepSpeed 0.19.8 accumulates gradients in these
+        # float32 buffers, and keeps them when it drops a step. All later gradients would be added
+        # to those that are not finite. DeepSpeed's BF16_Optimizer (ZeRO 1 in bf16 without
+        # offloading) has no such buffers.
+        buffers = getattr(self._optimizer, "averaged_gradients", {})
+        buffers.update(dict.fromkeys(buffers))
+
     def gradients(self) -> Iterator[tuple[torch.nn.Parameter, Tensor]]:
         # ZeRO 2 stores gradients in averaged_gradients, or in all_grad_tensors if they accumulate
         # in the model's dtype. Both lists also contain padding tensors, which are skipped.
@@ -119,6 +134,12 @@ class _ParameterPartition:
     def refresh(self) -> None:
         for group in range(len(self.flats)):
             self._optimizer._reassign_or_swap_out_partitioned_parameters(group)
+        self.clean_up()
+
+    def clean_up(self) -> None:
+        # Small parameters stay gathered between steps. DeepSpeed releases them at the beginning of
+        # its step, and gathers them again only if it does not drop the step. The report of the step
+        # reads lambda from them.
         persistent = self._optimizer.persistent_parameters
         if persistent:
             persistent[0].all_gather(persistent)

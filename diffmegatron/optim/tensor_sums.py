@@ -10,9 +10,10 @@ computes only a part of their gradient:
 The gradient is the sum over the ranks. A sum is linear, so with ZeRO 1 it is computed only once per
 step in float32, after all microbatches and after the data-parallel average (:func:`sum_together`).
 If it were computed in every microbatch, a network with 3B parameters would wait for 200 tiny
-all-reduces each time. With ZeRO 2, with ZeRO 3 or with an offloaded optimizer, it is nevertheless
-computed in every microbatch (:func:`sum_in_backward`). Megatron's data-parallel wrapper also
-computes these sums, but DeepSpeed is used instead of this wrapper.
+all-reduces each time. ZeRO 2, ZeRO 3 and an offloaded optimizer consume gradients during the
+backward pass, so with them the sum must be computed in every microbatch (:func:`sum_in_backward`).
+Megatron's data-parallel wrapper also computes these sums, but DeepSpeed is used instead of this
+wrapper.
 """
 
 from collections.abc import Sequence
@@ -48,7 +49,8 @@ def gradients_of(
     """Return the gradients of some parameters as views into the flat gradients.
 
     The flat gradients are the 1-dim tensors, one per parameter group, in which ZeRO 1 accumulates
-    all gradients. Their order, which is the same on every rank, is also the order of the result.
+    all gradients. The result has the order of the gradients in these tensors, which is the same on
+    every rank.
     """
     wanted = set(parameters)
     return [

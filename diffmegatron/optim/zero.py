@@ -151,8 +151,9 @@ class ZeroEngine:
             learning_rate: learning rate of this step, which each parameter group multiplies by its
                 factor.
             allow: called once on every rank, before the weights or the optimizer state change. Its
-                argument is the gradient norm over all ranks before clipping, 0-dim float32. The
-                norm is infinite if a gradient is not finite, and ``allow`` must then return False.
+                argument is the gradient norm over all ranks before clipping, 0-dim float32. On a
+                rank where a gradient is not finite, it is infinite, and ``allow`` must return False
+                on all ranks.
         """
         if self._reduction is None:
             self._local_norms = local_gradient_norms(
@@ -174,6 +175,7 @@ class ZeroEngine:
         if gate.answer is None:
             # A gradient was not finite: DeepSpeed dropped all gradients and did not call the
             # optimizer. Call ``allow`` to record the step.
+            self._partition.clean_up()
             allow(torch.tensor(torch.inf, device=self._parallel_state.device))
         elif not gate.answer:
             # If ``allow`` has refused every update so far, Adam's moments do not exist yet. Create
@@ -193,11 +195,12 @@ class ZeroEngine:
     def local_gradient_norms(self) -> dict[torch.nn.Parameter, float]:
         """Return the norm of each gradient on this rank at the beginning of the last :meth:`step`.
 
-        With ZeRO 1 the norms are those before the reduction over data-parallel and tensor-parallel
-        ranks, so they show on which rank a gradient is not finite. Only the gradient of a tied
-        embedding is already summed over its two pipeline stages. With ZeRO 2 and 3 the norms are
-        those of this rank's partition after the reduction. Before the first :meth:`step` the result
-        is empty.
+        With ZeRO 1 and no offloaded optimizer, they are the norms before the reduction over
+        data-parallel and tensor-parallel ranks, so they show on which rank a gradient is not
+        finite. Only the gradient of a tied embedding is already summed over its two pipeline
+        stages. In all other cases they are the norms of the gradients that this rank stores; with
+        ZeRO 2 and 3 these are its partition after the reduction. Before the first :meth:`step` the
+        result is empty.
         """
         if self._local_norms is None:
             return {}
@@ -317,9 +320,9 @@ def engine_config(recipe: Recipe) -> dict[str, Any]:
 def import_deepspeed() -> Any:
     """Import DeepSpeed, and prevent it from compiling anything.
 
-    Without CUDA, DeepSpeed by default searches for an accelerator, and compiles its shared-memory
-    collectives in C++ at the first call, which takes 25 to 170 s. An environment variable that is
-    set here prevents both.
+    Without CUDA, the environment variable ``DS_ACCELERATOR`` prevents DeepSpeed from searching for
+    an accelerator. The empty ``__compatible_ops__`` prevents it from compiling its shared-memory
+    collectives in C++, which takes 25 to 170 s.
     """
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")

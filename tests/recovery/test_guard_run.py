@@ -1,4 +1,8 @@
-"""Runs that meet a NaN or a spike: each policy ends as it says. One process."""
+"""Runs of one process with a NaN or a spike, under each policy of the guard.
+
+The guard decides from the loss and the gradient norm whether a training step is applied, and
+whether the run rolls back to a checkpoint or stops.
+"""
 
 import json
 import math
@@ -20,7 +24,10 @@ SHORT = ["training.steps=12", "checkpoint.interval=4", "training.eval_batches=0"
 
 @pytest.fixture
 def break_steps(monkeypatch):
-    """Multiplies the loss and every gradient of the calls named (from 1) by a factor."""
+    """Return a function that multiplies loss and gradients of the given steps by a factor.
+
+    Steps are counted from 1, and steps that a rollback repeats are counted again.
+    """
 
     def install(calls: set[int], factor: float) -> list[int]:
         real, count = trainer.forward_backward, [0]
@@ -49,7 +56,7 @@ def weights(run_dir: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("factor", [math.nan, math.inf])
-def test_a_step_that_is_not_finite_is_skipped_and_dumped(factor, tiny_recipe, break_steps):
+def test_a_non_finite_step_is_skipped_and_recorded_as_an_event(factor, tiny_recipe, break_steps):
     break_steps({6}, factor)
     recipe = tiny_recipe(*SHORT)
     assert train(recipe)
@@ -72,7 +79,7 @@ def test_a_step_that_is_not_finite_is_skipped_and_dumped(factor, tiny_recipe, br
     assert all(0 < logit < 100 for logit in rank["largest_attention_logit"].values())
 
 
-def test_skipping_a_step_changes_nothing_else(tiny_recipe, break_steps, tmp_path):
+def test_a_skipped_step_leaves_the_weights_unchanged(tiny_recipe, break_steps, tmp_path):
     """The weights after a skipped step are those before it, to the bit."""
     saved = {}
     for steps, broken in [(5, set()), (6, {6})]:
@@ -88,7 +95,7 @@ def test_skipping_a_step_changes_nothing_else(tiny_recipe, break_steps, tmp_path
 
 @pytest.fixture
 def wreck_step(monkeypatch):
-    """One step's update is as large as a learning rate of 1e30 makes it."""
+    """Return a function that sets the learning rate of one step to 1e30."""
 
     def install(wrecked: int) -> None:
         real = trainer.learning_rate
@@ -102,8 +109,8 @@ def wreck_step(monkeypatch):
 
 
 @pytest.mark.parametrize("asynchronous", ["true", "false"])
-def test_weights_that_an_update_wrecked_are_not_saved(asynchronous, tiny_recipe, wreck_step):
-    """The save of step 4 has begun before step 5 shows what its update has done."""
+def test_weights_wrecked_by_an_update_are_not_saved(asynchronous, tiny_recipe, wreck_step):
+    """A save that has begun is dropped if the next step shows that the weights are wrecked."""
     wreck_step(4)
     settings = ["checkpoint.interval=2", "guard.patience=2", "guard.max_rollbacks=1"]
     recipe = tiny_recipe(*SHORT, *settings, f"checkpoint.asynchronous={asynchronous}")
@@ -118,7 +125,7 @@ def test_weights_that_an_update_wrecked_are_not_saved(asynchronous, tiny_recipe,
 @pytest.mark.parametrize("evaluated", [0, 1])
 @pytest.mark.parametrize("steps", [4, 5, 6])
 def test_a_run_that_ends_with_wrecked_weights_fails(steps, evaluated, tiny_recipe, wreck_step):
-    """Its last step was the wreck; or one skipped after it, fewer than the guard's patience."""
+    """Step 4 wrecks the weights. The run ends there, or after one or two skipped steps."""
     wreck_step(4)
     ends = [f"training.steps={steps}", f"training.eval_batches={evaluated}"]
     recipe = tiny_recipe(*ends, "checkpoint.interval=2", "guard.patience=9")
@@ -127,8 +134,8 @@ def test_a_run_that_ends_with_wrecked_weights_fails(steps, evaluated, tiny_recip
     assert CheckpointStore(Path(recipe.run_dir)).steps() == [2]
 
 
-def test_a_second_rollback_without_a_step_between_goes_further_back(tiny_recipe, break_steps):
-    """Step 5 shows checkpoint 4 to be good, and nothing after it can be applied any more."""
+def test_a_second_rollback_in_a_row_uses_an_older_checkpoint(tiny_recipe, break_steps):
+    """The first rollback is to step 4. The next steps fail again, so the second is to step 2."""
     break_steps({6, 7, 8, 9}, math.nan)
     recipe = tiny_recipe(*SHORT, "checkpoint.interval=2", "guard.patience=2")
     assert train(recipe)
@@ -139,7 +146,7 @@ def test_a_second_rollback_without_a_step_between_goes_further_back(tiny_recipe,
     assert state["data"]["consumed_samples"] == (9 + 10) * 8, "nine steps, then from step 2 again"
 
 
-def test_several_in_a_row_roll_back_and_pass_over_the_batches(tiny_recipe, break_steps):
+def test_a_rollback_after_skipped_steps_does_not_repeat_batches(tiny_recipe, break_steps):
     count = break_steps({6, 7, 8}, math.nan)
     recipe = tiny_recipe(*SHORT, "guard.patience=3")
     assert train(recipe)
@@ -177,7 +184,7 @@ def test_rolling_back_restores_the_checkpoint_to_the_bit(tiny_recipe, break_step
     ("overrides", "skipped", "rollbacks"),
     [(["guard.then=stop"], 2, 0), (["guard.max_rollbacks=1"], 4, 1)],
 )
-def test_the_run_stops_where_the_recipe_says(
+def test_the_guard_stops_the_run_by_policy_or_after_max_rollbacks(
     overrides, skipped, rollbacks, tiny_recipe, break_steps
 ):
     break_steps(set(range(6, 99)), math.nan)
@@ -188,7 +195,7 @@ def test_the_run_stops_where_the_recipe_says(
 
 
 @pytest.mark.parametrize(("policy", "updates"), [("ignore", 12), ("record", 12), ("skip", 11)])
-def test_a_spike_ends_as_the_policy_says(policy, updates, tiny_recipe, break_steps):
+def test_a_spike_is_handled_by_the_configured_policy(policy, updates, tiny_recipe, break_steps):
     break_steps({9}, 1000.0)
     recipe = tiny_recipe(*SHORT, f"guard.spikes={policy}", "guard.window=8")
     train(recipe)

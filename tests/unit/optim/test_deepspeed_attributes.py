@@ -2,7 +2,7 @@
 
 pyproject.toml pins an exact version of DeepSpeed because of these attributes. To change the
 version, run this file first: it shows which attributes are missing. Then run tests/parallel and
-tests/recovery: they show which attributes have another meaning.
+tests/recovery: they show which attributes have a different meaning in the new version.
 """
 
 import inspect
@@ -35,6 +35,7 @@ class Attribute(NamedTuple):
     kind: type | None = None
 
 
+# Grouped by the file of diffmegatron/optim that uses them.
 OF_OPTIMIZERS = [
     # partition.py, ZeRO 1 and 2
     Attribute("param_groups", (1, 2), list),
@@ -106,18 +107,18 @@ def check(owner: object, attribute: Attribute) -> None:
 
 
 @each(OF_OPTIMIZERS)
-def test_an_optimizer_has(stage, attribute, engines):
+def test_an_optimizer_has_the_required_attributes(stage, attribute, engines):
     check(engines[stage][0], attribute)
 
 
 @each(OF_PARAMETERS)
-def test_a_parameter_has(stage, attribute, engines):
+def test_a_parameter_has_the_required_attributes(stage, attribute, engines):
     for parameter in engines[stage][1]:
         check(parameter, attribute)
 
 
 @pytest.mark.parametrize("name", OF_MAPPINGS)
-def test_a_mapping_of_a_parameter_has(name, engines):
+def test_a_parameter_mapping_has_the_required_attributes(name, engines):
     for stage in (1, 2):
         assert getattr(engines[stage][1][0]._hp_mapping, name) is not None
     parameter = engines[1][1][0]
@@ -156,8 +157,8 @@ def test_a_partition_of_gradients_can_lie_in_another_tensor():
     assert group[0].data_ptr() == group.flat_partition.data_ptr() == other.data_ptr()
 
 
-def test_padding_among_the_gradients_is_marked():
-    """Check only that the name exists in DeepSpeed's code.
+def test_deepspeed_code_contains_zero_padding():
+    """Check only that the name ``_zero_padding`` exists in DeepSpeed's code.
 
     Padding occurs only if the ranks' partitions differ in size, which one rank cannot show.
     """

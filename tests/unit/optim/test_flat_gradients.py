@@ -1,4 +1,4 @@
-"""Flat gradients of a lone rank, against DeepSpeed's own reduction of them."""
+"""Flat gradients of a single rank, compared with DeepSpeed's own reduction."""
 
 import pytest
 import torch
@@ -37,7 +37,13 @@ def make_recipe(precision: str) -> Recipe:
 
 
 def trained(precision: str, steps: list[str]) -> tuple[list[float], dict[str, torch.Tensor], bool]:
-    """Norms and weights after steps of two microbatches: applied, refused or with a NaN."""
+    """Return the gradient norm of each step, the final weights, and whether gradients were flat.
+
+    Args:
+        precision: precision of the training.
+        steps: one word for each step of two microbatches: "applied", "refused" (the update is
+            rejected) or "nan" (the loss is NaN).
+    """
     recipe, norms = make_recipe(precision), []
     generator = torch.Generator().manual_seed(0)
     with process_groups(recipe.parallel, seed=1) as parallel_state:

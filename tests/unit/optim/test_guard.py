@@ -1,4 +1,4 @@
-"""The guard's decision: what is skipped, when a run rolls back and when it stops."""
+"""The guard's decisions on the loss and norm of a step: apply, skip, roll back or stop."""
 
 import json
 import math
@@ -21,14 +21,14 @@ def guard_after(values=CALM, **config) -> Guard:
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("which", ["loss", "gradient norm"])
 @pytest.mark.parametrize("spikes", ["ignore", "record", "skip"])
-def test_what_is_not_finite_is_never_applied(value, which, spikes):
+def test_a_non_finite_step_is_never_applied(value, which, spikes):
     loss, norm = (value, 1.0) if which == "loss" else (2.0, value)
     decision = guard_after(spikes=spikes).decide(loss, norm)
     assert not decision.applied
     assert decision.reason.startswith(f"{which} is")
 
 
-def test_the_mark_deepspeed_gives_a_norm_that_is_not_finite():
+def test_a_step_with_deepspeeds_norm_of_minus_one_is_not_applied():
     assert not guard_after().decide(2.0, -1.0).applied
 
 
@@ -37,7 +37,7 @@ def test_the_mark_deepspeed_gives_a_norm_that_is_not_finite():
     [("ignore", True, False), ("record", True, True), ("skip", False, True)],
 )
 @pytest.mark.parametrize(("loss", "norm"), [(3.0, 1.02), (2.02, 5.0)])
-def test_a_spike(spikes, applied, reported, loss, norm):
+def test_a_spike_is_ignored_recorded_or_skipped(spikes, applied, reported, loss, norm):
     guard = guard_after(spikes=spikes)
     decision = guard.decide(loss, norm)
     assert decision.applied == applied
@@ -46,7 +46,7 @@ def test_a_spike(spikes, applied, reported, loss, norm):
 
 
 def test_a_spike_is_k_sample_standard_deviations_above_the_mean():
-    """Against numpy; a fall, however deep, is none."""
+    """Compare with numpy. A fall of loss and norm is not a spike, however large it is."""
     numpy = pytest.importorskip("numpy")
     losses = [loss for loss, _ in CALM]
     edge = numpy.mean(losses) + 6 * numpy.std(losses, ddof=1)
@@ -55,18 +55,18 @@ def test_a_spike_is_k_sample_standard_deviations_above_the_mean():
     assert guard_after(spikes="skip").decide(0.1, 0.1).applied
 
 
-def test_a_constant_past_calls_no_rounding_a_spike():
+def test_rounding_after_constant_steps_is_not_a_spike():
     guard = guard_after([(2.0, 1.0)] * 16, spikes="skip")
     assert guard.decide(2.01, 1.0 + 1e-6).applied
     assert not guard.decide(2.2, 1.0).applied
 
 
-def test_half_a_window_must_be_known():
+def test_spikes_are_detected_once_half_the_window_is_full():
     assert guard_after(CALM[:7], spikes="skip").decide(100.0, 100.0).applied
     assert not guard_after(CALM[:8], spikes="skip").decide(100.0, 100.0).applied
 
 
-def test_what_was_skipped_does_not_enter_the_window():
+def test_skipped_steps_do_not_enter_the_window():
     guard = guard_after(spikes="skip", patience=9)
     assert [guard.decide(3.0, 1.0).applied for _ in range(8)] == [False] * 8
 
@@ -82,7 +82,7 @@ def test_patience_ends_after_steps_in_a_row(then, action):
     assert guard.metrics()["guard/skipped_steps"] == 5
 
 
-def test_rollbacks_are_limited_and_outlive_going_back():
+def test_rollbacks_are_limited_and_counted_across_rollbacks():
     guard = guard_after(patience=1, max_rollbacks=2)
     saved = guard.state()
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""When sums over ranks begin, with a process group of two ranks that adds up nothing."""
+"""Order in which sums of gradients over ranks start, in a fake process group of two ranks."""
 
 from collections.abc import Iterator
 from unittest import mock
@@ -17,7 +17,7 @@ SIZE = 4
 
 
 class Chain(torch.nn.Module):
-    """Three layers in a row, of which the last may be used more often, and one that never is."""
+    """Three layers in a row, the last of which can run several times, and an unused layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class Chain(torch.nn.Module):
     def forward(self, x: Tensor, times: int) -> Tensor:
         x = self.second(self.first(x))
         for _ in range(times):
-            # Reentrant, as Megatron-core's: each part of the backward pass adds by itself.
+            # Reentrant, as in Megatron-core: each checkpoint adds to the gradient separately.
             x = checkpoint(self.last, x, use_reentrant=True)
         return x.sum()
 
@@ -41,7 +41,12 @@ def two_ranks() -> Iterator[None]:
 
 
 class Training:
-    """A chain whose gradients are averaged, and what happened in its backward passes."""
+    """A chain whose gradients are averaged over the ranks, and the events of a training step.
+
+    The events are "first" (the first layer's weight receives a gradient), "sum 1", "sum 2", "sum 3"
+    and "sum u" (the all-reduce of a layer begins; "u" is the unused layer), and "step" (the
+    backward passes have ended).
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, unused: bool = False) -> None:
         torch.manual_seed(0)
@@ -83,7 +88,7 @@ class Training:
 SUMS = ["sum 3", "sum 2", "sum 1"]
 
 
-def test_sums_begin_as_gradients_come_once_it_is_known_how_often(monkeypatch):
+def test_sums_overlap_the_backward_pass_from_the_second_step(monkeypatch):
     training = Training(monkeypatch)
     assert training.step() == ["first", *SUMS, "step"]
     # The hook of the reduction comes before the one that notes the first layer's gradient.
@@ -96,7 +101,7 @@ def test_gradients_accumulate_before_the_last_microbatch(monkeypatch):
     assert training.step(microbatches=3) == ["first", "first", *SUMS, "first", "step"]
 
 
-def test_without_overlap_they_begin_in_the_step(monkeypatch):
+def test_sums_begin_in_the_step_without_overlap(monkeypatch):
     training = Training(monkeypatch)
     assert training.step(overlapping=False) == ["first", "step", *SUMS]
 
@@ -113,7 +118,7 @@ def test_a_gradient_that_comes_in_parts_is_summed_after_the_last(monkeypatch):
     alone = {name: parameter.grad for name, parameter in chain.named_parameters()}
     for name, parameter in training.chain.named_parameters():
         if parameter in training.norms:
-            # The group adds up nothing, so that a mean over two ranks is half of one's.
+            # The fake group sums nothing, so its mean over two ranks is half the rank's gradient.
             torch.testing.assert_close(parameter.grad, alone[name] / 2, rtol=0, atol=0)
             torch.testing.assert_close(training.norms[parameter], alone[name].norm())
 
@@ -132,14 +137,14 @@ def test_a_gradient_that_comes_less_often_is_summed_at_the_end(monkeypatch):
     assert training.step(times=1) == [*SUMS, "first", "step"]
 
 
-def test_a_parameter_without_gradient_waits_for_the_end(monkeypatch):
+def test_a_parameter_without_gradient_delays_all_sums_to_the_end(monkeypatch):
     training = Training(monkeypatch, unused=True)
     for _ in range(2):
-        # It is the network's last, so that the others' sums come after its own on every rank.
+        # The unused layer is the network's last. Every rank sums it first, and then the others.
         assert training.step() == ["first", "sum u", *SUMS, "step"]
 
 
-def test_hooks_end_with_it(monkeypatch):
+def test_closing_the_reduction_removes_its_hooks(monkeypatch):
     training = Training(monkeypatch)
     training.reduction.close()
     assert training.step() == ["first", *SUMS, "step"]
