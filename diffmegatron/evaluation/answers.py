@@ -115,8 +115,9 @@ class WrittenText:
     def add(self, token: int, tokenizer: Tokenizer) -> None:
         """Append ``token``, the most likely next token, and end the text if it is complete.
 
-        A text with labels is complete when one of its labels is. Any other text is complete at the
-        end-of-document token (which is not appended), at a stop string, or at the limit of tokens.
+        A text with labels is complete when only one label is still possible; the remaining tokens
+        of this label are then appended. Any other text is complete at the end-of-document token
+        (which is not appended), at a stop string, or at the limit of tokens.
         """
         if self.labels is not None:
             self._add_label(token)

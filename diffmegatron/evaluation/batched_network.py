@@ -169,9 +169,10 @@ class BatchedNetwork:
             places: the n positions to return, each as (row, column within the chunk).
 
         Returns:
-            The argument ``found`` of :meth:`logits` and :meth:`score`, in the network's dtype: the
-            last hidden states [n, hidden_size] if the network's logits are a projection of them by
-            the output embeddings alone, and logits [n, vocab_size] for other networks.
+            Output at the n positions, in the network's dtype, for the argument ``found`` of
+            :meth:`logits` and :meth:`score`. If the network computes its logits from the last
+            hidden states by the output embeddings alone, the output is these hidden states,
+            [n, hidden_size]. For other networks it is the logits, [n, vocab_size].
         """
         device = self._network.device
         lengths = [len(chunk) for chunk in chunks]
@@ -209,7 +210,10 @@ class BatchedNetwork:
         return found
 
     def logits(self, found: Tensor) -> Tensor:
-        """Return the logits at the n positions that :meth:`read` returned as ``found``.
+        """Return the logits at n positions.
+
+        Args:
+            found: output of :meth:`read` at these positions.
 
         Returns:
             Float32 [n, vocab_size].
@@ -219,7 +223,7 @@ class BatchedNetwork:
         return found.float()
 
     def score(self, found: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute the likelihood of the token after each position that :meth:`read` returned.
+        """Compute the likelihoods of given tokens, each after one of n positions.
 
         Logits are computed for 1,024 positions at a time.
 

@@ -13,8 +13,8 @@ from diffmegatron.evaluation.suite import Estimate, Mean
 
 RESAMPLES = 2000
 _SEED = 0
-# Maximum number of elements of an array [resamples, units] of counts. If there are more units than
-# this, each array has a single row.
+# Maximum number of elements of an array [resamples, units] that `_resamples` yields. If there are
+# more units than this, each array has a single row.
 _COUNTS_AT_ONCE = 1 << 22
 # Ends of a 95% interval.
 _PERCENTILES = (2.5, 97.5)
@@ -52,6 +52,8 @@ def estimate_of_means(
     values: np.ndarray, statistic: Callable[[np.ndarray], np.ndarray]
 ) -> Estimate:
     """Return a statistic of several means over the same units, with its interval.
+
+    The estimate of a single unit has None for both ends of the interval.
 
     Args:
         values: contribution of each unit to each mean, float64 [units, means].

@@ -167,7 +167,7 @@ def watch_attention(model: Model, watch: Callable[[LayerAttention], object]) -> 
 def quantize_logits(model: Model, bits: int) -> Iterator[None]:
     """Round the attention logits of every forward pass within this context to ``bits`` bits.
 
-    Every forward pass must have a single text.
+    Every forward pass must have a single text and no key-value cache.
 
     A logit x becomes step * round(x / step), where step is max |x| / (2^(bits - 1) - 1) (absmax
     quantization). The maximum is over all queries, heads and visible keys of one call of the

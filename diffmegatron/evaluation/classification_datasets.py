@@ -154,11 +154,11 @@ def check_tasks(names: Sequence[str], data_dir: Path) -> None:
 
 @dataclass(frozen=True)
 class Prompt:
-    """The part of a prompt that many items share: examples, and the labels to choose from.
+    """The part of a prompt that many test questions share: examples, and labels to choose from.
 
     Attributes:
-        digest: hash of the examples and the labels. The other fields are long and part of many
-            items, so ``repr`` shows only this hash.
+        digest: hash of the examples and the labels. The ``repr`` of a prompt shows only this hash,
+            because the other fields are long, and the ``repr`` is computed for every question.
         prefix: ids of the start token and the examples.
         labels: tree of the labels that the model can choose.
     """
@@ -197,18 +197,24 @@ class EncodedTask:
         data_dir: folder with the files of the task.
         count: number of test examples to draw with a fixed seed; all are used if there are fewer.
         target: model whose tokenizer encodes the texts.
+        shots: largest number of examples in a prompt.
 
     Attributes:
         train: examples of the training set, shuffled with a fixed seed.
 
     Raises:
-        UserError: a file is missing or has another format, a label has no tokens, or two labels
-            have the same tokens.
+        UserError: a file is missing or has another format, a label has no tokens, two labels have
+            the same tokens, or the training set has fewer examples than ``shots``.
     """
 
-    def __init__(self, name: str, data_dir: Path, count: int, target: Target) -> None:
+    def __init__(self, name: str, data_dir: Path, count: int, target: Target, shots: int) -> None:
         self._task, self._target = TASKS[name], target
         self.train = self._task.train.examples(data_dir)
+        if shots > len(self.train):
+            raise UserError(
+                f"a prompt with {shots} shots is set, and the training set of task {name!r} has "
+                f"{len(self.train)} examples; give at most {len(self.train)} shots"
+            )
         random.Random(f"{name}/train").shuffle(self.train)
         self._names = sorted({example.label for example in self.train})
         self._labels = label_tree(self._names, target)
@@ -217,7 +223,7 @@ class EncodedTask:
         self._asked = [(target.encode(self._task.question(x)), label) for x, label in chosen]
 
     def items(self, examples: Sequence[Example], key: str, *more: Any) -> list[Item]:
-        """Return an item for every test question, with the same examples before each question.
+        """Return an :class:`Item` for every test question, with the same examples before each.
 
         Args:
             examples: examples in the order of the prompt.

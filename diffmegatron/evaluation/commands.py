@@ -30,8 +30,8 @@ def evaluate(
 ) -> None:
     """Measure models on suites side by side. The same command resumes an interrupted evaluation.
 
-    The command writes report.html, report.md, results.json, a picture per suite, and a record per
-    suite, target and item into OUT.
+    The command writes report.html, report.md, results.json, a picture per suite, and the result of
+    each target on each item of a suite (such as a question or a text) into OUT.
 
     Example: diffmegatron evaluate runs/a/hf runs/b/hf --suite loss --data held_out.jsonl --out eval
     """
@@ -57,7 +57,7 @@ def compare(
     """Compare the recorded metrics of runs by tokens seen.
 
     The command writes curves of losses, throughput and lambda into OUT/compare.png, and final
-    figures into OUT/compare.md and OUT/compare.json.
+    values into OUT/compare.md and OUT/compare.json.
 
     Example: diffmegatron compare runs/diff_v1 runs/softmax --out runs/compared
     """

@@ -173,9 +173,9 @@ def curves_of(run: RecordedRun) -> Curves:
 def final_figures(run: RecordedRun) -> dict[str, Any]:
     """Return the final figures (numbers) of a run as a dictionary from names to values.
 
-    Steps and tokens are sums over all stages, and ``stages`` lists the names of all stages if there
-    are several. All other figures are those of the last stage; figures without a recorded value are
-    left out:
+    Figures without a recorded value are left out. Steps and tokens are sums over all stages, and
+    ``stages`` lists the names of all stages if there are several. All other figures describe the
+    last stage:
 
     - Kind of attention, and number of parameters.
     - Training losses: means over the last tenth of the stage's steps.

@@ -71,7 +71,7 @@ class Row(BaseModel, ABC):
         """Yield the examples of the row; a row may have several.
 
         Args:
-            name: file and number of the row, for error messages.
+            name: file and number (or key) of the row, for error messages.
 
         Raises:
             UserError: the row has no answer.

@@ -6,6 +6,7 @@ from typing import NamedTuple
 from pydantic import Field
 from typing_extensions import override
 
+from diffmegatron.errors import UserError
 from diffmegatron.evaluation.datasets import DataSet, Row, json_lines
 
 
@@ -66,7 +67,12 @@ class _LEval(Row):
 
     @override
     def examples(self, name: str) -> Iterator[Passage]:
-        for question, answer in zip(self.instructions, self.outputs, strict=False):
+        if len(self.instructions) != len(self.outputs):
+            raise UserError(
+                f"{name}: {len(self.instructions)} instructions and {len(self.outputs)} outputs; "
+                "give an output for each instruction"
+            )
+        for question, answer in zip(self.instructions, self.outputs, strict=True):
             yield Passage(self.input, question, (answer,))
 
 

@@ -47,7 +47,8 @@ def evaluate(
     """Run suites on targets and write the report.
 
     An interrupted evaluation of the same suites and targets is resumed. If a launcher (torchrun)
-    has started several processes, they share the items of each suite.
+    has started several processes, they divide the items of a suite among themselves. For a suite
+    whose ``is_parallel`` is false, rank 0 scores all items.
 
     Args:
         paths: paths of the targets.
@@ -86,7 +87,7 @@ def evaluate(
 
 
 def _given(options: Mapping[str, Any]) -> Iterator[Path | str]:
-    """Yield the values of the options of :func:`evaluate`; each is a path or ``NAME=PATH``."""
+    """Yield every path or ``NAME=PATH`` in the values of ``options``."""
     for value in options.values():
         yield from value if isinstance(value, tuple) else (value,)
 
@@ -186,13 +187,13 @@ def _score_items(
 def _check_keys(suite: Suite, items: Sequence[Item]) -> None:
     keys = {item.key for item in items}
     if len(keys) < len(items):
-        raise ValueError(f"suite {suite.name!r} has {len(items)} items of {len(keys)} keys")
+        raise ValueError(f"suite {suite.name!r} has {len(items)} items, but only {len(keys)} keys")
     if not items:
         raise UserError(f"suite {suite.name!r} has no items; give data that are not empty")
 
 
 class _Progress:
-    """Printer of progress lines with the estimated remaining time (ETA) on standard error.
+    """Printer of progress lines to stderr, with the estimated remaining time (ETA).
 
     Only rank 0 prints. It counts its own items, and assumes that all processes are equally fast.
 

@@ -87,7 +87,7 @@ class Computing:
 
 @dataclass(frozen=True)
 class EvaluateSettings(Computing):
-    """All options of ``evaluate`` that are not specific to a suite."""
+    """The options of :class:`Computing`, and the paths of data that several suites use."""
 
     data: Annotated[
         list[str] | None,

@@ -75,12 +75,12 @@ def join_ranks() -> Iterator[Ranks]:
 
 
 def export_targets(targets: Sequence[Target], ranks: Ranks) -> None:
-    """Export the targets that are checkpoints to Hugging Face folders, once for all processes.
+    """Export every checkpoint among the targets (models to evaluate) to a Hugging Face folder.
 
-    Rank 0 exports those that have no export yet, and the other processes wait. An export compares
-    the logits of the checkpoint and of its export in process groups of a single rank, so it runs in
-    a new process outside the launcher's group. If there is only one process, this function does
-    nothing, and a checkpoint is exported when it is first used.
+    Rank 0 exports the checkpoints that have no export yet, and the other processes wait. An export
+    compares the logits of the checkpoint and of the exported model in process groups of a single
+    rank, so it runs in a new process outside the launcher's group. If there is only one process,
+    this function does nothing, and a checkpoint is exported when it is first used.
 
     Raises:
         UserError: an export failed.

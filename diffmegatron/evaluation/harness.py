@@ -184,8 +184,8 @@ class Tasks:
             answers: answer to each request, in the form of :meth:`Encoder.answers`.
 
         Returns:
-            Value by metric and filter, such as ``acc,none``. The values have types of JSON:
-            numbers, or lists for metrics that aggregate several numbers.
+            Value by metric and filter, such as ``acc,none``. Each value is of JSON types: a number,
+            or a list if the metric's aggregation needs several values per question.
 
         Raises:
             NotFiniteError: a value is not finite.

@@ -140,7 +140,7 @@ def _overlaps(block: "_Block", signal: Tensor, noise: Tensor) -> Iterator[tuple[
 
 
 def _entropy(sizes: Tensor) -> Tensor:
-    """Return the entropy in nats of each row [..., keys], after its sum is normalised to 1."""
+    """Return the entropies in nats, [heads, rows], of rows [heads, rows, keys] scaled to sum 1."""
     return torch.special.entr(sizes / sizes.sum(2, keepdim=True)).sum(2)
 
 

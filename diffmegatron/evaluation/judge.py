@@ -83,9 +83,9 @@ class Judge(ABC):
         """Return the answer to a question.
 
         Raises:
-            UserError: the URL does not answer, or the question and its answer exceed the context of
-                the model in a folder.
-            NotFiniteError: the model in a folder computes a number that is not finite.
+            UserError: a judge behind a URL does not return a valid answer, or the question and its
+                answer exceed the context of a judge in a folder.
+            NotFiniteError: a judge in a folder computes a number that is not finite.
         """
 
 
@@ -182,7 +182,7 @@ class _Endpoint(Judge):
         if "@" in parts.netloc or parts.query or not parts.hostname:
             raise UserError(
                 "hallucination.judge must have the form https://host/path, without a user and "
-                f"without a query; the environment variable {key} contains the key"
+                f"without a query; put the key into the environment variable {key}"
             )
         if not model:
             raise UserError(

@@ -36,8 +36,8 @@ class Model:
     def __init__(self, target: Target, computing: Computing | None = None) -> None:
         self.target = target
         self.computing = computing or Computing()
-        # Largest number of tokens of a batch. It is reduced when a batch does not fit into the
-        # memory.
+        # Limit on the number of tokens of a batch, in addition to the limit of `computing`. It is
+        # reduced when a batch does not fit into the memory.
         self._batch_tokens: float = math.inf
         # The tokens with which all prompts of the last generation batch begin, and the keys and
         # values of these tokens.
@@ -188,8 +188,8 @@ class _Size(NamedTuple):
 
     Attributes:
         group: number of the request's group. A batch has requests of one group only. All scoring
-            requests are one group. Generation requests with the same shared beginning (the first
-            ``Generation.shared`` tokens) are one group; those without one are a group as well.
+            requests are one group. Generation requests are in the same group if they have the same
+            shared beginning (the first ``Generation.shared`` tokens, possibly none).
         is_generation: whether the request is for generation.
         rows: number of rows that the request needs in a batch.
         length: number of tokens of the request's longest row, including tokens to generate.

@@ -86,8 +86,9 @@ def to_html(outcome: Mapping[str, Any], pictures: Mapping[str, bytes]) -> str:
 def _items(suite: Mapping[str, Any]) -> list[str]:
     """Return a list with one line: the number of items from which the measures are computed.
 
-    If the number differs between measures or targets, the line has the smallest and the largest
-    one. The list is empty if the suite has no measures.
+    Items that the bootstrap draws together (:meth:`Suite.unit`) count as one. If the number differs
+    between measures or targets, the line has the smallest and the largest one. The list is empty if
+    the suite has no measures.
     """
     counts = {
         found["items"]

@@ -32,8 +32,8 @@ class Scoring(NamedTuple):
     The answer is a list with a :class:`Scored` for each continuation.
 
     Attributes:
-        context: token ids of the context, at least one.
-        continuations: token ids of each continuation, at least one.
+        context: token ids of the context; it has at least one token.
+        continuations: token ids of each continuation; each has at least one token.
     """
 
     context: Sequence[int]

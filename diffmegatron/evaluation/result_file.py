@@ -279,7 +279,7 @@ def check_records(records: Iterable[Record], read: Callable[[Record], object]) -
 
 
 def digest(items: Sequence[Item]) -> str:
-    """Return the SHA-256 of items in hexadecimal digits."""
+    """Return one SHA-256 hash, as hexadecimal digits, of the ``repr`` of all items."""
     found = hashlib.sha256()
     for item in items:
         found.update(repr(tuple(item)).encode())

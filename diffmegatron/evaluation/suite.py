@@ -103,9 +103,9 @@ class Published(NamedTuple):
 class Suite(Section, ABC):
     """Base of all suites.
 
-    The command line's options set the fields ``data``, ``haystack`` and ``data_dir``. On the
-    command line, a field ``context`` defaults to the shortest context of the targets, but at most
-    2,048 tokens.
+    If a suite has a field ``data``, ``haystack`` or ``data_dir``, the command-line option of the
+    same name sets it. If it has a field ``context``, the command line's default for it is the
+    shortest context of the targets, but at most 2,048 tokens.
 
     Attributes:
         name: name on the command line.
@@ -215,7 +215,7 @@ class Suite(Section, ABC):
         return {}
 
     def unit(self, key: str, record: Record) -> str:
-        """Return the name of the unit to which an item belongs; resamples draw whole units.
+        """Return the name of an item's unit; the resamples of the bootstrap draw whole units.
 
         By default every item is a unit. A suite whose items are not independent, for example
         because several items ask the same question, must combine these items into one unit. If

@@ -16,7 +16,7 @@ ITEMS = 7
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write a model and text, and evaluate them in one process."""
+    """Write a model and a text, evaluate the model on it in one process, and return the folder."""
     found = tmp_path_factory.mktemp("ranks")
     write_pretrained(found / "plain", "llama 2")
     lines = (json.dumps({"text": f"text {number} " * 9}) + "\n" for number in range(ITEMS))
@@ -28,13 +28,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def ranks(folder) -> Path:
-    """Evaluate on two ranks: from the beginning, and after three ranks were killed."""
+    """Evaluate on two ranks: from the beginning, and from the files of three killed ranks."""
     left = folder / "left/loss"
     (left / "plain.ranks").mkdir(parents=True)
     header, *lines = (folder / "one/loss/plain.jsonl").read_text().splitlines(keepends=True)
     (left / "plain.jsonl").write_text(header + lines[2])
     for rank in range(3):
-        # Of one of them rank 0 had taken over what the other two have not given yet.
+        # The killed ranks left items 0 to 4 in their own files, and item 2 also in the shared file.
+        # The last line of rank 0 is unfinished.
         own = header + "".join(lines[rank:5:3])
         (left / f"plain.ranks/{rank:05d}.jsonl").write_text(own if rank else own + '{"item": "te')
     shutil.copytree(folder / "left", folder / "left_to_one")
@@ -56,7 +57,7 @@ def files(out: Path) -> set[str]:
     return {str(path.relative_to(out)) for path in out.rglob("*")}
 
 
-def test_two_ranks_come_to_the_results_of_one(ranks):
+def test_two_ranks_have_the_same_results_as_one(ranks):
     assert results(ranks / "two") == results(ranks / "one")
     of_two, of_one = (ranks / out / "loss/plain.jsonl" for out in ("two", "one"))
     assert of_two.read_bytes() == of_one.read_bytes()
@@ -66,10 +67,10 @@ def test_two_ranks_come_to_the_results_of_one(ranks):
     ]
 
 
-def test_what_more_ranks_have_left_is_gone_on_from(ranks, monkeypatch):
+def test_an_evaluation_resumes_on_fewer_ranks(ranks, monkeypatch):
     expected = results(ranks / "one")
     assert results(ranks / "left") == expected
-    # Nothing that the ranks before had come to.
+    # The two ranks scored only the items that the killed ranks had not scored.
     assert asked_by_ranks(ranks / "left") == [["text/5"], ["text/6"]]
     asked, score = [], Loss.score
     monkeypatch.setattr(

@@ -1,4 +1,8 @@
-"""Suites within training: the values of the export's evaluation, on any layout, for nothing."""
+"""Evaluation suites that run during training.
+
+Their values equal those of ``evaluate`` on the checkpoint, on any layout, and they do not change
+the training.
+"""
 
 import json
 from collections.abc import Callable
@@ -48,14 +52,14 @@ def folder(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     (found / "tiny.yaml").write_text(TINY.format(run_dir=found / "unused", corpus=corpus))
     for name, words in (("a", "the cat sat on a mat, "), ("b", "ten hens and one hen ")):
         (found / f"{name}.txt").write_text(words * 9)
-    # Of many sentences, for needles lie between them.
+    # Needles are inserted between sentences, so the text needs many sentences.
     (found / "hay.txt").write_text("".join(f"It is line {n % 10} of it. " for n in range(60)))
     return found
 
 
 @pytest.fixture(scope="module")
 def suites(folder: Path, corpus: Path) -> dict[str, dict]:
-    """By name, what is asked of the command line and of a recipe."""
+    """Return the settings of each suite by its name, for ``evaluate`` and for a recipe."""
     data = [f"first={folder / 'a.txt'}", f"second={folder / 'b.txt'}"]
     return {
         "loss": {"data": data, "context": 65},
@@ -73,7 +77,7 @@ def suites(folder: Path, corpus: Path) -> dict[str, dict]:
 
 @pytest.fixture(scope="module")
 def within(suites: dict[str, dict]) -> str:
-    """Return the override with all suites."""
+    """Return the override of a recipe that runs all suites every two steps."""
     entries = [{"suite": name, "every": 2, **settings} for name, settings in suites.items()]
     return f"training.evaluate={json.dumps(entries)}"
 
@@ -87,7 +91,7 @@ def run(folder: Path, within: str) -> Path:
 
 
 def values(run_dir: Path) -> dict[int, dict[str, float]]:
-    """Of the suites, by step."""
+    """Return the metrics of the suites by step."""
     entries = {e["step"]: e for e in read_metrics(run_dir) if any("eval/" in name for name in e)}
     return {
         int(step): {name: value for name, value in entry.items() if name.startswith("eval/")}
@@ -95,7 +99,7 @@ def values(run_dir: Path) -> dict[int, dict[str, float]]:
     }
 
 
-def test_values_are_those_of_the_export(run, suites, folder, tmp_path):
+def test_suite_values_equal_evaluate_on_the_checkpoint(run, suites, folder, tmp_path):
     found = values(run)
     assert list(found) == [0, 2, 3]
     assert found[0] != found[2] != found[3]
@@ -116,7 +120,7 @@ def test_values_are_those_of_the_export(run, suites, folder, tmp_path):
     }
     assert found[2] == pytest.approx(expected, abs=1e-5)
     assert {"eval/loss/nats_per_token_first", "eval/loss/bits_per_byte"} <= set(found[2])
-    # Where no number is found what is written tells more.
+    # The small model may find no needle, so compare not only its scores but also its answers.
     lines = (tmp_path / "needle/step_00000002.jsonl").read_text().splitlines()[1:]
     answers = [json.loads(line)["answer"] for line in lines]
     assert written(run)[2:4] == answers
@@ -129,7 +133,7 @@ def written(run_dir: Path) -> list[str]:
     return found
 
 
-def test_they_are_on_the_board(run):
+def test_suite_values_are_written_to_tensorboard(run):
     board = EventAccumulator(str(run / TENSORBOARD), {"scalars": 0}).Reload()
     found = {
         step: {
@@ -143,7 +147,7 @@ def test_they_are_on_the_board(run):
     assert values(run) == found
 
 
-def test_training_is_the_same_to_the_bit_without_them(run, folder):
+def test_training_is_the_same_to_the_bit_without_suites(run, folder):
     plain = folder / "plain"
     recipe = load_recipe(folder / "tiny.yaml", [*SHORT, f"run_dir={plain}"])
     assert train_stages([recipe])
@@ -166,7 +170,10 @@ def test_training_is_the_same_to_the_bit_without_them(run, folder):
 
 @pytest.fixture(scope="module")
 def layouts(folder: Path, within: str) -> Path:
-    """Train on two ranks, and in one process if the model differs."""
+    """Train each layout on two ranks, and the deeper model of ``interleaved`` also in one process.
+
+    The fixture ``run`` is the run in one process to which the other layouts are compared.
+    """
     calls = [
         [str(folder / "tiny.yaml"), *SHORT, *ONE, within, *overrides, f"run_dir={folder / name}"]
         for name, overrides in LAYOUTS.items()
@@ -206,7 +213,7 @@ def test_every_layout_has_the_same_values(name, layouts, run):
         ({"suite": "loss", "data": ["{a}/no.txt"]}, "no.txt"),
     ],
 )
-def test_what_cannot_run_is_refused_before_anything_runs(entry, said, folder, tmp_path):
+def test_an_invalid_suite_is_refused_before_the_run_starts(entry, said, folder, tmp_path):
     if "data" in entry:
         entry = entry | {"data": [each.format(a=folder / "a.txt") for each in entry["data"]]}
     value = json.dumps([{"every": 2, **entry}])
@@ -218,7 +225,9 @@ def test_what_cannot_run_is_refused_before_anything_runs(entry, said, folder, tm
     assert not (tmp_path / "run").exists()
 
 
-def test_numbers_that_are_none_have_no_value(folder, within, tmp_path, monkeypatch, capfd):
+def test_a_nan_leaves_a_suite_without_values_and_the_run_finishes(
+    folder, within, tmp_path, monkeypatch, capfd
+):
     likeliest: Callable = VirtualStage.likeliest_tokens
 
     def spoiled(self, logits):

@@ -54,7 +54,7 @@ class AssociativeRecall(TextSuite):
 
         Raises:
             UserError: the two halves of a text do not have the same pairs, a key occurs in two
-                pairs, or a source cannot be read.
+                pairs, or a path of ``data`` cannot be read.
         """
         found: list[Item] = []
         for source, text in first_texts(self.data, self.documents, sys.maxsize):
@@ -66,7 +66,8 @@ class AssociativeRecall(TextSuite):
                 raise UserError(
                     f"text {len(found)} of source {source!r} has {len(ids)} tokens of "
                     f"{target.name} that are not pairs of different keys and the same pairs again; "
-                    "give a text of 'python -m benchmarks study_recall' and a model trained on it"
+                    "give a text of 'python -m tools.benchmarks study_recall' and a model trained "
+                    "on it"
                 )
             found.append(Item(f"{source}/{len(found)}", len(ids), ids))
         return found

@@ -113,9 +113,10 @@ class AttentionAnalysis(TextSuite):
 
     @override
     def means(self, record: Record) -> dict[str, Mean]:
-        """Return the mean of each measure over all layers, all pairs of heads, or all heads.
+        """Return a dict: name of each measure -> its mean for one text.
 
-        Distance and alignment are left out if there is no pair of heads.
+        Distance and alignment are averaged over all pairs of heads, and left out if there is no
+        pair. Importance is averaged over all heads, and all other measures over all layers.
         """
         found = {name: float(np.mean(values)) for name, values in record["layers"].items()}
         for name in (DISTANCE, ALIGNMENT):
@@ -197,7 +198,7 @@ def _between_layers(pairs: torch.Tensor, count: int) -> dict[str, Any]:
 
 
 def _table(records: Records, measure: str) -> np.ndarray:
-    """Return the mean over the texts of importance, distance or alignment.
+    """Return the table of a measure (importance, distance or alignment), averaged over the texts.
 
     Returns:
         [layers, heads] for importance, and [layers, layers] for distance and alignment.
@@ -247,7 +248,7 @@ def _draw_lines(
     axes.set_title(title)
     if not any(values.any() for *_, values in lines):
         axes.axis("off")
-        reason = "all are zero" if lines else "no head has two maps"
+        reason = "all are zero" if lines else "no values"
         axes.text(0.5, 0.5, reason, ha="center", transform=axes.transAxes)
         return
     for number, style, target, name, values in lines:

@@ -119,9 +119,9 @@ class LmEval(Suite):
         """Return an item for each question of each task with each number of examples.
 
         ``Item.tokens`` is 0 if the question fits into the target's context. A prompt always fits,
-        because it can be cut at its beginning. Only the longest choice, or the longest
-        answer that the task allows, may not fit. ``Item.tokens`` is then the number of tokens that
-        this choice or answer needs.
+        because it can be cut at its beginning. Only the longest choice, or the longest answer that
+        the task allows, can be too long. ``Item.tokens`` is then the number of tokens that this
+        choice or answer needs.
         """
         encoder = _encoder(target)
         return [

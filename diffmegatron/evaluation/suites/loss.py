@@ -33,8 +33,8 @@ class Loss(WindowSuite):
     A document is cut into windows that do not overlap. The start token is put before each window,
     so the loss of the window's first token is measured too. Every byte of the text therefore counts
     exactly once, and models with different tokenizers can be compared per byte. With ``packed``,
-    the documents of a source are joined before they are cut, each with the end-of-document token
-    after it. The loss of this token does not count.
+    the documents of a source (the text of one entry of ``data``) are joined before they are cut,
+    each with the end-of-document token after it. The loss of this token does not count.
     """
 
     name: ClassVar[str] = "loss"
@@ -177,7 +177,7 @@ class Loss(WindowSuite):
 
     @override
     def draw(self, figure: "Figure", records: Mapping[str, Records]) -> bool:
-        """Draw the mean loss over the first n tokens of full windows by n."""
+        """Draw a curve for each target: n -> mean loss of the first n tokens of full windows."""
         from matplotlib.ticker import NullLocator, StrMethodFormatter
 
         axes = figure.subplots()

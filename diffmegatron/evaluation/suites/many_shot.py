@@ -54,7 +54,7 @@ class ManyShot(Suite):
         """Return an item for every test question and every number of shots."""
         found: list[Item] = []
         for name in self.tasks:
-            task = EncodedTask(name, self.data_dir, self.samples, target)
+            task = EncodedTask(name, self.data_dir, self.samples, target, max(self.shots))
             for shots in self.shots:
                 found += task.items(task.train[:shots], f"{name}/{shots}", name, shots)
         return found

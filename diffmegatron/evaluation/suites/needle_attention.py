@@ -104,7 +104,8 @@ class NeedleAttention(Suite):
     def means(self, record: Record) -> dict[str, Mean]:
         """Return the item's shares of answer and noise, as means over all layers and heads.
 
-        The measures are means over the items with the same depth, and their names have the depth.
+        The measures are means over the items with the same depth of the needle. The depth is the
+        share of the haystack before the needle, and is part of the names of the measures.
         """
         depth = f"depth {record['depth']:.0%}"
         return {

@@ -65,7 +65,7 @@ class Order(Suite):
         """
         found: list[Item] = []
         for name in self.tasks:
-            task = EncodedTask(name, self.data_dir, self.samples, target)
+            task = EncodedTask(name, self.data_dir, self.samples, target, self.shots)
             chosen = list(_in_turn(task.train))[: self.shots]
             for arrangement in _ARRANGEMENTS:
                 for permutation in range(self.permutations):
@@ -175,10 +175,11 @@ def _in_turn(examples: Sequence[Example]) -> Iterator[Example]:
 
 
 def _right_by_permutation(records: Records) -> dict[str, np.ndarray]:
-    """Return a table for each task and arrangement: 1 for a correct answer and 0 for a wrong one.
+    """Return a dict: ``TASK, ARRANGEMENT`` -> table with 1 for correct and 0 for wrong answers.
 
     A table is float64 [questions, permutations]. It contains only questions with an answer for
-    every permutation: some answers are missing if prompts were longer than the context.
+    every permutation: some answers are missing if prompts were longer than the context. An empty
+    table is left out.
     """
     right: dict[str, dict[int, dict[int, bool]]] = defaultdict(lambda: defaultdict(dict))
     for record in records:

@@ -4,6 +4,7 @@ The measure is from Differential Transformer (Ye et al.), table 5.
 """
 
 import base64
+import binascii
 import zlib
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -247,9 +248,9 @@ def _unpacked(text: str) -> np.ndarray:
     """Return the int64 counts [bins] that :func:`_packed` wrote.
 
     Raises:
-        ValueError: the text is not compressed.
+        ValueError: the text cannot be decoded or decompressed.
     """
     try:
         return np.frombuffer(zlib.decompress(base64.b64decode(text)), "<i8")
-    except zlib.error as error:
+    except (binascii.Error, zlib.error) as error:
         raise ValueError(f"its counts cannot be unpacked: {error}") from None

@@ -27,10 +27,11 @@ _BETWEEN_DOCUMENTS = "\n\n"
 class Perplexity(TextSuite):
     """Perplexity as the documentation of ``transformers`` computes it.
 
-    The documents of a source are joined by empty lines and tokenized as one text, without a start
-    token. Windows of ``context`` tokens begin every ``stride`` tokens. In each window, only tokens
-    that were in no earlier window are scored; the tokens before them are their context. The first
-    token of a window is never scored, because no token precedes it.
+    The documents of a source (the text of one entry of ``data``) are joined by empty lines and
+    tokenized as one text, without a start token. Windows of ``context`` tokens begin every
+    ``stride`` tokens. In each window, only tokens that were in no earlier window are scored; the
+    tokens before them are their context. The first token of a window is never scored, because no
+    token precedes it.
     """
 
     name: ClassVar[str] = "perplexity"

@@ -62,11 +62,11 @@ class QuantizedAttention(WindowSuite):
 
     @override
     def means(self, record: Record) -> dict[str, Mean]:
-        """Return a document's contribution to the mean losses in nats per token.
+        """Return a dict: name of each measure -> a document's contribution to it.
 
-        There is a loss with unchanged logits. For each number of bits there is the loss with
-        rounded logits, and its increase over the loss with unchanged logits. The weight of a
-        document in these means is its number of tokens.
+        The measures are mean losses in nats per token: the loss with unchanged logits, and for each
+        number of bits the loss with rounded logits and its increase over the loss with unchanged
+        logits.
         """
         nats, tokens = record["nats"], record["tokens"]
         shares = {f"nats per token, {name}": Mean(n, tokens, True) for name, n in nats.items()}

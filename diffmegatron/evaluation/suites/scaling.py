@@ -119,8 +119,8 @@ class Scaling(Suite):
         """Return a dict: measure -> value, with a and b of each fitted law, and shares.
 
         There is a law L(x) = a x^-b for each kind of attention, where x is a number of parameters
-        or tokens. For each kind except the Transformer, and each x of its runs, there is a share:
-        x divided by the x at which the Transformer's law has the same loss as the kind's law.
+        or tokens. For each kind except the Transformer, and each x of its runs, there is a share
+        x / y, where the Transformer's law has at y the same loss as the kind's law at x.
         """
         found: dict[str, float] = {}
         for kind, (law, sizes, is_baseline) in self._fits(records).items():
@@ -141,7 +141,8 @@ class Scaling(Suite):
         """Return a sentence for each kind of attention whose losses cannot be fitted by a law."""
         fits = self._fits(records)
         return [
-            f"{kind}: no fit; it needs two or more numbers of {self.against}, and falling losses"
+            f"{kind}: no fit; the runs need at least two different numbers of {self.against}, and "
+            "a loss that falls with them"
             for kind in self._points(records)
             if kind not in fits
         ]

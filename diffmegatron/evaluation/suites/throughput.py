@@ -3,10 +3,10 @@
 import resource
 import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Self
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor
 from typing_extensions import override
 
@@ -49,6 +49,15 @@ class Throughput(Suite):
     batch: Size = 1
     decoded: Size = Field(default=32, description="number of tokens to decode")
     repetitions: Count = 5
+
+    @model_validator(mode="after")
+    def _context_holds_decoded_tokens(self) -> Self:
+        if self.decoded >= self.context:
+            raise ValueError(
+                f"throughput.decoded is {self.decoded} and throughput.context {self.context}; give "
+                "fewer decoded tokens, because they follow a prompt within the context"
+            )
+        return self
 
     @override
     def items(self, target: Target) -> list[Item]:
@@ -125,7 +134,7 @@ class Throughput(Suite):
 
     def _decode(self, model: Model, ids: Tensor) -> tuple[int, float]:
         with torch.no_grad():
-            short = ids[:, : max(1, self.context - self.decoded)]
+            short = ids[:, : self.context - self.decoded]
             step = model.network(short, use_cache=True, logits_to_keep=1)
 
             def decode() -> None:

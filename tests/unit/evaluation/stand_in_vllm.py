@@ -1,6 +1,6 @@
 """A stand-in for vLLM's offline interface, with the names and meanings of its documentation.
 
-It recomputes the whole text for each token, with nothing of ours.
+For each token it runs transformers on the whole text. It uses no code of this project.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 @dataclass
 class SamplingParams:
-    """The part of vLLM's that is used."""
+    """The fields of vLLM's class of this name that diffmegatron uses."""
 
     temperature: float = 1.0
     max_tokens: int | None = 16
@@ -25,7 +25,7 @@ class SamplingParams:
 
 @dataclass
 class CompletionOutput:
-    """A text: the ids hold the token that ended it, the text does not."""
+    """A generated text; a stop string that ended it is in ``token_ids`` and not in ``text``."""
 
     index: int
     text: str

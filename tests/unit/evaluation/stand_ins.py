@@ -12,6 +12,7 @@ class Answering:
 
     Args:
         answer: returns the answer to a request.
+        target: the target to which the model belongs.
     """
 
     def __init__(self, answer: Callable[[Any], Any], target: Any = None) -> None:
@@ -23,7 +24,7 @@ class Answering:
 
 
 def answering(answer: Callable[[Model, Any], Any]) -> Callable:
-    """Return a method for :class:`Model` that answers each request by a function of both."""
+    """Return a method for :class:`Model` that answers a request by ``answer(model, request)``."""
 
     def answers(model: Model, requests: Sequence[Request]) -> Iterator[tuple[int, Any]]:
         for number, request in enumerate(requests):

@@ -15,8 +15,9 @@ from diffmegatron.evaluation.requests import Generation, LabelTree, Scored, Scor
 from diffmegatron.evaluation.targets import find_targets
 from tests.pretrained import write_pretrained
 
-# One of each kind of attention, and layers of two kinds. Sliding windows have 4 tokens, and padding
-# past them would shift them.
+# Models to test, each as (family in tests.pretrained, changed values of its configuration): one for
+# each kind of attention, one with layers of two kinds, and one with sliding windows. A window has 4
+# tokens, and padding must not take the place of one of them.
 KINDS = {
     "llama": ("llama 2", {}),
     "diffllama": ("diffllama", {}),
@@ -72,7 +73,10 @@ def answers(model: Model, requests: list) -> list:
 
 
 def scoring_requests() -> list[Scoring]:
-    """Contexts of several lengths, continuations alike but for the last token, and a lone one."""
+    """Return requests with contexts of several lengths and one or more continuations.
+
+    In the last request, two continuations differ only in their last token.
+    """
     draw = random.Random(0)
     many = [
         Scoring(some_ids(draw, 1, 20), [some_ids(draw, 1, 9) for _ in range(draw.randint(1, 4))])
@@ -83,7 +87,7 @@ def scoring_requests() -> list[Scoring]:
 
 
 def expected_score(network, request: Scoring, continuation: list[int]) -> tuple:
-    """Log-likelihoods by float64 log-softmax of one unpadded text without a cache."""
+    """Return losses in nats, and whether each token is the most likely, for one unpadded text."""
     ids = torch.tensor([[*request.context, *continuation]])
     with torch.no_grad():
         logits = network(ids, use_cache=False).logits[0, len(request.context) - 1 : -1]
@@ -119,13 +123,13 @@ def naive_greedy(network, request: Generation, decode) -> list[int]:
     return found
 
 
-def test_texts_are_those_that_are_written_alone(folder):
+def test_batched_texts_equal_those_generated_alone(folder):
     network = AutoModelForCausalLM.from_pretrained(folder).eval()
     draw, shared = random.Random(1), [256, 72, 101, 108]
     prompts = [some_ids(draw, 1, 30) for _ in range(7)]
     requests = [Generation(ids, draw.randint(1, 25)) for ids in prompts]
     requests += [Generation([*shared, *ids], 12, shared=len(shared)) for ids in prompts]
-    # Stops that some of the texts have.
+    # Stop strings that occur in some of the texts.
     decode = open_model(folder, 1).target.tokenizer.decode
     written = [decode(naive_greedy(network, request, decode)) for request in requests]
     stops = tuple(text[3:5] for text in written[:4] if len(text) > 5)
@@ -171,7 +175,7 @@ def plain(tmp_path_factory) -> Path:
     return write_pretrained(tmp_path_factory.mktemp("plain") / "hf", "llama 2")
 
 
-def test_numbers_that_are_not_finite_spoil_no_other_request(plain):
+def test_non_finite_requests_do_not_affect_others_in_the_batch(plain):
     model = open_model(plain, 5000)
     with torch.no_grad():
         model.network.get_input_embeddings().weight[77] = torch.nan
@@ -234,14 +238,15 @@ def test_batches_have_texts_of_similar_lengths_up_to_the_budget(plain, monkeypat
 
 
 def test_contexts_and_shared_tokens_are_read_once(plain):
-    """Counts tokens that the network reads."""
+    """The shapes of the network's inputs show that it gets these tokens only once."""
     model, read = open_model(plain, 5000), []
     model.network.model.register_forward_pre_hook(
         lambda _, args, kwargs: read.append((*args, kwargs.get("input_ids"))[0].shape),
         with_kwargs=True,
     )
     answers(model, [Scoring([1] * 20, [[2, 3], [4, 5], [6, 7]])])
-    # Four tokens try out whether the network ends in a projection.
+    # At first the network runs on 4 tokens, to find out whether its logits are a plain projection
+    # of the last hidden states.
     assert [tuple(shape) for shape in read if shape != (1, 4)] == [(1, 19), (3, 2)]
     read.clear()
     requests = [Generation([1] * 20 + [last], 1, shared=20) for last in range(6)]
@@ -250,7 +255,7 @@ def test_contexts_and_shared_tokens_are_read_once(plain):
     assert [tuple(shape) for shape in read] == [(1, 20), (3, 1), (3, 1)]
 
 
-def test_scored_tokens_have_the_dtype_that_is_asked_for(plain):
+def test_a_model_computes_in_the_requested_dtype(plain):
     (target,) = find_targets([plain], plain / "out")
     model = Model(target, Computing(dtype="bfloat16"))
     assert model.network.dtype == torch.bfloat16
@@ -275,7 +280,7 @@ def test_a_file_of_another_dtype_is_refused(plain, tmp_path):
         evaluate([plain], ["loss"], tmp_path, options, [], Computing(dtype="bfloat16"))
 
 
-def test_a_gpu_that_is_not_there_is_refused():
+def test_device_cuda_without_a_gpu_is_an_error():
     if torch.cuda.is_available():
         pytest.skip("the sentence is for machines without a GPU")
     with pytest.raises(UserError, match="--device cuda needs a GPU"):

@@ -89,12 +89,14 @@ def change_weights(source: Path, out: Path, change: Callable[[dict], object]) ->
 def whole(
     layer: LayerAttention, of: Callable[[int, int], torch.Tensor], fill: float
 ) -> torch.Tensor:
-    """Return all rows of the logits or maps, [heads, s, s], with ``fill`` after the last column.
+    """Return all rows of the logits or maps, [heads, tokens, tokens].
+
+    A block of rows ends at the column of its last row; the columns after it get ``fill``.
 
     Args:
         layer: layer whose blocks of rows are joined.
         of: method of the layer that returns the rows of a block.
-        fill: value of the added columns.
+        fill: value of the columns after a block's last one.
     """
     parts = [
         torch.nn.functional.pad(of(*block), (0, layer.rows - block[1]), value=fill)
@@ -104,13 +106,13 @@ def whole(
 
 
 def values_of_heads(layer: LayerAttention, heads: int) -> torch.Tensor:
-    """Return the values that each head's map multiplies, [heads, s, width of a value].
+    """Return the values that each head's map multiplies, [heads, tokens, width of a value].
 
     They are computed as in the modeling code of the layer's class.
     """
     module, d = layer.module, layer.module.head_dim
     value = module.v_proj(layer.hidden)
-    if hasattr(module, "groupnorm"):  # DiffLlama: first halves of all heads, then second
+    if hasattr(module, "groupnorm"):  # DiffLlama: first halves of all values, then second halves
         halves = value.unflatten(1, (2, -1, d))
         value = torch.cat((halves[:, 0], halves[:, 1]), dim=-1)
     elif hasattr(module, "noise"):  # grouped attention has values of width 2d
@@ -134,7 +136,7 @@ def output_of(layer: LayerAttention, maps: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def test_maps_give_the_layers_own_output(model, small_blocks):
-    """Compute each layer's output from its captured maps; it must equal the layer's own output."""
+    """The output computed from a layer's captured maps equals the layer's own output."""
     outputs, seen = [], []
     hooks = [
         layer.self_attn.register_forward_hook(lambda *call: outputs.append(call[2][0][0]))
@@ -156,7 +158,7 @@ def test_maps_give_the_layers_own_output(model, small_blocks):
 
 
 @torch.no_grad()
-def test_watching_changes_nothing_and_ends(models):
+def test_watching_attention_does_not_change_the_logits(models):
     for model in models.values():
         batch = model.batch(IDS)
         before = model.network(batch).logits
@@ -191,7 +193,7 @@ def test_logits_are_products_of_rotated_queries_and_keys(models):
 
 
 def rounded(logits: torch.Tensor, bits: int) -> torch.Tensor:
-    """Round the logits of a call as the quantization does; all heads share one step size."""
+    """Round the logits of one attention call to ``bits`` bits; its heads share one step size."""
     finite = logits[~logits.isinf()]
     step = finite.abs().max() / (2 ** (bits - 1) - 1)
     return torch.where(logits.isinf(), logits, torch.round(logits / step) * step)
@@ -199,7 +201,10 @@ def rounded(logits: torch.Tensor, bits: int) -> torch.Tensor:
 
 @torch.no_grad()
 def test_quantised_attention_is_softmax_of_rounded_logits(model, small_blocks):
-    """Compare the first layer's output at 4 bits with a softmax of its rounded logits."""
+    """At 4 bits, the first layer's output is that of maps computed from rounded logits.
+
+    At 16 bits, it is more than 50 times closer to the output without quantization.
+    """
     seen, outputs = [], []
     with watch_attention(model, seen.append):
         model.network.base_model(model.batch(IDS), use_cache=False)
@@ -282,8 +287,8 @@ def test_outliers_are_those_of_all_values_sorted(model, folder, tmp_path, small_
     assert len(lines) == 1 + 2 * 3
 
 
-def test_medians_between_two_bins():
-    """Compute the median of 1, 1, 4 and 4, which is 2.5, from two different bins."""
+def test_a_median_between_two_bins_is_exact():
+    """The median of 1, 1, 4 and 4 is 2.5, although 1 and 4 lie in different bins."""
     values = torch.tensor([1.0, -4.0, 4.0, -1.0])
     first = _Counter(None, LOGITS)
     first.add(values)
@@ -301,7 +306,7 @@ def test_medians_between_two_bins():
     assert totals["attention logits, top-2"] == 4
 
 
-def test_outliers_tell_larger_weights(folder, tmp_path):
+def test_larger_query_weights_give_larger_outliers(folder, tmp_path):
     def louder(weights: dict) -> None:
         weights["model.layers.1.self_attn.q_proj.weight"] *= 10
 
@@ -340,8 +345,8 @@ def test_needles_lie_at_their_depths_in_prompts_of_one_length(haystack, models):
         assert prompt.ids[0] == 1
         for needle, (first, end) in zip(needles, prompt.spans, strict=True):
             assert tokenizer.decode(prompt.ids[first:end]) == needle.sentence
-            # A needle is placed at an end of a sentence. Sentences have about 50 bytes, so the
-            # position may be off by half of that. The other needles do not count.
+            # A needle is placed at the end of a sentence. Sentences have about 50 bytes, so the
+            # position may differ by half of that. Tokens of other needles do not count.
             before = prompt.ids[1:first]
             others = sum(e - f for f, e in prompt.spans if e <= first)
             room = prompt.haystack_end - 1 - sum(e - f for f, e in prompt.spans)
@@ -351,11 +356,12 @@ def test_needles_lie_at_their_depths_in_prompts_of_one_length(haystack, models):
         for first, end in sorted(prompt.spans, reverse=True):
             del left[first - 1 : end - 1]
         text = tokenizer.decode(left)
-        # The haystack begins at any sentence, and is repeated after its end.
+        # The haystack begins at any sentence of the text. After the text's end, it goes on with the
+        # text's beginning.
         assert text in HAY + HAY
 
 
-def test_haystacks_and_lengths_that_do_not_fit(haystack, folder, tmp_path):
+def test_unsuitable_haystacks_lengths_and_pairs_are_errors(haystack, folder, tmp_path):
     draw = random.Random(0)
     needles = draw_needles(2, 0.5, draw)
     with pytest.raises(UserError, match=r"hay\.txt has \d+ tokens in plain, and the prompt needs"):
@@ -388,8 +394,11 @@ def needle_results(folder: Path, out: Path) -> dict:
     return json.loads((out / "results.json").read_text())["suites"]["needle"]
 
 
-def test_needles_found_and_not(folder, tmp_path, monkeypatch):
-    """Score stand-ins that answer with the numbers of all cities, of the first one, or of none."""
+def test_answers_are_scored_by_the_share_of_found_numbers(folder, tmp_path, monkeypatch):
+    """An answer with the numbers of n of the R requested cities has the score n / R.
+
+    Stand-ins answer with the numbers of all cities, of only the first one, or of none.
+    """
 
     def reads(model, request):
         assert request.stop == ("\n",)
@@ -438,12 +447,12 @@ def test_needle_attention_is_that_of_the_whole_map(models, folder, small_blocks)
         assert shares["answer, depth 25%"].total == pytest.approx(np.mean(record["answer"]))
 
 
-def test_needle_attention_tells_a_model_that_looks_at_numbers(folder, tmp_path):
-    """Compare a model that attends to digits with one that attends away from them.
+def test_needle_attention_distinguishes_a_model_that_attends_to_numbers(folder, tmp_path):
+    """The share on the answer is high in a model that attends to digits and low in its opposite.
 
-    In the first model, queries of the letter "s" and keys of digits point in the same direction,
-    along a channel that the rotary embedding turns slowly. The second model has the negative
-    keys. Only needles have digits, the haystack has none.
+    In the first model, queries of the letter "s", with which the prompt ends, and keys of digits
+    point in the same direction, along a channel that the rotary embedding turns slowly. In the
+    second model, the keys have the opposite sign. Needles contain digits; the haystack does not.
     """
     write_pretrained(
         tmp_path / "base",
@@ -488,10 +497,10 @@ def test_needle_attention_tells_a_model_that_looks_at_numbers(folder, tmp_path):
 
 
 @torch.no_grad()
-def test_without_the_second_map_attention_is_another(folder, tmp_path):
-    """Set the lambda vectors so that lambda is zero; the maps must equal the signal maps.
+def test_maps_with_zero_lambda_equal_the_signal_maps(folder, tmp_path):
+    """With lambda = exp(q1 k1) - exp(q2 k2) + lambda_init = 0, only the signal maps are left.
 
-    lambda = exp(a) - exp(b) + lambda_init is zero for a = 0 and b = log(1 + lambda_init).
+    The products of the lambda vectors are set to q1 k1 = 0 and q2 k2 = log(1 + lambda_init).
     """
 
     def zero_second(weights: dict) -> None:
@@ -513,7 +522,7 @@ def test_without_the_second_map_attention_is_another(folder, tmp_path):
         assert layer.maps(10, 20).min() > -1e-5
 
 
-def test_attention_of_kinds_that_are_not_known_is_refused(folder, tmp_path):
+def test_an_unknown_kind_of_attention_is_refused(folder, tmp_path):
     shutil.copytree(folder / "plain", tmp_path / "other")
     path = tmp_path / "other/config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"model_type": "olmo"}))

@@ -1,4 +1,4 @@
-"""Classification in context: data sets in their published form, the tree of labels, the order."""
+"""Classification in context: published data sets, the tree of labels, the order of examples."""
 
 import json
 import random
@@ -31,7 +31,7 @@ TREC = (
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two models, and data sets of a few items in the forms of the published ones."""
+    """Write two models, and data sets of a few items in the forms of the published ones."""
     found = tmp_path_factory.mktemp("classes")
     write_pretrained(found / "plain", "llama 2", max_position_embeddings=450)
     write_pretrained(found / "diff", "diffllama", max_position_embeddings=450)
@@ -72,7 +72,7 @@ def test_published_forms_are_read(folder):
         ("no type\n", "at line 1 is .no type.; it must be .COARSE:fine question"),
     ],
 )
-def test_missing_and_foreign_files_are_one_sentence(content, said, folder, tmp_path):
+def test_missing_and_foreign_files_and_unknown_tasks_are_errors(content, said, folder, tmp_path):
     if content is not None:
         (tmp_path / "trec_train.txt").write_text(content)
     for suite in ("many-shot", "order"):
@@ -97,7 +97,7 @@ def ends(node, path: bytes = b"") -> dict[str, bytes]:
     }
 
 
-def test_labels_that_begin_others_end_with_the_separator(model):
+def test_labels_that_are_prefixes_of_others_end_with_the_separator(model):
     tree = label_tree(LABELS, model.target)
     assert ends(tree) == {
         "cat": b" cat\n\n",
@@ -119,7 +119,7 @@ def test_every_label_is_read_from_its_tokens(label, model):
 
 @torch.no_grad()
 def test_choices_are_those_of_whole_forward_passes(model):
-    """Without keys and values kept, by a search of our own through the strings."""
+    """The chosen label is that of a greedy search over the label strings without a KV cache."""
     draw = random.Random(0)
     labels = ["".join(draw.choices("abc", k=draw.randint(1, 4))) for _ in range(12)]
     labels = sorted(set(labels))
@@ -166,8 +166,11 @@ def results(folder: Path, out: Path, suite: str, *settings: str, targets=("plain
     return json.loads((out / "results.json").read_text())["suites"][suite]
 
 
-def test_many_shot_counts_what_is_right(folder, tmp_path, monkeypatch):
-    """A model that knows everything but places, and is asked after 1, 5 and too many examples."""
+def test_many_shot_counts_right_answers(folder, tmp_path, monkeypatch):
+    """The accuracy is 5/6 for a stand-in that is wrong only on the question about a town.
+
+    Prompts with 12 examples exceed the model's context, so only those with 1 and 5 are scored.
+    """
 
     def knows(model, request):
         text = model.target.tokenizer.decode(request.ids[request.shared :])
@@ -184,8 +187,8 @@ def test_many_shot_counts_what_is_right(folder, tmp_path, monkeypatch):
     for name in ("trec, mean over shots", "trec, 1 shots", "trec, 5 shots"):
         value = found["measures"][name]["targets"]["plain"]
         assert value["value"] == pytest.approx(5 / 6)
-        # The model is right about a question or not, however many examples it reads. The mean over
-        # the numbers of examples has as many units, and the same interval.
+        # The stand-in's answers do not depend on the number of examples, so the mean over 1 and 5
+        # examples has the same value and the same interval.
         assert value == found["measures"]["trec, 1 shots"]["targets"]["plain"]
         assert value["items"] == 6
     assert [line.split(" need")[0] for line in found["not_run"]] == [
@@ -197,15 +200,23 @@ def test_many_shot_counts_what_is_right(folder, tmp_path, monkeypatch):
     assert {r["given"] for r in records[1:] if not r["right"]} == {"entity"}
 
 
-def test_a_margin_has_the_interval_of_questions_drawn_again():
-    """Compare with a loop over resamples that draws questions one by one."""
+@pytest.mark.parametrize("setting", ["many-shot.shots=[1,1000]", "order.shots=1000"])
+def test_more_shots_than_training_examples_are_refused(folder, tmp_path, setting):
+    suite = setting.partition(".")[0]
+    sentence = "a prompt with 1000 shots is set, and the training set of task 'trec' has"
+    with pytest.raises(UserError, match=sentence):
+        results(folder, tmp_path, suite, f"{suite}.tasks=[trec]", setting)
+
+
+def test_the_interval_of_a_margin_is_bootstrapped_over_questions():
+    """The interval is close to that of a loop that resamples questions, for all permutations."""
     right = np.random.default_rng(1).random((40, 5)) < np.linspace(0.3, 0.7, 5)
     records = [
         {"task": "trec", "arrangement": "random", "permutation": p, "question": q, "right": bool(r)}
         for q, row in enumerate(right)
         for p, r in enumerate(row)
     ]
-    # One permutation was not asked the last question, so that it counts for none.
+    # One permutation lacks the last question, so this question counts for no permutation.
     del records[-1]
     totals = Order(data_dir=Path()).totals(records)
     random, margins = np.random.default_rng(2), []
@@ -219,7 +230,7 @@ def test_a_margin_has_the_interval_of_questions_drawn_again():
     assert (margin.low, margin.high) == pytest.approx(expected, abs=0.03)
 
 
-def test_order_gives_best_worst_and_margin(folder, tmp_path):
+def test_order_reports_best_margin_and_mean(folder, tmp_path):
     settings = ("order.shots=6", "order.permutations=3", "order.samples=4")
     found = results(folder, tmp_path, "order", *settings, targets=("plain",))
     lines = (tmp_path / "order/plain.jsonl").read_text().splitlines()[1:]

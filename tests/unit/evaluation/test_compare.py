@@ -1,4 +1,4 @@
-"""``diffmegatron compare``: figures computed here a second time, names, and what is refused."""
+"""``diffmegatron compare``: numbers against a second computation, names, and refused runs."""
 
 import json
 import random
@@ -19,7 +19,14 @@ STEPS = 40
 def write_run(
     run_dir: Path, lambdas: int = 0, start_from: Path | None = None, batch: int = 8
 ) -> list[dict[str, float]]:
-    """Write a run of 40 steps of 8 x 64 tokens with a record of every second step."""
+    """Write a run of 40 steps of ``batch`` x 64 tokens, and return the entries of its metrics.
+
+    Args:
+        run_dir: directory of the run.
+        lambdas: number of layers whose lambda is recorded; with 0, the run is a Transformer.
+        start_from: run of the stage before this one, if any.
+        batch: number of sequences of a step.
+    """
     draw = random.Random(str(run_dir))
     kind = "diff_v1" if lambdas else "softmax"
     text = TINY.format(run_dir=run_dir, corpus="corpus").replace("kind: diff_v1", f"kind: {kind}")
@@ -82,7 +89,7 @@ def test_stages_follow_one_another_by_tokens(tmp_path):
     run_dir = tmp_path / "run"
     first = write_run(run_dir / "z", lambdas=1)
     second = write_run(run_dir / "a", lambdas=1, start_from=run_dir / "z", batch=16)
-    # Begun, and no more.
+    # This stage has begun, but has no metrics yet.
     write_run(run_dir / "b", start_from=run_dir / "a")
     (run_dir / "b" / "metrics.jsonl").unlink()
     curves = curves_of(read_run(run_dir))
@@ -97,12 +104,12 @@ def test_stages_follow_one_another_by_tokens(tmp_path):
     last = [e["train/loss"] for e in second if "train/loss" in e and e["step"] > 36]
     assert figures["train/loss"] == pytest.approx(statistics.mean(last))
     write_run(run_dir / "c", start_from=run_dir / "z")
-    with pytest.raises(UserError, match="run has several last stages; give one of "):
+    with pytest.raises(UserError, match="run has several stages from which no other"):
         read_run(run_dir)
     assert len(read_run(run_dir / "a").stages) == 1
 
 
-def test_runs_are_named_by_what_tells_them_apart(tmp_path):
+def test_runs_are_named_by_their_shortest_distinct_paths(tmp_path):
     paths = [tmp_path / "a" / "run", tmp_path / "b" / "run", tmp_path / "c"]
     assert short_names(paths[1:]) == ["run", "c"]
     assert short_names(paths) == ["a/run", "b/run", "c"]
@@ -110,7 +117,7 @@ def test_runs_are_named_by_what_tells_them_apart(tmp_path):
         short_names([paths[0], tmp_path / "b" / ".." / "a" / "run"])
 
 
-def test_what_is_no_run_is_one_sentence_and_nothing_is_written(tmp_path):
+def test_a_missing_or_empty_run_is_an_error_and_nothing_is_written(tmp_path):
     write_run(tmp_path / "good")
     write_run(tmp_path / "begun")
     (tmp_path / "begun" / "metrics.jsonl").write_text("")

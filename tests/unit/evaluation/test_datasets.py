@@ -1,4 +1,4 @@
-"""Published data sets in every accepted format, and the options of ``evaluate`` as fields."""
+"""Published data sets in every accepted format, and options of ``evaluate`` as suite fields."""
 
 import gzip
 import json
@@ -43,14 +43,14 @@ def test_lines_are_read_in_every_format(write, tmp_path):
     assert BENCHMARKS["gsm8k"].examples(tmp_path, 1) == found[:1]
 
 
-def test_columns_of_parquet_follow_the_other_names_of_a_key(tmp_path):
+def test_parquet_columns_may_have_alternative_names_of_a_key(tmp_path):
     table = pyarrow.Table.from_pylist([{"sQuestion": " 2 and 3? ", "lSolutions": [5.0]}])
     pyarrow.parquet.write_table(table, tmp_path / "mawps_test.parquet")
     (found,) = BENCHMARKS["mawps"].examples(tmp_path)
     assert (found.question, found.answer) == ("2 and 3?", "5")
 
 
-def test_unknown_and_empty_data_sets_are_one_sentence(tmp_path):
+def test_unknown_and_empty_data_sets_are_errors(tmp_path):
     with pytest.raises(UserError, match="task 'gsm9k' is unknown; choose from gsm8k, math"):
         choose(["gsm9k"], BENCHMARKS, "task")
     (tmp_path / "svamp.json").write_text("[]")

@@ -87,7 +87,7 @@ def change_weights(source: Path, out: Path, change: Callable[[dict[str, torch.Te
 # Targets
 
 
-def test_a_checkpoint_is_exported_once_and_is_the_model(folder, tmp_path, measure):
+def test_a_checkpoint_is_exported_once_and_scores_as_its_model(folder, tmp_path, measure):
     import_model(folder / "plain", folder / "run", verify=False)
     found = measure("plain", "run")["measures"]["nats per token"]
     assert found["differences"]["run"]["value"] == pytest.approx(0, abs=1e-6)
@@ -101,9 +101,7 @@ def test_a_checkpoint_is_exported_once_and_is_the_model(folder, tmp_path, measur
     assert target.run_dir == (folder / "run").resolve()
 
 
-def test_a_checkpoint_of_dex_and_its_fold_are_the_network_that_was_trained(
-    folder, tmp_path, tiny_recipe
-):
+def test_a_dex_checkpoint_and_its_fold_score_as_the_trained_network(folder, tmp_path, tiny_recipe):
     attention = "{kind: dex, num_heads: 4, num_kv_heads: 2, selected_heads: [[0, 1], [3]], "
     attention += "annealing_steps: null, projection_init: {kind: identity, scale: 0.5}}"
     recipe = tiny_recipe(f"model.attention={attention}", "training.steps=3", "optimizer.lr=0.1")
@@ -125,15 +123,16 @@ def test_a_checkpoint_of_dex_and_its_fold_are_the_network_that_was_trained(
     expected = torch.cat(nats).mean().item()
     assert measure["targets"]["fold"]["value"] == pytest.approx(expected, rel=1e-5)
     assert measure["differences"]["fold"] == {"value": 0, "low": 0, "high": 0, "items": 6}
-    # For suites that analyse attention, the fold is an ordinary Llama.
+    # The fold, an export with DEX's term multiplied into the output projection, is an ordinary
+    # Llama. Suites that analyse attention therefore measure the same for both targets.
     first, second = found["outliers"]["totals"].values()
     assert first == second
     (target,) = find_targets([tmp_path / "fold"], tmp_path)
     assert target.variant.kind == "softmax"
 
 
-def test_ranks_export_in_a_process_that_is_none_of_them(folder, tmp_path, monkeypatch):
-    """Check that one rank exports targets, in a child process without the launcher's environment.
+def test_one_rank_exports_targets_in_a_child_process(folder, tmp_path, monkeypatch):
+    """Rank 0 exports the targets, in a child process without the launcher's environment variables.
 
     The export compares logits in process groups of one rank, which need a process of their own.
     """
@@ -168,7 +167,7 @@ def test_ranks_export_in_a_process_that_is_none_of_them(folder, tmp_path, monkey
         export_targets([target], Ranks(0, 2))
 
 
-def test_names_tell_targets_apart(tmp_path):
+def test_targets_have_distinct_names(tmp_path):
     for name in ("a/hf", "b/hf"):
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / "config.json").write_text("{}")
@@ -198,7 +197,7 @@ def test_names_tell_targets_apart(tmp_path):
         ),
     ],
 )
-def test_what_is_no_model_is_one_sentence(make, said, tmp_path, folder):
+def test_a_target_that_is_not_a_model_is_a_one_line_error(make, said, tmp_path, folder):
     make(tmp_path / "thing")
     with pytest.raises(UserError, match=said) as caught:
         evaluate([tmp_path / "thing"], ["loss"], tmp_path / "out", {"data": (str(folder),)}, [])
@@ -225,7 +224,7 @@ def test_missing_weights_are_not_filled_in(folder, tmp_path):
         (["loss"], ["context=4"], "does not have the form SUITE.KEY=VALUE"),
     ],
 )
-def test_suites_and_settings_that_there_are_not(names, settings, said, folder, tmp_path):
+def test_unknown_suites_and_invalid_settings_are_errors(names, settings, said, folder, tmp_path):
     options = {"data": (str(folder / "text.jsonl"),)}
     with pytest.raises(UserError, match=re.escape(said)):
         evaluate([folder / "plain"], names, tmp_path / "out", options, settings)
@@ -236,7 +235,7 @@ def test_suites_and_settings_that_there_are_not(names, settings, said, folder, t
 # Restarts
 
 
-def test_killed_anywhere_it_ends_with_the_same_results(measure, tmp_path, monkeypatch):
+def test_an_interrupted_evaluation_resumes_to_the_same_results(measure, tmp_path, monkeypatch):
     # Each batch has one text. With larger batches, a restart would form other batches, which may
     # change the last bits.
     single = Computing(batch_tokens=1)
@@ -268,7 +267,7 @@ def test_killed_anywhere_it_ends_with_the_same_results(measure, tmp_path, monkey
     assert asked == [*order[:2], *order[1:]]
 
 
-def test_a_file_cut_at_any_byte_is_gone_on_from(tmp_path):
+def test_a_results_file_cut_at_any_byte_is_continued(tmp_path):
     header, records = {"suite": "x", "items": "y"}, [{"v": 0.1}, {"v": 2}]
     path = tmp_path / "folder/file.jsonl"
     with RecordFile(path, header) as file:
@@ -286,7 +285,7 @@ def test_a_file_cut_at_any_byte_is_gone_on_from(tmp_path):
         assert len(there) == max(0, content[:length].count(b"\n") - 1)
 
 
-def test_results_of_something_else_are_not_gone_on_from(measure, folder, tmp_path):
+def test_results_of_other_settings_and_damaged_results_are_refused(measure, folder, tmp_path):
     measure("plain")
     with pytest.raises(UserError, match="has results for other settings"):
         measure("plain", settings=("loss.context=32",))
@@ -301,7 +300,7 @@ def test_results_of_something_else_are_not_gone_on_from(measure, folder, tmp_pat
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_results_whose_folder_was_moved_and_made_again_are_missed(count, tmp_path, monkeypatch):
+def test_a_results_folder_replaced_during_the_run_is_an_error(count, tmp_path, monkeypatch):
     monkeypatch.setattr(Ranks, "barrier", lambda _: None)
     path = tmp_path / "loss" / "file.jsonl"
     with SharedRecords(path, {"suite": "x"}, Ranks(0, count)) as file:
@@ -315,10 +314,10 @@ def test_results_whose_folder_was_moved_and_made_again_are_missed(count, tmp_pat
 
 
 def test_a_changed_byte_of_a_result_is_refused_or_measured_again(tmp_path):
-    """Change every byte of a file in turn; reading must raise an error.
+    """Reading raises an error if any byte of the file is changed, except for the last byte.
 
-    The exception is the last byte, the end of the last line: the item of this line is then missing
-    and is measured again.
+    The last byte ends the last line. If it is changed, the item of this line counts as missing and
+    is measured again.
     """
     header, records = {"suite": "x", "items": "y"}, [{"v": 0.125}, {"v": "ä"}]
     path = tmp_path / "file.jsonl"
@@ -341,7 +340,7 @@ def test_a_changed_byte_of_a_result_is_refused_or_measured_again(tmp_path):
 
 
 @pytest.mark.parametrize("line", [0, 3])
-def test_a_changed_digit_of_a_result_ends_in_a_sentence(line, measure, tmp_path):
+def test_a_changed_digit_or_missing_checksum_is_an_error(line, measure, tmp_path):
     measure("plain")
     file = tmp_path / "out/loss/plain.jsonl"
     lines = file.read_text().splitlines(keepends=True)
@@ -362,7 +361,7 @@ def test_a_changed_digit_of_a_result_ends_in_a_sentence(line, measure, tmp_path)
         (lambda record: record.update(nats=None), "unsupported operand"),
     ],
 )
-def test_a_line_that_is_no_record_is_named_before_anything_is_asked(
+def test_an_invalid_record_is_an_error_before_any_request(
     change, said, measure, tmp_path, monkeypatch
 ):
     measure("plain")
@@ -382,7 +381,7 @@ def test_a_line_that_is_no_record_is_named_before_anything_is_asked(
 # Values that are not finite, and models whose context is too short
 
 
-def test_what_is_not_finite_is_named_and_in_no_mean(folder, measure):
+def test_a_target_with_a_non_finite_item_has_no_measures(folder, measure):
     def spoil(weights: dict) -> None:
         weights["model.embed_tokens.weight"][ord("3")] = math.nan
 
@@ -400,7 +399,7 @@ def test_what_is_not_finite_is_named_and_in_no_mean(folder, measure):
         assert value["targets"]["plain"] is not None
 
 
-def test_items_beyond_the_context_are_left_out_by_name(measure):
+def test_items_beyond_the_context_are_skipped_and_reported(measure):
     found = measure("plain", settings=("loss.context=100",))
     assert found["measures"] == {}
     assert found["not_run"] == [
@@ -437,7 +436,7 @@ def test_other_tokenizers_compare_by_bytes_alone(folder, measure):
 
 
 def test_intervals_are_those_of_the_normal_distribution():
-    """Compare the interval over many items with the mean and 1.96 standard errors."""
+    """Over many items, the interval is the mean plus and minus 1.96 standard errors."""
     random = np.random.default_rng(3)
     common, noise = random.normal(5, 2, 900), random.normal(0.1, 0.3, 900)
     first = {str(n): Mean(value) for n, value in enumerate(common)}
@@ -544,8 +543,11 @@ def test_packed_windows_hold_the_documents_end_to_end(folder, measure):
     assert "bits per byte" not in found
 
 
-def test_loss_tells_a_broken_model(folder, measure):
-    """Compare a model that predicts the last byte again with one whose output rows are shuffled."""
+def test_loss_distinguishes_a_broken_model(folder, measure):
+    """On repeated letters, shuffled output rows cost a model more than 1 bit per byte.
+
+    The intact model predicts that each byte is the same as the byte before it.
+    """
 
     def repeat(weights: dict) -> None:
         embedding = torch.nn.functional.normalize(torch.randn(264, 48), dim=1)
@@ -569,7 +571,7 @@ def test_loss_tells_a_broken_model(folder, measure):
 # Reports
 
 
-def test_the_report_says_all_and_needs_no_other_file(folder, tmp_path):
+def test_the_report_is_complete_and_self_contained(folder, tmp_path):
     options = {"data": (f"a&b={folder / 'text.jsonl'}", str(folder / "text.jsonl"))}
     page = evaluate([folder / "diff", folder / "plain"], ["loss"], tmp_path / "out", options, [])
     text = page.read_text()
@@ -591,7 +593,7 @@ def test_the_report_says_all_and_needs_no_other_file(folder, tmp_path):
 
 
 def test_measures_of_sources_follow_the_totals_in_the_order_of_the_sources(folder, tmp_path):
-    """Check the order with the source of the longest document in the first and the last place."""
+    """The order is that of ``--data``, whether the longest document's source is last or first."""
     (folder / "long.txt").write_text("a long text of its own " * 3)
     paths = {name: str(folder / "text.jsonl") for name in ("z", "a")} | {"m": "long.txt"}
     data = tuple(f"{name}={folder / path}" for name, path in paths.items())

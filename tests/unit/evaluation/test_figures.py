@@ -1,4 +1,4 @@
-"""The forms of pictures: one scale for all maps, intervals, counting from 1."""
+"""Figures: one color scale for all maps, intervals, and heads and layers counted from 1."""
 
 import numpy as np
 import pytest

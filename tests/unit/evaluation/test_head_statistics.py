@@ -1,4 +1,4 @@
-"""Measures of heads, each against NumPy in float64 by its definition in docs/evaluation.md."""
+"""Measures of heads equal their definitions in docs/evaluation.md, computed in float64."""
 
 import copy
 import json
@@ -27,7 +27,8 @@ from diffmegatron.evaluation.suites.attention_analysis import (
 from diffmegatron.evaluation.targets import find_targets
 from tests.pretrained import write_pretrained
 
-# Heads of a layer, and the query heads of their two maps as the classes' texts say.
+# For each model: family, changed sizes, number of heads per layer, and for each head with two maps
+# the indices (signal, noise) of the query heads of these maps.
 FAMILIES = {
     "plain": ("smollm2", {}, 9, []),
     "diff": (
@@ -77,7 +78,7 @@ def look(model: Model) -> tuple[list[LayerAttention], list[torch.Tensor]]:
 
 
 def scores(maps: torch.Tensor) -> list[list[np.ndarray]]:
-    """Of every head and row, those of the row's token and the tokens before it."""
+    """Return the scores of each head and row, up to the row's own token."""
     return [[row[: n + 1] for n, row in enumerate(head)] for head in maps.detach().double().numpy()]
 
 
@@ -147,13 +148,13 @@ def test_statistics_of_maps_are_those_of_numpy(model, monkeypatch):
         flat += [head.flatten() for head in maps.detach().double().numpy()]
     cosines = [[a @ b / np.sqrt((a @ a) * (b @ b)) for b in flat] for a in flat]
     assert np.allclose(distances, 1 - np.array(cosines), atol=1e-6)
-    # Rows of several blocks, and rows that are too short for a top token.
+    # The rows lie in several blocks. Rows of fewer than 10 tokens have no top token.
     assert len(list(seen[0].blocks())) > 3
 
 
 @torch.no_grad()
 def test_pairs_of_maps_are_those_that_are_subtracted(model):
-    """A head's scores are its first map's less a number times its second's, by row."""
+    """In each row, a head's scores are its first map minus a factor times its second map."""
     layer = look(model)[0][1]
     softmax, maps = layer.logits(0, 50).softmax(-1), layer.maps(0, 50)
     pairs = layer.variant.map_pairs
@@ -164,7 +165,7 @@ def test_pairs_of_maps_are_those_that_are_subtracted(model):
 
 
 def hsic(one: np.ndarray, other: np.ndarray) -> float:
-    """Nguyen et al., equation 3, from the matrices of tokens by tokens."""
+    """Return HSIC (Nguyen et al., equation 3) of two matrices of features [tokens, width]."""
     n = len(one)
     k, l = (x @ x.T * (1 - np.eye(n)) for x in (one, other))  # noqa: E741
     ones = np.ones(n)
@@ -178,7 +179,7 @@ def test_alignment_is_that_of_matrices_of_tokens(model):
     expected = [[hsic(a, b) / np.sqrt(hsic(a, a) * hsic(b, b)) for b in features] for a in features]
     found = feature_alignment(outputs).numpy()
     assert np.allclose(found, expected, atol=1e-5)
-    # Turned and longer features of the same tokens are as much alike as can be.
+    # The alignment of features with the same features rotated, scaled and shifted is 1.
     turn = torch.linalg.qr(torch.randn(outputs[0].shape[2], outputs[0].shape[2]))[0]
     alike = feature_alignment([outputs[0], 3 * outputs[0] @ turn + 1]).numpy()
     heads = outputs[0].shape[1]
@@ -186,7 +187,7 @@ def test_alignment_is_that_of_matrices_of_tokens(model):
 
 
 def test_importance_is_the_slope_of_the_loss(model):
-    """Central differences in float64, a head's columns of the output projection scaled."""
+    """The slope is computed by scaling a head's columns of ``o_proj`` up and down in float64."""
     heads = FAMILIES[model.target.name][2]
     found = head_importance(model, IDS, heads)
     network = copy.deepcopy(model.network).double()
@@ -202,7 +203,7 @@ def test_importance_is_the_slope_of_the_loss(model):
         weight.copy_(kept)
         return torch.nn.functional.cross_entropy(logits, ids[0, 1:]).item()
 
-    # The norms of transformers round to float32 within.
+    # The norms of transformers round to float32 even in this network, so the step is large.
     step = 0.02
     slopes = [
         [
@@ -233,7 +234,8 @@ def test_the_suite_gives_means_of_texts_and_layers(folder, tmp_path):
         assert means["entropy"]["value"] == pytest.approx(
             np.mean([record["layers"]["entropy"] for record in records])
         )
-        # Two layers: pairs within one are fewer than those across.
+        # Weight the entries by their number of pairs of heads. A layer has fewer pairs with itself
+        # than with another layer, because a head forms no pair with itself.
         within, across = 2 * heads * (heads - 1), 2 * heads**2
         for measure in (DISTANCE, ALIGNMENT):
             tables = np.mean([record[measure]["layers"] for record in records], axis=0)

@@ -16,7 +16,7 @@ def network_of(folder: Path) -> object:
     return Model(target).network
 
 
-def test_the_attention_function_of_config_json_is_not_taken(tmp_path: Path) -> None:
+def test_an_attention_function_in_config_json_is_ignored_or_refused(tmp_path: Path) -> None:
     folder = write_pretrained(tmp_path / "hf", "llama 2")
     path = folder / "config.json"
     values = json.loads(path.read_text())
@@ -27,7 +27,7 @@ def test_the_attention_function_of_config_json_is_not_taken(tmp_path: Path) -> N
         network_of(folder)
 
 
-def test_an_adapter_is_not_left_out_without_a_word(tmp_path: Path) -> None:
+def test_an_adapter_beside_a_model_is_an_error(tmp_path: Path) -> None:
     folder = write_pretrained(tmp_path / "hf", "llama 2")
     (folder / "adapter_config.json").write_text("{}")
     with pytest.raises(UserError, match=r"adapter_config\.json .* would be ignored"):

@@ -1,4 +1,4 @@
-"""The report's pages: digits, directions, notes, and what those who cannot see pictures read."""
+"""The report's pages: digits, directions, notes, and texts for people who cannot see pictures."""
 
 import re
 
@@ -97,6 +97,6 @@ def test_pictures_have_a_text_with_the_finding_and_tables_have_scopes():
 
 
 @pytest.mark.parametrize("suite", SUITES.values(), ids=SUITES)
-def test_every_suite_describes_what_it_asks(suite: type[Suite]):
+def test_every_suite_has_a_description(suite: type[Suite]):
     assert len(suite.description.split()) > 10
     assert suite.description.endswith(".")

@@ -1,4 +1,4 @@
-"""Texts of vLLM, by a stand-in for its interface: vLLM itself has not run here."""
+"""Texts from a stand-in for vLLM's interface, because vLLM itself could not be run."""
 
 import json
 import sys
@@ -26,7 +26,7 @@ def llama(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def both(folder: Path, requests: list[Generation], end: int = 256) -> list[dict]:
-    """Answers of transformers and of vLLM, where ``end`` is the token that ends documents."""
+    """Return the answers of transformers and of vLLM; ``end`` is the token that ends documents."""
     (target,) = find_targets([folder], folder / "out")
     target.tokenizer.end_of_document = end
     models = (Model(target), VllmModel(target, VLLM))
@@ -34,7 +34,7 @@ def both(folder: Path, requests: list[Generation], end: int = 256) -> list[dict]
 
 
 def test_texts_are_those_of_transformers(llama):
-    """Texts end by their length, by a string, or by the end of the document."""
+    """Both engines write the same texts, whether the limit, a stop string or a token ends them."""
     prompts = [[1, 5, 6, 7], [1, 60, 61], [1, 100, 101, 102, 103]]
     free = [Generation(prompt, 12) for prompt in prompts]
     expected, found = both(llama, free)
@@ -48,13 +48,13 @@ def test_texts_are_those_of_transformers(llama):
     assert found == expected
     assert found[1] == written[:2]
 
-    # A token that the model writes early ends its documents.
+    # Make a token that the model writes early the end-of-document token.
     expected, found = both(llama, free, end=written[1])
     assert found == expected
     assert found[1] == written[:1]
 
 
-def test_a_suite_of_texts_has_the_same_results(llama, tmp_path):
+def test_a_generation_suite_has_the_same_texts_in_both_engines(llama, tmp_path):
     rows = [{"question": f"{n} and {n}?", "answer": f"#### {2 * n}"} for n in range(4)]
     text = "".join(json.dumps(row) + "\n" for row in rows)
     for split in ("train", "test"):
@@ -91,7 +91,7 @@ def test_differential_kinds_are_refused_by_name(family, llama, tmp_path):
         ("needle", Computing(engine="vllm", batch_tokens=8), "leave out the launcher, --device"),
     ],
 )
-def test_other_uses_are_refused_before_anything_runs(suite, computing, said, llama, tmp_path):
+def test_unsupported_suites_and_options_are_refused(suite, computing, said, llama, tmp_path):
     options = {"haystack": tmp_path, "data": (str(tmp_path),)}
     with pytest.raises(UserError, match=said):
         evaluate([llama], [suite], tmp_path, options, [], computing)
@@ -104,13 +104,13 @@ def test_requests_for_anything_but_texts_are_refused(request_, llama):
         list(VllmModel(target, VLLM).answers([request_]))
 
 
-def test_without_vllm_it_is_one_sentence(llama, tmp_path, monkeypatch):
+def test_a_missing_vllm_is_an_error(llama, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", None)
     with pytest.raises(UserError, match="--engine vllm needs vLLM, which cannot be imported"):
         evaluate([llama], ["needle"], tmp_path, {"haystack": tmp_path}, [], VLLM)
 
 
-def test_what_vllm_does_not_load_is_one_sentence(llama, monkeypatch):
+def test_a_model_that_vllm_cannot_load_is_a_one_line_error(llama, monkeypatch):
     def refuse(*_: object, **__: object) -> None:
         raise ValueError("Model architectures ['X']\nare not supported")
 

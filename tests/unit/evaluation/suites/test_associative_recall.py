@@ -13,12 +13,16 @@ from diffmegatron.evaluation.suites.associative_recall import AssociativeRecall
 from tests.unit.evaluation.stand_ins import Answering
 
 TARGET = SimpleNamespace(name="model", encode=lambda text: [ord(word) for word in text.split()])
-# Values are upper case. The second text asks for two pairs of another order.
+# Keys are lower case, values upper case. The second half of a text repeats the pairs of the first
+# half in another order.
 TEXTS = ["a X b Y c X d Z c X a X d Z b Y", "a X b Y b Y a X"]
 
 
 def follows(but_not: str) -> Answering:
-    """Return a model after whose tokens comes the token that followed at first, but for some."""
+    """Return a model that predicts the token that followed the first occurrence of the last token.
+
+    After the tokens in ``but_not``, its prediction is wrong.
+    """
 
     def answer(request: Scoring) -> list[Scored]:
         (continuation,) = request.continuations
@@ -39,7 +43,7 @@ def make_suite(tmp_path, texts):
 
 
 @pytest.mark.parametrize(("but_not", "right"), [("", [4, 2]), ("a", [3, 1]), ("ad", [2, 1])])
-def test_accuracy_is_the_share_of_pairs_that_are_known(tmp_path, but_not, right):
+def test_accuracy_is_the_share_of_recalled_pairs(tmp_path, but_not, right):
     suite = make_suite(tmp_path, TEXTS)
     items = suite.items(TARGET)
     records = [suite.score(follows(but_not), item) for item in items]
@@ -55,12 +59,12 @@ def test_accuracy_is_the_share_of_pairs_that_are_known(tmp_path, but_not, right)
     ["a X b Y a X b Z", "a X b Y a X", "a X a Y a Y a X", "a X b Y a X c Y"],
     ids=["another value", "a pair less", "one key twice", "another key"],
 )
-def test_other_texts_are_refused(tmp_path, text):
+def test_texts_that_do_not_repeat_their_pairs_are_refused(tmp_path, text):
     with pytest.raises(UserError, match="are not pairs of different keys and the same pairs again"):
         make_suite(tmp_path, [text]).items(TARGET)
 
 
-def test_logits_that_are_not_finite_are_named(tmp_path):
+def test_a_non_finite_loss_is_an_error(tmp_path):
     suite = make_suite(tmp_path, TEXTS)
     model = Answering(lambda _: NotFiniteError("the loss of token 9"), TARGET)
     with pytest.raises(NotFiniteError, match="the loss of token 9"):

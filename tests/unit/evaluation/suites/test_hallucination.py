@@ -1,4 +1,4 @@
-"""Hallucination: writing, judging by a folder or an address, restarts, and judges that fail."""
+"""The suite ``hallucination``: judges (a model's folder or an HTTP address), restarts, failures."""
 
 import json
 import logging
@@ -71,7 +71,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Endpoint:
-    """A server whose answers are ``reply(question)``: a text, bytes as they are, or a status."""
+    """A server that answers with ``reply(question)``: a chat text, raw bytes, or an HTTP status."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, dict, dict]] = []
@@ -170,8 +170,16 @@ def test_parquet_is_read_as_well(folder, tmp_path):
         DATASETS["xsum"].examples(tmp_path, 1)
 
 
+def test_a_question_without_an_answer_is_an_error(tmp_path):
+    row = {"input": "Text.", "instructions": ["A?", "B?"], "outputs": ["a"]}
+    (tmp_path / "leval_scientific_qa.jsonl").write_text(json.dumps(row) + "\n")
+    (name,) = (key for key, each in DATASETS.items() if each.file == "leval_scientific_qa.jsonl")
+    with pytest.raises(UserError, match="at line 1: 2 instructions and 1 outputs; give an output"):
+        DATASETS[name].examples(tmp_path, 1)
+
+
 @pytest.mark.parametrize("name", DATASETS)
-def test_missing_and_foreign_files_are_one_sentence(name, tmp_path):
+def test_missing_foreign_and_empty_files_are_errors(name, tmp_path):
     dataset = DATASETS[name]
     with pytest.raises(
         UserError, match=rf"{dataset.file} does not exist .*; it must be (rows|lines)"
@@ -186,7 +194,7 @@ def test_missing_and_foreign_files_are_one_sentence(name, tmp_path):
         DATASETS[name].examples(tmp_path, 1)
 
 
-# What is asked
+# Prompts
 
 
 def test_prompts_are_those_of_the_docs(folder, measure, monkeypatch, tmp_path):
@@ -263,7 +271,7 @@ def test_verdicts_are_read_strictly(answer, expected):
 # Judges
 
 
-def test_an_address_judges_and_its_verdicts_count(endpoint, measure, tmp_path):
+def test_verdicts_of_an_http_judge_are_counted(endpoint, measure, tmp_path):
     def reply(question: str) -> str:
         if "A cat" in question:
             return "Conclusion: True"
@@ -290,14 +298,14 @@ def test_an_address_judges_and_its_verdicts_count(endpoint, measure, tmp_path):
     assert body == {"model": "m", "temperature": 0, "max_tokens": 512, "messages": [question]}
     assert judged[1]["spans"] == ["N"]
     assert (tmp_path / "out/hallucination.png").exists()
-    # Nothing that is kept has the key.
+    # No file of the results contains the key.
     for file in (tmp_path / "out").rglob("*"):
         assert not file.is_file() or SECRET.encode() not in file.read_bytes()
 
 
 @pytest.mark.parametrize("trickling", ["headers", "body"])
-def test_an_answer_that_trickles_in_is_not_waited_for(trickling, monkeypatch):
-    """A byte every 0.02 seconds, 3 seconds or more in all; a read takes no longer than a byte."""
+def test_a_judge_that_answers_byte_by_byte_times_out(trickling, monkeypatch):
+    """The time limit is for the whole answer, although no wait for a single byte exceeds it."""
     monkeypatch.setattr(judges, "_PAUSES", (0.0, 0.0))
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     body = json.dumps({"choices": [{"message": {"content": "late" + " " * 150}}]}).encode()
@@ -320,10 +328,10 @@ def test_an_answer_that_trickles_in_is_not_waited_for(trickling, monkeypatch):
         server.shutdown()
 
 
-def test_what_is_written_and_judged_is_kept_when_a_judge_fails(
+def test_texts_and_verdicts_are_kept_when_a_judge_fails(
     endpoint, measure, tmp_path, monkeypatch, caplog, capfd
 ):
-    """Killed between the steps, then answered with 500 and silence, then by another judge."""
+    """After an interruption and failures of the judge, the results are the same as without them."""
     caplog.set_level(logging.DEBUG)
     whole = values(measure(f"judge={endpoint.url}", "judge_model=m", out="whole"))
     endpoint.asked.clear()
@@ -338,7 +346,7 @@ def test_what_is_written_and_judged_is_kept_when_a_judge_fails(
     monkeypatch.setattr(Hallucination, "follow_ups", kept)
     written = lines(tmp_path / "out")
     assert len(written) == 3
-    monkeypatch.setattr(Model, "answers", dies)  # nothing is written again
+    monkeypatch.setattr(Model, "answers", dies)  # no text is generated again
     with pytest.raises(UserError, match=r"judge http://127\.0\.0\.1:9/v1/.* cannot be reached \("):
         measure("judge=http://127.0.0.1:9/v1", "judge_model=m")
     assert lines(tmp_path / "out") == written
@@ -364,10 +372,10 @@ def test_what_is_written_and_judged_is_kept_when_a_judge_fails(
     endpoint.reply = lambda q: b"<html>"
     with pytest.raises(UserError, match="answers with something that is not a chat completion"):
         measure(f"judge={endpoint.url}", "judge_model=m")
-    assert len(endpoint.asked) == 3  # what does not pass is asked once
+    assert len(endpoint.asked) == 3  # these failures are not temporary, so no request is repeated
     endpoint.reply = lambda q: "Conclusion: True"
     assert values(measure(f"judge={endpoint.url}", "judge_model=m")) == whole
-    # Another judge begins anew, and the first's verdicts are there still.
+    # Another judge decides about all texts again, and the verdicts of the first judge remain.
     endpoint.reply = lambda q: "Conclusion: False"
     other = values(measure(f"judge={endpoint.url}", "judge_model=other"))
     assert (other["xsum, true"], whole["xsum, true"]) == (0, 1)
@@ -377,8 +385,8 @@ def test_what_is_written_and_judged_is_kept_when_a_judge_fails(
     assert SECRET not in caplog.text + "".join(capfd.readouterr())
 
 
-def test_a_folder_judges(folder, measure, monkeypatch, tmp_path):
-    """A tiny model says nothing that can be read; one that is made to is read."""
+def test_a_model_folder_can_be_the_judge(folder, measure, monkeypatch, tmp_path):
+    """A folder's verdicts are read; its chat template, if any, formats the questions."""
     path = tmp_path / "judge"
     write_pretrained(path, "qwen3", max_position_embeddings=4096)
     found = measure(f"judge={path}", "judge_tokens=6")
@@ -419,7 +427,7 @@ def test_a_folder_judges(folder, measure, monkeypatch, tmp_path):
         (["tasks=[xsun]"], "task 'xsun' is unknown; choose from xsum"),
     ],
 )
-def test_judges_that_are_none(settings, said, measure, monkeypatch):
+def test_invalid_settings_are_errors_without_secrets(settings, said, measure, monkeypatch):
     monkeypatch.setenv("WRONG", "secret key\n")
     with pytest.raises(UserError, match=re.escape(said)) as caught:
         measure(*settings)

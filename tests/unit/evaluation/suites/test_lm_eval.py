@@ -22,7 +22,7 @@ from tests.pretrained import write_pretrained
 
 LIBRARY = Path(lm_eval.tasks.__file__).parent
 WORDS = ("sun", "moon", "rain", "wind", "tree", "stone", "river", "cloud", "fire", "snow", "leaf")
-# The seven tasks of the paper's table, where the library keeps their configs.
+# The seven tasks of the paper's table, and the path of each one's config in the library.
 PAPER = {
     "arc_challenge": "arc/arc_challenge.yaml",
     "arc_easy": "arc/arc_easy.yaml",
@@ -32,7 +32,7 @@ PAPER = {
     "piqa": "piqa/piqa.yaml",
     "winogrande": "winogrande/default.yaml",
 }
-# One task for each other kind of request, with filters, and with metrics that are not means.
+# A task for each output type that PAPER lacks. Some have filters, or metrics that are not means.
 CONFIGS = {
     "lambada_openai": {"include": str(LIBRARY / "lambada/lambada_openai.yaml")},
     "rolling": {
@@ -75,7 +75,7 @@ TEMPLATE = (
 
 
 def row(task: str, number: int) -> dict:
-    """Return a row with a task's columns and one more."""
+    """Return a row that has at least the columns that a task's config reads."""
     one, two, three, four = (WORDS[(number * step + step) % len(WORDS)] for step in (1, 2, 3, 5))
     four = "a longer choice of " + four
     labels = ["A", "B", "C", "D"] if number % 2 else ["1", "2", "3", "4"]
@@ -108,14 +108,17 @@ def row(task: str, number: int) -> dict:
             "answer": str(1 + number % 2),
         },
         "lambada_openai": {"text": f"The {one} met {two} and " * number + f"the {three}"},
-        # Some are longer than the context, which is cut into windows.
+        # Some texts are longer than the context, so they are cut into windows.
         "rolling": {"text": f"{one} {two} {three}. " * (1 + 5 * number)},
         "sums": {"text": f"{one} and {two} are", "number": str(number)},
     }[task]
 
 
 def write_config(folder: Path, task: str, **changes: object) -> None:
-    """Write a task's config, whose data files lie in the working directory or ``--data-dir``."""
+    """Write a task's config with relative paths of its data files.
+
+    lm-eval resolves them in the working directory, and the suite in ``--data-dir``.
+    """
     config = {"include": str(LIBRARY / PAPER[task])} if task in PAPER else dict(CONFIGS[task])
     config |= {"task": task, "dataset_path": "json", "dataset_name": None}
     config["dataset_kwargs"] = {
@@ -158,7 +161,7 @@ def measured(folder: Path, out: Path, *settings: str, data: Path | None = None) 
 
 @pytest.mark.parametrize("way", ["2 shots", "own shots", "chat template"])
 def test_the_library_itself_gives_the_same_numbers(way, folder, tmp_path, monkeypatch):
-    """Compare every kind of request, prompts that are truncated, standard errors and versions."""
+    """Answers, metrics, standard errors and versions equal those of lm-eval's own run."""
     shots = 2 if way == "2 shots" else None
     chat = way == "chat template"
     tasks = (*PAPER, "sums") if shots else TASKS
@@ -193,7 +196,7 @@ def test_the_library_itself_gives_the_same_numbers(way, folder, tmp_path, monkey
             expected = [response[0] for response in sample["resps"]]
             given = records[f"{task}/{theirs['n-shot'][task]}/{sample['doc_id']}"]["answers"]
             if not isinstance(expected[0], str):
-                # Rolling likelihoods have no second value.
+                # Compare the likelihoods. All requests but rolling ones also return is_greedy.
                 expected, given = (
                     [each[0] if isinstance(each, tuple | list) else each for each in of]
                     for of in (expected, given)
@@ -253,11 +256,11 @@ def test_a_task_without_a_mean_has_totals_and_no_picture(folder, tmp_path):
     assert not list(tmp_path.rglob("*.png"))
 
 
-def test_a_group_is_a_number_of_its_tasks(folder, tmp_path, monkeypatch):
+def test_a_group_score_is_aggregated_from_its_tasks(folder, tmp_path, monkeypatch):
     def own_tasks_alone(names, include_path):
         return TaskManager(include_path=str(include_path), include_defaults=False)
 
-    # The library's own tasks, which a group may have, take seconds to read.
+    # A group may also contain the library's own tasks. Leave them out: reading them takes seconds.
     monkeypatch.setattr(harness, "_index", own_tasks_alone)
     for task in ("piqa", "winogrande"):
         write_config(tmp_path, task)
@@ -283,7 +286,7 @@ def test_a_group_is_a_number_of_its_tasks(folder, tmp_path, monkeypatch):
 
 
 def test_a_folder_in_data_dir_replaces_the_repository_of_its_name(folder, tmp_path, monkeypatch):
-    """The library's own config is asked, and nothing is fetched."""
+    """A library config that names the repository reads this folder; nothing is downloaded."""
     repository = tmp_path / "data/allenai/ai2_arc"
     files = {"train": range(20, 28), "validation": range(4), "test": range(3)}
     for split, numbers in files.items():
@@ -304,7 +307,7 @@ def test_a_folder_in_data_dir_replaces_the_repository_of_its_name(folder, tmp_pa
     assert found["measures"]["arc_easy, 0 shots, acc"]["targets"]["diff"]["items"] == 3
 
 
-def test_averages_stand_beside_the_papers(folder, tmp_path):
+def test_averages_and_the_papers_results_are_reported(folder, tmp_path):
     found = measured(folder, tmp_path / "all", "shots=[0,2]", "samples=2")
     values = {name: each["targets"]["diff"]["value"] for name, each in found["measures"].items()}
     for shots in (0, 2):
@@ -319,8 +322,8 @@ def test_averages_stand_beside_the_papers(folder, tmp_path):
     assert "0.768 / not given (3B, 1T tokens" in (tmp_path / "one/report.md").read_text()
 
 
-def test_what_cannot_be_shortened_is_left_out_and_counted(folder, tmp_path):
-    """Choices and texts to write that are longer than the context."""
+def test_items_that_cannot_be_truncated_are_skipped_and_counted(folder, tmp_path):
+    """An item is skipped if its choice or its longest answer is longer than the context allows."""
     data = tmp_path / "data"
     rows = [row("piqa", number) for number in range(3)]
     # The model reads bytes, and has a context of 180. lm-eval puts a space before the choice.
@@ -339,8 +342,8 @@ def test_what_cannot_be_shortened_is_left_out_and_counted(folder, tmp_path):
     assert found["not_run"][0].startswith("diff: 4 of 6 items need a context of up to 181 tokens")
 
 
-def test_a_task_with_a_likelihood_that_is_not_finite_has_no_mean(folder, tmp_path):
-    """The network has NaN in the embedding of one byte, which one question of two tasks has."""
+def test_a_target_with_a_non_finite_likelihood_has_no_measures(folder, tmp_path):
+    """One question with a NaN likelihood removes the measures of both tasks."""
     shutil.copytree(folder / "diff", tmp_path / "diff")
     network = AutoModelForCausalLM.from_pretrained(tmp_path / "diff")
     with torch.no_grad():
@@ -412,7 +415,7 @@ def test_a_task_with_a_likelihood_that_is_not_finite_has_no_mean(folder, tmp_pat
         ("piqa", {}, ["include_path=none"], "none is not a folder"),
     ],
 )
-def test_what_is_missing_or_wrong_is_one_sentence(
+def test_invalid_tasks_settings_and_data_are_one_line_errors(
     task, changes, settings, said, folder, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(lm_eval.tasks.manager, "__file__", str(tmp_path / "no/tasks.py"))
@@ -427,7 +430,7 @@ def test_what_is_missing_or_wrong_is_one_sentence(
     assert "\n" not in str(caught.value)
 
 
-def test_a_task_of_the_hub_out_of_reach_is_one_sentence(folder, tmp_path, monkeypatch):
+def test_a_task_on_an_unreachable_hub_is_an_error(folder, tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     write_config(tmp_path, "piqa", dataset_path="baber/piqa", dataset_kwargs=None)
@@ -435,7 +438,7 @@ def test_a_task_of_the_hub_out_of_reach_is_one_sentence(folder, tmp_path, monkey
         measured(folder, tmp_path / "out", "tasks=[piqa]", f"include_path={tmp_path}")
 
 
-def test_a_chat_template_that_is_missing_is_one_sentence(folder, tmp_path):
+def test_a_missing_chat_template_is_an_error(folder, tmp_path):
     write_pretrained(tmp_path / "diff", "diffllama")
     (tmp_path / "configs").symlink_to(folder / "configs")
     with pytest.raises(UserError, match="has no chat template; leave out"):
@@ -448,12 +451,12 @@ def test_a_chat_template_that_is_missing_is_one_sentence(folder, tmp_path):
         )
 
 
-def test_without_the_library_it_is_one_sentence(folder, tmp_path, monkeypatch):
+def test_a_missing_lm_eval_is_an_error_with_the_install_command(folder, tmp_path, monkeypatch):
     monkeypatch.delattr("diffmegatron.evaluation.harness", raising=False)
     monkeypatch.setitem(sys.modules, "diffmegatron.evaluation.harness", None)
     with pytest.raises(UserError, match=r"pip install 'diffmegatron\[evaluation\]'"):
         measured(folder, tmp_path, "tasks=[piqa]")
 
 
-def test_the_paper_s_tasks_are_asked_by_default():
+def test_the_papers_tasks_are_the_default():
     assert LmEval.model_validate({}).tasks == tuple(PAPER)

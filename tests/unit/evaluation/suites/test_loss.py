@@ -1,4 +1,4 @@
-"""The suite ``loss``: means over the beginnings of windows, and its picture."""
+"""The suite ``loss``: means over the first tokens of windows, and its figure."""
 
 import itertools
 from types import SimpleNamespace
@@ -15,12 +15,13 @@ from diffmegatron.evaluation.suites.loss import Loss
 from diffmegatron.evaluation.suites.recall import Recall
 from tests.unit.evaluation.stand_ins import Answering
 
-# Tokens of documents: two full windows of 40 and a rest, less than a window, a window and a rest.
+# Lengths of three documents in tokens. Their windows of up to 40 tokens have (40, 40, 20), (25) and
+# (40, 5) tokens.
 LENGTHS = (100, 25, 45)
 
 
 def loss_of(position: int, document: int) -> float:
-    """Return what the stand-in model gives: distinct for every position and document."""
+    """Return the stand-in model's loss, which differs for every position and document."""
     return 1.0 + document + np.sin(position)
 
 
@@ -32,7 +33,7 @@ TARGET = SimpleNamespace(
 
 
 def windows_of(document: int) -> Answering:
-    """Return a model with losses of windows in the order in which they are asked."""
+    """Return a model whose n-th request gets the losses of the document's n-th window."""
     positions = itertools.count()
 
     def answer(request: Scoring) -> list[Scored]:
@@ -52,8 +53,8 @@ def totals_of(suite: Loss) -> dict[str, tuple[float, float]]:
     return found
 
 
-def test_means_of_beginnings_are_of_single_windows_that_have_as_many_tokens():
-    """Against windows that are cut and averaged here, as docs/evaluation.md defines it."""
+def test_means_over_the_first_tokens_of_windows_match_their_definition():
+    """The definition is that of docs/evaluation.md."""
     suite = Loss(data=("text",), context=41)
     windows = [
         [loss_of(place, document) for place in range(first, min(first + 40, length))]
@@ -70,12 +71,12 @@ def test_means_of_beginnings_are_of_single_windows_that_have_as_many_tokens():
             nats, tokens = found[f"nats per token, tokens 1 to {n}{name}"]
             assert tokens == sum(map(len, of))
             assert nats / tokens == pytest.approx(np.mean(np.concatenate(of)), rel=1e-6)
-    # The rest of 20 tokens counts at 16 alone, and the 25 of the second document too.
+    # Five windows have 16 or more tokens: three full ones, one of 20 and one of 25 tokens.
     assert found["nats per token, tokens 1 to 16 of windows that have as many"][1] == 5 * 16
     assert not [name for name in found if "1 to 41" in name]
 
 
-def test_without_a_full_window_a_remark_says_so():
+def test_a_remark_reports_that_no_window_is_full():
     suite = Loss(data=("text",), context=2048)
     record = suite.score(windows_of(0), Item("0", 0, ("text", "x" * 100)))
     (remark,) = suite.remarks({"model": [record]})
@@ -93,7 +94,7 @@ def test_documents_are_long_enough_for_the_context(context, tmp_path):
     assert Recall.model_fields["characters"].default is None
 
 
-def test_every_position_of_a_narrow_range_has_its_number():
+def test_every_length_on_a_narrow_axis_has_a_tick_label():
     figure = Figure()
     canvas = FigureCanvasAgg(figure)
     suite = Loss(data=("text",), context=129)
@@ -115,6 +116,6 @@ def test_every_position_of_a_narrow_range_has_its_number():
     ticks = axes.xaxis.get_major_ticks()
     shown = [each.label1.get_text() for each in ticks if low <= each.get_loc() <= high]
     assert shown == ["16", "32", "64", "128"]
-    # The band is the interval of two documents, which differ by 1.
+    # The band is the interval of the mean over two documents, whose losses are 3 and 4.
     band = axes.collections[0].get_paths()[0].get_extents()
     assert (band.y0, band.y1) == (3.0, 4.0)

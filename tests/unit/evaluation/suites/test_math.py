@@ -1,4 +1,4 @@
-"""Mathematics: data sets in their published form, the prompt, and what counts as right."""
+"""Mathematics: data sets in their published form, the prompt, and answers that count as correct."""
 
 import json
 import re
@@ -41,7 +41,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replace the library by a comparison of the last numbers of two texts."""
+    """Replace math_verify by a comparison of the last number of each text."""
 
     def last(text: str) -> list[float]:
         return [float(each.replace(",", "")) for each in re.findall(r"\d[\d,.]*\b", text)][-1:]
@@ -61,8 +61,10 @@ def test_published_forms_are_read(folder):
     ]
 
 
-# Items of the published forms, and the question, answer and choices of each.
+# Keys and values that the TabMWP items below share.
 TABLE = {"table_title": "Sales", "table": "Day | Cups\nMon | 5", "unit": None, "ans_type": "x"}
+# For each benchmark, items in the published form, and (question, answer, choices) as read from
+# each; choices are left out where an item has none.
 PUBLISHED = {
     "math": (
         [
@@ -143,7 +145,7 @@ def test_the_other_published_forms_are_read(name, tmp_path):
         ),
     ],
 )
-def test_missing_and_foreign_files_are_one_sentence(file, content, said, folder, tmp_path, numbers):
+def test_missing_and_foreign_files_are_errors(file, content, said, folder, tmp_path, numbers):
     for path in (*folder.glob("*.jsonl"), folder / "svamp.json"):
         (tmp_path / path.name).write_bytes(path.read_bytes())
     (tmp_path / file).unlink(missing_ok=True)
@@ -156,13 +158,16 @@ def test_missing_and_foreign_files_are_one_sentence(file, content, said, folder,
 
 
 def test_answers_are_counted_and_prompts_shown(folder, tmp_path, monkeypatch, numbers):
-    """A model that is right about all but one, and goes on with a question of its own."""
+    """The accuracy is 0.5 for a model that answers one of each benchmark's two questions correctly.
+
+    The stand-in model continues after each answer with another question, which must be cut off.
+    """
     prompts = []
 
     def answer(model, request):
         prompt = model.target.tokenizer.decode(request.ids[1:])
         prompts.append(prompt)
-        # All that the questions share, but not the questions.
+        # ``shared`` counts all tokens before the last question.
         assert prompt[request.shared - 1 :].startswith("Question: ")
         assert prompt[request.shared :].count("Question: ") == 0
         said = "It is 5." if "2 and 3?" in prompt.rpartition("Question: ")[2] else "0.5, so 3"
@@ -186,7 +191,7 @@ def test_answers_are_counted_and_prompts_shown(folder, tmp_path, monkeypatch, nu
     assert json.loads(records[0])["text"] == " It is 5."
 
 
-def test_writing_stops_with_a_text(folder):
+def test_generation_ends_after_a_stop_string(folder):
     (target,) = find_targets([folder / "plain"], folder)
     model, ids = Model(target), [1, *b"some text"]
     ((_, tokens),) = model.answers([Generation(ids, 30)])
@@ -198,7 +203,7 @@ def test_writing_stops_with_a_text(folder):
     assert len(found) < len(whole)
 
 
-def test_without_the_library_it_is_one_sentence(folder, tmp_path, monkeypatch):
+def test_a_missing_math_verify_is_an_error_with_the_install_command(folder, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "math_verify", None)
     with pytest.raises(UserError, match=r"pip install 'diffmegatron\[evaluation\]'"):
         evaluate([folder / "plain"], ["math"], tmp_path, {"data_dir": folder}, [])
@@ -235,5 +240,5 @@ def test_answers_are_compared_as_mathematics(text, answer, expected):
         (" The answer is late Mon", "late Mon", True),
     ],
 )
-def test_of_choices_the_last_that_is_named_counts(text, answer, expected):
+def test_the_last_named_choice_counts_as_the_answer(text, answer, expected):
     assert is_right(text, answer, ("Sun", "Mon", "late Mon")) == expected

@@ -1,4 +1,4 @@
-"""The suite ``perplexity`` is the loop of the documentation of transformers."""
+"""The suite ``perplexity`` equals the loop in the documentation of transformers."""
 
 import json
 import math
@@ -33,7 +33,7 @@ def measured(folder: Path, out: Path, *settings: str) -> dict:
 
 @torch.no_grad()
 def documented_loop(network, ids: torch.Tensor, max_length: int, stride: int) -> float:
-    """Loop of https://huggingface.co/docs/transformers/perplexity, without its progress bar."""
+    """Return the result of the loop in https://huggingface.co/docs/transformers/perplexity."""
     sum_of_nats, tokens, previous_end = 0.0, 0, 0
     for begin in range(0, ids.size(1), stride):
         end = min(begin + max_length, ids.size(1))
@@ -42,7 +42,9 @@ def documented_loop(network, ids: torch.Tensor, max_length: int, stride: int) ->
         target_ids = input_ids.clone()
         target_ids[:, :-wanted_length] = -100
         loss = network(input_ids, labels=target_ids).loss
-        # The mean is over the labels but the first token's. (The page always subtracts one.)
+        # ``loss`` is the mean over the labels that are not -100. The first label never counts,
+        # because it has no prediction. (The page's loop subtracts one from the number of labels
+        # that are not -100, even if the first label is -100.)
         shifted = int((target_ids[:, 1:] != -100).sum())
         sum_of_nats += loss.item() * shifted
         tokens += shifted
@@ -55,7 +57,7 @@ def documented_loop(network, ids: torch.Tensor, max_length: int, stride: int) ->
 @pytest.mark.parametrize(
     ("context", "stride"), [(32, 16), (32, 32), (20, 7), (40, 1), (60, 59), (28, 28)]
 )
-def test_it_is_the_loop_of_the_documentation(context, stride, folder, tmp_path):
+def test_perplexity_equals_the_loop_in_the_docs_of_transformers(context, stride, folder, tmp_path):
     network = AutoModelForCausalLM.from_pretrained(folder / "hf").eval()
     ids = torch.tensor([list("\n\n".join(DOCUMENTS).encode())])
     found = measured(folder, tmp_path, f"context={context}", f"stride={stride}")

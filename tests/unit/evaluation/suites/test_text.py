@@ -1,4 +1,4 @@
-"""Suites that need text or runs alone: recall, scaling, throughput; where texts come from."""
+"""The suites recall, scaling and throughput, and the reading of texts."""
 
 import json
 import math
@@ -38,7 +38,7 @@ TEXTS = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write a model, held-out text, and a corpus that its tokenizer prepared."""
+    """Write a model, held-out text, and a corpus prepared with the model's tokenizer."""
     found = tmp_path_factory.mktemp("suites")
     write_pretrained(found / "plain", "llama 2")
     lines = (json.dumps({"text": text}) + "\n" for text in TEXTS)
@@ -72,7 +72,7 @@ def test_texts_are_the_same_from_every_form(folder, tmp_path):
         list(read_texts(tmp_path / "bad.jsonl"))
 
 
-def test_sources_have_names():
+def test_sources_have_names_and_equal_names_are_errors():
     assert named_paths(("a/b.jsonl", "x=c.txt")) == {"b": Path("a/b.jsonl"), "x": Path("c.txt")}
     with pytest.raises(UserError, match="two sources have the name 'b'"):
         named_paths(("a/b.jsonl", "c/b.txt"))
@@ -82,7 +82,11 @@ def test_sources_have_names():
 
 
 def hits(text: bytes, counts: Counter, most: int) -> list[int]:
-    """Positions in a text, by looking back from each."""
+    """Return the positions of the second bytes of repeated bigrams that are rare in training.
+
+    A bigram is repeated if it occurred earlier in ``text``, and rare if its count in ``counts`` is
+    at most ``most``.
+    """
     return [
         place
         for place in range(1, len(text))
@@ -92,7 +96,7 @@ def hits(text: bytes, counts: Counter, most: int) -> list[int]:
 
 
 @torch.no_grad()
-def test_recall_is_counted_and_measured_as_by_hand(folder, tmp_path):
+def test_recall_hits_and_losses_match_a_direct_computation(folder, tmp_path):
     most = 6
     corpus = (folder / "corpus.txt").read_bytes()
     counts = Counter(corpus[i : i + 2] for i in range(len(corpus) - 1))
@@ -106,7 +110,8 @@ def test_recall_is_counted_and_measured_as_by_hand(folder, tmp_path):
         places.append(hits(text.encode(), counts, most))
         hit += list(losses[places[-1]])
         other += list(np.delete(losses, places[-1]))
-    # "th" and "he" are frequent in training, "eb" is not; the third text repeats all.
+    # The first text repeats "th" and "he", which are frequent in training, and "eb", which is rare.
+    # The third text repeats each of its bigrams.
     assert 0 < len(places[0]) < len(hits(TEXTS[0].encode(), counts, 10**9))
     assert len(places[2]) == 5
     found = run(
@@ -132,15 +137,18 @@ def test_bigrams_are_counted_across_pieces(monkeypatch):
     assert count_bigrams(tokens, set()) == {}
 
 
-def test_recall_tells_a_model_that_recalls(folder, tmp_path):
-    """One that knows what follows each letter of a text that repeats itself, and it no more."""
+def test_recall_distinguishes_a_model_that_recalls(folder, tmp_path):
+    """A model that predicts the letters of a repeated text has the lower loss on AR hits.
+
+    AR hits (associative recall) are tokens that complete a repeated bigram.
+    """
 
     def write(name: str, follows: dict[str, str]) -> Path:
         shutil.copytree(folder / "plain", tmp_path / name)
         file = tmp_path / name / "model.safetensors"
         weights = load_file(file)
         for key, weight in weights.items():
-            # The layers add nothing.
+            # The layers must add nothing to the residual stream.
             if "o_proj" in key or "down_proj" in key:
                 weight.zero_()
         weights["model.norm.weight"].fill_(1)
@@ -167,7 +175,7 @@ def test_recall_tells_a_model_that_recalls(folder, tmp_path):
     assert found["differences"]["broken"]["value"] > 1
 
 
-def test_recall_wants_the_corpus_of_the_targets_tokenizer(folder, tmp_path):
+def test_recall_needs_a_corpus_of_the_targets_tokenizer(folder, tmp_path):
     shutil.copytree(folder / "plain", tmp_path / "other")
     path = tmp_path / "other/tokenizer.json"
     tokenizer = json.loads(path.read_text())
@@ -190,7 +198,7 @@ def test_recall_wants_the_corpus_of_the_targets_tokenizer(folder, tmp_path):
 # Scaling
 
 
-def test_a_power_law_is_found_again():
+def test_a_power_law_is_fitted_by_least_squares():
     xs = [8e8, 1.4e9, 2.8e9, 6.8e9]
     law = fit_power_law([(x, 31.0 * x**-0.11) for x in xs])
     assert law == pytest.approx((31.0, 0.11))
@@ -213,8 +221,12 @@ def write_run(path: Path, losses: dict[int, float]) -> Path:
     return path
 
 
-def test_the_ratio_at_equal_loss_of_known_curves(tmp_path):
-    """Losses that lie on 9 N^-0.1 and 9 (N / 0.6)^-0.1: a kind that needs 60% of the parameters."""
+def test_the_size_ratio_at_equal_loss_matches_known_curves(tmp_path):
+    """The suite finds that Diff Transformers need 60% of the parameters of Transformers.
+
+    The runs have final losses of 9 N^-0.1 for Transformers and 9 (N / 0.6)^-0.1 for Diff
+    Transformers, where N is the number of parameters without embeddings.
+    """
     runs = []
     for kind, share in (("diff_v1", 0.6), ("softmax", 1.0)):
         for width in (64, 128, 192):
@@ -237,15 +249,17 @@ def test_the_ratio_at_equal_loss_of_known_curves(tmp_path):
     one = run(runs[2:3], "scaling", tmp_path / "one")
     assert one["across"] == {}
     assert one["not_run"] == [
-        "Diff Transformer: no fit; it needs two or more numbers of parameters, and falling losses"
+        "Diff Transformer: no fit; the runs need at least two different numbers of parameters, and "
+        "a loss that falls with them"
     ]
     tokens = run(runs[2:3], "scaling", tmp_path / "tokens", "scaling.against=tokens")
-    # Two points: the law goes through both. A step has 8 sequences of 64 tokens.
+    # The run has losses at steps 10 and 20, so the fitted law goes through both. A step has 8
+    # sequences of 64 tokens.
     a, b = (tokens["across"][f"Diff Transformer: {name} of a x^-b"] for name in "ab")
     assert a * (10 * 512) ** -b == pytest.approx(5.0)
 
 
-def test_scaling_wants_runs(folder, tmp_path):
+def test_scaling_refuses_a_target_that_is_not_a_run(folder, tmp_path):
     with pytest.raises(UserError, match=r"suite 'scaling' reads metrics\.jsonl of runs"):
         run([folder / "plain"], "scaling", tmp_path / "out")
 
@@ -253,7 +267,7 @@ def test_scaling_wants_runs(folder, tmp_path):
 # Throughput
 
 
-def test_throughput_counts_tokens_and_restarts(folder, tmp_path):
+def test_throughput_counts_tokens_and_reuses_its_records(folder, tmp_path):
     settings = [f"throughput.{each}" for each in ("context=16", "decoded=4", "repetitions=2")]
     found = run([folder / "plain"], "throughput", tmp_path / "out", *settings)
     lines = (tmp_path / "out/throughput/plain.jsonl").read_text().splitlines()[1:]
@@ -265,7 +279,14 @@ def test_throughput_counts_tokens_and_restarts(folder, tmp_path):
     assert again == found
 
 
-def test_throughput_tells_a_slow_model(folder, tmp_path):
+def test_throughput_refuses_to_decode_beyond_the_context(folder, tmp_path):
+    settings = ("throughput.context=16", "throughput.decoded=16")
+    with pytest.raises(UserError, match=r"throughput\.decoded is 16 and throughput\.context 16"):
+        run([folder / "plain"], "throughput", tmp_path / "out", *settings)
+    assert not (tmp_path / "out").exists()
+
+
+def test_throughput_includes_the_time_of_every_forward_pass(folder, tmp_path):
     (target,) = find_targets([folder / "plain"], tmp_path)
     model, suite = Model(target), Throughput(context=16, decoded=4, repetitions=1)
     model.network.register_forward_pre_hook(lambda *_: time.sleep(0.05))

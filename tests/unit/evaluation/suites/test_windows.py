@@ -16,7 +16,7 @@ WINDOWED = [name for name, suite in SUITES.items() if "of a window" in _context(
 
 
 @pytest.mark.parametrize("name", WINDOWED)
-def test_a_window_holds_a_token_beside_the_start_token(name: str) -> None:
+def test_a_context_of_one_token_is_refused(name: str) -> None:
     others = ["recall.training=prefix"] if name == "recall" else []
     with pytest.raises(
         UserError, match=f"suite '{name}': context is 1: .*greater than or equal to 2"
