@@ -55,7 +55,7 @@ def _layout_warnings(recipe: Recipe, layout: Layout) -> Iterator[str]:
     if layout.microbatches < layout.pipeline:
         yield (
             f"{layout.microbatches} microbatches do not fill parallel.pipeline {layout.pipeline} "
-            f"stages; fewer data-parallel ranks than {layout.data} would"
+            f"stages; use fewer than {layout.data} data-parallel ranks"
         )
 
 
@@ -121,9 +121,9 @@ def _fits(recipe: Recipe, ranks: int, limit_gib: float) -> bool:
 def _enough_ranks(recipe: Recipe, layout: Layout, available_gib: float) -> int | None:
     """Return a number of ranks on which the recipe fits, by doubling the data-parallel size.
 
-    The size is doubled as long as it divides the number of microbatches in a global batch. The
-    first number of ranks that fits is returned. None is returned if no number fits, or if an
-    interleaved pipeline gets too few microbatches before that.
+    The size is doubled as long as it divides the number of microbatches in a global batch, and
+    while an interleaved pipeline gets enough microbatches. The first number of ranks that fits is
+    returned, or None if no number fits.
 
     Args:
         recipe: recipe that does not fit.

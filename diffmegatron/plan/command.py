@@ -33,12 +33,11 @@ def run(
         stages: recipes of the stages.
         world_size: number of ranks, which is the same for all stages; None for the smallest number
             that fits the layouts of all stages.
-        hardware: name of a GPU in ``ACCELERATORS``.
+        hardware: name of a GPU in ``diffmegatron.model.accounting.ACCELERATORS``.
         as_json: whether to print JSON instead of tables.
 
     Raises:
-        UserError: If the number of ranks does not fit a stage, or the hardware is not in
-            ``ACCELERATORS``.
+        UserError: If the number of ranks does not fit a stage, or the hardware is unknown.
     """
     ranks = math.lcm(*(recipe.parallel.model_ranks for recipe in stages))
     given = ranks if world_size is None else world_size
@@ -69,8 +68,8 @@ def _print_changes(before: Recipe, now: Recipe, console: Console) -> None:
     """Print how rotary embedding and sequence length change between two stages.
 
     Args:
-        before: an earlier stage.
-        now: the next stage, which starts with the weights of ``before``.
+        before: stage whose weights ``now`` starts with.
+        now: the later stage.
         console: output.
     """
     changes = rotary_changes(before, now)
@@ -93,11 +92,11 @@ def run_search(
     Args:
         stages: recipes of the stages.
         world_size: number of GPUs.
-        hardware: name of a GPU in ``ACCELERATORS``.
+        hardware: name of a GPU in ``diffmegatron.model.accounting.ACCELERATORS``.
         as_json: whether to print JSON instead of tables.
 
     Raises:
-        UserError: If no layout fits a stage, or the hardware is not in ``ACCELERATORS``.
+        UserError: If no layout fits a stage, or the hardware is unknown.
     """
     found = [search(recipe, world_size, hardware) for recipe in stages]
     if as_json:

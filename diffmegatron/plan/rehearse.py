@@ -46,7 +46,8 @@ class Rehearsal:
     Attributes:
         recipe: the small recipe.
         world_size: number of CPU ranks for the small recipe.
-        reductions: sentences about the sizes of the layout that are smaller than in the real one.
+        reductions: one sentence for each tensor, context or pipeline size that is smaller than in
+            the real recipe.
     """
 
     recipe: Recipe

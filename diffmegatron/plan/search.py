@@ -20,6 +20,7 @@ from diffmegatron.plan.summary import check_hardware, check_recipe_vocabulary
 from diffmegatron.plan.tables import duration, print_assumptions
 from diffmegatron.plan.timing import GPUS_PER_NODE, Assumptions, Estimate, estimate_time
 from diffmegatron.section import divisors
+from diffmegatron.validation import validated
 
 # Number of layouts that are printed.
 SHOWN = 10
@@ -309,12 +310,15 @@ def _reason(recipe: Recipe, world_size: int) -> str:
     """Return the reason why no layout is valid.
 
     It is the error of the simplest layout, which has only data parallelism. If that layout has no
-    error, it is a general reason.
+    error, the result is a general sentence about the sizes.
     """
     plain = {"parallel": {}, "training": recipe.training.model_dump() | {"micro_batch_size": 1}}
     sections = {name: getattr(recipe, name) for name in Recipe.model_fields}
     try:
-        Recipe.model_validate(sections | plain).data_parallel(world_size)
+        validated(Recipe, sections | plain, "with data parallelism alone").data_parallel(world_size)
     except UserError as error:
         return str(error)
-    return "tensor, context and pipeline sizes that divide it do not divide the ranks"
+    return (
+        "the tensor, context and pipeline sizes that its model allows do not divide the number of "
+        "ranks"
+    )

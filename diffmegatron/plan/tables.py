@@ -55,8 +55,8 @@ def print_plan(plan: Plan, console: Console, previous: Plan | None = None) -> No
         console.print(_traffic_table(plan))
     if plan.time.days * _SECONDS_PER_DAY < _SHORT_RUN_SECONDS:
         console.print(
-            f"The run would take less than a minute on {plan.time.hardware}, mostly to start. Such "
-            "a time is not estimated, and times on a CPU are not estimated either.",
+            f"The run would take less than a minute on {plan.time.hardware}, most of it for the "
+            "start. Such a time is not estimated, and times on a CPU are not estimated either.",
             soft_wrap=True,
         )
     else:
@@ -172,8 +172,8 @@ def _traffic_table(plan: Plan) -> Table:
 def _unit(total: int, units: Mapping[str, float]) -> tuple[str, float]:
     """Return the unit for the sizes in a table, and its number of bytes.
 
-    It is the largest unit that does not exceed the total, or the smallest unit if all exceed it.
-    For a total of 0 it is the largest unit.
+    The largest unit that does not exceed the total is chosen. If every unit exceeds the total, the
+    smallest unit is chosen, except that a total of 0 gets the largest unit.
 
     Args:
         total: total of the table in bytes.

@@ -55,7 +55,7 @@ class Assumptions:
         memory: fraction of memory bandwidth that element-wise operations and the optimizer reach.
         network: bandwidth between nodes in bytes/s per GPU and direction (400 Gb/s).
         links: fraction of the bandwidth of links and network that collectives reach.
-        latency: shortest time of a collective in seconds.
+        latency: seconds that each collective takes in addition to the time of its bytes.
         host: bandwidth in bytes/s per GPU between the GPU and host memory, and between the CPU and
             host memory.
     """
@@ -219,7 +219,7 @@ def _compute(recipe: Recipe, gpu: Accelerator, assumed: Assumptions) -> Compute:
 def _attention_work(recipe: Recipe) -> tuple[float, float]:
     """Return the multiply-adds of a layer's attention per visible pair of a query and a key.
 
-    They are the sum over the heads of a layer, and the mean over the layers. They depend on the
+    They are summed over the heads of a layer, and averaged over the layers. They depend on the
     attention variant and its backend. A causal mask hides about half of all pairs, so a backend
     that also computes the hidden pairs needs twice as many per visible pair.
 
@@ -265,8 +265,8 @@ def _elementwise_bytes(recipe: Recipe) -> float:
 
     - Each layer reads or writes the residual stream about 12 times in the forward pass and 12 times
       in the backward pass, and SwiGLU's three tensors once in each pass.
-    - In the forward pass, the core attention writes the tensors that it saves; in the backward
-      pass, it reads them. q, k, v and the input of the output projection are not counted here.
+    - In the forward pass, the core attention writes the tensors that it saves (without q, k, v and
+      the input of the output projection); in the backward pass, it reads them.
     - With full recomputation, the operations of a layer's forward pass are counted twice.
     - The loss reads the logits in the forward pass; in the backward pass it reads them and
       overwrites them with their gradient. These are three passes over the logits. With
@@ -358,8 +358,9 @@ def _optimizer(recipe: Recipe, world_size: int, gpu: Accelerator, assumed: Assum
     """Return the seconds of the optimizer's update.
 
     They are the bytes that the update reads and writes on a rank of the pipeline stage with the
-    most trained parameters, divided by the GPU's memory bandwidth. With an offloaded optimizer they
-    are divided by the bandwidth to host memory instead.
+    most trained parameters, divided by the GPU's memory bandwidth. With an offloaded optimizer, the
+    copies of gradients and weights between GPU and host are added to the bytes, and the divisor is
+    the bandwidth to host memory.
     """
     parameters = max(
         sum(trained_parameters(recipe, stage)) for stage in range(recipe.parallel.pipeline)

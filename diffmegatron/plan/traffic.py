@@ -1,7 +1,8 @@
 """Number of bytes that a rank sends per training step, by kind of communication.
 
-The bytes are counted for ring algorithms. In an all-gather or reduce-scatter of n bytes over k
-ranks, each rank sends n * (k - 1) / k bytes. In an all-reduce it sends twice as many.
+The bytes are counted for ring algorithms. In an all-gather or reduce-scatter over k ranks, where
+the whole tensor has n bytes, each rank sends n * (k - 1) / k bytes. In an all-reduce it sends twice
+as many.
 
 Functions of this module raise UserError if the number of ranks does not fit the layout, if the
 global batch cannot be divided over the data-parallel ranks, or if the network has too many layers
@@ -13,7 +14,7 @@ from dataclasses import asdict, dataclass
 
 from diffmegatron.config.schema import Recipe
 from diffmegatron.config.tensors import EMBEDDING
-from diffmegatron.config.trainable_patterns import is_trained, trains_everything
+from diffmegatron.config.trainable_patterns import is_trained
 from diffmegatron.model.accounting import REDUCE_BUCKET, trained_parameters
 from diffmegatron.model.accounting.activations import (
     BYTES,
@@ -102,8 +103,13 @@ def stage_collectives(recipe: Recipe, world_size: int, stage: int) -> Traffic:
         # reduce-scatter as one.
         per_collective = 1 if parallel.sequence_parallel else 2
         tensor = _hidden_states_sent(recipe, stage) / per_collective
-        # The cross-entropy has two all-reduces: of the largest logits, and of the sums.
-        tensor += 2 if is_last else 0
+        if is_last:
+            chunks = _loss_chunks(recipe)
+            tensor += (chunks - 1) * _output_transfers(recipe) / per_collective
+            # The cross-entropy of a chunk has two all-reduces: one of the largest logits, and one
+            # of the sums of exponentials together with the labels' logits. With chunks, the
+            # backward pass computes it again.
+            tensor += 2 * chunks * (1 if recipe.training.loss_chunk is None else 2)
     layers = model.num_layers / parallel.pipeline
     communication, passes = context_communication(recipe), attention_passes(recipe)
     context = 0.0
@@ -165,10 +171,10 @@ def _tensor(recipe: Recipe, stage: int) -> float:
 def _gates(recipe: Recipe) -> float:
     """Return the bytes per microbatch in collectives of attention's additional projections.
 
-    Such a projection of the hidden states is not part of Megatron's projections. An example is the
-    projection to lambda in Differential Transformer V2. Under sequence parallelism the ranks gather
-    its weight matrix, and an all-to-all changes its output from a shard of the sequence to a shard
-    of the heads. Without sequence parallelism, the function returns 0.
+    Such a projection of the hidden states is separate from Megatron's ``linear_qkv``. An example is
+    the projection to lambda in Differential Transformer V2. Under sequence parallelism the ranks
+    gather its weight matrix, and an all-to-all changes its output from a shard of the sequence to a
+    shard of the heads. Without sequence parallelism, the function returns 0.
 
     The caller multiplies the bytes by (k - 1) / k, the fraction that each of k ranks sends.
     """
@@ -191,29 +197,53 @@ def _hidden_states_sent(recipe: Recipe, stage: int) -> int:
     """Return how often tensor parallelism transfers a microbatch's hidden states in a stage.
 
     A transfer is an all-gather or a reduce-scatter over the tensor-parallel ranks. An all-reduce
-    counts as two. Under sequence parallelism, the backward pass repeats the forward pass's gathers
-    of the inputs of trained column-parallel projections and of a trained output layer. With
-    ``training.loss_chunk``, the backward pass computes the logits a second time, which needs
-    another gather of the output layer's input.
+    counts as two. Under sequence parallelism, the backward pass gathers again:
+
+    - the input of each trained column-parallel projection and of a trained output layer, for the
+      gradient of the weight;
+    - with ``training.loss_chunk``, the input of the output layer, to recompute the logits.
     """
     parallel = recipe.parallel
     layers = recipe.model.num_layers // parallel.pipeline
     forward = backward = 4
-    # The embedding has one all-reduce in the forward pass, and the output layer has one in the
-    # backward pass. Under sequence parallelism, the embedding has a reduce-scatter in the forward
-    # pass instead, and if it is trained an all-gather in the backward pass.
+    # The embedding has one all-reduce in the forward pass. Under sequence parallelism, it has
+    # instead a reduce-scatter, and if it is trained an all-gather in the backward pass.
     edges = 2 if stage == 0 else 0
-    if stage == parallel.pipeline - 1:
-        edges += 2
     if parallel.sequence_parallel:
         backward += is_trained(recipe, "linear_qkv.weight") + is_trained(
             recipe, "linear_fc1.weight"
         )
         if stage == 0:
             edges -= not is_trained(recipe, EMBEDDING)
-        if stage == parallel.pipeline - 1:
-            edges += (output_weight(recipe) > 0) + (recipe.training.loss_chunk is not None)
+    if stage == parallel.pipeline - 1:
+        edges += _output_transfers(recipe)
     return layers * (forward_passes(recipe) * forward + backward) + edges
+
+
+def _output_transfers(recipe: Recipe) -> int:
+    """Return how often the output layer transfers a microbatch's hidden states.
+
+    It has an all-reduce in the backward pass, which counts as two. Under sequence parallelism it
+    has instead an all-gather in the forward pass and a reduce-scatter in the backward pass, and the
+    two all-gathers that :func:`_hidden_states_sent` describes. With ``training.loss_chunk``, each
+    of these collectives has only the hidden states of a chunk.
+    """
+    if not recipe.parallel.sequence_parallel:
+        return 2
+    return 2 + (output_weight(recipe) > 0) + (recipe.training.loss_chunk is not None)
+
+
+def _loss_chunks(recipe: Recipe) -> int:
+    """Return the number of chunks in which a context-parallel rank computes the loss.
+
+    Source: :func:`diffmegatron.model.language_model_loss.chunked_losses`.
+    """
+    training, parallel = recipe.training, recipe.parallel
+    if training.loss_chunk is None:
+        return 1
+    ranges = parallel.tensor if parallel.sequence_parallel else 1
+    positions = training.seq_length // parallel.context // ranges
+    return math.ceil(positions / math.ceil(training.loss_chunk / ranges))
 
 
 def _context(recipe: Recipe) -> float:
@@ -269,12 +299,12 @@ def _tied(recipe: Recipe, stage: int) -> float:
     The all-reduce is over the first and the last pipeline stage. With two ranks, each sends the
     gradient once. The gradient is float32, because a pipeline requires ZeRO 1, which accumulates
     gradients in float32. The result is 0 without a tied embedding, without a pipeline, in a stage
-    between the first and the last, or if some tensors are frozen.
+    between the first and the last, or if the embedding is frozen.
     """
     model, parallel = recipe.model, recipe.parallel
     if not model.tied_embeddings or stage not in (0, parallel.pipeline - 1):
         return 0.0
-    if parallel.pipeline == 1 or not trains_everything(recipe):
+    if parallel.pipeline == 1 or not is_trained(recipe, EMBEDDING):
         return 0.0
     return FLOAT32 * model.vocab_size * model.hidden_size / parallel.tensor
 

@@ -1,4 +1,4 @@
-"""The plan of a recipe: its numbers, its warnings, its two renderings."""
+"""The plan of a recipe: its numbers and warnings, printed as text and as JSON."""
 
 import io
 import json
@@ -30,7 +30,7 @@ def printed(plan: Plan, width: int = 400) -> str:
     return out.getvalue()
 
 
-def test_the_3b_run_by_hand():
+def test_the_plan_of_the_3b_run_matches_a_calculation_by_hand():
     plan = plan_recipe(load(), world_size=64)
     assert plan.parameters.total == 2 * 100_288 * 3072 + 28 * (
         4 * 3072**2 + 3 * 3072 * 8192 + 4 * 128 + 256 + 2 * 3072
@@ -59,7 +59,7 @@ def test_a_batch_that_does_not_divide_is_refused():
 
 
 def test_the_shipped_recipes_fit_their_gpus_without_a_warning():
-    """On as many ranks as their comments ask for: two for the 3B model, the fewest elsewhere."""
+    """Plan the 3B model on two ranks, and the 13.1B model on the fewest that fill its layout."""
     assert plan_recipe(load(), world_size=2).warnings == ()
     assert plan_recipe(load(path=LARGE)).warnings == ()
 
@@ -67,7 +67,7 @@ def test_the_shipped_recipes_fit_their_gpus_without_a_warning():
 @pytest.mark.parametrize(
     ("overrides", "ranks", "said"),
     [
-        # Heads halved twice, with and without the head dimension given.
+        # Half of the 12 heads, with the recipe's head_dim 128 and with a derived head_dim (0).
         ([f"{HEADS}=6"], 2, "num_heads 6 is fewer"),
         ([f"{HEADS}=6", "model.attention.head_dim=0"], 2, "head_dim 256 is above the paper's 128"),
         ([f"{HEADS}=6"], 2, "is 1536, narrower than hidden_size 3072"),
@@ -78,7 +78,7 @@ def test_the_shipped_recipes_fit_their_gpus_without_a_warning():
         (["model.num_layers=56", "training.micro_batch_size=1"], 2, "an estimated"),
     ],
 )
-def test_warnings_name_the_number_and_what_would_be_better(overrides, ranks, said):
+def test_warnings_name_the_questionable_numbers(overrides, ranks, said):
     warnings = plan_recipe(load(*overrides), ranks).warnings
     assert [warning for warning in warnings if said in warning], warnings
 
@@ -104,7 +104,7 @@ def test_too_little_memory_names_gpus_and_ranks_that_fit():
     assert max(stage.total for stage in memory_by_stage(load(), 2)) < 0.9 * 80 * 2**30
 
 
-def test_memory_that_no_gpu_has_is_said_to_be_so():
+def test_a_memory_warning_reports_that_no_gpu_fits():
     (warning,) = plan_recipe(load("training.seq_length=65536")).warnings
     assert "it fits no known GPU; diffmegatron plan --search GPUS ranks the layouts" in warning
     assert warning.endswith("and the recipes of configs/at_scale have some")
@@ -116,7 +116,7 @@ def test_a_smaller_microbatch_is_advised_before_anything_else():
     assert not plan_recipe(load("training.micro_batch_size=2"), 8).warnings
 
 
-def test_a_batch_that_a_smaller_microbatch_divides_is_left_alone():
+def test_an_indivisible_batch_error_suggests_only_a_micro_batch_size():
     with pytest.raises(UserError, match=r"data parallel 128; give training.micro_batch_size 8$"):
         plan_recipe(load("training.micro_batch_size=12"), 128)
 
@@ -129,7 +129,7 @@ def test_long_sequences_fit_two_gpus_of_80_gb(name):
         assert plan_recipe(recipe, 2).warnings == ()
 
 
-def test_assumptions_are_a_line_each_and_say_which_are_optimistic():
+def test_assumptions_have_a_line_each_and_optimistic_ones_are_marked():
     text = printed(plan_recipe(load(), 2)).partition("Times are an estimate, and assume:")[2]
     lines = [line for line in text.splitlines() if line]
     assert [line.partition(":")[0] for line in lines[:3]] == [
@@ -151,7 +151,7 @@ def test_the_table_shows_every_number():
     assert f"{plan.largest_stage.total / 2**30:.2f}" in text
 
 
-def test_what_a_tiny_network_needs_is_not_printed_as_nothing():
+def test_memory_of_a_tiny_network_is_printed_in_mib():
     plan = plan_recipe(
         load_recipe(
             CONFIGS / "quickstart.yaml",
@@ -170,7 +170,7 @@ def test_what_a_tiny_network_needs_is_not_printed_as_nothing():
 
 
 def test_a_figure_far_below_its_unit_is_not_printed_as_nothing():
-    """The optimizer's share of LoRA's few weights, in GiB beside the network's."""
+    """The optimizer state of LoRA's few weights is far below 1 GiB, the unit of the table."""
     plan = plan_recipe(load("model.lora={rank: 1, alpha: 1, targets: [linear_qkv]}"), 8)
     assert 0 < plan.largest_stage.optimizer / 2**30 < 0.005
     memory = printed(plan).split("Memory per rank")[1].split("Sent per step and rank")[0]
@@ -178,16 +178,17 @@ def test_a_figure_far_below_its_unit_is_not_printed_as_nothing():
     assert "<0.01" in line
 
 
-# The 3B shape with each kind: h, key-value heads, d, and heads of the baseline; then what a layer
-# has beside the baseline's parameters and FLOPs of a token's forward pass at 4K.
+# For each override of the 3B model: kind, heads, key-value heads, d (head_dim), heads of the
+# baseline, and two differences from the baseline per layer: in parameters, and in FLOPs per token
+# of a forward pass with a sequence length of 4,096.
 PAIRS = {
     "baseline=true": ("softmax", 24, 24, 128, 24, 0, 0),
     "attention.kind=diff_v1": ("diff_v1", 12, 12, 128, 24, 4 * 128 + 256, 0),
-    # 24 noise heads of d, and W_lambda; scores and values of d each.
+    # It adds W_lambda and 24 noise heads, each with scores and a product with V of d channels each.
     "attention.kind=diff_v2": (
         "diff_v2", 24, 24, 128, 24, 24 * 129 * 3072, 2 * 24 * 129 * 3072 + 4096 * 24 * 2 * 128,
     ),
-    # 3 noise heads of d instead of 12: their queries and scores.
+    # 3 noise heads of d instead of 12, so the queries and scores of 9 heads are missing.
     "attention.kind=grouped": (
         "grouped", 12, 3, 128, 24,
         4 * 128 + 256 - 9 * 128 * 3072, -2 * 9 * 128 * 3072 - 4096 * 9 * 128,
@@ -196,7 +197,7 @@ PAIRS = {
 
 
 @pytest.mark.parametrize("override", PAIRS)
-def test_both_of_a_pair_are_counted(override, capsys):
+def test_model_and_baseline_are_both_counted(override, capsys):
     kind, heads, kv_heads, head_dim, baseline_heads, parameters, flops = PAIRS[override]
     recipe = load(f"model.{override}")
     run([recipe], 2, as_json=True)
@@ -231,7 +232,7 @@ def test_the_cache_holds_keys_and_values_of_every_layer_in_bf16(overrides, chann
     assert plan.kv_cache_bytes_per_token == 28 * 2 * 2 * channels
 
 
-def test_the_stages_of_a_recipe_are_told_apart(capsys):
+def test_json_names_the_run_dir_of_every_stage(capsys):
     run(load_stages(CONFIGS / "diff_3b_math.yaml"), as_json=True)
     named = [values["run_dir"] for values in json.loads(capsys.readouterr().out)]
     assert named == ["runs/diff_3b_math/continuation", "runs/diff_3b_math/reasoning"]
@@ -242,7 +243,7 @@ def test_a_vocabulary_too_small_for_the_tokenizer_is_refused():
         plan_recipe(load("model.vocab_size=100276"), 2)
 
 
-def test_hardware_that_is_not_known_is_refused():
+def test_unknown_hardware_is_refused():
     with pytest.raises(UserError, match="'V100' is unknown; give one of H100 PCIe, "):
         plan_recipe(load(), 2, "V100")
 
@@ -285,7 +286,7 @@ def test_no_table_is_cut_off(width):
     assert max(map(len, text.splitlines())) <= width
 
 
-def test_a_tied_output_layer_is_said_to_be_tied():
+def test_a_tied_output_layer_is_printed_as_tied():
     assert "tied to embedding" in printed(plan_recipe(load(path=LARGE)))
 
 
@@ -322,7 +323,7 @@ def test_stages_are_planned_on_ranks_that_fill_each_of_them(capsys):
     assert [value["layout"]["data"] for value in values] == [7, 2]
 
 
-def test_a_stage_prints_what_it_changes(tmp_path, capsys):
+def test_a_later_stage_prints_only_its_changes(tmp_path, capsys):
     recipe = tmp_path / "stages.yaml"
     recipe.write_text(
         f"extends: {CONFIGS}/quickstart.yaml\nrun_dir: r\nstages:\n  - name: a\n  - name: b\n"
@@ -345,7 +346,7 @@ def test_a_run_dir_is_printed_as_it_is(capsys):
 
 
 def test_no_torch_is_needed():
-    """A plan is arithmetic: it starts fast, on a machine without torch too."""
+    """A plan starts fast, and also works on a machine without torch."""
     code = (
         "import sys; from diffmegatron.config.load import load_recipe; "
         f"from diffmegatron.plan import run; run([load_recipe({str(LARGE)!r})]); "

@@ -1,4 +1,4 @@
-"""`plan --search`: what is listed is valid and fits, and what is said when nothing does."""
+"""`plan --search`: listed layouts are valid and fit; errors if there are none."""
 
 import io
 import json
@@ -18,7 +18,7 @@ FILE = CONFIGS / "diff_3b_1t.yaml"
 LARGE = CONFIGS / "scaling" / "diff_13.1b.yaml"
 
 
-def test_what_is_listed_loads_with_its_overrides_fits_and_is_sorted():
+def test_candidates_load_fit_the_memory_and_are_sorted():
     candidates = search(load_recipe(LARGE), 64, "H100")
     assert len(candidates) > 5
     for candidate in candidates:
@@ -35,7 +35,7 @@ def test_what_is_listed_loads_with_its_overrides_fits_and_is_sorted():
     assert len(set(sizes)) == len(sizes)
 
 
-def test_layouts_that_cannot_overlap_stay_in_a_search_that_asks_for_overlap():
+def test_a_search_with_overlap_keeps_layouts_that_cannot_overlap():
     asked = search(load_recipe(LARGE, ["parallel.overlap_gradients=true"]), 64, "H100")
     assert [c.layout for c in asked] == [c.layout for c in search(load_recipe(LARGE), 64, "H100")]
     assert any(c.layout.pipeline > 1 for c in asked)
@@ -44,7 +44,7 @@ def test_layouts_that_cannot_overlap_stay_in_a_search_that_asks_for_overlap():
 
 
 def test_a_search_is_quick():
-    # CPU seconds, which other work on the machine does not change much.
+    # Measure CPU seconds, because other work on the machine changes them little.
     started = time.process_time()
     search(load_recipe(FILE), 256, "H100")
     assert time.process_time() - started < 5
@@ -56,7 +56,7 @@ def test_zero_3_of_too_many_layers_is_refused():
         memory_by_stage(load_recipe(CONFIGS / "quickstart.yaml", overrides), 2)
 
 
-def test_too_few_gpus_are_told_with_what_is_missing_and_what_would_do():
+def test_too_few_gpus_are_an_error_that_names_a_number_that_fits():
     with pytest.raises(UserError) as error:
         search(load_recipe(LARGE), 1, "H100")
     assert "no layout of 1 rank fits 90% of H100's 80 GiB" in str(error.value)
@@ -67,7 +67,7 @@ def test_too_few_gpus_are_told_with_what_is_missing_and_what_would_do():
         search(load_recipe(LARGE), 2, "H100")
 
 
-def test_gpus_that_no_layout_fills_are_told_with_the_batch_that_would():
+def test_ranks_that_no_layout_fills_are_an_error():
     with pytest.raises(UserError, match=r"no layout fills 11 ranks .* 1024 is not a multiple"):
         search(load_recipe(FILE), 11, "H100")
 

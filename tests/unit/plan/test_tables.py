@@ -1,4 +1,4 @@
-"""What a plan prints of times."""
+"""Times in a printed plan."""
 
 import io
 
@@ -24,7 +24,7 @@ def test_a_run_that_is_sized_for_a_cpu_has_no_time_on_a_gpu(tiny_recipe):
     assert "less than a minute on H100" in text
 
 
-def test_a_real_run_has_one():
+def test_a_large_run_has_a_table_of_times():
     text = printed(plan_recipe(load_recipe(ROOT / "configs/diff_3b_350b.yaml"), 64))
     assert "Time on H100 (estimate)" in text and " days" in text and "less than" not in text
 
@@ -36,7 +36,7 @@ def test_a_time_has_the_unit_that_fits_it(days, text):
     assert duration(days) == text
 
 
-def test_a_search_prints_the_time_of_a_run_in_that_unit():
+def test_a_search_prints_the_time_of_a_short_run_in_hours():
     overrides = ["training.steps=1200", "training.tokens=null"]
     recipe = load_recipe(ROOT / "configs/diff_3b_350b.yaml", overrides)
     stream = io.StringIO()

@@ -49,10 +49,10 @@ def test_one_rank_sends_nothing():
 
 
 def test_tensor_parallel_sums_twice_a_layer_and_direction():
-    """Count two all-reduces per layer and direction.
+    """Count two all-reduces per layer in the forward pass, and two in the backward pass.
 
-    The embedding and the output layer have one each. On 4 ranks, an all-reduce sends 2 (4 - 1) / 4
-    times the bytes that it sums.
+    The embedding has one in the forward pass, and the output layer one in the backward pass. On 4
+    ranks, an all-reduce sends 2 (4 - 1) / 4 times the bytes that it sums.
     """
     sent = count_traffic(make_recipe(parallel={"tensor": 4}), 4)
     assert sent.tensor == BATCH * (4 * LAYERS + 2) * 2 * 3 / 4 * STATE
@@ -78,7 +78,7 @@ def test_recomputing_repeats_the_forward_passes_communication():
     assert again.tensor - plain.tensor == BATCH * LAYERS * 2 * 2 * 3 / 4 * STATE
 
 
-def test_context_parallel_exchanges_by_kind():
+def test_context_traffic_matches_each_kind_of_communication():
     """Compare the bytes that each kind of communication sends on 4 ranks with 256 tokens each.
 
     Per token, keys and values have 2 x 4 x 32 channels each, and queries have 2 x 8 x 32.
@@ -105,6 +105,23 @@ def test_a_stage_in_the_middle_sends_both_ways():
     assert count_traffic(make_recipe(parallel=interleaved), 4).pipeline == 4 * BATCH * STATE
 
 
+@pytest.mark.parametrize(("trainable", "is_reduced"), [("embedding.*", True), ("decoder.*", False)])
+def test_a_pipeline_reduces_a_tied_embedding_that_is_trained(trainable, is_reduced):
+    """If the tied embedding is trained, the first and the last stage sum its float32 gradient.
+
+    This does not depend on whether other tensors are frozen.
+    """
+    norms = "*input_layernorm.weight"
+    recipe = make_recipe(
+        parallel={"pipeline": 2},
+        model={"tied_embeddings": True},
+        optimizer={"lr": 1e-3, "trainable": [trainable, norms]},
+    )
+    gradient = 4 * 4096 * HIDDEN
+    assert count_traffic(recipe, 2).pipeline == BATCH * STATE + is_reduced * gradient
+    assert stage_collectives(recipe, 2, 0).pipeline == BATCH + is_reduced
+
+
 def test_zero_reduces_every_microbatch_from_stage_2_on():
     first, second, third = (
         count_traffic(make_recipe(parallel={"zero_stage": stage}), 8) for stage in (1, 2, 3)
@@ -112,11 +129,13 @@ def test_zero_reduces_every_microbatch_from_stage_2_on():
     # ZeRO 1 reduces float32 gradients once per step by an all-reduce, which sends twice as many
     # numbers as the all-gather of the bf16 weights.
     assert first.gradients == 2 * 2 * first.weights
-    # 32 sequences are 4 microbatches on each of 8 ranks, each reduced in bf16.
+    # 32 sequences are 4 microbatches on each of 8 ranks. In each of them, ZeRO 2 reduces bf16
+    # gradients by an all-reduce, and ZeRO 3 by a reduce-scatter.
     assert second.gradients == 4 * 2 * second.weights
     assert second.weights == first.weights
     assert third.gradients == pytest.approx(4 * first.weights)
-    # DeepSpeed keeps gathered weights between two uses that are near in the order of modules.
+    # DeepSpeed keeps the weights of this small network from the forward to the backward pass, so it
+    # gathers them only once per microbatch.
     assert third.weights == pytest.approx(4 * first.weights, rel=1e-3)
 
 
@@ -129,12 +148,24 @@ def test_collectives_are_counted_by_hand():
     def calls(ranks: int, stage: int = 0, **parallel: object) -> Traffic:
         return stage_collectives(make_recipe(parallel=parallel), ranks, stage)
 
+    def calls_in_chunks(**parallel: object) -> Traffic:
+        training = {"loss_chunk": LENGTH // 4}
+        return stage_collectives(make_recipe(parallel=parallel, training=training), 4, 0)
+
     # Without sequence parallelism, a layer has two all-reduces per direction, and the embedding and
     # the output layer have one each. With it, a layer has two all-gathers and two reduce-scatters
     # per direction, and two more all-gathers in the backward pass. The embedding then has two
     # collectives, and the output layer three.
     assert calls(4, tensor=4).tensor == BATCH * (4 * LAYERS + 2 + 2)
     assert calls(4, tensor=4, sequence_parallel=True).tensor == BATCH * (10 * LAYERS + 5 + 2)
+    # Each of the four chunks of the loss has the collectives of the output layer and four of the
+    # cross-entropy: two in the forward pass, and two because the backward pass computes it again.
+    # The output layer has one, or four with sequence parallelism: one more than without chunks,
+    # because its backward pass gathers the hidden states again for the logits. A simulated
+    # step of tests/simulated_cuda had the same numbers per microbatch for two layers: 29 and 54.
+    assert calls_in_chunks(tensor=4).tensor == BATCH * (4 * LAYERS + 1 + 4 * (1 + 4))
+    scattered = calls_in_chunks(tensor=4, sequence_parallel=True)
+    assert scattered.tensor == BATCH * (10 * LAYERS + 2 + 4 * (4 + 4))
     context = {"context": 4, "context_communication": "ring"}
     assert calls(4, **context).context == BATCH * LAYERS * (3 + 3 + 4)
     assert calls(4, **context | {"context_communication": "ulysses"}).context == BATCH * LAYERS * 4
@@ -158,13 +189,16 @@ def test_every_collective_takes_its_latency():
 
 
 def test_the_bubble_is_the_papers():
-    """Compare with (p - 1) / (m v) of Narayanan et al., arXiv 2104.04473, section 2.2."""
+    """Compare with (p - 1) / (m v) of Narayanan et al., arXiv 2104.04473, section 2.2.
+
+    p is the number of stages, m of microbatches, and v of virtual stages per rank.
+    """
     layout = {"pipeline": 4, "virtual_pipeline": 2}
     assert bubble_share(make_recipe(parallel=layout), 8) == 3 / 16
     assert estimate(make_recipe(parallel=layout), 4).bubble == 3 / 64
 
 
-def test_recomputation_costs_time_and_no_utilization_of_its_own():
+def test_recomputation_costs_time_but_does_not_count_as_utilization():
     plain, again = (
         estimate(make_recipe(recompute={"granularity": each}), 1) for each in ("none", "full")
     )
@@ -207,9 +241,9 @@ def attention_flops(backend: str, **sections: dict) -> float:
     return (estimate(recipe, 1).compute / BATCH - moved) * assumed.attention * gpu.peak_flops
 
 
-# Multiply-adds of the forward and the backward pass, per head and per pair in the visible half, in
-# units of d. The reference also computes the masked half. For d = 64, Triton's backward pass
-# computes each pair only once.
+# Multiply-adds of the forward and the backward pass, per head and visible (query, key) pair, in
+# units of d (head_dim). The reference has the factor 2 because it also computes the masked pairs.
+# For d = 64, Triton's backward pass computes each pair only once.
 WORK = {"reference": 2 * (4 + 8), "blocked": 4 + 10, "triton": 6 + 10, "flash_4call": 8 + 20}
 
 
@@ -231,7 +265,7 @@ def test_deterministic_triton_computes_a_pair_twice_in_the_backward_pass():
     assert more / unit == pytest.approx(14 - 10, abs=1e-3)
 
 
-def test_auto_takes_the_time_and_memory_of_what_runs_without_other_libraries():
+def test_auto_is_planned_as_sdpa_4call():
     auto, named = (
         make_recipe(training={"attention_backend": each}) for each in ("auto", "sdpa_4call")
     )
@@ -242,9 +276,10 @@ def test_auto_takes_the_time_and_memory_of_what_runs_without_other_libraries():
 def test_the_reference_keeps_all_maps():
     """Compare the reference with blocked attention by the bytes that only the reference keeps.
 
-    Each of two maps of 8 heads keeps its softmax and the factor of V, both complete and in bf16.
-
-    The layer also keeps two masks, and copies of 4 key-value heads' keys and values for 8 heads.
+    Each of two maps of 8 heads keeps its softmax and a second matrix of the same size, both [s, s]
+    in bf16, where s is the sequence length. The layer also keeps a mask per map, with one byte per
+    pair. It repeats both key heads and the value head of each of 4 key-value heads for 8 heads,
+    which are 4 more of each.
     """
     keeps, fused = (
         memory_by_stage(make_recipe(training={"attention_backend": each}), 1)[0].activations
@@ -283,8 +318,8 @@ def hidden(*overrides: str, ranks: int = 64) -> float:
 def test_gradients_hide_behind_one_microbatchs_backward_pass(size, recompute):
     """Check that the backward pass of one microbatch hides communication.
 
-    This backward pass takes two of three passes, or three of four with recomputation. The backward
-    pass of attention takes slightly more.
+    A backward pass takes two thirds of the time of a microbatch, or three quarters with
+    recomputation. For attention the share is slightly larger.
     """
     overrides = [
         f"training.micro_batch_size={size}",
@@ -298,7 +333,7 @@ def test_gradients_hide_behind_one_microbatchs_backward_pass(size, recompute):
     assert hidden(*overrides) == pytest.approx(share * one, rel=0.05)
 
 
-def test_what_comes_with_the_embedding_hides_behind_nothing():
+def test_gradients_reduced_with_the_embedding_are_not_hidden():
     recipe = load_recipe(CONFIGS / "diff_3b_1t.yaml", ["training.micro_batch_size=16"])
     parameters = sum(trained_parameters(recipe, 0))
     embedding = recipe.model.vocab_size * recipe.model.hidden_size
@@ -316,11 +351,11 @@ def test_what_comes_with_the_embedding_hides_behind_nothing():
         ["parallel.offload_optimizer=true"],
     ],
 )
-def test_gradients_hide_in_zero_1_without_pipeline_alone(overrides):
+def test_gradients_hide_only_with_zero_1_and_without_pipeline(overrides):
     assert hidden(*overrides) == 0
 
 
-def test_the_search_takes_larger_microbatches_to_hide_more():
+def test_the_search_chooses_larger_microbatches_with_overlap():
     recipe = load_recipe(CONFIGS / "diff_3b_1t.yaml")
     best = search(recipe, 64, "H100")[0]
     after = search(
