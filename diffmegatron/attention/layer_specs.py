@@ -36,8 +36,8 @@ def available_host(lora: LoraConfig | None = None) -> Host:
 
     Transformer Engine can run if Megatron-core has imported it and torch has a CUDA device, because
     its modules cannot be built without a device. LoRA needs local layers: its low-rank term needs
-    the normalised input of the projection, which Transformer Engine computes inside the module that
-    also projects it.
+    the normalised input of the projection, but Transformer Engine computes the norm and the
+    projection in one module and does not return this input.
     """
     is_usable = HAVE_TE and torch.cuda.is_available()
     return "transformer_engine" if is_usable and lora is None else "local"
@@ -56,7 +56,7 @@ def layer_spec(
         variant: kind of attention and its sizes.
         host: library of the linear and norm classes.
         backend: backend (kernel implementation) of differential attention: ``auto``, or a name that
-            the command ``diffmegatron doctor`` lists. Layers of softmax attention use ``auto``.
+            the command ``diffmegatron doctor`` lists. For softmax attention, ``auto`` is used.
         communication: method of communication between context-parallel ranks.
         lora: LoRA of the projections, for the local host only.
     """

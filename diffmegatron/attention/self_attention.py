@@ -248,10 +248,10 @@ class SelfAttention(MegatronModule):
         the products of its own rows of the matrix with the whole sequence. Without sequence
         parallelism each rank keeps the products of its own rows.
 
-        So the ranks communicate the matrix and the products (in the backward pass their gradients).
-        A column-parallel layer would communicate hidden states: it gathers them under sequence
-        parallelism, and without it sums their gradients over the ranks. They are hundreds of times
-        larger, because the matrix has few rows.
+        The ranks communicate only the matrix, the products and the gradients of both. A
+        column-parallel layer would gather hidden states under sequence parallelism, and without it
+        sum their gradients over the ranks. Hidden states are hundreds of times larger than the
+        products, because the matrix has few rows.
 
         Args:
             name: name of the declared matrix [rows, hidden].

@@ -112,13 +112,15 @@ def write_config(config: PretrainedConfig, directory: Path) -> None:
 def hugging_face_class(model: ModelConfig) -> HuggingFace:
     """Return the description of the Hugging Face class that computes a recipe's network.
 
-    :meth:`Variant.check_export` refuses a kind of attention that overrides the computation of its
-    parent and inherits the parent's export. This check runs first, because an error about a setting
-    that the parent's Hugging Face class cannot compute would hide the mistake.
+    A kind of attention returns this description from its method ``hugging_face``. If a kind changes
+    the computation of its parent class but inherits this method, the description is wrong, and
+    :meth:`Variant.check_export` refuses the kind. This check runs before ``hugging_face``, because
+    the inherited method could refuse one of the settings. The user would then change the setting,
+    although the kind cannot be exported at all.
 
     Raises:
-        UserError: a kind overrides the computation of the kind from which it inherits its export,
-            or no class computes these settings.
+        UserError: a kind changes the computation of its parent class but inherits its export, or no
+            class computes these settings.
     """
     for kind, _ in model.attention.by_kind(model.num_layers):
         kind.check_export()

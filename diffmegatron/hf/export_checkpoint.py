@@ -25,11 +25,11 @@ from diffmegatron.model.build import DTYPES
 from diffmegatron.parallel.parallel_state import process_groups
 
 # Largest allowed difference between the logits of the export and of the training network, divided
-# by the largest logit. The key float32 is for two networks with exactly the same weights. The other
-# keys are for networks whose weights differ because they are rounded to this dtype at different
-# places (`_rounded_differently`). For example, a bf16 export of DIFF V1 multiplies the weight of
-# the headwise norm into the output projection and then rounds the product, whereas training rounds
-# the projection and then multiplies. Each bf16 rounding has a relative error of up to 2^-9.
+# by the largest logit. `_rounded_differently` chooses the key: float32 if the weights of both
+# networks are equal, otherwise the dtype whose rounding makes them different. For example, a bf16
+# export of DIFF V1 multiplies the weight of the headwise norm into the output projection and then
+# rounds the product, whereas training rounds the projection and then multiplies. Each bf16 rounding
+# has a relative error of up to 2^-9.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 _NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 
@@ -132,7 +132,10 @@ def _difference_reason(dtype: torch.dtype) -> str:
     if dtype not in _NAMES:
         return SUMMATION
     name = _NAMES[dtype]
-    return f"weights are rounded to {name}, after what is folded into them and not before"
+    return (
+        f"the export rounds weights to {name} after it has multiplied other weights into them, and "
+        "training rounded them before"
+    )
 
 
 def _likely_cause(recipe: Recipe) -> str:
@@ -148,7 +151,7 @@ def _likely_cause(recipe: Recipe) -> str:
 
 
 def _was_trained_on_chats(checkpoint: Checkpoint) -> bool:
-    """Return whether the training data had chats in ChatML and none in the tokenizer's template."""
+    """Return whether the training data had chats, and all of them were in ChatML."""
     layouts = (checkpoint.state["data"] or {}).get("layouts")
     return isinstance(layouts, list) and "chat" in layouts and "template" not in layouts
 

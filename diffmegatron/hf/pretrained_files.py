@@ -1,8 +1,8 @@
 """Files of the pretrained model that a run started from: config.json, tokenizer and dtypes.
 
-``diffmegatron import`` copies the model's files, except the weights, into the folder that the
-recipe names as ``data.tokenizer``. It adds ``dtypes.json``, the dtypes of the model's weights. A
-tokenizer folder without ``dtypes.json`` was not written by an import.
+``diffmegatron import`` copies the model's configuration and tokenizer files into the folder that
+the recipe names as ``data.tokenizer``. It adds ``dtypes.json``, the dtypes of the model's weights.
+A tokenizer folder without ``dtypes.json`` was not written by an import.
 """
 
 import shutil
@@ -43,7 +43,7 @@ class Dtypes(BaseModel):
 
 @dataclass(frozen=True)
 class Original:
-    """Files, except the weights, of the pretrained model that a run started from.
+    """Configuration, tokenizer and dtypes of the pretrained model that a run started from.
 
     Attributes:
         folder: folder of the files.
@@ -98,7 +98,7 @@ class Original:
 
 
 def keep_original(source: Source, folder: Path) -> None:
-    """Copy a model's files except its weights into a new folder, and add ``dtypes.json``.
+    """Copy a model's configuration and tokenizer into a new folder, and add ``dtypes.json``.
 
     Args:
         source: tensors of the model, and its folder.
@@ -125,7 +125,9 @@ def keep_original(source: Source, folder: Path) -> None:
 
 
 def find_original(recipe: Recipe) -> Original | None:
-    """Return the files of the pretrained model that a run started from; None: there is none.
+    """Return the files of the pretrained model that a run started from.
+
+    Return None if the recipe's tokenizer folder was not written by ``diffmegatron import``.
 
     Raises:
         UserError: the files exist but cannot be used.

@@ -128,7 +128,7 @@ class Source:
             )
 
     def stream(self, rules: Iterable[WeightRule]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the name and value of each tensor in the order of the rules, in its stored dtype.
+        """Yield name and value (in its stored dtype) of each tensor in ``rules``, in their order.
 
         Raises:
             UserError: a tensor cannot be read, or has values that are not finite.

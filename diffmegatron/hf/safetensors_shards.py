@@ -38,15 +38,16 @@ class ShardWriter:
         Raises:
             UserError: the shard cannot be written.
         """
+        size = tensor.numel() * dtype.itemsize
+        held = sum(weight.nbytes for weight in self._pending.values())
+        if self._pending and held + size > self._max_shard_bytes:
+            self._flush()
         # Copy always, because a view would keep its whole base tensor in memory, and safetensors
         # refuses views.
-        contiguous = torch.contiguous_format
-        copy = tensor.detach().to("cpu", dtype, copy=True, memory_format=contiguous)
-        held = sum(weight.nbytes for weight in self._pending.values())
-        if self._pending and held + copy.nbytes > self._max_shard_bytes:
-            self._flush()
-        self._pending[name] = copy
-        self._total_bytes += copy.nbytes
+        self._pending[name] = tensor.detach().to(
+            "cpu", dtype, copy=True, memory_format=torch.contiguous_format
+        )
+        self._total_bytes += size
 
     def close(self) -> None:
         """Write the last shard, and give the files the names that ``transformers`` expects.

@@ -97,7 +97,8 @@ def write_tokenizer(
         return
     if not isinstance(tokenizer, TiktokenTokenizer):
         raise UserError(
-            f"tokenizer {tokenizer.name!r} cannot be exported; only tiktoken encodings convert"
+            f"tokenizer {tokenizer.name!r} cannot be exported; only tiktoken encodings and "
+            "folders of Hugging Face tokenizers can"
         )
     end = tokenizer.encoding.decode_single_token_bytes(tokenizer.end_of_document).decode()
     converted = convert(tokenizer.encoding)
@@ -130,7 +131,7 @@ def _write_copied(tokenizer: HuggingFaceTokenizer, directory: Path, *, chat: boo
     # Remove auto_map, because the code that it names is not copied. Training did not use that code.
     config.pop("auto_map", None)
     if chat:
-        # Remove the folder's own template, because the run was not trained on its ids.
+        # Remove the folder's own template, because training used another one.
         config.pop("chat_template", None)
         for template in directory.glob("chat_template.*"):
             template.unlink()
@@ -143,8 +144,8 @@ def _write_copied(tokenizer: HuggingFaceTokenizer, directory: Path, *, chat: boo
         _write_config(config | {"tokenizer_class": _CLASS}, directory)
     if (different := _first_different_text(tokenizer, directory)) is not None:
         log.warning(
-            "AutoTokenizer gives other ids than training for %r, for this model_type has a class "
-            "of its own; PreTrainedTokenizerFast.from_pretrained gives those of training",
+            "AutoTokenizer gives other ids than training for %r, because this model_type has its "
+            "own tokenizer class; load the tokenizer with PreTrainedTokenizerFast.from_pretrained",
             different,
         )
 

@@ -168,6 +168,10 @@ def from_hf(weights: Weights, model: ModelConfig) -> Iterator[tuple[str, Tensor]
     Args:
         weights: all weights of Hugging Face's network with their names, in any order.
         model: section ``model`` of the recipe.
+
+    Raises:
+        UserError: no Hugging Face class can compute the model, or one of Hugging Face's weights is
+            missing, unknown, duplicate or has another shape than the recipe requires.
     """
     lines = ((rule.theirs, rule.ours, rule.from_hf) for rule in table(model))
     return _convert(weights, lines)

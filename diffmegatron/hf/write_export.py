@@ -205,7 +205,10 @@ def verify_export(directory: Path, tokens: Tensor, expected: Tensor) -> LogitDif
 
 
 def _carries_our_code(directory: Path) -> bool:
-    """Return whether the model's code files in the directory equal those of this package."""
+    """Return whether this package contains the same code files of the model as the directory.
+
+    False for a model that needs no code files.
+    """
     model_type = read_json(directory / CONFIG_NAME, dict[str, Any])["model_type"]
     ours = remote_files(model_type)
     return bool(ours) and all(

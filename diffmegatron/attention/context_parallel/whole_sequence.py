@@ -116,8 +116,8 @@ def ulysses_attention(
 
     The method is Ulysses (Jacobs et al., arXiv 2309.14509), with one all-to-all before the
     attention and one after it. ``attend`` receives the whole sequence in the order of positions, so
-    it needs no ``query_offset``. The number of context-parallel ranks must divide the number of
-    key-value heads of a tensor-parallel rank.
+    it needs no ``query_offset`` (position of the first query). The number of context-parallel
+    ranks must divide the number of key-value heads of a tensor-parallel rank.
 
     Args:
         attend: attention function for whole sequences.

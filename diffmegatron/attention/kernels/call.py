@@ -32,9 +32,9 @@ class AttentionCall:
         mask: visible (query, key) pairs.
         lambda_: 0-dim factor of the second map. None with one map, and in `chunk_attention`, which
             returns the outputs of the two maps without subtracting them.
-        norm: headwise norm (RMSNorm of each head's output), or None. A backend whose attribute
-            `fuses_norm` is true applies it. If it is false, `diff_attention` applies the norm to
-            the backend's result.
+        norm: headwise norm (RMSNorm of each head's output), or None. A backend with
+            `fuses_norm` applies the norm itself. For any other backend, `diff_attention` applies
+            the norm to the backend's result.
     """
 
     maps: QKV
@@ -85,7 +85,7 @@ class AttentionCall:
     def autocast(self) -> "AttentionCall":
         """Return the call with queries, keys and values in autocast's dtype.
 
-        Without autocast, and if they are float64, they keep their dtype.
+        They keep their dtype if autocast is off, or if they are float64.
         """
         dtype = autocast_dtype(self.maps.v)
         return replace(self, maps=QKV.of(*(x.to(dtype) for x in self.maps.arguments())))

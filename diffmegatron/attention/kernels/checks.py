@@ -90,8 +90,8 @@ def check_noise_groups(name: str, heads: Tensor, lambda_: Tensor, kv_heads: int 
     signal, noise = lambda_.shape[2], heads.shape[2] - lambda_.shape[2]
     if noise < 1 or signal < 1 or signal % noise:
         raise ValueError(
-            f"{name} has {heads.shape[2]} heads and lambda_ {signal}; with h signal heads, r to a "
-            "noise head, they must be h + h / r and h"
+            f"{name} has {heads.shape[2]} heads and lambda_ {signal}, so there are {noise} noise "
+            "heads; the number of signal heads must be a multiple of theirs"
         )
     if noise % kv_heads:
         raise ValueError(

@@ -15,8 +15,9 @@ from .registry import BACKENDS, FEATURES, Call, Op
 # is therefore chosen only in ring context parallelism, and there only if documents are packed or
 # the dtype is float32, because no library can run in these two cases. It comes before "blocked", a
 # loop in Python, which would need thousands of small matrix products for 64K positions.
-# "cudnn_2call" is missing, because it has never been run. A backend that is missing here can still
-# be requested by its name.
+# For subtraction "triton" comes first, because its kernel is simple: one multiply-add per element,
+# without matrix products. "cudnn_2call" is missing, because it has never been run. A backend that
+# is missing here can still be requested by its name.
 AUTO_ORDER: dict[Op, dict[str, tuple[str, ...]]] = {
     "differential": {
         "cpu": ("blocked",),

@@ -58,7 +58,8 @@ def triton_work(sizes: Sizes, *, one_pass: bool) -> tuple[int, int]:
 
     In the backward pass, the split form computes two values of each (query, key) pair twice: the
     score, and the gradient dP of the attention weight. Two maps in one kernel share dP and the
-    product for dV. In grouped attention each map has its own kernel, so nothing is shared.
+    product for dV. If several signal heads share a noise head, each map has its own kernel, and
+    the maps share no product.
     """
     if sizes.is_grouped:
         return per_head((3, 3), (7, 7) if one_pass else (10, 10))(sizes)
@@ -155,8 +156,8 @@ def reference_saved(sizes: Sizes) -> float:
     Per map it saves the softmax, a second tensor of the same size, and the mask. The second tensor
     is a factor of a later product, such as the one with V, and has zeros in rows without visible
     keys. The mask has one byte per (query, key) pair, and all heads share it. If several query
-    heads share a kv head, a copy of its keys and values is saved for each query head. One of these
-    copies per kv head stands for k and v, which are not part of the saved bytes, so it is left out.
+    heads share a kv head, a copy of its keys and values is saved for each query head. One copy per
+    kv head is not counted, because it replaces k and v themselves, which the saved bytes exclude.
     """
     kv, maps = sizes.kv_heads, [sizes.signal_heads]
     values = sizes.signal_heads - kv

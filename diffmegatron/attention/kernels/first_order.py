@@ -1,6 +1,6 @@
 """A decorator for autograd functions that have no second derivative.
 
-Their second derivative raises an error, also where torch's ``once_differentiable`` would silently
+An attempt to compute it raises an error, also where torch's ``once_differentiable`` would silently
 return wrong results.
 """
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 
 class QKV(NamedTuple):
-    """Queries and keys of one or two softmax maps with their common values, or their gradients.
+    """Queries, keys and common values of one or two softmax maps, or the gradients of all three.
 
     Attributes:
         queries: `[b, s, h, d]` for each map; the second map has h / r heads.
@@ -113,7 +113,7 @@ class WholeAttention(NamedTuple):
     lses: tuple[Tensor, ...]
 
     def outs(self, lambda_: Tensor | None) -> tuple[Tensor, ...]:
-        """Return the output of each map; that of the first map is `out + lambda out2`."""
+        """Return the output of each map: `(out,)`, or with two maps `(out + lambda out2, out2)`."""
         if self.out2 is None or lambda_ is None:
             return (self.out,)
         return (combine_maps((self.out, self.out2), -lambda_), self.out2)

@@ -71,7 +71,7 @@ class AttentionMask:
         return self.cu_seqlens is None and (is_square or not self.causal)
 
     def key_range(self, row_start: int, row_stop: int) -> tuple[int, int]:
-        """Return the smallest interval [start, stop) that contains all keys visible to some rows.
+        """Return the smallest interval [start, stop) of keys that contains all that the rows see.
 
         Rows [row_start, row_stop) and keys are indices within this call, not global positions. The
         interval is empty (start == stop) if the rows see no key.

@@ -40,7 +40,7 @@ FEATURES = {
     "documents": "stay within packed documents (cu_seqlens)",
     "offsets": "place queries freely against the keys (query_offset, key_offset)",
     "chunks": "attend to a sequence chunk by chunk",
-    "masked chunks": "attend chunk by chunk but to all keys or below the diagonal of a square",
+    "masked chunks": "attend chunk by chunk with masks other than none or a square's diagonal",
 }
 CHUNKS = frozenset({"chunks", "masked chunks"})
 

@@ -114,13 +114,14 @@ class Kernels:
         backend: name of the attention backend that runs; "auto" has been resolved.
         communication: method of communication between context-parallel ranks; None for one rank.
         context: number of context-parallel ranks.
-        keys: number of keys in a row of scores, averaged over the rank's queries; masked keys
-            count. With packed documents, the sequences of a microbatch are concatenated, so a row
+        keys: number of keys in a row of scores, including masked keys, averaged over the rank's
+            queries. With packed documents, the sequences of a microbatch are concatenated, so a row
             has the keys of the whole microbatch.
-        has_mask: whether attention needs a mask that torch's ``is_causal`` cannot express. This is
-            the case with packed documents, and with an all-gather of keys: the queries of a call
-            then have the last positions of its keys, but ``is_causal`` aligns the first query with
-            the first key.
+        has_mask: whether attention needs a mask that torch's ``is_causal`` cannot express. There
+            are two such cases. With packed documents, a query sees only keys of its own document.
+            With an all-gather of keys, a call has more keys than queries, and its last query is at
+            the position of its last key; but ``is_causal`` assumes that the first query is at the
+            position of the first key.
         recomputes_core: whether the backward pass computes attention again from q, k and v.
     """
 
@@ -155,10 +156,13 @@ class Kernels:
     def softmax_keys(self, heads: Heads, backend: Backend) -> float:
         """Return the bytes per token of the keys and values that softmax attention saves.
 
-        With a mask, torch's kernels (a backend with ``saves_bias``) do not support several query
-        heads per key-value head. Each query head then has a copy of its keys and values in each
-        attention call. In all other cases the keys and values are saved once; after an all-gather
-        these are the gathered ones of all context-parallel ranks.
+        There are two cases:
+
+        1. Torch's kernels run with a mask, and several query heads share a key-value head. These
+           kernels do not support this combination. Each query head then has a copy of its keys and
+           values in each attention call. Only torch's backends have ``saves_bias``.
+        2. In all other cases the keys and values are saved once. After an all-gather these are the
+           gathered ones of all context-parallel ranks.
         """
         if self.has_mask and backend.saves_bias and heads.queries > heads.keys:
             return 2 * self.element * heads.query_channels * self.keys_per_query
@@ -282,7 +286,11 @@ class Variant(Section, ABC):
 
     @property
     def mixed_export_kind(self) -> "Variant":
-        """Equivalent kind that an export uses if the network has layers of several kinds."""
+        """Kind under which this kind is exported if the network has layers of several kinds.
+
+        The Hugging Face class for such networks supports only some kinds. A kind that it does not
+        support overrides this property with a supported kind that computes the same function.
+        """
         return self
 
     @property
@@ -536,6 +544,24 @@ class Variant(Section, ABC):
             f"kind {self.kind!r} cannot be exported: class {computing.__name__} defines "
             f"{overridden} and inherits the export of {exporting.__name__}; define weight_rules "
             f"in {computing.__name__}, or hugging_face if another class computes it"
+        )
+
+    def check_mixed_export(self) -> None:
+        """Refuse a :attr:`mixed_export_kind` that belongs to the computation of a parent class.
+
+        Raises:
+            UserError: the class that overrides the computation inherits the property.
+        """
+        computing, replacing = (
+            next(each for each in type(self).__mro__ if not vars(each).keys().isdisjoint(names))
+            for names in (COMPUTATION, ("mixed_export_kind",))
+        )
+        if replacing is Variant or computing is replacing or not issubclass(computing, replacing):
+            return
+        raise UserError(
+            f"kind {self.kind!r} cannot be exported beside layers of other kinds: class "
+            f"{computing.__name__} overrides the computation of {replacing.__name__} and inherits "
+            f"its mixed_export_kind; define mixed_export_kind in {computing.__name__}"
         )
 
     def layer_rules(

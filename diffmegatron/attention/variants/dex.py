@@ -51,8 +51,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 PROJECTION, LAMBDA_LEARN = "dex_projection", "lambda_learn"
-# Share of each layer's heads that ``dex select`` selects by default. A plan assumes this share as
-# long as the file of ``dex select`` does not exist.
+# Share of each layer's heads that ``dex select`` selects by default. ``diffmegatron plan`` assumes
+# this share as long as the file of ``dex select`` does not exist.
 SHARE = 0.5
 Heads = tuple[tuple[int, ...], ...]
 
@@ -263,7 +263,7 @@ class Dex(Softmax):
 
     @property
     def assumption(self) -> str | None:
-        """Sentence about the heads that a plan assumes if none are selected yet, or None."""
+        """Sentence about the heads that ``plan`` assumes; None if the recipe has the heads."""
         if not isinstance(self.selected_heads, Unselected):
             return None
         return (
@@ -290,7 +290,7 @@ class Dex(Softmax):
         return sum(map(len, self.selected_heads)) / len(self.selected_heads)
 
     def own_products(self, hidden_size: int) -> float:
-        """Return the multiply-adds per token of O W_D, over the selected heads of a layer.
+        """Return the multiply-adds per token of O W_D, summed over a layer's selected heads.
 
         The result is a mean over all layers.
         """
@@ -299,10 +299,11 @@ class Dex(Softmax):
     def saved_bytes(self, kernels: Kernels) -> tuple[float, float]:
         """Return the bytes per token that a layer saves for the backward pass, as two numbers.
 
-        They are the two numbers of softmax attention (:meth:`.base.Variant.saved_bytes`), and the
-        second is increased by DEX's tensors: the outputs O of the selected heads, and the result O'
-        of all heads. O' is not added where softmax attention already counts a copy of O that DEX
-        does not save: the copy to the output projection's layout, or the headwise norm's input.
+        :meth:`.base.Variant.saved_bytes` defines the two numbers. They equal the numbers of softmax
+        attention, with two tensors added to the second: O of the selected heads, and O' of all
+        heads, which the output projection saves in place of O. O' is not added if softmax attention
+        counts a tensor that only its output projection saves (the headwise norm's output, or a copy
+        of the kernel's output), because O' replaces this tensor and has the same size.
         """
         projected, core = super().saved_bytes(kernels)
         selected = self._selected_per_layer * self.head_dim

@@ -170,9 +170,9 @@ class DiffV1(Variant):
             return 2 * keys * whole
         if kernels.has_mask and backend.saves_bias and self.num_heads > self.num_kv_heads:
             # With a mask, torch's kernels do not support several query heads per key-value head, so
-            # every query head has copies of its key and value. There is one call per map and half
-            # of the value. Each query head therefore has two calls, and in each a copy of its key
-            # (d) and of one half of its value (d): in total 4 * d.
+            # every query head has copies of its key and value. Each query head has two calls, one
+            # for each half of the value. In each call it has a copy of its key (d) and of one half
+            # of its value (d): in total 4 * d.
             heads = self.num_heads + self.noise_heads
             return 4 * kernels.element * self.head_dim * heads * kernels.keys_per_query
         # The keys and the values of one token have the same number of bytes, `keys`.
@@ -198,8 +198,8 @@ class DiffV1(Variant):
         heads = f"model.attention.num_heads {self.num_heads}"
         if self.num_heads < 8:
             yield (
-                f"{heads} is fewer than any model of the paper has; its authors advise more than 8 "
-                "differential heads"
+                f"{heads} is fewer than the 8 of the paper's smallest models; its authors advise "
+                "more than 8 differential heads"
             )
         if self.heads.output_channels < hidden_size:
             yield (

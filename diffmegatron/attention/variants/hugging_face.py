@@ -52,10 +52,12 @@ class HuggingFace:
     Attributes:
         model_type: model type of its configuration.
         architecture: name of the class.
-        config: those keys and values of the configuration that depend on the variant.
-        fixed: further keys and values of an exported configuration. The configurations of the
-            classes in ``also`` need not have them.
-        also: other model types whose classes compute the same from the keys in ``config``.
+        config: keys and values that the variant requires in the configuration of ``model_type`` and
+            of every model type in ``also``.
+        fixed: keys and values that are added to ``config`` when a model is exported as
+            ``model_type``. Configurations of the model types in ``also`` do not need them.
+        also: other model types whose classes compute the same network from the keys in ``config``.
+            A pretrained model may have such a type, but an export never has it.
         remote_code: whether the export contains the code of the class, because transformers lacks
             it.
     """

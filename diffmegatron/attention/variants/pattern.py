@@ -247,6 +247,7 @@ class Pattern(Variant):
         """
         entries = []
         for kind, layers in zip(self.kinds, self.layers, strict=True):
+            kind.check_mixed_export()
             described = kind.mixed_export_kind.hugging_face(hidden_size)
             if described.model_type not in EXPORTED:
                 raise UserError(

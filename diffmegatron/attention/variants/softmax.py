@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 QK_NORMS = ("q_norm", "k_norm")
-# Dropouts are on by default in SeedOss, so exported configurations set them to 0.
+# Keys that every exported SeedOss configuration has. The dropouts are 0, because SeedOss applies
+# them by default.
 _SEED_OSS = {
     "attention_bias": True,
     "attention_out_bias": False,

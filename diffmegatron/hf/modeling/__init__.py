@@ -4,7 +4,7 @@ The other files of this folder are the code files of these models. An export of 
 copies of the model's code files, so they import only torch, transformers and each other. They are
 named after ``model_type``: ``configuration_<model_type>.py`` and ``modeling_<model_type>.py``. The
 ``auto_map`` of a configuration refers to the code files, so that transformers loads them with
-``trust_remote_code=True``. ``configuration_diff_base.py`` has the keys that all models share.
+``trust_remote_code=True``. ``configuration_diff_base.py`` has the configurations' base classes.
 """
 
 from pathlib import Path

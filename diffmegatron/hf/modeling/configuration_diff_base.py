@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Base classes of the models' configurations, with the keys of a Llama without biases and dropout.
+"""Base classes for the configurations of exported models with differential attention.
 
 The configuration of each kind of attention is a subclass in another file, with more keys. This file
 imports only transformers, because exported models contain a copy of it.

@@ -30,8 +30,8 @@ class GroupedDiffConfig(NoiseHeadsConfig):
         lambda_init: "exponential" for 0.8 - 0.6 exp(-0.3 l) in layer l (from 0), or a constant
             between 0 and 1 for all layers.
         lambda_std_dev: standard deviation of the initial values of the four vectors.
-        headwise_norm: whether the output of each signal head (2d channels) is normalized by an
-            RMSNorm (all heads share its weight) and scaled by 1 - lambda_init.
+        headwise_norm: whether the result of each signal head after the subtraction (2d channels) is
+            normalized by an RMSNorm (all heads share its weight) and scaled by 1 - lambda_init.
         kwargs: Llama's keys, such as ``hidden_size``, and arguments of ``PretrainedConfig``.
 
     Raises:

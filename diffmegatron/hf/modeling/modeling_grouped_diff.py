@@ -57,9 +57,9 @@ from transformers.models.llama.modeling_llama import (
 from .configuration_grouped_diff import GroupedDiffConfig
 
 try:
-    # transformers 5 can call _init_weights after it has loaded weights. The functions of its module
-    # initialization leave loaded weights unchanged. transformers 4 lacks this module, but does not
-    # call _init_weights for loaded weights, so torch's functions can be used.
+    # transformers 5 can call _init_weights after it has loaded weights. The functions in
+    # transformers.initialization leave loaded weights unchanged. transformers 4 lacks this module,
+    # but does not call _init_weights for loaded weights, so torch's functions can be used.
     from transformers import initialization
 except ImportError:
     from torch.nn import init as initialization

@@ -1,4 +1,4 @@
-"""The code of docs/in_your_megatron.md, as it stands there: a network that trains."""
+"""The code of docs/in_your_megatron.md runs unchanged and trains a network."""
 
 import math
 import re
@@ -33,7 +33,7 @@ def ran() -> dict[str, Any]:
     return names
 
 
-def test_it_trains_from_the_loss_of_chance(ran):
+def test_the_loss_starts_at_chance_and_falls(ran):
     losses = [loss.item() for loss in ran["losses"]]
     assert losses[0] == pytest.approx(math.log(256), abs=0.3)
     assert losses[2] < losses[1] < losses[0]
@@ -99,8 +99,12 @@ def test_another_rotary_embedding_is_refused():
         build(DiffV1(num_heads=1), rotary_interleaved=True)
 
 
-def test_nothing_is_drawn_where_the_config_initialises_nothing():
-    """So the weights of this project's own runs, drawn by name, are what they were."""
+def test_building_without_initialization_draws_no_random_numbers():
+    """With ``perform_initialization=False`` a layer leaves torch's random state unchanged.
+
+    This project's own runs use this setting. They set the weights after the network is built, and
+    the random numbers of each weight come from a seed that depends on the weight's name.
+    """
     with process_groups(ParallelConfig(), seed=1):
         torch.manual_seed(5)
         expected = torch.get_rng_state()

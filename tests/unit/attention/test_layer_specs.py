@@ -1,4 +1,4 @@
-"""Which host the layers take."""
+"""The choice of the layers' host: Transformer Engine or Megatron-core's local layers."""
 
 import pytest
 
@@ -12,13 +12,13 @@ LORA = LoraConfig(rank=4, alpha=8)
     ("has_te", "has_gpu", "lora", "host"),
     [
         (True, True, None, "transformer_engine"),
-        # A GPU image on a login node: Transformer Engine imports and builds no module.
+        # A GPU image on a login node: Transformer Engine imports, but cannot build a module.
         (True, False, None, "local"),
         (False, True, None, "local"),
         (True, True, LORA, "local"),
     ],
 )
-def test_transformer_engine_is_taken_where_it_imports_and_a_gpu_is_there(
+def test_transformer_engine_is_used_if_importable_on_a_gpu_without_lora(
     has_te, has_gpu, lora, host, monkeypatch
 ):
     monkeypatch.setattr(layer_specs, "HAVE_TE", has_te)

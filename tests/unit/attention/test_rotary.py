@@ -1,4 +1,4 @@
-"""The rotary embedding as a product of complex numbers, in float64."""
+"""The rotary embedding compared with a product of complex numbers in float64."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ LENGTH, BATCH, HEADS, D = 5, 2, 3, 8
 
 
 def made() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return queries of two groups, keys and angles."""
+    """Return random queries [s, b, 2, heads, d], keys [s, b, heads, d] and angles [s, 1, 1, d]."""
     generator = torch.Generator().manual_seed(0)
     query, key = (
         torch.randn(LENGTH, BATCH, *heads, D, generator=generator, dtype=torch.float64)
@@ -26,14 +26,14 @@ def turned_by_numbers(heads: torch.Tensor, angles: torch.Tensor) -> torch.Tensor
     return torch.cat([turned.real, turned.imag], -1)
 
 
-def test_channels_turn_in_the_plane_of_their_pair():
+def test_channel_pairs_rotate_like_complex_numbers():
     query, key, angles = made()
     for heads, turned in zip((query, key), rotate(query, key, angles), strict=True):
         expected = turned_by_numbers(heads, angles)
         torch.testing.assert_close(turned, expected, rtol=0, atol=1e-14)
 
 
-def test_gradients_are_those_of_the_function():
+def test_first_and_second_derivatives_pass_gradcheck():
     query, key, angles = made()
     query.requires_grad_()
     key.requires_grad_()
@@ -41,7 +41,7 @@ def test_gradients_are_those_of_the_function():
     assert torch.autograd.gradgradcheck(lambda *heads: rotate(*heads, angles), (query, key))
 
 
-def test_a_view_of_the_projection_is_read_and_left_as_it_is():
+def test_a_view_of_the_projection_is_rotated_without_changing_it():
     query, key, angles = made()
     mixed = torch.randn(LENGTH, BATCH, 2, 3 * HEADS, D, dtype=torch.float64)
     mixed[..., HEADS : 2 * HEADS, :] = query

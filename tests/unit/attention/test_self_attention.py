@@ -1,7 +1,7 @@
 """The layer of every variant against its equations, written head by head in float64.
 
-What is expected here knows the rows of the projections and the papers' equations, and no code of
-the package.
+The expected values use only the order of rows in the projections and the papers' equations, not the
+package's code.
 """
 
 import math
@@ -44,7 +44,7 @@ SECTIONS = {
         "num_kv_heads": 2,
         "signal_per_noise": 3,
     },
-    # Of layer 2: one head of the first key-value head, two of the second.
+    # In layer 2, one selected head uses the first key-value head and two use the second.
     "dex": {
         "kind": "dex",
         "num_heads": 6,
@@ -70,7 +70,7 @@ def single_process():
 
 @pytest.fixture
 def build(single_process, tiny_recipe):
-    """Return a layer's self-attention with random weights, in float64 or as it is built."""
+    """Return a function that builds a layer's self-attention with random weights of a dtype."""
 
     def make(section: dict, dtype: torch.dtype = torch.float64, backend: str = "reference"):
         keys = {"num_kv_heads": 0} | section | {"head_dim": D}
@@ -91,7 +91,7 @@ def build(single_process, tiny_recipe):
 
 
 def rotary_angles() -> torch.Tensor:
-    """[s, 1, 1, d] float64, each frequency in both halves of a head."""
+    """Return angles [s, 1, 1, d] in float64; both halves of d have the same frequencies."""
     frequencies = 10_000.0 ** -(torch.arange(0, D, 2, dtype=torch.float64) / D)
     angles = torch.arange(LENGTH, dtype=torch.float64)[:, None] * frequencies
     return torch.cat([angles, angles], -1)[:, None, None]
@@ -105,7 +105,13 @@ def rotated(x: torch.Tensor) -> torch.Tensor:
 
 
 def softmax_map(q: torch.Tensor, k: torch.Tensor, ends: list[int]) -> torch.Tensor:
-    """Softmax [s, s] over the earlier positions of a position's own document."""
+    """Return the attention map [s, s]: a causal softmax within each document.
+
+    Args:
+        q: queries [s, d] of a head.
+        k: keys [s, d] of the head.
+        ends: 0, and the end of every document except the last.
+    """
     rows = []
     for position in range(LENGTH):
         first = max(end for end in ends if end <= position)
@@ -123,7 +129,7 @@ def normed(head: torch.Tensor, weight: torch.Tensor, scale: float) -> torch.Tens
 
 
 def extended(section: dict, weights: dict, number: int, head: torch.Tensor) -> torch.Tensor:
-    """Return a head [s, d] with DEX's term if the layer selects its number."""
+    """Return a head's output [s, d], less DEX's term if the layer selects head ``number``."""
     if section["kind"] != "dex" or number not in section["selected_heads"][LAYER - 1]:
         return head
     passed = STEP / section["annealing_steps"]
@@ -133,10 +139,11 @@ def extended(section: dict, weights: dict, number: int, head: torch.Tensor) -> t
 
 
 def expected_row(section: dict, weights: dict, hidden: torch.Tensor, ends: list[int]):
-    """One row of the batch [s, hidden]: projections, heads by the variant's equation, projection.
+    """Return the expected output [s, hidden] of self-attention for one row of the batch.
 
-    The fused projection has, per key-value head: its signal queries, a key and a value; of two maps
-    also its noise queries, their key and the second half of the value.
+    The fused projection has, per key-value head: its queries, a key and a value. In V2 the queries
+    of a group are its signal queries and then its noise query. In V1 and "grouped", the noise
+    queries, their key and the second half of the value follow after the value.
     """
     kind, h = section["kind"], section["num_heads"]
     r = section.get("signal_per_noise", 1)
@@ -212,7 +219,7 @@ def expected(section, module, ends):
 
 @pytest.mark.parametrize("name", SECTIONS)
 @pytest.mark.parametrize("packed", [False, True], ids=["whole", "documents"])
-def test_a_layer_and_its_gradients_are_the_equations(build, name, packed):
+def test_layer_outputs_and_gradients_equal_the_equations(build, name, packed):
     section = SECTIONS[name]
     module = build(section)
     hidden, grad = inputs()
@@ -229,7 +236,7 @@ def test_a_layer_and_its_gradients_are_the_equations(build, name, packed):
 
 
 @pytest.mark.parametrize("name", ["softmax", "diff_v1", "diff_v2", "grouped", "dex"])
-def test_float32_is_as_close_as_its_rounding(build, name):
+def test_float32_equals_float64_to_rounding_error(build, name):
     section = SECTIONS[name]
     module = build(section, torch.float32, "auto")
     hidden, grad = inputs(torch.float32)
@@ -239,13 +246,17 @@ def test_float32_is_as_close_as_its_rounding(build, name):
         torch.testing.assert_close(mine.double(), theirs, rtol=1e-5, atol=1e-5)
 
 
-def test_halves_in_place_of_pairs_are_another_layer(build):
-    """V2's heads lie pair by pair: all signal heads before all noise heads meet other keys."""
+def test_placing_all_signal_heads_first_changes_v2(build):
+    """In V2 each noise head follows its signal heads.
+
+    With all signal heads before all noise heads, a head would use another key-value head.
+    """
     section = SECTIONS["diff_v2, grouped queries"]
     module = build(section)
     hidden, _ = inputs()
     out, _ = module(hidden, None, rotary_pos_emb=rotary_angles())
-    # 12 query heads: as halves, head n has noise head 6 + n, by GQA in the other key-value head.
+    # There are 12 query heads. With all signal heads first, the noise head of signal head n is head
+    # 6 + n, to which GQA assigns the other key-value head.
     rows = module.linear_qkv.weight.data.unflatten(0, (2, 8, D))
     queries = rows[:, :6].flatten(0, 1)
     as_halves = torch.cat([queries[0::2], queries[1::2]])
@@ -255,7 +266,7 @@ def test_halves_in_place_of_pairs_are_another_layer(build):
 
 
 @pytest.mark.parametrize("layer", [1, 3])
-def test_lambda_init_belongs_to_the_layer_number_from_one(build, layer):
+def test_lambda_init_depends_on_the_layer_number_counted_from_one(build, layer):
     module = build(SECTIONS["diff_v1"])
     module.layer_number = layer
     for name in ("lambda_q1", "lambda_q2"):
@@ -278,7 +289,7 @@ def test_own_parameters_keep_their_dtype_in_a_bf16_model(build):
 
 
 def calls_above_the_kernel(module, monkeypatch) -> list[str]:
-    """Functions of the package on the stack of a forward pass, from the layer to the kernel."""
+    """Return the package's functions on the stack of a forward pass, from layer to kernel."""
     kernel, found = reference.attend, []
 
     def look(call):
@@ -300,7 +311,7 @@ def test_three_calls_lead_to_the_kernel(build, monkeypatch):
     ]
 
 
-def test_context_parallel_ranks_put_one_call_between(build, monkeypatch):
+def test_context_parallelism_adds_one_call_before_the_kernel(build, monkeypatch):
     module = build(SECTIONS["diff_v1"])
     module.context_group, module.communication = TwoRanks(), "all_gather"
     monkeypatch.setattr(
@@ -317,7 +328,7 @@ def test_context_parallel_ranks_put_one_call_between(build, monkeypatch):
 
 
 class TwoRanks:
-    """A process group, of which this is rank 0."""
+    """A process group of two ranks, in which this process is rank 0."""
 
     def size(self) -> int:
         return 2

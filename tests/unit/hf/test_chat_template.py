@@ -1,4 +1,4 @@
-"""The exported chat template against the tokens that ``prepare`` gives the same chats."""
+"""The exported chat template yields the tokens that ``prepare`` writes for the same chats."""
 
 import base64
 import json
@@ -19,7 +19,8 @@ from diffmegatron.hf.export_checkpoint import export_checkpoint
 from diffmegatron.hf.tokenizer import write_tokenizer
 from diffmegatron.training.trainer import train
 
-# Pairs that would be merged across the ends of a response, were it encoded with its surroundings.
+# Tokens of several bytes. If a response was encoded together with the text around it, some of
+# these tokens would span the beginning or end of the response.
 MERGED = [b"\n\n", b">\n", b"|>\n", b"\n ", b"12", b"123", b"<|", b"|>", b"im"]
 CHATS = [
     [("user", "Hi"), ("assistant", "Hello\n")],
@@ -44,7 +45,7 @@ def tiktoken_file(folder: Path) -> str:
 
 
 def hugging_face_folder(folder: Path, *, has_chat_tokens: bool, normalizer: Any = None) -> str:
-    """Write a byte-level tokenizer with the merges above and a template."""
+    """Write a byte-level tokenizer with the two-byte tokens of ``MERGED`` and a chat template."""
     letters = dict(enumerate(_letters()))
     spelled = ["".join(letters[byte] for byte in token) for token in MERGED if len(token) == 2]
     vocabulary = {letter: byte for byte, letter in letters.items()}
@@ -78,7 +79,7 @@ def as_messages(chat: list[tuple[str, str]]) -> list[dict[str, str]]:
 
 
 def prepared(folder: Path, tokenizer: str, copies: int = 1) -> list[list[int]]:
-    """Return the documents that training reads."""
+    """Return the token ids that ``prepare`` writes for each chat of ``CHATS``, in order."""
     chats = [json.dumps({"messages": as_messages(chat)}) for chat in CHATS]
     (folder / "chats.jsonl").write_text("\n".join(chats * copies))
     manifest = prepare(
@@ -118,7 +119,7 @@ def test_template_gives_the_tokens_of_the_training(tmp_path: Path, kind: str) ->
     for chat, document in zip(CHATS, documents, strict=True):
         messages = as_messages(chat)
         assert tokenizer.apply_chat_template(messages, return_dict=False) == document
-        # What generation is given is what comes before the last response.
+        # The prompt of a generation is all text before the last response.
         prompt = tokenizer.apply_chat_template(
             messages[:-1], add_generation_prompt=True, return_dict=False
         )
@@ -132,18 +133,18 @@ def test_template_gives_the_tokens_of_the_training(tmp_path: Path, kind: str) ->
     )
 
 
-def test_check_says_nothing_of_a_small_seq_length(
+def test_check_does_not_warn_about_a_small_seq_length(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     tokenizer = exported(tmp_path, "bytes", seq_length=16)
     assert not caplog.messages
-    # A user of the export is still told.
+    # A user of the export still gets the warning.
     tokenizer.apply_chat_template(as_messages(CHATS[1]))
     assert "longer than the specified maximum" in caplog.messages[0]
 
 
-def test_chat_tokens_are_tokens(tmp_path: Path) -> None:
+def test_chat_markers_are_special_tokens_only_in_chats(tmp_path: Path) -> None:
     name = hugging_face_folder(tmp_path / "folder", has_chat_tokens=True)
     tokenizer = load_tokenizer(name)
     start, end = tokenizer.vocab_size - 2, tokenizer.vocab_size - 1
@@ -153,10 +154,14 @@ def test_chat_tokens_are_tokens(tmp_path: Path) -> None:
     assert not {start, end} & set(tokenizer.encode("<|im_start|>a<|im_end|>").tolist())
 
 
-def test_template_that_cannot_be_exact_is_left_out(
+def test_an_inexact_template_is_not_exported(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Here each piece of a chat is stripped in training, and an exported text only as a whole."""
+    """The export has no template if it would give other tokens than training.
+
+    Here the normalizer strips white space. Training encodes each piece of a chat separately, so
+    every piece is stripped; the exported tokenizer would strip only the whole text.
+    """
     folder = tmp_path / "folder"
     strip = normalizers.Strip()
     name = hugging_face_folder(folder, has_chat_tokens=False, normalizer=strip)
@@ -167,10 +172,14 @@ def test_template_that_cannot_be_exact_is_left_out(
     assert before.read_bytes() == after.read_bytes()
 
 
-def test_class_that_does_not_cut_before_responses_is_told_of(
+def test_a_tokenizer_that_does_not_split_before_responses_is_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """``transformers`` builds Qwen2's tokenizer from vocabulary and merges alone."""
+    """The template is exported, with a warning about responses that begin with white space.
+
+    The split before responses is in the pre-tokenizer of tokenizer.json, which ``transformers``
+    does not use when it builds Qwen2's tokenizer.
+    """
     name = hugging_face_folder(tmp_path / "folder", has_chat_tokens=True)
     file = Path(name) / "tokenizer.json"
     tokenizer = Tokenizer.from_file(str(file))
@@ -182,7 +191,7 @@ def test_class_that_does_not_cut_before_responses_is_told_of(
     assert CHAT_TEMPLATE.strip() == told.chat_template.strip()
 
 
-def test_without_chats_a_folder_keeps_its_template(tmp_path: Path) -> None:
+def test_an_export_without_chats_keeps_the_folders_template(tmp_path: Path) -> None:
     name = hugging_face_folder(tmp_path / "folder", has_chat_tokens=True)
     out = tmp_path / "export"
     out.mkdir()
@@ -192,7 +201,9 @@ def test_without_chats_a_folder_keeps_its_template(tmp_path: Path) -> None:
     assert CHAT_TEMPLATE not in [path.read_text() for path in out.glob("*.jinja")]
 
 
-def test_export_of_a_run_on_chats(tmp_path: Path, tiny_recipe: Any) -> None:
+def test_the_export_of_a_chat_run_gives_the_training_tokens(
+    tmp_path: Path, tiny_recipe: Any
+) -> None:
     document, *_ = prepared(tmp_path, "bytes", copies=10)
     changes = ["training.steps=3", "data.validation_fraction=0.5"]
     assert train(tiny_recipe(*changes, f"data.sources=[{{path: {tmp_path}/corpus}}]"))

@@ -67,13 +67,13 @@ DTYPES = {
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_comes_in_and_goes_out_as_it_was(family: str, tmp_path: Path) -> None:
+def test_every_family_round_trips_unchanged(family: str, tmp_path: Path) -> None:
     dtype = DTYPES.get(family, torch.float32)
     source = write_pretrained(tmp_path / "hf", family, dtype)
     difference = import_model(source, tmp_path / "run")
     assert difference is not None
-    # In a model that subtracts two maps, transformers' own float32 differs from its float64 by
-    # 1.2e-6.
+    # For a model that subtracts two maps, transformers' own logits in float32 and float64 differ
+    # by 1.2e-6.
     assert difference.relative < max(1e-6, 2 * own_rounding(source))
     export_checkpoint(tmp_path / "run" / CHECKPOINT, tmp_path / "out")
     assert_round_trip(source, tmp_path / "out")
@@ -81,7 +81,7 @@ def test_every_family_comes_in_and_goes_out_as_it_was(family: str, tmp_path: Pat
     assert {path.name for path in (tmp_path / "out").iterdir()} == names
 
 
-def test_shards_and_a_padded_vocabulary(tmp_path: Path) -> None:
+def test_shards_and_a_padded_vocabulary_round_trip(tmp_path: Path) -> None:
     source = write_pretrained(tmp_path / "hf", "qwen2.5", shard_size="30KB")
     assert len(list(source.glob("*.safetensors"))) > 3
     difference = import_model(source, tmp_path / "run", vocab_multiple=100)
@@ -96,7 +96,7 @@ def test_shards_and_a_padded_vocabulary(tmp_path: Path) -> None:
     assert_round_trip(source, tmp_path / "out")
 
 
-def test_dtypes_that_differ_stay_and_no_lambda_is_rounded(tmp_path: Path) -> None:
+def test_mixed_dtypes_round_trip_and_lambda_is_not_rounded(tmp_path: Path) -> None:
     source = write_pretrained(tmp_path / "hf", "diffllama", torch.bfloat16)
     tensors = load_file(source / "model.safetensors")
     exact = "model.layers.1.self_attn.lambda_k2"
@@ -108,7 +108,7 @@ def test_dtypes_that_differ_stay_and_no_lambda_is_rounded(tmp_path: Path) -> Non
     assert_round_trip(source, tmp_path / "out")
 
 
-def test_the_recipe_of_an_import_trains_in_the_dtype_of_the_model(tmp_path: Path) -> None:
+def test_an_imported_recipe_gets_its_precision_from_the_models_dtype(tmp_path: Path) -> None:
     for dtype, precision in ((torch.bfloat16, "bf16"), (torch.float16, "fp32")):
         source = write_pretrained(tmp_path / precision, "smollm2", dtype)
         import_model(source, tmp_path / f"run {precision}", verify=False)
@@ -117,11 +117,11 @@ def test_the_recipe_of_an_import_trains_in_the_dtype_of_the_model(tmp_path: Path
         assert (recipe.training.seq_length, recipe.model.attention.num_heads) == (64, 9)
 
 
-def test_old_configurations_and_copies_in_old_files(tmp_path: Path) -> None:
-    """Import a model in an old format.
+def test_old_configurations_and_copies_of_tied_weights_are_imported(tmp_path: Path) -> None:
+    """A model in an old format is imported if its two copies of the tied weights are equal.
 
-    Its configuration has rope_theta beside a rope_scaling with the key "type". Its files have two
-    copies of tied weights, and stored rotary frequencies.
+    Its configuration has rope_theta beside a rope_scaling with the key "type". Its weights include
+    both copies and rotary frequencies.
     """
     source = write_pretrained(tmp_path / "hf", "llama 3.2")
     config = json.loads((source / "config.json").read_text())
@@ -142,7 +142,7 @@ def test_old_configurations_and_copies_in_old_files(tmp_path: Path) -> None:
         import_model(source, tmp_path / "again")
 
 
-def test_a_network_that_reads_the_configuration_wrong_is_not_written(
+def test_a_misread_configuration_is_detected_and_nothing_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = write_pretrained(tmp_path / "hf", "llama 3.2")
@@ -291,7 +291,7 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("kind", BAD)
-def test_what_cannot_be_imported_is_one_sentence(kind: str, tmp_path: Path) -> None:
+def test_models_that_cannot_be_imported_are_one_line_errors(kind: str, tmp_path: Path) -> None:
     source = write_pretrained(tmp_path / "hf", "llama 2")
     spoil, message = BAD[kind]
     spoil(source)
@@ -301,7 +301,7 @@ def test_what_cannot_be_imported_is_one_sentence(kind: str, tmp_path: Path) -> N
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf"]
 
 
-def test_an_attention_function_that_is_not_here_is_not_asked_for(tmp_path: Path) -> None:
+def test_an_unavailable_attention_function_in_config_json_is_ignored(tmp_path: Path) -> None:
     source = write_pretrained(tmp_path / "hf", "llama 2")
     edit_json(source / "config.json", attn_implementation="flash_attention_2")
     difference = import_model(source, tmp_path / "run")
@@ -309,7 +309,7 @@ def test_an_attention_function_that_is_not_here_is_not_asked_for(tmp_path: Path)
     assert difference.relative < 1e-6
 
 
-def test_what_transformers_cannot_compute_is_one_sentence(tmp_path: Path) -> None:
+def test_a_model_that_transformers_cannot_load_is_an_error(tmp_path: Path) -> None:
     source = write_pretrained(tmp_path / "hf", "llama 2")
     edit_json(source / "config.json", pad_token_id=10**6)
     with pytest.raises(UserError, match="hf does not load as a model: Padding_idx must be within"):
@@ -326,7 +326,7 @@ def test_an_output_that_exists_is_left_alone(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["mine"]
 
 
-def test_what_a_recipe_has_changed_is_changed_in_the_export(tmp_path: Path) -> None:
+def test_changes_of_the_recipe_change_the_exported_configuration(tmp_path: Path) -> None:
     source = write_pretrained(tmp_path / "hf", "llama 3.2")
     import_model(source, tmp_path / "run", verify=False)
     recipe = load_resolved(tmp_path / "run/recipe.yaml")
@@ -345,7 +345,7 @@ def test_what_a_recipe_has_changed_is_changed_in_the_export(tmp_path: Path) -> N
     "DIFFMEGATRON_SMOLLM2" not in os.environ,
     reason="DIFFMEGATRON_SMOLLM2 does not name a folder of SmolLM2-135M-Instruct",
 )
-def test_smollm2_comes_in_and_goes_out_as_it_was(tmp_path: Path) -> None:
+def test_smollm2_round_trips_unchanged(tmp_path: Path) -> None:
     source = Path(os.environ["DIFFMEGATRON_SMOLLM2"])
     difference = import_model(source, tmp_path / "run")
     assert difference is not None
@@ -356,8 +356,8 @@ def test_smollm2_comes_in_and_goes_out_as_it_was(tmp_path: Path) -> None:
     assert_round_trip(source, tmp_path / "out")
 
 
-def test_the_network_and_not_the_export_is_what_is_compared(tmp_path: Path) -> None:
-    """Compare the logits of the training network with those of transformers, on random ids."""
+def test_logits_of_the_training_network_equal_those_of_transformers(tmp_path: Path) -> None:
+    """On random token ids, the logits differ by at most 1e-6 of the largest logit."""
     source = write_pretrained(tmp_path / "hf", "qwen3", torch.bfloat16)
     import_model(source, tmp_path / "run", verify=False)
     tokens = torch.randint(0, 264, (2, 60), generator=torch.Generator().manual_seed(1))
@@ -368,7 +368,8 @@ def test_the_network_and_not_the_export_is_what_is_compared(tmp_path: Path) -> N
     assert (found - expected).abs().max() <= 1e-6 * expected.abs().max()
 
 
-# For each control experiment in the docs, a pattern of the tensors that it trains.
+# For each control run of docs/pretrained.md, a pattern of the imported tensors that it trains. The
+# run with LoRA trains none of them, only its new matrices.
 CONTROLS = {
     "without_term": r"linear_(qkv|proj)\.weight",
     "full": "",
@@ -377,7 +378,7 @@ CONTROLS = {
 
 
 def test_the_commands_of_the_docs_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run the commands of docs/pretrained.md on a tiny model, with small sizes."""
+    """The commands of docs/pretrained.md run on a tiny model and train the expected tensors."""
     text = (DOCS / "pretrained.md").read_text()
     commands = "".join(re.findall(r"```bash\n(.*?)```", text, re.DOTALL)).splitlines()
     monkeypatch.chdir(tmp_path)
@@ -412,7 +413,7 @@ def test_the_commands_of_the_docs_run(tmp_path: Path, monkeypatch: pytest.Monkey
         assert torch.equal(after[query], before[query]) != is_trained, out
         output = "model.layers.0.self_attn.o_proj.weight"
         assert not torch.equal(after[output], before[output]), out
-    # Each control of DEX must have changed exactly the tensors that it trains.
+    # Each control run must have changed exactly the imported tensors that it trains.
     imported = open_checkpoint(Path("runs/smollm2") / CHECKPOINT).tensors
     for run, trained in CONTROLS.items():
         after = open_checkpoint(Path(f"runs/{run}/checkpoints/step_00000002")).tensors

@@ -1,4 +1,4 @@
-"""The exported tokenizer against tiktoken, which trained the model."""
+"""The exported tokenizer against tiktoken, which encodes the training data."""
 
 import json
 import os
@@ -38,7 +38,7 @@ MERGED = [
     b"\n\n",
     b"\xc3\xbc",
 ]
-# Code, prose and everything odd that one character of text can be.
+# Pieces of code and prose, and characters that tokenizers treat in special ways.
 PIECES = st.sampled_from(
     ["1234", " the", "ing", "\n", "\n\n", " ", "  ", "\t", "\r\n", "'S", "'\u017f", "é", "e\u0301"]
 )
@@ -47,7 +47,7 @@ TEXT = st.lists(st.one_of(PIECES, st.characters(exclude_categories=["Cs"])), max
 
 @pytest.fixture(scope="module")
 def small() -> TiktokenTokenizer:
-    """Write a tokenizer with cl100k_base's pattern, a few merges, and special tokens after gaps."""
+    """Return a tokenizer with cl100k_base's pattern, a few merges, and gaps before special ids."""
     ranks = {bytes([byte]): byte for byte in range(256)}
     ranks |= {token: 256 + rank for rank, token in enumerate(MERGED)}
     encoding = tiktoken.Encoding(
@@ -112,7 +112,7 @@ def test_pattern_is_translated(pattern: str, translated: str) -> None:
     assert oniguruma_pattern(pattern) == translated
 
 
-def test_pattern_means_the_same_to_the_other_library() -> None:
+def test_only_the_translated_pattern_splits_correctly() -> None:
     def split(pattern: str) -> list[str]:
         cut = pre_tokenizers.Split(Regex(pattern), "isolated")
         return [piece for piece, _ in cut.pre_tokenize_str("1234567 ab\nab")]
@@ -155,7 +155,7 @@ def test_cl100k_has_its_ids(
     assert ids == [cl100k.encoding.encode_ordinary(text) for text in texts]
 
 
-def test_cl100k_on_source_files(
+def test_cl100k_matches_tiktoken_on_source_files(
     cl100k: TiktokenTokenizer, exported_cl100k: PreTrainedTokenizerBase
 ) -> None:
     for path in sorted(Path(os.__file__).parent.glob("*.py"))[:40]:
@@ -167,7 +167,7 @@ def test_cl100k_on_source_files(
 
 @settings(max_examples=300)
 @given(pieces=TEXT)
-def test_cl100k_on_any_text(
+def test_cl100k_matches_tiktoken_on_any_text(
     cl100k: TiktokenTokenizer, exported_cl100k: PreTrainedTokenizerBase, pieces: list[str]
 ) -> None:
     text = "".join(pieces)
@@ -180,7 +180,10 @@ def test_cl100k_on_any_text(
 def test_a_copied_tokenizer_gives_the_ids_of_training_or_a_warning(
     model_type: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its folder names Qwen2's class, which transformers 5 builds with a normalisation."""
+    """The source folder names Qwen2's class, whose tokenizer in transformers 5 normalizes texts.
+
+    With model_type llama, the export names another class, so the ids are those of training.
+    """
     folder, out = tmp_path / "folder", tmp_path / "out"
     for path in (folder, out):
         path.mkdir()
@@ -195,7 +198,7 @@ def test_a_copied_tokenizer_gives_the_ids_of_training_or_a_warning(
     exported = AutoTokenizer.from_pretrained(out, local_files_only=True)
     given = [exported(text).input_ids for text in hf_tokenizer.SAMPLE]
     is_equal = given == [trained.encode(text).tolist() for text in hf_tokenizer.SAMPLE]
-    # transformers 5 takes Qwen2's class for this model_type whatever the folder names.
+    # For model_type qwen2, transformers 5 uses Qwen2's class, whatever class the export names.
     assert is_equal == (model_type == "llama")
     assert ("AutoTokenizer gives other ids than training" in caplog.text) != is_equal
     plain = PreTrainedTokenizerFast.from_pretrained(out)

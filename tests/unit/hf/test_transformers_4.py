@@ -1,4 +1,4 @@
-"""Exports read by transformers 4.57, an installation of its own, as transformers 5 reads them."""
+"""A separate installation of transformers 4.57 reads exports as transformers 5 does."""
 
 import json
 import os
@@ -26,7 +26,7 @@ from tests.unit.hf.test_weight_mapping import DIFF, GQA, make_recipe, make_token
 FOLDER = Path(os.environ.get("DIFFMEGATRON_TRANSFORMERS4", ROOT / ".transformers4"))
 SOFTMAX = {"kind": "softmax", "num_heads": 6, "num_kv_heads": 2}
 RATIO = {"signal_per_noise": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
-# Wavelengths of a few tokens, so that the sample meets all three ranges.
+# The three ranges of wavelengths meet at 8 and 32 tokens, so the short sample covers them all.
 LLAMA3 = {
     "kind": "llama3",
     "factor": 8.0,
@@ -141,7 +141,7 @@ def test_transformers_4_reads_every_kind_of_export(tmp_path: Path) -> None:
                 for name in AutoModelForCausalLM.from_pretrained(root / kind).state_dict()
                 if "lambda" in name or "subln" in name
             }
-        # What transformers 4 has saved, transformers 5 reads.
+        # transformers 5 must read the files that transformers 4 has saved.
         assert logit_difference(logits(root / kind / "again"), expected).relative < 1e-5, kind
 
 

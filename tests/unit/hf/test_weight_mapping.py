@@ -1,4 +1,4 @@
-"""The table of names and layouts against the paper's equations, written out here in float64."""
+"""The table of weight names and layouts, checked against equations of Ye et al. in float64."""
 
 import math
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from diffmegatron.hf.weight_mapping import from_hf, to_hf
 from diffmegatron.hf.write_export import logit_difference
 
 DIFF = {"kind": "diff_v1"}
-# The pair's: twice the heads that stand beside it, and twice the key-value heads.
+# The baseline has twice the recipe's ``num_heads`` and ``num_kv_heads``.
 SOFTMAX = {"baseline": True}
 MHA = {"num_heads": 4}
 GQA = {"num_heads": 6, "num_kv_heads": 2}
@@ -29,7 +29,7 @@ END = 256
 
 
 def make_recipe(**model: object) -> Recipe:
-    """Of keys of the model and of its attention, side by side."""
+    """Return a recipe from keys of sections ``model`` and ``model.attention`` together."""
     of_attention = {key for variant in VARIANTS.values() for key in variant.model_fields}
     attention = {"kind": "diff_v1", "num_heads": 6}
     attention |= {key: value for key, value in model.items() if key in of_attention}
@@ -47,7 +47,7 @@ def make_recipe(**model: object) -> Recipe:
 
 
 def make_weights(model: ModelConfig, seed: int = 0) -> dict[str, Tensor]:
-    """Random weights under Megatron's names: attention far from uniform, norm weights from 1."""
+    """Return random weights by Megatron's names, with attention far from uniform."""
     generator = torch.Generator().manual_seed(seed)
     hidden, ffn = model.hidden_size, model.ffn_hidden_size
     h, kv, d = model.attention.num_heads, model.attention.num_kv_heads, model.attention.head_dim
@@ -87,7 +87,7 @@ def rms_norm(x: Tensor, eps: float) -> Tensor:
 
 
 def rotate(x: Tensor, theta: float) -> Tensor:
-    """Rotary embedding of one head [s, d]: channel c turns with channel c + d/2."""
+    """Return one head [s, d] after rotary embedding, which rotates channels c and c + d/2."""
     s, d = x.shape
     angle = torch.arange(s).double()[:, None] * theta ** (-torch.arange(0, d, 2).double() / d)
     one, two = x[:, : d // 2], x[:, d // 2 :]
@@ -105,7 +105,10 @@ def attention_map(q: Tensor, k: Tensor, theta: float) -> Tensor:
 def paper_logits(
     weights: dict[str, Tensor], model: ModelConfig, tokens: Tensor, first_layer: int = 1
 ) -> Tensor:
-    """Ye et al., ICLR 2025, section 2, head by head; ``first_layer`` numbers the layers."""
+    """Return the logits of Ye et al., ICLR 2025, section 2, computed head by head.
+
+    Layers are numbered from ``first_layer``; the lambda_init of a layer depends on its number.
+    """
     return torch.stack([_paper_logits(weights, model, row, first_layer) for row in tokens])
 
 
@@ -154,7 +157,7 @@ def make_tokens(length: int = 20) -> Tensor:
 
 
 def hf_difference(recipe: Recipe, weights: dict[str, Tensor], expected: Tensor) -> float:
-    """Relative difference of the Hugging Face model of ``weights``, without going over a file."""
+    """Return the relative difference of the Hugging Face model's logits from ``expected``."""
     config = to_hf_config(recipe, END, torch.float32)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     model.load_state_dict(dict(to_hf(weights, recipe.model)))
@@ -166,7 +169,7 @@ Mutation = Callable[[ModelConfig, Rearrange], Rearrange]
 
 
 def _leave_heads_as_they_lie(model: ModelConfig, split: Rearrange) -> Rearrange:
-    """Each key-value head's two groups one after the other, as in the fused projection."""
+    """Leave the rows of the two maps of a key-value head adjacent, as in the fused projection."""
     heads = model.attention.heads
     each = [heads.queries // heads.keys, 1, 1]
 
@@ -205,7 +208,7 @@ def _exchange_halves(model: ModelConfig, split: Rearrange) -> Rearrange:
     return lambda both: split(both)[::-1]
 
 
-# The weight of ours whose rule is broken, and how.
+# For each mutation, the name of the weight whose rule is broken, and the function that breaks it.
 MUTATIONS: dict[str, tuple[str, Mutation]] = {
     "heads of a pair not brought together": ("linear_qkv", _leave_heads_as_they_lie),
     "first and second map exchanged": ("linear_qkv", _exchange_maps),
@@ -266,7 +269,9 @@ def test_lambda_init_of_the_neighbouring_layer_shows(first_layer: int) -> None:
 
 @pytest.mark.parametrize("kind", [DIFF, SOFTMAX], ids=["diff", "softmax"])
 @pytest.mark.parametrize("sizes", [MHA, GQA, GQA | TIED], ids=str)
-def test_table_leads_both_ways(kind: dict[str, str], sizes: dict[str, object]) -> None:
+def test_table_maps_weights_in_both_directions(
+    kind: dict[str, str], sizes: dict[str, object]
+) -> None:
     recipe = make_recipe(**kind, **sizes)
     config = to_hf_config(recipe, END, torch.float32)
     theirs = dict(AutoModelForCausalLM.from_config(config).named_parameters())

@@ -1,4 +1,4 @@
-"""The exported directory: what plain transformers computes with it, and what is in its files."""
+"""The exported directory: its logits in plain transformers, and the content of its files."""
 
 import json
 import math
@@ -67,7 +67,7 @@ def test_diffllama_computes_the_papers_equations(sizes: dict[str, object], tmp_p
     assert verify_export(out, make_tokens(), expected).relative < 1e-5
 
 
-# Nine heads on three, as in SmolLM2-135M, are no pair's.
+# Odd numbers of heads, which the baseline of DIFF V1 cannot have. NINE has those of SmolLM2-135M.
 NINE = {"kind": "softmax", "num_heads": 9, "num_kv_heads": 3, "hidden_size": 72}
 ODD = {"kind": "softmax", "num_heads": 5, "head_dim": 8}
 
@@ -81,7 +81,7 @@ def test_llama_computes_the_transformer(sizes: dict[str, object], tmp_path: Path
     recipe = make_recipe(**sizes)
     expected = paper_logits(make_weights(recipe.model), recipe.model, make_tokens())
     out = export(recipe, tmp_path / "hf")
-    # Llama's configuration refuses heads that do not divide the hidden size.
+    # Llama's configuration refuses a number of heads that does not divide the hidden size.
     kind = "Mistral" if sizes is ODD else "Llama"
     config = json.loads((out / "config.json").read_text())
     assert config["architectures"] == [f"{kind}ForCausalLM"]
@@ -110,12 +110,12 @@ def test_biases_without_a_pretrained_model_are_exported(
     assert difference.relative < 1e-5
     imported = open_checkpoint(tmp_path / "run/checkpoints/step_00000000").tensors
     for name in imported.names():
-        # What DEX folds into the output projection stays there.
+        # The imported output projection contains DEX's term, so it differs.
         if not (attention["kind"] == "dex" and "linear_proj" in name):
             assert torch.equal(imported.read_tensor("weight", name), weights[name]), name
 
 
-def test_what_is_printed_of_the_comparison_names_the_tolerance_and_why() -> None:
+def test_the_printed_comparison_states_the_tolerance_and_its_reason() -> None:
     assert str(Verified(9.3e-3, 1.2e-3, 5e-2, "weights are rounded to bf16")) == (
         "logits differ by at most 9.3e-03 (1.2e-03 relative, up to 5e-02 passes: weights are "
         "rounded to bf16)"
@@ -136,7 +136,7 @@ def test_bf16_export_keeps_lambda_in_fp32_and_folds_before_it_rounds(tmp_path: P
     assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
 
 
-def test_configuration_and_ids(tmp_path: Path) -> None:
+def test_configuration_and_token_ids_are_exported(tmp_path: Path) -> None:
     out = export(make_recipe(**DIFF, **GQA), tmp_path / "hf")
     config = json.loads((out / "config.json").read_text())
     assert config["rope_parameters"] == {"rope_type": "default", "rope_theta": 700.0}
@@ -182,7 +182,9 @@ def test_weights_stream_through(tmp_path: Path) -> None:
     tokenizer = load_tokenizer("bytes")
     out = tmp_path / "hf"
     write_export(stream(), recipe, tokenizer, out, torch.float32, max_shard_bytes=50_000)
-    assert most <= 4  # the current one, the one before, and a norm that waits for its projection
+    # A weight is freed soon after it is written. A headwise norm stays until its projection, into
+    # which it is multiplied.
+    assert most <= 4
     index = json.loads((out / "model.safetensors.index.json").read_text())
     shards = sorted(path.name for path in out.glob("*.safetensors"))
     assert len(shards) > 3
@@ -203,7 +205,7 @@ def test_weights_stream_through(tmp_path: Path) -> None:
         (DIFF | {"vocab_size": 256}, "vocab_size"),
     ],
 )
-def test_what_cannot_be_exported_is_refused_before_writing(
+def test_unsupported_models_are_refused_before_writing(
     model: dict[str, object], named: str, tmp_path: Path
 ) -> None:
     with pytest.raises(UserError, match=named):
@@ -231,7 +233,7 @@ def write_for_ever(out: Path, said: Connection) -> None:
         time.sleep(600)
 
 
-def test_what_a_killed_export_left_goes_with_the_next(tmp_path: Path) -> None:
+def test_leftovers_of_a_killed_export_are_removed_by_the_next(tmp_path: Path) -> None:
     out = tmp_path / "a[b]"
     names = ("a.01234567", "a[b].0123456", "b.76543210")
     others = [tmp_path / f".{name}.partial" for name in names]
@@ -254,7 +256,7 @@ def test_what_a_killed_export_left_goes_with_the_next(tmp_path: Path) -> None:
     assert sorted(tmp_path.iterdir()) == sorted([out, *others])
 
 
-def test_an_output_that_cannot_be_is_a_sentence(tmp_path: Path) -> None:
+def test_an_impossible_output_path_is_an_error(tmp_path: Path) -> None:
     for name in ("n" * 250, "n" * 5000):
         with pytest.raises(UserError, match="cannot create a directory beside"):
             export(make_recipe(**DIFF), tmp_path / name)

@@ -2,10 +2,10 @@
 
 One block holds both score matrices of a few query rows and all of their visible keys. Both maps P1
 and P2 are normalised and subtracted before the product with V. With queries of width d and values
-of width 2d, the forward pass therefore needs 4d multiply-adds per (query, key) pair, and the
-backward pass 10d. These are as many as in a Transformer of equal size, which has two heads of width
-d for one differential head. Two facts keep the backward pass at 10d: both maps share dP = dO V^T,
-where dO is the gradient of the output, and dV = (P1 - lambda P2)^T dO is one product.
+of width 2d, the forward pass therefore needs 4d multiply-adds per head and (query, key) pair, and
+the backward pass 10d. These are as many as in a Transformer of equal size, which has two heads of
+width d for one differential head. Two facts keep the backward pass at 10d: both maps share
+dP = dO V^T, where dO is the gradient of the output, and dV = (P1 - lambda P2)^T dO is one product.
 
 Only the inputs are saved, and the backward pass computes the maps again. S_i are the scores of map
 P_i, i = 1 or 2, and * is the elementwise product. With D_i = rowsum(P_i * dP):

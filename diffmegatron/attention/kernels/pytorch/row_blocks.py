@@ -1,7 +1,12 @@
 """Blocks of query rows for the `blocked` backend: iteration, softmax maps and tensor layouts.
 
+Differential attention has two softmax maps, and the second is subtracted from the first. The query
+heads of the first map are the signal heads, and the query heads of the second map are the noise
+heads. Several signal heads may share a noise head, so the two maps may have different numbers of
+heads. The functions here compute one map per call.
+
 In the shapes b is the batch size, s the number of queries, t the number of keys, h the number of
-query heads of the map, h_kv the number of kv heads, d the width of a query, and e any width.
+query heads of this one map, h_kv the number of kv heads, d the width of a query, and e any width.
 
 Queries have the layout `[b * h_kv, repeats, s, d]`, where repeats = h / h_kv is the number of query
 heads per kv head. Keys have the layout `[b * h_kv, t, d]`. All are contiguous, in fp32 (fp64 for
@@ -9,9 +14,6 @@ fp64 inputs).
 
 In the shapes of one block, heads is the number of its pairs of batch row and kv head (at most
 b * h_kv), rows the number of its query rows, and keys the number of its keys.
-
-The heads of the first map are called signal heads. The heads of the second map, which is
-subtracted, are called noise heads. Several signal heads may share a noise head.
 """
 
 from collections.abc import Iterator

@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def"
 # The parameters of kernels are values of Triton's compiler, so they have no type annotations.
-"""Triton backward kernel for dQ, the second kernel of the split form of the backward pass.
+"""Triton backward kernel for dQ, used if the kernel of dK and dV does not also compute dQ.
 
 P_i is the softmax map i (1 or 2) of the queries Q_i and keys K_i, with output O_i = P_i V. dO is
 the gradient of O_1 - lambda * O_2, dS_i is the gradient of the scores of map i, and * is the
@@ -10,9 +10,9 @@ elementwise product. With dP = dO V^T and delta_i = rowsum(dO * O_i):
     dS_2 = -lambda * P_2 * (dP - delta_2)
     dQ_i = scale * (dS_i K_i)
 
-The first kernel, `backward_dkdv`, computes dK and dV. Each program of the kernel in this module
-handles M query rows, and reads the keys in blocks of N. The constants D and DV are the widths of
-queries and values, rounded up to powers of 2.
+The kernel of dK and dV is in `backward_dkdv` and runs first. Each program of the kernel in this
+module handles M query rows, and reads the keys in blocks of N. The constants D and DV are the
+widths of queries and values, rounded up to powers of 2.
 """
 
 import triton

@@ -73,8 +73,9 @@ def attention_with_lse(call: AttentionCall, q: Tensor, k: Tensor) -> tuple[Tenso
 def chunk_gradients(call: AttentionCall, grad: Tensor, whole: WholeAttention) -> QKV:
     """Return the contribution of a chunk of keys to the gradients, for `api.chunk_gradients`.
 
-    `call` has the queries, keys and values of the chunk. `grad` is the gradient of the output of
-    attention to all keys, and `whole` holds that output and its log-sum-exps.
+    `call` has some queries, and the keys and values of the chunk. `grad` is the gradient of the
+    output of these queries' attention to all keys, and `whole` holds that output and its
+    log-sum-exps.
     """
     lses = [by_head(lse * LOG2_E) for lse in whole.lses]
     deltas = whole.deltas(grad, call.lambda_)

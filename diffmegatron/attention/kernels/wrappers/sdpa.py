@@ -89,7 +89,7 @@ def chunk_gradients(call: AttentionCall, grad: Tensor, whole: WholeAttention) ->
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, ...]:
-    """Return (out, log-sum-exp, ...) of `[b, h, length, d]` by the device's flash kernel.
+    """Return (out, log-sum-exp, ...) of the device's flash kernel for q, k, v `[b, h, length, d]`.
 
     CUDA's kernel has two limits. If it is called directly, and not by
     `scaled_dot_product_attention`, d must be a multiple of 8. For a row without visible keys it

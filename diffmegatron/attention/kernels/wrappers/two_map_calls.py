@@ -2,8 +2,8 @@
 
 The paper has two forms of this computation. Here d is the width of Q, and V has the width 2d.
 
-- FlashDiffAttn_1 makes two calls, one per map, with the whole V. Per (query, key) pair it needs 6d
-  multiply-adds in the forward pass and 14d in the backward pass.
+- FlashDiffAttn_1 makes two calls, one per map, with the whole V. Per head and (query, key) pair it
+  needs 6d multiply-adds in the forward pass and 14d in the backward pass.
 - FlashDiffAttn_2 is for kernels that need a V as wide as Q. It makes four calls, two per map, each
   with half of V. It needs 8d multiply-adds in the forward pass and 20d in the backward pass.
 """

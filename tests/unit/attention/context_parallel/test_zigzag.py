@@ -1,4 +1,4 @@
-"""The parts of a sequence that context-parallel ranks hold, against Megatron-core's."""
+"""The shards of a sequence on context-parallel ranks equal those of Megatron-core."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from diffmegatron.parallel.cpu import _TorchOnCpu, without_cuda
 
 
 class Group:
-    """What Megatron asks of a process group."""
+    """A process group with the two methods that Megatron-core calls."""
 
     def __init__(self, rank: int, size: int) -> None:
         self._rank, self._size = rank, size
@@ -28,8 +28,8 @@ class Group:
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_parts_are_those_of_megatrons_rotary_embeddings(size, monkeypatch):
-    # Megatron's function pins memory.
+def test_sequence_shards_equal_those_of_megatrons_rotary_embedding(size, monkeypatch):
+    # Megatron-core's function pins memory, which needs CUDA.
     monkeypatch.setattr(rope_utils, "torch", _TorchOnCpu())
     positions = torch.arange(48).view(48, 1, 1, 1)
     for rank in range(size):
@@ -39,7 +39,7 @@ def test_parts_are_those_of_megatrons_rotary_embeddings(size, monkeypatch):
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_every_rank_meets_as_many_causal_pairs(size):
+def test_every_rank_has_the_same_number_of_causal_pairs(size):
     pairs = [sum(number + 1 for number in rank_chunks(rank, size)) for rank in range(size)]
     assert set(pairs) == {2 * size + 1}
 
@@ -52,7 +52,7 @@ def test_orders_are_each_others_inverse(size):
     assert torch.equal(to_rank_order(whole, size), by_rank)
 
 
-def test_documents_of_each_row_begin_at_zero():
+def test_document_boundaries_start_at_zero_in_each_row():
     documents = torch.tensor([0, 3, 8, 10, 16], dtype=torch.int32)
     first, second = row_boundaries(documents, rows=2)
     assert first.tolist() == [0, 3, 8]

@@ -1,4 +1,7 @@
-"""The choice of a backend: a plain function of device, dtype, head dimension and libraries."""
+"""The choice of a backend (kernel implementation) of attention.
+
+It depends on device, dtype, head dimension, needed features and installed libraries.
+"""
 
 import logging
 import subprocess
@@ -30,7 +33,7 @@ ON_CUDA = Call("differential", "cuda", "bfloat16", 128)
 ON_CPU = Call("differential", "cpu", "float32", 128)
 
 
-def test_backends_that_cannot_be_in_a_ring():
+def test_flash_cudnn_and_flex_need_the_whole_sequence():
     whole = {"flash_2call", "flash_4call", "cudnn_2call", "flex"}
     assert whole_sequence_backends("differential") == whole
 
@@ -76,7 +79,7 @@ def test_every_backend_has_the_functions_of_its_operation(op):
         (True, 2, "ulysses", {"documents"}),
     ],
 )
-def test_a_layout_says_what_it_asks_of_the_kernel(documents, context, communication, needs):
+def test_a_layout_determines_what_its_kernel_needs(documents, context, communication, needs):
     assert (
         needed_features(documents=documents, context=context, communication=communication) == needs
     )
@@ -99,18 +102,18 @@ def test_the_interpreter_lifts_the_limits_of_own_kernels_only(monkeypatch):
     ("device", "libraries", "expected"),
     [("cpu", {"triton"}, "pytorch"), ("cuda", {"triton"}, "triton"), ("cuda", set(), "pytorch")],
 )
-def test_noise_is_subtracted_by_tritons_kernel_on_a_gpu(device, libraries, expected):
+def test_auto_selects_the_triton_subtraction_on_cuda(device, libraries, expected):
     call = Call("subtraction", device, "bfloat16", 80)
     assert choose_backend("auto", call, frozenset(libraries))[0] == expected
 
 
-def test_auto_on_cpu_is_blocked():
+def test_auto_selects_blocked_on_cpu():
     name, reason = choose_backend("auto", ON_CPU, NOTHING)
     assert name == "blocked"
     assert "plain PyTorch" in reason
 
 
-def test_a_named_backend_is_taken():
+def test_a_named_backend_is_used():
     assert (
         choose_backend("reference", Call("differential", "cpu", "float64", 5), NOTHING)[0]
         == "reference"
@@ -151,7 +154,7 @@ def test_triton_is_refused_where_it_cannot_run():
     assert choose_backend("triton", ON_CUDA, libraries)[0] == "triton"
 
 
-def test_auto_never_takes_kernels_that_no_gpu_has_run():
+def test_auto_never_selects_kernels_untested_on_a_gpu():
     libraries = frozenset({"triton"})
     assert choose_backend("auto", ON_CUDA, libraries)[0] != "triton"
 
@@ -174,7 +177,7 @@ def test_auto_on_cuda(libraries, head_dim, needs, expected):
     assert choose_backend("auto", call, frozenset(libraries))[0] == expected
 
 
-def test_auto_says_what_it_passed_over():
+def test_auto_reports_why_it_skipped_a_backend():
     _, reason = choose_backend("auto", ON_CUDA, frozenset({"flash_attn"}))
     assert (
         "not flash_2call: needs the library flex_head_fa, which is not installed or not usable"
@@ -182,7 +185,7 @@ def test_auto_says_what_it_passed_over():
     )
 
 
-def test_a_named_backend_that_lacks_a_feature_says_so():
+def test_a_named_backend_without_a_needed_feature_is_refused():
     call = Call("differential", "cpu", "float32", 64, frozenset({"masked chunks"}))
     with pytest.raises(
         ValueError, match="'sdpa_4call' cannot run: it cannot attend chunk by chunk"
@@ -198,7 +201,7 @@ def test_a_named_backend_that_lacks_a_feature_says_so():
     ],
     ids=["does not load", "too old"],
 )
-def test_a_library_that_does_not_work_is_passed_over(
+def test_an_unusable_library_is_logged_and_skipped(
     source, complaint, tmp_path, monkeypatch, caplog
 ):
     (tmp_path / "flash_attn.py").write_text(source)
@@ -212,7 +215,7 @@ def test_a_library_that_does_not_work_is_passed_over(
     assert complaint in caplog.text
 
 
-def test_libraries_are_passed_over_on_a_gpu_before_ampere(monkeypatch, caplog):
+def test_libraries_are_skipped_on_gpus_before_ampere(monkeypatch, caplog):
     pytest.importorskip("triton", reason="any library that is installed will do")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))

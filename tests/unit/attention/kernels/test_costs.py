@@ -1,4 +1,4 @@
-"""The costs of every backend, against what autograd keeps and what the papers count."""
+"""Costs of the attention backends, against autograd's saved bytes and the papers' multiply-adds."""
 
 import pytest
 import torch
@@ -16,7 +16,10 @@ D, KEYS = 8, 64
 
 
 def saved_bytes(function, *inputs):
-    """(bytes per query that autograd keeps beside inputs and result, if the result is kept)."""
+    """Return the bytes per query that autograd saves, and whether it saves the result.
+
+    The bytes do not include inputs and result.
+    """
     kept = {}
 
     def keep(x):
@@ -45,7 +48,7 @@ def test_saved_bytes_of_two_maps_are_those_that_autograd_keeps(backend, noise_he
     found, saves_result = saved_bytes(lambda *x: diff_attention(*x, backend=backend), *inputs)
     row = DIFFERENTIAL[backend]
     sizes = Sizes(dtype.itemsize, D, heads, noise_heads, kv_heads=2, keys=KEYS)
-    # lambda in the dtype of the product, once in all.
+    # The tolerance covers a copy of lambda in the dtype of the product, saved once per call.
     assert found == pytest.approx(row.saved(sizes), abs=8 / KEYS)
     assert saves_result == row.saves_result
 
@@ -62,7 +65,11 @@ def test_saved_bytes_of_one_map_are_those_that_autograd_keeps(backend, dtype):
 
 @pytest.mark.parametrize("noise_heads", [0, 2, 4])
 def test_the_reference_keeps_whole_maps(noise_heads):
-    """Beside them masks, of a byte per pair, and copies of k and v for every head."""
+    """The reference backend saves the whole attention maps.
+
+    In addition to the counted bytes, it saves at most masks (one byte per pair of query and key)
+    and copies of k and v for every head.
+    """
     keys, element = 512, 4
     widths = [(4, D), (2, D), (noise_heads, D), (2, D), (2, 2 * D)] if noise_heads else None
     shapes = widths or [(4, D), (2, D), (2, D)]
@@ -89,7 +96,14 @@ def test_v2_keeps_its_heads_and_lambda_once():
 
 
 def per_head(row, noise_heads, heads=12, d=64):
-    """Work per signal head in units of d."""
+    """Return forward and backward multiply-adds per query-key pair and signal head, divided by d.
+
+    Args:
+        row: backend, a row of the registry.
+        noise_heads: number of noise heads; 0 in softmax attention.
+        heads: number of signal heads.
+        d: head dimension.
+    """
     return tuple(x / (d * heads) for x in row.work(Sizes(2, d, heads, noise_heads, heads, 1)))
 
 
@@ -108,7 +122,8 @@ def test_work_per_pair_is_that_of_the_papers():
     sizes = Sizes(2, 128, 12, 12, 12, 1)
     assert DIFFERENTIAL["triton"].work(sizes) == (6 * 128 * 12, 14 * 128 * 12)
     assert triton_work(sizes, one_pass=True) == (6 * 128 * 12, 10 * 128 * 12)
-    # Two heads of plain attention are as wide as one differential head.
+    # Double these counts to compare them with the differential ones: two heads of softmax attention
+    # are as wide as one differential head.
     assert {name: per_head(row, 0) for name, row in SOFTMAX.items()} == {
         "reference": (2, 4),
         **dict.fromkeys(("blocked", "triton", "sdpa", "flash_attn", "flex"), (2, 5)),
@@ -116,7 +131,10 @@ def test_work_per_pair_is_that_of_the_papers():
 
 
 def test_a_shared_noise_head_is_computed_once():
-    """With r = 4: scores, and where maps are apart values too, of a quarter as many heads."""
+    """With 4 signal heads per noise head, noise scores are computed for a quarter of the heads.
+
+    Backends that multiply each map by the values separately also multiply fewer noise maps.
+    """
     assert per_head(DIFFERENTIAL["blocked"], 3) == (3 + 1 / 4, 7 + 3 / 4)
     assert per_head(DIFFERENTIAL["flash_2call"], 3) == (3 + 3 / 4, 7 + 7 / 4)
     assert per_head(DIFFERENTIAL["triton"], 3) == (3 + 3 / 4, 7 + 7 / 4)

@@ -1,4 +1,4 @@
-"""What the attention functions refuse, and that the error names the argument and the shapes."""
+"""The attention functions refuse wrong arguments; the error names the argument and the shapes."""
 
 import pytest
 import torch
@@ -106,7 +106,7 @@ def test_numbers_refused(options, message, backend):
 
 
 @pytest.mark.parametrize("name", ["q1", "k1", "q2", "k2", "v", "lambda_"])
-def test_what_is_no_tensor_is_named(name):
+def test_an_argument_of_type_float_is_refused_by_name(name):
     with pytest.raises(ValueError, match=f"{name} is of type float; it must be a tensor"):
         diff_attention(**inputs(**{name: 0.4}))
 
@@ -116,12 +116,12 @@ def test_a_negative_eps_is_refused():
         diff_attention(**inputs(), norm=HeadwiseNorm(None, -1, 1.0))
 
 
-def test_a_scalar_is_no_query():
+def test_a_scalar_query_is_refused():
     with pytest.raises(ValueError, match=r"q has shape \[\]"):
         softmax_attention(torch.zeros(()), torch.zeros(()), torch.zeros(()))
 
 
-def test_merging_asks_for_chunks_of_the_same_queries():
+def test_merging_chunks_of_different_queries_is_refused():
     out, lse = torch.zeros(1, 6, 2, 8), torch.zeros(1, 6, 2)
     for outs, lses in (
         ([], []),
@@ -186,7 +186,10 @@ def v2_inputs(**replaced):
             {"lambda_": torch.zeros(2, 5, 6)},
             r"lambda_ has shape \[2, 5, 6\]; with q \[2, 6, 8",
         ),
-        ({"lambda_": torch.zeros(2, 6, 5)}, "q has 8 heads and lambda_ 5; with h signal heads"),
+        (
+            {"lambda_": torch.zeros(2, 6, 5)},
+            "q has 8 heads and lambda_ 5, so there are 3 noise heads",
+        ),
         ({"lambda_": torch.zeros(2, 6, 8)}, "q has 8 heads and lambda_ 8"),
         ({"lambda_": torch.zeros(2, 6, 0)}, "q has 8 heads and lambda_ 0"),
         ({"lambda_": torch.zeros(2, 6, 3)}, "q has 8 heads and lambda_ 3"),

@@ -6,7 +6,11 @@ from diffmegatron.attention.kernels.masks import AttentionMask
 
 
 def test_the_layers_of_a_batch_share_one_table():
-    """Each would be another copy to the GPU, which waits for what runs there."""
+    """Equal masks share one table.
+
+    If each layer had its own table, each table would be copied to the GPU, and each copy would make
+    the host wait for the GPU.
+    """
     first, second = (AttentionMask(6, 6, cu_seqlens=(0, 2, 6)) for _ in range(2))
     device = torch.device("cpu")
     assert first.key_intervals(device) is second.key_intervals(device)

@@ -1,4 +1,8 @@
-"""DEX: lambda's annealing, the section with its file of heads, and the fold into W_O."""
+"""Tests of DEX attention: annealing of lambda, recipe section, missing heads file, costs, export.
+
+In the selected heads, DEX subtracts lambda O W_D from the output O of a softmax head. The heads can
+come from a file. The export folds W_D into the output projection W_O.
+"""
 
 import json
 import math
@@ -23,7 +27,7 @@ DEX = {"kind": "dex", "num_heads": 6, "num_kv_heads": 2, "annealing_steps": 40}
 
 
 class Layer:
-    """What lambda asks of its layer."""
+    """A layer with the attributes that ``current_lambda`` uses."""
 
     def __init__(self, number: int, step: int, learned: float) -> None:
         self.layer_number, self.step, self._learned = number, step, learned
@@ -61,7 +65,7 @@ def test_the_learned_part_comes_in_linearly_and_stays():
     assert lambda_at(1000, 0.3) == torch.tensor(0.3).item()
 
 
-def test_without_annealing_lambda_is_what_is_learned():
+def test_lambda_is_the_learned_value_without_annealing():
     assert {lambda_at(step, -0.7, steps=None) for step in (0, 1, 10**9)} == {
         torch.tensor(-0.7).item()
     }
@@ -72,7 +76,10 @@ def test_without_annealing_lambda_is_what_is_learned():
 
 @pytest.fixture
 def heads_file(tmp_path: Path):
-    """Return a writer of files of heads, by default for a model of 3 layers of 6 heads."""
+    """Return a function that writes a heads file for 3 layers of 6 heads and returns its path.
+
+    In the text of the file, ``old`` is replaced by ``new``.
+    """
 
     def write(old: str = "", new: str = "") -> str:
         text = (
@@ -91,7 +98,7 @@ def recipe_of(path: str):
     return make_recipe(**Dex.with_files(DEX | {"selected_heads": path}))
 
 
-def test_a_file_of_heads_becomes_its_numbers(heads_file):
+def test_selected_heads_are_read_from_a_file(heads_file):
     path = heads_file()
     attention = recipe_of(path).model.attention
     assert attention.selected_heads == tuple(map(tuple, SELECTED))
@@ -106,7 +113,7 @@ def test_a_file_of_heads_becomes_its_numbers(heads_file):
     ("changes", "said"),
     [
         ({"annealing_steps": 0}, "annealing_steps"),
-        # A resolved recipe names no other file.
+        # A resolved recipe has a list of heads, not the name of a file.
         ({"selected_heads": "heads.yaml"}, "selected_heads"),
         ({"selected_heads": [[], [], []]}, "selected_heads selects no head"),
         ({"selected_heads": [[0], [6], [1]]}, r"selected_heads of layer 2 are \[6\]; give numbers"),
@@ -117,7 +124,7 @@ def test_a_file_of_heads_becomes_its_numbers(heads_file):
         ({"projection_init": {"scale": 0.1}}, "projection_init.scale is 0.1 with kind 'zero'"),
     ],
 )
-def test_what_does_not_fit_is_refused(changes, said):
+def test_invalid_dex_settings_are_refused(changes, said):
     with pytest.raises(ValueError, match=said):
         make_recipe(**DEX | {"selected_heads": SELECTED} | changes)
 
@@ -133,7 +140,7 @@ def test_what_does_not_fit_is_refused(changes, said):
         ("model: {num_layers: 3, num_heads: 6, fingerprint: 0f1e2d}", "- 1", "heads.yaml"),
     ],
 )
-def test_a_file_of_another_model_or_none_is_one_sentence(old, new, said, heads_file):
+def test_an_unsuitable_or_missing_heads_file_is_refused(old, new, said, heads_file):
     with pytest.raises(ValueError, match=said):
         recipe_of(heads_file(old, new))
     with pytest.raises(ValueError, match=r"selected_heads names nowhere\.yaml, which does not"):
@@ -146,13 +153,13 @@ QUICKSTART = CONFIGS / "quickstart.yaml"
 
 
 def extended(heads: object) -> str:
-    """Return overrides of the attention of the quickstart, which has 4 layers."""
+    """Return an override that gives the quickstart recipe (4 layers) DEX with these heads."""
     return (
         f"model.attention={{kind: dex, num_heads: 8, annealing_steps: 9, selected_heads: {heads}}}"
     )
 
 
-def test_a_plan_of_heads_that_nobody_has_selected_counts_half_of_them(tmp_path, capsys):
+def test_a_plan_without_a_heads_file_counts_half_of_the_heads(tmp_path, capsys):
     missing = tmp_path / "heads.yaml"
     found, expected = (
         plan_recipe(load_recipe(QUICKSTART, [extended(heads)], allow_missing_files=True))
@@ -176,7 +183,7 @@ def test_a_plan_of_heads_that_nobody_has_selected_counts_half_of_them(tmp_path, 
     assert capsys.readouterr().err == ""
 
 
-def test_it_is_refused_wherever_a_network_is_built(tmp_path):
+def test_training_and_export_without_the_heads_file_are_refused(tmp_path):
     missing = tmp_path / "heads.yaml"
     said = rf"write it with 'diffmegatron dex select MODEL --data PREFIX --out {missing}'"
     with pytest.raises(UserError, match=said):
@@ -186,7 +193,7 @@ def test_it_is_refused_wherever_a_network_is_built(tmp_path):
     model = load_recipe(QUICKSTART, [extended(missing)], allow_missing_files=True).model
     with pytest.raises(UserError, match=said):
         dict(to_hf(make_weights(model), model, step=3))
-    # Saved and read again it stays no list of heads.
+    # If this recipe is saved and loaded, it still has no list of heads and is refused.
     with pytest.raises(UserError, match=r"selected_heads is \{'file': "):
         check_recipe(
             load_recipe(QUICKSTART, [extended(missing)], allow_missing_files=True).model_dump(),
@@ -194,7 +201,7 @@ def test_it_is_refused_wherever_a_network_is_built(tmp_path):
         )
 
 
-def test_a_file_that_is_there_is_read_by_a_plan_too(tmp_path, heads_file):
+def test_a_broken_heads_file_is_refused_even_if_missing_files_are_allowed(tmp_path, heads_file):
     broken = heads_file("share: 0.5", "share: 2")
     with pytest.raises(UserError, match="file of 'diffmegatron dex select': share"):
         load_recipe(QUICKSTART, [extended(broken)], allow_missing_files=True)
@@ -202,7 +209,7 @@ def test_a_file_that_is_there_is_read_by_a_plan_too(tmp_path, heads_file):
         load_recipe(QUICKSTART, [extended(tmp_path)], allow_missing_files=True)
 
 
-def test_the_transformer_of_the_pair_needs_no_file(tmp_path):
+def test_the_baseline_needs_no_heads_file(tmp_path):
     overrides = [extended(tmp_path / "heads.yaml"), "model.baseline=true"]
     assert load_recipe(QUICKSTART, overrides).model.attention.kind == "softmax"
 
@@ -211,7 +218,7 @@ def test_the_transformer_of_the_pair_needs_no_file(tmp_path):
 
 
 def test_flops_count_the_selected_heads_alone():
-    """2 FLOPs forward per weight and token, for each of five heads of three layers."""
+    """DEX adds 2 forward FLOPs per weight of W_D and token, for each of the five selected heads."""
     dex = make_recipe(**DEX, selected_heads=SELECTED).model
     plain = make_recipe(**DEX, selected_heads=SELECTED, baseline=True).model
     d = dex.attention.head_dim
@@ -220,7 +227,7 @@ def test_flops_count_the_selected_heads_alone():
     assert count_parameters(dex).total - count_parameters(plain).total == 3 * (d**2 + 1)
 
 
-def test_a_rehearsal_selects_heads_of_its_own(tmp_path):
+def test_a_rehearsal_selects_its_own_heads(tmp_path):
     recipe = make_recipe(**DEX, selected_heads=SELECTED)
     small = small_recipe(recipe, None, tmp_path).recipe.model
     assert len(small.attention.selected_heads) == small.num_layers
@@ -231,7 +238,7 @@ def test_a_rehearsal_selects_heads_of_its_own(tmp_path):
 
 
 def dex_weights(model, seed: int = 5) -> dict[str, torch.Tensor]:
-    """Random weights in float64, with a W_D and a lambda_learn that are far from zero."""
+    """Return random weights in float64, with a W_D and a lambda_learn that are far from zero."""
     generator = torch.Generator().manual_seed(seed)
     weights = {name: weight.double() for name, weight in make_weights(model).items()}
     d = model.attention.head_dim
@@ -243,8 +250,8 @@ def dex_weights(model, seed: int = 5) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("step", [0, 15, 40, 41])
-def test_the_fold_is_the_layer(step):
-    """Heads with the term, projected, are the heads without it by the folded projection."""
+def test_folded_weights_equal_the_layer(step):
+    """W_O times the heads with DEX's term equals the folded W_O times the heads without it."""
     model = make_recipe(**DEX, selected_heads=SELECTED).model
     weights, d = dex_weights(model), model.attention.head_dim
     before = {name: weight.clone() for name, weight in weights.items()}
@@ -260,7 +267,7 @@ def test_the_fold_is_the_layer(step):
             extended[head] -= lambda_ * (heads[head] @ weights[own + PROJECTION])
         expected = weights[own + "linear_proj.weight"] @ extended.flatten()
         found = folded[f"model.layers.{layer}.self_attn.o_proj.weight"] @ heads.flatten()
-        # lambda itself is a number of float32.
+        # lambda itself is computed in float32.
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
         is_changed = not torch.equal(
             folded[f"model.layers.{layer}.self_attn.o_proj.weight"],
@@ -270,7 +277,7 @@ def test_the_fold_is_the_layer(step):
     assert all(torch.equal(weights[name], value) for name, value in before.items())
 
 
-def test_from_a_llama_the_term_is_nothing():
+def test_importing_a_llama_sets_the_dex_term_to_zero():
     model = make_recipe(**DEX, selected_heads=SELECTED).model
     plain = make_weights(make_recipe(**DEX, selected_heads=SELECTED, baseline=True).model)
     theirs = dict(to_hf(plain, make_recipe(**DEX, selected_heads=SELECTED, baseline=True).model))

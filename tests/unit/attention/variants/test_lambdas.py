@@ -13,7 +13,7 @@ CONSTANT = LambdaInit(policy="constant", value=0.35)
 
 
 class Layer:
-    """What a variant asks of its layer: the four vectors, in the order of LAMBDA_VECTORS."""
+    """A layer with the attributes that a variant uses: its number and four vectors of lambda."""
 
     def __init__(self, *vectors: Tensor, layer_number: int = 1) -> None:
         self.layer_number = layer_number
@@ -47,7 +47,7 @@ def test_lambda_is_exact_and_float32_for_any_vectors(variant: type[DiffV1]):
 
 
 @pytest.mark.parametrize("number", [1, 2, 28])
-def test_lambda_of_vectors_that_are_zero_is_its_layers_initial_value(number: int):
+def test_lambda_of_zero_vectors_is_the_initial_value_of_the_layer(number: int):
     layer = Layer(*torch.zeros(4, 8), layer_number=number)
     expected = 0.8 - 0.6 * math.exp(-0.3 * (number - 1))
     assert DiffV1().current_lambda(layer).item() == pytest.approx(expected)

@@ -1,4 +1,4 @@
-"""Layers of several kinds: the list in a recipe, the network, its plan, its export and its maps."""
+"""Networks with several kinds of attention: recipe, parameters, plan, export, attention maps."""
 
 import json
 import os
@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from diffmegatron.attention.variants import read_variant
+from diffmegatron.attention.variants.diff_v1 import DiffV1
 from diffmegatron.attention.variants.pattern import Pattern
 from diffmegatron.checkpoint.checkpoint_format import open_checkpoint
 from diffmegatron.config.load import load_recipe
@@ -38,7 +39,7 @@ V1 = (
 )
 V2 = "{kind: diff_v2, num_heads: 4, num_kv_heads: 2, layers: 1}"
 TRANSFORMER = "{kind: softmax, num_heads: 4, num_kv_heads: 2}"
-# Layer 1 is DIFF V2's, layer 2 the Transformer's, layers 3 and 4 are differential.
+# Layer 1 has DIFF V2's attention, layer 2 the Transformer's, layers 3 and 4 DIFF V1's.
 LIST = f"model.attention=[{V1}, {V2}, {TRANSFORMER}]"
 FOUR = "model.num_layers=4"
 
@@ -54,7 +55,7 @@ def pattern_recipe(tiny_recipe):
 # The section
 
 
-def test_every_layer_has_the_kind_of_the_entry_that_names_it(pattern_recipe):
+def test_every_layer_has_the_kind_of_its_entry(pattern_recipe):
     attention = pattern_recipe().model.attention
     kinds = [attention.of_layer(layer).kind for layer in range(4)]
     assert kinds == ["diff_v2", "softmax", "diff_v1", "diff_v1"]
@@ -66,12 +67,12 @@ def test_every_layer_has_the_kind_of_the_entry_that_names_it(pattern_recipe):
     }
 
 
-def test_a_list_of_one_is_its_kind(tiny_recipe):
+def test_a_list_of_one_kind_equals_the_kind_alone(tiny_recipe):
     listed = tiny_recipe("model.attention=[{kind: diff_v1, num_heads: 4, num_kv_heads: 2}]")
     assert listed.model == tiny_recipe().model
 
 
-def test_the_resolved_recipe_is_the_list_and_reads_back(pattern_recipe):
+def test_a_dumped_list_of_kinds_loads_to_the_same_recipe(pattern_recipe):
     recipe = pattern_recipe()
     dumped = recipe.model_dump(mode="json")
     assert [each.get("layers") for each in dumped["model"]["attention"]] == ["3-4", "1", None]
@@ -103,7 +104,7 @@ def test_the_resolved_recipe_is_the_list_and_reads_back(pattern_recipe):
         (f"[{TRANSFORMER}, 7]", "it takes a mapping with a kind"),
     ],
 )
-def test_a_wrong_list_is_one_sentence(tiny_recipe, entries, sentence):
+def test_a_wrong_list_of_kinds_is_refused(tiny_recipe, entries, sentence):
     with pytest.raises(UserError, match=sentence):
         tiny_recipe(FOUR, f"model.attention={entries}")
 
@@ -113,7 +114,7 @@ def test_the_layout_must_divide_the_key_value_heads_of_every_kind(pattern_recipe
         pattern_recipe("parallel.tensor=2")
 
 
-def test_the_baseline_is_one_transformer_where_all_kinds_have_the_same(tiny_recipe):
+def test_equal_baselines_of_all_kinds_become_one_transformer(tiny_recipe):
     same = f"[{{kind: diff_v1, num_heads: 2, num_kv_heads: 1, layers: 1-2}}, {TRANSFORMER}]"
     baseline = tiny_recipe(FOUR, f"model.attention={same}", "model.baseline=true").model
     assert baseline.attention == read_variant({"kind": "softmax", "num_heads": 4}).model_copy(
@@ -125,7 +126,7 @@ def test_the_baseline_is_one_transformer_where_all_kinds_have_the_same(tiny_reci
     assert {kind.kind for kind in baseline.kinds} == {"softmax"}
 
 
-def test_a_run_starts_from_the_same_layers_alone(pattern_recipe, tiny_recipe):
+def test_a_run_starts_only_from_the_same_kinds_of_layers(pattern_recipe, tiny_recipe):
     check_can_start_from(pattern_recipe(), "the first", pattern_recipe(), "the second")
     moved = tiny_recipe(FOUR, LIST.replace("layers: 3-4", "layers: 2-3"))
     with pytest.raises(UserError, match=r"\[2-3\].kind None and the second has 'diff_v1'"):
@@ -141,7 +142,7 @@ def test_a_rehearsal_has_every_kind(pattern_recipe, tmp_path):
 # The network and its plan
 
 
-def test_the_network_is_what_plan_counts(pattern_recipe):
+def test_plan_counts_the_parameters_of_the_network(pattern_recipe):
     recipe = pattern_recipe()
     with process_groups(recipe.parallel, seed=1) as parallel_state:
         network = build_model(recipe, parallel_state)
@@ -155,7 +156,7 @@ def test_the_network_is_what_plan_counts(pattern_recipe):
     assert built == {tensor.name: tensor.shape for tensor in network_tensors(recipe.model)}
     assert plan_recipe(recipe).parameters.total == counted
     assert sum(rank_parameters(recipe, 0)) == counted
-    # V2's depends on the token and is known after a forward pass; the Transformer has none.
+    # V2's lambda depends on the token and is known after a forward pass; the Transformer has none.
     assert sorted(lambdas) == [3, 4]
     assert all(abs(each.item() - LAMBDA_INIT) < 0.2 for each in lambdas.values())
 
@@ -191,7 +192,7 @@ def test_interleaved_stages_have_their_layers(pattern_recipe):
 
 @pytest.fixture(scope="module")
 def exported(corpus, tmp_path_factory) -> tuple[Path, Path]:
-    """Train four steps, and export with a comparison of logits."""
+    """Train four steps and export the result; return the checkpoint and the exported folder."""
     folder = tmp_path_factory.mktemp("pattern")
     (folder / "tiny.yaml").write_text(TINY.format(run_dir=folder / "run", corpus=corpus))
     train(load_recipe(folder / "tiny.yaml", [FOUR, LIST, "training.steps=4"]))
@@ -240,7 +241,7 @@ def test_the_export_imports_again(exported, tmp_path):
     assert kinds == ["diff_v2", "softmax", "grouped", "grouped"]
 
 
-def test_maps_are_seen_of_every_layers_kind(exported):
+def test_attention_maps_of_every_kind_can_be_watched(exported):
     (target,) = find_targets([exported[1]], exported[1].parent)
     model = Model(target)
     tokens = torch.randint(0, 257, (1, 24), generator=torch.Generator().manual_seed(0))
@@ -260,8 +261,34 @@ def test_maps_are_seen_of_every_layers_kind(exported):
     assert 0.3 < sums[0] < 0.7
 
 
-def test_an_export_without_a_class_is_refused_by_the_kind(tiny_recipe):
+def test_exporting_a_list_with_an_unsupported_kind_is_refused(tiny_recipe):
     entries = f"[{V2}, {{kind: softmax, num_heads: 4, qk_norm: true}}]"
     model = tiny_recipe(FOUR, f"model.attention={entries}").model
     with pytest.raises(UserError, match="kind 'softmax' whose class at Hugging Face is 'qwen3'"):
         model.attention.hugging_face(model.hidden_size)
+
+
+def test_an_inherited_kind_of_a_mixed_export_is_refused(pattern_recipe):
+    class Halved(DiffV1):
+        kind: str = "halved"
+        weight_rules = DiffV1.weight_rules
+
+        def forward(self, *arguments):
+            return 0.5 * super().forward(*arguments)
+
+    class Whole(Halved):
+        kind: str = "whole"
+
+        @property
+        def mixed_export_kind(self):
+            return super().mixed_export_kind
+
+    def replaced(cls: type[DiffV1]) -> Pattern:
+        first, *others = pattern_recipe().model.attention.kinds
+        kinds = (cls(**first.model_dump(exclude={"kind"})), *others)
+        return pattern_recipe().model.attention.model_copy(update={"kinds": kinds})
+
+    sentence = "class Halved overrides the computation of DiffV1 and inherits its mixed_export_kind"
+    with pytest.raises(UserError, match=sentence):
+        replaced(Halved).hugging_face(64)
+    assert replaced(Whole).hugging_face(64).model_type == "mixed_diff"

@@ -1,4 +1,4 @@
-"""The section model.attention: a kind's own keys, sizes that follow, the pair, bad input."""
+"""The section model.attention: keys of each kind, derived sizes, the baseline, bad input."""
 
 from pathlib import Path
 
@@ -26,7 +26,10 @@ optimizer: {lr: 1.0e-3}
 
 @pytest.fixture
 def load(tmp_path: Path):
-    """Load a recipe with six heads of a kind and overrides of its section."""
+    """Return a function that loads the ``model`` section of a recipe with six heads of a kind.
+
+    Overrides are keys of ``model.attention``, or of the whole recipe if they begin with "/".
+    """
 
     def load_kind(kind: str, *overrides: str):
         file = tmp_path / "recipe.yaml"
@@ -61,27 +64,29 @@ def sizes(attention: Variant) -> tuple[int, int, int]:
         ("grouped", ["signal_per_noise=1"], (6, 6, 8), 12, 12),
     ],
 )
-def test_sizes_that_follow_from_others_are_filled_in(
-    kind, overrides, expected, queries, keys, load
-):
+def test_derived_sizes_are_filled_in(kind, overrides, expected, queries, keys, load):
     attention = load(kind, *overrides).attention
     assert sizes(attention) == expected
     assert (attention.heads.queries, attention.heads.keys) == (queries, keys)
 
 
 @pytest.mark.parametrize("number", ["4", "4.0", "0.4e1", "'4'"])
-def test_sizes_follow_from_numbers_however_they_are_written(number, load):
+def test_sizes_are_derived_from_a_number_in_any_notation(number, load):
     assert sizes(load("diff_v1", f"num_heads={number}").attention) == (4, 4, 12)
 
 
-def test_heads_that_no_pair_has_are_expressible(load):
-    """SmolLM2-135M: nine heads on three, of 64, in 576 channels."""
+def test_a_transformer_may_have_an_odd_number_of_heads(load):
+    """The sizes of SmolLM2-135M are accepted: 9 query and 3 key-value heads of width 64."""
     attention = load("softmax", "/model.hidden_size=576", "num_heads=9", "num_kv_heads=3").attention
     assert sizes(attention) == (9, 3, 64)
 
 
 def test_motif_2_is_32_signal_heads_in_the_terms_of_v1(load):
-    """32 signal and 8 noise heads, 16 key and 16 value heads of 128 (arXiv 2510.06949)."""
+    """32 signal heads and 8 key-value heads of a grouped recipe give the sizes of Motif 2.
+
+    Motif 2 has 32 signal and 8 noise heads, and 16 key and 16 value heads of width 128 (arXiv
+    2510.06949).
+    """
     heads = load(
         "grouped", "num_heads=32", "signal_per_noise=4", "num_kv_heads=8", "head_dim=128"
     ).attention.heads
@@ -89,7 +94,7 @@ def test_motif_2_is_32_signal_heads_in_the_terms_of_v1(load):
     assert heads.output_channels == 32 * 2 * 128
 
 
-# The pair
+# The baseline: the Transformer with the same width and cache
 
 
 @pytest.mark.parametrize(
@@ -103,11 +108,11 @@ def test_motif_2_is_32_signal_heads_in_the_terms_of_v1(load):
         ("grouped", ["signal_per_noise=3"], (12, 4, 8)),
     ],
 )
-def test_one_switch_gives_the_transformer_of_the_pair(kind, overrides, expected, load):
+def test_the_baseline_has_equal_width_and_key_value_cache(kind, overrides, expected, load):
     own, pair = (load(kind, *overrides, *more) for more in ([], ["/model.baseline=true"]))
     assert isinstance(pair.attention, Softmax)
     assert sizes(pair.attention) == expected
-    # As wide, with as many keys and values: the cache is the same.
+    # The width and the size of the key-value cache are the same.
     assert pair.attention.heads.output_channels == own.attention.heads.output_channels
     assert pair.attention.kv_cache_bytes(2) == own.attention.kv_cache_bytes(2)
     others = {"attention", "baseline"}
@@ -127,18 +132,18 @@ EVERY_KIND = "softmax, diff_v1, diff_v2, grouped, dex"
 @pytest.mark.parametrize(
     ("kind", "overrides", "said"),
     [
-        # Heads that do not come out.
+        # Numbers and sizes of heads that do not fit the hidden size or are invalid.
         ("diff_v1", ["num_heads=7"], "hidden_size 96 is not a multiple of 2 x model.attention.n"),
         ("diff_v2", ["num_heads=7"], "hidden_size 96 is not a multiple of model.attention.num_"),
         ("diff_v1", ["num_heads=0"], "has neither num_heads nor head_dim; give one of them"),
         ("diff_v1", ["num_heads=0", "head_dim=7"], "2 x model.attention.head_dim 7; give one that"),
         ("softmax", ["head_dim=15"], "model.attention.head_dim 15 is odd; rotary embeddings rot"),
         ("diff_v2", ["num_heads=-1"], "model.attention.num_heads is -1: input should be greater"),
-        # A ratio that does not divide.
+        # A signal_per_noise that is below 1 or does not divide the signal heads.
         ("diff_v2", ["signal_per_noise=4"], "signal_per_noise 4 does not divide num_heads 6, the"),
         ("grouped", ["signal_per_noise=4"], "the signal heads; choose one of [1, 2, 3, 6]"),
         ("grouped", ["signal_per_noise=0"], "model.attention.signal_per_noise is 0: input should"),
-        # Key-value heads that would split a pair or a group, at all or on a rank.
+        # Numbers of key-value heads that would split a group of heads, in the model or over ranks.
         ("diff_v1", ["num_kv_heads=4"], "num_kv_heads 4 does not divide num_heads 6; choose one"),
         ("diff_v2", ["num_kv_heads=12"], "num_kv_heads 12 does not divide num_heads 6; choose"),
         (
@@ -179,7 +184,7 @@ EVERY_KIND = "softmax, diff_v1, diff_v2, grouped, dex"
         ("diff_v2", ["headwise_norm=true"], "headwise_norm is a key of kind softmax, diff_v1, gr"),
         ("diff_v2", ["lambda_std=0.1"], "model.attention.lambda_std is a key of kind diff_v1, gr"),
         ("softmax", ["lambda_init.policy=constant"], "lambda_init is a key of kind diff_v1, group"),
-        # Recipes of before.
+        # Recipes in the format of earlier versions.
         ("diff_v1", ["/model.attention=differential"], "is 'differential'; it takes a mapping wi"),
         ("diff_v1", ["/model.attention=softmax"], f"mapping with a kind of {EVERY_KIND}, such as"),
         ("diff_v1", ["/model.num_heads=6"], "'model.num_heads'; give model.attention.num_heads"),
@@ -189,7 +194,7 @@ EVERY_KIND = "softmax, diff_v1, diff_v2, grouped, dex"
         ("diff_v1", ["/model.initialization.lambda_std=0.1"], "give model.attention.lambda_std"),
     ],
 )  # fmt: skip
-def test_what_does_not_fit_is_one_sentence(kind, overrides, said, load):
+def test_invalid_attention_settings_are_refused_in_one_line(kind, overrides, said, load):
     with pytest.raises(UserError) as caught:
         load(kind, *overrides)
     sentence = str(caught.value)
@@ -198,7 +203,7 @@ def test_what_does_not_fit_is_one_sentence(kind, overrides, said, load):
     assert "the command line" in sentence
 
 
-def test_an_old_recipe_is_one_sentence(tmp_path):
+def test_an_old_recipe_is_refused_with_the_new_key(tmp_path):
     section = "attention: {kind: %s, num_heads: 6}"
     old = RECIPE.replace(section, "attention: softmax\n  num_heads: 6")
     (tmp_path / "old.yaml").write_text(old)
@@ -209,7 +214,7 @@ def test_an_old_recipe_is_one_sentence(tmp_path):
     assert "\n" not in sentence
 
 
-def test_a_recipe_without_attention_is_asked_for_it(tmp_path):
+def test_a_recipe_without_attention_is_refused(tmp_path):
     without = RECIPE.replace("  attention: {kind: %s, num_heads: 6}\n", "")
     (tmp_path / "recipe.yaml").write_text(without)
     with pytest.raises(UserError, match=r"key 'model.attention' is missing; give it a value"):
@@ -226,12 +231,12 @@ def test_a_kind_belongs_to_one_class():
     assert VARIANTS["diff_v1"] is DiffV1
 
 
-def test_a_variant_is_read_as_itself():
+def test_reading_a_variant_returns_it_unchanged():
     variant = DiffV1(num_heads=3)
     assert read_variant(variant) is variant
 
 
 @pytest.mark.parametrize("kind", ["diff_v1", "grouped"])
-def test_the_pair_of_the_most_heads_there_may_be_has_twice_as_many(kind, load):
+def test_the_baseline_of_the_largest_head_count_has_twice_as_many_heads(kind, load):
     overrides = ["num_heads=1073741824", "num_kv_heads=1", "head_dim=2"]
     assert load(kind, *overrides).attention.baseline().num_heads == 2**31

@@ -1,4 +1,4 @@
-"""The carried models against their equations, written out here head by head in float64."""
+"""The models of hf/modeling against their equations, computed here head by head in float64."""
 
 import math
 from typing import NamedTuple
@@ -28,7 +28,7 @@ SIZES = {
 
 
 class Case(NamedTuple):
-    """A model: its kind, signal heads per noise head, query heads, key-value heads, the rest."""
+    """A model: kind, signal heads per noise head, query heads, key-value heads, other settings."""
 
     kind: str
     ratio: int
@@ -58,7 +58,7 @@ TYPICAL = [V2[2], GROUPED[2]]
 
 
 def make_model(case: Case, seed: int = 0) -> PreTrainedModel:
-    """Random weights: attention far from uniform, norms far from 1, lambda far from its start."""
+    """Return a model whose attention, norms and lambda are far from their initial values."""
     numbers = {
         **SIZES,
         "num_attention_heads": case.queries,
@@ -105,7 +105,7 @@ def rotated(x: Tensor, position: int) -> Tensor:
 
 
 def attention(queries: list[Tensor], keys: list[Tensor], values: list[Tensor]) -> list[Tensor]:
-    """One head: vectors by position in, vectors by position out."""
+    """Return the outputs of one head by position, from its queries, keys and values by position."""
     keys = [rotated(key, t) for t, key in enumerate(keys)]
     out = []
     for s, query in enumerate(queries):
@@ -175,7 +175,7 @@ def grouped(w: dict[str, Tensor], case: Case, layer: int, inputs: list[Tensor]) 
 
 
 def expected_logits(model: PreTrainedModel, case: Case, tokens: Tensor) -> Tensor:
-    """Logits [b, s, vocab] in float64."""
+    """Return the logits [b, s, vocab] of the equations in float64."""
     weights = {name: weight.detach().double() for name, weight in model.state_dict().items()}
     embedding = weights["model.embed_tokens.weight"]
     head = embedding if dict(case.more).get("tie_word_embeddings") else weights["lm_head.weight"]
@@ -203,7 +203,7 @@ def relative(found: Tensor, expected: Tensor) -> float:
 
 
 class Rope64(nn.Module):
-    """Llama's cosines and sines, which transformers rounds to float32 in every model."""
+    """Llama's cosines and sines in float64; transformers rounds them to float32 in every model."""
 
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         half = SIZES["head_dim"] // 2
@@ -236,8 +236,8 @@ def test_logits_are_those_of_the_equations(case: Case) -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 @torch.no_grad()
-def test_the_equations_see_each_weight_of_attention(case: Case) -> None:
-    """Each tensor of a layer's attention, if its rows or columns were in another order, shows."""
+def test_permuting_any_attention_weight_changes_the_logits(case: Case) -> None:
+    """The logits change if the rows or columns of any attention tensor change their order."""
     model, tokens = make_model(case), make_tokens(1, 5)
     expected = expected_logits(model, case, tokens)
     for name, weight in model.model.layers[1].self_attn.named_parameters():
@@ -251,7 +251,7 @@ def test_the_equations_see_each_weight_of_attention(case: Case) -> None:
 
 @torch.no_grad()
 def test_pairs_of_diff_v2_are_adjacent() -> None:
-    """All signal heads first and then all noise heads is another model."""
+    """The logits change if all signal heads come first, and then all noise heads."""
     case, tokens = V2[1], make_tokens(1, 5)
     model = make_model(case)
     expected = model(tokens).logits

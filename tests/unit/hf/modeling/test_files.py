@@ -1,4 +1,4 @@
-"""The carried models as files: saved, loaded with nothing of this package, and refused in words."""
+"""Files of the models of hf/modeling: saved, loaded without this package, refused if invalid."""
 
 import ast
 import json
@@ -26,7 +26,7 @@ from diffmegatron.hf.modeling import (
 from diffmegatron.hf.tokenizer import write_tokenizer
 from tests.unit.hf.modeling.test_equations import CASES, SIZES, TYPICAL, make_model, make_tokens
 
-# tests/unit/attention/variants/test_pattern.py has the class that is made of these.
+# The class that mixes these kinds is tested in tests/unit/attention/variants/test_pattern.py.
 TYPES = ["diff_v2", "grouped_diff"]
 OWN = [classes for classes in CLASSES if classes[0].model_type in TYPES]
 
@@ -76,14 +76,14 @@ def test_saved_and_loaded_is_bit_equal(case: Any, tmp_path: Path) -> None:
     assert torch.equal(model(make_tokens()).logits, loaded(make_tokens()).logits)
 
 
-def test_plain_transformers_loads_what_was_saved(tmp_path: Path) -> None:
+def test_plain_transformers_loads_saved_models(tmp_path: Path) -> None:
     register()
     directories = []
     for case in TYPICAL:
         directory = tmp_path / case.kind
         directories.append(str(directory))
         model, tokens = make_model(case), make_tokens()
-        # As an export writes it: configuration, weights and the two files, each by itself.
+        # As in an export, replace the Python files of save_pretrained by those of the package.
         model.save_pretrained(directory)
         for path in directory.glob("*.py"):
             path.unlink()
@@ -106,11 +106,11 @@ def test_plain_transformers_loads_what_was_saved(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         timeout=1700,
-        # Nobody answers a question whether code is to be run.
+        # Without standard input, transformers cannot wait for permission to run the folder's code.
         stdin=subprocess.DEVNULL,
     )
     assert run.returncode == 0, run.stderr
-    # DeepSpeed, which transformers imports where it is installed, may print before it.
+    # DeepSpeed, which transformers imports where it is installed, may print before this line.
     assert run.stdout.endswith(f"loaded {' '.join(directories)}\n")
     for case in TYPICAL:
         again = tmp_path / case.kind / "again"
@@ -134,7 +134,7 @@ def test_registered_classes_need_no_remote_code(classes: tuple[Any, ...], tmp_pa
 
 
 def imported_roots(path: Path) -> set[str]:
-    """Top-level packages that a file imports, and relative modules with their dot."""
+    """Return the top-level packages that a file imports, and relative modules with their dot."""
     roots = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom):
@@ -152,7 +152,9 @@ def test_files_need_torch_and_transformers_alone(kind: str) -> None:
     assert roots <= allowed | sys.stdlib_module_names
 
 
-def test_an_older_transformers_ends_with_its_version(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_older_transformers_is_an_error_with_its_version(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(versions.importlib.metadata, "version", lambda name: "4.56.2")
     with pytest.raises(
         ImportError, match=r"transformers>=4\.57 is required .* transformers==4\.56"
@@ -160,12 +162,12 @@ def test_an_older_transformers_ends_with_its_version(monkeypatch: pytest.MonkeyP
         runpy.run_path(str(remote_files("diff_v2")[-1]))
 
 
-def test_files_of_an_unknown_model_are_refused() -> None:
+def test_other_model_types_have_no_remote_files() -> None:
     assert remote_files("llama") == []
 
 
 @pytest.mark.parametrize("classes", OWN, ids=TYPES)
-def test_configuration_leads_to_the_files_and_survives_json(
+def test_auto_map_names_the_files_and_configuration_round_trips(
     classes: tuple[Any, ...], tmp_path: Path
 ) -> None:
     config_class, model_class, causal_lm_class = classes
@@ -237,7 +239,7 @@ GROUPED_ONLY: list[tuple[dict[str, object], str]] = [
         *((GroupedDiffConfig, *case) for case in BOTH + GROUPED_ONLY),
     ],
 )
-def test_numbers_that_make_no_model_are_named(
+def test_invalid_sizes_are_one_line_errors(
     config_class: Any, keys: dict[str, object], sentence: str
 ) -> None:
     numbers = {

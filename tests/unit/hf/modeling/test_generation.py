@@ -1,4 +1,4 @@
-"""Generation, padding and the attention functions that the carried models can be run with."""
+"""Generation, padding and attention functions of the models of hf/modeling."""
 
 from typing import Any
 
@@ -47,7 +47,7 @@ def test_steps_with_a_cache_give_the_logits_of_the_whole(case: Any) -> None:
 
 @pytest.mark.parametrize("case", TYPICAL, ids=str)
 @torch.no_grad()
-def test_every_cache_generates_what_none_does(case: Any) -> None:
+def test_every_cache_generates_the_same_tokens_as_no_cache(case: Any) -> None:
     model, tokens = make_model(case), make_tokens()
     expected = generate(model, tokens, use_cache=False)
     assert torch.equal(generate(model, tokens), expected)
@@ -78,7 +78,7 @@ def test_padding_changes_no_logit(case: Any, implementation: str, side: str) -> 
 
 @pytest.mark.parametrize("case", TYPICAL, ids=str)
 @torch.no_grad()
-def test_a_padded_batch_generates_what_its_rows_do(case: Any) -> None:
+def test_a_padded_batch_generates_the_same_tokens_as_its_rows(case: Any) -> None:
     model = make_model(case)
     short, long = make_tokens(1, 5), make_tokens(1, 9)
     batch = torch.cat((torch.nn.functional.pad(short, (4, 0), value=PAD), long))
@@ -104,7 +104,10 @@ def test_eager_equals_sdpa_and_shows_the_maps(case: Any) -> None:
 
 
 def causal_softmax(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    """[b, s, heads, d] each, queries at the end of the keys; fewer key than query heads."""
+    """Return causal attention of queries at the last positions of the keys.
+
+    All tensors are [b, s, heads, d]; the number of key heads divides the number of query heads.
+    """
     key, value = (x.repeat_interleave(query.shape[2] // x.shape[2], dim=2) for x in (key, value))
     scores = torch.einsum("bshd,bthd->bhst", query, key) * scale
     s, t = scores.shape[-2:]
@@ -117,7 +120,7 @@ def causal_softmax(query: Tensor, key: Tensor, value: Tensor, scale: float) -> T
 def test_flash_attention_is_called_with_heads_of_one_width(
     case: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # In float32 the function would look for the dtype it should convert to.
+    # In float64, unlike in float32, transformers does not look for a dtype to convert to.
     model, tokens = make_model(case).double(), make_tokens()
     expected = model(tokens).logits
     calls = []
@@ -130,7 +133,7 @@ def test_flash_attention_is_called_with_heads_of_one_width(
         calls.append(options["layer_idx"])
         return causal_softmax(query, key, value, options["softmax_scale"])
 
-    # transformers' own function around FlashAttention runs; the kernel is what a CPU lacks.
+    # Replace only the kernel, which a CPU lacks; transformers' own function around it runs.
     monkeypatch.setattr(flash_attention, "_flash_attention_forward", stand_in)
     monkeypatch.setattr(model.config, "_attn_implementation", "flash_attention_2")
     assert relative(model(tokens).logits, expected) < 1e-12
@@ -139,10 +142,11 @@ def test_flash_attention_is_called_with_heads_of_one_width(
 
 
 class EngineAttention:
-    """A serving engine's attention of one layer: its own cache, sized by the configuration alone.
+    """Stand-in for the attention of a serving engine in one layer, with its key-value cache.
 
-    Tokens are flat, [tokens, heads x d], as the generic transformers backends of vLLM and SGLang
-    hand them over.
+    As in the generic transformers backends of vLLM and SGLang, the number and width of the cached
+    heads come from the model's configuration alone. Queries, keys and values have all heads of a
+    token in one dimension: [tokens, heads x d].
     """
 
     def __init__(self, config: Any) -> None:
@@ -195,7 +199,7 @@ def test_an_engine_hosts_diff_v2_with_one_cache_slot_per_layer(
     assert relative(torch.cat(found, dim=1), expected) < 1e-5
 
 
-def test_grouped_attention_refuses_what_holds_one_attention_per_layer() -> None:
+def test_grouped_attention_refuses_engines_with_one_attention_per_layer() -> None:
     model = make_model(TYPICAL[1])
     assert not type(model).is_backend_compatible()
     with pytest.raises(NotImplementedError, match="grouped differential attention needs two"):
