@@ -1,4 +1,4 @@
-"""The plan of a study and its report, from lines that are made up."""
+"""Studies (comparisons of trained arms over seeds): their runs, and reports of invented results."""
 
 import json
 import math
@@ -34,7 +34,8 @@ VALUES = {
     "seeds": [1, 2, 3],
     "choice": {"key": "optimizer.eps", "grid": [1, 2, 4], "seed": 0},
     "baseline": "plain",
-    "compared": {"test/loss": "difference", "outliers: top-1": "ratio"},
+    "derived": {"top-1 / loss": {"mean": ["outliers: top-1", "valid/loss"], "over": ["test/loss"]}},
+    "compared": {"test/loss": "difference", "outliers: top-1": "ratio", "top-1 / loss": "ratio"},
 }
 
 
@@ -60,8 +61,8 @@ def names(runs: list) -> list[str]:
     return [run.name for run in runs]
 
 
-def test_neither_end_of_the_grid_wins():
-    """The grid grows beyond the end that wins, until a value within it does."""
+def test_the_grid_grows_while_its_best_value_is_at_an_end():
+    """While the best value is at an end of the grid, the grid grows at this end."""
     study = Study.model_validate(VALUES | {"arms": {"plain": {}}})
     losses = {f"plain-optimizer.eps={value}-seed0": 8 - value for value in (1, 2, 4)}
     grid = names(wanted_runs(study, study.cells, losses))
@@ -101,7 +102,7 @@ def test_every_arm_has_every_size():
     assert runs[2].overrides == ["model.num_layers=2", "optimizer.lr=0.1", "training.seed=5"]
 
 
-def test_report_has_the_intervals_of_an_own_computation(tmp_path):
+def test_report_intervals_equal_an_independent_computation(tmp_path):
     study = Study.model_validate(VALUES)
     losses = {"plain": [2.0, 2.1, 2.3], "other": [1.9, 2.05, 2.1]}
     largest = {"plain": [10.0, 20.0, 40.0], "other": [5.0, 8.0]}
@@ -128,6 +129,10 @@ def test_report_has_the_intervals_of_an_own_computation(tmp_path):
     mean, half = interval([math.log(5 / 10), math.log(8 / 20)])
     ends = [math.exp(mean), math.exp(mean - half), math.exp(mean + half)]
     assert row(report, "outliers: top-1", "other")[4:] == pytest.approx(ends, rel=1e-3)
+    first, second = math.log((5 + 1) / 1.9 / ((10 + 1) / 2)), math.log(9 / 2.05 / (21 / 2.1))
+    mean, half = interval([first, second])
+    ends = [math.exp(mean), math.exp(mean - half), math.exp(mean + half)]
+    assert row(report, "top-1 / loss", "other")[4:] == pytest.approx(ends, rel=1e-3)
     assert "| plain | **9.0000** |" in report
 
 
@@ -139,7 +144,7 @@ ALONG = {
 
 
 def test_report_has_measures_during_training(tmp_path):
-    """Means and comparisons at each number of tokens, by an own computation."""
+    """Means and comparisons at each number of tokens equal those of an independent computation."""
     study = Study.model_validate(VALUES | {"along": ALONG})
     values = {"plain": [[2.0, 2.5, 2.1], [1.0, 1.5, 1.2]], "other": [[3.0, 3.1, 3.9], [0.5, 0.7]]}
     lines = []
@@ -170,8 +175,43 @@ def test_report_has_measures_during_training(tmp_path):
     assert found[3:] == pytest.approx([*map(math.exp, (mean, mean - half, mean + half))], rel=1e-3)
 
 
+def test_report_has_the_shares_of_parameters_and_tokens_at_equal_loss(tmp_path):
+    """The shares and their intervals equal those computed from the laws that made the losses.
+
+    The losses follow power laws of the parameters and of the tokens, times a factor for each arm
+    and seed. The exponent of the tokens depends on the model's size, so the report must fit a law
+    of the tokens to each size.
+    """
+    sizes = {"small": {"model.num_layers": 1}, "large": {"model.num_layers": 2}}
+    plan = {"sizes": sizes, "scaling": ["parameters", "tokens"], "choice": None}
+    study = Study.model_validate(VALUES | plan)
+    factors = {"plain": [1.0, 1.01, 0.99], "other": [0.95, 0.98, 0.96]}
+    exponents = {"small": 0.2, "large": 0.3}
+    lines = {}
+    for name, parameters in (("small", 1000), ("large", 4000)):
+        for arm, of_seeds in factors.items():
+            for seed, factor in enumerate(of_seeds, start=1):
+                losses = [
+                    [tokens, 9 * parameters**-0.1 * (tokens / 4096) ** -exponents[name] * factor]
+                    for tokens in (1024, 2048, 4096)
+                ]
+                line = make_line(arm, seed, chosen=name, **{"valid/loss": 1.0})
+                line |= {"size": name, "held out": [[0, 50.0], *losses]}
+                line["parameters without embeddings"] = parameters
+                lines[line["run"]] = line
+    write_report(study, lines, tmp_path / "study")
+    report = (tmp_path / "study.md").read_text()
+    ratios = [a / b for a, b in zip(factors["other"], factors["plain"], strict=True)]
+    for against, exponent_of in (("parameters", dict.fromkeys(sizes, 0.1)), ("tokens", exponents)):
+        for name in sizes:
+            mean, half = interval([math.log(ratio) / exponent_of[name] for ratio in ratios])
+            ends = [math.exp(mean), math.exp(mean - half), math.exp(mean + half)]
+            found = row(report, f"Share of plain's {against} at equal loss", f"{name}, other")
+            assert found == pytest.approx([3, *ends], rel=1e-3)
+
+
 def interval(values: list[float]) -> tuple[float, float]:
-    """Mean and half of the 95% interval, in the formulas of a textbook."""
+    """Return the mean and half the width of its 95% interval, by the formulas of a textbook."""
     count = len(values)
     mean = sum(values) / count
     variance = sum((value - mean) ** 2 for value in values) / (count - 1)
@@ -196,8 +236,8 @@ def test_lines_are_sorted_and_replaced(tmp_path):
     assert not list(path.parent.glob("*.tmp"))
 
 
-def test_a_run_of_another_study_is_taken_from_there(tmp_path, corpus):
-    """Only a run with the same recipe; with the names of the study that takes it."""
+def test_a_run_of_another_study_is_reused(tmp_path, corpus):
+    """A run with the same recipe is reused; its line gets the names of the study that reuses it."""
     (tmp_path / "recipe.yaml").write_text(RECIPE.format(corpus=corpus))
     plan = VALUES | {"choice": None, "arms": {"plain": {}, "other": {"optimizer.lr": 0.5}}}
     study = Study.model_validate(plan)
@@ -221,7 +261,10 @@ def test_a_run_of_another_study_is_taken_from_there(tmp_path, corpus):
 
 
 def test_checkpoints_during_training_are_kept_and_evaluated(tmp_path, corpus, monkeypatch):
-    """With the commands replaced: the arguments of each, and the line that they lead to."""
+    """The result line has the measures of the checkpoint of every second step.
+
+    A missing checkpoint is an error. A stub replaces the commands of ``diffmegatron``.
+    """
     (tmp_path / "recipe.yaml").write_text(RECIPE.format(corpus=corpus))
     plan = VALUES | {"choice": None, "arms": {"plain": {}}, "seeds": [1], "along": ALONG}
     study = Study.model_validate(plan)
@@ -263,7 +306,7 @@ def test_checkpoints_during_training_are_kept_and_evaluated(tmp_path, corpus, mo
         runner.finish(run)
 
 
-def test_measures_of_suites_have_their_suite():
+def test_measure_names_begin_with_their_suite():
     estimate = {"value": 2.5, "low": 2.0, "high": 3.0, "items": 9}
     total = {"value": 7, "low": None, "high": None, "items": None}
     results = {
@@ -287,9 +330,10 @@ def test_measures_of_suites_have_their_suite():
         ({"seeds": [0, 1]}, "choice.seed 0 is one of seeds [0, 1]"),
         ({"choice": {"key": "k", "grid": [2, 1, 3], "seed": 0}}, "its values must increase"),
         ({"arms": {"a/b": {}}}, "arms.a/b"),
+        ({"scaling": ["parameters"]}, "the study has 0 named sizes; a power law needs two or more"),
     ],
 )
-def test_mistakes_are_one_sentence(tmp_path, changes, sentence):
+def test_an_invalid_study_file_is_an_error(tmp_path, changes, sentence):
     path = tmp_path / "study.yaml"
     path.write_text(repr(VALUES | changes).replace("None", "null"))
     with pytest.raises(UserError, match=re.escape(sentence)):

@@ -1,4 +1,4 @@
-"""The text and the corpus of the studies."""
+"""Scripts that extract or generate the texts of studies, and prepare the corpora to train on."""
 
 import json
 import zipfile
@@ -14,7 +14,7 @@ from tools.benchmarks import study_corpus, study_recall, study_text
 
 
 def write_packages(folder):
-    """Write packages in the form of the public ones."""
+    """Write packages with the file layout of the public packages that ``study_text`` reads."""
     folder.mkdir()
     pages = {
         "Oslo": {"title": "Oslo", "extract": "A city. " * 40},
@@ -34,7 +34,7 @@ def read_texts(path):
     return [json.loads(line)["text"] for line in path.read_text().splitlines()]
 
 
-def test_text_is_that_of_the_packages(tmp_path):
+def test_text_is_extracted_from_the_packages(tmp_path):
     study_text.main([str(write_packages(tmp_path / "packages")), str(tmp_path / "out")])
     assert read_texts(tmp_path / "out" / "wikipedia.jsonl") == [f"Oslo\n\n{'A city. ' * 40}"]
     assert read_texts(tmp_path / "out" / "shakespeare.jsonl") == ["To be. " * 60]
@@ -44,7 +44,7 @@ def test_text_is_that_of_the_packages(tmp_path):
         study_text.main([str(tmp_path / "out"), str(tmp_path / "none")])
 
 
-def test_a_text_gives_one_corpus(tmp_path):
+def test_a_text_always_gives_the_same_corpus(tmp_path):
     text = tmp_path / "text.jsonl"
     documents = ["\n\n".join(f"Paragraph {n} of {d}. " * 30 for n in range(40)) for d in range(4)]
     text.write_text("".join(json.dumps({"text": each}) + "\n" for each in documents))
@@ -65,7 +65,10 @@ def test_a_text_gives_one_corpus(tmp_path):
 
 
 def test_recall_repeats_every_pair(tmp_path):
-    """One corpus from one seed; the suite that reads its texts takes them."""
+    """Each response repeats the pairs of its prompt, and equal seeds give equal corpora.
+
+    The suite associative-recall can read the held-out texts.
+    """
     contents = []
     for name, seed in (("one", 0), ("other", 0), ("new", 1)):
         sizes = ["--documents", "40", "--held-out", "6", "--keys", "20", "--pairs", "2", "3"]

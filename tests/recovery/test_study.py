@@ -1,4 +1,4 @@
-"""A study that is killed in the middle of a run."""
+"""A study trains and evaluates runs; after a kill and a new start it has the same results."""
 
 import json
 import os
@@ -62,7 +62,7 @@ def test_a_killed_run_changes_nothing(tmp_path, corpus):
     assert start(tmp_path, "killed").wait() == 0
     whole, resumed = (read_line(tmp_path, name) for name in ("whole", "killed"))
     assert resumed == whole
-    # Their times too: the second process resumed.
+    # The records have wall-clock times. They would differ if the second process had repeated steps.
     assert metrics_of(checkpoints.parent)[:20] == recorded[:20]
     log = tmp_path / "killed" / "study" / "logs" / "diff_v1-seed1.log"
     before = log.read_bytes()
@@ -70,11 +70,33 @@ def test_a_killed_run_changes_nothing(tmp_path, corpus):
     assert log.read_bytes() == before, "a finished run is skipped"
 
 
-def start(folder, name):
-    """Start the command in its own process group."""
+def test_a_repeated_run_is_compared_with_its_line(tmp_path, corpus):
+    (tmp_path / "recipe.yaml").write_text(RECIPE.format(corpus=corpus, steps=20))
+    (tmp_path / "study.yaml").write_text(STUDY)
+    assert start(tmp_path, "whole").wait() == 0
+    results = tmp_path / "whole.out" / "study.jsonl"
+    repeated = start(tmp_path, "whole", "--repeat=diff_v1-seed1", stdout=subprocess.PIPE)
+    assert b"all values are equal" in repeated.communicate()[0] and repeated.returncode == 0
+
+    line = json.loads(results.read_text())
+    line["measures"]["valid/loss"] += 1e-15
+    results.write_text(json.dumps(line) + "\n")
+    changed = start(tmp_path, "whole", "--repeat=diff_v1-seed1", stderr=subprocess.PIPE)
+    (sentence,) = changed.communicate()[1].decode().splitlines()
+    assert sentence.startswith("measures, valid/loss is 5.") and changed.returncode == 1
+    assert results.read_text() == json.dumps(line) + "\n"
+    assert not (tmp_path / "whole" / "study_repeated").exists()
+
+    absent = start(tmp_path, "whole", "--repeat=diff_v1-seed2", stderr=subprocess.PIPE)
+    assert b"the finished runs are diff_v1-seed1" in absent.communicate()[1]
+    assert absent.returncode == 2
+
+
+def start(folder, name, *options, stdout=subprocess.DEVNULL, stderr=None):
+    """Start the command ``study`` of tools.benchmarks in its own process group."""
     command = [sys.executable, "-m", "tools.benchmarks", "study", folder / "study.yaml"]
-    command += [f"--work={folder / name}", f"--out={folder / name}.out"]
-    return subprocess.Popen(command, cwd=ROOT, start_new_session=True, stdout=subprocess.DEVNULL)
+    command += [f"--work={folder / name}", f"--out={folder / name}.out", *options]
+    return subprocess.Popen(command, cwd=ROOT, start_new_session=True, stdout=stdout, stderr=stderr)
 
 
 def metrics_of(run_dir):

@@ -9,13 +9,18 @@ resume from their newest checkpoint. NAME is the name of the study's file withou
 95% intervals over seeds. If the study measures runs during training, it also gets NAME_along.png.
 study_file.py describes the keys of a study's file, and docs/studies.md how to repeat the studies of
 this repository.
+
+``--repeat RUN`` trains and evaluates one finished run again, in another folder, and compares the
+new line with the recorded one. It changes no result file.
 """
 
 import argparse
+import shutil
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from pathlib import Path
 
 from diffmegatron.errors import UserError
@@ -25,20 +30,28 @@ from diffmegatron.training.monitoring.evaluators import HELD_OUT
 from tools.benchmarks.command_line import make_parser
 from tools.benchmarks.study_file import Cell, PlannedRun, Study, load_study, wanted_runs
 from tools.benchmarks.study_report import write_report
-from tools.benchmarks.study_runs import Line, Lines, Runner, StoppedError
+from tools.benchmarks.study_runs import Line, Lines, Runner, StoppedError, differences
 from tools.paths import RESULTS
 
 
 def main(argv: Sequence[str]) -> None:
-    """Run the unfinished runs of a study, and write the report."""
+    """Run the unfinished runs of a study and write the report, or repeat one run."""
     arguments = parse_arguments(argv)
     study = load_study(arguments.study)
     name = arguments.study.stem
     lines = Lines(arguments.out / f"{name}.jsonl")
+    recipe = arguments.study.parent / study.recipe
+    if arguments.repeat is not None:
+        work = (arguments.work / f"{name}_repeated").absolute()
+        found = repeat(study, recipe, work, lines.by_run, arguments.repeat)
+        if found:
+            sys.exit("\n".join(found))
+        print(f"{arguments.repeat}: all values are equal to the recorded ones; speed not compared")
+        return
     if not arguments.report_only:
         cells = selected_cells(study, arguments.arms)
         work = (arguments.work / name).absolute()
-        runner = Runner(study, arguments.study.parent / study.recipe, work)
+        runner = Runner(study, recipe, work)
         with FileLock(work / "study.lock", f"study {format_path(work)}", "give another --work"):
             run_all(study, cells, runner, lines, arguments.jobs)
     write_report(study, lines.by_run, arguments.out / name)
@@ -52,6 +65,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=1, help="runs at once, one thread each")
     parser.add_argument("--arms", type=lambda text: text.split(","), help="arms to run: A,B")
     parser.add_argument("--report-only", action="store_true", help="run nothing")
+    parser.add_argument("--repeat", metavar="RUN", help="train RUN again and compare it")
     parser.add_argument("--work", type=Path, default=Path("runs/studies"), help="folder of runs")
     parser.add_argument("--out", type=Path, default=RESULTS / "studies", help="folder of results")
     return parser.parse_args(argv)
@@ -87,32 +101,80 @@ def run_all(study: Study, cells: Sequence[Cell], runner: Runner, lines: Lines, j
     """
     failed: dict[str, UserError] = {}
     running: dict[Future[Line], PlannedRun] = {}
-    # SIGTERM, from `kill` or a job's time limit, stops the study as Ctrl-C does.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    with ThreadPoolExecutor(jobs) as pool:
-        try:
-            while True:
-                for run in missing_runs(study, cells, runner, lines):
-                    is_known = run.name in failed or run in running.values()
-                    if not is_known and len(running) < jobs:
-                        print(f"running {run.name}", flush=True)
-                        running[pool.submit(runner.finish, run)] = run
-                if not running:
-                    break
-                for future in wait(running, return_when=FIRST_COMPLETED).done:
-                    run = running.pop(future)
-                    try:
-                        lines.add(future.result())
-                        loss = lines.by_run[run.name]["measures"][HELD_OUT]
-                        print(f"finished {run.name}: {HELD_OUT} {loss:.4f}", flush=True)
-                    except UserError as error:
-                        failed[run.name] = error
-                        print(f"error: {error}", file=sys.stderr, flush=True)
-        except (KeyboardInterrupt, StoppedError):
-            runner.stop()
-            sys.exit("study stopped; run the same command again to continue")
+    with ThreadPoolExecutor(jobs) as pool, stopped_by_signals(runner):
+        while True:
+            for run in missing_runs(study, cells, runner, lines):
+                is_known = run.name in failed or run in running.values()
+                if not is_known and len(running) < jobs:
+                    print(f"running {run.name}", flush=True)
+                    running[pool.submit(runner.finish, run)] = run
+            if not running:
+                break
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                run = running.pop(future)
+                try:
+                    lines.add(future.result())
+                    loss = lines.by_run[run.name]["measures"][HELD_OUT]
+                    print(f"finished {run.name}: {HELD_OUT} {loss:.4f}", flush=True)
+                except UserError as error:
+                    failed[run.name] = error
+                    print(f"error: {error}", file=sys.stderr, flush=True)
     if failed:
         raise UserError(f"{len(failed)} runs failed: {', '.join(failed)}")
+
+
+@contextmanager
+def stopped_by_signals(runner: Runner) -> Iterator[None]:
+    """Context in which a signal stops the study: the running commands are stopped, and it exits.
+
+    The signal is Ctrl-C or SIGTERM to this process, or one that stopped a single training or
+    evaluation command.
+
+    Raises:
+        SystemExit: If a signal stopped the study.
+    """
+    # SIGTERM, from `kill` or a job's time limit, stops the study as Ctrl-C does.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    except (KeyboardInterrupt, StoppedError):
+        runner.stop()
+        sys.exit("study stopped; run the same command again to continue")
+
+
+def repeat(
+    study: Study, recipe: Path, work: Path, by_run: Mapping[str, Line], name: str
+) -> list[str]:
+    """Train and evaluate a finished run again; return its differences from the recorded line.
+
+    An interrupted repetition is resumed. When the repetition has finished, its folder is removed.
+
+    Args:
+        study: the study.
+        recipe: path of the study's recipe.
+        work: folder of the repetition.
+        by_run: result lines of finished runs by name.
+        name: name of the run to repeat.
+
+    Raises:
+        UserError: If the run has not finished; if its recorded line has other settings or another
+            corpus than the study has now; or if a command failed.
+        SystemExit: If a signal stopped the repetition.
+    """
+    losses = {run: line["measures"][HELD_OUT] for run, line in by_run.items()}
+    planned = {run.name: run for run in wanted_runs(study, study.cells, losses)}
+    if name not in planned or name not in by_run:
+        finished = ", ".join(run for run in planned if run in by_run)
+        raise UserError(f"--repeat names {name!r}; the finished runs are {finished or 'none'}")
+    runner = Runner(study, recipe, work)
+    runner.is_finished(planned[name], by_run[name])  # Raises for other settings.
+    with FileLock(
+        work.with_name(f"{work.name}.lock"), f"{format_path(work)}", "give another --work"
+    ):
+        with ThreadPoolExecutor(1) as pool, stopped_by_signals(runner):
+            line = pool.submit(runner.finish, planned[name]).result()
+        shutil.rmtree(work)
+    return differences(by_run[name], line)
 
 
 def missing_runs(

@@ -1,8 +1,10 @@
 """The YAML file of a study, and the runs that it plans.
 
+An example of a file:
+
 title: Language modelling at 1.8M parameters
 recipe: english_small.yaml             # relative to this file
-arms:                                  # overrides of the recipe by the name in tables
+arms:                                  # name in tables, and overrides of the recipe
   softmax: {model.attention.kind: softmax}
   diff_v1: {model.attention.kind: diff_v1}
 sizes:                                 # optional: every arm at every size
@@ -11,7 +13,10 @@ seeds: [1, 2, 3]
 choice: {key: optimizer.lr, grid: [0.001, 0.002, 0.004], seed: 0}
 evaluate: [--suite, loss, --data, held_out.jsonl]
 baseline: softmax
-compared: {test/loss: difference}
+derived:                               # optional: measures that are computed from others
+  answer / noise: {mean: ["needle-attention: answer"], over: ["needle-attention: noise"]}
+compared: {test/loss: difference, answer / noise: ratio}
+scaling: [parameters, tokens]          # optional: shares of the baseline's at equal loss
 along:                                 # optional: measures of reported runs during training
   every: 250                           # steps
   evaluate: [--suite, attention-analysis, --data, held_out.jsonl]
@@ -63,6 +68,7 @@ class Choice(Section):
 
 
 _How = Literal["difference", "ratio"]
+Against = Literal["parameters", "tokens"]
 
 
 class DuringTraining(Section):
@@ -80,6 +86,18 @@ class DuringTraining(Section):
     compared: Annotated[dict[str, _How], Field(min_length=1)]
 
 
+class Derived(Section):
+    """A measure of a run that is computed from other measures of the run.
+
+    Attributes:
+        mean: measures whose mean is taken.
+        over: measures by whose mean the first mean is divided; empty: no division.
+    """
+
+    mean: Annotated[tuple[str, ...], Field(min_length=1)]
+    over: tuple[str, ...] = ()
+
+
 class Study(Section):
     """The content of a study's file.
 
@@ -94,8 +112,12 @@ class Study(Section):
         evaluate: arguments of ``diffmegatron evaluate`` for reported runs, without target and
             ``--out``.
         baseline: name of the arm that all others are compared with, at equal size and seed.
+        derived: additional measures of a run, by name.
         compared: for each measure in the report, "difference" or "ratio": how arms are compared
             with the baseline.
+        scaling: quantities of which the report has the share that each arm needs for the loss of
+            the baseline, by the power laws of the suite ``scaling``. "parameters" compares the last
+            held-out losses of all sizes, and "tokens" the held-out losses during training.
         along: measures during training; None for measures of the final weights alone.
     """
 
@@ -107,7 +129,9 @@ class Study(Section):
     choice: Choice | None = None
     evaluate: tuple[str, ...] = ()
     baseline: str
+    derived: dict[str, Derived] = Field(default={})
     compared: dict[str, _How] = Field(default={"test/loss": "difference"})
+    scaling: tuple[Against, ...] = ()
     along: DuringTraining | None = None
 
     @model_validator(mode="after")
@@ -118,6 +142,11 @@ class Study(Section):
             raise ValueError(
                 f"choice.seed {self.choice.seed} is one of seeds {list(self.seeds)}; choose on a "
                 "seed that is not reported"
+            )
+        if "parameters" in self.scaling and len(self.sizes) < 2:
+            raise ValueError(
+                f"scaling has 'parameters', and the study has {len(self.sizes)} named sizes; a "
+                "power law needs two or more"
             )
         return self
 

@@ -21,9 +21,10 @@ from scipy import stats
 from diffmegatron.attention.variants import VARIANTS
 from diffmegatron.evaluation.bootstrap import Estimate
 from diffmegatron.evaluation.report_pages import Table, markdown_table
+from diffmegatron.evaluation.suites.scaling import Point, PowerLaw, fit_power_law
 from diffmegatron.files import write_durably
 from diffmegatron.training.monitoring.evaluators import HELD_OUT
-from tools.benchmarks.study_file import Cell, DuringTraining, Study
+from tools.benchmarks.study_file import Against, Cell, Derived, DuringTraining, Study
 from tools.benchmarks.study_runs import Line
 
 _NOTE = (
@@ -31,23 +32,41 @@ _NOTE = (
     "seed by seed, as runs of one seed read the same batches; a ratio is the geometric mean of "
     "the seeds' ratios. Runs that choose a value are of another seed and are in no mean."
 )
+_SCALING_NOTES = {
+    "parameters": (
+        "For each seed and arm, a power law a N^-b is fitted to the last held-out losses of all "
+        "sizes, where N is the number of parameters without embeddings. The share is N of the row "
+        "over the N at which the baseline's law has the loss of the arm's law."
+    ),
+    "tokens": (
+        "For each seed and arm, a power law a T^-b is fitted to the held-out losses during "
+        "training, where T is the number of trained tokens. The share is T at the end over the T "
+        "at which the baseline's law has the loss of the arm's law. The learning rate decays "
+        "during training, so shorter complete runs could have lower losses."
+    ),
+}
 _SIGNS = {"difference": "+", "ratio": ""}
 # Result of a comparison between equal arms.
 _EQUAL = {"difference": 0, "ratio": 1}
-_DASHES = ("-", "--", ":", "-.")
+Dashes = str | tuple[int, tuple[int, ...]]
+# Equal in number to the markers. The last two are an offset and the lengths of strokes and gaps.
+_DASHES: Sequence[Dashes] = ("-", "--", ":", "-.", (0, (3, 1, 1, 1, 1, 1)), (0, (8, 2, 2, 2)))
 _MARKERS = "osD^vP"
 _COLUMNS = 3
+# Key of a result line with the x of a power law.
+_COUNT_OF = {"parameters": "parameters without embeddings", "tokens": "tokens"}
 
 Lines = Sequence[Line]
 BySeed = Mapping[int, float]
 # Color, dashes and marker of each arm in plots, by the arm's name.
-Styles = Mapping[str, tuple[tuple[float, ...], str, str]]
+Styles = Mapping[str, tuple[tuple[float, ...], Dashes, str]]
 
 
 def write_report(study: Study, by_run: Mapping[str, Line], path: Path) -> None:
     """Write ``PATH.md``, ``PATH.png`` and ``PATH_along.png`` from the lines of finished runs.
 
-    ``PATH_along.png`` shows the measures during training; it is written only if there are any.
+    ``PATH.png`` is written only if a reported run has finished. ``PATH_along.png`` shows the
+    measures during training, and is written only if there are any.
 
     Args:
         study: the study.
@@ -55,7 +74,11 @@ def write_report(study: Study, by_run: Mapping[str, Line], path: Path) -> None:
         path: path without suffix.
     """
     reported: dict[Cell, Lines] = {
-        cell: [line for line in of_cell(by_run, cell) if line["is_reported"]]
+        cell: [
+            with_derived(line, study.derived)
+            for line in of_cell(by_run, cell)
+            if line["is_reported"]
+        ]
         for cell in study.cells
     }
     parts = [f"# {study.title}", _NOTE, markdown_table(runs_table(reported))]
@@ -63,6 +86,12 @@ def write_report(study: Study, by_run: Mapping[str, Line], path: Path) -> None:
         is_measured = any(values_by_seed(lines, measure) for lines in reported.values())
         table = markdown_table(measure_table(study, reported, measure))
         parts += [f"## {measure}", table if is_measured else "No finished run has this measure."]
+    for against in study.scaling:
+        parts += [
+            f"## Share of {study.baseline}'s {against} at equal loss",
+            _SCALING_NOTES[against],
+            markdown_table(share_table(study, reported, against)),
+        ]
     if study.along is not None:
         parts += along_parts(study, study.along, reported, path)
     if study.choice is not None:
@@ -82,6 +111,22 @@ def of_cell(by_run: Mapping[str, Line], cell: Cell) -> list[Line]:
         each for each in by_run.values() if (each["size"], each["arm"]) == (cell.size, cell.arm)
     ]
     return sorted(lines, key=lambda line: line["seed"])
+
+
+def with_derived(line: Line, derived: Mapping[str, Derived]) -> Line:
+    """Return a result line with the derived measures; those that lack a measure are left out.
+
+    Args:
+        line: result line of a run.
+        derived: derived measures by name.
+    """
+    measures = dict(line["measures"])
+    for name, each in derived.items():
+        if not {*each.mean, *each.over} - line["measures"].keys():
+            measures[name] = statistics.fmean(measures[part] for part in each.mean)
+            if each.over:
+                measures[name] /= statistics.fmean(measures[part] for part in each.over)
+    return {**line, "measures": measures}
 
 
 def seeds_interval(values: Sequence[float]) -> Estimate:
@@ -182,6 +227,55 @@ def to_baseline(
     baseline = reported[baseline_of(study, cell)]
     values, others = (values_by_seed(lines, measure) for lines in (reported[cell], baseline))
     return compare(values, others, study.compared[measure])
+
+
+def share_table(study: Study, reported: Mapping[Cell, Lines], against: Against) -> Table:
+    """Return a table of each cell's share of the baseline's parameters or tokens at equal loss."""
+    rows = []
+    for cell in reported:
+        if cell.arm != study.baseline:
+            shares = shares_by_seed(reported, cell, baseline_of(study, cell), against)
+            found = compare(shares, dict.fromkeys(shares, 1.0), "ratio")
+            rows.append((_label(cell), str(len(shares)), shown_estimate(found) if found else ""))
+    return ("arm", "seeds", f"share of {study.baseline}'s {against}"), rows
+
+
+def shares_by_seed(
+    reported: Mapping[Cell, Lines], cell: Cell, baseline: Cell, against: Against
+) -> dict[int, float]:
+    """Return the share of the baseline's parameters or tokens at equal loss, by seed.
+
+    A share below 1 means that the cell needs less than the baseline. A seed is left out if one of
+    the two laws cannot be fitted.
+    """
+    laws, base_laws = (laws_by_seed(reported, each, against) for each in (cell, baseline))
+    found = {}
+    for line in reported[cell]:
+        law, base = laws[line["seed"]], base_laws.get(line["seed"])
+        if law is not None and base is not None:
+            x = line[_COUNT_OF[against]]
+            found[line["seed"]] = x / base.size(law.loss(x))
+    return found
+
+
+def laws_by_seed(
+    reported: Mapping[Cell, Lines], cell: Cell, against: Against
+) -> dict[int, PowerLaw | None]:
+    """Return the power law of a cell's held-out losses by seed; None where no law can be fitted.
+
+    With ``against`` "parameters", a law is fitted to the last losses of the cell's arm at all
+    sizes. With "tokens", it is fitted to all losses of the cell after the first step.
+    """
+    points: dict[int, list[Point]] = defaultdict(list)
+    for other, lines in reported.items():
+        for line in lines:
+            if against == "parameters" and other.arm == cell.arm:
+                points[line["seed"]].append((line[_COUNT_OF[against]], line["held out"][-1][1]))
+            elif against == "tokens" and other == cell:
+                points[line["seed"]] += [
+                    (tokens, loss) for tokens, loss in line["held out"] if tokens
+                ]
+    return {seed: fit_power_law(each) for seed, each in points.items()}
 
 
 def along_parts(
@@ -310,6 +404,8 @@ def draw(study: Study, reported: Mapping[Cell, Lines], path: Path) -> None:
         draw_curves(panel, curves, styles)
         title = f"Held-out loss{', ' + size if size else ''} (mean, 95% interval over seeds)"
         panel.set(title=title, ylabel="nats per token")
+        if curves:
+            panel.legend()
     for panel, measure in zip(axes[len(sizes) :], study.compared, strict=False):
         draw_comparison(panel, study, reported, measure, styles)
     figure.savefig(path, dpi=130)
@@ -338,6 +434,8 @@ def draw_along(
             panel = next(panels)
             draw_curves(panel, curves, styles)
             panel.set_title(f"{measure}{', ' + size if size else ''}")
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", ncols=_COLUMNS)
     figure.savefig(path, dpi=130)
 
 
@@ -388,7 +486,7 @@ def draw_curves(
         seeds = max((len(values) for values in points.values()), default=0)
         means = [estimate.value for estimate in found]
         label = f"{cell.arm}, {seeds} {'seed' if seeds == 1 else 'seeds'}"
-        axes.plot(tokens, means, dashes, color=color, label=label)
+        axes.plot(tokens, means, linestyle=dashes, color=color, label=label)
         bands = [
             (each, estimate.low, estimate.high)
             for each, estimate in zip(tokens, found, strict=True)
@@ -399,8 +497,6 @@ def draw_curves(
     axes.set_xlabel("tokens")
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     axes.grid(alpha=0.3)
-    if curves:
-        axes.legend()
 
 
 def loss_points(lines: Lines) -> dict[float, list[float]]:

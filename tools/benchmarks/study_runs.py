@@ -7,7 +7,7 @@ import platform
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib import metadata
 from math import inf
 from pathlib import Path
@@ -200,7 +200,8 @@ class Runner:
             folder: name of the folder for the results, within the folder of the study's runs.
 
         Returns:
-            For the last component of each target's path, a dict of its measures by name.
+            A dict for each target: its measures by name. The key of a target is the last component
+            of its path.
         """
         out = self._work / folder / run.name
         self._call(run, "evaluate", *targets, *arguments, "--out", out)
@@ -283,6 +284,25 @@ class Runner:
             "measures": {name: figures[name] for name in names if name in figures},
             "environment": describe_environment(),
         }
+
+
+def differences(recorded: Line, repeated: Line) -> list[str]:
+    """Return a sentence for each value in which two lines of a run differ, except the speed."""
+    first, second = (dict(_values(json.loads(json.dumps(each)))) for each in (recorded, repeated))
+    return [
+        f"{name} is {second.get(name)!r}, and {first.get(name)!r} was recorded"
+        for name in first | second
+        if first.get(name) != second.get(name) and name != "measures, tokens per second"
+    ]
+
+
+def _values(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the numbers, texts and truth values of nested dicts and lists with their keys."""
+    if not isinstance(value, dict | list):
+        yield name, value
+        return
+    for key, each in value.items() if isinstance(value, dict) else enumerate(value):
+        yield from _values(each, f"{name}, {key}" if name else str(key))
 
 
 def describe_run(run: PlannedRun) -> Line:

