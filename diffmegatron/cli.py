@@ -221,9 +221,13 @@ def export(
         ),
     ],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory to create")],
-    verify: Annotated[bool, typer.Option(help="Load the written files and compare logits")] = True,
+    verify: Annotated[bool, typer.Option(help="Compare logits with the trained network's")] = True,
 ) -> None:
-    """Export a checkpoint to Hugging Face and compare logits."""
+    """Export a checkpoint to a Hugging Face folder.
+
+    Unless --no-verify is given, transformers loads the folder, and the command compares its logits
+    with the trained network's.
+    """
     from diffmegatron import api
 
     verified = api.export(checkpoint, out, verify=verify)

@@ -61,7 +61,7 @@ class Finding:
     Attributes:
         name: package, device or setting that was examined.
         value: what was found, such as a version.
-        note: purpose of a package, or reason for the value; empty: none.
+        note: purpose of a package, memory and peak of a GPU, or reason for the value; may be empty.
     """
 
     name: str

@@ -2,10 +2,11 @@
 
 
 class UserError(ValueError):
-    """A mistake in the user's input, such as a recipe, a path, a file or a layout.
+    """An error for the user, usually a mistake in a recipe, a path, a file or a layout.
 
-    The message is one sentence that names what is wrong, its value and a correct value. The command
-    line prints the message without a traceback and exits with ``exit_status``.
+    The subclass :class:`MachineError` is for failures of machines instead. The message is one
+    sentence that names what is wrong, its value and a correct value. The command line prints the
+    message without a traceback and exits with ``exit_status``.
     """
 
     exit_status = 2
@@ -22,7 +23,7 @@ class MachineError(UserError):
 
 
 class UnfitNodeError(MachineError):
-    """A failure of this machine; the job may succeed on other machines.
+    """A failure of one machine; the job may succeed on other machines.
 
     After this ``exit_status``, ``launch/slurm.sh`` restarts the job, without this machine if enough
     others remain. The value is EX_OSERR of sysexits.h.
@@ -32,4 +33,4 @@ class UnfitNodeError(MachineError):
 
 
 class NotFiniteError(Exception):
-    """A model computed NaN or infinity; the message says which number it is."""
+    """NaN or infinity in the results of a model; the message names the quantity, such as a loss."""

@@ -46,9 +46,7 @@ def read_bytes(path: Path, *, max_bytes: int = MAX_BYTES) -> bytes:
             raise UserError(f"cannot read {format_path(path)}: {os_error_text(error)}") from None
     content = b"".join(pieces)
     if len(content) > max_bytes:
-        raise UserError(
-            f"{format_path(path)} is larger than the {max_bytes} bytes that it may have"
-        )
+        raise UserError(f"{format_path(path)} is larger than the limit of {max_bytes} bytes")
     return content
 
 
@@ -256,7 +254,7 @@ def check_utf8(*paths: Path) -> None:
             str(path).encode()
         except UnicodeEncodeError:
             raise UserError(
-                f"{format_path(path)} is not a name in UTF-8; give one that is"
+                f"{format_path(path)} is not valid UTF-8; give a name that is"
             ) from None
 
 
@@ -273,8 +271,8 @@ def printable(path: str | Path) -> str:
 def shortest_ends(paths: Sequence[PurePath]) -> list[str]:
     """Return for each path its shortest ending that no other path has.
 
-    For ``runs/a/hf`` and ``runs/b/hf`` the endings are ``a/hf`` and ``b/hf``. If another path has
-    all endings of a path, as ``runs/hf`` has those of ``hf``, the result is the whole path.
+    For ``runs/a/hf`` and ``runs/b/hf`` the endings are ``a/hf`` and ``b/hf``. A path without
+    such an ending is returned whole, such as ``hf`` beside ``runs/hf``.
     """
     every = Counter(end for path in paths for end in _ends(path))
     return [

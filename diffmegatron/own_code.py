@@ -117,11 +117,11 @@ def module_name(name: str) -> str:
 
 
 def import_recipe_code(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Import the code that a recipe and ``--import`` name; return the recipe's values with both.
+    """Import the code that a recipe and ``--import`` name; return the recipe with all the names.
 
-    In the result, the key ``imports`` lists the recipe's own names and those passed to
-    ``--import``, so that checkpoints record both. If ``imports`` has the wrong type, nothing is
-    imported, and the values are returned unchanged.
+    In the result, the key ``imports`` lists the names passed to ``--import`` and the recipe's own
+    names, so that checkpoints record both. If ``imports`` has the wrong type, nothing is imported,
+    and the values are returned unchanged.
     """
     own = values.get(IMPORTS_KEY) or []
     if not isinstance(own, list) or not all(isinstance(each, str) for each in own):

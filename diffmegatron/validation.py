@@ -21,7 +21,7 @@ def validated(schema: type[Model], values: Any, name: str) -> Model:
         name: source of the values, such as the path of a file. The error message begins with it.
 
     Raises:
-        UserError: a key is unknown or missing, or a value does not fit.
+        UserError: If a key is unknown or missing, or a value does not fit.
     """
     try:
         return schema.model_validate(values)

@@ -1,1 +1,1 @@
-"""Attempts (starts of a job): how each rank ended, the decision to requeue, and the ledger."""
+"""Attempts (starts of a job's ranks): ends of ranks, the decision to requeue, and the ledger."""

@@ -1,4 +1,4 @@
-"""Decide after an attempt (one start of a job) whether the job is requeued or ends.
+"""Decide after an attempt (one start of a job's ranks) whether the job continues or ends.
 
 The decision uses the exit status, reason, host and time that each rank recorded
 (:class:`~diffmegatron.attempts.ends.End`). The exit status of srun is not used, because it is the
@@ -32,7 +32,7 @@ class Cause(StrEnum):
     STOPPED = "stopped"
     """A signal or the time limit stopped the ranks. The job is requeued."""
     FAULT = "fault"
-    """A rank crashed, hung or did not connect. The job is requeued.
+    """A rank crashed, hung or did not connect. The ranks restart, at once or after a requeue.
 
     The job ends instead after too many faults in a row (``ledger.MAX_FAULTS``).
     """
@@ -76,11 +76,11 @@ def decide(
        they had anything to save, the attempt was stopped too, unless a signal other than a stop
        signal killed a rank.
     3. If a rank failed the preflight checks of its node, the cause is a fault of this node.
-    4. If the job was killed and some ranks recorded no end, the attempt is lost, unless a rank
-       recorded that a signal other than a stop signal killed it. A rank that failed without a
-       signal is ignored here, because ranks fail when their peers are killed.
-    5. If a rank failed in any other way, except by a stop signal, or if it recorded no end, the
-       cause is a fault.
+    4. If the job was killed and some ranks recorded no end, the attempt is lost, unless the exit
+       status of a rank shows that a signal other than a stop signal killed it. A rank that failed
+       without a signal is ignored here, because ranks fail when their peers are killed.
+    5. If a rank recorded no end, or failed in any other way (but not by a stop signal), the cause
+       is a fault.
     6. If a stop signal killed ranks that had not yet installed their signal handlers, the attempt
        was stopped.
     7. In the remaining case all ranks ended with status 0, and the job is finished.
@@ -93,7 +93,7 @@ def decide(
     """
     if was_killed:
         # Slurm ends the ranks of a killed job with SIGKILL. If the shell of a rank outlives the
-        # rank, it records this status. Ignore these records, because they are not faults.
+        # rank, it records the status 128 + SIGKILL. Ignore these records: they show no fault.
         ends = _select(ends, lambda end: end.status != _SIGNAL + signal.SIGKILL)
     mistakes = _select(ends, lambda end: end.status == UserError.exit_status)
     if mistakes:
@@ -129,18 +129,19 @@ def decide(
         failed = {rank: failed[rank] for rank in failed if rank not in unmet}
         if missing and 2 * len(missing) <= ranks and _only_waited(failed, set(absent)):
             reason = (
-                f"{_list_ranks(missing)} left no exit status, and the others waited: lost or frozen"
+                f"{_list_ranks(missing)} left no exit status, probably lost or frozen, and the "
+                "other ranks waited"
             )
             return Decision(Cause.FAULT, reason, absent)
         return _fault(failed, ranks)
     if missing:
-        reason = f"{_list_ranks(missing)} left no exit status: it was killed, or the node was lost"
+        reason = f"{_list_ranks(missing)} left no exit status, probably killed or on a lost node"
         return Decision(Cause.FAULT, reason, absent if len(missing) < ranks else ())
     interrupted = _select(ends, lambda end: end.status in _STOP_STATUSES)
     if interrupted:
         name = signal.Signals(next(iter(interrupted.values())).status - _SIGNAL).name
         return Decision(
-            Cause.STOPPED, f"{name} ended {_list_ranks(list(interrupted))} before a step"
+            Cause.STOPPED, f"{name} ended {_list_ranks(list(interrupted))} before the first step"
         )
     return Decision(Cause.FINISHED, "all steps are done")
 
@@ -205,7 +206,7 @@ def _describe_status(end: End) -> str:
         number = end.status - _SIGNAL
         names = {each.value: each.name for each in signal.Signals}
         return f"killed by {names.get(number, f'signal {number}')}"
-    return f"ended with status {end.status} without a message, as the watchdog ends a hung rank"
+    return f"ended with status {end.status} without a message, probably hung, by the watchdog"
 
 
 def _select(ends: Mapping[int, End], condition: Callable[[End], bool]) -> dict[int, End]:
@@ -217,9 +218,9 @@ def _hosts(ends: Mapping[int, End]) -> tuple[str, ...]:
 
 
 def _first_reason(ends: Mapping[int, End], default: str) -> str:
-    """Return a text with the rank, host and reason of the first rank that recorded a reason.
+    """Return a text with the number, host and reason of the lowest rank that recorded a reason.
 
-    If no rank recorded a reason, the text has the first rank and its host, and the reason is
+    If no rank recorded a reason, the text has the lowest rank and its host, and the reason is
     ``default``.
     """
     rank = next((rank for rank, end in ends.items() if end.reason), next(iter(ends)))

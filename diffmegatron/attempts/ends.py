@@ -1,8 +1,9 @@
 """Records of how the ranks of an attempt ended: one JSON file per rank in the attempt's directory.
 
-An attempt is one start of a job. A rank writes its own file when it ends. If the rank cannot (after
-SIGKILL, or when the watchdog ends it), the shell in ``slurm.sh`` that started the rank writes a
-file with only the exit status. A rank without a file was killed together with its shell or node.
+An attempt is one start of a job's ranks. A rank writes its own file when it ends. If the rank
+cannot (after SIGKILL, or when the watchdog ends it), the shell in ``slurm.sh`` that started the
+rank writes a file with the exit status, host and time. A rank without a file was killed together
+with its shell or node.
 """
 
 import logging
@@ -92,7 +93,9 @@ class Heartbeat(Section):
 
 
 class RankRecord:
-    """Writer of a rank's heartbeat and end, a context manager around all work of the rank.
+    """Writer of a rank's end and, on rank 0, of the heartbeat.
+
+    It is a context manager around all work of the rank.
 
     Args:
         folder: directory of the attempt; None: nothing is written.

@@ -1,4 +1,4 @@
-"""Ledger of a job: one entry for each attempt (one start of the job) in ``run_dir/attempts``.
+"""Ledger of a job: one entry for each attempt (start of the job's ranks) in ``run_dir/attempts``.
 
 The entry ``NNNN.json`` is written when attempt NNNN begins, and again when it ends. ``NNNN/`` is
 the attempt's directory, in which every rank records how it ended. The end of an attempt is computed
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 ATTEMPTS = "attempts"
 MAX_FAULTS = 10
 """Number of faults in a row, without a new checkpoint between them, after which a job ends."""
-# Number of the last attempts in which a host's faults and slow ranks are counted.
+# Number of latest attempts that are examined for faults and slow ranks of hosts.
 _RECENT_ATTEMPTS = 10
 # The job avoids a host that had a fault or a slow rank in at least this many of the last attempts.
 # One attempt is not enough, because the cause of a single fault may be elsewhere.
@@ -53,7 +53,7 @@ class Facts(Section):
 
 
 class Attempt(Section):
-    """One entry of the ledger: the record of one start of the job.
+    """One entry of the ledger: the record of one start of the job's ranks.
 
     A recipe can describe several stages, which are trained one after the other. Without stages, the
     whole run is the only stage.
@@ -328,8 +328,9 @@ class Ledger:
 def suspects(attempts: Sequence[Attempt]) -> dict[str, int]:
     """Return a dict from a host to the number of recent attempts in which it failed or was slow.
 
-    Of the last ten attempts, those are counted in which the host is blamed for the end or had a
-    slow rank. Hosts with the number 0 are absent. The host with the largest number comes first.
+    The last ten attempts are examined. An attempt counts for a host if the host is blamed for the
+    end of the attempt or had a slow rank in it. Hosts with the number 0 are absent. The host with
+    the largest number comes first.
     """
     recent = attempts[-_RECENT_ATTEMPTS:]
     named = [host for each in recent for host in {*each.hosts, *each.stragglers}]

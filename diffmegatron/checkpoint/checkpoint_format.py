@@ -11,8 +11,8 @@ A checkpoint is a directory with these files:
 A run with another parallel layout can read everything except the random states.
 
 A checkpoint may hold only weights, for example of an imported model. A run can start from such a
-checkpoint but not resume from it. Its weights are split into as many files as the maximum file size
-requires.
+checkpoint but not resume from it. Its weights are also in files ``rank_XXXXX.safetensors``, but the
+number of files follows from a maximum file size and not from the number of ranks.
 
 ``sharded.py`` splits tensors into the pieces that each rank stores, ``writing.py`` writes the bytes
 of a file, and ``checkpoint_manifest.py`` lists the files with their checksums.
@@ -50,8 +50,8 @@ from diffmegatron.files import MAX_BYTES, format_path, parse_json, read_bytes
 
 STATE = "state.json"
 # Largest accepted size of each of the two files, in bytes. The limits are generous because users
-# choose two lengths: that of the recipe's list of data sources, and that of the window of recent
-# losses, which the guard against loss spikes stores in the state.
+# choose how many data sources the recipe lists, and how many recent losses the guard against loss
+# spikes stores in the state.
 _MAX_BYTES = {RECIPE: 1 << 24, STATE: MAX_BYTES}
 
 _LIBRARIES = ("torch", "megatron-core", "deepspeed")
@@ -86,10 +86,10 @@ class Position:
     """The progress of a run, which is equal on every rank.
 
     Attributes:
-        step: number of steps done, including steps whose update the guard skipped.
+        step: number of steps done, including those that the guard against loss spikes skipped.
         updates: number of optimizer updates applied; Adam's step count.
         data: state of the data loader; None at the beginning.
-        guard: state of the guard against loss spikes; None at the beginning.
+        guard: state of this guard; None at the beginning.
     """
 
     step: int
@@ -132,8 +132,8 @@ class Checkpoint:
     def fingerprint(self) -> str:
         """Return a hash of the weights, 16 hex digits, that distinguishes models of the same shape.
 
-        The hash covers only the first row of every layer's linear_qkv weight. It does not depend on
-        the layout and precision of the run that wrote the checkpoint.
+        The hash covers only the first row of every layer's linear_qkv weight. Checkpoints with
+        equal weights have equal hashes, even if their runs had different parallel layouts.
         """
         digest = hashlib.sha256()
         for layer in range(self.recipe.model.num_layers):

@@ -158,8 +158,9 @@ def _check_ordinary(path: Path, status: os.stat_result) -> None:
 def _no_checkpoint(directory: Path) -> str:
     """Return the error message for a path that is not a checkpoint.
 
-    The message names up to five checkpoints in the folder ``checkpoints`` of this path, in the path
-    itself or in its parent folder.
+    Three folders are searched for checkpoints in this order: ``checkpoints`` in the path, the path
+    itself, its parent. The message names the newest checkpoints (up to five) of the first folder
+    that has any.
     """
     kind = "it is a file" if directory.is_file() else f"it has no {MANIFEST}"
     if not directory.exists():

@@ -74,7 +74,10 @@ class CheckpointStore:
         return found
 
     def latest(self) -> Path | None:
-        """Return the path of the newest complete checkpoint; log a warning for damaged ones."""
+        """Return the path of the newest complete checkpoint, or None if there is none.
+
+        Log a warning for damaged checkpoints.
+        """
         complete = self.complete()
         return self.path(complete[-1]) if complete else None
 
@@ -94,7 +97,7 @@ class CheckpointStore:
             unfinished.mkdir(parents=True)
         except OSError as error:
             raise UserError(
-                f"cannot write checkpoints in {self.directory}: {error.strerror}"
+                f"cannot write checkpoints in {format_path(self.directory)}: {os_error_text(error)}"
             ) from None
         return unfinished
 
@@ -137,7 +140,8 @@ class CheckpointStore:
     def set_aside(self, step: int) -> Path:
         """Rename a checkpoint so that no reader finds it any more, but keep its files.
 
-        This is for a checkpoint after which the run could not apply a step.
+        This is for a run that applied no step between two rollbacks: the second rollback sets the
+        newest checkpoint aside and uses an older one.
 
         Returns:
             The new path.

@@ -70,8 +70,10 @@ def stage_folders(
 def last_stage(run_dir: Path) -> StageFolder:
     """Return the last stage that has a checkpoint; for a run without stages, its only folder.
 
+    A stage is a last one if no other stage with a checkpoint started from it.
+
     Raises:
-        UserError: ``run_dir`` has no checkpoint, or several last stages.
+        UserError: ``run_dir`` has no checkpoint, or more than one last stage.
     """
     begun = [folder for folder in stage_folders(run_dir) if folder.store.steps()]
     if not begun:
@@ -90,7 +92,8 @@ def only_last(folders: Sequence[StageFolder]) -> StageFolder:
     if len(ends) > 1:
         listed = ", ".join(format_path(folder.run_dir) for folder in ends)
         raise UserError(
-            f"{format_path(ends[0].run_dir.parent)} has several last stages; give one of {listed}"
+            f"{format_path(ends[0].run_dir.parent)} has several stages from which no other "
+            f"stage started; give one of {listed}"
         )
     return ends[0]
 
@@ -118,7 +121,8 @@ def newest_checkpoint(path: Path) -> Path | None:
         None if ``path`` is not a ``run_dir``, or has only damaged checkpoints.
 
     Raises:
-        UserError: ``path`` is a ``run_dir`` without checkpoints or with several last stages.
+        UserError: ``path`` is a ``run_dir`` without checkpoints, or with more than one last stage
+            (see :func:`last_stage`).
     """
     return last_stage(path).store.latest() if is_run_dir(path) else None
 

@@ -13,7 +13,8 @@ from diffmegatron.files import shorten
 from diffmegatron.section import divisors
 
 # Largest supported number of ranks, about ten times as many as the largest GPU clusters have. The
-# limit keeps the search for layouts (plan/search.py) fast, which tries divisors of such numbers.
+# search for layouts (plan/search.py) tries divisors of the number of ranks, and the limit keeps it
+# fast.
 MAX_WORLD_SIZE = 2**20
 
 
@@ -81,8 +82,8 @@ def data_parallel_size(recipe: RecipeSections, world_size: int) -> int:
 def context_communication(recipe: RecipeSections) -> Literal["ring", "all_gather", "ulysses"]:
     """Return the communication method of the context-parallel ranks, with ``auto`` resolved.
 
-    ``auto`` prefers Ulysses. It moves the least data (each rank sends its own queries, keys, values
-    and outputs once), and its kernels are as fast as on one rank. Ulysses requires that the
+    ``auto`` prefers Ulysses, which moves the least data (each rank sends its own queries, keys,
+    values and outputs once), and its kernels are as fast as on one rank. Ulysses requires that the
     context-parallel size divides the number of key-value heads per tensor-parallel rank. If it does
     not, ``auto`` selects the ring, which works with any number of ranks. ``auto`` never selects
     ``all_gather``, where each rank saves the keys and values of the whole sequence for the backward

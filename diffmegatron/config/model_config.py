@@ -22,8 +22,8 @@ class Initialization(Section):
 
     ``scaled`` (default) divides ``std`` by sqrt(2 * num_layers) for the two projections of a layer
     that write into the residual stream, so that the variance of the stream does not grow with depth
-    (GPT-2, and Megatron-core's default). ``normal`` uses ``std`` everywhere. Norm weights start at
-    1. Each kind of attention defines the initial values of its own parameters.
+    (GPT-2, and Megatron-core's default). ``normal`` uses ``std`` for them too. Norm weights start
+    at 1. Each kind of attention defines the initial values of its own parameters.
 
     The paper of the Differential Transformer does not name a scheme. By default, embeddings start
     at N(0, 1) and not with ``std``. The reason is that the residual stream adds the output of the

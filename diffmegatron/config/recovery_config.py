@@ -37,7 +37,8 @@ class GuardConfig(Section):
 
     After ``patience`` skipped steps in a row, of either kind, ``then`` selects what the run does:
     ``stop`` ends it; ``rollback`` loads the newest intact checkpoint and continues with the data
-    after the skipped steps. After ``max_rollbacks`` rollbacks the run stops instead.
+    after the skipped steps. A run that has already rolled back ``max_rollbacks`` times stops
+    instead of rolling back again.
     """
 
     spikes: Literal["ignore", "record", "skip"] = "record"

@@ -35,7 +35,7 @@ _FREE = frozenset({*_ROTARY, "model.initialization"})
 
 @dataclass(frozen=True)
 class Stage:
-    """One entry of ``stages``.
+    """One entry of ``stages``: a training that usually starts with the weights of an earlier stage.
 
     Attributes:
         changes: values of the stage, nested by section. They replace the values that the recipe has
@@ -50,6 +50,8 @@ class Stage:
 
 def read_stages(stages: Any, path: str) -> dict[str, Stage]:
     """Return the stages of a recipe by name, in order.
+
+    A stage without the key ``start_from`` starts from the stage before it, if there is one.
 
     Raises:
         UserError: ``stages`` of the file ``path`` is not a list of mappings with valid, different
@@ -156,7 +158,8 @@ def check_can_start_from(before: Recipe, before_name: str, now: Recipe, now_name
         for recipe, of in ((before, before.model.attention), (now, attention))
     )
     free = _FREE | {f"model.attention.{key}" for key in attention.free_keys}
-    # An imported recipe has the tokenizer's absolute path, so compare resolved paths.
+    # One recipe may have a relative path, and the other the absolute path of the same tokenizer (as
+    # in the recipe that ``diffmegatron import`` writes), so compare resolved paths.
     if realpath(was["data.tokenizer"]) == realpath(is_now["data.tokenizer"]):
         free |= {"data.tokenizer"}
     for key, value in is_now.items():

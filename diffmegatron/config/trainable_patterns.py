@@ -43,7 +43,8 @@ def trained_parts(tensor: NamedTensor, recipe: RecipeSections) -> tuple[str, ...
     return _matched_parts(tensor.name, parts, recipe.optimizer.trainable or ())
 
 
-# Cached, because a search estimates thousands of parallel layouts, all with the same tensors.
+# Cached, because `diffmegatron plan --search` estimates the memory of thousands of layouts, and
+# calls this function with the same arguments for each of them.
 @lru_cache(maxsize=2**14)
 def _matched_parts(name: str, parts: tuple[str, ...], patterns: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(part for part in parts if any(_matches(each, name, part) for each in patterns))

@@ -62,11 +62,11 @@ class TrainingConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _profile_is_of_the_run(self) -> Self:
+    def _profile_starts_within_run(self) -> Self:
         if self.profile is not None and self.profile.start > self.total_steps:
             raise ValueError(
                 f"training.profile.start {self.profile.start} is past the run's "
-                f"{self.total_steps} steps; give one of them"
+                f"{self.total_steps} steps; give a step from 1 to {self.total_steps}"
             )
         return self
 

@@ -58,7 +58,7 @@ class _Dumper(_Notation, yaml.SafeDumper):
 
 
 class _Loader(_Notation, yaml.SafeLoader):
-    """Loader that refuses deep nesting, too many nodes, tags and duplicate keys while it reads."""
+    """Loader that refuses tags, duplicate keys, deep nesting and too many nodes while it reads."""
 
     def __init__(self, stream: str) -> None:
         super().__init__(stream)

@@ -106,8 +106,8 @@ def choose_stage(stages: Sequence[Recipe], name: str | None) -> Recipe:
         name: name of a stage; None for a recipe without stages.
 
     Raises:
-        UserError: the recipe has several stages, and ``name`` is None or the name of none of them;
-            or the recipe has no stages, and ``name`` is not None.
+        UserError: the recipe has several stages, and ``name`` is None or not one of their names.
+            Also if the recipe has no stages, and ``name`` is not None.
     """
     if len(stages) == 1 and name is None:
         return stages[0]

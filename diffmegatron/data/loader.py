@@ -122,13 +122,13 @@ class Loader:
     is requested.
 
     Args:
-        samples: samples of the run, by number.
+        samples: samples of the run; ``samples[i]`` is sample i.
         seq_length: number s of input tokens per sample.
         micro_batch_size: samples per microbatch of one rank.
         global_batch_size: samples per optimizer step, over all ranks.
         data_parallel_rank: rank in the data-parallel group.
         data_parallel_size: number of data-parallel ranks.
-        consumed_samples: number of the first sample to read.
+        consumed_samples: index of the first sample to read.
         prefetch: number of steps to read ahead.
 
     Raises:
@@ -176,7 +176,7 @@ class Loader:
         """Return this rank's microbatches of one global batch.
 
         Args:
-            consumed_samples: number of the first sample of the global batch.
+            consumed_samples: index of the first sample of the global batch.
         """
         size = self._micro_batch_size
         firsts = (

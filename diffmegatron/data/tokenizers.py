@@ -354,7 +354,8 @@ def _parse_ranks(path: Path, content: bytes) -> dict[bytes, int]:
     """Return the rank of each token, from the lines ``base64(token) rank`` of a ``.tiktoken`` file.
 
     Raises:
-        UserError: the file has another form.
+        UserError: a line has another form, one of the 256 bytes is missing, or ranks are equal or
+            out of range.
     """
     try:
         pairs = [line.split() for line in content.splitlines() if line]

@@ -34,10 +34,11 @@ those of this rank.
 
 
 class Score(ABC):
-    """A method to score attention heads.
+    """A method to score attention heads, by which DEX selects the heads that get its term.
 
     Attributes:
-        highest: True if the heads with the highest scores are selected, False for the lowest.
+        highest: True if DEX selects the heads with the highest scores, False if it selects those
+            with the lowest.
     """
 
     highest: bool

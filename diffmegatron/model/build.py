@@ -29,8 +29,8 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 def transformer_config(recipe: Recipe) -> TransformerConfig:
     """Return Megatron-core's configuration for a recipe.
 
-    Only Megatron's rotary embedding and checks use the numbers of heads in this configuration. The
-    attention layers use the variant's :class:`~diffmegatron.attention.variants.base.Heads`.
+    Only Megatron-core's checks use the numbers of heads in this configuration. The attention layers
+    use the variant's :class:`~diffmegatron.attention.variants.base.Heads`.
     """
     model, parallel = recipe.model, recipe.parallel
     heads = model.attention.heads

@@ -29,9 +29,9 @@ from diffmegatron.model.language_model_loss import chunked_losses, cross_entropy
 class VirtualStage(LanguageModule):
     """Consecutive layers of the network on one pipeline rank.
 
-    The first virtual stage also has the embedding, and the last one the output layer. Without
-    interleaving, a pipeline stage is one virtual stage. Without pipeline parallelism, the network
-    is one virtual stage.
+    The first virtual stage of the network also has the embedding, and the last one the output
+    layer. Without interleaving, a pipeline stage is one virtual stage. Without pipeline
+    parallelism, the network is one virtual stage.
 
     Submodules and public attributes have Megatron-core's names, because Megatron-core's schedules
     and the sharded state of tied embeddings read them (tests/unit/model/test_megatron_attributes.py
@@ -47,8 +47,8 @@ class VirtualStage(LanguageModule):
         rope_scaling: scaling of the rotary frequencies.
         loss_chunk: number of positions whose logits are in memory at the same time; None for all.
         tied_embeddings: whether the output layer shares the embedding's weight.
-        pre_process: whether this is the first virtual stage, with the embedding.
-        post_process: whether this is the last virtual stage, with the loss.
+        pre_process: whether this is the network's first virtual stage, with the embedding.
+        post_process: whether this is the network's last virtual stage, with the loss.
         vp_stage: number of the virtual stage on this rank; None without interleaving.
     """
 
@@ -115,7 +115,8 @@ class VirtualStage(LanguageModule):
         """Set the hidden states received from the previous stage; Megatron's schedules call this.
 
         Args:
-            received: list of one tensor [s, b, hidden size]; ``[None]`` in the first virtual stage.
+            received: list of one tensor [s, b, hidden size]; ``[None]`` in the network's first
+                virtual stage.
         """
         (self._received,) = received
 
@@ -133,7 +134,7 @@ class VirtualStage(LanguageModule):
         of each sequence; ``position_ids`` does not change them.
 
         Returns:
-            1. In every virtual stage except the last: hidden states [s, b, hidden size].
+            1. In every virtual stage except the network's last: hidden states [s, b, hidden size].
             2. In the last one, with ``labels``: the loss of each token, float32 [b, s].
             3. In the last one, without ``labels``: this tensor-parallel rank's shard of the logits,
                [b, s, v].

@@ -34,8 +34,9 @@ class Shard:
         offset: index of the box's first element in the unsharded tensor, per axis.
         shape: shape of the box.
         start: index of the box's first element in the flattened parameter of this rank.
-        is_primary: whether this rank saves the box in checkpoints. Other ranks may have copies of
-            the box, which they do not save.
+        is_primary: whether this rank saves the box, or its ZeRO partition of the box, in
+            checkpoints. It is False for a copy that is not saved, for example on another
+            tensor-parallel rank.
     """
 
     name: str

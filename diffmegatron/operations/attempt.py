@@ -1,4 +1,7 @@
-"""Begin and end an attempt (one start of a job); the job script does this before and after srun."""
+"""Begin and end an attempt (one start of a job's ranks).
+
+The job script does this before and after srun.
+"""
 
 import os
 import shlex
@@ -123,7 +126,7 @@ def _may_use_spares(attempt: Attempt) -> bool:
 
 
 def exit_status(attempt: Attempt, bad_hosts: Sequence[str] = ()) -> int:
-    """Return the exit status of the job script for a job without spare nodes.
+    """Return the exit status of the job script if no spare node replaces a host.
 
     :func:`end` lists the statuses. When the run is over, the status is 0, 1 or 2.
 

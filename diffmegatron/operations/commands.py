@@ -1,6 +1,6 @@
 """Commands for jobs, attempts, preflight checks, the quickstart and the shipped recipes.
 
-An attempt is one start of a job.
+An attempt is one start of a job's ranks.
 """
 
 import os
@@ -235,7 +235,7 @@ configs = typer.Typer(
 
 @configs.command("list")
 def list_configs() -> None:
-    """List the recipes with a one-line description of each."""
+    """List recipes, cluster files and launch scripts."""
     from diffmegatron.operations import recipes
 
     for number, (title, names) in enumerate(recipes.groups().items()):
@@ -251,9 +251,9 @@ def copy_configs(
         Path | None, typer.Argument(metavar="DIR", help="Default: configs, or launch for launch")
     ] = None,
 ) -> None:
-    """Copy a recipe and the files that it extends.
+    """Copy a recipe, a cluster file or the launch scripts.
 
-    The copies are written to DIR, where you can edit them.
+    With a recipe, the files that it extends are copied too. You can edit the copies in DIR.
 
     Example: diffmegatron configs copy diff_3b_1t
     """

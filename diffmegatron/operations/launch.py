@@ -1,6 +1,6 @@
 """``diffmegatron launch``: check a run, write its job file and submit it to Slurm.
 
-An attempt is one start of a job, and the ledger is the record of all attempts in ``run_dir``.
+An attempt is one start of a job's ranks. The ledger is the record of all attempts in ``run_dir``.
 """
 
 import math
@@ -85,8 +85,8 @@ def prepare_launch(
         spares: number of additional nodes that replace failed ones.
 
     Raises:
-        UserError: the recipe, the cluster file, the data, the layout or the container is wrong,
-            another job uses ``run_dir``, or the run is finished.
+        UserError: the recipe, the cluster file, the data, the layout or the container is wrong, the
+            initial checkpoint is missing, another job uses ``run_dir``, or the run is finished.
     """
     recipes = load_stages(config, overrides)
     cluster = load_cluster(cluster_file)
@@ -102,7 +102,7 @@ def prepare_chain(
     dependency: str | None = None,
     spares: int = 0,
 ) -> tuple[Submission, ...]:
-    """Check a recipe like :func:`prepare_launch`, and prepare one job for each unfinished stage.
+    """Check a recipe as :func:`prepare_launch` does, and prepare one job per unfinished stage.
 
     Each job uses the ``run_dir`` of its stage and reads a recipe of this stage alone, which
     :func:`submit` writes there. The arguments are those of :func:`prepare_launch`; ``dependency``
@@ -134,8 +134,8 @@ def prepare_chain(
 
 def _check(recipes: Sequence[Recipe], nodes: int, cluster: Cluster, dependency: str | None) -> None:
     check_fit(recipes, nodes, cluster)
-    # With a dependency, the job that this one waits for may write the checkpoint to start from. So
-    # only without a dependency must that checkpoint exist now.
+    # If this job waits for another job, that job may write the checkpoint to start from. So require
+    # the checkpoint to exist now only without such a dependency.
     if dependency is None:
         check_starts(recipes)
     check_free(ledger_of(recipes))

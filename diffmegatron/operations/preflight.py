@@ -1,8 +1,8 @@
 """``diffmegatron preflight``: check every node of a job before training, in less than a minute.
 
 Each rank checks its own machine. The ranks then gather all findings, so every rank makes the same
-decision. If some machines have a problem, they are unfit, and the next attempt (start of the job)
-avoids them. If all machines have a problem, the job ends, because a person must solve it.
+decision. If some machines have a problem, they are unfit, and the next attempt (start of the job's
+ranks) avoids them. If all machines have a problem, the job ends, because a person must solve it.
 """
 
 import os
@@ -88,7 +88,7 @@ def check_nodes(recipes: Sequence[Recipe], folder: Path | None) -> None:
 
     Args:
         recipes: stages of a run.
-        folder: directory of this attempt (start of the job), in which ``preflight.json`` is
+        folder: directory of this attempt (start of the job's ranks), in which ``preflight.json`` is
             written; None: it is not written.
 
     Raises:

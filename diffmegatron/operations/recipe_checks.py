@@ -79,8 +79,8 @@ def check_starts(recipes: Sequence[Recipe]) -> None:
 def data_remarks(recipe: Recipe) -> Iterator[str]:
     """Yield a warning for each data source that the run trains on for more than four epochs.
 
-    The number of epochs is a lower bound, because not all tokens of a source are used. With global
-    length up-sampling of several sources there is no such bound, and no warning.
+    The number of epochs is a lower bound (see :func:`_passes`). With global length up-sampling of
+    several sources, the bound is not known, and the function yields nothing.
     """
     for path, passes in _passes(recipe).items():
         if passes > _USUAL_PASSES:
@@ -98,11 +98,13 @@ def _passes(recipe: Recipe) -> dict[str, float]:
     """Return a dict: path of each data source -> lower bound on the number of epochs over it.
 
     The bound is the number of tokens to train on from the source, divided by the number of tokens
-    that the source's manifest states. The true number of epochs is higher, because not all of these
-    tokens are used: documents are held out, and packing and length up-sampling omit tokens.
+    that the source's manifest states. The true number of epochs is higher, because an epoch has
+    fewer tokens than the manifest states: held-out documents are not trained on, packing omits some
+    tokens, and length up-sampling omits short documents, which raises the share of long ones.
 
-    The result is empty for several sources with global length up-sampling, because this up-sampling
-    changes the share of each source by a factor that depends on the lengths of its documents.
+    The result is empty if there are several sources and ``data.upsampling.mode`` is ``global``.
+    This mode multiplies the share of each source by a factor that depends on the lengths of its
+    documents, which are not read here.
     """
     weights = {source.path: source.weight for source in recipe.data.sources}
     if recipe.data.upsampling.mode == "global" and len(weights) > 1:

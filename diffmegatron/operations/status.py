@@ -205,8 +205,8 @@ def _status_without_ledger(run_dir: Path) -> Status:
 def _stages_beside(run_dir: Path) -> list[str]:
     """Return the names of the stages of the job whose ledger is in the parent of ``run_dir``.
 
-    The ledger is the record of each start of the job. The list is empty if the parent folder has no
-    ledger.
+    The ledger is the record of each start of the ranks. The list is empty if the parent folder has
+    no ledger.
     """
     attempts = Ledger(run_dir.resolve().parent).attempts()
     return [Path(stage).name for stage in attempts[-1].stages] if attempts else []

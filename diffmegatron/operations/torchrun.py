@@ -26,7 +26,7 @@ def torchrun_file(
     cluster_file: Path,
     rendezvous: str | None,
 ) -> tuple[Path, str]:
-    """Check a recipe and a cluster like ``launch.prepare_launch``, and return a start script.
+    """Check a recipe as ``launch.prepare_launch`` does, and return a start script.
 
     In contrast to ``prepare_launch``, this function accepts a ``run_dir`` that another job uses or
     whose run is finished.

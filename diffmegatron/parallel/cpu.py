@@ -2,7 +2,8 @@
 
 Megatron-core uses the device ``cuda`` in a few dozen places. On a machine without a CUDA device,
 :func:`without_cuda` redirects these calls to the CPU; on a machine with one, it changes nothing.
-Apart from ``engine_imports.py``, this is the only module that patches another library.
+Apart from ``engine_imports.py``, this is the only module that replaces functions of other
+libraries.
 
 Only functions that would raise an error without CUDA are replaced. All patches are removed at the
 end of the context, because other code in the process needs the original functions, for example

@@ -13,7 +13,7 @@ from diffmegatron.files import shorten
 
 _RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # Upper limit of WORLD_SIZE, LOCAL_RANK and the number of restarts. It is far above the number of
-# GPUs in any cluster, and within torch's limit.
+# GPUs in any cluster, and fits in the 32-bit integers of torch's process groups.
 _MAX_RANKS = 10_000_000
 
 

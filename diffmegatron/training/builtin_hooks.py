@@ -50,7 +50,8 @@ def builtin_hooks(recipe: Recipe, evaluators: Sequence[Evaluator]) -> list[Hook]
       before the guard acts, so that the guard can roll back to this checkpoint.
     - A rollback of the guard changes ``run.step``. Metrics and evaluations come after the guard,
       so that they are recorded under the new step.
-    - Weights are evaluated before they are saved.
+    - Weights are evaluated before they are saved. If a held-out or test loss is not finite at the
+      last step, the weights are not saved.
 
     Args:
         recipe: recipe of the run.
@@ -85,9 +86,9 @@ class FinishSaveHook(Hook):
 
 
 class GuardHook(Hook):
-    """Writes a report of each anomalous step, and rolls back or ends the run if necessary.
+    """Writes a report of each anomalous step, and carries out the guard's decision.
 
-    Whether this is necessary is in ``run.decision``, the guard's decision on the step.
+    The decision is in ``run.decision``: continue, roll back, or end the run.
     """
 
     def __init__(self) -> None:

@@ -24,7 +24,10 @@ class Hook:
     """
 
     def before_training(self, run: "Run") -> None:
-        """Run each time that the run starts or resumes: after loading, before the first step."""
+        """Run once after each start or resume.
+
+        The weights are already loaded, and the first step has not begun.
+        """
 
     def after_step(self, run: "Run") -> None:
         """Run after each step.

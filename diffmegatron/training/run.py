@@ -55,9 +55,9 @@ class Run:
             sets it must set it on every rank.
         pending_evaluators: names of the evaluators that are due at the last completed step and have
             no result yet. If the run stops now, the resumed run first runs these evaluators.
-        broken_reason: reason why the present weights may be broken; None if there is none. A reason
-            is a number that is not finite: the loss or gradient norm of the last step, or a loss
-            measured after it (held-out, test or last batch).
+        broken_reason: text that explains why the present weights may be broken; None if there is no
+            reason. The reason is always a number that is not finite: the loss or gradient norm of
+            the last step, or a loss measured after it (held-out, test or last batch).
     """
 
     agreed: Agreement

@@ -115,7 +115,7 @@ class Corpus:
 
 
 def open_corpus(prefix: str) -> Corpus:
-    """Open ``PREFIX.bin``, ``PREFIX.idx`` and ``PREFIX.json``.
+    """Open the manifest, the index and the tokens of a corpus.
 
     For a corpus of plain documents this takes constant time. For a fine-tuning corpus the time is
     linear in the number of documents, because a document consists of several sequences, and the

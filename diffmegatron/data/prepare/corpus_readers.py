@@ -127,8 +127,8 @@ def find_files(inputs: list[Path], pattern: str) -> list[CorpusFile]:
             files that ``inputs`` names directly.
 
     Raises:
-        UserError: an input does not exist, is not a regular file or cannot be read, or a folder has
-            no matching file.
+        UserError: the pattern is empty; an input does not exist, is not a regular file or cannot be
+            read; or a folder has no matching file.
     """
     if not pattern:
         raise UserError("--pattern is empty; give one such as '*' or '*.jsonl'")
@@ -265,7 +265,7 @@ def _rows(batch: pyarrow.RecordBatch) -> Iterator[dict[str, Any] | str]:
 def _as_bytes(batch: pyarrow.RecordBatch) -> pyarrow.RecordBatch:
     """Convert string columns to binary.
 
-    One string with invalid UTF-8 would otherwise make the conversion of the whole batch fail.
+    Without this, one string with invalid UTF-8 makes ``to_pylist`` fail for the whole batch.
     """
     columns = [
         column.cast(pyarrow.large_binary())

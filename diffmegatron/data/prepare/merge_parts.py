@@ -140,8 +140,9 @@ def _check_alike(prefix: Path, parts: Sequence[Part], manifests: Sequence[Manife
 def _check_cuts(prefix: Path, manifests: Sequence[Manifest]) -> None:
     """Check that consecutive parts fit together in each input file that was cut between parts.
 
-    In such a file, a part must begin at the byte at which the part before it ends. If the file was
-    changed between the preparations of the two parts, these bytes may differ, which is an error.
+    In such a file, each part must begin at the offset at which the part before it ends. If the file
+    was changed between the preparations of the two parts, these offsets may differ, which is an
+    error.
     """
     expected: tuple[str, int] | None = None
     for record in (record for manifest in manifests for record in manifest.inputs):

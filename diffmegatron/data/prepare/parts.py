@@ -212,8 +212,8 @@ def check_fits(prefix: Path, part: Part, record: PartRecord, settings: Mapping[s
         settings: settings of this part, as recorded in the manifest.
 
     Raises:
-        UserError: the existing parts belong to another number N of parts; or one of the other parts
-            (the first that is finished) was prepared with other settings or input files.
+        UserError: the existing parts belong to another number N of parts; or the first finished
+            part, apart from ``part`` itself, was prepared with other settings or input files.
     """
     begun = find_parts(prefix)
     if begun and begun[0].of != part.of:

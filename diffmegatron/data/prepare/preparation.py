@@ -53,7 +53,7 @@ class Counts:
         tokens: number of tokens written, including end-of-document tokens.
         text_bytes: number of UTF-8 bytes of tokenised text, including the text of duplicates.
         rejected: number of input records that cannot be used.
-        empty: number of input records without text.
+        empty: number of input records without text, or whose last response is empty.
         duplicates: number of documents that were dropped as duplicates.
     """
 
@@ -79,7 +79,7 @@ class Identity(Section):
 
     Attributes:
         settings: settings, as recorded in the manifest.
-        files: name, size in bytes and modification time in ns of each input file.
+        files: path, number of bytes to read and modification time in ns of each input file.
         part: record of the part of the corpus that this preparation writes (``--part K/N``): K, N
             and a hash of the list of all input files; None if it writes the whole corpus.
     """
@@ -143,8 +143,8 @@ class Preparation:
         The result is committed every ``commit_seconds`` and at the end.
 
         Raises:
-            UserError: an input file cannot be read, or the share of rejected records among all
-                records so far is above ``max_reject_share``.
+            UserError: an input file cannot be read, a worker process was killed, or the share of
+                rejects among documents and rejects is above ``max_reject_share``.
         """
         progress.update(self.position, self.counts)
         committed = time.monotonic()
@@ -189,7 +189,7 @@ class Preparation:
         if bad > limit * seen:
             restart = " with --restart" if self.counts.documents else ""
             raise UserError(
-                f"{bad} of {seen} documents cannot be used, more than the share --max-reject-share "
+                f"{bad} of {seen} records cannot be used, more than the share --max-reject-share "
                 f"{limit:g}; the first is {self.first_reject}{self._columns()}; all are in "
                 f"{format_path(self.journal.folder / REJECTS)}; name the right fields "
                 f"({self._field_options()}){restart}, or allow more and resume"

@@ -216,7 +216,7 @@ def _describe_changed_input(before: tuple[InputRecord, ...], now: list[CorpusFil
             return [f"another content of {name}"]
     if len(before) == len(now):
         return []
-    return [f"{len(before)} input file{'s' if len(before) > 1 else ''}, not {len(now)}"]
+    return [f"{len(before)} input file{'s' if len(before) > 1 else ''} instead of {len(now)}"]
 
 
 def _verified(prefix: Path) -> Manifest:

@@ -68,8 +68,8 @@ def _chat(messages: Any) -> list[str]:
     """Return the prompts and responses of a chat in turn, in the ChatML format.
 
     A response is the content of an assistant's message and the end marker. The start marker and the
-    role before it belong to the prompt. The text after the last response is dropped. The Hugging
-    Face template in ``diffmegatron.hf.chat_template`` renders the same format.
+    role of this message are the end of the prompt. The text after the last response is dropped. The
+    Hugging Face template in ``diffmegatron.hf.chat_template`` renders the same format.
     """
     texts = [""]
     for role, content in checked_messages(messages, (CHAT_START, CHAT_END)):

@@ -141,7 +141,7 @@ def _read(folder: Path, name: str) -> Arrays | None:
         }
     except UserError as error:
         if os.path.lexists(folder):
-            log.warning("%s; the index cache is rebuilt", error)
+            log.warning("%s; this entry of the index cache is rebuilt", error)
         return None
     return (arrays, contents.summary) if contents.key == name else None
 

@@ -96,7 +96,7 @@ def open_order(corpus: Corpus, selection: Selection, cache: Cache) -> DocumentOr
 
 
 def build_order(corpus: Corpus, selection: Selection) -> Arrays:
-    """Compute the arrays and histograms of a :class:`DocumentOrder`, in the form of the cache.
+    """Compute a :class:`DocumentOrder`; return its arrays, and its histograms as JSON values.
 
     Raises:
         UserError: the index is damaged.
@@ -146,8 +146,8 @@ def _lowest(chance: np.ndarray, free: np.ndarray, fraction: float) -> np.ndarray
     Args:
         chance: float64 ``[documents]``, random number of each document.
         free: bool ``[documents]``, True for documents that are not yet in another held-out split.
-        fraction: share of all documents to select. If it is positive, at least one document is
-            selected, unless only one is free: the last free document is never selected.
+        fraction: share of all documents to select. A positive share selects at least one document,
+            but one free document always remains, so nothing is selected if only one is free.
 
     Returns:
         bool ``[documents]``, True for selected documents.

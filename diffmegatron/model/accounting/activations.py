@@ -4,7 +4,7 @@ The functions count bytes on one rank, except where the docstring names another 
 always means saved for the backward pass.
 
 The values depend on ``device``. On a ``gpu``, norms and SwiGLU are fused. On a ``cpu``, torch also
-saves their intermediate results, and differential attention is computed in blocks of rows.
+saves their intermediate results. The kernel of differential attention depends on the device too.
 
 The following rules hold on both devices:
 
@@ -60,8 +60,8 @@ def stage_activations(recipe: Recipe, stage: int, microbatches: int, device: Dev
         # Nothing in the first layer needs its input for a gradient, so no microbatch saves it.
         kept -= _first_layers_in_flight(recipe, in_flight) * sharded
     # ``exchanged`` is the number of tensors of hidden states that are in memory because of pipeline
-    # communication. Megatron-core keeps sent hidden states until their gradient arrives, so each
-    # forward pass in flight counts one, except a pass of the last virtual stage, which sends none.
+    # communication. Megatron-core keeps sent hidden states until their gradient arrives. This is
+    # one tensor per forward pass in flight; only the last virtual stage of the network sends none.
     if stage == parallel.pipeline - 1:
         # Add the inputs of the final norm and the output layer for one microbatch.
         kept += final_norm_bytes(recipe, device)
@@ -93,7 +93,7 @@ def virtual_stages_in_flight(recipe: Recipe, stage: int, microbatches: int) -> i
 
 
 def _first_layers_in_flight(recipe: Recipe, in_flight: int) -> int:
-    """Return how many of the first stage's forward passes in flight are of its first layer.
+    """Return how many of the first stage's forward passes in flight include the first layer.
 
     With interleaving, a rank takes a round of microbatches (as many as there are pipeline ranks)
     through one virtual stage after the other before it begins the next round.
@@ -137,12 +137,14 @@ def layer_backward(recipe: Recipe, stage: int, device: Device) -> tuple[int, int
     element, tokens = BYTES[recipe.training.precision], local_tokens(recipe)
     ffn = model.ffn_hidden_size / parallel.tensor
     shards = parallel.tensor if parallel.sequence_parallel else 1
-    # ``streams`` is the number of gradients of the residual stream that are counted here:
-    # - First stage of a pipeline: 0, because stage_activations counts the received gradient.
-    # - Stages in the middle: 1. They also hold the gradient that they sent last, because the
-    #   schedule of Megatron-core keeps it until the next backward pass has ended.
+    # ``streams`` is the number of gradients of the residual stream that are counted here. The one
+    # received from the next stage is not among them, because stage_activations counts it.
+    # - First stage of a pipeline: 0.
+    # - Stages in the middle: 1, the gradient that they sent last, which Megatron-core's schedule
+    #   keeps until the next backward pass has ended.
     # - Last stage, or no pipeline: 1, the gradient that comes from the loss.
-    # - With interleaving and one layer per virtual stage, 1 more, as simulated steps show.
+    # - With interleaving and one layer per virtual stage: 1 more, as the training steps that
+    #   tests/simulated_cuda executes show.
     virtual_stages = parallel.pipeline * parallel.virtual_pipeline
     is_copied = parallel.virtual_pipeline > 1 and model.num_layers == virtual_stages
     streams = (stage > 0 or parallel.pipeline == 1) + is_copied
@@ -194,13 +196,18 @@ def logits_bytes(recipe: Recipe, device: Device) -> int:
       and of the hidden states.
 
     If the loss is computed in chunks of tokens (``training.loss_chunk``), only one chunk has logits
-    at a time, and a second tensor accumulates the weight gradients of the chunks. With chunks, the
-    gradient of the hidden states is collected in another tensor. With sequence parallelism it is
-    reduced into another tensor; if the output layer is frozen, this happens after the gradient of
-    the logits is freed, and the tensor is not counted. Memory holds one more tensor of the size of
-    the hidden states in two cases: with a pipeline, the gradient that the stage sent last, which
-    Megatron-core's schedule keeps; with offloaded activations, the output layer's input after its
-    copy from the host. If both apply, one tensor is counted.
+    at a time, and a second tensor accumulates the weight gradients of the chunks.
+
+    In the output layer's backward pass, up to two more tensors of the size of this rank's hidden
+    states are counted:
+
+    1. With chunks, the tensor that collects the gradients of the chunks' hidden states; without
+       chunks but with sequence parallelism, the tensor into which the gradient of the hidden states
+       is reduced. The latter is not counted if the output layer is frozen, because the gradient of
+       the logits is then freed before the reduction.
+    2. With a pipeline, the gradient that the stage sent last, which Megatron-core's schedule keeps;
+       with offloaded activations, the output layer's input after its copy from the host. If both
+       apply, only one tensor is counted.
     """
     model, training, parallel = recipe.model, recipe.training, recipe.parallel
     element, tokens = BYTES[training.precision], local_tokens(recipe)
@@ -358,7 +365,7 @@ def _recomputed_bytes(recipe: Recipe, device: Device) -> float:
 
 
 def _offloaded_bytes(recipe: Recipe, device: Device) -> float:
-    """Return the bytes of offloaded activations on the device: those of one layer in transfer.
+    """Return the bytes of one layer's offloaded activations while they are back on the device.
 
     If layers have different attention variants, the largest result counts.
     """
@@ -456,10 +463,10 @@ def context_communication(recipe: Recipe) -> ContextCommunication | None:
 
 
 def shared_bytes(recipe: Recipe) -> int:
-    """Return the bytes of the tensors that all layers and microbatches use together.
+    """Return the bytes of the tensors that layers and microbatches share.
 
-    These are the rotary angles, once per virtual stage. Under sequence parallelism there is also
-    Megatron-core's buffer, into which it gathers the hidden states of the tensor-parallel ranks.
+    These are the rotary angles, one tensor per virtual stage. Under sequence parallelism there is
+    also one buffer into which Megatron-core gathers the hidden states of the tensor-parallel ranks.
     """
     parallel = recipe.parallel
     positions = recipe.training.seq_length // parallel.context

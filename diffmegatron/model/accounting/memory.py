@@ -259,10 +259,10 @@ def _zero_3(states: StageMemory, recipe: Recipe, shards: int) -> StageMemory:
 
 
 def _gathered_bytes(recipe: Recipe) -> dict[str, int]:
-    """Return a dict: name of a moment -> bytes of gathered weights that ZeRO 3 holds at the moment.
+    """Return a dict: name of a moment -> bytes of gathered weights in memory at that moment.
 
     The moments are the attributes ``loss``, ``layer`` and ``embedding`` of :class:`StageMemory`.
-    With ZeRO 1 and 2 the bytes are 0.
+    With ZeRO 1 and 2 nothing is gathered, so the bytes are 0.
     """
     if recipe.parallel.zero_stage < 3:
         return dict.fromkeys(("loss", "layer", "embedding"), 0)
@@ -279,7 +279,8 @@ def _offloaded(states: StageMemory, recipe: Recipe, shards: int) -> StageMemory:
     - With ZeRO 1 and 2, the device also has a buffer for the largest parameter.
     - With ZeRO 3, the device keeps no gradients, and the update needs no memory on it.
     - ZeRO 1 still accumulates all gradients on the device in float32, and reduces them in a float32
-      bucket. A gradient that is larger than the bucket is copied.
+      bucket. A gradient that is larger than the bucket is copied; the copy of the largest one is
+      counted in ``update``.
     - With ZeRO 2, the gradients on the device and the memory of the update are those without
       offload (see :func:`_zero_2`).
     """
@@ -346,7 +347,7 @@ def _reduction(
 
 
 def _reduced_together(recipe: Recipe, stage: int, shards: int) -> int:
-    """Return the elements of ZeRO 2's largest copy while it reduces the output layer's gradient.
+    """Return the size (in elements) of ZeRO 2's largest copy of output-layer gradient pieces.
 
     DeepSpeed splits a gradient into pieces at the boundaries of the ranks' partitions. It collects
     consecutive pieces until they exceed the bucket, copies them into one tensor and reduces it
@@ -384,7 +385,7 @@ def rank_parameters(recipe: Recipe, stage: int) -> tuple[int, int]:
     """Return the numbers of parameters on a rank, before ZeRO 3 partitions them.
 
     Returns:
-        Number of parameters in the run's precision, and number of those that are always float32.
+        Number of parameters in the run's precision, and number of always-float32 parameters.
     """
     size = recipe.parallel.tensor
     tensors = [(each, 1) for each in stage_outer_tensors(recipe, stage)] + [
@@ -400,7 +401,7 @@ def rank_parameters(recipe: Recipe, stage: int) -> tuple[int, int]:
 
 
 def trained_parameters(recipe: Recipe, stage: int) -> tuple[int, int]:
-    """Return the numbers of parameters on a rank that have optimizer state, before ZeRO partitions.
+    """Return the numbers of parameters with optimizer state on a rank, before ZeRO partitions them.
 
     These are the trained parameters. A fused projection of which only some rows are frozen has
     optimizer state for all its rows.

@@ -120,7 +120,7 @@ def lora_weights(model: ModelConfig, kind: Variant) -> int:
 def own_weights(
     role: Literal["matrix", "bias", "norm", "lambda"], model: ModelConfig, kind: Variant
 ) -> int:
-    """Count the parameters that a layer's attention variant declares besides the projections.
+    """Count the parameters of one role that a layer's attention variant adds to the projections.
 
     Args:
         role: role of the parameters to count.

@@ -158,8 +158,8 @@ def _follow(modules: tuple[int, ...], calls: tuple[int, ...]) -> tuple[list[int]
         calls: indices of the modules in the order of their calls.
 
     Returns:
-        List with the number of gathered elements in memory during each call, and the total number
-        of elements gathered in all calls.
+        Two values: a list with the number of gathered elements in memory during each call; the
+        number of elements gathered in all calls together.
     """
     before = (0, *accumulate(modules[each] for each in calls))
     next_calls = _next_calls(calls)

@@ -29,9 +29,9 @@ def verify_sources(
 ) -> None:
     """Check every data file against the hash in its manifest; every rank must call this function.
 
-    It has no effect unless ``data.verify`` is ``"hashes"``. Each rank hashes some of the files. All
-    ranks synchronize after each gibibyte, because a rank that waited until another rank has hashed
-    a terabyte would exceed the time limit of a collective.
+    The files are checked only if ``data.verify`` is ``"hashes"``. Each rank hashes some of them.
+    All ranks synchronize after each gibibyte, because a rank that waited until another rank has
+    hashed a terabyte would exceed the time limit of a collective.
 
     Args:
         data: the ``data`` section.

@@ -105,7 +105,9 @@ def forward_only(
 
 
 def token_losses(network: Network, batch: Batch, parallel_state: ParallelState) -> Tensor:
-    """Return the loss of every token of a batch; every rank must call this function.
+    """Return the loss of every token of a batch.
+
+    Every rank must call this function. Data-parallel ranks must pass the same batch.
 
     Args:
         network: network of this rank.
@@ -121,7 +123,7 @@ def token_losses(network: Network, batch: Batch, parallel_state: ParallelState) 
 def next_tokens(network: Network, batch: Batch, parallel_state: ParallelState) -> Tensor:
     """Return the id of the most likely next token at every position.
 
-    Every rank must call this function.
+    Every rank must call this function. Data-parallel ranks must pass the same batch.
 
     Args:
         network: network of this rank.

@@ -32,8 +32,8 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 # terminal signals every process of its foreground job, and torchrun forwards signals to its ranks.
 # Signals within this time count as one request; a later signal is a second request.
 _ONE_REQUEST_SECONDS = 5.0
-# The same time for signals of Ctrl-C (SIGINT). It is shorter, because a person waits at the
-# keyboard.
+# Like _ONE_REQUEST_SECONDS, but for SIGINT (Ctrl-C). It is shorter, because a person who presses
+# Ctrl-C again waits at the keyboard.
 _ONE_INTERRUPT_SECONDS = 1.0
 
 JOB_END = "job_end"

@@ -26,8 +26,8 @@ def due_at(recipe: Recipe, step: int) -> list[str]:
 
     - Suites of ``training.evaluate`` are due at step 0, at multiples of their interval, and at the
       last step.
-    - The same holds for the held-out loss, if ``training.eval_batches`` and
-      ``data.validation_fraction`` are not 0.
+    - The held-out loss is due at step 0, at multiples of ``training.eval_interval``, and at the
+      last step, if ``training.eval_batches`` and ``data.validation_fraction`` are not 0.
     - The test loss is due at the last step only, if ``training.eval_batches`` and
       ``data.test_fraction`` are not 0.
     """

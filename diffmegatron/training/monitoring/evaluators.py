@@ -1,4 +1,8 @@
-"""Evaluators, which measure a network during training: the protocol, and the held-out losses."""
+"""Evaluators, which measure a network during training.
+
+This module has their interface, the function that runs them, and the evaluators of the validation
+and test losses.
+"""
 
 from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Protocol

@@ -104,7 +104,7 @@ class _TensorBoardEvents:
     def restart(self, first_step: int) -> None:
         """Open a new event file.
 
-        TensorBoard then hides the events of step ``first_step`` and later steps in older files.
+        TensorBoard then hides the events of older files from ``first_step`` on.
         """
         # Import late: the import takes most of a second, and code that only reads metrics does not
         # need it.

@@ -13,11 +13,11 @@ from torch.profiler import record_function
 from diffmegatron.parallel.parallel_state import ParallelState
 
 PHASES = ("data", "forward_backward", "update")
-# Number of the leading PHASES in which a rank does only its own work. In the last phase, "update",
-# a rank also waits for other ranks.
+# Number of phases, from the start of PHASES, in which a rank does only its own work. In the last
+# phase, "update", it also waits for other ranks.
 _OWN = 2
-# A rank is slow if its time is more than this factor times the median. Machines of the same kind
-# differ by less.
+# A rank is slow if its time in the first _OWN phases is more than this factor times the median of
+# all ranks. Machines of the same kind differ by less.
 _SLOWER = 1.5
 
 

@@ -1,8 +1,10 @@
 """Warnings about saves that take too long for Slurm's time limits (no import of torch).
 
-There are two limits. After a SIGTERM, Slurm waits KillWait seconds and then sends SIGKILL. Before a
-job reaches its time limit, the run stops by itself or by a stop signal from Slurm, and must save in
-the remaining seconds.
+There are two limits:
+
+1. After a SIGTERM, Slurm waits KillWait seconds and then sends SIGKILL.
+2. Some time before the end of a job, the run stops, by itself or by a stop signal from Slurm. It
+   must save before the job ends.
 """
 
 from diffmegatron.parallel.launcher import LaunchEnvironment

@@ -40,8 +40,9 @@ from diffmegatron.training.saving.snapshot import HostCopy, ParameterShards
 
 log = logging.getLogger(__name__)
 
-# Largest number of retries until a save succeeds again. A retry does not wait for the next multiple
-# of checkpoint.interval; when no retry is left, the run waits for that multiple.
+# Number of retries after a failed save. A retry begins after the next step (in ``save_now`` at
+# once). If all retries fail, the training loop saves only at multiples of checkpoint.interval,
+# without retries, until a save succeeds.
 _RETRIES = 2
 
 
@@ -227,7 +228,8 @@ class Saver:
             Metrics of the save.
 
         Raises:
-            UserError: If the save and all its retries failed.
+            UserError: If the save and all its retries failed, or if ``run_dir`` was moved or
+                removed.
         """
         self._failed_in_a_row = 0
         while True:
