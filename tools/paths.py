@@ -3,5 +3,5 @@
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-# Measured numbers, which the README and docs quote.
+# Folder of measured numbers, which the README and docs quote.
 RESULTS = ROOT / "docs" / "results"

@@ -6,7 +6,7 @@ Transformer's 2h heads of width d. The repetitions of all forms alternate, so th
 slows down affects all of them. Writes NAME.json, NAME.md and NAME.png to docs/results/.
 
     python -m tools.benchmarks attention                       # on a GPU: bf16, 2K to 64K
-    OMP_NUM_THREADS=1 python -m tools.benchmarks attention --device cpu --dtype float32 \\
+    OMP_NUM_THREADS=1 python -m tools.benchmarks attention --device cpu --dtype float32 \
         --lengths 1024 2048 4096 --heads 4 --repetitions 15 --backends blocked sdpa_4call
 """
 
@@ -34,14 +34,14 @@ from tools.benchmarks.json_report import write_json_report
 from tools.benchmarks.timing import describe_machine, timed
 from tools.paths import RESULTS
 
-# The Transformer's attention by torch's scaled_dot_product_attention; on a GPU with a 16-bit dtype,
-# by its flash kernel.
+# Name of the form that computes a Transformer's attention by torch's scaled_dot_product_attention.
+# On a GPU with a 16-bit dtype, it uses torch's flash kernel.
 PLAIN = "transformer_sdpa"
 # Backends that use only PyTorch operations. On a GPU they are timed only on request.
 PLAIN_PYTORCH = ("reference", "blocked")
 
-# All forms, each with the function that returns its multiply-adds (forward, backward) of all heads
-# per pair of a query and a visible key.
+# For each form, a function that returns the multiply-adds per pair of a query and a visible key, as
+# a tuple (forward, backward). Each number is the sum over all heads.
 FORMS = {
     PLAIN: SOFTMAX["sdpa"].work,
     "transformer_flash": SOFTMAX["flash_attn"].work,
@@ -94,10 +94,10 @@ def batch_size(arguments: argparse.Namespace, length: int) -> int:
 
 
 def backends_to_time(arguments: argparse.Namespace) -> list[str]:
-    """Return the names of the backends to time; print the reason for each that cannot run.
+    """Return the names of the requested backends that can run; print why each other one cannot.
 
-    They are the backends of ``--backends``. By default they are all differential backends, on a GPU
-    without those of ``PLAIN_PYTORCH``.
+    The requested backends are those of ``--backends``. By default they are all differential
+    backends, on a GPU without those of ``PLAIN_PYTORCH``.
     """
     on_gpu = arguments.device == "cuda"
     by_default = [name for name in DIFFERENTIAL if not (on_gpu and name in PLAIN_PYTORCH)]
@@ -273,7 +273,9 @@ def transformer_seconds(rows: dict[str, dict[str, float]]) -> float:
 
 
 def write_table(path: Path, report: dict) -> None:
-    """Write a Markdown table; its column ``ratio`` is the time over the fastest Transformer form.
+    """Write a Markdown table of all forms by length.
+
+    Its column ``ratio`` is the time divided by the time of the fastest Transformer form.
 
     Args:
         path: file to write.

@@ -4,7 +4,7 @@
     python -m tools.benchmarks checkpoint --scratch DIR --layers 1 --hidden 64 --repeats 1 # a trial
 
 All figures are from one run on one machine. Before every save, ``dd`` (with ``conv=fdatasync``)
-writes as many bytes as a checkpoint has to the same disk, which measures the disk's own speed.
+writes a file of a checkpoint's size to the same disk, which measures the disk's own speed.
 Saves are measured both while training waits and while training continues. The guard checks every
 training step for loss spikes; its seconds per step are measured too.
 """
@@ -165,7 +165,7 @@ def measure(file: Path, arguments: argparse.Namespace) -> dict:
 
 
 def decide(guard: Guard, loss, norm, parallel_state) -> bool:  # type: ignore[no-untyped-def]
-    """Return whether the guard applies a step, after the all-reduce that the trainer does too."""
+    """All-reduce loss and norm as the trainer does; return whether the guard applies the step."""
     agreed = agree(loss, norm, stop=False, writing=False, parallel_state=parallel_state)
     return guard.decide(agreed.loss, agreed.gradient_norm).applied
 

@@ -118,7 +118,10 @@ def main(argv: Sequence[str]) -> None:
     if arguments.out.exists():
         kept = json.loads(arguments.out.read_text())
         if any(kept[key] != value for key, value in report.items()):
-            sys.exit(f"compare_dex: {arguments.out} is of another model or machine; give another")
+            sys.exit(
+                f"compare_dex: {arguments.out} has results of another model, sequence length or "
+                "machine; give another --out"
+            )
         report = kept
     if arguments.part in ("arms", "all"):
         for found in compare(work, "arms", ARMS, arguments.steps, 2, range(1, 2)):

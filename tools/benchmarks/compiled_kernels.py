@@ -112,7 +112,7 @@ class StandInDriver(DriverBase):
 
 @contextmanager
 def pretended_gpu(capability: int) -> Iterator[dict[str, Any]]:
-    """Make Triton compile for a compute capability, and yield the compiled kernels by name."""
+    """Make Triton compile for a compute capability; yield a dict that collects kernels by name."""
     launched: dict[str, Any] = {}
     stand_in = StandInDriver(capability)
 
@@ -143,9 +143,9 @@ def compile_launches(
         head_dim: width of a head, d.
         one_pass: whether the backward pass computes dQ in the same kernel as dK and dV.
         variant: one of five. "plain": two maps with equally many heads, and one document. "norm"
-            adds the headwise norm. "documents" packs two documents. "grouped" has four signal heads
-            per noise head, and computes the two maps in separate kernel launches. "softmax" has one
-            map, and values as wide as queries.
+            adds the headwise norm. "documents" packs two documents. "grouped" has four heads of the
+            first map per head of the second, and computes the maps in separate kernel launches.
+            "softmax" has one map, and values as wide as queries.
 
     Returns:
         Compiled kernels by name, without the ending "_kernel".

@@ -5,8 +5,9 @@ one thread, in float32: forward, backward, clipping by the norm, AdamW. This pro
 includes the ZeRO engine, the norm of every gradient, the all-reduce of loss and norm over the
 ranks, and the guard, which decides whether the step is applied. The plain loop is
 `model(labels=...)`, `backward`, `clip_grad_norm_` and torch's AdamW; it is timed once with unfused
-and once with fused AdamW, so there are three kinds of step, which alternate. A ratio is the median
-over the repetitions, above 1 if this project's step is faster. Times are CPU times of the process,
+and once with fused AdamW, so there are three kinds of step. They run in turns, each once per turn.
+A ratio is a plain loop's time divided by this project's in the same turn; the median over the turns
+is reported. It is above 1 if this project's step is faster. Times are CPU times of the process,
 because other processes disturb them less than wall time; on an idle machine the two are equal.
 
     OMP_NUM_THREADS=1 python -m tools.benchmarks cpu_step
@@ -100,12 +101,12 @@ def measure(length: int, vocabulary: int, seconds: float) -> dict[str, Any]:
 
 
 def ratio(theirs: list[float], ours: list[float]) -> float:
-    """Return the median of theirs / ours over the times of each turn; above 1: ours is faster."""
+    """Return the median over the turns of their time divided by ours; above 1, ours is faster."""
     return round(statistics.median(a / b for a, b in zip(theirs, ours, strict=True)), 3)
 
 
 def by_turns(steps: dict[str, Step], seconds: float) -> dict[str, list[float]]:
-    """Run the steps alternately; return a list of the CPU seconds of its runs for each step.
+    """Run the steps in turns; return, for each step, a list of the CPU seconds of its runs.
 
     Args:
         steps: functions to time, by name. Before the measurement each runs three times as warm-up.

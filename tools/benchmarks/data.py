@@ -1,4 +1,4 @@
-r"""Measure the preparation and the loading of training data, in five measurements named PART.
+r"""Measure the preparation or the loading of training data; PART is one of five measurements.
 
     python -m tools.benchmarks data tokenise --scratch DIR            # 10, 100 and 1000 MB
     python -m tools.benchmarks data tokenise --scratch DIR --tokenizer bytes --megabytes 1 \

@@ -240,7 +240,9 @@ def megatron_loader(folder: Path, seq_length: int, samples: int) -> dict[str, fl
         random_seed=1234,
         sequence_length=seq_length,
         blend=([str(folder / "one"), str(folder / "two")], [0.7, 0.3]),
-        split="1,0,0",  # Megatron would never finish building a split without documents.
+        # Weights of 0 skip the validation and test splits. Megatron would loop forever to build a
+        # split that has a weight but no documents.
+        split="1,0,0",
         path_to_cache=str(folder / f"megatron{seq_length}"),
         tokenizer=_Tokenizer(),
         reset_position_ids=False,

@@ -1,18 +1,18 @@
-"""Time a model on the requests of evaluation suites: singly, in batches, and with lm-eval.
+r"""Time a model on the requests of evaluation suites: singly, in batches, and with lm-eval.
 
     python -m tools.benchmarks evaluation smollm2 --data-dir sets --data text.jsonl --haystack books
 
 Each of --parts is a suite, of which a few items are taken. Their requests are answered once for
 every value of --batch-tokens; the value 1 means one text at a time. For suites that only need
-likelihoods, lm-eval's own class for transformers computes the same requests. CPU seconds include
+likelihoods, lm-eval's own class for transformers answers the same requests. CPU seconds include
 only this process, so that other work on the machine does not count; run the command with
 OMP_NUM_THREADS=1. A counted forward pass is one call of the network's layers, without the
 projection to the vocabulary. Writes docs/results/NAME.json; --name is evaluation_batches by
 default.
 
-On a GPU, to check the seconds that docs/evaluation.md estimates:
+On a GPU, with more items and larger batches:
 
-    python -m tools.benchmarks evaluation MODEL --data-dir sets --data text.jsonl --haystack books
+    python -m tools.benchmarks evaluation MODEL --data-dir sets --data text.jsonl --haystack books \
         --items 250 --batch-tokens 1 8192 65536 --name evaluation_batches_gpu
 """
 

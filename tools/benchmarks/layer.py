@@ -5,7 +5,8 @@ Networks with a few layers of the recipe's shape are built: one for each request
 networks alternate, so that a machine that slows down affects all of them. The time includes the
 embedding and the output layer, as in a training step; all networks have the same vocabulary. Every
 network is measured with two numbers of layers. The difference gives the time per layer, from which
-the ratio at the recipe's full depth is estimated. Writes NAME.json and NAME.md to docs/results/.
+its throughput at the recipe's full depth, relative to the Transformer's, is estimated. Writes
+NAME.json and NAME.md to docs/results/.
 
     # on a GPU: the 3B shape with sequences of 4K, in batches that keep the GPU busy
     python -m tools.benchmarks layer training.attention_backend=triton training.micro_batch_size=4
@@ -92,7 +93,7 @@ def recipes(arguments: argparse.Namespace) -> dict[str, Recipe]:
 
 
 def measure(models: dict[str, Recipe], layers: int, repetitions: int) -> dict[str, dict]:
-    """Measure forward plus backward of each model with a number of layers.
+    """Measure forward plus backward of each model, reduced to ``layers`` layers.
 
     Returns:
         For each model, the median seconds, and the peak bytes (None on a CPU).

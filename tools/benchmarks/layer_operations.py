@@ -2,10 +2,10 @@
 
 A layer of the recipe's shape runs forward and backward on torch's meta device, which computes
 nothing. This is done for several kinds of attention and for a Transformer of equal size. Every aten
-operation except views counts as one operation, because it launches a kernel on a GPU. Its bytes are
-the sizes of its input and output tensors. The attention kernels are not counted. RMSNorm, SwiGLU,
-the subtraction of DIFF V2's noise heads and the cross-entropy are each one kernel on a GPU, and
-count as one operation each.
+operation that would launch a kernel on a GPU counts, so views do not. Its bytes are the sizes of
+its input and output tensors. The attention kernels are not counted. RMSNorm, SwiGLU, the
+subtraction of DIFF V2's noise heads and the cross-entropy are each one kernel on a GPU, and count
+as one operation each.
 
 Writes two files to docs/results/: NAME.json with every operation, and NAME.md, a table with sums by
 part of the layer. The last column of the table is the Transformer with Megatron-core's own rotary
@@ -159,7 +159,7 @@ class Work(TorchDispatchMode):
 
 
 def count_layer(recipe: Recipe, instead: AbstractContextManager[object] | None = None) -> Work:
-    """Count the operations of the loss and of one inner layer, forward and backward.
+    """Count the operations of the loss and of the middle one of three layers, forward and backward.
 
     Args:
         recipe: recipe of the layer.

@@ -1,12 +1,12 @@
 """Try other block sizes for the Triton kernels: time them on a GPU, or only compile them.
 
 For one kernel at a time, every combination of these is compiled: rows M and keys N of a block,
-warps, stages, and loop-invariant code motion. Combinations are dropped if they do not compile, need
-more shared memory than the chip has, or serialize wgmma. On a GPU the other combinations are timed
-alternately with the default block sizes, and their results are compared with the default's. Without
-a GPU, the list has the compiler's figures and an estimate of Hopper's tensor-core cycles. The best
-combinations come first. Writes NAME.json to docs/results/. If a combination is better than the
-default, enter it by hand in `triton/block_sizes.py`.
+warps, stages, and loop-invariant code motion. Combinations are dropped if they serialize wgmma, or
+need more of a resource, such as shared memory, than the chip has. On a GPU the other combinations
+are timed alternately with the default block sizes, and their results are compared with the
+default's. Without a GPU, there are only the compiler's figures and an estimate of Hopper's
+tensor-core cycles. Writes the combinations, best first, to docs/results/NAME.json. If one is better
+than the default, enter it by hand in `triton/block_sizes.py`.
 
     python -m tools.benchmarks tune_attention --head-dim 64 --kernels dkdv_one_pass
     python -m tools.benchmarks tune_attention --listed docs/results/tune_sm_90_d128.json --best 8

@@ -239,7 +239,7 @@ def put_not_finite(copy: Path, pick: random.Random) -> None:
 
 
 def overlap(copy: Path, pick: random.Random) -> None:
-    """Change the offset of a rank's piece, so that pieces overlap or leave a gap.
+    """Change the offset of a rank's piece of a tensor, so that pieces overlap or leave a gap.
 
     The manifest is updated, so that only the check of the pieces can detect the damage.
     """
@@ -308,7 +308,7 @@ def changed_while_read(copy: Path, pick: random.Random) -> bool:
 
 
 def odd_name(copy: Path, pick: random.Random) -> bool:
-    """Prepare a file whose name has arbitrary bytes; the tokens must be those of any other name."""
+    """Prepare a file whose name has arbitrary bytes; the name must not change the tokens."""
     name = bytes(pick.choice([*range(1, 47), *range(48, 256)]) for _ in range(pick.randint(1, 60)))
     source = os.fsdecode(b"a" + name + b".jsonl")
     (copy / source).write_bytes(JSONL)

@@ -6,7 +6,7 @@
 
 Two ranks train a tiny model under ``torchrun --max-restarts``. Again and again a random rank gets
 SIGKILL: at a random time, while it starts, or in a phase of a save. With ``--stops`` a random rank
-sometimes gets SIGSTOP instead, so that the run hangs until the watchdog ends it. A second run
+sometimes gets SIGSTOP instead, so that the run hangs until the watchdog ends it. Another run
 trains without faults. The report tells whether the final weights, Adam's moments and losses of both
 runs are equal to the bit, and lists every checkpoint that failed to verify. ``--long`` adds the
 classes of faults in ``fault_trials.py``, each tried many times. With ``--kills 0`` and no stops, no
@@ -102,7 +102,7 @@ def add_trials(report: dict, folder: Path, arguments: argparse.Namespace) -> Non
     """Add the numbers of tried and survived faults to a report, by class.
 
     The kills and stops under torchrun are also reported as classes. They all count as survived if
-    the report has ``kept_its_promise`` (see :func:`campaign`); otherwise none of them counts.
+    ``kept_its_promise`` of the report is true (see :func:`campaign`); otherwise none of them does.
 
     Args:
         report: report of :func:`campaign`, or one without kills and stops; it is changed.

@@ -227,7 +227,7 @@ def reported(alone: ClusterRun, disturbed: ClusterRun, troubles: list[dict]) -> 
     rows, expected = [], True
     for attempt in attempts:
         trouble = next((each for each in troubles if attempt.number in each["attempts"]), None)
-        # An attempt that no trouble has hit ended because an earlier trouble affected its node, or
+        # If no trouble hit an attempt, it ended because an earlier trouble affected its node, or
         # because this program was interrupted. Any cause is then expected except MISTAKE, which
         # means that a person must correct something.
         kind, causes, how = "", {*Cause} - {Cause.MISTAKE}, ""

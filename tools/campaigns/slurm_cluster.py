@@ -1,8 +1,8 @@
 """A real Slurm on this machine only: munged, slurmctld and one slurmd per node, on loopback.
 
-It needs neither root nor systemd, and ends all its processes when the context is left. The nodes
-are named 127.0.0.1, 127.0.0.2, ..., because these names resolve on every machine. The number of
-CPUs in Slurm's configuration is fictitious, and no process is bound to a CPU.
+It needs neither root nor systemd, and ends all its processes when the context of `Cluster` is left.
+The nodes are named 127.0.0.1, 127.0.0.2, ..., because these names resolve on every machine. The
+number of CPUs in Slurm's configuration is fictitious, and no process is bound to a CPU.
 """
 
 import os

@@ -40,7 +40,7 @@ _WAIT_SECONDS = 1800.0
 
 
 class OverTooSoonError(Exception):
-    """The job has left Slurm's queue before the attempt that the next trouble needs."""
+    """The job left Slurm's queue before an attempt began that a trouble could disturb."""
 
 
 @dataclass
@@ -198,9 +198,9 @@ class ClusterRun:
         return self.cluster.call(*command)
 
     def limit_soon(self) -> None:
-        """Set a time limit in one to two minutes, wait until it has requeued the job, and undo it.
+        """Set a time limit in one to two minutes, and wait until it has requeued the job.
 
-        The original limit then holds for the requeued job.
+        Then restore the original limit, for the requeued job.
         """
         before = self.cluster.job(self.job)
         parts = [int(part) for part in re.split("[-:]", before["RunTime"])]
@@ -310,8 +310,8 @@ def crash_in_start(run: ClusterRun, after: int) -> str:
     rank = run.pick.randrange(attempt.facts.ranks)
     time.sleep(run.pick.uniform(0, 4))
     while True:
-        # The rank's process of the preflight checks may end at this moment. Then kill the process
-        # of the rank that follows.
+        # The rank's process of the preflight checks may end at this moment. Then wait for the
+        # rank's training process, and kill it instead.
         with suppress(ProcessLookupError):
             os.kill(run.ranks(attempt)[rank], signal.SIGKILL)
             return f"SIGKILL to rank {rank} while it starts"
@@ -363,7 +363,7 @@ def _fill(filler: Path, left_free: int) -> None:
 
 
 def mistake(run: ClusterRun, after: int) -> str:
-    """Edit the recipe of a running job so that its next attempt must fail, and stop this attempt.
+    """Edit the recipe so that the job's next attempt must fail, and stop the running attempt.
 
     The recipe is restored when the job has ended after the next attempt.
     """
@@ -384,7 +384,7 @@ MISTAKES = (
 
 
 def cancelled(run: ClusterRun, after: int) -> str:
-    """Cancel the job; the next trouble launches it again."""
+    """Cancel the job; the campaign launches it again."""
     run.trained(after)
     run.call("scancel", run.job)
     run.until(lambda: not run.is_queued(), "the job has ended")

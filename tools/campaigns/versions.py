@@ -1,4 +1,4 @@
-"""Run the tests that depend on library versions with other versions of Python and of libraries.
+"""Run the version-dependent tests under other versions of Python and of the libraries.
 
     python -m tools.campaigns.versions --python python3.12 torch==2.15.0
     python -m tools.campaigns.versions --oldest         # the oldest that pyproject.toml admits
@@ -30,7 +30,7 @@ ROWS = RESULTS / "versions.json"
 PAGE = ROOT / "docs" / "install.md"
 BEGIN, END = "<!-- versions: begin -->", "<!-- versions: end -->"
 LIBRARIES = ("torch", "triton", "megatron-core", "deepspeed", "transformers", "numpy", "pydantic")
-# Packages of which each release of torch needs certain versions.
+# Pattern of the packages whose versions each release of torch prescribes.
 OF_TORCH = re.compile(r"triton|nvidia-|cuda-")
 
 
