@@ -1,4 +1,4 @@
-"""Small real checkpoints for the tests of whatever reads them."""
+"""Small real checkpoints for tests of code that reads checkpoints."""
 
 import json
 from collections.abc import Callable
@@ -25,7 +25,7 @@ GUARD = {"recent": {"loss": [2.0, 1.5]}, "in_a_row": 0, "skipped": 1, "spikes": 
 
 
 def write_checkpoint(run_dir: Path, step: int) -> Path:
-    """Write a checkpoint of two ranks, which share a tensor's rows; the second has a norm."""
+    """Write a checkpoint of two ranks: each has half of a matrix, and rank 1 also a norm weight."""
     store = CheckpointStore(run_dir)
     directory = store.begin(step)
     matrix = Shard(NAMES[0], (6, 4), (0, 0), (3, 4), 0, True)
@@ -48,26 +48,26 @@ def write_checkpoint(run_dir: Path, step: int) -> Path:
 
 
 def norm() -> Shard:
-    """Return rank 1's second tensor, after 12 elements of the first in its parameter."""
+    """Return rank 1's norm weight: elements 12 to 15 of its flat parameter, after the matrix."""
     return Shard(NAMES[1], (4,), (0,), (4,), 12, True)
 
 
 def sign(directory: Path) -> None:
-    """Give the files, whatever they are by now, the manifest that says so."""
+    """Write a manifest with the current checksums of the files, so that damaged files pass it."""
     step = json.loads((directory / MANIFEST).read_text())["step"]
     files = sorted(path for path in directory.iterdir() if path.name != MANIFEST)
     write_manifest(directory, Manifest(step, tuple(describe_file(path) for path in files)))
 
 
 def change_json(path: Path, change: Callable[[Any], object]) -> None:
-    """Rewrite a JSON file with what a function does to its content."""
+    """Apply ``change``, which works in place, to the content of a JSON file."""
     content = json.loads(path.read_text())
     change(content)
     path.write_text(json.dumps(content))
 
 
 def change_header(path: Path, change: Callable[[dict[str, Any], list], object]) -> None:
-    """Rewrite a rank's file with what a function does to its header and its pieces."""
+    """Apply ``change``, which works in place, to a rank file's header and list of tensor pieces."""
     content = path.read_bytes()
     length = int.from_bytes(content[:8], "little")
     header = json.loads(content[8 : 8 + length])

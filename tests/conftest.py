@@ -1,4 +1,4 @@
-"""What several layers of tests share: a small corpus and recipes on it."""
+"""Fixtures of several test folders: a small corpus, and recipes that train on it."""
 
 import random
 import signal
@@ -44,10 +44,11 @@ checkpoint:
 raise_on_deprecations()
 
 # A shell starts background jobs with SIGINT ignored, and every process of the tests inherits that.
+# Tests that send SIGINT need the default handler.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# A deadline would test the machine and what else runs on it.
+# Hypothesis's deadline for an example would fail on a slow or busy machine.
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
 
@@ -66,23 +67,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="session")
 def is_long(request: pytest.FixtureRequest) -> bool:
-    """Whether the tests that draw random cases shall draw many."""
+    """Return whether tests of random cases draw many cases (``--long``)."""
     return bool(request.config.getoption("--long"))
 
 
 @pytest.fixture(scope="session")
 def cases(is_long: bool) -> int:
-    """How many random cases a test of random cases draws."""
+    """Return the number of random cases that a test draws."""
     return 20_000 if is_long else 400
 
 
 def prepare_corpus(folder: Path) -> Path:
-    """Write 600 documents of words that are the same wherever and whenever tests run.
+    """Write and prepare 600 documents of random words from a fixed seed.
 
-    A network learns something of them in a dozen steps: a few words make most of the text.
+    A few words make most of the text, so that the loss of a network falls within a dozen steps.
 
     Returns:
-        The prefix of the prepared documents, of the tokenizer ``bytes``.
+        Prefix of the prepared corpus, whose tokenizer is ``bytes``.
     """
     folder.mkdir(exist_ok=True)
     draw = random.Random(0)
@@ -103,7 +104,10 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def tiny_recipe(corpus: Path, tmp_path: Path) -> Callable[..., Recipe]:
-    """Return a maker of recipes of a tiny run from overrides; each run_dir is new unless given."""
+    """Return a function that makes recipes of a tiny run from overrides.
+
+    All recipes of a test have the same new run_dir, unless an override sets another.
+    """
     file = tmp_path / "tiny.yaml"
     file.write_text(TINY.format(run_dir=tmp_path / "run", corpus=corpus))
 

@@ -1,4 +1,7 @@
-"""Deprecations that Megatron-core writes to its log, as errors; pyproject.toml has the warnings."""
+"""Errors for the deprecations that Megatron-core writes to its log.
+
+Deprecations that Python reports as warnings become errors by the settings in pyproject.toml.
+"""
 
 import logging
 import re
@@ -7,7 +10,7 @@ DEPRECATED = re.compile(r"deprecat|Rewrapping ModuleSpec", re.IGNORECASE)
 
 
 class RaiseOnDeprecation(logging.Handler):
-    """Raises where a record says that something is deprecated."""
+    """Log handler that raises an AssertionError for a record that contains a deprecation."""
 
     def emit(self, record: logging.LogRecord) -> None:
         message = record.getMessage()
@@ -15,5 +18,5 @@ class RaiseOnDeprecation(logging.Handler):
 
 
 def raise_on_deprecations() -> None:
-    """Raise, in this process and those forked from it, where Megatron-core logs a deprecation."""
+    """Raise an error in this process and its forks when Megatron-core logs a deprecation."""
     logging.getLogger("megatron").addHandler(RaiseOnDeprecation())

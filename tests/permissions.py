@@ -1,10 +1,11 @@
-"""Permission bits that hold for root too."""
+"""A context in which permission bits also restrict root."""
 
 import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-# Of linux/capability.h: CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH, and the version of the structure.
+# From linux/capability.h: the bits of CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH, and the version of
+# the structures below.
 _DAC = 0b110
 _VERSION = 0x20080522
 
@@ -23,9 +24,9 @@ class _Sets(ctypes.Structure):
 
 @contextmanager
 def without_roots_power() -> Iterator[None]:
-    """Lay down what lets root pass over permission bits, in this thread, for as long as it lasts.
+    """Take away the capabilities by which root ignores permission bits, in this thread.
 
-    For any other user it changes nothing.
+    They are restored when the context ends. For any other user nothing changes.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     header, sets = _Header(_VERSION, 0), (_Sets * 2)()

@@ -1,4 +1,4 @@
-"""Ports for servers of tests that take the number of a port alone, and no socket."""
+"""Ports for tests of servers that can be started only with a port number, not with a socket."""
 
 import socket
 from collections.abc import Iterator
@@ -7,10 +7,10 @@ from contextlib import ExitStack, contextmanager
 
 @contextmanager
 def reserved_ports(count: int) -> Iterator[list[int]]:
-    """Yield ports that differ, on which nobody listens and which the kernel gives to nobody else.
+    """Yield different free ports that the kernel does not assign to another program.
 
-    A socket is bound to each and does not listen, so that a program which sets ``SO_REUSEADDR``, as
-    servers do, can still listen there.
+    A socket is bound to each port, but does not listen. A program that sets ``SO_REUSEADDR``, as
+    servers do, can therefore listen on it.
     """
     with ExitStack() as stack:
         held = [stack.enter_context(socket.socket()) for _ in range(count)]

@@ -26,7 +26,7 @@ SIZES = {
     "initializer_range": 0.1,
 }
 TIED = {"tie_word_embeddings": True}
-# Wavelengths of a few tokens, so that a line of text meets all three ranges.
+# Small wavelengths, so that a line of text is affected by all three frequency ranges of llama3.
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 50.0,
@@ -42,7 +42,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "model_type": "llama",
         "rope_parameters": {"rope_type": "linear", "rope_theta": 700.0, "factor": 4.0},
     },
-    # Heads that do not divide the hidden size.
+    # The hidden size is not a multiple of the number of heads.
     "mistral": {
         "model_type": "mistral",
         "sliding_window": None,
@@ -91,10 +91,11 @@ def write_pretrained(
     shard_size: str = "5GB",
     **changes: object,
 ) -> Path:
-    """Write a model of a family without trivial values, such as zero biases."""
+    """Write a random model of a family; no bias is 0 and no norm weight is 1. Return ``folder``."""
     register()
     folder.mkdir()
-    # Before config.json is there: its model_type would choose a class that normalises text.
+    # Write the tokenizer before config.json. The check in write_tokenizer would otherwise read
+    # config.json, whose model_type selects a tokenizer class that normalizes text.
     write_tokenizer(load_tokenizer("bytes"), 64, folder)
     values = {"rope_parameters": {"rope_theta": 700.0}} | SIZES | FAMILIES[family] | changes
     config = AutoConfig.for_model(values.pop("model_type"), **values)
@@ -109,7 +110,7 @@ def write_pretrained(
 
 
 def random_weights(model: ModelConfig) -> dict[str, Tensor]:
-    """Random weights of any kind: no bias is zero, no norm is one."""
+    """Return random weights for any kind of attention; no bias is 0 and no norm weight is 1."""
     generator = torch.Generator().manual_seed(0)
     weights = {}
     for name, shape in (line for rule in table(model) for line in rule.ours.items()):

@@ -1,12 +1,12 @@
-"""Several ranks on this machine, forked from one process that has imported what they run.
+"""Several ranks on this machine, forked from one process that has imported their modules.
 
-Importing torch, Megatron-core and DeepSpeed takes seconds of a core, which under torchrun every
-rank spends. And each run has ranks of its own: gloo's threads outlive their process group, and wake
-a hundred times a second each. tests/end_to_end, tests/recovery/test_launch.py and the campaign
-start theirs as users do.
+Under torchrun, every rank would spend seconds of CPU time on importing torch, Megatron-core and
+DeepSpeed. Each run has new ranks, because gloo's threads outlive their process group, and each
+wakes a hundred times a second. tests/end_to_end, tests/recovery/test_launch.py and
+tests/recovery/test_campaign.py start their ranks with the commands that users run.
 
-No port is looked for and given up again before the ranks take it, as any program of the machine may
-take it in between.
+The socket of the ranks' port stays open until their store serves on it. If the port were free in
+between, any other program could take it.
 """
 
 import gc
@@ -34,20 +34,21 @@ def launch(
     timeout: float = 1700,
     environment: Mapping[str, str] | None = None,
 ) -> str:
-    """Call ``main`` of a module on some ranks, for each of ``calls`` on new ones.
+    """Call ``main`` of a module on several ranks; start new ranks for each of ``calls``.
 
     Args:
-        ranks: how many.
-        module: whose ``main`` takes its arguments from the command line.
-        calls: the arguments of each call.
-        timeout: of all calls together, in seconds.
-        environment: variables of the ranks, in place of this process's.
+        ranks: number of ranks.
+        module: name of a module whose ``main`` reads its arguments from ``sys.argv``.
+        calls: arguments of each call.
+        timeout: limit for all calls together, in seconds.
+        environment: all environment variables of the ranks; None: those of this process.
 
     Returns:
-        What they wrote to standard output.
+        Standard output of all ranks.
 
     Raises:
-        AssertionError: one of them failed, with the end of what they wrote.
+        AssertionError: a rank failed; the message has the end of the output.
+        subprocess.TimeoutExpired: the calls took longer than ``timeout``.
     """
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.ranks", str(ranks), module, json.dumps(calls)],
@@ -68,12 +69,12 @@ def launch(
 
 
 def main() -> None:
-    """Import the module, fork the ranks and wait for them, in the process of :func:`launch`."""
+    """Import the module, fork the ranks and wait for them; :func:`launch` starts this process."""
     ranks, module, calls = sys.argv[1:]
     run = importlib.import_module(module).main
     import_deepspeed()
     raise_on_deprecations()
-    # What was imported is neither looked through nor copied by the ranks' collections.
+    # The ranks' garbage collections then skip the imported objects, whose memory stays shared.
     gc.freeze()
     for call in json.loads(calls):
         sys.argv[1:] = call
@@ -90,7 +91,7 @@ def main() -> None:
 
 
 def meeting_at(listener: socket.socket) -> dict[str, str]:
-    """Return the variables that send ranks to the store of :func:`serve_store`.
+    """Return the environment variables with which ranks find the store of :func:`serve_store`.
 
     Args:
         listener: a socket that listens already, so that no other program can take its port before
@@ -100,13 +101,14 @@ def meeting_at(listener: socket.socket) -> dict[str, str]:
     return {
         "MASTER_ADDR": host,
         "MASTER_PORT": str(port),
-        # As torchrun announces a store of its own: rank 0 then joins it and does not listen.
+        # torchrun sets this variable if it serves the store. Rank 0 then connects to that store
+        # instead of serving its own.
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
 
 
 def serve_store(listener: socket.socket) -> TCPStore:
-    """Serve a store on a socket that listens, and take the socket over; it lives as the object."""
+    """Return a store that serves on a listening socket until it is deleted; it owns the socket."""
     host, port = listener.getsockname()[:2]
     return TCPStore(
         host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()

@@ -11,7 +11,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FENCED = re.compile(r"^```(?:bash|sh)?\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 OTHER_LANGUAGE = re.compile(r"^```\w+\n.*?^```$", re.DOTALL | re.MULTILINE)
 INDENTED = re.compile(r"(?<=\n\n)(?: {4}.*\n|\n(?= {4}))+")
-# Words that a page writes for what the reader has; what stands for them here.
+# Placeholders in the commands of the pages -> the values that replace them.
 PLACEHOLDERS = {
     "RECIPE": "configs/diff_3b_1t.yaml",
     "FILE": "configs/clusters/example.yaml",
@@ -32,7 +32,7 @@ class Command(NamedTuple):
 
 
 def commands_of(page: Path) -> Iterator[Command]:
-    """Commands of the programs that this project has, in the order of the page."""
+    """Yield the commands that `_ours` accepts: those in fenced blocks, then in indented ones."""
     text = page.read_text()
     found = [(each.start(), each[1]) for each in FENCED.finditer(text)]
     rest = OTHER_LANGUAGE.sub("", FENCED.sub("", text))
@@ -50,7 +50,7 @@ def _simple_commands(line: str) -> Iterator[list[str]]:
     lexer.whitespace_split = True
     try:
         words = list(lexer)
-    except ValueError:  # no line of a shell
+    except ValueError:  # not a shell command
         return
     command: list[str] = []
     for word in [*words, ";"]:
@@ -58,14 +58,14 @@ def _simple_commands(line: str) -> Iterator[list[str]]:
             yield command
             command = []
         else:
-            # [OPTION ...] may be given, INPUT... repeated; a value may be a list of its own.
+            # Remove brackets (optional word) and dots (repeated word), but keep a list: KEY=[...].
             plain = word if "=[" in word else word.strip("[]").removesuffix("...")
             if plain not in ("", "OPTION"):
                 command.append(PLACEHOLDERS.get(plain, plain))
 
 
 def _ours(page: str, words: list[str], line: str) -> Command | None:
-    """Return the command if it is ``diffmegatron``, ``python -m MODULE``, ``make`` or a script."""
+    """Return the command if the tests can check its program; None for any other program."""
     while words and re.fullmatch(r"[A-Z_]+=\S*|\*(/\d+)?", words[0]):
         words = words[1:]
     if not words:

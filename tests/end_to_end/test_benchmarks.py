@@ -1,4 +1,4 @@
-"""The benchmarks run, on sizes that measure nothing."""
+"""The benchmarks run, on sizes that are too small for meaningful measurements."""
 
 import json
 import os
@@ -31,12 +31,12 @@ def test_all_are_registered_and_listed(capsys):
     assert [line.split()[0] for line in listed] == [*BENCHMARKS]
 
 
-def test_what_is_not_registered_is_one_sentence(capsys):
+def test_an_unregistered_benchmark_is_an_error(capsys):
     assert main(["speed"]) == 2
     assert "'speed' is not a benchmark; give one of attention, " in capsys.readouterr().err
 
 
-def test_mistakes_are_one_sentence(tmp_path, capsys):
+def test_an_unknown_tokenizer_is_an_error(tmp_path, capsys):
     with mock.patch.dict(os.environ):
         assert main(["data", "tokenise", f"--scratch={tmp_path}", "--tokenizer=none"]) == 2
     assert capsys.readouterr().err.startswith("error: tokenizer 'none' is unknown; give 'bytes'")
@@ -99,7 +99,8 @@ def test_layer_operations(tmp_path):
     )  # fmt: skip
     counted = json.loads((tmp_path / "report.json").read_text())["operations"]
     tokens = 32
-    # Inputs, weight and outputs in bf16: q, k, v and the attention's output are 64 wide.
+    # Widths of the input and output of each projection: QKV, attention output, gate and up, down.
+    # A product reads its input and its weight and writes its output, all in bf16 (two bytes).
     weights = [(64, 192), (64, 64), (64, 192), (96, 64)]
     read_and_written = sum(2 * (tokens * (i + o) + i * o) for i, o in weights)
     for name, rows in counted.items():
@@ -114,14 +115,15 @@ def test_layer_operations(tmp_path):
             assert not loss
             continue
         assert [(row["pass"], row["count"]) for row in loss] == [("forward", 1), ("backward", 1)]
-        # Read once forward; read and written over backward, beside a value per token.
+        # The forward pass reads the logits and writes a loss per token. The backward pass reads the
+        # logits and a gradient per token, and overwrites the logits. A value has two bytes.
         assert [row["bytes"] for row in loss] == [2 * 32 * 128 + 64, 2 * 2 * 32 * 128 + 64]
     between = {
         name: {row["operation"]: row["count"] for row in rows if row["pass"] == "forward"
                and row["part"].startswith("between the attention")}
         for name, rows in counted.items()
     }  # fmt: skip
-    # Queries and keys are rotated where the projection wrote them; V1's values are put together.
+    # RoPE needs no copy of queries and keys. V1 makes one copy of its values.
     assert "aten::cat" not in between["diff_v1"]
     assert between["diff_v1"]["aten::clone"] == 1
     assert not {"aten::cat", "aten::clone"} & {*between["Transformer"]}
@@ -159,7 +161,7 @@ def test_tune_attention(tmp_path):
 
 
 def test_data(tmp_path, monkeypatch):
-    # In this process, where the benchmark has a new one for every figure.
+    # Run in this process. The benchmark itself starts a new process for every measurement.
     monkeypatch.setattr(data, "in_process", lambda function, *arguments: function(*arguments))
     (tmp_path / "out").mkdir()
     for part, *sizes in (
@@ -194,13 +196,13 @@ def test_data_tokenise(tmp_path):
     assert report["one_worker"]["median_ratio"] > 0
 
 
-def test_what_a_measured_process_says_reaches_the_user():
+def test_an_error_in_a_measured_process_reaches_the_user():
     with pytest.raises(UserError, match="'none' is unknown; give 'bytes'"):
         in_process(load_tokenizer, "none")
 
 
 def test_compare_dex(tmp_path, monkeypatch):
-    """Every part on a tiny model, its commands in this process; then parts that are kept."""
+    """All parts run on a tiny model; running one of them again leaves the report unchanged."""
     commands = []
 
     def in_this_process(*arguments: object) -> None:
@@ -257,7 +259,10 @@ def test_cpu_step(tmp_path):
 
 
 def test_startup(tmp_path, corpus, capsys, monkeypatch):
-    """Its phases in this process, which has imported what a new one would for seconds."""
+    """The total of the report is the sum of the phases.
+
+    The phases are timed in this process, which has imported most modules already.
+    """
     shutil.copytree(corpus.parent, tmp_path / "start")
     for file in (tmp_path / "start").glob(f"{corpus.name}.*"):
         file.rename(file.with_name(f"corpus{file.suffix}"))

@@ -1,15 +1,15 @@
-"""Every command of README.md and docs/*.md: parsed by the real programs, and run where it is cheap.
+"""Every command of README.md and docs/*.md is parsed by the real programs; cheap ones also run.
 
-All commands are parsed: unknown options, missing arguments, missing files in the folders of
-``SHIPPED``, missing targets of the Makefile and unknown keys of a recipe fail. The commands of
-``RUNS`` whose files exist by then are run, in one folder and in the order of the pages: these are
-the commands of the first hour on a CPU. The following commands are only parsed:
+Parsing fails for unknown options, missing arguments, missing files in the folders of ``SHIPPED``,
+missing targets of the Makefile and unknown keys of a recipe. The commands of ``RUNS`` also run, in
+one folder and in the order of the pages, if the files that they read exist at their turn. These are
+the commands of a user's first hour on a CPU. The other commands are only parsed:
 
-- what needs another machine: ``launch``, ``preflight``, ``sbatch``, ``launch/*.sh``, ``torchrun``,
-  GPUs' benchmarks;
-- what takes minutes: ``make quickstart`` and ``make test``, ``--rehearse``, ``--search``,
-  benchmarks, campaigns, and ``evaluate``, which tests of their own run;
-- what is done with files of the reader's own: ``import``, ``dex select`` and the recipes of
+- commands for another machine: ``launch``, ``preflight``, ``sbatch``, ``launch/*.sh``,
+  ``torchrun``, benchmarks on a GPU;
+- commands that take minutes: ``make quickstart``, ``make test``, ``--rehearse``, ``--search``; and
+  benchmarks, campaigns and ``evaluate``, which have their own tests;
+- commands that need files of the user: ``import``, ``dex select`` and the recipes of
   docs/pretrained.md, which tests/unit/hf/test_import_model.py runs on a tiny model.
 """
 
@@ -43,7 +43,7 @@ RUNS = {
     ("configs", "list"),
     *(("checkpoint", each) for each in ("list", "verify", "prune", "inspect")),
 }
-# As large as the run of the README may be here.
+# Overrides that make the training run of the README small.
 SHORTER = [
     "training.steps=2",
     "training.seq_length=64",
@@ -54,11 +54,11 @@ SHORTER = [
 
 
 class ParsedError(Exception):
-    """Raised in the place of what a program does once its words are understood."""
+    """Raised after a program has parsed its arguments, so that it does nothing else."""
 
 
 def parse(command: Any, name: str, words: list[str], parent: Any = None) -> tuple[list[str], dict]:
-    """Return names of subcommands and values of the last one, or raise click's errors."""
+    """Return the names of the subcommands in ``words`` and the parameter values of the last one."""
     context = command.make_context(name, list(words), parent=parent)
     if not hasattr(command, "resolve_command"):
         return [], context.params
@@ -69,13 +69,13 @@ def parse(command: Any, name: str, words: list[str], parent: Any = None) -> tupl
 
 
 def parsed(words: list[str]) -> tuple[tuple[str, ...], dict]:
-    """Subcommands and values of a ``diffmegatron`` command."""
+    """Return the subcommands and the parameter values of a ``diffmegatron`` command."""
     names, values = parse(typer.main.get_command(app), "diffmegatron", words)
     return tuple(names), values
 
 
 def made_by_copying(page: str) -> set[str]:
-    """Files that a ``cp`` of the page makes."""
+    """Return the targets of the ``cp`` commands of a page."""
     return {each.words[-1] for each in COMMANDS if each.page == page and each.program == "cp"}
 
 
@@ -84,7 +84,9 @@ def identified(command: Command) -> str:
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=identified)
-def test_a_command_is_understood(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_command_of_the_pages_is_valid(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(ROOT)
     copied = made_by_copying(command.page)
     for word in [command.program, *command.words]:
@@ -92,10 +94,11 @@ def test_a_command_is_understood(command: Command, monkeypatch: pytest.MonkeyPat
             assert Path(word).exists(), f"{word} is not there"
     if command.program == "diffmegatron":
         names, values = parsed(command.words)
-        # tests/unit/test_own_code.py runs the kind that a page imports.
+        # A kind of attention that `--import` adds is tested in tests/unit/test_own_code.py.
         if names[0] in TAKE_A_RECIPE and "--import" not in command.words:
             recipe = values["config" if "config" in values else "recipe"]
-            # A recipe of the page's own: its keys are those of another that starts from a model.
+            # The recipes of docs/pretrained.md are not files. Check their overrides with another
+            # recipe that starts from a pretrained model.
             path = recipe if recipe.exists() else Path("configs/dex/llama_3.2_1b.yaml")
             load_stages(path, values["overrides"] or [], allow_missing_files=True)
     elif command.program == "make":
@@ -136,21 +139,21 @@ def test_the_pages_have_commands() -> None:
 @pytest.mark.parametrize(
     "words", [["plan"], ["plan", "configs/quickstart.yaml", "--gpu"], ["traim"], ["data", "merg"]]
 )
-def test_a_wrong_command_is_not_understood(words: list[str]) -> None:
+def test_a_wrong_command_is_rejected(words: list[str]) -> None:
     with pytest.raises(Exception, match=r"(?i)missing|no such"):
         parsed(words)
 
 
-def test_the_first_hour(
+def test_the_cheap_commands_of_the_pages_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The cheap commands one after the other in a folder with what a checkout has."""
+    """The cheap commands run one after the other in a folder with the configs and docs."""
     for name in ("configs", "docs", "README.md"):
         (tmp_path / name).symlink_to(ROOT / name)
     from diffmegatron.optim.zero import import_deepspeed
 
     monkeypatch.chdir(tmp_path)
-    import_deepspeed()  # whose complaints come once a process
+    import_deepspeed()  # its first import in a process may print warnings
     run_dir = next(
         word.removeprefix("run_dir=")
         for command in COMMANDS
@@ -164,7 +167,7 @@ def test_the_first_hour(
         words = [word.replace("RUN_DIR", run_dir) for word in words]
         if command.program == "diffmegatron" and is_cheap(words, command):
             more = SHORTER if words[0] == "train" else []
-            # Last words of a train command count.
+            # The last override of a key wins, so SHORTER replaces the overrides of the page.
             monkeypatch.setattr(sys, "argv", ["diffmegatron", *words, *more])
             try:
                 main()
@@ -178,7 +181,7 @@ def test_the_first_hour(
 
 
 def is_cheap(words: list[str], command: Command) -> bool:
-    """Whether it is one of ``RUNS``, and every file that it reads is there."""
+    """Return whether a command is in ``RUNS``, is fast, and finds every file that it reads."""
     names, values = parsed(words)
     if names not in RUNS or command.line.startswith("torchrun"):
         return False

@@ -1,4 +1,4 @@
-"""The main job as `make quickstart` runs it, with fewer steps."""
+"""The command `quickstart`, which `make quickstart` runs, with fewer steps."""
 
 import json
 import re
@@ -26,7 +26,7 @@ def quickstart(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", ["diff_v1", "softmax"])
-def test_both_of_the_pair_learn_and_export_exactly(name, quickstart):
+def test_model_and_baseline_learn_and_export_exactly(name, quickstart):
     model = json.loads((quickstart / "report.json").read_text())["models"][name]
     assert model["loss_first"] == pytest.approx(5.77, abs=0.05)  # ln 320
     assert model["loss_last"] < 4
@@ -45,7 +45,7 @@ def test_everything_promised_is_written(name, quickstart):
     assert (quickstart / "report.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_pair_differs_in_a_handful_of_parameters(quickstart):
+def test_model_and_baseline_differ_by_lambdas_and_norms(quickstart):
     models = json.loads((quickstart / "report.json").read_text())["models"]
-    lambdas_and_norms = 4 * (4 * 16 + 32)  # per layer: four vectors of d, one norm of 2d
+    lambdas_and_norms = 4 * (4 * 16 + 32)  # 4 layers: 4 lambda vectors of 16, a norm of 32
     assert models["diff_v1"]["parameters"] - models["softmax"]["parameters"] == lambdas_and_norms

@@ -1,7 +1,8 @@
 """The attention kernels on a GPU at real sizes. One command: pytest tests/gpu/test_kernels_gpu.py.
 
-The reference is `blocked` in fp32 on the same bf16 values: it holds whole rows, not whole maps, so
-that 64K fits. Nothing here has run yet: the suite was written where no GPU was.
+The reference is the backend `blocked` in fp32 on the same values. It holds some complete rows
+of an attention map at a time, never the whole map, so that 64K positions fit into memory. Nothing
+here has run yet: the suite was written on a machine without a GPU.
 """
 
 import pytest
@@ -29,18 +30,20 @@ pytestmark = pytest.mark.skipif(
 )
 
 NAMES = ("q1", "k1", "q2", "k2", "v", "lambda_")
-# Of a whole tensor's length; inputs, maps and results are each rounded to the dtype once. Matrix
-# units cut float32 to tf32: emulated on a CPU, gradients of this shape are then off by 2.1e-3. The
-# rest up to 3e-3 is for what else a chip does: another order of sums, exponentials to some bits.
+# Allowed norm of the error of a tensor, relative to the tensor's norm. Inputs, maps and results are
+# each rounded to the dtype once. Tensor cores round float32 to tf32. This alone, emulated on a CPU,
+# gives the gradients an error of 2.1e-3. The rest up to 3e-3 allows for other differences of a GPU:
+# the order of sums, and less exact exponentials.
 TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 1.5e-3, torch.float32: 3e-3}
-# So many times that, an element may be off: a wrong row among thousands does not hide.
+# Factor on TOLERANCE for the largest error of an element, relative to the largest element. This
+# check detects a single wrong row among thousands.
 OUTLIER = 4
 WIDTHS = DIFFERENTIAL["triton"].head_dims
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def runnable(op):
-    """Backends that run here, but those in plain PyTorch, which are the reference."""
+    """Return the backends that run on this GPU, without the references in plain PyTorch."""
     if not torch.cuda.is_available():
         return []
     table = backend_table(op)
@@ -87,7 +90,7 @@ def assert_close(actual, expected, tolerance, name=None):
 
 
 def assert_equals_blocked(inputs, compute, norm=None, **options):
-    """Values and gradients, of `norm` too, equal those of `blocked` in fp32 on the same values."""
+    """Check values and gradients, also of `norm`, against `blocked` in fp32 on the same values."""
     exact = [x.detach().float().requires_grad_() for x in inputs]
     expected = diff_attention(*exact, backend="blocked", **options)
     normed = expected if norm is None else norm.apply_to(expected)
@@ -104,8 +107,8 @@ def assert_equals_blocked(inputs, compute, norm=None, **options):
     for name, found, right in zip((*NAMES, "weight"), grads, wanted, strict=False):
         if name != "lambda_":
             assert_close(found, right, tolerance, name)
-    # The gradient of lambda is a sum over rows of either sign, small beside what is summed and
-    # rounded: the error is measured against the length of that.
+    # The gradient of lambda is a sum of positive and negative terms, one per row, and much smaller
+    # than the terms, which are rounded. So measure its error relative to the norm of the terms.
     with torch.no_grad():
         maps = QKV((exact[0], exact[2]), (exact[1], exact[3]), exact[4])
         _, (out2, _) = chunk_attention(maps, backend="blocked", **options)
@@ -132,7 +135,7 @@ def test_triton_at_4k(width, causal, one_pass):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", WIDTHS)
-def test_triton_dtypes_off_the_block(width, dtype):
+def test_triton_equals_blocked_at_length_1037_in_every_dtype(width, dtype):
     assert_equals_blocked(draw_inputs(1037, width=width, dtype=dtype), triton)
 
 
@@ -142,13 +145,13 @@ def test_triton_at_long_lengths(length):
 
 
 @pytest.mark.parametrize("backend", runnable("differential"))
-def test_every_backend_that_runs_here(backend):
+def test_every_runnable_backend_equals_blocked(backend):
     inputs = draw_inputs(1024, batch=2)
     assert_equals_blocked(inputs, lambda *x: diff_attention(*x, backend=backend))
 
 
 @pytest.mark.parametrize("backend", runnable("differential"))
-def test_documents_by_every_backend_that_runs_here(backend):
+def test_every_runnable_backend_equals_blocked_with_documents(backend):
     options = {"cu_seqlens": torch.tensor([0, 5, 700, 701, 1024])}
     assert_equals_blocked(
         draw_inputs(1024, batch=2),
@@ -158,7 +161,7 @@ def test_documents_by_every_backend_that_runs_here(backend):
 
 
 @pytest.mark.parametrize("backend", runnable("differential"))
-def test_fewer_queries_than_keys_by_every_backend_that_runs_here(backend):
+def test_every_runnable_backend_equals_blocked_with_fewer_queries_than_keys(backend):
     inputs = draw_inputs(300, batch=2, keys=1037)
     assert_equals_blocked(inputs, lambda *x: diff_attention(*x, backend=backend))
 
@@ -191,7 +194,7 @@ def test_triton_with_shared_noise_heads(width, one_pass):
 
 
 @pytest.mark.parametrize("backend", runnable("differential"))
-def test_shared_noise_heads_by_every_backend_that_runs_here(backend):
+def test_every_runnable_backend_equals_blocked_with_shared_noise_heads(backend):
     inputs = draw_inputs(1024, batch=2, heads=6, noise_heads=2)
     weight = torch.linspace(0.5, 1.5, 256, device="cuda", requires_grad=True)
     norm = HeadwiseNorm(weight, 1e-5, 0.3)
@@ -211,7 +214,7 @@ def draw_v2_inputs(length, *, heads=6, ratio=3, kv_heads=2, width=128, dtype=tor
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [64, 80, 128])
 @pytest.mark.parametrize("ratio", [1, 3])
-def test_the_subtraction(ratio, width, dtype):
+def test_triton_subtraction_equals_pytorch(ratio, width, dtype):
     q, _, _, lambda_ = draw_v2_inputs(1037, ratio=ratio, width=width, dtype=dtype)
     out, grads = value_and_grads(lambda *x: subtract_noise(*x, backend="triton"), [q, lambda_])
     right, wanted = value_and_grads(lambda *x: subtract_noise(*x, backend="pytorch"), [q, lambda_])
@@ -224,7 +227,7 @@ def test_the_subtraction(ratio, width, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("words", [1000, 100_288])
-def test_the_cross_entropy(words, dtype):
+def test_cross_entropy_kernel_equals_torch(words, dtype):
     from diffmegatron.model.cross_entropy_kernel import cross_entropy
 
     logits = (4 * torch.randn(512, words, device="cuda")).to(dtype).requires_grad_()
@@ -232,7 +235,7 @@ def test_the_cross_entropy(words, dtype):
     (out, (grad,)), (right, (wanted,)) = (
         value_and_grads(function, [logits])
         for function in (
-            # A copy, as the gradient is written over it.
+            # Copy, because the gradient overwrites the logits.
             lambda x: cross_entropy(x.clone(), labels),
             lambda x: torch.nn.functional.cross_entropy(x.float(), labels, reduction="none"),
         )
@@ -243,7 +246,7 @@ def test_the_cross_entropy(words, dtype):
 
 @pytest.mark.parametrize("options", [{}, {"cu_seqlens": torch.tensor([0, 5, 700, 1024])}])
 @pytest.mark.parametrize("backend", ["auto", *runnable("softmax")])
-def test_v2_by_every_backend_that_runs_here(backend, options):
+def test_v2_on_every_runnable_backend_equals_blocked(backend, options):
     inputs = draw_v2_inputs(1024)
     exact = [x.detach().float().requires_grad_() for x in inputs]
     out, grads = value_and_grads(
@@ -287,7 +290,10 @@ def test_triton_with_one_map(width, dtype, one_pass):
     ],
 )
 def test_chunks_of_keys_add_up_to_the_whole(backend, count, noise_heads):
-    """The second of two ranks of a ring: one chunk of keys before its queries, and its own."""
+    """Output and gradients from two chunks of keys equal those from all keys at once.
+
+    As on the second of two ring ranks, the chunks are the first rank's keys and its own.
+    """
     inputs = draw_inputs(1024, keys=2048, noise_heads=noise_heads)
     q1, k1, q2, k2, v, lambda_ = (x.detach() for x in inputs)
     if count == 1:
@@ -353,8 +359,12 @@ def test_large_logits_stay_finite():
     assert all(bool(torch.isfinite(x).all()) for x in (out, *grads))
 
 
-def test_saved_activations_beside_plain_attention():
-    """q, k, v, out, out2 and the projection's input to q, k, v, out and the projection's input."""
+def test_saved_activations_are_at_most_six_fifths_of_plain_attention():
+    """Differential attention saves at most 6/5 of the bytes of plain attention.
+
+    It saves six tensors: q, k, v, out, out2 and the input of the output projection. Plain attention
+    saves five, because it has no out2.
+    """
 
     def saved_bytes(function, inputs):
         seen = {}

@@ -1,4 +1,4 @@
-"""Attention by explicit loops over rows and heads in float64, written apart from the package."""
+"""Attention by loops over rows and heads in float64, written independently of the package."""
 
 import math
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def softmax_row(q: Tensor, k: Tensor, visible: list[int], scale: float) -> Tensor:
-    """Weights of one query `[d]` over all keys `[t, d]`; zero where not visible."""
+    """Return the weights of one query `[d]` over all keys `[t, d]`; zero where not visible."""
     weights = torch.zeros(k.shape[0], dtype=q.dtype)
     if visible:
         index = torch.tensor(visible)
@@ -20,7 +20,7 @@ def softmax_row(q: Tensor, k: Tensor, visible: list[int], scale: float) -> Tenso
 def visible_keys(
     query: int, keys: int, causal: bool, query_offset: int, key_offset: int, bounds: list[int]
 ) -> list[int]:
-    """Keys that a query row may see; `bounds` are document boundaries in global positions."""
+    """Return the keys that a query may see; `bounds` are document boundaries, as positions."""
 
     def document(position: int) -> int:
         return sum(bound <= position for bound in bounds)
@@ -111,9 +111,10 @@ def make_inputs(
     dtype: torch.dtype = torch.float64,
     seed: int = 0,
 ) -> list[Tensor]:
-    """q1, k1, q2, k2, v and lambda_, drawn from a standard normal, with gradients required.
+    """Return q1, k1, q2, k2, v and lambda_, all of which require a gradient.
 
-    As many noise heads as heads by default.
+    The first five are drawn from a standard normal. By default there are as many noise heads as
+    signal heads.
     """
     generator = torch.Generator().manual_seed(seed)
     keys = rows if keys is None else keys
@@ -141,7 +142,7 @@ def make_v2_inputs(
     width: int = 4,
     dtype: torch.dtype = torch.float64,
 ) -> list[Tensor]:
-    """q, k, v and lambda_ of `heads` signal heads, with gradients required."""
+    """Return q, k, v and lambda_ for `heads` signal heads; all require a gradient."""
     generator = torch.Generator().manual_seed(heads + 10 * ratio)
     keys = rows if keys is None else keys
     shapes = (
@@ -156,7 +157,7 @@ def make_v2_inputs(
 
 
 def value_and_grads(function, inputs, seed=1):
-    """(out, gradients of the inputs) for one random gradient of out."""
+    """Return (out, gradients of the inputs) for one random gradient of out."""
     out = function(*inputs)
     generator = torch.Generator().manual_seed(seed)
     direction = torch.randn(out.shape, generator=generator, dtype=torch.float64)
@@ -166,7 +167,7 @@ def value_and_grads(function, inputs, seed=1):
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
-    """Largest deviation over the largest expected magnitude (1 where that is smaller)."""
+    """Return the largest deviation, divided by the largest expected magnitude (at least by 1)."""
     expected = expected.detach().to(torch.float64)
     deviation = (actual.detach().to(torch.float64) - expected).abs().max()
     return float(deviation / expected.abs().max().clamp_min(1.0))

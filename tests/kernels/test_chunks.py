@@ -17,7 +17,7 @@ from diffmegatron.attention.kernels.registry import Call
 from tests.kernels.loops import loop_diff_attention, make_inputs, relative_error
 
 DOCUMENTS = torch.tensor([0, 4, 6, 12])
-# torch's flash kernels take no mask of documents.
+# torch's flash kernels do not support document masks, so sdpa_4call has no case with documents.
 CASES = [
     *((backend, None) for backend in ("reference", "blocked", "sdpa_4call")),
     *((backend, DOCUMENTS) for backend in ("reference", "blocked")),
@@ -26,7 +26,7 @@ CHUNK = 6
 
 
 def by_chunks(inputs, maps, lambda_, grad, *, backend, cu_seqlens=None, causal=True):
-    """(out, gradients of `inputs`) of two chunks of queries with two of keys, as on a ring."""
+    """Return (out, gradients of `inputs`), computed as by a ring of two ranks, chunk by chunk."""
     outs, gradients = [], [torch.zeros_like(x) for x in inputs]
     for first_row in (0, CHUNK):
         rows = slice(first_row, first_row + CHUNK)
@@ -115,7 +115,7 @@ def chunk_of(width=4, value_width=8, dtype=torch.float32):
 
 
 @pytest.mark.parametrize("backend", ["reference", "blocked"])
-def test_rows_that_see_no_key_anywhere_have_no_gradient(backend):
+def test_fully_masked_rows_have_zero_gradient(backend):
     q1, k1, q2, k2, v, lambda_ = make_inputs(rows=5)
     maps = QKV((q1, q2), (k1, k2), v)
     places = {"query_offset": 0, "key_offset": 2, "backend": backend}
@@ -130,11 +130,14 @@ def test_rows_that_see_no_key_anywhere_have_no_gradient(backend):
 
 
 @pytest.mark.parametrize("count", [1, 2], ids=["softmax", "differential"])
-def test_a_causal_chunk_that_is_no_square_is_not_left_to_torchs_kernels(count):
-    """They align the diagonal at the first key, we at the last."""
+def test_non_square_causal_chunks_are_not_computed_by_sdpa(count):
+    """torch's backends refuse such chunks, and the default backend computes them right.
+
+    torch's kernels align the causal diagonal at the first key, this project at the last.
+    """
     q1, k1, q2, k2, v, _ = make_inputs(rows=3, keys=7)
     maps = QKV((q1, q2)[:count], (k1, k2)[:count], v if count == 2 else v[..., : q1.shape[3]])
-    with pytest.raises(ValueError, match="below the diagonal of a square"):
+    with pytest.raises(ValueError, match="or a square's diagonal"):
         chunk_attention(maps, backend="sdpa" if count == 1 else "sdpa_4call")
     for (out, lse), (right, right_lse) in zip(
         chunk_attention(maps), chunk_attention(maps, backend="reference"), strict=True
@@ -153,7 +156,7 @@ def test_log_sum_exps_are_those_of_the_scores(backend):
 
 
 @pytest.mark.parametrize("backend", ["reference", "blocked"])
-def test_a_row_that_sees_no_key_changes_nothing_in_a_merge(backend):
+def test_fully_masked_rows_do_not_change_a_merge(backend):
     q1, k1, q2, k2, v, _ = make_inputs(rows=5)
     options = {"query_offset": 0, "key_offset": 2, "backend": backend}
     for out, lse in chunk_attention(QKV((q1, q2), (k1, k2), v), **options):
@@ -186,14 +189,14 @@ def test_autocast_changes_nothing(backend, dtype):
         assert with_autocast.dtype == without.dtype
 
 
-def test_what_a_chunk_refuses():
-    with pytest.raises(ValueError, match="cannot attend chunk by chunk but to all keys"):
+def test_chunk_attention_refuses_unsupported_masks_and_wrong_shapes():
+    with pytest.raises(ValueError, match="cannot attend chunk by chunk with masks other than none"):
         chunk_attention(chunk_of(), backend="sdpa_4call", cu_seqlens=torch.tensor([0, 2, 3]))
     with pytest.raises(ValueError, match=r"v has shape \[1, 3, 2, 4\]"):
         chunk_attention(chunk_of(value_width=4))
 
 
-def test_what_gradients_of_a_chunk_refuse():
+def test_chunk_gradients_refuses_missing_lambda_and_wrong_shapes():
     maps, lambda_ = chunk_of(), torch.tensor(0.5)
     out, lse = torch.zeros(1, 3, 2, 8), torch.zeros(1, 3, 2)
     whole = WholeAttention(out, out, (lse, lse))
@@ -210,13 +213,13 @@ def test_what_gradients_of_a_chunk_refuse():
         chunk_attention(QKV(maps.queries, maps.keys[:1], maps.v))
 
 
-def test_parts_of_sixteen_bit_inputs_are_fp32():
+def test_chunk_outputs_of_bf16_inputs_are_fp32():
     q1, k1, q2, k2, v, _ = make_inputs(rows=6, dtype=torch.bfloat16)
     parts = chunk_attention(QKV((q1, q2), (k1, k2), v))
     assert {x.dtype for part in parts for x in part} == {torch.float32}
 
 
-def test_on_a_gpu_torch_attends_chunk_by_chunk_in_sixteen_bits_only():
+def test_auto_selects_sdpa_for_chunks_on_cuda_in_bf16_but_not_fp32():
     needs, nothing = frozenset({"chunks"}), frozenset()
     call = Call("differential", "cuda", "bfloat16", 128, needs)
     assert choose_backend("auto", call, nothing)[0] == "sdpa_4call"
@@ -225,7 +228,7 @@ def test_on_a_gpu_torch_attends_chunk_by_chunk_in_sixteen_bits_only():
     assert "takes bfloat16, float16 chunk by chunk on cuda, got float32" in reason
 
 
-def test_one_map_is_torchs():
+def test_auto_selects_sdpa_for_one_map_unless_chunks_are_masked():
     needs, nothing = frozenset({"chunks"}), frozenset()
     call = Call("softmax", "cpu", "float32", 64, needs)
     assert choose_backend("auto", call, nothing)[0] == "sdpa"

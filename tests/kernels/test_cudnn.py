@@ -1,8 +1,9 @@
-"""`cudnn_2call` against the reference, by a stand-in for nvidia-cudnn-frontend: cuDNN needs a GPU.
+"""The backend `cudnn_2call` against the reference, with a stand-in for nvidia-cudnn-frontend.
 
-The stand-in is not cuDNN. It has the calls that we make (names and arguments of the frontend 1.32),
-and computes from the addresses alone that a graph declares: dimensions, strides, ragged offsets and
-lengths. What cuDNN itself takes, and what it computes, tests/gpu finds out.
+cuDNN needs a GPU, and the stand-in does not use cuDNN. It has the functions that the backend calls
+(names and arguments of frontend 1.32), and computes attention itself, from the dimensions, strides,
+ragged offsets and lengths that a graph declares. Only tests/gpu can test which inputs cuDNN
+supports, and its results.
 """
 
 import sys
@@ -36,16 +37,16 @@ CASES = {
         {"causal": False, "cu_seqlens": torch.tensor([0, 6, 9])},
     ),
 }
-# Log-sum-exps are kept in float32, whatever the inputs.
+# The backend keeps log-sum-exps in float32, so float64 inputs have this tolerance too.
 TOLERANCE = 1e-5
 
 
 class NotSupportedError(RuntimeError):
-    """As the frontend's."""
+    """Stand-in for the frontend's error of an unsupported graph."""
 
 
 class GraphTensor:
-    """What a graph knows of a tensor."""
+    """Stand-in for the frontend's description of a tensor in a graph."""
 
     def __init__(self, dim=None, stride=None, data_type=None, name=""):
         self.dim, self.stride, self.data_type, self.name = dim, stride, data_type, name
@@ -74,7 +75,7 @@ class GraphTensor:
 
 
 class Graph:
-    """cuDNN's order of calls, and attention in float64."""
+    """Stand-in for the frontend's graph: checks the order of the calls, and computes in float64."""
 
     built = 0
 
@@ -145,7 +146,7 @@ class Graph:
                 view(name, self.outputs[name]).copy_(result)
 
     def view(self, data, lengths, row, name, tensor):
-        """One batch row, `[h, length, width]`, at its declared address."""
+        """Return one sequence, `[heads, length, width]`, as a view at its declared address."""
         start = row * tensor.stride[0]
         length = tensor.dim[2]
         is_key = name.lower().lstrip("d") in ("k", "v")
@@ -160,7 +161,7 @@ class Graph:
         return memory.flatten().as_strided(shape, tensor.stride[1:], start)
 
     def maps(self, q, k):
-        """Scores, hidden ones -inf; kv heads repeated."""
+        """Return the scores, -inf where masked, and the keys repeated for every query head."""
         k = k.repeat_interleave(q.shape[0] // k.shape[0], 0)
         scores = q @ k.mT * self.options["attn_scale"]
         rows, keys = scores.shape[1:]
@@ -192,7 +193,7 @@ class Graph:
 
 @pytest.fixture
 def stand_in(monkeypatch):
-    # What is installed is found once in a process, and this is not.
+    # Cache the list of installed libraries first, so that it does not contain the stand-in.
     importable_libraries()
     library = ModuleType("cudnn")
     library.__version__ = "1.0"
@@ -229,7 +230,7 @@ def test_values_and_gradients(stand_in, shape, options):
         assert relative_error(actual, grad) < TOLERANCE
 
 
-def test_a_graph_serves_all_calls_of_a_shape_and_documents_of_about_a_number_and_length(stand_in):
+def test_graphs_are_reused_for_equal_shapes_and_similar_documents(stand_in):
     inputs = make_inputs(rows=9)
 
     def attend(bounds):
@@ -246,7 +247,7 @@ def test_a_graph_serves_all_calls_of_a_shape_and_documents_of_about_a_number_and
     assert Graph.built == 6
 
 
-def test_determinism_is_asked_for(stand_in):
+def test_deterministic_mode_reaches_the_backward_graph(stand_in):
     inputs = make_inputs(rows=9)
     for wanted in (False, True):
         torch.use_deterministic_algorithms(wanted)
@@ -261,7 +262,7 @@ def test_determinism_is_asked_for(stand_in):
             torch.use_deterministic_algorithms(False)
 
 
-def test_a_refusal_gives_cudnns_reason(stand_in):
+def test_an_unsupported_shape_is_refused_with_cudnns_reason(stand_in):
     inputs = make_inputs(rows=3, width=136)
     message = (
         r"^cuDNN 91900 does not support head widths 136 and 272 in torch\.float64 with 3 queries "

@@ -1,4 +1,7 @@
-"""Every PyTorch backend against float64 loops: values, gradients, and mutations that must show."""
+"""Every PyTorch backend against float64 loops: values and gradients.
+
+Wrong variants of the computation (mutations) must differ from the loops.
+"""
 
 import pytest
 import torch
@@ -151,12 +154,12 @@ MUTATIONS = {
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS.values(), ids=MUTATIONS)
-def test_mutation_shows(mutation):
+def test_mutations_differ_from_the_loops(mutation):
     inputs = make_inputs(rows=8, heads=4, kv_heads=2)
     assert relative_error(mutation(*inputs), loop_diff_attention(*inputs)) > 0.1
 
 
-def test_signal_heads_that_follow_one_another_share_a_noise_head():
+def test_consecutive_signal_heads_share_a_noise_head():
     q1, k1, q2, k2, v, lambda_ = make_inputs(rows=8, heads=4, noise_heads=2)
     out = diff_attention(q1, k1, q2, k2, v, lambda_)
     each = diff_attention(q1, k1, q2[:, :, [0, 0, 1, 1]], k2, v, lambda_)
@@ -201,7 +204,7 @@ def test_activation_checkpointing_changes_no_bit(use_reentrant):
 
 
 def _reentrant_checkpoint(inputs):
-    """Reentrant checkpointing works with backward() only, not with autograd.grad."""
+    """Return (out, gradients); reentrant checkpointing supports backward(), not autograd.grad."""
     leaves = [x.detach().requires_grad_() for x in inputs]
     out = torch.utils.checkpoint.checkpoint(diff_attention, *leaves, use_reentrant=True)
     direction = torch.randn(

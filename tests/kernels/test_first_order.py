@@ -1,4 +1,4 @@
-"""Kernels that have no second derivative say so; first ones are right all the same."""
+"""Kernels without a second derivative raise an error for it; their first derivative is right."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ def loss_of(inputs, backend):
     return out.square().sum() + inputs[0].pow(3).sum()
 
 
-def test_a_first_derivative_that_might_be_differentiated_is_right():
+def test_the_first_derivative_with_create_graph_is_right():
     inputs = make_inputs(rows=5)
     found = torch.autograd.grad(loss_of(inputs, "blocked"), inputs, create_graph=True)
     wanted = torch.autograd.grad(loss_of(inputs, "reference"), inputs)
@@ -28,7 +28,7 @@ def test_a_second_derivative_is_refused_towards_every_input(towards):
         torch.autograd.grad(grads[0].square().sum(), inputs[towards])
 
 
-def test_it_is_refused_where_the_incoming_gradient_is_a_constant():
+def test_a_second_derivative_is_refused_with_a_constant_incoming_gradient():
     inputs = make_inputs(rows=5)
     out = diff_attention(*inputs, backend="blocked")
     (grad,) = torch.autograd.grad(out.sum(), inputs[:1], create_graph=True)
@@ -36,7 +36,7 @@ def test_it_is_refused_where_the_incoming_gradient_is_a_constant():
         (grad.square().sum() + inputs[0].sum()).backward()
 
 
-def test_one_map_refuses_it_too():
+def test_softmax_attention_refuses_a_second_derivative():
     q, k, _, _, v, _ = make_inputs(rows=5)
     out = softmax_attention(q, k, v[..., :4], backend="blocked")
     (grad,) = torch.autograd.grad(out.square().sum(), [k], create_graph=True)
@@ -44,7 +44,7 @@ def test_one_map_refuses_it_too():
         torch.autograd.grad(grad.sum(), q)
 
 
-def test_the_reference_has_one():
+def test_the_reference_has_a_second_derivative():
     inputs = make_inputs(rows=5)
     grads = torch.autograd.grad(loss_of(inputs, "reference"), inputs, create_graph=True)
     (second,) = torch.autograd.grad(grads[0].square().sum(), inputs[1])

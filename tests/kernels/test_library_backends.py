@@ -1,7 +1,8 @@
-"""Backends made of a library's plain attention, against the reference.
+"""Backends that call a library's plain attention several times, against the reference.
 
-FlashAttention has no CPU build: a stand-in with its signature and its documented conventions
-(bottom-right causality, zero rows, grouped heads) computes with the loops' own softmax.
+FlashAttention has no CPU build, so a stand-in with its signature computes with the loops of
+tests/kernels/loops.py. It follows the documented conventions: the causal mask ends at the last key,
+rows without visible keys are zero, and several heads may share a key-value head.
 """
 
 import sys
@@ -93,7 +94,7 @@ def test_flex_uncompiled(shape, options):
         (256, 300, {"cu_seqlens": torch.tensor([0, 300, 600]), "query_offset": 300}),
     ],
 )
-def test_flex_blocks_are_those_that_torch_finds_pair_by_pair(rows, keys, options):
+def test_flex_block_masks_equal_torchs_create_block_mask(rows, keys, options):
     mask = build_mask(rows, keys, **options)
     start, stop = mask.key_intervals(torch.device("cpu"))
 
@@ -109,7 +110,7 @@ def test_flex_blocks_are_those_that_torch_finds_pair_by_pair(rows, keys, options
             assert torch.equal(getattr(found, name), getattr(expected, name)), name
 
 
-def test_flex_tables_made_in_inference_serve_training():
+def test_flex_tables_built_in_inference_mode_are_normal_tensors():
     mask = build_mask(5, 77)
     cpu = torch.device("cpu")
     with torch.inference_mode():
@@ -120,7 +121,7 @@ def test_flex_tables_made_in_inference_serve_training():
 
 @pytest.fixture
 def flex_compilations(monkeypatch: pytest.MonkeyPatch) -> Iterator[CompileCounter]:
-    """Count compilations of FlexAttention, with CUDA's settings but without code."""
+    """Count compilations of FlexAttention with the settings for CUDA; no code is generated."""
     counter = CompileCounter()
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counter))
     compile_for = cache(flex._flex_attention.__wrapped__)
@@ -136,7 +137,7 @@ def flex_attend(rows: int, width: int, ends: list[int] | None = None) -> None:
     flex.attend(AttentionCall.checked(QKV.of(*inputs[:5]), inputs[5], cu_seqlens=documents))
 
 
-def test_flex_is_compiled_for_many_kinds_of_calls_and_never_left_uncompiled(
+def test_flex_raises_at_its_recompile_limit_instead_of_running_eagerly(
     monkeypatch, flex_compilations
 ):
     kinds = 3
@@ -150,7 +151,10 @@ def test_flex_is_compiled_for_many_kinds_of_calls_and_never_left_uncompiled(
 
 
 def test_flex_is_compiled_twice_for_any_number_of_lengths_and_documents(flex_compilations):
-    """For the first length, then for any; once more where one block of keys holds all."""
+    """FlexAttention is compiled for the first length, and a second time for all others.
+
+    A sequence that fits into one block of keys needs a third compilation.
+    """
     for rows in (256, 384, 300, 512):
         flex_attend(rows, 2)
     for ends in ([256], [100, 256], [1, 7, 200, 256]):
@@ -164,8 +168,12 @@ def test_flex_is_compiled_twice_for_any_number_of_lengths_and_documents(flex_com
 @pytest.mark.parametrize("target", Target)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("head_dim", [32, 64, 128])
-def test_flex_blocks_fit_as_far_as_sums_tell(head_dim, dtype, target):
-    """A lower bound, of what is loaded ahead; torch's sizes of 2.13 where ours say nothing."""
+def test_flex_blocks_fit_shared_memory_and_registers_by_estimate(head_dim, dtype, target):
+    """The blocks that a kernel loads ahead fit into shared memory, its accumulators into registers.
+
+    A kernel may need more than these two. A size that `kernel_options` leaves out is the default of
+    torch 2.13.
+    """
     options = flex.kernel_options(4096, head_dim, dtype, target)
     names = {name.removeprefix("fwd_").removeprefix("bwd_") for name in options}
     assert names <= set(FlexKernelOptions.__annotations__)
@@ -182,7 +190,7 @@ def test_flex_blocks_fit_as_far_as_sums_tell(head_dim, dtype, target):
     limit = {Target.SMALL: 99, Target.LARGE: 163, Target.HOPPER: 227}[target] * 1024
     assert forward <= limit
     assert backward <= limit
-    # Accumulators take at most half of the registers: 128 per thread, of 32 per warp.
+    # Accumulators take at most half of the registers: 128 per thread, with 32 threads per warp.
     assert sizes["fwd_BLOCK_M"] * 2 * head_dim <= 128 * 32 * sizes["fwd_num_warps"]
     assert sizes["bwd_BLOCK_N1"] * 3 * head_dim <= 128 * 32 * sizes["bwd_num_warps"]
     decoding = flex.kernel_options(1, head_dim, dtype, target)
@@ -223,7 +231,7 @@ def flash_attn_varlen_func(
 
 @pytest.fixture
 def stand_in(monkeypatch):
-    # What is installed is found once in a process, and this is not.
+    # Cache the list of installed libraries first, so that it does not contain the stand-in.
     importable_libraries()
     library = ModuleType("flash_stand_in")
     library.flash_attn_func = flash_attn_func
@@ -243,7 +251,7 @@ def test_flash(stand_in, backend, shape, options):
 @pytest.mark.parametrize("module", [flash, flex], ids=["flash_attn", "flex"])
 @pytest.mark.parametrize(("shape", "options"), CASES.values(), ids=CASES)
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-def test_one_map_of_a_library(stand_in, module, shape, options):
+def test_one_map_of_each_library_equals_the_reference(stand_in, module, shape, options):
     q, k, _, _, v, _ = (x.detach() for x in make_inputs(**{"width": 16, **shape}))
     v = v[..., :16].contiguous()
     out = module.attend(AttentionCall.checked(QKV.of(q, k, v), softmax_scale=0.4, **options))
@@ -251,7 +259,7 @@ def test_one_map_of_a_library(stand_in, module, shape, options):
     assert relative_error(out, expected) < 1e-12
 
 
-def test_flash_four_calls_give_values_as_wide_as_queries(stand_in):
+def test_flash_4call_splits_values_to_the_width_of_queries(stand_in):
     widths = []
 
     def spy(q, k, v, *args, softmax_scale=None, causal=False, deterministic=False):

@@ -1,8 +1,8 @@
 """Compilation of the kernels for every supported GPU; no GPU is needed.
 
-The tests hold the resources that the compiled kernels use. A kernel still computes the right values
-if it starts to spill registers, computes a product twice, or needs more shared memory than the GPU
-has. Only these tests detect it.
+The tests limit the resources that the compiled kernels use. A kernel still computes the right
+values if it starts to spill registers, computes a product twice, or needs more shared memory than
+the GPU has. Only these tests detect it.
 """
 
 import re
@@ -109,7 +109,7 @@ CHOOSE_BLOCKS = {
     "configuration", RECORDED["3.7"], ids=lambda x: "-".join(map(str, x)).replace("torch.", "")
 )
 def test_resources_of_every_launch(configuration):
-    """Check spills, shared memory and products of the kernels of one configuration.
+    """Spills and shared memory of each kernel stay below their limits, and no product is repeated.
 
     With a version of Triton that is not in RECORDED, stack and spills are not checked.
     """
@@ -168,7 +168,8 @@ def test_cross_entropy_uses_no_stack_and_moves_128_bits_at_once(capability, dtyp
         usage = usage_of(kernel)
         assert usage.stack == 0
         assert usage.shared <= 1024
-    # A logit is read once in the forward pass, and read and written once in the backward pass.
+    # The forward pass reads the logits, and the backward pass reads and overwrites them. These
+    # accesses must have 128 bits.
     assert "ld.global.v4" in launches["statistics"].asm["ptx"]
     assert {"ld.global.v4", "st.global.v4"} <= vector_accesses(launches["gradient"].asm["ptx"])
 
@@ -196,11 +197,11 @@ def test_unknown_gpus_get_a_target_by_capability():
 @pytest.mark.parametrize("form", ["split", "one-pass"])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_blocks_are_loaded_two_rounds_ahead_and_never_into_a_buffer_in_use(head_dim, form):
-    """Check the order of loads, products and waits in the dK and dV kernel's loop over query rows.
+    """The dK and dV kernel's loop over query rows waits for its products before it loads a block.
 
     A block has three loads: q1, q2 and dO. Two blocks are loaded before the loop, and one more in
-    each round. `_pairs` has only two buffers for each of the three, so a round loads into the
-    buffers that its own products read. These products must have finished before the loads begin.
+    each round. There are only two buffers for each of the three, so a round loads into the buffers
+    that its own products read. These products must have finished before the loads begin.
     """
     launches = compile_launches(90, BF16, head_dim, one_pass=form == "one-pass")
     code = launches["dkdv"].asm
@@ -212,7 +213,7 @@ def test_blocks_are_loaded_two_rounds_ahead_and_never_into_a_buffer_in_use(head_
     products, *loads = in_loop.split(load)
     assert len(loads) == 3 and not any("warp_group_dot" in x for x in loads)
     assert products.strip().splitlines()[-1].startswith(wait)
-    # Then check the machine code (PTX): all warps must meet at a barrier before one of them loads
+    # Then check the assembly code (PTX): all warps must meet at a barrier before one of them loads
     # into the buffers that the others have read. W is a wait for the products, b a barrier, c a
     # load, and m a wait for a load.
     load, wait = r"cp\.async\.bulk\.tensor", r"wgmma\.wait_group\.sync\.aligned 0"

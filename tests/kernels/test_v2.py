@@ -68,7 +68,7 @@ def test_lower_precision_is_close_to_float64_of_the_same_inputs(dtype, tolerance
 
 
 def halved(q, k, v, lambda_):
-    """All signal heads, then all noise heads, which are not with the same kv heads."""
+    """Return V2 with all noise heads after all signal heads, so some heads have wrong kv heads."""
     signal, noise = (q[:, :, part::2] for part in (0, 1))
     heads = softmax_attention(torch.cat([signal, noise], 2), k, v)
     first, second = heads.chunk(2, dim=2)
@@ -94,14 +94,14 @@ MUTATIONS = {
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS.values(), ids=MUTATIONS)
-def test_mutation_shows(mutation):
+def test_mutations_differ_from_the_loops(mutation):
     inputs = make_v2_inputs(rows=8, heads=4, kv_heads=2)
     expected = loop_diff_attention_v2(*inputs)
     assert relative_error(diff_attention_v2(*inputs), expected) < 1e-13
     assert relative_error(mutation(*inputs), expected) > 0.05
 
 
-def test_the_subtraction_keeps_only_what_it_was_given():
+def test_the_subtraction_saves_only_its_inputs():
     heads = torch.randn(2, 5, 8, 4, dtype=torch.bfloat16, requires_grad=True)
     lambda_ = torch.rand(2, 5, 6, requires_grad=True)
     kept = []

@@ -1,4 +1,4 @@
-"""One Slurm for all tests here, and jobs on it whose ranks are stand-ins."""
+"""Fixtures of the launch tests: a Slurm cluster, whose jobs run stand-ins (rank.py) as ranks."""
 
 import shutil
 import sys
@@ -16,16 +16,16 @@ from tests.conftest import TINY
 from tests.paths import ROOT
 from tools.campaigns.slurm_cluster import Cluster, missing
 
-# Each of four data-parallel ranks has a microbatch.
+# A recipe whose global batch gives each of four data-parallel ranks one microbatch.
 FOUR = TINY.replace("micro_batch_size: 4", "micro_batch_size: 2")
-# Of a cluster: nodes of two ranks on processors.
+# Settings of a cluster whose nodes have no GPU and two ranks each.
 SMALL = {"gpus_per_node": 0, "ranks_per_node": 2, "cpus_per_rank": 1, "time_limit": "30"}
 FACTS = Facts(job="17", nodes=("n0", "n1"), ranks=4, versions={}, commit=None)
 
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[Cluster]:
-    """Three nodes; skips with the reason where Slurm is not installed."""
+    """Start a Slurm cluster of three nodes; skip the test if Slurm is not installed."""
     if reason := missing():
         pytest.skip(reason)
     folder = Path(tempfile.mkdtemp(prefix="slurm-"))
@@ -42,7 +42,10 @@ def cluster() -> Iterator[Cluster]:
 
 
 def stand_in(path: Path) -> None:
-    """Run the command line with ``tests/launch/rank.py`` as ranks, which import nothing."""
+    """Write a ``diffmegatron`` command that runs ``tests/launch/rank.py`` if ``RANK`` is set.
+
+    Otherwise it runs the real command line. ``rank.py`` is fast, because it does not import torch.
+    """
     path.write_text(
         "#!/bin/sh\n"
         f'[ -n "$RANK" ] && exec {sys.executable} -S {ROOT}/tests/launch/rank.py "$@"\n'
@@ -58,7 +61,11 @@ def ledger(tmp_path) -> Ledger:
 
 @pytest.fixture
 def attempt(ledger, tiny_recipe):
-    """Return a maker of attempts whose ranks end with a status; None: the job is killed."""
+    """Return a function that begins an attempt (a start of a job) and ends it with a status.
+
+    All four ranks end with this status. With None the attempt does not end, as if the job were
+    killed. ``save`` is the step of a checkpoint to write.
+    """
 
     def make(status: int | None, save: int | None = None):
         begun = ledger.begin([tiny_recipe()], FACTS)

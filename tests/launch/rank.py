@@ -1,13 +1,21 @@
-"""A stand-in for a rank: does what ``RUN_DIR/script.json`` says for this attempt and rank.
+"""A stand-in for a rank, which performs the actions in ``RUN_DIR/script.json``.
 
-The script is a list with a mapping for each attempt, from the rank's number to what it does, with
-`` | `` between; a rank that is not in there ends with 0. Of the checks before the run the key is
-``preflight RANK``; a rank without it leaves nothing. ``end STATUS REASON`` writes an end as a rank
-does, ``exit STATUS`` leaves none, ``kill`` dies by SIGKILL, ``wait`` waits to be ended, ``train``
-says that it has gone from step 3 to 7, ``deaf`` ignores SIGTERM and SIGUSR1, ``together`` waits
-until all ranks are there, ``slurm COMMAND`` runs one of Slurm's commands with ``%j`` as the job's
-number, ``moved`` waits until the job script has noted that the job ends at another time, and
-``orphan`` kills the slurmstepd of its node.
+The script is a list with one mapping per attempt (start of the job): from the number of a rank to
+its actions, separated by `` | ``. The key ``preflight RANK`` has the actions in the checks before
+the run. The actions:
+
+- ``end STATUS REASON``: write the file with which a rank records its end, and exit.
+- ``exit STATUS``: exit without this file.
+- ``kill``: die by SIGKILL.
+- ``wait``: sleep for two minutes, so that something else must end the rank.
+- ``train``: write a heartbeat of a run that has trained from step 3 to step 7.
+- ``deaf``: ignore SIGTERM and SIGUSR1.
+- ``together``: wait until all ranks have reached this action.
+- ``slurm COMMAND``: run a command of Slurm in which ``%j`` stands for the job number.
+- ``moved``: wait until the job script has recorded a new end time of the job.
+- ``orphan``: kill the slurmstepd of this rank's node.
+
+Without an entry, a rank does ``end 0``, and ``exit 0`` in the checks.
 """
 
 import json
@@ -67,7 +75,7 @@ for action in actions.get(rank_key, otherwise).split(" | "):
         while noted.read_text() == before:
             time.sleep(0.1)
     if name == "orphan":
-        os.kill(parent_of(os.getppid()), signal.SIGKILL)  # of the shell around this rank
+        os.kill(parent_of(os.getppid()), signal.SIGKILL)  # parent of this rank's shell
     if name == "slurm":
         command = rest.replace("%j", os.environ["SLURM_JOB_ID"]).split()
         subprocess.run(command, check=True)

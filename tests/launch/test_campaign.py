@@ -1,6 +1,6 @@
-"""The report of the Slurm campaign (``tools/campaigns/slurm.py``), and one of its troubles.
+"""The Slurm campaign (``tools/campaigns/slurm.py``): its report, and one of the failures it causes.
 
-The whole campaign takes hours, so no test runs it.
+The campaign trains through many failures and takes hours, so no test runs all of it.
 """
 
 import json
@@ -25,7 +25,7 @@ def run(ledger) -> ClusterRun:
     ("statuses", "equal", "kept"),
     [((137, 75, 0), True, True), ((137, 75, 0), False, False), ((137, 1, 0), True, False)],
 )
-def test_each_attempt_stands_beside_the_trouble_that_hit_it(
+def test_the_report_lists_each_attempt_with_its_trouble(
     statuses, equal, kept, run, attempt, monkeypatch
 ):
     monkeypatch.setattr(slurm_campaign, "same_end", lambda *_: equal)
@@ -43,14 +43,14 @@ def test_each_attempt_stands_beside_the_trouble_that_hit_it(
     assert rows[0].startswith("| 1 | 17 | n0, n1 | SIGKILL to rank 3 | fault |  | 0 |")
 
 
-def test_a_month_has_thirty_attempts_that_end_by_every_kind_of_trouble():
+def test_the_campaign_plans_thirty_troubles_of_all_kinds():
     kinds = {kind for kind, _, _ in TROUBLES.values()}
     assert kinds >= {"time limit", "preemption", "node failure", "crash", "hang", "full disk"}
     assert "recipe mistake" in kinds
     assert sum(times for _, _, times in TROUBLES.values()) >= 30
 
 
-def test_a_trouble_hits_the_attempt_that_it_says(cluster, corpus, tmp_path):
+def test_the_recorded_trouble_matches_the_attempt_in_the_ledger(cluster, corpus, tmp_path):
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     (run_dir / "metrics.jsonl").write_text('{"step": 99, "train/loss": 1.0, "time": 9e9}\n')

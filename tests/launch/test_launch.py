@@ -1,4 +1,4 @@
-"""``diffmegatron launch``: every mistake is told before anything is submitted."""
+"""``diffmegatron launch``: it reports every mistake before it submits a job."""
 
 import json
 import os
@@ -38,7 +38,7 @@ stages:
 
 @pytest.fixture
 def launched(corpus, tmp_path, monkeypatch):
-    """Return a maker of launches, by default on two nodes of two ranks."""
+    """Return a function that prepares a launch, by default on two nodes of two ranks."""
     (tmp_path / "four.yaml").write_text(FOUR.format(run_dir=tmp_path / "run", corpus=corpus))
     monkeypatch.chdir(tmp_path)
 
@@ -52,8 +52,8 @@ def launched(corpus, tmp_path, monkeypatch):
 
 @pytest.fixture
 def chained(launched, tmp_path):
-    """Return a maker of launches of a chain of three stages."""
-    launched()  # the cluster's file
+    """Return a function that prepares the launch of a chain of three stages."""
+    launched()  # writes cluster.yaml
     file = tmp_path / "stages.yaml"
     file.write_text((tmp_path / "four.yaml").read_text() + STAGES)
 
@@ -66,7 +66,7 @@ def chained(launched, tmp_path):
 
 @pytest.fixture
 def commands(tmp_path, monkeypatch):
-    """Return a maker of stand-ins for Slurm's commands; all other commands are missing."""
+    """Return a function that writes stand-ins for Slurm's commands, the only commands in PATH."""
     folder = tmp_path / "bin"
     folder.mkdir()
     monkeypatch.setenv("PATH", str(folder))
@@ -83,7 +83,7 @@ def sbatch_lines(text: str) -> set[str]:
     return {line[10:] for line in text.splitlines() if line.startswith("#SBATCH --")}
 
 
-def test_the_file_says_all_that_the_cluster_wants(launched, tmp_path):
+def test_the_job_file_contains_every_cluster_setting(launched, tmp_path):
     text = launched(
         dependency="afterok:17",
         partition="gpu",
@@ -107,14 +107,14 @@ def test_the_file_says_all_that_the_cluster_wants(launched, tmp_path):
     assert text.endswith((ROOT / "launch/slurm.sh").read_text().split("set -uo", 1)[1])
 
 
-def test_a_key_left_out_is_left_to_slurm(launched):
+def test_an_omitted_cluster_key_adds_no_sbatch_option(launched):
     given = {line.partition("=")[0] for line in sbatch_lines(launched(cpus_per_rank=None).text)}
     assert given.isdisjoint({"cpus-per-task", "mem", "gpus-per-node", "partition", "exclusive"})
     assert "cpus-per-task" in {line.partition("=")[0] for line in sbatch_lines(launched().text)}
     assert Cluster(gpus_per_node=8, time_limit="30").cpus_per_rank is None
 
 
-def test_spare_nodes_are_asked_for_and_have_no_ranks(launched):
+def test_spare_nodes_are_requested_and_have_no_ranks(launched):
     found = launched(spares=2)
     assert {"nodes=4", "ntasks-per-node=2", "no-kill"} <= sbatch_lines(found.text)
     assert "\nspares=2\n" in found.text
@@ -122,7 +122,7 @@ def test_spare_nodes_are_asked_for_and_have_no_ranks(launched):
     assert "4 nodes are requested, 2 of them spare" in summary(found)
 
 
-def test_what_the_shell_sets_is_quoted_and_the_file_is_one(launched, tmp_path):
+def test_the_job_file_quotes_values_for_the_shell(launched, tmp_path):
     image = tmp_path / "an image.sif"
     image.touch()
     text = launched(
@@ -142,7 +142,7 @@ def test_what_the_shell_sets_is_quoted_and_the_file_is_one(launched, tmp_path):
     assert "module load cuda\n" in text
 
 
-def test_pyxis_takes_options_of_srun(launched):
+def test_a_pyxis_container_sets_srun_options(launched):
     text = launched(
         container={"kind": "pyxis", "image": "nvcr.io#a/b", "mounts": ["/a", "/b"]}
     ).text
@@ -194,13 +194,15 @@ def test_pyxis_takes_options_of_srun(launched):
         ),
     ],
 )
-def test_a_mistake_is_one_sentence(overrides, changes, sentence, launched, tmp_path):
+def test_a_mistake_is_an_error_and_creates_no_run_dir(
+    overrides, changes, sentence, launched, tmp_path
+):
     with pytest.raises(UserError, match=sentence):
         launched(*overrides, **changes)
     assert not (tmp_path / "run").exists()
 
 
-def test_a_key_that_a_cluster_must_give(tmp_path):
+def test_an_invalid_cluster_file_is_an_error(tmp_path):
     (tmp_path / "c.yaml").write_text("gpus_per_node: 8\n")
     with pytest.raises(UserError, match="key 'time_limit' is missing"):
         load_cluster(tmp_path / "c.yaml")
@@ -209,7 +211,7 @@ def test_a_key_that_a_cluster_must_give(tmp_path):
         load_cluster(tmp_path / "c.yaml")
 
 
-def test_the_example_is_a_cluster():
+def test_the_example_cluster_file_loads():
     found = load_cluster(ROOT / "configs/clusters/example.yaml")
     assert (found.ranks, found.seconds, found.memory) == (8, 86_400, "0")
 
@@ -225,12 +227,12 @@ def test_the_example_is_a_cluster():
         ("1-02:30:05", 95_405),
     ],
 )
-def test_times_as_slurm_writes_them(text, seconds):
+def test_slurm_time_formats_are_parsed(text, seconds):
     assert parse_time(text) == seconds
     assert Cluster(gpus_per_node=1, time_limit=text).seconds == seconds
 
 
-def test_a_run_that_is_at_work_or_finished_is_left_alone(launched, attempt, tmp_path):
+def test_a_running_or_finished_run_is_not_launched_again(launched, attempt, tmp_path):
     attempt(75)
     launched()
     begun = attempt(None)
@@ -243,7 +245,7 @@ def test_a_run_that_is_at_work_or_finished_is_left_alone(launched, attempt, tmp_
         launched()
 
 
-def test_a_job_that_waits_in_the_queue_is_told(launched, commands, tmp_path):
+def test_a_run_with_a_pending_job_is_not_launched_again(launched, commands, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run/job_number").write_text("23\n")
     commands(squeue="echo 22 RUNNING; echo 23 PENDING")
@@ -255,7 +257,7 @@ def test_a_job_that_waits_in_the_queue_is_told(launched, commands, tmp_path):
     launched()
 
 
-def test_what_slurm_knows_to_be_gone_may_be_launched_again(launched, commands, attempt):
+def test_a_run_can_be_launched_again_once_its_job_left_the_queue(launched, commands, attempt):
     attempt(None)
     for script in ("echo 17 RUNNING", "echo no answer >&2; exit 1"):
         commands(squeue=script)
@@ -265,7 +267,7 @@ def test_what_slurm_knows_to_be_gone_may_be_launched_again(launched, commands, a
     launched()
 
 
-def test_no_slurm(launched, commands, tmp_path):
+def test_submitting_without_slurm_is_an_error(launched, commands, tmp_path):
     commands()
     with pytest.raises(UserError, match="there is no sbatch on this machine; go to a login node"):
         submit(launched())
@@ -279,15 +281,13 @@ def test_no_slurm(launched, commands, tmp_path):
         ("fatal: Could not establish a configuration", "Could not establish a configuration"),
     ],
 )
-def test_what_slurm_refuses(said, sentence, launched, commands):
+def test_a_rejection_by_slurm_is_an_error(said, sentence, launched, commands):
     commands(sbatch=f"echo 'sbatch: {said}' >&2; exit 1")
     with pytest.raises(UserError, match=f"^Slurm rejects the job: {sentence}"):
         submit(launched())
 
 
-def test_a_run_dir_that_cannot_be_written_is_told_before_anything_is_submitted(
-    launched, commands, tmp_path
-):
+def test_an_unwritable_run_dir_is_an_error_before_submission(launched, commands, tmp_path):
     commands(sbatch=f"touch {tmp_path}/submitted; echo 1")
     (tmp_path / "file").touch()
     for run_dir, sentence in {
@@ -316,26 +316,26 @@ def test_the_signal_comes_two_saves_and_two_steps_before_the_end(launched, comma
     assert remark.startswith("a save has taken 40 s, and 30 s after a SIGTERM Slurm kills")
 
 
-def test_hosts_that_the_ledger_knows_to_be_bad_are_named(launched, commands, ledger, attempt):
+def test_a_remark_names_bad_hosts_of_the_ledger(launched, commands, ledger, attempt):
     commands(squeue="true")
     for _ in range(2):
         begun = attempt(None)
         for rank in range(3):
             RankRecord(ledger.folder(begun.number), rank).end(0)
-        ledger.end(begun)  # of rank 3 on n1 nothing is left
+        ledger.end(begun)  # rank 3, on n1, has recorded no end
     (remark,) = launched().remarks
     assert remark.startswith("n1 failed or slowed down two of the last ten attempts")
     assert launched(exclude=["n1"]).remarks == ()
 
 
-def test_an_estimate_where_the_gpu_is_known(launched):
+def test_the_summary_estimates_gpu_hours_for_a_known_gpu(launched):
     found = launched(gpu="H100", time_limit="24:00:00")
     line = summary(found)[0]
     assert "2 nodes, 4 ranks" in line and "GPU-hours" in line
     assert line.endswith(", in 1 attempt of 24:00:00")
 
 
-def test_a_checkpoint_to_start_from_may_be_a_job_that_comes_before(launched, tmp_path):
+def test_start_from_may_be_missing_if_the_job_has_a_dependency(launched, tmp_path):
     start = f"checkpoint.start_from={tmp_path}/before"
     launched(start, dependency="afterok:17")
     write_checkpoint(tmp_path / "before", 3)
@@ -345,10 +345,10 @@ def test_a_checkpoint_to_start_from_may_be_a_job_that_comes_before(launched, tmp
     with pytest.raises(UserError, match="before holds no checkpoint: "):
         launched(start)
     checkpoint(tmp_path / "run", 1)
-    launched(start)  # a run that has begun does not read it again
+    launched(start)  # a run with its own checkpoint does not read start_from
 
 
-def test_a_source_that_is_read_many_times_is_named(launched, corpus):
+def test_a_remark_names_a_source_read_about_five_times(launched, corpus):
     tokens = read_manifest(corpus).tokens
     steps = -(-5 * tokens // (8 * 64))
     (remark,) = launched(f"training.steps={steps}").remarks
@@ -356,7 +356,7 @@ def test_a_source_that_is_read_many_times_is_named(launched, corpus):
     assert launched(f"training.steps={steps * 4 // 5 - 1}").remarks == ()
 
 
-def test_the_file_runs_as_it_is_and_slurm_refuses_what_is_wrong(
+def test_slurm_runs_the_job_file_and_rejects_a_wrong_partition(
     cluster, launched, tmp_path, monkeypatch
 ):
     for name, value in cluster.environment.items():
@@ -386,14 +386,14 @@ def test_the_file_runs_as_it_is_and_slurm_refuses_what_is_wrong(
     assert (first.cause, second.cause) == ("stopped", "finished")
     assert Path(tmp_path / f"run/job_{number}.log").exists()
     assert Path(tmp_path / "run/job.sh").read_text() == found.text
-    # The job is started once more after somebody has broken the recipe.
+    # Start the job again with a broken recipe.
     (tmp_path / "four.yaml").write_text("model: [")
     number = cluster.call("sbatch", "--parsable", str(found.path)).strip()
     assert cluster.wait(number)["ExitCode"] == "2:0"
     assert examine(tmp_path / "run").state.startswith("ended by a mistake in attempt 3: ")
 
 
-def test_a_chain_is_a_job_for_each_stage_that_is_left(chained, tmp_path, attempt):
+def test_a_chain_has_a_job_for_each_unfinished_stage(chained, tmp_path, attempt):
     first, second, third = chained("training.seed=5", dependency="afterok:17")
     assert [each.path.parent for each in (first, second, third)] == [
         tmp_path / "run" / name for name in ("first", "second", "third")
@@ -413,12 +413,12 @@ def test_a_chain_is_a_job_for_each_stage_that_is_left(chained, tmp_path, attempt
     assert [each.job.name for each in chained()] == ["second", "third"]
 
 
-def test_what_is_no_chain(chained):
+def test_a_chain_needs_a_recipe_with_stages(chained):
     with pytest.raises(UserError, match=r"four.yaml has no stages, and --chain submits a job per"):
         chained(recipe="four.yaml")
 
 
-def test_of_a_chain_all_jobs_are_submitted_or_none(chained, commands, tmp_path):
+def test_a_rejected_job_cancels_the_submitted_jobs_of_its_chain(chained, commands, tmp_path):
     commands(
         sbatch=f'[ -z "$2" ] || [ "$2" = {tmp_path}/run/first/job.sh ] && echo 8 && exit; '
         "echo sbatch: error: no more >&2; exit 1",
@@ -429,7 +429,9 @@ def test_of_a_chain_all_jobs_are_submitted_or_none(chained, commands, tmp_path):
     assert (tmp_path / "cancelled").read_text() == "8\n"
 
 
-def test_a_chain_on_slurm(cluster, chained, tmp_path, monkeypatch):
+def test_a_failed_stage_cancels_the_later_jobs_of_its_chain(
+    cluster, chained, tmp_path, monkeypatch
+):
     for name, value in cluster.environment.items():
         monkeypatch.setenv(name, value)
     for name, script in {"first": [{"0": "end 75 so"}], "second": [{"0": "end 2 no"}]}.items():
@@ -445,7 +447,7 @@ def test_a_chain_on_slurm(cluster, chained, tmp_path, monkeypatch):
     assert not (tmp_path / "run/third/attempts").exists()
 
 
-def test_a_file_for_machines_without_slurm(launched, tmp_path):
+def test_the_torchrun_file_sets_nodes_ranks_and_environment(launched, tmp_path):
     launched(setup=["module load cuda"], environment={"NCCL_SOCKET_IFNAME": "ib0 x"})
     arguments = (tmp_path / "four.yaml", ["training.seed=5"], 2, tmp_path / "cluster.yaml")
     path, text = torchrun_file(*arguments, "n0:29500")
@@ -474,7 +476,9 @@ def test_a_file_for_machines_without_slurm(launched, tmp_path):
         ),
     ],
 )
-def test_what_torchrun_cannot_start(nodes, rendezvous, changes, sentence, launched, tmp_path):
+def test_an_invalid_torchrun_launch_is_an_error(
+    nodes, rendezvous, changes, sentence, launched, tmp_path
+):
     launched(**changes)
     arguments = (tmp_path / "four.yaml", [], nodes, tmp_path / "cluster.yaml", rendezvous)
     with pytest.raises(UserError, match=sentence):

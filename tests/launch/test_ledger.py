@@ -1,4 +1,4 @@
-"""The ledger of a job's starts: what is counted, what is not, and what nobody could write."""
+"""The ledger, the record of all attempts (starts of a job), and the records of the ranks' ends."""
 
 import os
 import signal
@@ -36,27 +36,27 @@ def test_an_attempt_is_written_when_it_begins_and_when_it_ends(ledger, attempt):
     assert attempt(0).checkpoint == str(CheckpointStore(ledger.run_dir).path(6))
 
 
-def test_faults_in_a_row_are_counted_and_nothing_else(attempt):
+def test_only_faults_increase_the_fault_count(attempt):
     counted = [attempt(status).faults for status in (1, 137, 75, 1, 143)]
     assert counted == [1, 2, 2, 3, 3]
-    attempt(None)  # lost with its node
+    attempt(None)  # the job ended before its ranks: not a fault
     assert attempt(1).faults == 4
 
 
-def test_a_new_checkpoint_begins_the_count_anew(attempt):
+def test_a_new_checkpoint_resets_the_fault_count(attempt):
     counted = [attempt(1, save=save).faults for save in (None, None, 10, None, 5, 20, None)]
-    # The save of step 5, after a rollback, is no progress.
+    # A checkpoint of step 5, after a rollback, does not reset the count: step 10 was saved before.
     assert counted == [1, 2, 1, 2, 3, 1, 2]
 
 
-def test_the_last_fault_that_a_job_may_have(attempt):
+def test_a_job_fails_after_the_maximum_number_of_faults(attempt):
     for _ in range(MAX_FAULTS - 1):
         assert exit_status(attempt(1)) == EXIT_STOPPED
     assert exit_status(attempt(75)) == EXIT_STOPPED
     assert exit_status(attempt(1)) == 1
 
 
-def test_a_fault_goes_on_at_once_if_it_was_training_and_no_host_is_bad(ledger, attempt):
+def test_a_fault_in_training_restarts_at_once_unless_a_host_is_bad(ledger, attempt):
     begun = attempt(None)
     record = RankRecord(ledger.folder(1))
     record.set_step(3, "run")
@@ -69,11 +69,11 @@ def test_a_fault_goes_on_at_once_if_it_was_training_and_no_host_is_bad(ledger, a
     assert exit_status(ledger.end(begun)) == EXIT_STOPPED
 
 
-def test_more_time_limits_than_faults_are_no_fault(attempt):
+def test_time_limits_do_not_count_as_faults(attempt):
     assert {exit_status(attempt(75)) for _ in range(MAX_FAULTS + 2)} == {EXIT_STOPPED}
 
 
-def test_hosts_that_the_next_attempt_does_without(ledger, attempt):
+def test_unfit_and_repeatedly_blamed_hosts_are_bad(ledger, attempt):
     def ends(*statuses: int) -> list[str]:
         begun = attempt(None)
         for rank, status in enumerate(statuses):
@@ -94,7 +94,7 @@ def test_hosts_that_the_next_attempt_does_without(ledger, attempt):
     assert ends(75, 75, 75, 75) == [], "ten attempts without it"
 
 
-def test_the_next_attempt_writes_the_end_of_one_that_was_killed(ledger, attempt):
+def test_the_next_attempt_records_the_end_of_a_killed_attempt(ledger, attempt):
     attempt(None)
     RankRecord(ledger.folder(1), 2).end(0)
     attempt(None)
@@ -107,7 +107,7 @@ def test_the_next_attempt_writes_the_end_of_one_that_was_killed(ledger, attempt)
     assert second.ended is None
 
 
-def test_what_nobody_can_read_is_passed_over(ledger, attempt, caplog):
+def test_damaged_ledger_files_are_skipped(ledger, attempt, caplog):
     attempt(0)
     attempt(None)
     (ledger.directory / "0001.json").write_text("{")
@@ -117,7 +117,7 @@ def test_what_nobody_can_read_is_passed_over(ledger, attempt, caplog):
     assert "0001.json is damaged" in caplog.text and "rank_00000.json is damaged" in caplog.text
 
 
-def test_a_disk_that_is_full_ends_no_run(ledger, attempt, monkeypatch, caplog):
+def test_a_full_disk_does_not_end_a_run(ledger, attempt, monkeypatch, caplog):
     begun = attempt(None)
 
     def full(*_):
@@ -150,7 +150,7 @@ def test_a_heartbeat_every_five_seconds_and_at_the_end(tmp_path, monkeypatch):
     assert read_heartbeat(tmp_path).step == 12, "rank 0 alone writes it"
 
 
-def test_the_port_is_free_stays_with_its_attempt_and_is_no_ephemeral_one():
+def test_an_attempt_keeps_a_free_port_outside_the_ephemeral_range():
     keys = [f"/runs/{name}/attempts/0001" for name in range(100)]
     ports = [free_port(key) for key in keys]
     assert all(20_000 <= port < 30_000 for port in ports)
@@ -160,13 +160,13 @@ def test_the_port_is_free_stays_with_its_attempt_and_is_no_ephemeral_one():
     assert free_port(keys[0]) == ports[0]
 
 
-def test_no_directory_of_an_attempt(tmp_path):
+def test_ending_a_missing_attempt_is_an_error(tmp_path):
     with pytest.raises(UserError, match="is not the directory of an attempt"):
         end(tmp_path / "attempts/0003")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_signal_while_torch_is_imported_is_no_fault(number, tiny_recipe, tmp_path):
+def test_a_signal_during_the_torch_import_is_recorded_as_a_stop(number, tiny_recipe, tmp_path):
     tiny_recipe()
     command = [sys.executable, "-m", "diffmegatron", "train", str(tmp_path / "tiny.yaml")]
     environment = {
@@ -185,7 +185,7 @@ def test_a_signal_while_torch_is_imported_is_no_fault(number, tiny_recipe, tmp_p
     assert said.reason == f"{signal.Signals(number).name} before the run had begun"
 
 
-def test_an_error_is_an_end_with_its_sentence(tmp_path):
+def test_an_error_is_recorded_with_its_message(tmp_path):
     command = [sys.executable, "-m", "diffmegatron", "train", "nowhere.yaml"]
     environment = {"DIFFMEGATRON_ATTEMPT": str(tmp_path), "RANK": "3"}
     subprocess.run(command, env=os.environ | environment, check=False, capture_output=True)
@@ -194,7 +194,7 @@ def test_an_error_is_an_end_with_its_sentence(tmp_path):
     assert said.reason == "cannot read nowhere.yaml: No such file or directory"
 
 
-def test_a_straggler_is_a_rank_that_takes_half_as_long_again_as_most():
+def test_a_rank_above_1_5_times_the_median_time_is_a_straggler():
     assert slow([1.0, 1.0, 1.6, 1.1]) == (2,)
     assert slow([1.0, 1.0, 1.4, 1.1]) == ()
     assert slow([1.0, 4.0]) == (1,)
@@ -204,7 +204,9 @@ def test_a_straggler_is_a_rank_that_takes_half_as_long_again_as_most():
 @pytest.mark.parametrize(
     ("reports", "slow_in", "hosts"), [(10, 6, ("n1",)), (10, 5, ()), (9, 9, ()), (40, 21, ("n1",))]
 )
-def test_a_host_is_slow_if_its_rank_was_most_of_the_time(reports, slow_in, hosts, ledger, attempt):
+def test_a_host_is_slow_if_its_rank_was_slow_in_most_reports(
+    reports, slow_in, hosts, ledger, attempt
+):
     begun = attempt(None)
     record = RankRecord(ledger.folder(begun.number))
     record.set_step(3, "run")
@@ -214,7 +216,7 @@ def test_a_host_is_slow_if_its_rank_was_most_of_the_time(reports, slow_in, hosts
     assert ledger.end(begun).stragglers == hosts
 
 
-def test_a_host_that_was_slow_and_then_to_blame_is_left_out(ledger, attempt, monkeypatch):
+def test_a_host_once_slow_and_once_blamed_is_bad(ledger, attempt, monkeypatch):
     for status in (EXIT_STOPPED, 137):
         begun = attempt(None)
         for rank in range(4):
@@ -232,7 +234,7 @@ def test_a_host_that_was_slow_and_then_to_blame_is_left_out(ledger, attempt, mon
     ("spares", "trained", "status", "hosts"),
     [(1, True, 69, ["n1"]), (0, True, 69, []), (1, False, 75, [])],
 )
-def test_a_spare_node_takes_the_place_of_one_that_is_to_blame(
+def test_a_spare_node_replaces_a_blamed_node(
     spares, trained, status, hosts, ledger, attempt, monkeypatch
 ):
     begun = attempt(None)
@@ -247,7 +249,7 @@ def test_a_spare_node_takes_the_place_of_one_that_is_to_blame(
     assert (ended.hosts, found, without) == (("n1",), status, hosts)
 
 
-def test_a_spare_node_takes_the_place_of_one_that_is_not_fit(ledger, attempt, monkeypatch):
+def test_a_spare_node_replaces_an_unfit_node(ledger, attempt, monkeypatch):
     for spares, status in {0: 75, 1: 69}.items():
         begun = attempt(None)
         monkeypatch.setenv("SLURMD_NODENAME", "n1")

@@ -1,4 +1,4 @@
-"""The checks before a run: each reason for which a node is not fit, or no node is."""
+"""The checks before a run: mistakes of the recipe, and every reason to call a node unfit."""
 
 import json
 import os
@@ -26,7 +26,7 @@ SPACE = 1 << 39
 
 
 def four(**changes) -> list[Findings]:
-    """Of four ranks, of which the third is unlike the others."""
+    """Return the findings of four ranks, with ``changes`` in those of the third."""
     return [GOOD, GOOD, GOOD.model_copy(update=changes), GOOD]
 
 
@@ -54,18 +54,18 @@ def four(**changes) -> list[Findings]:
         ),
     ],
 )
-def test_a_node_that_is_unlike_the_others_is_named(changes, sentence):
+def test_a_rank_unlike_the_others_is_reported_with_the_reason(changes, sentence):
     assert find_problems(four(**changes), SPACE, "run") == {2: sentence}
 
 
 @pytest.mark.parametrize(
     "changes", [{}, {"memory_free": 0.95}, {"product_seconds": 0.019}, {"clock": 1004.0}]
 )
-def test_a_small_difference_is_none(changes):
+def test_small_differences_between_ranks_are_accepted(changes):
     assert find_problems(four(**changes), SPACE, "run") == {}
 
 
-def test_one_machine_tells_what_it_can_do(tiny_recipe, tmp_path, capsys):
+def test_preflight_records_the_findings_of_one_machine(tiny_recipe, tmp_path, capsys):
     check_nodes([tiny_recipe()], tmp_path)
     (found,) = json.loads((tmp_path / "preflight.json").read_text())
     assert found["problem"] == "" and found["versions"]["torch"]
@@ -74,7 +74,7 @@ def test_one_machine_tells_what_it_can_do(tiny_recipe, tmp_path, capsys):
     assert list((tmp_path / "run").iterdir()) == [], "what it wrote is gone"
 
 
-def test_what_is_wrong_everywhere_is_a_mistake(tiny_recipe, tmp_path, monkeypatch):
+def test_a_problem_on_every_node_is_a_user_error(tiny_recipe, tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"nowhere\.json") as raised:
         check_nodes([tiny_recipe("data.sources=[{path: nowhere}]")], None)
     assert not isinstance(raised.value, UnfitNodeError)
@@ -87,7 +87,7 @@ def test_what_is_wrong_everywhere_is_a_mistake(tiny_recipe, tmp_path, monkeypatc
         check_nodes([tiny_recipe()], None)
 
 
-def test_the_next_saves_are_two_or_one_where_older_ones_go(tiny_recipe, tmp_path):
+def test_the_needed_space_is_two_saves_or_one_if_an_old_one_is_removed(tiny_recipe, tmp_path):
     from diffmegatron.model.accounting import count_parameters
     from tests.launch.conftest import checkpoint
 
@@ -99,7 +99,7 @@ def test_the_next_saves_are_two_or_one_where_older_ones_go(tiny_recipe, tmp_path
     assert preflight._needed_space(tiny_recipe()) == 2 * one
 
 
-def test_a_gpu_that_is_gone_is_told_before_the_ranks_meet(tiny_recipe, monkeypatch):
+def test_a_missing_gpu_is_an_error_before_the_ranks_meet(tiny_recipe, monkeypatch):
     monkeypatch.setenv("SLURM_GPUS_ON_NODE", "8")
     monkeypatch.setenv("LOCAL_RANK", "3")
     monkeypatch.setenv("SLURMD_NODENAME", "n7")
@@ -107,7 +107,7 @@ def test_a_gpu_that_is_gone_is_told_before_the_ranks_meet(tiny_recipe, monkeypat
         check_nodes([tiny_recipe()], None)
 
 
-def test_of_two_nodes_the_one_that_does_not_see_the_data_is_not_fit(tiny_recipe, tmp_path):
+def test_a_node_without_the_data_is_unfit_if_another_node_has_it(tiny_recipe, tmp_path):
     tiny_recipe()
     listener = socket.create_server(("127.0.0.1", 0))
     environment = os.environ | meeting_at(listener)

@@ -9,7 +9,7 @@ from diffmegatron.data.prepare.prepare import prepare
 from tests.paths import ROOT
 
 SCRIPT = ROOT / "launch/prepare.sh"
-# The first attempt at part 2 gets as far as the time limit.
+# The first attempt at part 2 gets the signal that Slurm sends before the time limit.
 COMMAND = """#!/bin/bash
 case "$*" in *"--part 2/2"*)
   if mkdir {folder}/limit; then
@@ -21,7 +21,7 @@ exec {python} -m diffmegatron "$@"
 """
 
 
-def test_an_array_of_parts_and_their_merge(cluster, tmp_path):
+def test_a_slurm_array_with_a_requeued_part_is_merged_completely(cluster, tmp_path):
     texts = [{"text": "word " * number} for number in range(60)]
     source = tmp_path / "in.jsonl"
     source.write_text("".join(json.dumps(text) + "\n" for text in texts))

@@ -1,4 +1,4 @@
-"""``diffmegatron status``: what it says and exits with, while a job runs, waits and is over."""
+"""``diffmegatron status``: its output and exit status while a job runs, waits or is over."""
 
 import json
 import time
@@ -37,12 +37,12 @@ def text(run_dir: Path, capsys) -> str:
     return capsys.readouterr().out
 
 
-def test_no_attempt(tmp_path):
+def test_the_status_of_a_folder_without_a_run_is_an_error(tmp_path):
     with pytest.raises(UserError, match=r"has no recipe\.yaml; give the run_dir"):
         examine(tmp_path)
 
 
-def test_a_run_that_no_launcher_has_started(tmp_path, tiny_recipe, capsys):
+def test_the_status_of_a_run_needs_no_launcher(tmp_path, tiny_recipe, capsys):
     recipe = tiny_recipe(f"run_dir={tmp_path}/plain")
     run_dir = tmp_path / "plain"
     run_dir.mkdir()
@@ -64,8 +64,8 @@ def test_a_run_that_no_launcher_has_started(tmp_path, tiny_recipe, capsys):
     assert (examine(run_dir).state, examine(run_dir).exit_status) == ("finished", 0)
 
 
-def test_stages_that_no_launcher_has_started_are_told_by_the_last_begun(tmp_path, tiny_recipe):
-    """By what started with what, not by name."""
+def test_the_last_begun_stage_is_shown_without_a_launcher(tmp_path, tiny_recipe):
+    """The stages are in the order of ``checkpoint.start_from``, not of their names."""
     starts = {"b_first": (), "a_second": (f"checkpoint.start_from={tmp_path}/b_first",)}
     for name, start in starts.items():
         (tmp_path / name).mkdir()
@@ -81,7 +81,7 @@ def test_stages_that_no_launcher_has_started_are_told_by_the_last_begun(tmp_path
     assert examine(tmp_path).state == "stage a_second finished"
 
 
-def test_a_job_that_starts_runs_and_hangs(attempt, ledger, monkeypatch):
+def test_an_attempt_without_recent_heartbeats_is_reported_as_hanging(attempt, ledger, monkeypatch):
     attempt(None)
     now, passed = time.time(), [0.0]
     monkeypatch.setattr(time, "time", lambda: now + passed[0])
@@ -112,7 +112,9 @@ def test_a_job_that_starts_runs_and_hangs(attempt, ledger, monkeypatch):
         ([1] * MAX_FAULTS, 2, "ended by 10 faults in a row in attempt 10: rank 0 on "),
     ],
 )
-def test_a_job_whose_attempt_has_ended(statuses, exit_status, state, attempt, ledger):
+def test_the_state_of_a_job_follows_from_its_ended_attempts(
+    statuses, exit_status, state, attempt, ledger
+):
     for status in statuses:
         attempt(status)
     found = examine(ledger.run_dir)
@@ -122,7 +124,7 @@ def test_a_job_whose_attempt_has_ended(statuses, exit_status, state, attempt, le
 
 @pytest.fixture
 def starts(ledger, tiny_recipe, tmp_path, monkeypatch):
-    """Start job 18 with a recipe of these lines on four ranks, and fail as its script does."""
+    """Return a function that begins an attempt of job 18 on four ranks, given a recipe's text."""
     monkeypatch.setenv("SLURM_NTASKS", "4")
     monkeypatch.setenv("SLURM_JOB_ID", "18")
 
@@ -151,7 +153,7 @@ def test_a_mistake_before_any_rank_is_started_ends_the_job(attempt, ledger, star
     assert "mistake" in text(ledger.run_dir, capsys)
 
 
-def test_the_first_start_of_a_job_may_be_a_mistake(ledger, starts, capsys):
+def test_a_mistake_at_the_first_start_of_a_job_is_recorded(ledger, starts, capsys):
     with pytest.raises(UserError):
         starts(BROKEN)
     found = examine(ledger.run_dir)
@@ -159,17 +161,17 @@ def test_the_first_start_of_a_job_may_be_a_mistake(ledger, starts, capsys):
     assert "step            none yet" in text(ledger.run_dir, capsys)
 
 
-def test_a_mistake_that_a_readable_recipe_shows_is_in_the_ledger_of_that(ledger, starts, tmp_path):
+def test_a_mistake_in_a_readable_recipe_is_recorded_in_its_ledger(ledger, starts, tmp_path):
     recipe = (tmp_path / "tiny.yaml").read_text()
     with pytest.raises(UserError, match="global_batch_size"):
         starts(recipe.replace("global_batch_size: 8", "global_batch_size: 6"), None)
     assert examine(ledger.run_dir).exit_status == 2
     with pytest.raises(UserError):
-        starts(BROKEN, None)  # nobody can say where its ledger is
+        starts(BROKEN, None)  # without a run_dir, the ledger cannot be found
     assert len(ledger.attempts()) == 1
 
 
-def test_a_job_in_the_queue(attempt, ledger, capsys):
+def test_a_queued_job_is_reported_as_waiting(attempt, ledger, capsys):
     ledger.run_dir.mkdir()
     (ledger.run_dir / "job_number").write_text("17\n")
     found = examine(ledger.run_dir)
@@ -185,8 +187,8 @@ def test_a_job_in_the_queue(attempt, ledger, capsys):
     assert (found.exit_status, found.is_over) == (1, False)
 
 
-def test_a_chain_is_told_by_its_first_stage_that_is_not_finished(tmp_path, tiny_recipe):
-    """Stages are in the order of their starts, not of their names."""
+def test_the_status_of_a_chain_shows_its_first_unfinished_stage(tmp_path, tiny_recipe):
+    """The stages are in the order of ``checkpoint.start_from``, not of their names."""
     chain, names = tmp_path / "run", ("z_first", "second", "a_third")
     ledgers, begun = {}, {}
     for number, name in enumerate(names):
@@ -221,7 +223,7 @@ def test_a_chain_is_told_by_its_first_stage_that_is_not_finished(tmp_path, tiny_
     assert told() == ("stage a_third, 3 of 3: finished with attempt 1", 0, True)
 
 
-def test_progress_speed_loss_and_checkpoint(attempt, ledger, capsys):
+def test_the_status_shows_progress_speed_loss_and_checkpoint(attempt, ledger, capsys):
     attempt(1, save=3)
     begun = attempt(None)
     RankRecord(ledger.folder(begun.number)).set_step(8, str(ledger.run_dir))
@@ -253,7 +255,7 @@ def test_no_reason_is_wrapped_on_a_narrow_terminal(attempt, ledger, capsys):
     assert reason in ended.reason and f"           why: {ended.reason}" in lines
 
 
-def test_the_status_names_the_squeue_command_of_a_job_that_may_be_queued(attempt, ledger, capsys):
+def test_the_status_names_the_squeue_command_of_an_unfinished_job(attempt, ledger, capsys):
     attempt(75)
     line = "  job             {0}; squeue --jobs={0} shows it until it ends\n"
     assert line.format(17) in text(ledger.run_dir, capsys)
@@ -264,16 +266,16 @@ def test_the_status_names_the_squeue_command_of_a_job_that_may_be_queued(attempt
     assert "squeue" not in text(ledger.run_dir, capsys)
 
 
-def test_a_job_of_which_nothing_is_known_yet(attempt, ledger, capsys):
+def test_a_job_without_metrics_has_no_step_and_unknown_time_left(attempt, ledger, capsys):
     attempt(None)
     said = text(ledger.run_dir, capsys)
     assert "step            none yet" in said and "left            unknown" in said
 
 
-def test_blamed_hosts(attempt, ledger, capsys):
+def test_the_status_shows_blamed_hosts(attempt, ledger, capsys):
     for _ in range(2):
         begun = attempt(None)
-        ledger.end(begun)  # nobody left an end: nobody is to blame
+        ledger.end(begun)  # no rank has recorded an end, so no host is blamed
         begun = attempt(None)
         for rank in range(3):
             RankRecord(ledger.folder(begun.number), rank).end(0)
@@ -285,7 +287,7 @@ def test_blamed_hosts(attempt, ledger, capsys):
     assert examine(ledger.run_dir).suspects == {}
 
 
-def test_a_slow_host(attempt, ledger, capsys):
+def test_the_status_shows_slow_hosts(attempt, ledger, capsys):
     begun = attempt(None)
     record = RankRecord(ledger.folder(begun.number))
     for _ in range(10):
@@ -294,7 +296,7 @@ def test_a_slow_host(attempt, ledger, capsys):
     assert "slow hosts      n1\n" in text(ledger.run_dir, capsys)
 
 
-def test_only_the_end_of_the_metrics_is_read(attempt, ledger):
+def test_the_last_values_of_large_metrics_are_found(attempt, ledger):
     attempt(None)
     metrics(ledger.run_dir, {step: 2.0 * step for step in range(1, 3000)})
     assert (ledger.run_dir / "metrics.jsonl").stat().st_size > 1 << 18
@@ -302,7 +304,7 @@ def test_only_the_end_of_the_metrics_is_read(attempt, ledger):
     assert (found.step, found.values["perf/tokens_per_second"]) == (2999, 2999e3)
 
 
-def test_a_second_stage(ledger, tiny_recipe, capsys):
+def test_the_status_shows_the_stage_in_progress(ledger, tiny_recipe, capsys):
     stages = [tiny_recipe(f"run_dir={ledger.run_dir}/{name}") for name in ("a", "b")]
     ledger.begin(stages, FACTS)
     checkpoint(ledger.run_dir / "a", 20)
@@ -315,7 +317,9 @@ def test_a_second_stage(ledger, tiny_recipe, capsys):
         examine(ledger.run_dir / "b")
 
 
-def test_the_command_exits_with_it_and_watches_until_the_end(attempt, ledger, monkeypatch, capsys):
+def test_the_command_returns_the_exit_status_and_watches_until_the_end(
+    attempt, ledger, monkeypatch, capsys
+):
     attempt(75)
     with pytest.raises(SystemExit) as ended:
         app(["status", str(ledger.run_dir)])

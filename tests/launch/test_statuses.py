@@ -1,4 +1,4 @@
-"""What a job becomes on a real Slurm, two nodes with two ranks each, however its ranks end."""
+"""Jobs on a real Slurm, on two nodes with two ranks each: every way in which ranks can end."""
 
 import json
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from tests.paths import ROOT
 DEAF = {str(rank): "deaf | together | wait" for rank in range(4)}
 WAITING = {str(rank): "together | wait" for rank in range(4)}
 STOPPED = {str(rank): "end 75 SIGUSR1: saved step 7" for rank in range(4)}
-# What the ranks of each attempt do; all others end with 0.
+# Script of the ranks (see rank.py) in each case. Ranks that are not in it end with status 0.
 SCRIPTS = {
     "finished": [{}],
     "rank 0 finds a mistake and the others hang": [
@@ -53,11 +53,12 @@ SCRIPTS = {
 
 @pytest.fixture(scope="module")
 def jobs(cluster, tmp_path_factory):
-    """Every script as a job, side by side: its name to what Slurm says and its ledger."""
+    """Run each script as a job; return a dict from its name to (Slurm's record, attempts)."""
     numbers, folders = {}, {}
     for name, script in SCRIPTS.items():
         folder = folders[name] = tmp_path_factory.mktemp("job")
-        # As Slurm sets it at the start; here it lies long ago.
+        # Slurm sets SLURM_JOB_END_TIME, in seconds since 1970, when a job starts. With the value 1
+        # the first time limit is long past.
         options = ["--export=ALL,SLURM_JOB_END_TIME=1"] if "first time limit" in name else []
         numbers[name] = submit(cluster, folder, script, options=options)
     return {
@@ -101,7 +102,7 @@ def the(jobs, name: str) -> tuple[str, list[Attempt]]:
     return job["ExitCode"], attempts
 
 
-def test_finished(jobs):
+def test_a_finished_attempt_ends_the_job_with_0(jobs):
     status, (attempt,) = the(jobs, "finished")
     assert status == "0:0"
     assert (attempt.cause, attempt.facts.nodes) == ("finished", ("127.0.0.1", "127.0.0.2"))
@@ -127,8 +128,8 @@ def test_a_mistake_ends_the_job_with_2(name, jobs):
             "fault",
             1,
             ("127.0.0.2",),
-            "rank 2 on 127.0.0.2: ended with status 1 without a message, as the watchdog ends "
-            "a hung rank",
+            "rank 2 on 127.0.0.2: ended with status 1 without a message, probably hung, "
+            "by the watchdog",
         ),
         (
             "ranks that do not arrive",
@@ -155,7 +156,7 @@ def test_a_mistake_ends_the_job_with_2(name, jobs):
         ),
     ],
 )
-def test_what_is_to_go_on_is_requeued(name, cause, faults, hosts, reason, jobs):
+def test_stopped_failed_and_lost_attempts_are_requeued(name, cause, faults, hosts, reason, jobs):
     status, (first, second) = the(jobs, name)
     assert status == "0:0", "the second attempt finished"
     assert (first.cause, first.faults, first.hosts) == (cause, faults, hosts)
@@ -163,7 +164,7 @@ def test_what_is_to_go_on_is_requeued(name, cause, faults, hosts, reason, jobs):
     assert second.cause == "finished"
 
 
-def test_after_a_fault_in_training_the_job_goes_on_without_a_requeue(jobs):
+def test_a_fault_in_training_restarts_the_ranks_without_a_requeue(jobs):
     status, (first, second) = the(jobs, "killed in the middle of training")
     assert (status, first.cause, second.cause) == ("0:0", "fault", "finished")
     assert (first.first_step, first.last_step) == (3, 7)
@@ -171,7 +172,7 @@ def test_after_a_fault_in_training_the_job_goes_on_without_a_requeue(jobs):
     assert jobs["killed"][0]["Restarts"] == "1"
 
 
-def test_the_ranks_read_when_the_job_ends_since_its_limit_was_extended(jobs):
+def test_an_extended_time_limit_is_recorded_for_the_ranks(jobs):
     _, (attempt,) = the(jobs, "a time limit that somebody extended")
     (stage,) = attempt.stages
     end = int((Ledger(Path(stage)).folder(attempt.number) / "job_end").read_text())
@@ -179,12 +180,12 @@ def test_the_ranks_read_when_the_job_ends_since_its_limit_was_extended(jobs):
 
 
 @pytest.mark.parametrize("name", ["cancelled", "cancelled after its first time limit"])
-def test_what_somebody_cancels_does_not_come_back(name, jobs):
+def test_cancelled_jobs_are_not_requeued(name, jobs):
     job, (attempt,) = jobs[name]
     assert (job["JobState"], job["Restarts"], attempt.cause) == ("CANCELLED", "0", None)
 
 
-def test_a_node_that_is_not_fit_is_left_out_of_the_next_attempt(jobs):
+def test_an_unfit_node_is_left_out_of_the_next_attempt(jobs):
     status, (first, second) = the(jobs, "a node that is not fit")
     assert (status, first.unfit) == ("0:0", ("127.0.0.2",))
     assert first.reason == "rank 2 on 127.0.0.2: its clock differs from the others' by +9.0 s"
@@ -199,7 +200,7 @@ def test_a_mistyped_key_ends_the_job_before_any_rank_starts(cluster, tmp_path):
     assert "did you mean 'steps'" in (tmp_path / "log").read_text()
 
 
-def test_a_spare_node_takes_the_place_of_one_that_failed(cluster, tmp_path):
+def test_a_spare_node_replaces_a_failed_node(cluster, tmp_path):
     script = [WAITING | {"3": "train | together | kill"}, {}]
     number = submit(cluster, tmp_path, script, spares=1)
     job = cluster.wait(number)

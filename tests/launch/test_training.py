@@ -21,7 +21,7 @@ STEPS = 200
 
 @pytest.fixture
 def job(cluster, corpus, tmp_path, monkeypatch) -> str:
-    """Two nodes of two ranks, submitted; Slurm's number of it."""
+    """Submit a job on two nodes with two ranks each, and return its job number."""
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     setup = [f"export PATH={path}", f"export PYTHONPATH={ROOT}"]
     environment = {"OMP_NUM_THREADS": "1"}
@@ -35,7 +35,7 @@ def job(cluster, corpus, tmp_path, monkeypatch) -> str:
     return submit(prepare_launch(tmp_path / "tiny.yaml", overrides, 2, tmp_path / "cluster.yaml"))
 
 
-def test_it_is_stopped_requeued_and_finishes(cluster, job, tmp_path):
+def test_a_stopped_training_job_is_requeued_and_finishes(cluster, job, tmp_path):
     run_dir = tmp_path / "run"
     cluster.until("it trains", (run_dir / "metrics.jsonl").exists, 600)
     cluster.call("scancel", "--signal=USR1", job)
@@ -50,7 +50,7 @@ def test_it_is_stopped_requeued_and_finishes(cluster, job, tmp_path):
     assert CheckpointStore(run_dir).latest() == CheckpointStore(run_dir).path(STEPS)
     found = examine(run_dir)
     assert (found.exit_status, found.step) == (0, STEPS)
-    # Ranks 2 and 3 speak in the attempt's log alone.
+    # The attempt's ranks.log has the output of all ranks, the job's log only that of rank 0.
     said = (run_dir / "attempts/0001/ranks.log").read_text()
     assert re.search("^0: SIGUSR1: stopping after this step", said, re.MULTILINE)
     log = (run_dir / f"job_{job}.log").read_text()

@@ -1,4 +1,4 @@
-"""Bytes of the tensors that are alive, and their peak, counted as torch makes and frees them."""
+"""Bytes of the live tensors and their peak, counted when torch creates and frees tensors."""
 
 import gc
 import weakref
@@ -12,13 +12,14 @@ from torch.utils._pytree import tree_leaves
 
 
 class AllocatedTensors(TorchDispatchMode):
-    """Counts storages: those alive when it is made, but for ``known`` ones, and every new one.
+    """Mode that counts the bytes of all storages, except those in ``known``.
 
-    torch's profiler would be less trouble, but misses what gloo's threads free.
+    It counts the storages that exist when it is created, and those created while it is active.
+    torch's profiler would be simpler, but does not see what gloo's threads free.
 
     Attributes:
-        now: bytes alive.
-        peak: the most there were since :meth:`reset`.
+        now: bytes of the counted storages that are alive.
+        peak: largest value of ``now`` since :meth:`reset`.
     """
 
     def __init__(self, known: dict[int, torch.UntypedStorage]) -> None:
@@ -54,7 +55,7 @@ class AllocatedTensors(TorchDispatchMode):
 
 
 def living_storages() -> dict[int, torch.UntypedStorage]:
-    """Return the storages of all tensors in Python and of their gradients, by identity."""
+    """Return the storages of all CPU tensors and of their gradients, by address of the storage."""
     gc.collect()
     tensors = [x for x in gc.get_objects() if isinstance(x, Tensor) and x.device.type == "cpu"]
     tensors += [x.grad for x in tensors if x.is_leaf and x.grad is not None]

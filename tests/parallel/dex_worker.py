@@ -1,4 +1,4 @@
-"""Ranks that select heads, started through :mod:`tests.ranks`.
+"""Ranks that select the heads that DEX extends, started through :mod:`tests.ranks`.
 
 The arguments are ``MODEL DATA OUT METHOD override ...``.
 """
@@ -10,7 +10,7 @@ from diffmegatron.dex.select_heads import select_heads
 
 
 def main() -> None:
-    """Select under the layout of the command line."""
+    """Select heads of the model under the layout that the overrides set."""
     model, data, out, method, *overrides = sys.argv[1:]
     select_heads(
         Path(model), Path(data), Path(out), overrides, method=method, share=0.5, sequences=6

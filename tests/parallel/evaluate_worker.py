@@ -1,6 +1,7 @@
 """Ranks that evaluate, started through :mod:`tests.ranks`.
 
-The arguments are ``DATA OUT TARGET ...``; what a rank asks goes into ``OUT.asked_RANK``.
+The arguments are ``DATA OUT TARGET ...``; a target is a model to evaluate. A rank writes the keys
+of the items that it scores to ``OUT.asked_RANK``.
 """
 
 import os

@@ -2,8 +2,8 @@
 
 Started by :mod:`tests.parallel.test_long_context` through :mod:`tests.ranks`, with the arguments
 ``COMMUNICATION LENGTH ...``. For a sequence of each length rank 0 prints one line of JSON: the
-loss, the gradient's norm, and the most that its tensors took in the forward and backward passes
-beyond the weights.
+loss, the norm of the gradient, and the peak memory of rank 0's tensors in the forward and backward
+passes, without the weights.
 """
 
 import json
@@ -23,7 +23,10 @@ from tests.parallel.allocated import AllocatedTensors, living_storages
 
 
 def long_recipe(length: int, context: int, communication: str) -> Recipe:
-    """One layer with one differential head of 8 channels a map, and a loss in chunks."""
+    """Return a recipe of one layer with one differential head.
+
+    Each of the head's two attention maps has queries and keys of width 8.
+    """
     return Recipe.model_validate(
         {
             "run_dir": "unused",
@@ -49,7 +52,7 @@ def long_recipe(length: int, context: int, communication: str) -> Recipe:
 
 
 def measure(recipe: Recipe) -> dict[str, float]:
-    """Return the step's loss and gradient norm over all ranks, and this rank's peak in MiB."""
+    """Return the step's loss and gradient norm over all ranks, and this rank's peak memory."""
     known = living_storages()
     with process_groups(recipe.parallel, seed=1) as parallel_state:
         network = build_model(recipe, parallel_state)

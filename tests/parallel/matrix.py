@@ -42,8 +42,8 @@ OFFLOAD = ("parallel.offload_optimizer=true", "training.offload_activations=true
 LEAN = ("recompute.granularity=full", "training.loss_chunk=24")
 DOCUMENTS = ("data.reset_attention_mask=true", "data.reset_position_ids=true")
 
-# The time of a step with such a small network is proportional to its microbatches. So there is only
-# one, except where an override sets micro_batch_size. Two data-parallel ranks have one or two each.
+# The time of a step with such a small network is proportional to the number of microbatches. So a
+# step has only one, unless another override sets micro_batch_size.
 COMMON = (
     f"training.steps={STEPS}", "checkpoint.interval=1", "training.seq_length=128",
     "training.global_batch_size=4", "training.micro_batch_size=4",
@@ -51,9 +51,9 @@ COMMON = (
 SMALL = ("training.micro_batch_size=1",)
 V2 = ("model.attention.kind=diff_v2",)
 GROUPED = ("model.attention.kind=grouped", "model.attention.signal_per_noise=2")
+DEX = ("model.attention.kind=dex", "model.attention.projection_init={kind: identity, scale: 0.5}")
 # In the first layer, all selected heads are on one of two tensor-parallel ranks. In the second
 # layer, one rank has one more than the other.
-DEX = ("model.attention.kind=dex", "model.attention.projection_init={kind: identity, scale: 0.5}")
 DEX_2 = (
     *DEX, "model.attention.selected_heads=[[0, 1], [1, 2, 3]]",
     "model.attention.annealing_steps=null",
@@ -73,8 +73,8 @@ PATTERN = (
 # Combined with two signal heads per noise head, each key-value head has two noise heads.
 DEEP = ("model.attention.num_heads=8", "model.num_layers=4", *DOCUMENTS)
 
-# Frozen are the queries' rows of a fused projection, whole tensors of both dtypes, and the
-# embedding. The trained tensors have two learning rates.
+# Only some tensors are trained, with two learning rates. All others are frozen, for instance the
+# query rows of the fused QKV projection, half of the lambda vectors, and the embedding.
 PART = (
     "optimizer.trainable=['*.linear_qkv.weight:[kv]', '*.linear_proj.weight', '*.lambda_?1']",
     "optimizer.lr_multipliers={'*.lambda_??': 5}",
@@ -88,7 +88,7 @@ MODELS: dict[str, tuple[str, ...]] = {
     "softmax": ("model.baseline=true",),
     "tied": ("model.tied_embeddings=true",),
     "deep": ("model.num_layers=4", "model.tied_embeddings=true"),
-    # The sequences of a batch are communicated one by one.
+    # With documents, the two sequences of a microbatch are communicated one by one.
     "documents": (
         *DOCUMENTS,
         "training.seq_length=256",
@@ -97,7 +97,8 @@ MODELS: dict[str, tuple[str, ...]] = {
     ),
     "bf16": ("training.precision=bf16",),
     "v2": V2,
-    # The logged mean of lambda over tokens is that of the last microbatch.
+    # lambda is logged as its mean over the tokens of the last microbatch. So the one process needs
+    # the same micro_batch_size as the layouts.
     "v2-deep": (*V2, "model.attention.signal_per_noise=2", *DEEP, *TWO),
     "grouped": GROUPED,
     "grouped-deep": (*GROUPED, *DEEP),
@@ -281,9 +282,9 @@ def gradient_difference(run: Path, reference: Path, step: int = 1) -> tuple[floa
 
     Returns:
         The norm of the difference, relative to the norm of the reference: first for all parameters
-        together, then the largest of any parameter. A parameter includes its tensors of all layers,
-        because large terms cancel in the gradient of a lambda vector. The remainder enlarges
-        rounding errors a hundred times, and may be nothing in a single layer.
+        together, then the largest of any parameter. The tensors of all layers count as one
+        parameter. Reason: in the gradient of a lambda vector, large terms cancel. The relative
+        rounding error of the rest is a hundred times larger, and in one layer the rest may be 0.
     """
     saved, expected = (
         open_checkpoint(folder / "checkpoints" / f"step_{step:08d}").tensors
@@ -307,7 +308,7 @@ def gradient_difference(run: Path, reference: Path, step: int = 1) -> tuple[floa
 
 
 def measure(out: Path) -> list[dict[str, object]]:
-    """Return the differences between each finished layout in ``out`` and one process."""
+    """Return a row for each layout: how its run in ``out`` differs from that of one process."""
     rows = []
     for layout in LAYOUTS:
         run, reference = out / layout.name, out / layout.model

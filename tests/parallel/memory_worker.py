@@ -1,9 +1,9 @@
 """Ranks that measure a training step's memory under a layout.
 
 Started by :mod:`tests.parallel.test_memory` through :mod:`tests.ranks`, with the arguments
-``OUT NAME``, a name of :data:`tests.parallel.test_memory.LAYOUTS`. Every rank writes the bytes that
-its tensors take at most, in the step's forward and backward passes and in its update, and between
-steps, to ``OUT/NAME.RANK.json``.
+``OUT NAME``, a name of :data:`tests.parallel.test_memory.LAYOUTS`. Every rank writes three numbers
+of bytes to ``OUT/NAME.RANK.json``: its tensors between two steps (``held``), and their peaks in the
+forward and backward passes (``backward``) and in the optimizer's update (``update``).
 """
 
 import json
@@ -25,7 +25,7 @@ from tests.parallel.test_memory import BUCKET, make_recipe
 
 
 def measure(recipe: Recipe) -> dict[str, int]:
-    """Bytes of this rank's tensors during the second step, when Adam's moments exist."""
+    """Return ``held``, ``backward`` and ``update`` of step 2, when Adam's moments exist."""
     known = living_storages()
     with process_groups(recipe.parallel, recipe.training.seed) as parallel_state:
         network = build_model(recipe, parallel_state)
@@ -43,7 +43,7 @@ def measure(recipe: Recipe) -> dict[str, int]:
 
 
 def microbatches(recipe: Recipe, parallel_state) -> list[Batch]:
-    """Return this rank's part of the generated microbatches of a step."""
+    """Return this rank's microbatches of a step, all equal, with generated tokens."""
     training = recipe.training
     size, length = training.micro_batch_size, training.seq_length // parallel_state.context_size
     tokens = torch.arange(size * length).reshape(size, length) % 300

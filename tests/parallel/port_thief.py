@@ -1,7 +1,7 @@
-"""Ranks whose port another program takes before they meet, if it can.
+"""Ranks that form a process group although another program tries to take their port first.
 
-The program is rank 0 itself, which listens there first. Started through :mod:`tests.ranks` and by
-torchrun.
+Rank 0 plays the other program: before it joins the group, it tries to listen on the port. The ranks
+are started through :mod:`tests.ranks` and by torchrun.
 """
 
 import socket
@@ -15,7 +15,7 @@ from diffmegatron.parallel.launcher import read_launch
 
 
 def main() -> None:
-    """Take the port, meet, and let rank 0 print how many ranks met."""
+    """Try to take the port on rank 0, then form the group; rank 0 prints the number of ranks."""
     launch = read_launch()
     assert launch.master is not None
     with ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""Ranks that train a recipe, started through :mod:`tests.ranks`: ``RECIPE override ...``."""
+"""Ranks that train a recipe, started by :mod:`tests.ranks` with ``RECIPE override ...``."""
 
 import sys
 

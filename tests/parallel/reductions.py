@@ -1,6 +1,6 @@
-"""The three ways of summing ZeRO 1's gradients over the ranks, on the same batches.
+"""The gradients of ZeRO 1, summed over the ranks in three ways on the same batches.
 
-While the backward pass goes on, after it, and by DeepSpeed itself.
+The project's sums run during the backward pass or after it; the third way is DeepSpeed's own code.
 """
 
 import hashlib
@@ -19,19 +19,24 @@ from diffmegatron.optim.zero import ZeroEngine
 from diffmegatron.parallel.parallel_state import process_groups
 from diffmegatron.training.compute.step import forward_backward
 
-# The first tells how often each gradient comes.
+# Number of training steps. Sums run during the backward pass only from the second step on, because
+# the first step counts how often the backward pass adds to each gradient.
 STEPS = 2
-# Elements: the real bucket of 50 million would hold a small network whole.
+# Elements per gradient bucket. A bucket of 50 million, the default, would hold all gradients of a
+# small network, so the only sum would begin at the end of the backward pass.
 BUCKET = 2_000
 
 
 def compare(recipe: Recipe, steps: Sequence[Sequence[Batch]]) -> dict[str, object]:
-    """Weights after the steps, and where in the last of them the sums began; all ranks.
+    """Train in each way, and return the weights and the order of gradients and sums.
+
+    All ranks must call this function.
 
     Returns:
-        ``weights``: by way, the hashes of every rank's weights. ``events``: by way, what came after
-        what in the last step's passes, ``g`` a gradient and ``s`` the beginning of a sum, on this
-        rank.
+        ``weights``: for each way, the hashes of all ranks' weights after the steps. ``events``: for
+        each way, the events of the last step on this rank as a string in their order, where ``g``
+        is a gradient that is ready and ``s`` the beginning of a sum. The ways are ``overlapping``,
+        ``after`` and ``deepspeed``.
     """
     found: dict[str, dict] = {"weights": {}, "events": {}}
     off = recipe.parallel.model_copy(update={"overlap_gradients": False})
@@ -57,7 +62,7 @@ def _train(recipe: Recipe, steps: Sequence[Sequence[Batch]]) -> tuple[str, str]:
         group = parallel_state.data_group
 
         def recording(tensor: torch.Tensor, *args: object, **kwargs: object):
-            # Counts and losses are single numbers.
+            # Single numbers are counts and losses, not gradients.
             if kwargs.get("group") is group and tensor.numel() > 1:
                 events.append("s")
             return all_reduce(tensor, *args, **kwargs)

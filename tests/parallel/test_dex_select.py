@@ -1,4 +1,7 @@
-"""Selecting heads: scores against transformers, and the same scores under every layout."""
+"""The head scores of ``dex select`` equal scores computed with transformers, in every layout.
+
+DEX changes only some heads of a pretrained model. The command selects these heads by their scores.
+"""
 
 import json
 from pathlib import Path
@@ -38,7 +41,7 @@ HEADS, LENGTH, SEQUENCES = 8, 64, 6
 
 @pytest.fixture(scope="module")
 def run(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Train the Transformer until its attention is not uniform."""
+    """Train a model until its softmax attention is not uniform, and return its run_dir."""
     folder = tmp_path_factory.mktemp("dex")
     (folder / "tiny.yaml").write_text(TINY.format(run_dir=folder / "run", corpus=corpus))
     train(load_recipe(folder / "tiny.yaml", [SOFTMAX]))
@@ -47,7 +50,7 @@ def run(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def selected(run: Path, corpus: Path) -> dict[str, dict]:
-    """Return the files of heads and of scores that one process writes, by method."""
+    """Return, for each method, the heads that one process selects and the scores of all heads."""
     found = {}
     for method in METHODS:
         out = run.parent / f"one_{method}.yaml"
@@ -78,7 +81,7 @@ def llama(run: Path, tmp_path_factory: pytest.TempPathFactory):
     return AutoModelForCausalLM.from_pretrained(out, attn_implementation="eager")
 
 
-def test_entropy_is_that_of_the_attention_maps(selected, llama, run, corpus):
+def test_entropy_scores_equal_the_entropy_of_the_attention_maps(selected, llama, run, corpus):
     tokens = calibration_tokens(run, corpus)[:, :-1]
     with torch.no_grad():
         maps = llama(tokens, output_attentions=True).attentions
@@ -136,7 +139,7 @@ def test_every_layout_selects_the_same(selected, run, corpus, tmp_path):
             assert mine == pytest.approx(theirs, rel=1e-4, abs=1e-8), (name, method)
 
 
-def test_a_run_reads_what_was_selected(selected, run, corpus):
+def test_a_run_reads_the_selected_heads(selected, run, corpus):
     heads = run.parent / "one_entropy.yaml"
     start = (f"run_dir={run.parent}/dex", f"checkpoint.start_from={run}")
     dex = f"model.attention={{kind: dex, selected_heads: {heads}, annealing_steps: 2}}"
@@ -153,7 +156,7 @@ def open_fingerprint(run: Path) -> str:
     return open_checkpoint(CheckpointStore(run).latest()).fingerprint()
 
 
-def test_of_equal_scores_the_first_are_chosen():
+def test_the_first_of_equally_scored_heads_are_selected():
     assert select_layer_heads([1.0, 2.0, 2.0, 1.0], 0.5, highest=True) == (1, 2)
     assert select_layer_heads([1.0, 1.0, 1.0], 0.5, highest=False) == (0, 1)
     assert select_layer_heads([3.0, 1.0, 2.0], 0.01, highest=True) == (0,)
@@ -169,7 +172,7 @@ def test_of_equal_scores_the_first_are_chosen():
         (["--data", "{folder}/nothing"], "nothing"),
     ],
 )
-def test_what_cannot_be_selected_is_one_sentence(arguments, said, run, corpus):
+def test_an_invalid_selection_is_an_error_and_writes_no_file(arguments, said, run, corpus):
     folder = str(run.parent)
     given = [each.format(folder=folder) for each in arguments]
     defaults = ["--data", str(corpus), "--out", f"{folder}/other.yaml"]
@@ -181,7 +184,7 @@ def test_what_cannot_be_selected_is_one_sentence(arguments, said, run, corpus):
     assert sorted(run.parent.iterdir()) == before
 
 
-def test_a_model_that_is_none_is_one_sentence(tmp_path, corpus):
+def test_selecting_from_a_missing_model_is_an_error(tmp_path, corpus):
     with pytest.raises(UserError, match="nowhere"):
         select_heads(
             tmp_path / "nowhere", corpus, tmp_path / "o.yaml", [], method="entropy",

@@ -1,4 +1,4 @@
-"""Ranks on one machine meet although another program takes every port that nobody listens on."""
+"""Ranks on one machine form a process group although another program tries to take their port."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Memory as `plan` counts it against the tensors that ranks allocate in a training step."""
+"""The peak memory that `plan` predicts is close to the measured peak in a training step."""
 
 import json
 from pathlib import Path
@@ -9,10 +9,11 @@ from diffmegatron.config.schema import Recipe
 from diffmegatron.model.accounting import StageMemory, memory, memory_by_stage
 from tests.ranks import launch
 
-# The real bucket of 50 million elements would hide a small network's tensors.
+# Elements per gradient bucket. The default of 50 million would need much more memory than all other
+# tensors of a small network, and hide errors in them.
 BUCKET = 250_000
 BF16 = {"precision": "bf16"}
-# Two microbatches on each of two data-parallel ranks, or in flight beside two of the next stage.
+# Four microbatches: two on each of two data-parallel ranks, or four for a pipeline of two stages.
 FOUR = {"global_batch_size": 4}
 SEQUENCE = {"tensor": 2, "sequence_parallel": True}
 RING = {"context": 2, "context_communication": "ring"}
@@ -61,9 +62,10 @@ LAYOUTS: dict[str, tuple[int, dict]] = {
 
 
 def make_recipe(name: str) -> Recipe:
-    """Activations, weights and logits of one order of magnitude, so that none hides another.
+    """Return a recipe whose activations, weights and logits need similar amounts of memory.
 
-    Small: without instructions for it a CPU multiplies bf16 up to a hundred times slower.
+    An error in one of them is then visible in their total. The network is small, because a CPU
+    without bf16 instructions multiplies bf16 up to a hundred times slower.
     """
     _, changes = LAYOUTS[name]
     model = {
@@ -104,7 +106,7 @@ def counted(monkeypatch: pytest.MonkeyPatch):
 
     def count(name: str, rank: int) -> StageMemory:
         recipe, (ranks, _) = make_recipe(name), LAYOUTS[name]
-        # Megatron-core places the pipeline's stages last, on the slowest links.
+        # With two ranks and two pipeline stages, the rank is the number of its stage.
         stage = rank if recipe.parallel.pipeline > 1 else 0
         return memory_by_stage(recipe, ranks, "cpu")[stage]
 
@@ -115,16 +117,19 @@ RANKS = [(name, rank) for name, (ranks, _) in LAYOUTS.items() for rank in range(
 
 
 @pytest.mark.parametrize(("name", "rank"), RANKS)
-def test_the_peak_is_the_plans(name, rank, measured, counted):
+def test_plan_predicts_the_peak_memory(name, rank, measured, counted):
     values, stage = read(measured, name, rank), counted(name, rank)
     peak = max(values["backward"], values["update"])
-    # On a CPU the host's memory is where everything is.
+    # On a CPU, offloaded tensors are in the same memory, so the measured peak includes them.
     assert stage.total + stage.host == pytest.approx(peak, rel=0.07)
 
 
 @pytest.mark.parametrize(("name", "rank"), RANKS)
-def test_activations_and_logits_are_the_plans(name, rank, measured, counted):
-    """Without what is held all along, which would hide an error in them."""
+def test_plan_predicts_the_memory_of_activations_and_logits(name, rank, measured, counted):
+    """`plan` predicts the temporary memory of the forward and backward passes.
+
+    Memory that is allocated for the whole run is subtracted, because it would hide an error.
+    """
     values, stage = read(measured, name, rank), counted(name, rank)
     passing = values["backward"] - stage.allocated - stage.host
     most = stage.passes

@@ -1,4 +1,4 @@
-"""Training goes on from imported weights on any layout, from the loss that transformers has."""
+"""Training from imported weights begins with the loss of transformers, on any layout."""
 
 import json
 from collections.abc import Callable
@@ -39,7 +39,7 @@ training:
 optimizer: {{lr: 1.0e-3, clip_grad_norm: 1.0e+9, weight_decay: 0.01}}
 checkpoint: {{start_from: {imported}, interval: 1}}
 """
-# Three key-value heads with biases, four rows that pad the vocabulary; two, with norms.
+# Three key-value heads, and a vocabulary of 260 that the import pads to 264, a multiple of 12.
 THREE = {"hidden_size": 72, "num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 260}
 MODELS = {
     "biases": ("qwen2", THREE | TIED | {"intermediate_size": 48}),
@@ -59,14 +59,17 @@ each_layout = pytest.mark.parametrize("layout", LAYOUTS)
 
 @pytest.fixture(scope="module")
 def models(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write a folder per model with its files, its import, a recipe and the run of one process."""
+    """Write a folder per model: Hugging Face files, an import, a recipe and a run of one process.
+
+    Return the parent of these folders.
+    """
     out = tmp_path_factory.mktemp("pretrained")
     for name, (family, changes) in MODELS.items():
         folder = out / name
         folder.mkdir()
         write_pretrained(folder / "hf", family, **changes)
         import_model(folder / "hf", folder / "imported", vocab_multiple=12)
-        # The same bytes for both models, whose tokenizers are the same.
+        # Both models have the same tokenizer, so one corpus is enough.
         prefix = out / "words"
         if name == next(iter(MODELS)):
             tokenizer = str(folder / "imported/hugging_face")
@@ -79,7 +82,10 @@ def models(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def run(models: Path) -> Callable[[str], Path]:
-    """Return a layout's finished run; the first layout of a number of ranks launches all."""
+    """Return a function from the name of a layout to its finished run.
+
+    The first call for a number of ranks trains all layouts with this number in one launch.
+    """
 
     @cache
     def launched(ranks: int) -> None:
@@ -133,7 +139,7 @@ def test_the_first_loss_and_gradient_are_those_of_transformers(model, models):
 
 
 @each_layout
-def test_every_layout_goes_on_alike(layout, run, models):
+def test_every_layout_has_the_same_losses_and_gradients(layout, run, models):
     expected = series(models / layout.partition(":")[0] / "one", "train/loss")
     assert len(expected) == STEPS
     assert series(run(layout), "train/loss") == pytest.approx(expected, rel=1e-5)
@@ -143,7 +149,7 @@ def test_every_layout_goes_on_alike(layout, run, models):
 
 
 @pytest.mark.parametrize("layout", ["biases:TP3", "norms:TP2 + SP"])
-def test_what_was_trained_goes_out_as_the_same_class(layout, run, models, tmp_path):
+def test_a_trained_model_exports_with_its_original_config(layout, run, models, tmp_path):
     newest = run(layout) / "checkpoints" / f"step_{STEPS:08d}"
     difference = export_checkpoint(newest, tmp_path / "hf")
     assert difference.relative < 1e-5
@@ -151,7 +157,7 @@ def test_what_was_trained_goes_out_as_the_same_class(layout, run, models, tmp_pa
     assert (tmp_path / "hf/config.json").read_bytes() == (source / "config.json").read_bytes()
 
 
-def test_rows_that_pad_the_vocabulary_never_move(run):
+def test_padding_rows_of_the_vocabulary_stay_zero(run):
     rows = open_checkpoint(run("biases:TP3") / "checkpoints/step_00000002").tensors.read_tensor(
         "weight", "embedding.word_embeddings.weight"
     )
@@ -160,12 +166,12 @@ def test_rows_that_pad_the_vocabulary_never_move(run):
     assert rows[:257].any(1).all()
 
 
-def test_three_key_value_heads_are_refused_to_two_ranks(models):
+def test_two_tensor_ranks_cannot_share_three_key_value_heads(models):
     with pytest.raises(UserError, match=r"num_kv_heads 3 .* is 1 of \[1, 3\]"):
         load_recipe(models / "biases/recipe.yaml", ["parallel.tensor=2"])
 
 
-def test_no_run_goes_on_from_weights_alone(models):
+def test_resuming_without_optimizer_state_is_refused(models):
     imported = models / "biases/imported"
     recipe = load_recipe(models / "biases/recipe.yaml", [f"run_dir={imported}"])
     with pytest.raises(UserError, match=r"no optimizer state.*checkpoint\.start_from"):

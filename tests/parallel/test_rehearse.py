@@ -1,4 +1,4 @@
-"""`plan --rehearse`: a recipe's layout runs, small, on CPU ranks, or says why it does not."""
+"""`plan --rehearse` tries a layout with a small network on CPU ranks, or reports why it fails."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from diffmegatron.plan.rehearse import MAX_RANKS, _reason, rehearse, run_ranks, 
 from tests.paths import CONFIGS
 
 
-def test_a_layout_that_works_shows_two_finite_steps(capsys):
+def test_a_working_layout_prints_the_losses_of_two_steps(capsys):
     recipe = load_recipe(
         CONFIGS / "scaling" / "diff_13.1b.yaml",
         ["parallel.tensor=2", "recompute.granularity=full", "training.loss_chunk=512"],
@@ -20,14 +20,14 @@ def test_a_layout_that_works_shows_two_finite_steps(capsys):
     assert said[-1] == "the layout works"
 
 
-def test_a_run_that_fails_is_one_sentence(tmp_path):
+def test_a_failed_rehearsal_is_an_error_with_the_reason(tmp_path):
     rehearsal = small_recipe(load_recipe(CONFIGS / "diff_3b_1t.yaml"), None, tmp_path)
     (tmp_path / "run").write_text("a file where a folder belongs")
     with pytest.raises(UserError, match=r"^the layout does not work: run_dir .* is a file"):
         run_ranks(rehearsal, tmp_path)
 
 
-def test_a_layout_with_too_many_ranks_is_reduced_with_a_sentence(tmp_path):
+def test_a_layout_with_too_many_ranks_is_reduced_and_reported(tmp_path):
     recipe = load_recipe(
         CONFIGS / "diff_3b_64k.yaml",
         ["parallel.context=8", "parallel.tensor=4", "parallel.sequence_parallel=true"],

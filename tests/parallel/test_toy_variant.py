@@ -1,4 +1,4 @@
-"""A new kind of attention costs one file: it plans, trains on two ranks, resumes."""
+"""A new kind of attention needs only one file to be planned, trained on two ranks and resumed."""
 
 import subprocess
 import sys
@@ -27,7 +27,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
-def test_a_new_kind_plans_trains_resumes_and_says_that_it_has_no_export(recipe, tmp_path):
+def test_a_new_kind_plans_trains_resumes_and_refuses_export(recipe, tmp_path):
     assert len(TOY.read_text().splitlines()) < 100
     kind = "model.attention={kind: gained, num_heads: 4, num_kv_heads: 2}"
     planned = run("plan", str(recipe), kind)
@@ -42,7 +42,8 @@ def test_a_new_kind_plans_trains_resumes_and_says_that_it_has_no_export(recipe, 
     assert len(losses) == 4
     assert losses[-1] < losses[0]
     newest = tmp_path / "run/checkpoints/step_00000004"
-    # The recipe names a kind that this process does not know, so the files are read without it.
+    # This process has not registered the kind, so it cannot load the checkpoint's recipe. Read only
+    # the tensors.
     tensors = ShardedReader(newest, [file.name for file in newest.glob("*.safetensors")])
     gains = tensors.read_tensor("weight", GAINS)
     assert gains.shape == (4,)

@@ -1,7 +1,7 @@
-"""A fifth kind of attention, added through the public registry alone: the example of docs/variants.
+"""A new kind of attention, added only through the public registry; docs/variants.md refers to it.
 
-Ordinary attention whose heads each have a gain, which tensor-parallel ranks share with the heads.
-Run as a script it is the command line with that kind known.
+It is ordinary attention with a gain per head. A tensor-parallel rank has the gains of its own
+heads. Run as a script, this file is the command line with the new kind registered.
 """
 
 from typing import TYPE_CHECKING, ClassVar, Literal
@@ -73,7 +73,7 @@ class Gained(Variant):
         return []
 
 
-# Which settles what kinds a recipe can have.
+# The kind must be registered before ``main`` reads a recipe, so this import comes last.
 from diffmegatron.cli import main  # noqa: E402
 
 if __name__ == "__main__":

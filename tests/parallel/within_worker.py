@@ -1,4 +1,4 @@
-"""Ranks that train a recipe with suites within: ``RECIPE override ...``."""
+"""Ranks that train a recipe with evaluation suites; the arguments are ``RECIPE override ...``."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from diffmegatron.training.training_stages import train_stages
 
 
 def train(recipe: Recipe) -> None:
-    """Train, and write what the suite ``needle`` was answered to ``answers.json`` of run_dir."""
+    """Train, and write the answers in the suite ``needle`` to ``answers.json`` in the run_dir."""
     answers, score = [], Retrieval.score
 
     def keep(suite: Retrieval, model: Model, item: Item) -> Record:

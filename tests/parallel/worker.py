@@ -2,8 +2,8 @@
 
 Started through :mod:`tests.ranks` by :mod:`tests.parallel.matrix`, with the arguments
 ``RECIPE OUT NAME override ...``; the run goes to OUT/NAME, and the hash of its gathered initial
-weights to OUT/NAME/initial.txt. What :mod:`tests.parallel.reductions` finds of its first batches
-goes to OUT/NAME/reductions.json.
+weights to OUT/NAME/initial.txt. If the layout sums gradients during the backward pass, the result
+of :mod:`tests.parallel.reductions` on the first batches goes to OUT/NAME/reductions.json.
 """
 
 import hashlib
@@ -29,7 +29,7 @@ from tests.parallel.reductions import STEPS, compare
 
 
 def train_hashing(recipe: Recipe) -> str:
-    """Train, and hash the whole network's initial weights, gathered by name from all ranks."""
+    """Train, and return the hash of the network's initial weights, gathered from all ranks."""
     digests = []
 
     def build(recipe: Recipe, parallel_state: ParallelState) -> torch.nn.Module:
@@ -62,7 +62,7 @@ def _hash(network: torch.nn.Module, parallel_state: ParallelState) -> str:
 
 @contextmanager
 def recorded() -> Iterator[list[list[Batch]]]:
-    """Return this rank's microbatches in the first steps."""
+    """Yield a list to which the first training steps append this rank's microbatches."""
     steps: list[list[Batch]] = []
     forward_backward = trainer.forward_backward
 

@@ -1,6 +1,6 @@
-"""The campaign of faults under torchrun in its short form; ``tools.campaigns.faults`` is the long.
+"""A short run of ``tools.campaigns.faults``, which injects faults into a run under torchrun.
 
-One rank is killed and one is stopped, which only the watchdog can end.
+One rank gets SIGKILL, and one gets SIGSTOP, so that the run hangs until the watchdog ends it.
 """
 
 import json
@@ -10,7 +10,7 @@ import sys
 from tests.paths import ROOT
 
 
-def test_killed_and_stopped_ranks_leave_no_trace(tmp_path):
+def test_killed_and_stopped_ranks_do_not_change_the_final_state(tmp_path):
     command = [sys.executable, "-m", "tools.campaigns.faults", "--kills=1", "--stops=1"]
     command += ["--steps=120", "--step-seconds=10", f"--out={tmp_path / 'report.json'}"]
     result = subprocess.run(

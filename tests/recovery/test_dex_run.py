@@ -1,4 +1,8 @@
-"""A DEX run: it starts on a softmax checkpoint, anneals, stops and goes on, and is exported."""
+"""A DEX run starts from a softmax checkpoint, anneals, resumes after a stop, and is exported.
+
+DEX subtracts lambda O W_D from the output O of selected heads of ordinary attention. Annealing
+changes lambda from 0 to the trained lambda_learn during the first steps.
+"""
 
 import json
 import math
@@ -27,14 +31,14 @@ OWN = ("dex_projection", "lambda_learn")
 
 @pytest.fixture
 def base(tiny_recipe, tmp_path) -> Path:
-    """Train the Transformer."""
+    """Train a model with softmax attention, and return its run_dir."""
     train(tiny_recipe(SOFTMAX, "training.steps=4", f"run_dir={tmp_path}/base"))
     return tmp_path / "base"
 
 
 @pytest.fixture
 def make(base, tiny_recipe):
-    """Return a maker of recipes of DEX runs that start from it."""
+    """Return a function that makes recipes of DEX runs, which start from the run ``base``."""
 
     def recipe(run_dir: Path, *overrides: str):
         own = (f"run_dir={run_dir}", f"checkpoint.start_from={base}")
@@ -53,15 +57,16 @@ def saved(run_dir: Path, step: int):
     return open_checkpoint(CheckpointStore(run_dir).path(step))
 
 
-def test_from_the_transformer_to_the_transformer(base, make, tmp_path):
+def test_a_dex_run_anneals_resumes_exactly_and_exports_as_llama(base, make, tmp_path):
     run = tmp_path / "dex"
     train(make(run))
-    # It starts as the Transformer, with W_D and lambda_learn as a new run has them.
+    # The run starts with the loss of the run ``base``. Its only new tensors are dex_projection
+    # (W_D) and lambda_learn.
     assert logged(run, "valid/loss")[0] == logged(base, "valid/loss")[-1]
     names = {*saved(run, 5).tensors.names()} - {*saved(base, 4).tensors.names()}
     assert names == {f"decoder.layers.{i}.self_attention.{own}" for i in (0, 1) for own in OWN}
 
-    # lambda of every checkpoint is that of its step, and the one that is logged there.
+    # The lambda that is logged at a step follows from lambda_learn in the checkpoint of this step.
     for step in (5, 10, STEPS):
         a = min(1.0, step / ANNEALING)
         for layer in (1, 2):
@@ -72,7 +77,7 @@ def test_from_the_transformer_to_the_transformer(base, make, tmp_path):
             assert found == pytest.approx(annealed + a * learned, abs=1e-7)
             assert learned != pytest.approx(0.1, abs=1e-6), "it is trained"
 
-    # Stopped within annealing and gone on with, it is the same to the bit.
+    # A run that stops during the annealing and resumes ends with the same bits.
     parted = tmp_path / "parted"
     shutil.copytree(run, parted)
     for step in (10, STEPS):
@@ -86,7 +91,7 @@ def test_from_the_transformer_to_the_transformer(base, make, tmp_path):
             one, other = (end.read_tensor(kind, name) for end in ends)
             assert torch.equal(one, other), (kind, name)
 
-    # A checkpoint within annealing, and the last one, are Llamas.
+    # A checkpoint during the annealing and the last one are exported as Llama models.
     for step in (5, STEPS):
         out = tmp_path / f"hf{step}"
         checkpoint = CheckpointStore(run).path(step)
@@ -102,7 +107,7 @@ def test_from_the_transformer_to_the_transformer(base, make, tmp_path):
     assert changed.nonzero().flatten().tolist() == [0, 5]
 
 
-def test_a_run_starts_on_its_foundation_alone(base, make, tiny_recipe, tmp_path):
+def test_a_dex_run_starts_only_from_a_matching_checkpoint(base, make, tiny_recipe, tmp_path):
     wide = make(tmp_path / "other", "model.attention.num_kv_heads=8")
     with pytest.raises(UserError, match=r"num_kv_heads 4 and the recipe has 8"):
         train(wide)
@@ -112,7 +117,8 @@ def test_a_run_starts_on_its_foundation_alone(base, make, tiny_recipe, tmp_path)
         train(make(tmp_path / "other", on % "abcdef"))
     assert not (tmp_path / "other" / "checkpoints").is_dir()
     train(make(tmp_path / "dex", on % fingerprint, "training.steps=3"))
-    # On with it, without annealing; and back to the Transformer only through an export.
+    # A new run can start from the DEX run without annealing. A Transformer run cannot: the DEX run
+    # must be exported first.
     onwards = (f"checkpoint.start_from={tmp_path}/dex", "model.attention.annealing_steps=null")
     train(make(tmp_path / "on", *onwards, "training.steps=3"))
     back = tiny_recipe(SOFTMAX, f"run_dir={tmp_path}/back", onwards[0])

@@ -1,4 +1,4 @@
-"""Disks that are full, read-only or that damage what they hold; one process."""
+"""Full disks, read-only disks and damaged files, with runs of one process."""
 
 import errno
 import logging
@@ -28,7 +28,7 @@ def losses(run_dir: Path) -> list[tuple[float, float]]:
 
 @pytest.fixture(scope="module")
 def finished(corpus, tmp_path_factory) -> Path:
-    """Train 12 steps with three checkpoints, and return the folder and the recipe."""
+    """Train 12 steps with three checkpoints; return the folder with the recipe and the run."""
     from diffmegatron.config.load import load_recipe
     from tests.conftest import TINY
 
@@ -40,7 +40,7 @@ def finished(corpus, tmp_path_factory) -> Path:
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """Mounts a tmpfs of a size in bytes; gives its path."""
+    """Return a function that mounts a tmpfs of a given number of bytes and returns its path."""
     mounted = []
 
     def mount(size: int) -> Path:
@@ -58,10 +58,10 @@ def small_disk(tmp_path):
         subprocess.run(["umount", "--lazy", str(place)], check=True)
 
 
-def test_a_disk_that_fills_up_keeps_what_was_saved_and_says_so(
+def test_a_failed_save_on_a_full_disk_keeps_the_older_checkpoint(
     tiny_recipe, small_disk, finished, tmp_path, caplog
 ):
-    """Room for one checkpoint and a half: the second fails; with room again, it goes on."""
+    """The second save fails on a disk for 1.5 checkpoints. On a larger disk the run resumes."""
     one = read_manifest(finished / "run/checkpoints/step_00000004").size
     disk = small_disk(one * 3 // 2)
     run = tmp_path / "run"
@@ -87,7 +87,7 @@ def test_a_disk_that_fills_up_keeps_what_was_saved_and_says_so(
     assert losses(run) == losses(finished / "run")
 
 
-def test_a_directory_that_cannot_be_written(tiny_recipe, tmp_path, small_disk, caplog):
+def test_a_read_only_checkpoint_directory_is_an_error(tiny_recipe, tmp_path, small_disk, caplog):
     disk = small_disk(1 << 20)
     subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
     (tmp_path / "run").mkdir()
@@ -98,7 +98,7 @@ def test_a_directory_that_cannot_be_written(tiny_recipe, tmp_path, small_disk, c
 
 
 def interrupted(monkeypatch, **at_calls):
-    """Do something before some calls (from 1) of a step of training."""
+    """Call functions before training steps; ``call_6=f`` calls f before the sixth (from 1)."""
     calls, real = [0], trainer.forward_backward
 
     def wrapper(*arguments, **options):
@@ -110,16 +110,16 @@ def interrupted(monkeypatch, **at_calls):
 
 
 def fill(disk: Path) -> None:
-    """Leave no byte on a disk."""
+    """Fill a disk with one large file."""
     with (disk / "filling").open("wb", buffering=0) as stream, suppress(OSError):
         while True:
             stream.write(b"x" * 512)
 
 
-def test_a_full_disk_loses_nothing_of_the_metrics_and_ends_nothing(
+def test_a_temporarily_full_disk_neither_ends_the_run_nor_loses_metrics(
     tiny_recipe, small_disk, finished, tmp_path, monkeypatch, caplog
 ):
-    """Full from the second step to the last; the checkpoints are on another disk."""
+    """The disk is full from step 2 until before step 12; the checkpoints are on another disk."""
     run = small_disk(1 << 20)
     (tmp_path / "elsewhere").mkdir()
     (run / "checkpoints").symlink_to(tmp_path / "elsewhere")
@@ -148,7 +148,7 @@ def replace_by_a_file(run: Path) -> None:
 
 
 def remove_and_make(run: Path) -> None:
-    """Test a new folder, which may get the inode of the old one."""
+    """Replace the folder by a new one, which may get the inode of the old one."""
     remove(run)
     run.mkdir()
 
@@ -163,19 +163,22 @@ def move_and_make(run: Path) -> None:
     ("go", "call"),
     [
         (remove, 2),  # before any save
-        (remove, 6),  # between two
-        (remove, 11),  # before the last
+        (remove, 6),  # between two saves
+        (remove, 11),  # before the last save
         (replace_by_a_file, 6),
         (remove_and_make, 6),
         (move_and_make, 2),
         (move_and_make, 11),
     ],
 )
-def test_a_run_whose_run_dir_goes_ends_at_its_next_save(go, call, tiny_recipe, monkeypatch):
+def test_a_run_ends_at_its_next_save_after_run_dir_is_removed_or_moved(
+    go, call, tiny_recipe, monkeypatch
+):
     recipe = tiny_recipe(*SHORT)
     run = Path(recipe.run_dir)
     interrupted(monkeypatch, **{f"call_{call}": lambda: go(run)})
-    # The save of step 4 may still be written at call 6 and fail; then the run ends at that step.
+    # At call 6 the save of step 4 may be unfinished. If it then fails, the run ends at step 6;
+    # otherwise it ends at its next save, at step 8.
     steps = "6|8" if call == 6 else min(s for s in (4, 8, 12) if s >= call)
     said = f"^run_dir {run} was moved, removed .*; step ({steps}) could not be saved; put it back"
     with pytest.raises(UserError, match=said):
@@ -186,8 +189,8 @@ def test_a_run_whose_run_dir_goes_ends_at_its_next_save(go, call, tiny_recipe, m
         assert CheckpointStore(run.with_name("moved")).steps() == [s for s in (4, 8) if s < call]
 
 
-def test_a_run_whose_run_dir_moves_and_comes_back_goes_on(tiny_recipe, finished, monkeypatch):
-    """As where a folder is moved to another disk that a link leads to, before anything is saved."""
+def test_a_run_continues_if_a_link_replaces_its_moved_run_dir(tiny_recipe, finished, monkeypatch):
+    """Before the next save, the folder is moved and a link to its new place replaces it."""
     recipe = tiny_recipe(*SHORT)
     run = Path(recipe.run_dir)
 
@@ -200,8 +203,11 @@ def test_a_run_whose_run_dir_moves_and_comes_back_goes_on(tiny_recipe, finished,
     assert losses(run) == losses(finished / "run")
 
 
-def test_files_that_a_run_can_do_without(tiny_recipe, finished, tmp_path, caplog):
-    """None of them can be written, and the run is the same."""
+def test_unwritable_auxiliary_files_do_not_change_the_run(tiny_recipe, finished, tmp_path, caplog):
+    """The run is the same if recipe.yaml, metrics.jsonl, tensorboard and stacks are obstructed.
+
+    A folder has the name of each of these files, and a file the name of each of these folders.
+    """
     run = tmp_path / "run"
     for name in ("recipe.yaml", "metrics.jsonl"):
         (run / name).mkdir(parents=True)
@@ -214,7 +220,7 @@ def test_files_that_a_run_can_do_without(tiny_recipe, finished, tmp_path, caplog
     assert f"it is kept as {run}/metrics.jsonl.damaged_1" in caplog.text
 
 
-def test_an_event_that_cannot_be_written(tiny_recipe, tmp_path, caplog, monkeypatch):
+def test_an_unwritable_event_does_not_end_the_run(tiny_recipe, tmp_path, caplog, monkeypatch):
     real, calls = trainer.forward_backward, []
 
     def broken(engine, *arguments, **options):
@@ -232,7 +238,7 @@ def test_an_event_that_cannot_be_written(tiny_recipe, tmp_path, caplog, monkeypa
     assert "step 3 skipped" in caplog.text
 
 
-def test_the_first_evaluation_is_recorded_once_however_often_a_run_begins(tiny_recipe, monkeypatch):
+def test_restarts_record_the_first_evaluation_only_once(tiny_recipe, monkeypatch):
     recipe = tiny_recipe(*SHORT, "training.eval_batches=1")
 
     def dies():
@@ -249,7 +255,7 @@ def test_the_first_evaluation_is_recorded_once_however_often_a_run_begins(tiny_r
 
 
 def flip(path: Path) -> None:
-    """One bit of a byte in the middle of the tensors."""
+    """Flip one bit in the middle of the file, which is within the tensors."""
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
@@ -268,7 +274,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_newest_checkpoint_is_reported_and_the_older_used(
+def test_a_damaged_newest_checkpoint_is_reported_and_skipped(
     damage, tiny_recipe, finished, tmp_path, caplog, capfd
 ):
     shutil.copytree(finished / "run", tmp_path / "run")
@@ -296,7 +302,9 @@ def test_a_manifest_of_another_run_is_found_by_its_checksums(
     assert losses(tmp_path / "run") == losses(finished / "run")
 
 
-def test_where_none_is_good_the_run_does_not_begin_anew(tiny_recipe, finished, tmp_path):
+def test_a_run_without_an_intact_checkpoint_does_not_start_from_scratch(
+    tiny_recipe, finished, tmp_path
+):
     shutil.copytree(finished / "run", tmp_path / "run")
     for step in CheckpointStore(tmp_path / "run").steps():
         flip(tmp_path / "run" / "checkpoints" / f"step_{step:08d}" / "rank_00000.safetensors")
@@ -304,7 +312,7 @@ def test_where_none_is_good_the_run_does_not_begin_anew(tiny_recipe, finished, t
         train(tiny_recipe(*SHORT))
 
 
-def test_retention_after_every_save_and_one_word_on_slow_ones(tiny_recipe, monkeypatch, caplog):
+def test_saves_remove_old_checkpoints_and_warn_once_if_slow(tiny_recipe, monkeypatch, caplog):
     monkeypatch.setenv("DIFFMEGATRON_KILL_WAIT", "0")
     recipe = tiny_recipe(
         "training.steps=12",
@@ -322,8 +330,8 @@ def test_retention_after_every_save_and_one_word_on_slow_ones(tiny_recipe, monke
 
 
 @pytest.mark.parametrize("evaluated", [0, 1])
-def test_a_corpus_of_other_bytes_is_one_sentence(evaluated, tiny_recipe, corpus, tmp_path):
-    """Of the right size, so that only what is read tells."""
+def test_token_ids_outside_the_vocabulary_are_an_error(evaluated, tiny_recipe, corpus, tmp_path):
+    """The file of tokens has the right size, so only its token ids show the mistake."""
     for suffix in (".idx", ".json"):
         shutil.copy(f"{corpus}{suffix}", tmp_path / f"random{suffix}")
     (tmp_path / "random.bin").write_bytes(os.urandom(Path(f"{corpus}.bin").stat().st_size))

@@ -1,4 +1,4 @@
-"""``prepare`` killed at any moment and run again ends with the bytes of a run that was not."""
+"""``prepare``, killed at any moment and run again, writes the same bytes as without a kill."""
 
 import json
 import multiprocessing
@@ -26,14 +26,14 @@ from tests.paths import ROOT
 
 KILLS = 30
 
-# A server that has imported everything once: a fresh process costs milliseconds.
+# The fork server imports all modules once, so a new process takes only milliseconds.
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["diffmegatron.data.prepare.prepare", __name__])
 
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three files with damage, duplicates and empty documents among them."""
+    """Write files with damaged lines, duplicates and empty documents, and return their folder."""
     folder = tmp_path_factory.mktemp("corpus")
     pick = random.Random(0)
     for name in "abc":
@@ -62,7 +62,7 @@ def outputs(prefix: Path) -> dict[str, bytes]:
     return {
         path.suffix: path.read_bytes()
         for path in prefix.parent.glob("out.*")
-        if path.is_file() and path.suffix != ".lock"  # which a kill leaves, and which then is free
+        if path.is_file() and path.suffix != ".lock"  # a kill leaves the file, but no lock on it
     }
 
 
@@ -83,13 +83,13 @@ def start(corpus: Path, prefix: Path, workers: int = 1) -> BaseProcess:
 
 
 def kill(process: BaseProcess) -> bool:
-    """Whether it was still running."""
+    """Kill a process, and return whether it was still running."""
     process.kill()
     process.join()
     return process.exitcode == -signal.SIGKILL
 
 
-def test_thirty_kills_at_random_moments(
+def test_kills_at_random_moments_do_not_change_the_output(
     corpus: Path, undisturbed: dict[str, bytes], tmp_path: Path
 ) -> None:
     started = time.monotonic()
@@ -113,7 +113,7 @@ def test_thirty_kills_at_random_moments(
         assert not prefix.with_suffix(".partial").exists()
 
 
-def test_killed_parts_go_on_and_are_the_whole(corpus: Path, tmp_path: Path) -> None:
+def test_killed_parts_resume_and_merge_into_the_whole_corpus(corpus: Path, tmp_path: Path) -> None:
     seed = time.time_ns()
     print(f"moments of the kills: random.Random({seed})")
     pick, parts = random.Random(seed), [Part(1, 2), Part(2, 2)]
@@ -134,10 +134,14 @@ def run_part(corpus: Path, prefix: Path, part: Part | None) -> None:
     prepare([corpus], prefix, "bytes", part=part, commit_seconds=0, show_progress=False)
 
 
-def test_a_crash_before_every_write_that_lasts(
+def test_a_crash_before_a_sync_rename_or_deletion_loses_nothing(
     corpus: Path, undisturbed: dict[str, bytes], tmp_path: Path
 ) -> None:
-    """At each sync, rename and deletion: of the first commits, and of all that publishing does."""
+    """A run after a crash writes the same bytes as an undisturbed run.
+
+    The crashes are before each of the first ten and the last 30 syncs, renames and deletions. The
+    last ones publish the output.
+    """
     counted = tmp_path / "counted" / "out"
     process = CONTEXT.Process(target=run_and_crash, args=(corpus, counted, None))
     process.start()
@@ -156,7 +160,10 @@ def test_a_crash_before_every_write_that_lasts(
 
 
 def run_and_crash(corpus: Path, prefix: Path, number: int | None) -> None:
-    """Prepare, and be gone before lasting operation ``number``; None: count them."""
+    """Prepare, and exit before sync, rename or deletion ``number`` (from 0).
+
+    With None, write the number of these operations to a file instead.
+    """
     done = 0
 
     def crashing(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -176,7 +183,7 @@ def run_and_crash(corpus: Path, prefix: Path, number: int | None) -> None:
     (prefix.parent.parent / "operations").write_text(str(done))
 
 
-def test_a_killed_worker_is_a_sentence_and_the_work_goes_on(
+def test_a_killed_worker_is_an_error_and_the_next_run_completes(
     corpus: Path, undisturbed: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
@@ -187,7 +194,7 @@ def test_a_killed_worker_is_a_sentence_and_the_work_goes_on(
     assert outputs(tmp_path / "out") == undisturbed
 
 
-def test_of_two_at_once_one_works_and_the_other_says_so(
+def test_concurrent_prepare_runs_do_not_corrupt_the_output(
     corpus: Path, undisturbed: dict[str, bytes], tmp_path: Path
 ) -> None:
     prefix, results = tmp_path / "out", CONTEXT.Queue()
@@ -232,8 +239,11 @@ def children(parent: int | None) -> list[int]:
     return [int(child) for child in listed.read_text().split()] if listed.exists() else []
 
 
-def test_an_interrupt_that_arrives_in_a_finalizer_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python drops exceptions in finalizers, which also run while a worker is started."""
+def test_an_interrupt_in_a_finalizer_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A SIGINT that arrives in a finalizer while a worker starts still raises KeyboardInterrupt.
+
+    Python drops exceptions in finalizers, so the signal is handled after the start.
+    """
 
     class Finalized:
         def __del__(self) -> None:
@@ -245,8 +255,8 @@ def test_an_interrupt_that_arrives_in_a_finalizer_is_kept(monkeypatch: pytest.Mo
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_an_interrupt_at_the_keyboard_is_a_line(tmp_path: Path) -> None:
-    """A terminal sends Ctrl-C to every process: to workers that are starting, too."""
+def test_ctrl_c_ends_prepare_without_a_traceback(tmp_path: Path) -> None:
+    """No process prints a traceback after a Ctrl-C, not even a worker that is starting."""
     (tmp_path / "large.jsonl").write_text((json.dumps({"text": "word " * 2000}) + "\n") * 5000)
     words = ["prepare", "large.jsonl", "--output", "out", "--tokenizer", "bytes", "--workers", "2"]
     process = subprocess.Popen(
@@ -263,7 +273,7 @@ def test_an_interrupt_at_the_keyboard_is_a_line(tmp_path: Path) -> None:
     try:
         _, said = process.communicate(timeout=60)
     except subprocess.TimeoutExpired:
-        # Python drops an exception that a signal raises while it clears an object up.
+        # Send the signal again: Python drops an exception that a signal raises in a finalizer.
         os.killpg(process.pid, signal.SIGINT)
         _, said = process.communicate(timeout=600)
     assert process.returncode in (1, 130), said

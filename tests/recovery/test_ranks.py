@@ -1,6 +1,6 @@
-"""Faults and resumes on several ranks; one launch for two ranks, one for four.
+"""Faults and resumes on two and four ranks.
 
-What a fault leaves is compared with single processes that met none of it.
+The runs are compared with runs of one process.
 """
 
 import json
@@ -28,6 +28,7 @@ ZERO2 = ["parallel.zero_stage=2", "training.micro_batch_size=2"]
 ZERO3 = ["parallel.zero_stage=3"]
 CONTEXT = ["parallel.context=2"]
 BF16 = ["training.precision=bf16"]
+OFFLOAD = ["parallel.offload_optimizer=true"]
 MICRO = ["training.micro_batch_size=2"]
 SHORT = ["training.steps=8", "checkpoint.interval=4", "training.eval_batches=0"]
 LONG = [
@@ -39,7 +40,7 @@ LONG = [
 ]
 SOURCES = ("words", "digits")
 
-# A run is saved at step 10 under the first layout and goes on to step 20 under the second.
+# Name -> ranks and layout until step 10, ranks and layout of the resumed run until step 20.
 RESUMES = {
     "one-to-tensor": (1, [], 2, TENSOR),
     "one-to-pipeline": (1, [], 2, PIPELINE),
@@ -54,7 +55,7 @@ RESUMES = {
     "tensor-to-four": (2, TENSOR, 4, [*TENSOR, *ZERO2]),
     "zero2-to-four": (2, ZERO2, 4, [*TENSOR, *PIPELINE]),
 }
-# They start with the weights that "data" has ended with, most of which they freeze.
+# Runs that start with the final weights of the run "data" and freeze most of them.
 PART = ["optimizer.trainable=['*.linear_qkv.weight:v', '*.lambda_?1']", "training.steps=3"]
 PARTS = {"part": [*PART, *MICRO], "part-bf16": [*PART, *BF16, *ZERO3]}
 NANS = {
@@ -65,12 +66,16 @@ NANS = {
     "nan-pipeline": PIPELINE,
     "nan-bf16": BF16,
     "nan-bf16-zero2": BF16 + ZERO2,
+    "nan-bf16-zero3": BF16 + ZERO3,
+    "nan-offload": OFFLOAD,
+    "nan-bf16-offload": BF16 + OFFLOAD,
+    "nan-bf16-zero3-offload": BF16 + ZERO3 + OFFLOAD,
 }
 
 
 @pytest.fixture(scope="module")
 def out(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder with every run, and the outcomes of each rank."""
+    """Train all runs, and return the folder with them and with the ranks' files of outcomes."""
     out = tmp_path_factory.mktemp("ranks")
     recipe = out / "tiny.yaml"
     sources = f"{corpus}}}, {{path: {prepare_digits(out)}, weight: 0.5"
@@ -132,7 +137,10 @@ def prepare_digits(folder: Path) -> Path:
 
 
 def start_from_damaged(out: Path) -> str:
-    """Start from a checkpoint with a flipped bit in the file that rank 1 verifies."""
+    """Copy a checkpoint, and flip a bit in the file that rank 1 verifies.
+
+    Return the override with which a run starts from the copy.
+    """
     path = shutil.copytree(out / "data" / "checkpoints" / "step_00000020", out / "step_00000020")
     content = bytearray((path / "rank_00001.safetensors").read_bytes())
     content[len(content) // 2] ^= 1
@@ -162,7 +170,7 @@ def series(run_dir: Path, name: str) -> list[float]:
         *(f"train/{what}/{source}" for what in ("loss", "loss_tokens") for source in SOURCES),
     ],
 )  # fmt: skip
-def test_any_layout_goes_on_from_any_other(name, metric, out):
+def test_a_run_resumes_in_another_layout(name, metric, out):
     bf16 = name.startswith("bf16")
     expected = series(out / ("one-bf16" if bf16 else "one"), metric)
     assert len(expected) in (2, 20)
@@ -172,8 +180,12 @@ def test_any_layout_goes_on_from_any_other(name, metric, out):
 
 
 @pytest.mark.parametrize("name", PARTS)
-def test_frozen_weights_are_on_every_rank_what_they_were(name, out):
-    """Each rank reads a share of them: with another's as it began, the loss would be far off."""
+def test_frozen_weights_are_unchanged_on_every_rank(name, out):
+    """A run that starts from a checkpoint has the checkpoint's frozen weights on every rank.
+
+    Each rank reads a share of them. If a rank kept its initial values instead of the other ranks'
+    shares, the first loss would be far off.
+    """
     source, ended = (
         open_checkpoint(CheckpointStore(out / each).latest()).tensors for each in ("data", name)
     )
@@ -188,8 +200,11 @@ def test_frozen_weights_are_on_every_rank_what_they_were(name, out):
 
 
 @pytest.mark.parametrize(("metric", "tolerance"), [("train/loss", 1e-6), ("train/grad_norm", 1e-3)])
-def test_losses_stay_close_for_longer_than_norms(metric, tolerance, out):
-    """At step 52 from context parallelism to ZeRO 3; docs/recovery.md says why norms part."""
+def test_losses_and_norms_stay_close_after_a_late_layout_change(metric, tolerance, out):
+    """The run changes from context parallelism to ZeRO 3 at step 52.
+
+    docs/recovery.md explains why its gradient norms differ more than its losses.
+    """
     assert [outcomes(out, "late", launched) for launched in ("first", "then2")] == [
         [False, False],
         [True, True],
@@ -207,10 +222,14 @@ def test_a_nan_on_one_rank_is_skipped_by_all(name, out):
     event = json.loads((out / name / "events" / "step_00000005.json").read_text())
     assert event["reason"] == "gradient norm is inf"
     assert isinstance(event["loss"], float)
+    # The skipped step leaves the weights as they are, so lambda is that of the step before.
+    before = {entry["step"]: entry for entry in read_metrics(out / name) if "train/loss" in entry}
+    assert event["lambda"] == {key: before[4][key] for key in event["lambda"]}
+    assert len(event["lambda"]) == 2
 
 
 def test_the_event_names_the_rank_and_the_layer(out):
-    """Before data-parallel ranks have summed, the NaN is where it came from."""
+    """Norms are computed before the sum over data-parallel ranks, so only one rank has the NaN."""
     event = json.loads((out / "nan-data" / "events" / "step_00000005.json").read_text())
     healthy, guilty = event["ranks"]
     assert healthy["not_finite"] == []
@@ -239,11 +258,11 @@ def skipped(out: Path) -> list[float]:
 
 
 @pytest.mark.parametrize("name", [name for name in NANS if "bf16" not in name])
-def test_after_the_skip_all_layouts_are_the_same_run(name, out, skipped):
+def test_all_layouts_have_the_same_losses_after_a_skipped_step(name, out, skipped):
     assert series(out / name, "train/loss") == pytest.approx(skipped, rel=1e-6)
 
 
-def test_a_write_that_fails_on_one_rank_is_reported_and_tried_again(out):
+def test_a_failed_write_on_one_rank_is_reported_and_retried(out):
     assert outcomes(out, "failing") == [True, True]
     assert CheckpointStore(out / "failing").complete()[-1] == 8
     assert len(CheckpointStore(out / "failing").complete()) == 2
@@ -253,14 +272,14 @@ def test_a_write_that_fails_on_one_rank_is_reported_and_tried_again(out):
     assert len(bytes_written) == 2
 
 
-def test_a_disk_that_stays_full_ends_the_run_with_the_sentence(out):
+def test_a_permanently_full_disk_ends_the_run_with_an_error(out):
     for said in outcomes(out, "full"):
         assert "cannot write " in said and "rank_00001.safetensors: No space left" in said
         assert "(rank 1)" in said
     assert list((out / "full" / "checkpoints").iterdir()) == []
 
 
-def test_one_rank_is_asked_to_stop_and_all_do(out):
+def test_a_stop_signal_to_one_rank_stops_all_ranks(out):
     assert outcomes(out, "signalled") == [False, False]
     assert outcomes(out, "signalled", "then2") == [True, True]
     assert CheckpointStore(out / "signalled").steps() == [4, 5, 8]
@@ -268,7 +287,7 @@ def test_one_rank_is_asked_to_stop_and_all_do(out):
     assert series(out / "signalled", "train/loss") == expected, "to the bit"
 
 
-def test_what_one_rank_finds_damaged_no_rank_starts_from(out):
+def test_a_damaged_file_found_by_one_rank_is_an_error_on_all_ranks(out):
     said = outcomes(out, "astray", "then2")
     assert said[0] == said[1]
     assert said[0].endswith(

@@ -1,4 +1,4 @@
-"""A run that was stopped and resumed is the run that was not; another run is refused."""
+"""A stopped and resumed run equals an undisturbed one; a run with other settings is refused."""
 
 import math
 import shutil
@@ -23,7 +23,7 @@ def losses(run_dir: Path) -> list[tuple[float, float, float]]:
 
 
 def stopped_at_10(finished: Path, run_dir: Path) -> None:
-    """Return the files of a run that was killed after its checkpoint at step 10."""
+    """Copy a finished run, as if it had been killed after its checkpoint at step 10."""
     shutil.copytree(finished, run_dir)
     shutil.rmtree(run_dir / "checkpoints" / "step_00000020")
 
@@ -66,7 +66,7 @@ TRAINED = (
     [TRAINED, (*TRAINED, "training.precision=bf16", "parallel.zero_stage=3")],
     ids=["fp32", "bf16 ZeRO 3"],
 )
-def test_resuming_what_trains_a_part_is_exact_to_the_bit(overrides, tiny_recipe, tmp_path):
+def test_resuming_with_frozen_weights_is_exact_to_the_bit(overrides, tiny_recipe, tmp_path):
     whole, parted = tmp_path / "whole", tmp_path / "parted"
     train(tiny_recipe(*overrides, f"run_dir={whole}"))
     stopped_at_10(whole, parted)
@@ -116,7 +116,7 @@ def test_a_finished_run_has_nothing_left_to_do(tiny_recipe):
         ("checkpoint.resume=false", "checkpoint.resume is false"),
     ],
 )
-def test_another_run_in_the_same_place_is_refused(override, sentence, tiny_recipe):
+def test_an_incompatible_recipe_in_the_same_run_dir_is_refused(override, sentence, tiny_recipe):
     recipe = tiny_recipe("training.steps=4")
     train(recipe)
     before = sorted(Path(recipe.run_dir).rglob("*"))
@@ -125,7 +125,7 @@ def test_another_run_in_the_same_place_is_refused(override, sentence, tiny_recip
     assert sorted(Path(recipe.run_dir).rglob("*")) == before
 
 
-def test_a_damaged_newest_checkpoint_is_passed_over(tiny_recipe, tmp_path):
+def test_a_damaged_newest_checkpoint_is_skipped(tiny_recipe, tmp_path):
     recipe = tiny_recipe()
     train(recipe)
     expected = losses(Path(recipe.run_dir))
@@ -135,7 +135,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over(tiny_recipe, tmp_path):
     assert losses(Path(recipe.run_dir)) == expected
 
 
-def test_a_loss_that_is_not_finite_stops_the_run_and_saves_nothing(tiny_recipe, monkeypatch, capfd):
+def test_a_non_finite_loss_stops_the_run_and_saves_nothing(tiny_recipe, monkeypatch, capfd):
     real = trainer.forward_backward
     monkeypatch.setattr(
         trainer, "forward_backward", lambda *a, **options: real(*a, **options) * math.nan
@@ -146,7 +146,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_saves_nothing(tiny_recipe, 
     assert CheckpointStore(Path(recipe.run_dir)).steps() == []
 
 
-def test_a_save_that_fails_leaves_nothing_half_written(tiny_recipe, monkeypatch):
+def test_a_failed_save_leaves_no_partial_checkpoint(tiny_recipe, monkeypatch):
     def full_disk(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
@@ -176,7 +176,7 @@ def test_a_run_dir_that_is_a_file_is_refused(tiny_recipe, tmp_path):
         train(tiny_recipe(f"run_dir={tmp_path}/file"))
 
 
-def test_other_sources_are_said_aloud(tiny_recipe, corpus, tmp_path, capfd):
+def test_a_change_of_data_sources_is_reported(tiny_recipe, corpus, tmp_path, capfd):
     train(tiny_recipe("training.steps=3"))
     for suffix in (".bin", ".idx", ".json"):
         shutil.copy(f"{corpus}{suffix}", tmp_path / f"moved{suffix}")

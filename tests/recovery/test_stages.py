@@ -52,7 +52,7 @@ def test_a_stage_is_the_recipe_with_its_changes(staged, tmp_path):
     assert long.model.rope_theta == 640000.0
 
 
-def test_an_override_of_a_stage_holds_for_it_alone(staged):
+def test_an_override_of_a_stage_changes_no_other_stage(staged):
     overrides = [
         "stages.long.optimizer.lr=2e-3",
         "optimizer.lr=5e-4",
@@ -84,22 +84,25 @@ def test_an_override_of_a_stage_needs_stages(tmp_path, corpus):
         load_stages(file, ["stages.long.a=1"])
 
 
-def test_a_stage_starts_with_the_one_that_it_names(staged, tmp_path):
+def test_a_stage_can_start_from_an_earlier_stage_by_name(staged, tmp_path):
     staged.write_text(staged.read_text() + "  - {name: other, start_from: short}\n")
     short, _, other = load_stages(staged)
     assert other.checkpoint.start_from == short.run_dir == f"{tmp_path}/run/short"
 
 
-def test_stages_follow_each_other(staged, tiny_recipe, tmp_path, capfd):
+def test_each_stage_starts_with_the_weights_of_the_previous_one(
+    staged, tiny_recipe, tmp_path, capfd
+):
     stages = load_stages(staged)
     assert train_stages(stages)
     first, second = (Path(stage.run_dir) for stage in stages)
     losses = [entry["valid/loss"] for entry in read_metrics(second) if "valid/loss" in entry]
     ended = [entry["valid/loss"] for entry in read_metrics(first) if "valid/loss" in entry][-1]
-    # The second stage begins where the first ended, not at ln 320.
+    # The second stage begins with the loss at the end of the first, not with ln 320, about the
+    # loss of an untrained network over 320 token ids.
     assert abs(losses[0] - ended) < 0.3
     assert losses[0] < 5.6
-    # Another run starts with the last of them where it is given all.
+    # If start_from is the folder of all stages, a run starts with the weights of the last one.
     run = tmp_path / "run"
     train(
         tiny_recipe("training.steps=3", f"run_dir={tmp_path}/next", f"checkpoint.start_from={run}")
@@ -112,7 +115,7 @@ def test_stages_follow_each_other(staged, tiny_recipe, tmp_path, capfd):
 
 
 class _SignalAtTheEnd(Hook):
-    """Sends this process SIGTERM when its first run is finished and saved."""
+    """Hook that sends SIGTERM to this process when the first stage is finished and saved."""
 
     def __init__(self) -> None:
         self._is_sent = False
@@ -123,7 +126,7 @@ class _SignalAtTheEnd(Hook):
         self._is_sent = True
 
 
-def test_a_stop_signal_at_the_end_of_a_stage_holds_for_the_next_one(staged, capfd):
+def test_a_stop_signal_at_the_end_of_a_stage_stops_before_the_next_one(staged, capfd):
     stages = load_stages(staged)
     assert not train_stages(stages, hooks=[_SignalAtTheEnd()])
     assert not Path(stages[1].run_dir).exists()
@@ -161,12 +164,12 @@ def test_a_mistake_in_a_stage_names_it(staged):
         load_recipe(staged)
 
 
-def test_a_finished_stage_is_passed_over_unread(staged, capfd, monkeypatch):
+def test_a_finished_stage_is_skipped_without_reading_its_weights(staged, capfd, monkeypatch):
     stages = load_stages(staged)
     assert train_stages(stages[:1])
     monkeypatch.setattr(stages_module, "train", lambda recipe, *_: trained.append(recipe) or True)
     trained: list[Recipe] = []
-    # Of a finished stage the bytes of the weights are left to whoever starts with them.
+    # The weights of a finished stage are not read here. The run that starts with them checks them.
     flip(CheckpointStore(Path(stages[0].run_dir)).latest())
     assert train_stages(stages)
     assert trained == [stages[1]]
@@ -179,7 +182,7 @@ def test_a_finished_stage_is_passed_over_unread(staged, capfd, monkeypatch):
         train_stages(load_stages(staged, ["training.seed=5"]))
 
 
-def test_the_weights_are_taken_over_and_adam_starts_anew(staged, tmp_path, tiny_recipe):
+def test_start_from_copies_the_weights_and_resets_the_update_count(staged, tmp_path, tiny_recipe):
     (first, *_) = load_stages(staged)
     train(first)
     # A learning rate too small to change a float32 weight shows what the run began with.
@@ -192,7 +195,7 @@ def test_the_weights_are_taken_over_and_adam_starts_anew(staged, tmp_path, tiny_
 
 
 def flip(directory: Path) -> None:
-    """One bit of a weight, which every size and header is silent about."""
+    """Flip one bit of a weight, which changes no size and no header."""
     path = directory / "rank_00000.safetensors"
     content = bytearray(path.read_bytes())
     content[8 + int.from_bytes(content[:8], "little")] ^= 1
@@ -213,7 +216,7 @@ def test_a_start_from_a_flipped_bit_is_refused(staged, tiny_recipe, tmp_path):
     assert CheckpointStore(tmp_path / "run").steps() == []
 
 
-def test_a_start_from_a_run_takes_its_newest_good_checkpoint(staged, tiny_recipe, caplog, capfd):
+def test_starting_from_a_run_uses_its_newest_intact_checkpoint(staged, tiny_recipe, caplog, capfd):
     (first, *_) = load_stages(staged, ["checkpoint.interval=2"])
     train(first)
     flip(CheckpointStore(Path(first.run_dir)).latest())
@@ -231,7 +234,7 @@ def test_a_start_from_a_run_takes_its_newest_good_checkpoint(staged, tiny_recipe
         ("checkpoint.start_from=nowhere", "is not a checkpoint"),
     ],
 )
-def test_a_start_of_another_network_is_refused(override, sentence, staged, tiny_recipe):
+def test_starting_from_a_different_network_is_refused(override, sentence, staged, tiny_recipe):
     (first, *_) = load_stages(staged)
     train(first)
     with pytest.raises(UserError, match=sentence):

@@ -1,4 +1,4 @@
-"""Asked to stop at any moment, a run saves, ends, and goes on as if it had not been."""
+"""A run that gets a stop signal saves and ends; resumed, it equals an undisturbed run."""
 
 import os
 import signal
@@ -48,7 +48,14 @@ def undisturbed(corpus, tmp_path_factory):
 
 
 def signalling(function, call: int, number: int):
-    """Return ``function`` with a signal to this process during call ``call`` (from 1)."""
+    """Return a wrapper of ``function`` that sends a signal to this process in one of its calls.
+
+    Args:
+        function: function to wrap.
+        call: number of the call in which the signal is sent, before ``function`` runs; the first
+            call is 1.
+        number: number of the signal.
+    """
     count = [0]
 
     def wrapper(*arguments, **options):
@@ -63,13 +70,13 @@ def signalling(function, call: int, number: int):
 @pytest.mark.parametrize(
     ("module", "name", "call", "stops_at", "left", "number"),
     [
-        # The first step, which may compile, by each signal.
+        # The first step, which may compile, with each of the three signals.
         (trainer, "forward_backward", 1, 1, "", signal.SIGTERM),
         (trainer, "forward_backward", 1, 1, "", signal.SIGUSR1),
         (trainer, "forward_backward", 1, 1, "", signal.SIGINT),
         (trainer, "forward_backward", 5, 5, "", signal.SIGTERM),
         (saver, "write_pieces", 1, 11, "", signal.SIGTERM),  # the save of step 10
-        # A step that is evaluated, and each evaluation, of two batches a loss.
+        # Steps before an evaluation, and the evaluations, which need two batches for each loss.
         (evaluators, "forward_only", 1, 0, "valid/loss", signal.SIGTERM),
         (trainer, "forward_backward", 6, 6, "valid/loss", signal.SIGTERM),
         (evaluators, "forward_only", 3, 6, "valid/loss", signal.SIGTERM),
@@ -79,7 +86,7 @@ def signalling(function, call: int, number: int):
         (evaluators, "forward_only", 7, 12, "test/loss", signal.SIGTERM),
     ],
 )
-def test_stopped_saved_and_resumed(
+def test_a_stopped_run_saves_and_resumes_exactly(
     module, name, call, stops_at, left, number, tiny_recipe, monkeypatch, undisturbed, capfd
 ):
     handlers = signal.getsignal(number)
@@ -95,7 +102,7 @@ def test_stopped_saved_and_resumed(
     assert losses(Path(recipe.run_dir)) == undisturbed
 
 
-def test_a_run_that_has_measured_all_is_finished_though_asked_to_stop(
+def test_a_run_finishes_despite_a_stop_signal_in_its_last_evaluation_batch(
     tiny_recipe, monkeypatch, undisturbed
 ):
     recipe = tiny_recipe(*SHORT)
@@ -106,12 +113,16 @@ def test_a_run_that_has_measured_all_is_finished_though_asked_to_stop(
     assert losses(Path(recipe.run_dir)) == undisturbed
 
 
-def test_an_evaluation_is_resumed_by_what_is_recorded_and_stopped_again(
+def test_the_last_evaluation_resumes_after_each_stop_signal(
     tiny_recipe, monkeypatch, undisturbed, capfd
 ):
-    """As often as the evaluation of the last step is stopped, the same command goes on with it."""
+    """The evaluation of the last step is stopped three times; each start resumes it.
+
+    It is stopped twice in valid/loss, and then in test/loss.
+    """
     recipe = tiny_recipe(*SHORT)
-    for call in (5, 1, 3):  # of each start: at valid/loss twice, then at test/loss
+    # Number of the evaluation batch at which each start is stopped, counted from 1 in that start.
+    for call in (5, 1, 3):
         with monkeypatch.context() as patch:
             stopped = signalling(evaluators.forward_only, call, signal.SIGTERM)
             patch.setattr(evaluators, "forward_only", stopped)
@@ -126,7 +137,7 @@ def test_an_evaluation_is_resumed_by_what_is_recorded_and_stopped_again(
     assert examine(Path(recipe.run_dir)).state == "finished"
 
 
-def test_weights_found_unsound_after_a_restart_end_the_run(tiny_recipe, monkeypatch):
+def test_a_non_finite_test_loss_after_a_restart_ends_the_run(tiny_recipe, monkeypatch):
     recipe = tiny_recipe(*SHORT)
     with monkeypatch.context() as patch:
         stopped = signalling(evaluators.forward_only, 5, signal.SIGTERM)
@@ -138,7 +149,7 @@ def test_weights_found_unsound_after_a_restart_end_the_run(tiny_recipe, monkeypa
         train(recipe)
 
 
-def test_stops_in_time_before_the_end_of_a_slurm_job(tiny_recipe, monkeypatch, undisturbed):
+def test_a_run_stops_before_the_end_of_its_slurm_job(tiny_recipe, monkeypatch, undisturbed):
     recipe = tiny_recipe(*SHORT, "checkpoint.time_limit_margin=100")
     with monkeypatch.context() as patch:
         patch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 99))

@@ -1,4 +1,7 @@
-"""The trials of ``tools/campaigns/faults.py --long``, each twice; and what is not survived."""
+"""The program survives the faults of ``tools/campaigns/faults.py --long``, each in two trials.
+
+If its checks for damage are disabled, the trials report that it does not.
+"""
 
 from diffmegatron.checkpoint.reading import TensorFile
 from tests.conftest import TINY
@@ -18,7 +21,7 @@ def test_every_class_of_faults_is_survived(tmp_path, monkeypatch):
     assert all(each == {"tried": 2, "survived": 2} for each in report.values()), report
 
 
-def test_what_is_not_survived_is_counted(tmp_path, monkeypatch):
+def test_failed_trials_are_not_counted_as_survived(tmp_path, monkeypatch):
     few(monkeypatch, "checkpoint: not finite, good checksums", "checkpoint: missing file")
     monkeypatch.setattr(TensorFile, "check_content", lambda *_: None)
     monkeypatch.setattr("diffmegatron.checkpoint.checkpoint_manifest._check_files", lambda *_: None)

@@ -1,7 +1,8 @@
 """Ranks that run a job of :mod:`tests.recovery.test_ranks`, started through :mod:`tests.ranks`.
 
-The arguments are ``OUTCOME JOB``: a file for what comes of it, and as JSON the ``recipe`` file,
-``overrides``, and what is to go wrong.
+The arguments are ``OUTCOME JOB``. Rank r writes the outcome to ``OUTCOME.r``. JOB is JSON with the
+``recipe`` file, the ``overrides`` and, optionally, a ``fault``: a key of ``FAULTS``, the rank, and
+the argument of the fault's function.
 """
 
 import json
@@ -25,7 +26,7 @@ from diffmegatron.training.trainer import train
 
 @contextmanager
 def replaced(module: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
-    """``module.name`` is ``make(module.name)`` inside."""
+    """Context in which ``make(module.name)`` replaces ``module.name``."""
     original = getattr(module, name)
     setattr(module, name, make(original))
     try:
@@ -35,7 +36,10 @@ def replaced(module: Any, name: str, make: Callable[[Any], Any]) -> Iterator[Non
 
 
 def nan_gradient(call: int) -> Callable[[Any], Any]:
-    """On this rank, one gradient of the ``call``-th step (from 1) gets a NaN; the loss does not."""
+    """Return a ``make`` for :func:`replaced`: step ``call`` (from 1) has a NaN gradient.
+
+    Only the gradient of one parameter becomes NaN; the loss stays finite.
+    """
 
     def make(forward_backward: Any) -> Any:
         calls = [0]
@@ -56,7 +60,7 @@ def nan_gradient(call: int) -> Callable[[Any], Any]:
 
 
 def failing(times: int) -> Callable[[Any], Any]:
-    """On this rank, the first ``times`` writes of a checkpoint fail as on a full disk."""
+    """Return a ``make`` for :func:`replaced`: the first ``times`` writes find a full disk."""
 
     def make(write_pieces: Any) -> Any:
         left = [times]
@@ -73,7 +77,7 @@ def failing(times: int) -> Callable[[Any], Any]:
 
 
 def signalled(call: int) -> Callable[[Any], Any]:
-    """Send SIGTERM to this rank in step ``call`` (from 1)."""
+    """Return a ``make`` for :func:`replaced`: SIGTERM arrives in step ``call`` (from 1)."""
 
     def make(forward_backward: Any) -> Any:
         calls = [0]
@@ -97,7 +101,7 @@ FAULTS = {
 
 
 def run(job: dict[str, Any]) -> Any:
-    """Whether the run finished, or the sentence it ended with."""
+    """Run a job; return whether the run finished, or the sentence of its UserError."""
     recipe = load_recipe(job["recipe"], job["overrides"])
     fault, rank, argument = job.get("fault", (None, None, None))
     try:

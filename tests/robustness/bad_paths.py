@@ -1,7 +1,7 @@
-"""Kinds of bad paths, and each of them given to every command where it takes a path.
+"""Kinds of bad paths, and a function that gives one to a command in place of a good path.
 
-The commands and their parameters are read from the command line itself. A parameter of a new name
-needs an example in :class:`Example`, which fails with its name until it has one.
+The commands and their parameters are read from the command line itself. If a parameter has a new
+name in --help, an assertion fails until :class:`Example` has a good value for it.
 """
 
 import io
@@ -30,12 +30,14 @@ from tests.pretrained import write_pretrained
 from tests.robustness.cases import check_sentence
 from tests.robustness.command_line import Command, Parameter, commands
 
-# A command that waits for a FIFO waits forever; the slowest of the others takes some seconds.
+# Time limit of a command. A command that reads a FIFO would wait forever; the slowest of the other
+# commands takes some seconds.
 SECONDS = 240
 CLUSTER = "{gpus_per_node: 0, ranks_per_node: 1, cpus_per_rank: 1, time_limit: '30'}"
 # Parameters that the command line takes as text and the command as a path.
 PATHS_AS_TEXT = {("prepare", "tokenizer"), ("evaluate", "data")}
-# Keys of a recipe that are paths, and the commands that are tried with them.
+# Keys of a recipe that contain a path, with a format of the value; and the commands that are tried
+# with each key.
 KEYS = {
     "run_dir": "{}",
     "data.sources": "[{{path: {}}}]",
@@ -44,14 +46,14 @@ KEYS = {
     "model.attention": "{{kind: dex, num_heads: 4, selected_heads: {}}}",
 }
 OVERRIDDEN = [("train",), ("launch",), ("data", "inspect"), ("attempt", "begin")]
-# More words that a command needs to reach the path.
+# Further arguments without which a command ends before it uses the path.
 MORE = {
     ("evaluate", "haystack"): ["--suite", "needle"],
     ("evaluate", "data_dir"): ["--suite", "math"],
     ("dex", "select"): ["--sequences", "1"],
     ("launch",): ["--torchrun", "--rendezvous", "n0:29500"],
 }
-# A run has it; the processes that wait for it would race with its removal.
+# Ends of the names of lock files, which `snapshot` leaves out.
 LOCKS = ("lock", ".lock")
 
 
@@ -124,7 +126,7 @@ def empty(place: Path, good: Path | None) -> str:
 
 
 def of_the_system(place: Path, good: Path | None) -> str:
-    """Make a folder that is read-only, also for root."""
+    """Return a folder that is read-only, also for root."""
     return "/proc"
 
 
@@ -132,7 +134,7 @@ KINDS: tuple[Callable[[Path, Path | None], str], ...] = (
     *(missing, in_no_folder, folder, file, below_a_file, fifo, in_a_folder_of_fifos),
     *(link_to_itself, long_name, not_utf8, unreadable, unwritable, nul, empty, of_the_system),
 )
-# Of files that commands read or write within a folder that they are given.
+# Names of files that commands read or write in a folder whose path they get.
 OWN_NAMES = (
     *("compare.png", "compare.md", "compare.json", "recipe.yaml", "checkpoints", "lock", "base"),
     *("metrics.jsonl", "evaluate.lock", "results.json", "attempts", "quickstart.yaml"),
@@ -156,7 +158,7 @@ def copy(good: Path | None, target: Path) -> Path:
 
 def make_inputs(made: Path) -> None:
     """Write good inputs of every command into a folder; no command changes them."""
-    import_deepspeed()  # whose compiler's complaints come once a process
+    import_deepspeed()  # its first import in a process may print warnings
     (made / "cluster.yaml").write_text(CLUSTER)
     (made / "text.txt").write_text("some words of a text. " * 200)
     write_pretrained(made / "hf", "llama 2")
@@ -172,12 +174,12 @@ def make_inputs(made: Path) -> None:
 
 
 class Example:
-    """A good value of every parameter of a command, by what help calls it.
+    """Good values of the parameters of all commands, by their metavars (names in --help).
 
     Args:
-        made: of :func:`make_inputs`.
+        made: folder of :func:`make_inputs`.
         corpus: prefix of a prepared corpus.
-        place: folder of one case, for what is written.
+        place: folder of one case, in which new files are written.
     """
 
     def __init__(self, made: Path, corpus: Path, place: Path) -> None:
@@ -212,11 +214,11 @@ class Example:
         self._new = {"OUT", "OUTPUT", "DIR", "PNG", "DATA_DIR"}
 
     def path(self, parameter: Parameter) -> Path | None:
-        """One that is there; None for a parameter that names what is written."""
+        """Return an existing path for a parameter; None if there is none, as for an output."""
         return self._paths.get(parameter.metavar)
 
     def word(self, parameter: Parameter) -> str:
-        """Return a value for a parameter that is not tested."""
+        """Return a good value for a parameter that does not get the bad path."""
         name = parameter.metavar
         if name in self._new:
             return str(self._given / name.lower())
@@ -236,13 +238,13 @@ class Place(NamedTuple):
         return f"{' '.join(self.command.words)}: {name}"
 
     def good(self, example: Example, made: Path, corpus: Path) -> Path | None:
-        """Return a valid path for a parameter; None for an output."""
+        """Return a good path for this parameter or key; None if there is none, as for an output."""
         if self.parameter is not None:
             return example.path(self.parameter)
         return {"data.sources": corpus, "checkpoint.start_from": made / "run"}.get(self.key)
 
     def words(self, example: Example, path: str) -> list[str]:
-        """Return the command line with a path for the parameter and only necessary arguments."""
+        """Return the command line with ``path`` here and only the necessary other arguments."""
         options, places = [], []
         for each in self.command.parameters:
             if each == self.parameter or each.is_required or each.metavar == "[NAME=]PATH":
@@ -257,7 +259,7 @@ class Place(NamedTuple):
 
 
 def places() -> Iterator[Place]:
-    """Every place of every command."""
+    """Yield every place of every command."""
     for command in commands():
         for parameter in command.parameters:
             if parameter.is_path or (command.words[-1], parameter.name) in PATHS_AS_TEXT:
@@ -273,17 +275,17 @@ def try_kind(
     made: Path,
     corpus: Path,
 ) -> str | None:
-    """Run a command with a path of a kind, in this process.
+    """Run a command in this process with a bad path.
 
     Args:
-        tried: where the path is given.
-        kind: one of ``KINDS``.
-        folder: a new one, in which the command runs.
-        made: of :func:`make_inputs`.
+        tried: place of the path in the command.
+        kind: function of ``KINDS`` that makes the bad path.
+        folder: new folder, in which the command runs.
+        made: folder of :func:`make_inputs`.
         corpus: prefix of a prepared corpus.
 
     Returns:
-        What was wrong; None: it ended well, or in one sentence with nothing left behind.
+        The problem; None: the command succeeded, or ended with one sentence and changed no file.
     """
     (folder / "cwd").mkdir(parents=True)
     os.chdir(folder / "cwd")
@@ -305,19 +307,22 @@ def _wrong(status: object, out: str, err: str) -> str | None:
     said = [line for line in err.splitlines() if not line.startswith("WARNING ")]
     is_sentence = False
     if status in (2, 69) and said:
-        # The parser of the command line says how it is used, and its sentence last.
+        # The command-line parser prints the usage first, and its sentence in the last line.
         is_usage = said[0].startswith("Usage: ")
         is_sentence = said[-1].startswith("Error: " if is_usage else "error: ")
         is_sentence = is_sentence and (is_usage or len(said) == 1)
         check_sentence(said[-1])
-    # 1: what was asked for is damaged, or waits, which standard output says.
+    # Status 1: the input is damaged or the job waits, and standard output describes this.
     if is_sentence or status in (0, 75) or (status == 1 and out.strip()):
         return None
     return f"status {status} with {err!r} and {out!r}"
 
 
 def snapshot(folder: Path) -> dict[str, tuple[int, int]]:
-    """Every file and folder below one, but locks, with size and time of each file."""
+    """Return size and time of each file below a folder, and (0, 0) for each folder.
+
+    Lock files are left out.
+    """
     found = {}
     for at, folders, files in os.walk(folder):
         found |= {f"{at}/{name}": (0, 0) for name in folders}
@@ -329,11 +334,11 @@ def snapshot(folder: Path) -> dict[str, tuple[int, int]]:
 
 
 class _Hung(BaseException):
-    """A command waits; no handler of errors catches it."""
+    """Raised in a command that hangs; the program's handlers of Exception do not catch it."""
 
 
 class _Stream(io.TextIOWrapper):
-    """What Python makes of a pipe under a locale of UTF-8."""
+    """Stream in memory that encodes as Python's standard streams do in a UTF-8 locale."""
 
     def __init__(self, errors: str) -> None:
         super().__init__(io.BytesIO(), "utf-8", errors=errors, write_through=True)
@@ -345,10 +350,10 @@ class _Stream(io.TextIOWrapper):
 
 
 def run(words: list[str]) -> tuple[object, str, str]:
-    """Run a command in this process, to which permission bits apply.
+    """Run a command in this process, in which permission bits also restrict root.
 
     Returns:
-        Its exit status, or the end of its traceback, and what it wrote.
+        The exit status or the end of the traceback; the standard output; the standard error.
     """
 
     def hang(*_: int | FrameType | None) -> None:

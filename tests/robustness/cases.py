@@ -1,4 +1,4 @@
-"""What a random case may take and say: shared by the tests of this folder."""
+"""Limits on time, memory and messages of random cases, for the tests of this folder."""
 
 import io
 import resource
@@ -20,7 +20,14 @@ LONGEST_SENTENCE = 1_500
 
 
 def for_all(cases: int, is_long: bool, check: Callable[..., None], *drawn: SearchStrategy) -> None:
-    """Run ``check`` on so many random cases, each within the limits; the same ones unless long."""
+    """Run ``check`` on random cases within :func:`limits`.
+
+    Args:
+        cases: number of cases.
+        is_long: whether every call draws new cases; if not, they are always the same.
+        check: function that is called with the values of a case.
+        drawn: strategy for each value.
+    """
 
     def within(values: tuple[object, ...]) -> None:
         with limits():
@@ -37,7 +44,7 @@ def for_all(cases: int, is_long: bool, check: Callable[..., None], *drawn: Searc
 
 @contextmanager
 def limits() -> Iterator[None]:
-    """Fail what takes longer than a second of the processor, or a GiB beside what is there."""
+    """Fail if the body takes more than a second of CPU time or a GiB of additional memory."""
     before = resource.getrlimit(resource.RLIMIT_AS)
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     allowed = pages * resource.getpagesize() + BYTES
@@ -52,7 +59,10 @@ def limits() -> Iterator[None]:
 
 
 def run(*arguments: str) -> int:
-    """Return the exit status of a command in this process: 0, or 2 with one sentence."""
+    """Run a command in this process, and return its exit status.
+
+    Check that the status is 0, or 2 with one sentence on standard error.
+    """
     out, err = io.StringIO(), io.StringIO()
     command = mock.patch.object(sys, "argv", ["diffmegatron", *arguments])
     with command, redirect_stdout(out), redirect_stderr(err):
@@ -71,7 +81,7 @@ def run(*arguments: str) -> int:
 
 
 def check_sentence(text: str) -> None:
-    """One line of text that every terminal can show, of a length that somebody reads."""
+    """Check that a text is one short line and can be encoded as UTF-8."""
     assert "\n" not in text
     assert len(text) < LONGEST_SENTENCE
     text.encode()

@@ -1,4 +1,4 @@
-"""The commands of the command line and their parameters, read from the command line itself."""
+"""The commands of ``diffmegatron`` and their parameters, read from its Typer application."""
 
 import inspect
 from collections.abc import Iterator
@@ -15,10 +15,10 @@ class Parameter(NamedTuple):
     """A parameter of a command.
 
     Attributes:
-        name: of the function's argument.
-        option: ``--name``; empty for one that is told by its place.
-        metavar: what help calls it; the name in capitals where it says nothing.
-        is_path: whether the command line takes it as one path or several.
+        name: name of the function's parameter.
+        option: ``--name``; empty for a positional argument.
+        metavar: name of the value in --help; by default ``name`` in capitals.
+        is_path: whether its value is a path or a list of paths.
         is_required: whether the command fails without it.
     """
 
@@ -41,7 +41,7 @@ class Command(NamedTuple):
 
 
 def commands(group: typer.Typer = app, words: tuple[str, ...] = ()) -> Iterator[Command]:
-    """Every command of a group and of the groups in it."""
+    """Yield every command of a group and of the groups in it."""
     for command in group.registered_commands:
         assert command.callback is not None
         name = command.name or command.callback.__name__.strip("_").replace("_", "-")
@@ -54,7 +54,8 @@ def commands(group: typer.Typer = app, words: tuple[str, ...] = ()) -> Iterator[
 def _parameters(function: Any) -> Iterator[Parameter]:
     hints = get_type_hints(function, include_extras=True)
     for name, parameter in inspect.signature(function).parameters.items():
-        # Options that are the fields of a settings class have their types in the signature alone.
+        # Some commands get options from the fields of a settings class. These options are added to
+        # __signature__ only, so get_type_hints does not find them.
         annotated = get_args(hints.get(name, parameter.annotation))
         info = next(
             (each for each in annotated if isinstance(each, ArgumentInfo | OptionInfo)), None

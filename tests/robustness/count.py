@@ -14,11 +14,14 @@ from tests.robustness.bad_paths import KINDS, make_inputs, places, try_kind
 
 
 def count(folder: Path) -> dict[str, dict[str, int]]:
-    """Try every place of every command with every kind, in a folder that is left full.
+    """Give every kind of bad path to every command, wherever it takes a path.
+
+    Args:
+        folder: existing folder for the files of all cases, which are not removed.
 
     Returns:
-        By kind, how many were tried and how many held: the command ended well, or in one sentence
-        with nothing left behind.
+        For each kind, the number of cases (``tried``) and of cases without a problem (``held``):
+        the command succeeded, or ended with one sentence and changed no file.
     """
     os.environ["SLURM_NTASKS"] = "1"
     (folder / "made").mkdir()

@@ -1,4 +1,4 @@
-"""Every command with every kind of bad path: a result or one sentence, never half of an output."""
+"""Every command with a bad path succeeds, or ends with one sentence and changes no file."""
 
 import errno
 import json
@@ -18,7 +18,9 @@ def made(tmp_path_factory):
 
 
 @pytest.mark.parametrize("place", places(), ids=str)
-def test_a_bad_path_is_used_or_refused_in_a_sentence(place, made, corpus, tmp_path, monkeypatch):
+def test_a_bad_path_is_used_or_refused_with_a_one_line_error(
+    place, made, corpus, tmp_path, monkeypatch
+):
     monkeypatch.setenv("SLURM_NTASKS", "1")
     monkeypatch.chdir(tmp_path)
     problems = {
@@ -29,7 +31,7 @@ def test_a_bad_path_is_used_or_refused_in_a_sentence(place, made, corpus, tmp_pa
     assert not problems
 
 
-def test_an_error_of_a_file_that_nobody_named_keeps_its_traceback(monkeypatch, tmp_path):
+def test_an_error_of_an_internal_file_keeps_its_traceback(monkeypatch, tmp_path):
     def fails(*_: object) -> None:
         (tmp_path / "of the program").read_text()
 
@@ -40,7 +42,7 @@ def test_an_error_of_a_file_that_nobody_named_keeps_its_traceback(monkeypatch, t
     assert status == 2 and "Got unexpected extra argument" in err
 
 
-def test_a_full_disk_may_have_space_later(monkeypatch, tmp_path):
+def test_a_full_disk_ends_a_command_with_status_69(monkeypatch, tmp_path):
     def fails(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(tmp_path / "full"))
 
@@ -49,8 +51,8 @@ def test_a_full_disk_may_have_space_later(monkeypatch, tmp_path):
     assert status == 69 and err == f"error: cannot use {tmp_path}/full: No space left on device\n"
 
 
-def test_the_committed_counts_are_of_every_place_and_kind():
-    """``tests/robustness/count.py`` is to be run again when a command has been added."""
+def test_the_committed_counts_cover_every_place_and_kind():
+    """The counts cover all commands; after a new command, run ``tests/robustness/count.py``."""
     counts = json.loads((RESULTS / "bad_paths.json").read_text())
     number = len(list(places()))
     assert counts == {

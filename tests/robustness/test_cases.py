@@ -1,4 +1,4 @@
-"""The limits that random cases are held to do hold them."""
+"""The limits on random cases detect every case that exceeds them."""
 
 import time
 
@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tests.robustness.cases import BYTES, for_all, limits, run
 
 
-def test_what_takes_too_long_or_too_much_fails():
+def test_a_case_over_the_time_or_memory_limit_fails():
     started = time.process_time()
     with pytest.raises(AssertionError, match="s of the processor"), limits():
         while time.process_time() - started < 1.1:
@@ -18,12 +18,12 @@ def test_what_takes_too_long_or_too_much_fails():
     bytearray(2 * BYTES)
 
 
-def test_a_case_that_fails_is_found():
+def test_a_failing_case_is_found():
     with pytest.raises(ZeroDivisionError):
         for_all(100, False, lambda number: 1 // number, st.integers(0, 9))
 
 
-def test_a_command_that_says_more_than_a_sentence_fails(monkeypatch):
+def test_standard_output_of_a_refused_command_is_detected(monkeypatch):
     monkeypatch.setattr("tests.robustness.cases.main", lambda: print("more") or exit(2))
     with pytest.raises(AssertionError):
         run("plan")

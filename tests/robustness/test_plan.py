@@ -1,4 +1,4 @@
-"""Random recipes, overrides and options through ``plan``: numbers, or one sentence."""
+"""Random recipes, overrides and options for ``plan``: it prints numbers or one sentence."""
 
 import json
 from collections import Counter
@@ -20,7 +20,7 @@ VALID: dict[str, Any] = yaml.safe_load(TINY.format(run_dir="run", corpus="corpus
 
 
 def leaves(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Values that are no mappings, by their dotted keys."""
+    """Return the values in nested mappings by their dotted keys."""
     found = {}
     for name, value in values.items():
         dots = f"{prefix}{name}"
@@ -29,7 +29,7 @@ def leaves(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def sections(annotation: object) -> list[type[BaseModel]]:
-    """Return valid sections for a key; for attention, one of each kind."""
+    """Return the classes of sections that a field may have: for attention, one of each kind."""
     if annotation is Variant:
         return list(VARIANTS.values())
     is_section = isinstance(annotation, type) and issubclass(annotation, BaseModel)
@@ -37,7 +37,7 @@ def sections(annotation: object) -> list[type[BaseModel]]:
 
 
 def keys(section: type[BaseModel] = Recipe, prefix: str = "") -> list[str]:
-    """Every key of the schema, sections too, with dots."""
+    """Return the dotted keys of all fields and sections of the schema."""
     found = []
     for name, field in section.model_fields.items():
         found.append(f"{prefix}{name}")
@@ -47,7 +47,7 @@ def keys(section: type[BaseModel] = Recipe, prefix: str = "") -> list[str]:
 
 
 def words(section: type[BaseModel] = Recipe) -> set[str]:
-    """Every word that a key of the schema may be."""
+    """Return all strings that the schema lists as values of a field, such as "bf16"."""
     annotations = [field.annotation for field in section.model_fields.values()]
     own = {word for each in annotations for word in get_args(each) if isinstance(word, str)}
     return own.union(*(words(each) for some in annotations for each in sections(some)))
@@ -79,11 +79,11 @@ value = simple | st.recursive(
     max_leaves=6,
 )
 dotted = st.sampled_from(keys()) | st.lists(key, max_size=4).map(".".join)
-# Values as they may be typed: YAML that is none, too.
+# Values as a user may type them, including invalid YAML.
 typed = value.map(lambda each: json.dumps(each, ensure_ascii=False)) | st.sampled_from(
     [*ODD, *map(str, EDGES), "&a [*a]", "*a", "!!int x", 50 * "[", "{a: 1, a: 2}", "'", "- a\n- b"]
 )
-# What the recipe says already fits it.
+# All values of the valid recipe, with defaults. As overrides they change nothing.
 FITTING = leaves(Recipe.model_validate(VALID).model_dump(mode="json"))
 fitting = st.sampled_from(sorted(FITTING.items())).map(
     lambda pair: f"{pair[0]}={json.dumps(pair[1])}"
@@ -104,7 +104,7 @@ stages = st.lists(st.dictionaries(name | st.just("name"), value, max_size=3), ma
 
 
 def changed(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy with other values under dotted keys, and with missing sections."""
+    """Return a copy with new values under dotted keys; missing sections are created."""
     copy: dict[str, Any] = json.loads(json.dumps(values))
     for dots, new in changes.items():
         section, parts = copy, dots.split(".")
@@ -126,11 +126,11 @@ def test_overrides_and_options(valid, cases, is_long):
     seen: Counter[int] = Counter()
 
     def check(options: list[str], overrides: list[str]) -> None:
-        # After "--" an override may begin with a dash, which the command line is right to refuse.
+        # The "--" allows overrides that begin with a dash. Without it they would be options.
         seen[run("plan", "--json", *options, "--", str(valid), *overrides)] += 1
 
     for_all(cases, is_long, check, no_options | options, st.lists(override, max_size=2))
-    # A test that never comes to the numbers would not test them.
+    # Both results must be frequent: numbers (status 0) and a sentence (status 2).
     assert seen[0] > cases / 20 and seen[2] > cases / 20, seen
 
 
@@ -149,7 +149,10 @@ def test_recipes(tmp_path, cases, is_long):
 
 
 def test_sizes(valid, cases, is_long):
-    """Sizes that divide, so that most recipes come to their numbers."""
+    """`plan` prints numbers or one sentence for random sizes of the model, batch and layout.
+
+    Many of the sizes divide each other, so that some of the recipes are valid.
+    """
     seen: Counter[int] = Counter()
     size = st.sampled_from([1, 2, 3, 4, 8, 12, 64, 720_720, 10**8, 2**30, 2**31 - 1])
     layout = st.sampled_from([1, 1, 2, 3, 4, 64, 4096])

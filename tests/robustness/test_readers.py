@@ -1,4 +1,4 @@
-"""Random and damaged bytes through every reader of files: a value, or one sentence."""
+"""Every reader of files returns a value or fails with one sentence, whatever bytes a file has."""
 
 import base64
 import gzip
@@ -55,9 +55,9 @@ class Reader(NamedTuple):
     """A reader of one kind of file.
 
     Attributes:
-        name: of the test.
-        make: writes a good file and what belongs to it into a folder; returns its path and what
-            reads it.
+        name: name of the test case.
+        make: function that writes a good file, and other files that belong to it, into a folder;
+            it returns the file's path and a function that reads the file.
     """
 
     name: str
@@ -89,7 +89,11 @@ def any_json(folder: Path) -> tuple[Path, Read]:
 
 
 def checkpoint(name: str) -> Reader:
-    """Return the case of a file of a checkpoint; all but the manifest keep their checksum."""
+    """Return the case of a file of a checkpoint.
+
+    Before each read, the manifest gets the checksums of the damaged files. Otherwise the checksums
+    would reject them before their content is read. A damaged manifest itself is read unchanged.
+    """
 
     def make(folder: Path) -> tuple[Path, Read]:
         directory = write_checkpoint(folder, 7)
@@ -145,7 +149,7 @@ def corpus(layout: Any, suffix: str, parts: int = 0) -> Reader:
 
 
 def unmerged_part(suffix: str) -> Reader:
-    """Return the case of a file of a part that ``merge`` reads."""
+    """Return the case of a file of one of two parts of a corpus, which ``merge`` joins."""
 
     def make(folder: Path) -> tuple[Path, Read]:
         (folder / "in.jsonl").write_bytes(LINES)
@@ -163,7 +167,7 @@ def unmerged_part(suffix: str) -> Reader:
 
 
 def archive(suffix: str, pack: Callable[[Path], bytes]) -> Reader:
-    """Return the case of a file that ``prepare`` reads, with documents and rejects."""
+    """Return the case of an input file of ``prepare``; its suffix chooses the reader."""
     settings = PrepareSettings("bytes", id_field="id", deduplicate=True)
 
     def make(folder: Path) -> tuple[Path, Read]:
@@ -188,7 +192,10 @@ def parquet(path: Path) -> bytes:
 
 
 def journal(folder: Path) -> tuple[Path, Read]:
-    """Its state, with the checksum that belongs to it."""
+    """Return the case of a journal's state, which records the committed bytes of its files.
+
+    Each read first corrects the checksum, so that it does not reveal the damage.
+    """
     identity = Identity(settings={"layout": "text"}, files=(("in.jsonl", 3, 4),))
     with Journal(folder / "out", ("tokens",), None) as begun:
         begun.append("tokens", b"1234" * 20)
@@ -201,7 +208,10 @@ def journal(folder: Path) -> tuple[Path, Read]:
 
 
 def cache(folder: Path) -> tuple[Path, Read]:
-    """Its contents, with the checksum that belongs to them: what is damaged is rebuilt."""
+    """Return the case of a cache entry's table of contents, whose checksum is always right.
+
+    A damaged entry is built again, so every read returns the right array.
+    """
     ends = np.arange(50, dtype=np.int64)
 
     def read() -> None:
@@ -214,7 +224,7 @@ def cache(folder: Path) -> tuple[Path, Read]:
 
 
 def resealed(folder: Path, path: Path, read: Read) -> tuple[Path, Read]:
-    """Return the case of the content of a sealed file, which is sealed before it is read."""
+    """Return the case of a sealed file's content; each read first seals it with its checksum."""
     content = folder / "content"
     content.write_bytes(path.read_bytes().split(b"\n")[0])
 
@@ -226,7 +236,7 @@ def resealed(folder: Path, path: Path, read: Read) -> tuple[Path, Read]:
 
 
 def metrics(folder: Path) -> tuple[Path, Read]:
-    """Read by reports, and continued by a run."""
+    """Return the case of a run's metrics, which a report reads and a resumed run continues."""
     with MetricsWriter(folder, -1) as writer:
         for step in range(5):
             writer.write(step, {"train/loss": 2.5, "train/lr": 1e-3})
@@ -240,7 +250,7 @@ def metrics(folder: Path) -> tuple[Path, Read]:
 
 
 def tiktoken_file(suffix: str) -> Reader:
-    """Return the case of a file of ranks with its description."""
+    """Return the case of a tiktoken file (tokens and their ranks) or of its JSON description."""
     ranks = [b"%s %d\n" % (base64.b64encode(bytes([byte])), byte) for byte in range(256)]
     ranks += [b"%s %d\n" % (base64.b64encode(b"word"), 256)]
     description = {"pat_str": r"\w+|\s+|\W", "special_tokens": {END_OF_TEXT: 257, "<|a|>": 258}}
@@ -272,7 +282,7 @@ def use(tokenizer: Path) -> None:
 
 
 def pretrained(name: str) -> Reader:
-    """Return the case of a file of an imported model; weights are read by header and whole."""
+    """Return the case of a file of a pretrained model, whose headers and weights are read."""
 
     def make(folder: Path) -> tuple[Path, Read]:
         write_pretrained(folder / "hf", "qwen3")
@@ -318,7 +328,7 @@ def data_set(file: str, content: str, read: Callable[[Path], object]) -> Reader:
 
 
 def target(folder: Path) -> tuple[Path, Read]:
-    """Return the case of the configuration of any model."""
+    """Return the case of the ``config.json`` of a model to evaluate."""
     write_pretrained(folder / "hf", "diffllama")
 
     def read() -> None:
@@ -415,7 +425,10 @@ READERS = [
 
 
 def damaged(example: bytes) -> st.SearchStrategy[bytes]:
-    """Return the example with ranges of bytes replaced, removed or repeated."""
+    """Return a strategy for copies of the example with one to three ranges of bytes replaced.
+
+    The replacement is empty, or short bytes repeated up to 3,000 times.
+    """
     pieces = [b"", b"[", b"{", b"- ", b": ", b"&a ", b"*a", b"!", b"\0", b"\xff", b"null", b"{}"]
     pieces += [b"-", b"9" * 100]
     other = st.sampled_from(pieces) | st.binary(max_size=8)

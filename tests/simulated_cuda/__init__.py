@@ -5,8 +5,8 @@ device ``cuda``, bf16, Triton's launchers, NCCL's process groups. Tensors are to
 so that a step of a 3B model takes seconds on a laptop; numbers are not computed. The simulation
 records every allocation with its component, every collective, every kernel launch and every place
 that waits for the device. It refuses calls that a GPU or NCCL would refuse and torch's fake tensors
-accept (:mod:`tests.simulated_cuda.checks`), and a step that waits for the device where
-:mod:`tests.simulated_cuda.waits` names no reason.
+accept (:mod:`tests.simulated_cuda.checks`), and a step that waits for the device at a place that
+:mod:`tests.simulated_cuda.waits` does not list.
 
 How to use it::
 
@@ -16,19 +16,19 @@ How to use it::
     recording.peaks["forward_backward"].components   # bytes of weights, gradients, activations, ...
     recording.sent("data")                           # bytes this rank sends to its data group
 
-:class:`~tests.simulated_cuda.recording.Recording` documents what is recorded. The same from a
-shell, for people: ``python -m tests.simulated_cuda RECIPE --gpus 64 [OVERRIDE ...]``.
+:class:`~tests.simulated_cuda.recording.Recording` documents what is recorded. To print a recording
+in a shell, run ``python -m tests.simulated_cuda RECIPE --gpus 64 [OVERRIDE ...]``.
 
-| file | what it holds |
+| file | contents |
 |---|---|
 | ``simulate.py`` | :func:`simulate`: one process for all cases, a forked child for each |
 | ``recording.py`` | cases and recordings, plain data that crosses processes |
-| ``device.py``, ``device_library.cpp``, ``library.py`` | what replaces CUDA, Triton and NCCL |
+| ``device.py``, ``device_library.cpp``, ``library.py`` | replacements of CUDA, Triton and NCCL |
 | ``recorder.py`` | allocations, collectives, launches and waits of one case |
-| ``checks.py``, ``waits.py`` | what is refused |
-| ``step.py``, ``training.py`` | what a case runs: training steps, or the whole trainer |
-| ``recipes.py`` | every recipe of ``configs/`` at its true depth, by hand |
-| ``layer_kernels.py`` | the kernels of a layer of each kind, by hand |
+| ``checks.py``, ``waits.py`` | checks that refuse calls; places where a step may wait |
+| ``step.py``, ``training.py`` | functions that a case runs: training steps, or the whole trainer |
+| ``recipes.py`` | command that runs every recipe of ``configs/`` at its true depth |
+| ``layer_kernels.py`` | command that counts the kernels of a layer of each kind of attention |
 
 The replacements end with the process that :func:`simulate` starts: no other test sees them.
 """

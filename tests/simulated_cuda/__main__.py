@@ -1,4 +1,4 @@
-"""Print what one rank does: ``python -m tests.simulated_cuda RECIPE --gpus N``."""
+"""Print the simulation of one rank: ``python -m tests.simulated_cuda RECIPE --gpus N``."""
 
 import argparse
 

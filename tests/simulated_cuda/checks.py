@@ -22,8 +22,8 @@ PRODUCTS = {
     aten._scaled_dot_product_flash_attention_backward,
 }  # fmt: skip
 INDEXING = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_, aten._unsafe_index}
-# Operations that torch refuses on CUDA under use_deterministic_algorithms, as far as a network of
-# this package might call them.
+# Operations that a network of this package might call and that torch refuses on CUDA under
+# use_deterministic_algorithms.
 NOT_DETERMINISTIC = {aten.cumsum, aten.cumsum_, aten.bincount, aten.histc, aten.kthvalue, aten.put_}
 FUSED_ATTENTION = {
     aten._scaled_dot_product_flash_attention,
@@ -40,7 +40,8 @@ def check_operation(func: Any, args: Sequence[Any], tensors: Sequence[Tensor]) -
     packet = func.overloadpacket
     if packet in PRODUCTS:
         dtypes = {each.dtype for each in tensors if each.is_floating_point()}
-        # The log-sum-exp of attention and its random state are outputs of another kernel.
+        # Compare only queries, keys, values, outputs and their gradients (4-dim): the log-sum-exp
+        # and the random state, which the backward pass also takes, have other dtypes.
         if packet in FUSED_ATTENTION:
             dtypes = {each.dtype for each in tensors if each.dim() == 4}
             if not dtypes <= {torch.bfloat16, torch.float16}:
@@ -65,7 +66,13 @@ def check_operation(func: Any, args: Sequence[Any], tensors: Sequence[Tensor]) -
 
 @dataclass(frozen=True)
 class Payload:
-    """Payload of a collective: its name in ``recording.py``, its tensors and their bytes."""
+    """Tensors and payload of a collective.
+
+    Attributes:
+        operation: name of the operation in recordings, such as ``all_reduce``.
+        tensors: all tensors of the call, inputs and outputs.
+        bytes: size of the payload, as in :class:`~tests.simulated_cuda.recording.Collective`.
+    """
 
     operation: str
     tensors: Sequence[Tensor]
@@ -73,18 +80,18 @@ class Payload:
 
 
 def check_collective(name: str, args: Sequence[Any], size: int) -> Payload:
-    """Check a call of ``torch.ops.c10d`` against what NCCL takes.
+    """Check that NCCL would accept a call of ``torch.ops.c10d``, and return its payload.
 
     Args:
-        name: of the operation, such as ``allreduce_``.
-        args: of the call.
+        name: name of the operation, such as ``allreduce_``.
+        args: arguments of the call.
         size: number of ranks of the group.
 
     Raises:
         SimulatedCudaError: a tensor is not on the device of the group, not dense, or dtypes or
             sizes do not match.
     """
-    if name == "barrier":  # torch makes it a tensor
+    if name == "barrier":  # torch passes a dummy tensor, which is not checked
         return Payload("barrier", [], 0)
     operation, payload, tensors, shares = _described(name, args, size)
     for tensor in tensors:
@@ -107,7 +114,13 @@ def check_collective(name: str, args: Sequence[Any], size: int) -> Payload:
 def _described(
     name: str, args: Sequence[Any], size: int
 ) -> tuple[str, list[Tensor], list[Tensor], list[tuple[int, int]]]:
-    """Return the name, the payload, all tensors, and pairs of whole and share in elements."""
+    """Describe a collective for :func:`check_collective`.
+
+    Returns:
+        The operation's name in recordings, the tensors whose bytes are counted, all tensors, and
+        pairs (elements of a whole tensor, elements of one rank's share of it) to check against the
+        size of the group.
+    """
     first = list(args[0]) if isinstance(args[0], (list, tuple)) else [args[0]]
     if name in _ALIKE:
         return _ALIKE[name], first, first, []

@@ -10,17 +10,18 @@ from diffmegatron.plan.traffic import Traffic, stage_traffic
 from tests.simulated_cuda.recording import Case, Recording
 
 MIB = 1 << 20
-# Relative differences that are allowed of each component of memory, and of what is sent.
+# Largest allowed relative differences: of a component of memory, and of the bytes sent.
 MEMORY, SENT = 0.01, 0.001
 
-# Components that are held between steps, with the names that `plan` has for them.
+# Names of the components held between steps: in recordings, and as attributes of `StageMemory`.
 HELD = {
     "weights": "weights",
     "gradients": "gradients",
     "optimizer": "optimizer",
     "buffers": "communication",
 }
-# Sums over ranks that only agree on a number: a norm, a decision, the loss.
+# Collectives with a payload below this number of bytes are not compared: `plan` does not count the
+# sums of single numbers over ranks (a norm, a decision, the loss).
 _AGREEMENT = 1 << 16
 
 
@@ -29,9 +30,9 @@ class Compared:
     """One component of a case, in bytes.
 
     Attributes:
-        name: "memory: ..." of a rank, or "sent: ..." in a step.
-        executed: what the simulated step allocated or sent.
-        planned: what `plan` counts.
+        name: "memory: ..." for bytes on the rank, "sent: ..." for bytes that it sends in a step.
+        executed: bytes that the simulated step allocated or sent.
+        planned: bytes that `plan` counts.
     """
 
     name: str
@@ -40,16 +41,16 @@ class Compared:
 
     @property
     def error(self) -> float:
-        """Planned over executed bytes, less 1; 1.0 if bytes are planned and none executed."""
+        """Relative error of ``planned``; if ``executed`` is 0, it is 1.0, or 0.0 if both are 0."""
         if not self.executed:
             return 1.0 if self.planned else 0.0
         return self.planned / self.executed - 1
 
     def is_within(self, tolerance: float | None = None) -> bool:
-        """Return whether plan and execution agree, within a relative tolerance or a MiB.
+        """Return whether plan and execution agree, within a relative tolerance or 1 MiB.
 
         Args:
-            tolerance: None for :data:`MEMORY` or :data:`SENT`.
+            tolerance: relative tolerance; None: :data:`MEMORY` or :data:`SENT`, by the name.
         """
         if tolerance is None:
             tolerance = MEMORY if self.name.startswith("memory") else SENT
@@ -63,7 +64,7 @@ class Compared:
 
 
 def compare(case: Case, recording: Recording) -> list[Compared]:
-    """Return every component of a case that its step or `plan` has."""
+    """Compare all components of a case; leave out those with 0 bytes in both step and plan."""
     recipe = recipe_of(case)
     stage = case.rank * recipe.parallel.pipeline // case.world_size
     memory = memory_by_stage(recipe, case.world_size)[stage]
@@ -86,11 +87,11 @@ def recipe_of(case: Case) -> Recipe:
 
 
 def _memory(recording: Recording, stage: StageMemory) -> Iterator[Compared]:
-    """Compare the held memory, the components at the peak of the passes, and the update."""
+    """Compare held memory, the components at the peak of forward and backward, and the update."""
     passes, update = (recording.peaks[phase] for phase in ("forward_backward", "update"))
     now, then = passes.components, update.components
-    # The first forward pass makes the rotary angles outside of layers; `plan` has them among the
-    # activations.
+    # The first forward pass makes the rotary angles outside of layers, so the recorder counts them
+    # as "loss"; `plan` counts them as activations.
     activations = now["activations"] + recording.held.components["loss"]
     beside = passes.total - sum(now[name] for name in HELD) - activations
     for name in HELD:
@@ -99,7 +100,8 @@ def _memory(recording: Recording, stage: StageMemory) -> Iterator[Compared]:
     most = stage.passes
     yield Compared("memory: activations", activations, stage.activations - most.freed)
     yield Compared("memory: loss or backward", beside, most.beside)
-    # ZeRO 2 makes the gradients of a single microbatch after the peak of the passes.
+    # With a single microbatch, ZeRO 2 makes the gradients after the peak of forward and backward,
+    # so their bytes count as part of the update.
     made = then["update"] + then["gradients"] - now["gradients"]
     yield Compared("memory: update", made, stage.update)
     yield Compared("memory: peak", max(passes.total, update.total), stage.total)

@@ -1,9 +1,13 @@
-"""Replacements for ``torch.cuda``, NCCL, Triton's launches and the compiler.
+"""Replacements for ``torch.cuda``, NCCL, Triton launches and ``torch.compile``, to simulate GPUs.
 
-They are installed once, before anything of the package is imported, in a process that does nothing
-else. Each replaces a call that fails without CUDA; the list is what a run of the package,
-Megatron-core 0.16 or 0.19 and DeepSpeed 0.19.8 calls under torch 2.13. A new version may call
-more: the error then names the function of ``torch.cuda``.
+With them, the training code runs on a machine without CUDA. Its ``cuda`` tensors are torch's fake
+tensors, which have a shape and a device but no values.
+
+They are installed once, in a process that runs only simulations, before ``diffmegatron`` is
+imported. Each replaces a call that fails without CUDA. They cover the calls of diffmegatron, of
+Megatron-core 0.16 and 0.19 and of DeepSpeed 0.19.8 with torch 2.13. If a new version of these
+libraries calls another function of ``torch.cuda``, this call fails, and its error names the
+function.
 """
 
 import collections
@@ -25,7 +29,7 @@ from tests.simulated_cuda.recorder import Recorder
 
 GIB = 1 << 30
 DEVICES = 8
-# A CUDA generator's state consists of its seed and its offset.
+# Size of a CUDA generator's state: seed and offset, 8 bytes each.
 RANDOM_STATE_BYTES = 16
 PROPERTIES = types.SimpleNamespace(
     name="simulated NVIDIA H100 80GB HBM3",
@@ -49,8 +53,12 @@ def record_with(recorder: Recorder | None) -> None:
 
 
 def install() -> None:
-    """Make this process see eight GPUs; ``device_library.cpp`` was loaded before torch."""
-    # It looks for functions that torch has only with CUDA, as soon as there seems to be a GPU.
+    """Make this process see eight GPUs.
+
+    The compiled ``device_library.cpp`` must have been loaded before torch was imported.
+    """
+    # Import torch._dynamo before a GPU seems available: with a GPU, its import looks for functions
+    # that exist only in builds of torch with CUDA.
     importlib.import_module("torch._dynamo")
     for name, value in _torch_cuda().items():
         setattr(torch.cuda, name, value)
@@ -72,12 +80,12 @@ def install() -> None:
 
 
 def _without_device(profile: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the profiler without the device's activity, for which its C++ code calls CUDA."""
+    """Return a function that creates the profiler for the CPU only; profiling a GPU needs CUDA."""
     return lambda activities: profile(activities=[torch.profiler.ProfilerActivity.CPU])
 
 
 class Stream:
-    """A stream on which everything is finished at once."""
+    """A stream whose operations are complete; ``synchronize`` is recorded as a wait."""
 
     device = torch.device("cuda", 0)
     cuda_stream = stream_id = priority = 0
@@ -108,7 +116,7 @@ class Stream:
 
 
 class Event:
-    """An event that has happened."""
+    """An event that is complete; ``synchronize`` is recorded as a wait."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
@@ -130,7 +138,7 @@ class Event:
 
 
 class Generator:
-    """The state of CUDA's random numbers: 16 bytes."""
+    """A CUDA random generator that only keeps its state; it draws no numbers."""
 
     def __init__(self) -> None:
         self._state = torch.zeros(RANDOM_STATE_BYTES, dtype=torch.uint8)
@@ -146,7 +154,7 @@ class Generator:
 
     def set_state(self, state: Tensor) -> "Generator":
         if state.dtype != torch.uint8 or state.numel() != RANDOM_STATE_BYTES:
-            raise RuntimeError("RNG state is wrong size")  # as at::CUDAGeneratorImpl
+            raise RuntimeError("RNG state is wrong size")  # message of at::CUDAGeneratorImpl
         self._state = state
         return self
 
@@ -213,7 +221,11 @@ def _torch_cuda() -> dict[str, Any]:
 
 
 def _replace_tensor() -> None:
-    """Make ``torch.tensor`` create on the host, because threads without a fake mode call it."""
+    """Make ``torch.tensor`` create its tensor on the host, and then move it with ``Tensor.to``.
+
+    A fake mode is active only in the thread that entered it. In any other thread, the original
+    ``torch.tensor`` would create a tensor on CUDA itself.
+    """
     original = torch.tensor
 
     def tensor(data: Any, *, device: Any = None, **keywords: Any) -> Tensor:
@@ -234,8 +246,13 @@ def _address(storage: torch.UntypedStorage) -> int:
 
 
 def _make_fake_tensors_usable() -> None:
-    """Add the methods to fake tensors that the code around a network calls."""
-    # Otherwise torch initialises CUDA for a fake tensor on it.
+    """Make fake tensors usable in the training code outside the network, such as the optimizer.
+
+    This code calls ``data_ptr``, ``tolist`` and ``numpy`` of tensors, which need an address or
+    values. These methods are replaced by ones that return simulated addresses and values.
+    ``nn.Module._apply`` is replaced, too.
+    """
+    # With the default, torch initialises CUDA when a fake tensor is on device ``cuda``.
     FakeTensorMode.avoid_device_init = property(lambda _: True)
     FakeTensor.data_ptr = lambda tensor: (
         _address(tensor.untyped_storage()) + tensor.storage_offset() * tensor.element_size()
@@ -251,7 +268,7 @@ def _read(tensor: Tensor, kind: str) -> Any:
 
 
 def _numpy(tensor: Tensor, **_: Any) -> np.ndarray:
-    """Return zeros for a tensor of the host."""
+    """Return zeros for a host tensor; raise TypeError for a CUDA tensor, as torch does."""
     if tensor.is_cuda:
         raise TypeError("can't convert a cuda tensor to numpy")
     name = str(tensor.dtype).removeprefix("torch.")
@@ -287,7 +304,10 @@ def _module_apply(
 
 
 def _replace_triton() -> None:
-    """Record a launch in place of compiling a kernel and running it."""
+    """Make the launch of a Triton kernel only record it, without compiling or running the kernel.
+
+    A launch on an empty grid raises SimulatedCudaError.
+    """
     from triton.runtime.jit import JITFunction
 
     def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
@@ -304,7 +324,10 @@ def _replace_triton() -> None:
 
 
 def _compile(model: Any = None, **_: Any) -> Any:
-    """Return a function as ``torch.compile`` does: one kernel that keeps only its outputs."""
+    """Replace ``torch.compile``: the recorder counts a compiled function as one kernel.
+
+    A module is returned unchanged, so its operations are recorded one by one.
+    """
     if model is None:
         return _compile
     if not callable(model) or isinstance(model, torch.nn.Module):
@@ -339,15 +362,16 @@ def _replace_process_groups() -> None:
 
     distributed.init_process_group = init_process_group
     distributed.new_group = new_group
-    # Every rank has the same objects as this one.
+    # Pretend that every rank has the same objects as this one.
     distributed.all_gather_object = all_gather_object
     distributed.broadcast_object_list = lambda *_, **__: None
 
 
 def join_as(rank: int, world_size: int) -> None:
-    """Set the launcher's environment of a rank, and skip its rendezvous.
+    """Set the environment variables of the launcher for a rank, and skip its rendezvous.
 
-    Each rank has a machine of its own: fake tensors made on ``cuda`` without a number are on 0.
+    Every rank has local rank 0, because a fake tensor made on ``cuda`` without an index is on
+    device 0.
     """
     from diffmegatron.parallel import default_group
 
@@ -373,7 +397,10 @@ def _let_deepspeed_agree() -> None:
 
 
 class _FusedRmsNorm(torch.autograd.Function):
-    """CUDA's fused kernel; on a CPU torch computes several small operations in its place."""
+    """RMSNorm as CUDA's fused kernel, which the recorder counts as one launch.
+
+    On a CPU, torch computes it by several small operations.
+    """
 
     @staticmethod
     def forward(

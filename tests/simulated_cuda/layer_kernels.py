@@ -1,11 +1,12 @@
 """Count the kernels that a layer launches: ``python -m tests.simulated_cuda.layer_kernels``.
 
-Each recipe of :data:`RECIPES` and its Transformer train on a simulated GPU with one layer and with
-two; a layer launches the difference. Every operation of torch that is not a view counts as one
-kernel, as do a launch of Triton, a function that ``torch.compile`` fuses, and torch's flash
-attention in each direction. The bytes of a kernel are the bytes of the tensors that it reads and
-writes, each tensor whole. ``docs/results/layer_kernels.json`` lists every kernel,
-``layer_kernels.md`` sums and compares them. The command takes a minute of a core.
+Each recipe of :data:`RECIPES` and its baseline, a Transformer of the same width, train on a
+simulated GPU with one layer and with two. The difference of the two counts is the count of a layer.
+Each of these counts as one kernel: an operation of torch that is not a view (torch's flash
+attention is one operation per pass), a launch of Triton, a function that ``torch.compile`` fuses.
+The bytes of a kernel are the bytes of the tensors that it reads and writes, each tensor whole.
+``docs/results/layer_kernels.json`` lists every kernel; ``layer_kernels.md`` sums and compares them.
+The command takes about a minute on one core.
 """
 
 import argparse
@@ -24,7 +25,8 @@ RECIPES = {
     "grouped": "configs/at_scale/grouped_3b_64gpus.yaml",
 }
 BASELINE = "Transformer"
-# A recipe's backend is one of differential attention. V2 and the Transformer use torch's kernels.
+# Backends (kernel implementations) to count for each recipe; each is a column of the table. None:
+# no override, because the setting does not affect V2, which uses softmax attention.
 BACKENDS = {
     "diff_v1": ("triton", "sdpa_4call"),
     "diff_v2": (None,),
@@ -37,14 +39,15 @@ ATTENTION = {
     "aten._scaled_dot_product_flash_attention",
     "aten._scaled_dot_product_flash_attention_backward",
 }  # fmt: skip
-# Without overlap the gradients are summed over ranks in the phase "update", once per step.
+# Without overlap, gradients are summed over ranks in the phase "update", once per step, so the
+# kernels of this sum count as "update" and not as "backward".
 SETTINGS = ("parallel.overlap_gradients=false",)
 
 Work = dict[tuple[str, str], tuple[int, int]]
 
 
 def main() -> None:
-    """Count, print and write."""
+    """Count the kernels, print the tables, and write both files."""
     argparse.ArgumentParser(
         prog="python -m tests.simulated_cuda.layer_kernels",
         description="Count the kernels of a layer of each kind; write "
@@ -91,14 +94,14 @@ def _columns() -> Iterator[tuple[str, tuple[str, tuple[str, ...]]]]:
 
 
 def _difference(smaller: Recording, larger: Recording) -> Work:
-    """Return launches and bytes of a layer, by pass and kernel."""
+    """Return launches and bytes by (pass, kernel) of the one layer that only ``larger`` has."""
     counts, sizes = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
     for sign, recording in ((1, larger), (-1, smaller)):
         for each in recording.launches:
             if each.phase == "update":
                 key = "update", each.kernel
             elif each.phase == "forward_backward":
-                # The backward pass runs outside of modules, as the layers are not recomputed.
+                # Only kernels of the forward pass have a module, as the layers are not recomputed.
                 key = "forward" if each.module else "backward", each.kernel
             else:
                 continue
@@ -109,13 +112,16 @@ def _difference(smaller: Recording, larger: Recording) -> Work:
 
 
 def outside(work: Work, *passes: str) -> tuple[int, int]:
-    """Return launches and bytes outside of attention in some passes."""
+    """Return launches and bytes outside of attention, summed over the given passes."""
     chosen = [each for key, each in work.items() if key[0] in passes and key[1] not in ATTENTION]
     return sum(count for count, _ in chosen), sum(size for _, size in chosen)
 
 
 def markdown(works: dict[str, Work]) -> str:
-    """Return two tables: sums outside of attention, and kernels whose launches differ."""
+    """Return two Markdown tables: sums outside of attention, and launches that differ.
+
+    Both compare each recipe with its Transformer.
+    """
     names = [name for name in works if not name.startswith(BASELINE)]
     baselines = {name: f"{BASELINE} of {name.split(',')[0]}" for name in names}
     lines = [

@@ -1,4 +1,7 @@
-"""Deliberate mistakes in the code of a case, each of a kind that the simulation must refuse."""
+"""Functions that patch a deliberate mistake into the training code.
+
+The simulation must refuse each of them. A docstring describes the mistake.
+"""
 
 from typing import Any
 
@@ -31,7 +34,7 @@ def reduce_on_the_host() -> None:
 
 
 def gather_too_little() -> None:
-    """Pass one row less of this rank to the all-gather of sequence parallelism."""
+    """Pass this rank's shard without its last row to the all-gather of sequence parallelism."""
     original = mappings.dist_all_gather_func
 
     def gather(output: torch.Tensor, own: torch.Tensor, **keywords: Any) -> Any:
@@ -74,7 +77,7 @@ def index_by_the_host() -> None:
 
 
 def read_the_loss() -> None:
-    """Read the loss of every microbatch."""
+    """Read the loss of every microbatch on the host, which waits for the device."""
     original = compute_step._masked_sum
 
     def masked_sum(*args: Any) -> torch.Tensor:
@@ -97,7 +100,7 @@ def count_by_nonzero() -> None:
 
 
 def synchronize() -> None:
-    """Wait for the device before the sums over ranks."""
+    """Wait for the device before the gradients are summed over ranks."""
     original = reduction.GradientReduction.finish
 
     def finish(self: Any) -> Any:

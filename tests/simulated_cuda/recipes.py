@@ -1,11 +1,12 @@
 """Run every recipe of ``configs/`` at its true depth: ``python -m tests.simulated_cuda.recipes``.
 
-Each recipe runs two steps of one microbatch (in a pipeline of as many as it has stages), as the
-first rank and, in a pipeline, as a rank of a stage in the middle and of the last one. The memory,
-collectives and kernels of each are written to ``docs/results/simulated_cuda.json``, beside the
+Each recipe runs two steps as the first rank and, in a pipeline, also as a rank of the middle and of
+the last stage. A step has one microbatch, or in a pipeline as many as there are stages. The memory,
+collectives and kernels of each case are written to ``docs/results/simulated_cuda.json``, beside the
 counts of ``diffmegatron plan``. Components where the two differ by more than :mod:`.comparison`
-allows are printed. All recipes take about ten minutes of a core. DEX extends every second head,
-because no heads are selected.
+allows are printed. All recipes take about ten minutes on one core. Recipes of DEX, a kind of
+attention, name a file of selected heads. These files do not exist here, so every second head is
+selected.
 """
 
 import argparse
@@ -51,29 +52,31 @@ def main() -> None:
         some = cases[begin : begin + TOGETHER]
         new = [row(*each) for each in zip(some, try_simulate(some, 7200), strict=True)]
         rows = sorted([*rows, *new], key=_place)
-        # A case may have several rows; the last one is new.
+        # If a case has an old row and a new one, the new one comes last and is kept.
         rows = list({_place(each): each for each in rows}.values())
         write(rows)
 
 
 def _place(row: dict[str, Any]) -> tuple[int, str, int, int]:
-    """Return the sort key of a row: recipes at scale first, then by rank."""
+    """Return the sort key of a row: position of its folder in ``FOLDERS``, recipe, stage, rank."""
     folder = (ROOT / row["recipe"]).parent
     number = [CONFIGS / each for each in FOLDERS].index(folder)
     return number, row["recipe"], row.get("stage", 0), row.get("rank", 0)
 
 
 def recipes() -> Iterator[Path]:
-    """Return the recipes of ``configs/`` that train something, with recipes at scale first."""
+    """Yield the recipes of ``FOLDERS``, with recipes at scale first."""
     for folder in FOLDERS:
         yield from sorted((CONFIGS / folder).glob("*.yaml"))
 
 
 def cases_of(path: Path) -> Iterator[Case]:
-    """Return the ranks to simulate for a recipe, in each of its stages.
+    """Yield a case for each rank to simulate, for each training stage of a recipe.
+
+    If the recipe does not fit its number of GPUs, the number is halved until it does.
 
     Raises:
-        UserError: the recipe cannot be read, or does not fit the number of GPUs.
+        UserError: the recipe cannot be read, or does not fit one GPU.
     """
     for number, recipe in enumerate(load_stages(path, allow_missing_files=True)):
         found = re.search(r"_(\d+)gpus", path.name)
@@ -83,15 +86,16 @@ def cases_of(path: Path) -> Iterator[Case]:
         recipe.num_microbatches(gpus)
         stages = recipe.parallel.pipeline
         for stage in sorted({0, stages // 2, stages - 1}):
-            # Megatron-core places the pipeline's stages last.
+            # In Megatron-core the ranks of one pipeline stage are consecutive.
             rank = stage * (gpus // stages)
             yield Case(shown(path), gpus, selected(recipe), rank, microbatches=stages, stage=number)
 
 
 def selected(recipe: Recipe) -> tuple[str, ...]:
-    """Return the override with as many DEX heads as ``dex select`` chooses by default.
+    """Return an override with as many DEX heads as ``dex select`` selects by default.
 
-    They are spread evenly, so that every tensor-parallel rank has as many.
+    The heads are spread evenly, so every tensor-parallel rank has the same number of them. Other
+    kinds of attention need no override.
     """
     attention = recipe.model.attention
     if not isinstance(attention, Dex):
@@ -109,7 +113,7 @@ def fits(recipe: Recipe, gpus: int) -> bool:
 
 
 def row(case: Case, result: Recording | SimulationError) -> dict[str, object]:
-    """Return the results of a case."""
+    """Return the row of a case, and print its components that differ too much from `plan`."""
     head = {"recipe": case.recipe, "gpus": case.world_size, "rank": case.rank}
     head |= {"stage": case.stage} if case.stage else {}
     if isinstance(result, SimulationError):
@@ -142,7 +146,12 @@ def row(case: Case, result: Recording | SimulationError) -> dict[str, object]:
 
 
 def planned(row: dict[str, Any]) -> dict[str, object]:
-    """Return what `plan` counts of the case of a row: its peak and what it sends by kind."""
+    """Return the counts of `plan` for the case of a row.
+
+    Returns:
+        ``peak``: bytes of memory at the peak; ``sent``: bytes that the rank sends in a step, by
+        kind of communication (:class:`~diffmegatron.plan.traffic.Traffic`).
+    """
     case = Case(
         row["recipe"],
         row["gpus"],
@@ -163,9 +172,10 @@ def shown(path: Path) -> str:
 
 
 def write(rows: list[dict[str, Any]]) -> None:
-    """Write all rows, one a line; waits are of both steps, the rest of the second.
+    """Write all rows to :data:`JSON`, each on one line.
 
-    Every row at scale that has run gets what `plan` counts now, old ones too.
+    ``waits`` are counted over both steps, the other numbers over the second step only. In every row
+    of ``configs/at_scale/`` without an error, old or new, the counts of `plan` are updated.
     """
     rows = [
         each | {"planned": planned(each)}

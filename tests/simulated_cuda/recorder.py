@@ -35,7 +35,8 @@ from tests.simulated_cuda.waits import PERMITTED, answer
 aten = torch.ops.aten
 # Granularity of CUDA's allocator in bytes (c10/cuda/CUDACachingAllocator.cpp).
 _BLOCK = 512
-# Most elements of a real tensor of the host, such as ends of documents, random states, batches.
+# New host tensors with at most this number of elements are real (have values) and not fake:
+# ends of documents, random states, batches.
 _REAL_ELEMENTS = 1 << 20
 _SIZED_BY_VALUES = {
     aten.nonzero, aten.masked_select, aten._unique2, aten.unique_consecutive, aten.unique_dim,
@@ -69,9 +70,9 @@ class _Allocation:
 
 
 class Recorder(TorchDispatchMode):
-    """Record what runs while it is active, and refuse what :mod:`checks` and :mod:`waits` refuse.
+    """Dispatch mode that records operations, and refuses those that ``checks`` or ``waits`` refuse.
 
-    Enter it inside a ``FakeTensorMode``. Small tensors of the host stay real.
+    Enter it inside a ``FakeTensorMode``. Small host tensors stay real (have values).
     """
 
     # Flex attention is a higher-order operator.
@@ -81,7 +82,7 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.group_names: dict[str, str] = {}
         self._alive: dict[int, _Allocation] = {}
-        self._now = Counter[str]()  # by device
+        self._now = Counter[str]()  # bytes alive on cuda, on cpu and (part of cpu) pinned
         self._phase = ""
         self._in_step = False
         self._changes: list[tuple[int, _Allocation]] = []
@@ -104,8 +105,9 @@ class Recorder(TorchDispatchMode):
         """Open a phase of a case, which replaces an earlier phase of the same name.
 
         Args:
-            name: of the phase.
-            is_step: whether it may wait for the device in the places of :mod:`waits` only.
+            name: name of the phase.
+            is_step: whether it is part of a training step. A step may wait for the device only at
+                the places that :mod:`tests.simulated_cuda.waits` lists.
         """
         gc.collect()
         before = self._phase, self._in_step
@@ -128,7 +130,7 @@ class Recorder(TorchDispatchMode):
                 allocation.component = component
 
     def watch(self, network: torch.nn.Module) -> None:
-        """Attribute what follows to the modules of a network."""
+        """Attribute the operations that follow to the modules of a network."""
         self._module_names = {module: name for name, module in network.named_modules()}
         if self._has_modules:
             return
@@ -163,10 +165,12 @@ class Recorder(TorchDispatchMode):
         return self._now["cuda"]
 
     def wait(self, kind: str) -> str:
-        """Record that the host waits for the device, and return the place.
+        """Return the place (``module.function``) where the host waits for the device.
+
+        In a step, the wait is also recorded.
 
         Raises:
-            SimulatedCudaError: in a step, at a place that :mod:`waits` does not name.
+            SimulatedCudaError: in a step, at a place that :mod:`waits` does not permit.
         """
         place = _place()
         if self._in_step:
@@ -176,7 +180,7 @@ class Recorder(TorchDispatchMode):
         return place
 
     def read(self, tensor: Tensor, kind: str) -> Any:
-        """Record that the host reads a tensor's values."""
+        """Record that the host reads a tensor's values, and return simulated values."""
         place = self.wait(kind) if tensor.is_cuda else _place()
         return answer(place, tuple(tensor.shape), tensor.dtype)
 
@@ -193,7 +197,7 @@ class Recorder(TorchDispatchMode):
         self._count_launch(kernel, tensors)
 
     def fused(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Run a function as one kernel of ``torch.compile``, which keeps only its outputs."""
+        """Wrap a function so that a call counts as one kernel, which allocates only its outputs."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
             if self._fused:
@@ -245,8 +249,9 @@ class Recorder(TorchDispatchMode):
         if func is aten.add.Tensor and _place() == NO_PLACE:
             func, args = _sum_of_gradients(args)
         elif func is aten.index_put.default and _place() == NO_PLACE:
-            # The backward pass of indexing writes into its zeros, but copies tensors of a subclass
-            # (index_backward of torch's FunctionsManual.cpp), which fake ones are.
+            # For real tensors, the backward pass of indexing (index_backward of torch's
+            # FunctionsManual.cpp) writes into zeros in place. For tensors of a subclass, such as
+            # fake tensors, it makes a copy. Write in place here, as for real tensors.
             func = aten.index_put_.default
         result = func(*args, **kwargs)
         outputs = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
@@ -259,9 +264,10 @@ class Recorder(TorchDispatchMode):
         return result
 
     def _is_reading(self, packet: Any, args: Any, kwargs: Any) -> bool:
-        """Return whether a few numbers are copied to the host, outside of all phases.
+        """Return whether an operation copies a few numbers to the host, outside of all phases.
 
-        The suites of ``training.evaluate`` branch on the values of such copies.
+        Such a copy gets simulated values, because the evaluation suites of ``training.evaluate``
+        branch on them.
         """
         device = kwargs.get("device")
         return (
@@ -274,7 +280,7 @@ class Recorder(TorchDispatchMode):
         )
 
     def _values(self, tensor: Tensor, kwargs: Any) -> Tensor:
-        """Return values for a simulated tensor from a real tensor of the host."""
+        """Return a real host tensor with simulated values instead of a fake device tensor."""
         values = answer(_place(), tuple(tensor.shape), tensor.dtype)
         with unset_fake_temporarily():
             return torch.tensor(values, dtype=kwargs.get("dtype") or tensor.dtype)
@@ -289,7 +295,11 @@ class Recorder(TorchDispatchMode):
         return result
 
     def _check_wait(self, packet: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> None:
-        """Count an operation that waits for the device, other than reading one number."""
+        """Record an operation that waits for the device, except ``item``, which ``read`` records.
+
+        Raises:
+            SimulatedCudaError: the size of its result depends on values of the device.
+        """
         if packet in _SIZED_BY_VALUES and any(x.is_cuda for x in tensors):
             place = self.wait(str(packet))
             raise SimulatedCudaError(f"{place} makes a tensor whose size depends on values")
@@ -315,7 +325,8 @@ class Recorder(TorchDispatchMode):
             self.group_names.get(group.group_name, group.group_desc or group.group_name),
             group.size(),
             "/".join(sorted({str(x.dtype).removeprefix("torch.") for x in payload.tensors})),
-            # torch leaves out arguments that have their default value, here: not to wait.
+            # True if the call blocks. torch omits arguments that have their default; the default of
+            # async_op is True.
             place < len(args) and not args[place],
         )
         self._collectives[key] += 1
@@ -330,7 +341,7 @@ class Recorder(TorchDispatchMode):
         self._launch_bytes[key] += sum(whole.values())
 
     def _see(self, tensor: Tensor, operation: str, is_pinned: bool = False) -> None:
-        """Count the storage of a tensor unless it is known."""
+        """Record the storage of a tensor as an allocation, unless it was recorded before."""
         if self._fused or not isinstance(tensor, FakeTensor):
             return
         storage = tensor.untyped_storage()
@@ -415,10 +426,11 @@ def _stays_real(args: Any, kwargs: Any, tensors: list[Tensor]) -> bool:
 
 
 def _sum_of_gradients(args: Any) -> tuple[Any, Any]:
-    """Return the addition by which autograd sums two gradients of one tensor.
+    """Return the operation, and its arguments, by which autograd would add two real gradients.
 
-    Its engine adds in place where it holds the last reference to one of them (InputBuffer.cpp of
-    torch), but not to tensors of a subclass, which fake ones are.
+    If autograd's engine holds the last reference to one of the gradients, it adds in place to this
+    gradient (InputBuffer.cpp of torch). It never does so with tensors of a subclass, such as fake
+    tensors.
     """
     for one, other in (args, args[::-1]):
         # The tensor holds one reference, and the object that this call creates holds the other.
@@ -432,7 +444,7 @@ def _size(tensor: Tensor) -> int:
 
 
 def _place() -> str:
-    """Return ``module.function`` of the first frame outside torch, its wrappers and this package.
+    """Return ``module.function`` of the innermost frame outside torch and ``_NO_PLACES``.
 
     Return ``NO_PLACE`` for a call of autograd's engine, which has no such frame.
     """
@@ -446,7 +458,7 @@ def _place() -> str:
 
 
 def _peak(held: Iterable[_Allocation], changes: Iterable[tuple[int, _Allocation]]) -> Memory:
-    """Return the memory at its peak, from the allocations held first and all changes since."""
+    """Return the memory at its peak, from the allocations at the start and the changes after it."""
     alive = {id(each): each for each in held if each.device == "cuda"}
     now = most = sum(each.bytes for each in alive.values())
     changes = list(changes)

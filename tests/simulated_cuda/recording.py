@@ -4,20 +4,22 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-# Components of memory. The first four are held between steps; `plan` has the same ones under other
-# names.
+# Components of memory. The first four are held between steps; comparison.py maps them to the names
+# that `plan` uses.
 #   weights      parameters of the network
 #   gradients    tensors in which the engine accumulates gradients between microbatches
 #   optimizer    float32 master weights and Adam's moments
-#   buffers      everything else that is made before the first step: buckets, rotary tables
+#   buffers      everything else that is made before the first step, such as buckets; and weights
+#                that ZeRO 3 gathers
 #   activations  made in a forward pass, by a layer, an embedding or a communication between stages
-#   loss         made in a forward pass, by the output layer or after it
+#   loss         made in a forward pass, by the output layer or by the stage outside of its
+#                submodules
 #   backward     made in a backward pass, by it or by a layer that it computes again
 #   update       made by the optimizer's step, the sum of gradients over ranks included
 COMPONENTS = (
     "weights", "gradients", "optimizer", "buffers", "activations", "loss", "backward", "update"
 )  # fmt: skip
-# The share of a payload of n bytes that a rank of k sends, by ring algorithms.
+# Bytes that one of k ranks sends per byte of payload, in a collective with ring algorithms.
 _SENT = {
     "all_reduce": lambda k: 2 * (k - 1) / k,
     "all_gather": lambda k: (k - 1) / k,
@@ -36,14 +38,15 @@ class Case:
     Attributes:
         recipe: path of a recipe, from the root of the checkout.
         world_size: number of simulated GPUs.
-        overrides: of the recipe, ``section.key=value``.
-        rank: which rank to be.
-        steps: training steps; memory and collectives are those of the last one.
-        microbatches: of a step; None: as many as the recipe has.
-        run: the function that runs it, ``module:function``, with the recipe, the case and the
-            recorder.
-        prepare: a function ``module:function`` that is called before; tests break things with it.
-        stage: number of the recipe's stage, from 0, where the recipe has stages.
+        overrides: overrides of the recipe, each ``section.key=value``.
+        rank: global rank to simulate.
+        steps: number of training steps; memory and collectives are recorded for the last one.
+        microbatches: number of microbatches per step; None: as many as the recipe has.
+        run: function that runs the case, as ``module:function``; its arguments are the recipe, the
+            case and the recorder.
+        prepare: function without arguments that is called before ``run``, as ``module:function``;
+            tests patch mistakes into the code with it.
+        stage: number of the recipe's training stage, from 0.
     """
 
     recipe: str
@@ -61,12 +64,13 @@ class Case:
 class Memory:
     """Bytes alive at one moment, each allocation rounded up to 512 bytes as CUDA's allocator does.
 
-    Kernels' workspaces, fragmentation and the CUDA context are not there.
+    Kernels' workspaces, fragmentation and the CUDA context are not counted.
 
     Attributes:
-        total: of the device.
-        components: the total by :data:`COMPONENTS`.
-        allocations: the largest, as ``(component, module, operation, shape, dtype, bytes)``.
+        total: bytes on the device.
+        components: the bytes on the device, by :data:`COMPONENTS`.
+        allocations: the largest groups of equal allocations, each as
+            ``(component, module, operation, shape, dtype, bytes)``.
     """
 
     total: int
@@ -84,11 +88,12 @@ class Collective:
             recv, barrier, gather or scatter.
         group: "data", "tensor", "context", "pipeline", "embedding", "model" (all ranks that hold a
             part of one model), "world", or torch's name.
-        group_size: number of its ranks.
-        dtype: of the tensors.
+        group_size: number of ranks in the group.
+        dtype: dtype of the tensors, or several joined by "/".
         is_blocking: whether the stream of computation waits for it at once.
         count: number of calls.
-        bytes: payload of all of them: of an all-gather the output, of a reduce-scatter the input.
+        bytes: payload of all calls. The payload of an all-gather is its output, of a reduce-scatter
+            its input.
     """
 
     phase: str
@@ -113,11 +118,11 @@ class Launch:
     Attributes:
         phase: see :attr:`Recording.peaks`.
         module: path of the module within the network; "" outside of modules and in the backward
-            pass, whose nodes are not told apart.
+            pass, whose kernels are not attributed to modules.
         kernel: name of a Triton kernel, of a function that ``torch.compile`` fuses, or of one of
             torch's operations, which is counted as one kernel.
         count: number of launches.
-        bytes: of the tensors that it reads and writes, each whole.
+        bytes: bytes of all tensors that the launches read and write.
     """
 
     phase: str
@@ -133,17 +138,18 @@ class Recording:
 
     Attributes:
         held: memory after the last step.
-        peaks: the moment with most memory of each phase: "forward_backward" and "update" of
-            training steps, others as a case's function names them; and of "build" and "engine"
-            before the first step.
-        host: bytes alive in the host's memory at their peak, pinned ones rounded up to a power of
-            two as torch's allocator does; tensors of less than a megabyte are not counted.
+        peaks: memory at the peak of each phase. Training steps have the phases "forward_backward"
+            and "update", or those that the case's function opens. "build" and "engine" come before
+            the first step.
+        host: bytes alive in the host's memory at their peak in the whole case, pinned ones rounded
+            up to a power of two as torch's allocator does. Tensors that are created on the host
+            with at most 2**20 elements are not counted.
         pinned: the pinned part of ``host``, at its own peak.
-        collectives: all of them.
-        launches: all of them.
-        waits: number of times that the host waited for the device in steps, by place and kind:
-            ``module.function kind``.
-        outcome: what the case's function returned.
+        collectives: all collectives of the rank.
+        launches: all kernel launches of the rank.
+        waits: number of times that the host waited for the device in all steps. Keys are
+            ``module.function kind``: the place and the kind of wait.
+        outcome: return value of the case's function.
     """
 
     held: Memory

@@ -1,4 +1,4 @@
-"""Run cases in one process of their own."""
+"""Run cases in one separate process."""
 
 import json
 import os
@@ -40,14 +40,14 @@ def simulate(cases: Sequence[Case], timeout: float = 1200) -> list[Recording]:
 
 
 def try_simulate(cases: Sequence[Case], timeout: float = 1200) -> list[Recording | SimulationError]:
-    """Run cases like :func:`simulate`, and return an error in the place of each failed case."""
+    """Run cases like :func:`simulate`; return an error in the place of each case that failed."""
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder, "results")
         results.mkdir()
         Path(folder, "cases.json").write_text(json.dumps([asdict(case) for case in cases]))
         process = subprocess.Popen(
             [sys.executable, "-m", "tests.simulated_cuda.worker", str(library()), folder],
-            # Tests that train in this process have set DeepSpeed's accelerator to a CPU.
+            # Tests that train in this process set DS_ACCELERATOR to a CPU: _environment omits it.
             env=_environment() | {"OMP_NUM_THREADS": "1"},
             cwd=ROOT,
             stdout=subprocess.PIPE,

@@ -28,10 +28,11 @@ DOCUMENTS = 5
 
 
 def run_steps(recipe: Recipe, case: Case, recorder: Recorder) -> dict[str, Any]:
-    """Build the network and its engine, and do ``case.steps`` steps.
+    """Build the network and its engine, and run ``case.steps`` steps.
 
     Returns:
-        Which updates were applied, and the number of parameters on this rank.
+        ``applied``: for each step, whether its update was applied; ``parameters``: number of
+        parameters on this rank.
     """
     applied = []
     with process_groups(recipe.parallel, recipe.training.seed) as parallel_state:
@@ -53,14 +54,18 @@ def run_steps(recipe: Recipe, case: Case, recorder: Recorder) -> dict[str, Any]:
 def train_step(
     recipe: Recipe, case: Case, recorder: Recorder, engine: ZeroEngine, state: ParallelState
 ) -> bool:
-    """Run one step like :func:`diffmegatron.training.trainer.train_step`."""
+    """Run one step like :func:`diffmegatron.training.trainer.train_step`.
+
+    Returns:
+        Whether the update was applied.
+    """
     count = case.microbatches or recipe.num_microbatches(case.world_size)
     microbatches = on_this_rank([batch(recipe)] * count, state)
     with recorder.phase("forward_backward", is_step=True):
         loss = forward_backward(
             engine, microbatches, state, offload_activations=recipe.training.offload_activations
         )
-        # ZeRO 2 makes its gradients in every step.
+        # ZeRO 2 makes new gradient tensors in every step, which need a label before the phase ends.
         label(recorder, engine.network, engine)
     del microbatches
     deciding = StepCheck(
@@ -73,7 +78,7 @@ def train_step(
 
 
 def group_names(state: ParallelState) -> dict[str, str]:
-    """Return the names of the process groups in recordings, by torch's names."""
+    """Return a mapping from torch's names of process groups to their names in recordings."""
     names = {
         torch.distributed.group.WORLD.group_name: "world",
         ModelParallelUnit().get_model_parallel_group().group_name: "model",
@@ -99,7 +104,7 @@ def label(recorder: Recorder, network: Network, engine: ZeroEngine) -> None:
         groups = engine._reduction._gradients.groups
         recorder.label("gradients", [group.flat for group in groups])
     averaged = torch.utils._pytree.tree_leaves(getattr(optimizer, "averaged_gradients", {}))
-    # Some of them are views of one tensor, in an object that creates the views.
+    # Some of them are objects that create views of one tensor, their ``flat_partition``.
     recorder.label("gradients", _tensors([getattr(x, "flat_partition", x) for x in averaged]))
     # With an offloaded optimizer, ZeRO 1 accumulates gradients on the parameters.
     recorder.label("gradients", _tensors([vars(p).get("grad_accum") for p in network.parameters()]))
@@ -124,7 +129,10 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 def batch(recipe: Recipe) -> Batch:
-    """Return a microbatch in the host's memory, with documents if the recipe masks them."""
+    """Return a microbatch in host memory.
+
+    It has document ids if the recipe restricts attention to documents.
+    """
     rows, length = recipe.training.micro_batch_size, recipe.training.seq_length
     tokens = torch.zeros(rows, length, dtype=torch.int64)
     documents = None

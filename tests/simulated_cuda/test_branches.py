@@ -1,4 +1,7 @@
-"""Every branch of the package for CUDA is listed, with how it is entered or why it is not."""
+"""List of the package's functions whose code depends on CUDA.
+
+It names the test that runs each of them on a simulated GPU, or the reason why no test does.
+"""
 
 import ast
 from collections.abc import Iterator
@@ -13,7 +16,7 @@ TRAINER = "test_trainer.py: the trainer on a simulated GPU"
 HARDWARE = "a GPU only: it measures or describes the device, or computes values"
 CUDNN = "a GPU only: it calls the library cuDNN"
 
-# Keys are a file and a function of it, or a file alone for what is outside functions.
+# Keys are ``file:function``, or ``file:`` for code outside of functions.
 ENTERED = {
     "attention/kernels/choose_backend.py:": STEP + ", which choose from the table of a device",
     "attention/kernels/registry.py:": STEP + ", which choose by the devices of a backend",
@@ -102,7 +105,7 @@ def test_a_branch_is_found(source):
     assert list(_functions(ast.parse(source), "")) == [BRANCHES[source]]
 
 
-def test_an_annotation_and_a_docstring_are_no_branches():
+def test_annotations_and_docstrings_are_not_branches():
     assert list(_functions(ast.parse(NOT_A_BRANCH), "")) == []
 
 
@@ -127,7 +130,7 @@ def _functions(node: ast.AST, name: str) -> Iterator[str]:
 
 
 def _depends_on_cuda(node: ast.AST) -> bool:
-    """Return whether a node names CUDA or NCCL, or compares the type of a device."""
+    """Return whether a node names CUDA or NCCL, or compares a device type with "cpu"."""
     if isinstance(node, ast.Compare):
         values = (node.left, *node.comparators)
         is_type = any(isinstance(x, ast.Attribute) and x.attr == "type" for x in values)

@@ -1,4 +1,4 @@
-"""Faults that the simulation of CUDA has shown, each with its cost."""
+"""Regression tests of faults that the simulation of CUDA found."""
 
 import pytest
 
@@ -9,7 +9,7 @@ LAYERS = 2
 SMALL = (f"model.num_layers={LAYERS}", "training.seq_length=512")
 DOCUMENTS = ("data.reset_attention_mask=true", "data.reset_position_ids=true")
 CASES = {
-    # The whole sequence, because the test compares bytes.
+    # Keep the recipe's sequence length, because the tests compare bytes with numbers of the recipe.
     "fallback": Case("configs/at_scale/diff_3b_64gpus.yaml", 64, SMALL[:1]),
     "tensor": Case("configs/at_scale/diff_3b_256gpus.yaml", 256, SMALL),
     "pipeline": Case(
@@ -51,7 +51,10 @@ def recorded(results):
 
 
 def test_no_gradient_is_copied_to_float32(recorded):
-    """DeepSpeed adds gradients in float32 to copies of them: 1.15 GiB of a vocabulary matrix."""
+    """No gradient is copied to float32 to add it.
+
+    DeepSpeed made such copies: 1.15 GiB for a vocabulary matrix.
+    """
     peak = recorded("fallback").peaks["forward_backward"]
     copies = [
         (shape, dtype)
@@ -63,7 +66,10 @@ def test_no_gradient_is_copied_to_float32(recorded):
 
 
 def test_the_halves_of_v_are_copied_once_for_both_maps(recorded):
-    """0.66 GiB of a 3B network went to the second copies, on any GPU without flash libraries."""
+    """Both maps use the same copy of each half of V.
+
+    Second copies took 0.66 GiB in a 3B network, on any GPU without flash libraries.
+    """
     peak = recorded("fallback").peaks["forward_backward"]
     half = 4096 * 12 * 128 * 2
     clones = sum(
@@ -76,30 +82,41 @@ def test_the_halves_of_v_are_copied_once_for_both_maps(recorded):
 
 
 def test_shared_gradients_are_summed_once_per_step(recorded):
-    """Each of lambda's vectors and norms had an all-reduce of its own in every microbatch."""
+    """One all-reduce per step sums the gradients of the parameters that tensor ranks share.
+
+    Before, each vector of lambda and each norm had its own all-reduce in every microbatch.
+    """
     sums = [
         each
         for each in recorded("tensor").collectives
         if (each.operation, each.group, each.dtype) == ("all_reduce", "tensor", "float32")
     ]
     in_microbatches = sum(each.count for each in sums if each.phase == "forward_backward")
-    # The loss over a sharded vocabulary sums over the ranks.
+    # These are all-reduces of the loss over the shards of the vocabulary.
     assert in_microbatches <= 3
     assert sum(each.count for each in sums if each.phase == "update") == 1
-    # Lambda's four vectors and its norm in each layer, the layers' two norms, the last one.
+    # Each layer has four vectors of lambda, the norm of the heads and two more norms. The network
+    # has a final norm.
     elements = LAYERS * (4 * 128 + 256 + 2 * 3072) + 3072
     assert sum(each.bytes for each in sums if each.phase == "update") == 4 * elements
 
 
-def test_a_pipeline_waits_for_the_device_at_the_end_of_a_step_only(recorded):
-    """Megatron-core's default synchronises after every batched exchange between stages."""
+def test_pipeline_exchanges_do_not_synchronise_the_device(recorded):
+    """The host does not synchronise after exchanges between pipeline stages.
+
+    By default, Megatron-core synchronises after every batched exchange.
+    """
     found = recorded("pipeline")
     assert found.count(operation="send", group="pipeline") > 0
     assert not any("synchronize" in wait for wait in found.waits)
 
 
 def test_a_ring_with_documents_runs_kernels(recorded):
-    """`auto` took loops in Python, as none of the libraries masks chunks."""
+    """With documents on a ring, the backend `auto` runs Triton kernels.
+
+    Before, `auto` chose the backend that loops in Python, because no library attends to masked
+    chunks.
+    """
     kernels = {each.kernel: each.count for each in recorded("ring with documents").launches}
     assert "dkdv_kernel" in kernels
     assert kernels.get("aten.bmm", 0) + kernels.get("aten.baddbmm", 0) == 0

@@ -110,7 +110,7 @@ CASES = {
     "dex by Ulysses": Case("configs/dex/llama_3.2_3b.yaml", 64, (*LONG, *SELECTED)),
     "zero 2": Case(V1, 64, (*SMALL, "parallel.zero_stage=2"), microbatches=2),
     "zero 3": Case(V1, 64, (*SMALL, "parallel.zero_stage=3")),
-    # Its weights exceed the number of elements that DeepSpeed keeps whole.
+    # Its weights exceed the number of elements that DeepSpeed keeps gathered at once.
     "zero 3, deep": Case(
         V1, 64, ("model.num_layers=8", "training.seq_length=512", "parallel.zero_stage=3")
     ),
@@ -129,7 +129,7 @@ def results():
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_plan_counts_what_is_executed(name, results):
+def test_plan_matches_the_executed_memory_and_traffic(name, results):
     if isinstance(results[name], SimulationError):
         raise results[name]
     outside = [each for each in compare(CASES[name], results[name]) if not each.is_within()]
@@ -153,7 +153,10 @@ def test_updates_are_applied(name, results):
     ],
 )
 def test_the_committed_table_counts_the_kernels_of_a_layer(name, column, results):
-    """`python -m tests.simulated_cuda.layer_kernels` brings the table up to date."""
+    """The table has the kernels that the forward pass of a layer launches, with their counts.
+
+    If this test fails, run `python -m tests.simulated_cuda.layer_kernels` to update the table.
+    """
     found = Counter[str]()
     for each in results[name].launches:
         if ".decoder.layers.1" in each.module:

@@ -1,4 +1,7 @@
-"""The simulation refuses what a GPU, cuBLAS or NCCL would refuse, and waits without a reason."""
+"""The simulation refuses calls that CUDA, cuBLAS or NCCL would refuse, and waits in a step.
+
+Only the waits that ``waits.py`` lists are permitted.
+"""
 
 import pytest
 
@@ -35,7 +38,7 @@ def results():
         pytest.skip(f"CUDA cannot be simulated: {error}")
 
 
-def test_the_code_as_it_is_runs(results):
+def test_unmutated_code_runs(results):
     if isinstance(results[None], SimulationError):
         raise results[None]
     assert results[None].outcome["applied"] == [True]

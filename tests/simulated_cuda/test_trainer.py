@@ -50,8 +50,11 @@ def results(run_dir, corpus) -> list[Recording | SimulationError]:
 
 
 @pytest.mark.parametrize(("number", "steps"), [(0, [1, 4]), (1, [5, 6])])
-def test_a_run_finishes_and_waits_for_the_device_where_a_step_may(number, steps, results):
-    """DeepSpeed's timer waited around every microbatch from the third step on."""
+def test_a_run_waits_for_the_device_only_in_permitted_places(number, steps, results):
+    """The steps of a run wait only in places that ``waits.py`` permits.
+
+    Before a fix, DeepSpeed's timer waited around every microbatch from the third step on.
+    """
     if isinstance(results[number], SimulationError):
         raise results[number]
     assert results[number].outcome == {"finished": True, "steps": steps}

@@ -1,4 +1,4 @@
-"""The whole trainer: data, steps, hooks, evaluation, profile, saves in the background, resume."""
+"""Case function that runs the trainer with data, hooks, evaluation, profile, saves and resume."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,10 +19,10 @@ from tests.simulated_cuda.recording import Case
 
 
 def run_training(recipe: Recipe, _: Case, recorder: Recorder) -> dict[str, Any]:
-    """Train a recipe to its end, or resume it; steps are the phase "step".
+    """Train or resume a recipe to its last step; each step is recorded as the phase "step".
 
     Returns:
-        Whether the run finished, and the first and the last step that was done.
+        ``finished``: whether the run finished; ``steps``: numbers of the first and last step.
     """
     train_step, write_pieces, steps = trainer.train_step, saver.write_pieces, []
 
@@ -32,7 +32,8 @@ def run_training(recipe: Recipe, _: Case, recorder: Recorder) -> dict[str, Any]:
         steps.append(run.step)
 
     def write_zeros(path: Path, tensors: Mapping[str, Tensor], description: str) -> Any:
-        # The thread that writes must not touch fake tensors: their mode serves one thread.
+        # This runs in the thread that writes, where operations on fake tensors are impossible: the
+        # fake mode is active only in the main thread.
         return write_pieces(path, {n: _zeros(x) for n, x in tensors.items()}, description)
 
     trainer.train_step, saver.write_pieces = record_step, write_zeros

@@ -3,7 +3,7 @@
 A step that reads a value of the device (``.item()``, ``.tolist()``, ``bool(tensor)``, a copy to
 ordinary host memory), makes a tensor whose size depends on values (``nonzero``) or calls a
 ``synchronize`` stops the host until all kernels before it have run: the device then idles while
-the host catches up. A place is the first function outside torch, ``module.function``.
+the host catches up. A place is the innermost function outside torch, as ``module.function``.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,7 +25,7 @@ class Wait:
     value: Callable[[Sequence[int]], Any] | None = None
 
 
-# Any code may wait outside of steps.
+# Places at which a step may wait, as ``module.function``. Outside of steps any code may wait.
 PERMITTED = {
     "diffmegatron.training.compute.agreement.agree": Wait(
         "The one wait of a step: loss, gradient norm and two flags, for the guard and the log.",

@@ -1,6 +1,9 @@
-"""Process that :func:`tests.simulated_cuda.simulate.simulate` starts with ``LIBRARY FOLDER``.
+"""Process that runs cases on a simulated GPU; ``tests/simulated_cuda/simulate.py`` starts it.
 
-It reads ``cases.json`` of the folder and writes each case's recording or error into ``results/``.
+A case is one rank of one recipe. Its recording has what the simulation observed, such as memory and
+collectives. The arguments of the process are the compiled library that simulates the CUDA device,
+and a folder. The process reads the cases from ``cases.json`` in the folder, and writes the
+recording or the error of each case into a file in ``results/`` of the folder.
 """
 
 import ctypes

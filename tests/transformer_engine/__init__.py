@@ -1,11 +1,14 @@
-"""Transformer Engine's own Python on a CPU, behind a stand-in for its compiled extension.
+"""Run Transformer Engine's Python code on a CPU, with a stand-in for its compiled extension.
 
-A process uses it when its environment is :func:`environment`: Python then imports
-``path/sitecustomize.py`` at its start, which makes ``transformer_engine`` importable from the
-folder that ``TRANSFORMER_ENGINE_PYTHON`` names (``python -m tests.transformer_engine.fetch FOLDER``
-fills it). The layers of every network that this process builds are Transformer Engine's.
+To use the stand-in, start a process with the variables that :func:`environment` returns:
 
-The stand-in follows names that Transformer Engine keeps private, of versions 2.7 to 2.20.
+- Python imports ``path/sitecustomize.py`` when the process starts. It installs the stand-in.
+- ``import transformer_engine`` finds the Python files in the folder that the variable
+  ``TRANSFORMER_ENGINE_PYTHON`` names. ``python -m tests.transformer_engine.fetch FOLDER`` writes
+  them into a folder.
+- Every network that the process builds has Transformer Engine's layers.
+
+The stand-in uses private names of Transformer Engine 2.7 to 2.20.
 """
 
 import os
@@ -18,7 +21,7 @@ HOOK = Path(__file__).parent / "path"
 
 
 def python_files() -> str | None:
-    """Return the folder with Transformer Engine's Python files, or None where none is named."""
+    """Return the folder with Transformer Engine's Python files; None if the variable is not set."""
     return os.environ.get(FOLDER) or None
 
 
@@ -30,8 +33,8 @@ def environment() -> dict[str, str]:
     """
     return os.environ | {
         "PYTHONPATH": os.pathsep.join(map(str, (HOOK, ROOT, os.environ[FOLDER]))),
-        # With it transformer_engine.common loads no CUDA libraries.
+        # With this variable, transformer_engine.common loads no CUDA libraries.
         "NVTE_PROJECT_BUILDING": "1",
-        # A rank with a GPU sets it; Transformer Engine warns without it.
+        # Ranks with a GPU set this variable; without it Transformer Engine warns.
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
     }

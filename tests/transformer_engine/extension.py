@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Numbers of dtypes that transformer_engine/pytorch/constants.py compares.
+# Numbers of dtypes in the extension's enum; transformer_engine/pytorch/constants.py compares them.
 DTYPES = {
     "kByte": 0, "kInt32": 2, "kFloat32": 4, "kFloat16": 5, "kBFloat16": 6,
     "kFloat8E4M3": 7, "kFloat8E5M2": 8, "kFloat4E2M1": 10,
@@ -22,7 +22,10 @@ WIDE = {4: torch.float32, 5: torch.float16, 6: torch.bfloat16}
 
 
 class Unsupported(ModuleType):
-    """A module whose names exist, and whose functions raise an error when they are called."""
+    """A module in which every name exists; its functions raise an error when they are called.
+
+    A name with a capital first letter is a class, any other name is a function.
+    """
 
     def __getattr__(self, name: str) -> object:
         if name.startswith("__"):
@@ -54,7 +57,8 @@ def build() -> Unsupported:
     module.DType = enum.IntEnum("DType", DTYPES)
     backends = {"NVTE_No_Backend": -1, "NVTE_F16_arbitrary_seqlen": 1, "NVTE_FP8": 2}
     module.NVTE_Fused_Attn_Backend = enum.IntEnum("NVTE_Fused_Attn_Backend", backends)
-    # Versions before 2.18 name it, and later ones compare the members.
+    # Versions before 2.18 use this name; later versions compare the list of members, so the name is
+    # an attribute and not a member.
     module.NVTE_Fused_Attn_Backend.NVTE_F16_max512_seqlen = 0
     for passes, tensors in {
         "FP8FwdTensors": "GEMM{0}_INPUT GEMM{0}_WEIGHT GEMM{0}_OUTPUT",
@@ -64,7 +68,7 @@ def build() -> Unsupported:
         setattr(module, passes, enum.IntEnum(passes, {each: i for i, each in enumerate(names)}))
     for function in (generic_gemm, rmsnorm_fwd, rmsnorm_bwd):
         setattr(module, function.__name__, function)
-    # cpp_extensions re-exports all that dir() shows while it is imported.
+    # cpp_extensions, when imported, re-exports the names in dir(): create these two names now.
     for name in ("layernorm_fwd", "layernorm_bwd"):
         getattr(module, name)
     module.get_cudnn_version = lambda: 91200
@@ -98,17 +102,20 @@ def generic_gemm(
     alpha: float = 1.0,
     beta: float | None = None,
 ) -> tuple[Tensor, Tensor | None, None, None]:
-    """Multiply matrices as cuBLAS is called, by columns: in rows, op(b) op(a).
+    """Return the matrix product op(b) op(a).
+
+    The order is that of cuBLAS, which multiplies column-major matrices.
 
     Args:
-        a: [k, n], or [n, k] where ``transpose_a``; its leading dimensions count as one.
-        b: [..., k], or [k, m] where ``transpose_b``.
-        out: where the product goes, added to what is there if ``accumulate``.
-        out_dtype: of the product, as ``DTYPES`` numbers them.
-        bias: [n] that is added, or with ``grad`` only the tensor whose gradient is wanted.
+        a: [k, n], or [n, k] if ``transpose_a``; leading dimensions are flattened.
+        b: [..., k], or [k, m] if ``transpose_b``; leading dimensions are flattened.
+        out: tensor to write the product to; if ``accumulate``, the product is added to it.
+        out_dtype: dtype of the product, a number of ``DTYPES``.
+        bias: [n], added to the product; if ``grad``, it is not added, and its gradient is computed.
 
     Returns:
-        the product [..., n], the bias's gradient [n] in its dtype, and two unsupported outputs.
+        The product ([..., n], or [m, n] if ``transpose_b``), the gradient of the bias
+        [n] in its dtype (None without ``grad``), and None for two unsupported outputs.
     """
     assert quantizer is None and not gelu and comm_overlap is None and extra_output is None
     assert alpha == 1.0 and (beta is None or beta == float(accumulate))
@@ -144,7 +151,7 @@ def rmsnorm_fwd(
     sm_margin: int,
     zero_centered: bool,
 ) -> tuple[Tensor, None, Tensor]:
-    """Return x [n, hidden] normalised in float32, None, and 1 / rms [n] in float32."""
+    """Return RMSNorm of x [n, hidden] in x's dtype, None, and 1 / rms [n] in float32."""
     assert out is None and quantizer is None and WIDE[int(dtype)] == x.dtype
     scale = torch.rsqrt(x.float().square().mean(-1) + eps)
     normed = x.float() * scale[:, None] * (weight.float() + zero_centered)
@@ -180,7 +187,7 @@ class _Cuda:
 
 
 class TorchWithCuda:
-    """``torch`` for a module that wants a CUDA device; what it allocates there is on the CPU."""
+    """``torch`` for modules that require CUDA: a device seems available, ``empty`` uses the CPU."""
 
     cuda = _Cuda()
 
@@ -193,7 +200,7 @@ class TorchWithCuda:
 
 
 def accept_cpu_tensors() -> None:
-    """Replace the checks of Transformer Engine's modules that want a GPU."""
+    """Replace the checks of Transformer Engine's modules that require a GPU."""
     from transformer_engine.pytorch.cpp_extensions import gemm
     from transformer_engine.pytorch.module import base, layernorm_linear, linear
 
@@ -216,7 +223,10 @@ def accept_cpu_tensors() -> None:
 
 @contextmanager
 def _cuda_tensors() -> Iterator[None]:
-    """Make every tensor seem to be on CUDA; for a moment, as torch itself looks at it too."""
+    """Make every tensor seem to be on CUDA within a ``with`` block.
+
+    The block should contain little code, because torch itself also reads ``is_cuda``.
+    """
     torch.Tensor.is_cuda = True
     try:
         yield

@@ -1,7 +1,7 @@
 """Fetch Transformer Engine's Python files: ``python -m tests.transformer_engine.fetch FOLDER``.
 
-pip finds the wheel ``transformer-engine-cu12`` on its index, 729 MB with the CUDA libraries. Of it
-only the Python files are read, by HTTP ranges: 173 files, 1.8 MB in 30 requests.
+pip finds the wheel ``transformer-engine-cu12`` on its index. The wheel has 729 MB with the CUDA
+libraries; only its 173 Python files are read, by HTTP ranges (1.8 MB in 30 requests).
 """
 
 import argparse
@@ -31,7 +31,7 @@ def find_wheel(version: str) -> str:
 
 
 def fetch(url: str, version: str, folder: Path) -> None:
-    """Write the wheel's Python files and licence into a new folder, and name the distribution."""
+    """Write Python files (without JAX), licence and a minimal METADATA file into a new folder."""
     unpacked = folder.with_name(f"{folder.name}.{os.getpid()}")
     with fsspec.open(url, block_size=2**16) as remote, zipfile.ZipFile(remote) as wheel:
         for name in wheel.namelist():

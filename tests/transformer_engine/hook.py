@@ -14,12 +14,12 @@ Execute = Callable[[ModuleType], None]
 
 
 class Hook(MetaPathFinder):
-    """Finder for the modules of ``AROUND``, which executes each by its function there."""
+    """Finder for the modules in ``AROUND``, which are executed by their functions in ``AROUND``."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return the module's spec with a loader of our own, None for every other module."""
+        """Return the module's spec with our own loader; None for modules outside ``AROUND``."""
         if name not in AROUND:
             return None
         spec = PathFinder.find_spec(name, path, target)
@@ -29,7 +29,7 @@ class Hook(MetaPathFinder):
 
 
 class _Around(Loader):
-    """Loader that creates a module as another loader does, and executes it by a function."""
+    """Loader that wraps another loader and executes the module with a given function."""
 
     def __init__(self, loader: Loader, around: Callable[[ModuleType, Execute], None]) -> None:
         self._loader, self._around = loader, around
@@ -45,11 +45,11 @@ class _Around(Loader):
 
 
 def _package(module: ModuleType, execute: Execute) -> None:
-    """Execute ``transformer_engine`` with the stand-in in the place of its compiled extension."""
+    """Execute ``transformer_engine`` with the stand-in instead of its compiled extension."""
     from tests.transformer_engine import extension
 
     sys.modules["transformer_engine_torch"] = extension.build()
-    # It imports onnxscript, which nothing here needs.
+    # The real module imports onnxscript, which is not needed here.
     onnx = "transformer_engine.pytorch.onnx_extensions"
     sys.modules[onnx] = extension.Unsupported(onnx)
     common = importlib.import_module("transformer_engine.common")
@@ -59,7 +59,10 @@ def _package(module: ModuleType, execute: Execute) -> None:
 
 
 def _layer_specs(module: ModuleType, execute: Execute) -> None:
-    """Execute the module that chooses the layers' host, which asks torch for a GPU."""
+    """Execute ``layer_specs``, and make a GPU seem available to it.
+
+    Without a GPU it would not choose Transformer Engine's layers.
+    """
     from tests.transformer_engine import extension
 
     execute(module)

@@ -1,6 +1,11 @@
-"""One batch through networks of every kind, in the layers of this process's host.
+"""Run one batch of random tokens through networks of every kind, and save what they compute.
 
-``python -m tests.transformer_engine.networks CORPUS OUT`` writes what it finds to the file OUT.
+The layers come from Megatron-core (its local layers) or from Transformer Engine. This library is
+called the host of the layers. The networks use Transformer Engine if this process was started with
+the environment of :func:`tests.transformer_engine.environment`, and local layers otherwise.
+
+``python -m tests.transformer_engine.networks CORPUS OUT`` writes losses, parameters and gradients
+to the file OUT.
 """
 
 import sys
@@ -41,8 +46,10 @@ NETWORKS: dict[str, tuple[str, ...]] = {
     "tied, loss in chunks": ("model.tied_embeddings=true", "training.loss_chunk=24"),
     "full recomputation": (FULL,),
     "selective recomputation": ("recompute={granularity: selective}",),
-    # Frozen, the weight and the norm that Transformer Engine fuses are trained one without the
-    # other; under recomputation no input of the first layer requires a gradient.
+    # From here on, only some of the weights are trained. Transformer Engine fuses a norm with the
+    # weight after it, and in most of these networks exactly one of the two is frozen. The embedding
+    # is frozen too. Recomputed layers get gradients only if their input requires one, so the
+    # training code must make the output of the frozen embedding require a gradient.
     "norms alone": (NORMS,),
     "norms alone, full recomputation": (NORMS, FULL),
     "norms of v2 alone": (NORMS, V2),
@@ -54,9 +61,9 @@ BATCH, LENGTH = 2, 64
 
 
 def find(recipe: Recipe) -> dict[str, Any]:
-    """Return the loss of a batch, the bytes kept for its backward pass, and every parameter.
+    """Return module classes, loss, bytes kept for the backward pass, and parameters by name.
 
-    A parameter has its initial weight, its gradient (None where it is frozen) and where it lies.
+    A parameter has its initial weight, its gradient (None if frozen), dtype and shard.
     """
     kept: dict[int, int] = {}
 
@@ -103,7 +110,7 @@ def _places(network: Network) -> dict[str, tuple[torch.nn.Parameter, Shard]]:
 
 
 def _move_norms(places: dict[str, tuple[torch.nn.Parameter, Shard]]) -> None:
-    """Set the norms' weights to different values, because a swap would not show at 1."""
+    """Set the norms' weights to different values: with weights of 1 a swap would not show."""
     for name, (parameter, shard) in places.items():
         if "norm" in name:
             draw = torch.Generator().manual_seed(zlib.crc32(name.encode()))
@@ -112,7 +119,7 @@ def _move_norms(places: dict[str, tuple[torch.nn.Parameter, Shard]]) -> None:
 
 
 def main() -> None:
-    """Find and write everything of ``NETWORKS``, in fp32 and in bf16."""
+    """Run every network of ``NETWORKS`` in fp32 and bf16, and write the results."""
     corpus, out = sys.argv[1:]
     file = Path(out).with_suffix(".yaml")
     file.write_text(TINY.format(run_dir="unused", corpus=corpus))

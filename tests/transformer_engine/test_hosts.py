@@ -1,4 +1,7 @@
-"""Transformer Engine's layers and the local ones are the same network, and the same run."""
+"""Transformer Engine's layers and local layers give equal networks and equal training runs.
+
+The library of a network's layers, Transformer Engine or Megatron-core (local layers), is its host.
+"""
 
 import subprocess
 import sys
@@ -60,7 +63,7 @@ def run(module: str, *arguments: object, **options: Any) -> None:
 
 @pytest.fixture(scope="module")
 def networks(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
-    """Return the results of ``networks.py`` in a process of each host, by network and precision."""
+    """Run ``networks.py`` with each host; return, per host, results by (network, precision)."""
     out = tmp_path_factory.mktemp("networks")
     worker = "tests.transformer_engine.networks"
     run(worker, corpus, out / "local.pt")
@@ -82,7 +85,7 @@ def test_the_classes_are_those_of_the_host(key, networks):
     assert {"ColumnParallelLinear", "RowParallelLinear"} <= local
     assert not [name for name in local if name.startswith("TE")]
     assert {"TELayerNormColumnParallelLinear", "TERowParallelLinear"} <= other
-    # V2's lambda reads the normalised input, whose norm is therefore not fused.
+    # V2's lambda is computed from the normalised input, so this norm is not fused.
     assert ("TEColumnParallelLinear" in other) == ("v2" in key[0])
     assert "RowParallelLinear" not in other
 
@@ -107,7 +110,7 @@ def test_loss_and_gradients_are_the_same(key, networks):
         assert (expected is None) == (found is None) == (not parameter["requires_grad"]), name
         if expected is None:
             continue
-        # In a lambda vector's gradient large terms cancel, which enlarges rounding a hundred times.
+        # In a lambda vector's gradient large terms cancel, so rounding errors are 100 times larger.
         allowed = tolerance * (100 if ".lambda_" in name else 1)
         difference, norm = (x.float().norm().item() for x in (found - expected, expected))
         assert difference <= allowed * norm, f"{name}: {difference} of {norm}"
@@ -115,10 +118,11 @@ def test_loss_and_gradients_are_the_same(key, networks):
 
 @pytest.mark.parametrize("precision", TOLERANCE)
 @pytest.mark.parametrize("name", ["diff_v1", "diff_v2", "grouped", "softmax", "qwen", "dex"])
-def test_less_is_kept_by_what_an_unfused_norm_keeps(name, precision, networks):
-    """On a CPU torch's RMSNorm keeps float32 of its result, and in bf16 of its input in its place.
+def test_transformer_engine_saves_only_the_input_of_a_norm(name, precision, networks):
+    """Transformer Engine's RMSNorm keeps only its input, as ``plan`` counts norms on a GPU.
 
-    Transformer Engine's keeps the input alone, as ``plan`` counts the norms of a GPU.
+    On a CPU, torch's RMSNorm keeps a float32 copy of its result, too, and in bf16 it keeps its
+    input as float32 instead of bf16.
     """
     local, other = (networks[host][name, precision]["kept"] for host in HOSTS)
     norms, hidden = 5, 64
@@ -129,10 +133,11 @@ def test_less_is_kept_by_what_an_unfused_norm_keeps(name, precision, networks):
 
 @pytest.fixture(scope="module")
 def runs(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the runs of both hosts: one local process, and two ranks of Transformer Engine.
+    """Train with both hosts, and return the folder of the runs.
 
-    ``then_other`` is begun by one local process and resumed by two tensor-parallel ranks in
-    Transformer Engine's layers, ``then_local`` the other way round.
+    Runs with local layers use one process, runs with Transformer Engine two ranks. ``then_other``
+    starts in one local process and is resumed by two tensor-parallel ranks with Transformer
+    Engine's layers; ``then_local`` is the reverse.
     """
     out = tmp_path_factory.mktemp("runs")
     file = out / "tiny.yaml"
@@ -162,7 +167,7 @@ def runs(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @each_layout
-def test_a_layout_of_its_layers_is_the_local_run(layout, runs):
+def test_every_layout_matches_the_run_with_local_layers(layout, runs):
     run_dir, reference = runs / layout.name, runs / layout.model
     initial = [(folder / "initial.txt").read_text() for folder in (run_dir, reference)]
     assert initial[0] == initial[1]
@@ -187,7 +192,7 @@ def test_a_checkpoint_of_one_host_is_resumed_by_the_other(name, runs):
 
 
 @pytest.mark.parametrize("environment_of", [dict, environment], ids=HOSTS)
-def test_its_checkpoints_export_and_verify_in_both_hosts(environment_of, runs, tmp_path):
+def test_a_transformer_engine_checkpoint_exports_in_both_hosts(environment_of, runs, tmp_path):
     checkpoint = CheckpointStore(runs / "v2:tp2+sp").latest()
     options = {"env": environment_of()} if environment_of is environment else {}
     run("diffmegatron", "export", checkpoint, tmp_path / "hf", **options)

@@ -38,8 +38,7 @@ LAYERS = [
     {"model"},
     {"attention", "parallel"},
     {"config"},
-    # The recipe has a section for each variant. Variants import their computation within
-    # functions.
+    # Below config, because the recipe has a section for each variant.
     {"attention.variants"},
     {"command_options", "file_lock", "own_code", "user_paths", "validation"},
     {"attention.kernels", "section", "config.yaml_documents"},
@@ -86,7 +85,7 @@ def imported_by(node: ast.AST, path: Path) -> set[str]:
 
 
 def package_of(parts: tuple[str, ...]) -> str:
-    """Return the innermost package of a module, given the parts of its name."""
+    """Return the innermost package in ``LAYERS`` of a module, given the parts of its name."""
     inner = ".".join(parts[:2])
     return inner if inner in LAYER_OF else parts[0]
 
@@ -127,7 +126,7 @@ def test_engines_are_imported_in_their_packages_only(path):
         assert not outside, f"{path} imports {outside}"
 
 
-def test_no_kind_of_attention_is_known_by_name_outside_its_file():
+def test_attention_kinds_are_not_named_outside_their_packages():
     """Check that other packages read the properties of a variant, and do not compare its name."""
     names = re.compile(
         r"""["'](softmax|diff_v1|diff_v2|grouped|diffllama)["']|is_differential"""

@@ -1,4 +1,4 @@
-"""The command line: help worth reading, and one sentence with status 2 for every mistake."""
+"""The command line: its help, and one sentence with an exit status for every mistake."""
 
 import inspect
 import os
@@ -32,7 +32,7 @@ def diffmegatron(*arguments: str, **environment: str) -> subprocess.CompletedPro
 
 
 def refused(*arguments: str, status: int = 2, **environment: str) -> str:
-    """Return the one sentence of an error."""
+    """Return the error, one sentence, of a command that must fail."""
     result = diffmegatron(*arguments, **environment)
     assert result.returncode == status, result.stdout + result.stderr
     return the_sentence(result.stderr)
@@ -49,13 +49,13 @@ def the_sentence(errors: str) -> str:
 def refused_here(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., str]:
-    """As :func:`refused`, in this process: of commands that import for seconds."""
+    """Return a :func:`refused` that runs in this process, so that slow imports happen only once."""
 
     def run(*arguments: str, status: int = 2, **environment: str) -> str:
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
         monkeypatch.setattr(sys, "argv", ["diffmegatron", *arguments])
-        import_deepspeed()  # whose compiler's complaints come once a process
+        import_deepspeed()  # it may print messages once per process, which the next line drops
         capfd.readouterr()
         with pytest.raises(SystemExit) as ended:
             main()
@@ -71,14 +71,14 @@ def test_help_names_every_command():
 
 
 @pytest.mark.parametrize("group", [[], ["checkpoint"], ["attempt"], ["configs"], ["data"], ["dex"]])
-def test_help_says_of_every_command_a_whole_sentence(group):
-    """What does not fit a line of 80 columns would end in dots."""
+def test_help_does_not_truncate_the_summary_of_a_command(group):
+    """A sentence that does not fit a line of 80 columns would end in dots."""
     text = diffmegatron(*group, "--help", COLUMNS="80").stdout
     assert "Commands:" in text and "..." not in text.partition("Commands:")[2], text
 
 
 def test_help_imports_nothing_that_takes_time():
-    """`-X importtime` names every module on standard error."""
+    """Of all imports, which `-X importtime` lists on standard error, none is slow."""
     command = [sys.executable, "-X", "importtime", "-m", "diffmegatron", "--help"]
     result = subprocess.run(command, capture_output=True, text=True, check=True)
     imported = {line.rpartition("|")[2].strip() for line in result.stderr.splitlines()}
@@ -86,7 +86,7 @@ def test_help_imports_nothing_that_takes_time():
     assert not imported & {"numpy", "pydantic", "rich", "torch", "yaml"}
 
 
-def test_dex_select_chooses_the_share_that_the_kind_counts():
+def test_dex_select_has_the_default_share_of_the_kind():
     assert inspect.signature(select).parameters["share"].default == SHARE
 
 
@@ -126,8 +126,8 @@ def test_the_version():
         ("model.attention.kind=diff_v3", "did you mean 'diff_v"),
     ],
 )
-def test_a_mistake_in_the_recipe_is_told_before_the_libraries_load(override, hint, recipe):
-    """`-X importtime` names every module on standard error."""
+def test_a_recipe_error_is_reported_before_torch_is_imported(override, hint, recipe):
+    """The imports, which `-X importtime` lists on standard error, do not include torch."""
     command = [sys.executable, "-X", "importtime", "-m", "diffmegatron", "train", recipe]
     result = subprocess.run(
         [*command, override], capture_output=True, text=True, check=False, timeout=600
@@ -143,12 +143,12 @@ def test_ranks_without_a_launcher_are_refused(recipe, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["LOCAL_RANK", "SLURM_JOB_END_TIME"])
-def test_an_environment_that_is_of_no_use_is_refused(name, recipe, tmp_path):
+def test_an_invalid_environment_variable_is_refused(name, recipe, tmp_path):
     assert f"the environment sets {name} 'soon'" in refused("train", recipe, **{name: "soon"})
     assert not (tmp_path / "run").exists()
 
 
-def test_ranks_that_cannot_meet_are_refused(recipe, refused_here):
+def test_an_unresolvable_master_address_is_refused(recipe, refused_here):
     here = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "29517", "LOCAL_RANK": "0"}
     line = refused_here("train", recipe, status=69, **here, MASTER_ADDR="no.such.host.invalid")
     assert "MASTER_ADDR 'no.such.host.invalid', which cannot be resolved" in line
@@ -180,7 +180,7 @@ def test_ranks_that_do_not_fill_the_layout_are_refused(recipe, refused_here):
     )
 
 
-def test_a_search_names_its_own_gpus(recipe):
+def test_plan_refuses_search_together_with_gpus(recipe):
     assert "drop --gpus 4" in refused("plan", recipe, "--search", "8", "--gpus", "4")
 
 
@@ -195,13 +195,13 @@ def test_a_search_names_its_own_gpus(recipe):
         (["--hardware", 4_000 * "x"], "is unknown; give one of H100 PCIe"),
     ],
 )
-def test_a_plan_on_what_there_is_not_is_refused(options, said, recipe):
+def test_plan_refuses_impossible_rank_counts_and_unknown_hardware(options, said, recipe):
     line = refused("plan", recipe, *options)
     assert said in line
     assert len(line) < 500
 
 
-def test_a_stage_that_cannot_follow_is_refused_before_the_first_is_trained(recipe, tmp_path):
+def test_an_incompatible_stage_is_refused_before_training(recipe, tmp_path):
     stages = "stages: [{name: a}, {name: b, model: {num_layers: 4}}]"
     Path(recipe).write_text(f"{Path(recipe).read_text()}\n{stages}")
     for command in ("plan", "train"):
@@ -209,7 +209,7 @@ def test_a_stage_that_cannot_follow_is_refused_before_the_first_is_trained(recip
     assert not (tmp_path / "run").exists()
 
 
-def test_a_stage_that_does_not_fit_the_ranks_is_refused_before_the_first(
+def test_a_stage_that_does_not_fit_the_ranks_is_refused_before_training(
     recipe, tmp_path, refused_here
 ):
     stages = "stages: [{name: a}, {name: b, parallel: {tensor: 2}}]"
@@ -218,17 +218,17 @@ def test_a_stage_that_does_not_fit_the_ranks_is_refused_before_the_first(
     assert not (tmp_path / "run").exists()
 
 
-def test_plan_knows_the_attention_backends(recipe):
+def test_plan_refuses_an_unknown_attention_backend(recipe):
     assert "flash_4call" in refused("plan", recipe, "training.attention_backend=tritn")
 
 
-def test_a_path_that_is_no_checkpoint_is_refused(tmp_path):
+def test_export_refuses_a_path_without_a_checkpoint(tmp_path):
     line = refused("export", str(tmp_path / "step_1"), str(tmp_path / "out"))
     assert "is not a checkpoint" in line
     assert not (tmp_path / "out").exists()
 
 
-def test_an_export_names_the_checkpoints_that_there_are(tmp_path):
+def test_an_export_error_lists_the_existing_checkpoints(tmp_path):
     (tmp_path / "checkpoints" / "step_00000010").mkdir(parents=True)
     (tmp_path / "checkpoints" / "step_00000020").mkdir()
     (tmp_path / "file").write_text("")
@@ -251,7 +251,7 @@ def test_an_empty_corpus_is_refused(tmp_path):
     assert not (tmp_path / "c.bin").exists()
 
 
-def test_names_that_are_no_text_are_printed(tmp_path):
+def test_file_names_that_are_not_utf_8_can_be_printed(tmp_path):
     source = tmp_path / os.fsdecode(b"in\xff.txt")
     source.write_text("text")
     prefix = tmp_path / os.fsdecode(b"out\xff")

@@ -1,4 +1,4 @@
-"""The doctor's findings: what is there, what is taken, what is missing."""
+"""The doctor's findings: installed versions, chosen implementations, missing packages."""
 
 import io
 import os
@@ -33,7 +33,7 @@ def test_versions_are_those_of_the_installed_packages():
         assert find(report, name).value == version(name)
 
 
-def test_it_names_the_host_that_the_layers_really_take():
+def test_the_report_names_the_host_of_the_layers():
     assert find(doctor.examine(), "layers").value == available_host()
 
 
@@ -97,7 +97,7 @@ def test_a_missing_package_is_named(name, monkeypatch):
     assert [s for s in report.missing if s.startswith(f"{name} is not installed")]
 
 
-def test_every_extra_that_a_user_can_install_has_rows():
+def test_every_optional_package_has_a_row():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
         "optional-dependencies"
     ]
@@ -110,12 +110,12 @@ def test_every_extra_that_a_user_can_install_has_rows():
     assert asked <= doctor.OPTIONAL.keys()
 
 
-def test_nothing_installed_is_reported_missing(monkeypatch):
+def test_installed_packages_are_not_reported_missing(monkeypatch):
     monkeypatch.setattr(doctor, "_version", lambda _: "1.0")
     assert not [s for s in doctor.examine().missing if "not installed" in s]
 
 
-def test_a_cpu_build_of_torch_is_said_to_be_one(monkeypatch):
+def test_a_cpu_build_of_torch_is_reported(monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     report = doctor.examine()
@@ -150,7 +150,7 @@ def test_gpus_are_listed_with_memory_and_peak(monkeypatch):
     assert any("has no bf16" in sentence for sentence in doctor.examine().missing)
 
 
-def test_the_tokenizer_is_looked_for_and_never_downloaded(tmp_path, monkeypatch):
+def test_the_tokenizer_file_is_reported_as_found_or_missing(tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
     for variable in ("DIFFMEGATRON_TIKTOKEN", "TIKTOKEN_CACHE_DIR", "DATA_GYM_CACHE_DIR"):
@@ -191,7 +191,7 @@ def test_the_printed_report_has_every_finding_and_sentence(monkeypatch):
     reason="doctor imports Megatron-core where Transformer Engine is installed, to see if it loads",
 )
 def test_nothing_heavy_is_imported():
-    """Megatron-core, DeepSpeed and transformers take seconds each to import."""
+    """The doctor does not import libraries whose import takes seconds."""
     heavy = ("megatron", "deepspeed", "transformers")
     code = "import sys; from diffmegatron import doctor; doctor.examine(); "
     code += f"print([name for name in {heavy} if name in sys.modules])"

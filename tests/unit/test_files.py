@@ -1,4 +1,4 @@
-"""Files of any kind and content: a value, or one sentence; never a wait, never a traceback."""
+"""Reading and writing paths of any kind: a failure is a short error, and no call waits."""
 
 import os
 from pathlib import PurePath
@@ -42,7 +42,7 @@ def test_a_file_is_read_against_its_schema(tmp_path):
         (b'{"x": 1, "y": "' + b"y" * 5_000 + b'"}', "valid number"),
     ],
 )
-def test_damaged_json_is_one_short_sentence(tmp_path, content, said):
+def test_the_error_of_damaged_json_is_one_short_line(tmp_path, content, said):
     path = tmp_path / "point.json"
     path.write_bytes(content)
     with pytest.raises(UserError, match="damaged and cannot be used") as caught:
@@ -53,7 +53,7 @@ def test_damaged_json_is_one_short_sentence(tmp_path, content, said):
     assert len(sentence) < 400
 
 
-def test_what_is_no_file_is_not_waited_for(tmp_path):
+def test_reading_a_path_that_is_not_a_file_fails_at_once(tmp_path):
     os.mkfifo(tmp_path / "fifo")
     for name, said in {
         "fifo": "a FIFO",
@@ -73,14 +73,14 @@ def test_a_file_beyond_its_limit_is_refused(tmp_path):
     path = tmp_path / "large"
     path.write_bytes(b"x" * 11)
     assert len(read_bytes(path, max_bytes=11)) == 11
-    with pytest.raises(UserError, match="larger than the 10 bytes"):
+    with pytest.raises(UserError, match="larger than the limit of 10 bytes"):
         read_bytes(path, max_bytes=10)
     path.write_bytes(b"\xff")
     with pytest.raises(UserError, match="not UTF-8"):
         read_text(path)
 
 
-def test_a_failed_write_leaves_what_was_there(tmp_path):
+def test_a_failed_write_keeps_the_old_content(tmp_path):
     path = tmp_path / "file"
     write_durably(path, b"first")
     (tmp_path / "file.tmp").mkdir()
@@ -89,7 +89,7 @@ def test_a_failed_write_leaves_what_was_there(tmp_path):
     assert path.read_bytes() == b"first"
 
 
-def test_a_full_disk_gets_back_what_a_failed_write_took(tmp_path, monkeypatch):
+def test_a_write_that_fails_on_a_full_disk_leaves_no_file(tmp_path, monkeypatch):
     def full(_: int) -> None:
         raise OSError(28, "No space left on device")
 
@@ -115,11 +115,11 @@ def test_paths_are_shown_short_and_on_one_line(tmp_path):
         (["/a/x", "/b/x", "a/x"], ["/a/x", "b/x", "a/x"]),
     ],
 )
-def test_paths_are_called_by_what_tells_them_apart(paths, names):
+def test_paths_are_shortened_to_unique_ends(paths, names):
     assert shortest_ends([PurePath(path) for path in paths]) == names
 
 
-def test_a_fifo_is_not_waited_for_by_who_writes(tmp_path):
+def test_writing_to_a_fifo_fails_at_once(tmp_path):
     os.mkfifo(tmp_path / "file.tmp")
     with pytest.raises(OSError, match="No such device"):
         write_durably(tmp_path / "file", b"content")

@@ -1,4 +1,4 @@
-"""Every link between the pages leads to a file, and to a heading of it where it names one."""
+"""Every link between the pages leads to a file, and to an existing heading if it names one."""
 
 import re
 from pathlib import Path
@@ -14,13 +14,13 @@ LINK = re.compile(r"\]\((?!https?://)([^)#\s]*)(?:#([^)\s]+))?\)")
 
 
 def anchors(page: Path) -> set[str]:
-    """Return the anchors of headings on GitHub."""
+    """Return the anchors that GitHub gives to the headings of a page."""
     headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", each.lower()).replace(" ", "-") for each in headings}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
-def test_links_lead_somewhere(page):
+def test_links_lead_to_existing_files_and_headings(page):
     for target, anchor in LINK.findall(page.read_text()):
         found = (page.parent / target).resolve() if target else page
         assert found.exists(), f"{target} is not there"

@@ -1,4 +1,4 @@
-"""A kind of attention and a hook of a user's own file, in every command that is asked."""
+"""A kind of attention and a hook in a user's own file, with every command."""
 
 import os
 import re
@@ -26,7 +26,7 @@ KIND = "model.attention={kind: gained, num_heads: 4, num_kv_heads: 2}"
 
 @pytest.fixture
 def process():
-    """Return a function that removes all imports of own code from this process."""
+    """Yield a function that removes all imports of user code from this process."""
     kinds, modules = dict(VARIANTS), set(sys.modules)
 
     def forget() -> None:
@@ -35,7 +35,8 @@ def process():
         hook.HOOKS.clear()
         for name in [each for each in sys.modules if each.startswith("my_attention")]:
             del sys.modules[name]
-        # monkeypatch would restore a value that a command has set, so remove the variable.
+        # A command may have set this variable. It is removed directly and not with
+        # monkeypatch.delenv, because monkeypatch would set the command's value again at the end.
         os.environ.pop(own_code.IMPORTS, None)
 
     yield forget
@@ -105,7 +106,7 @@ def test_an_own_kind_works_in_every_command(own, corpus, tmp_path, process, monk
     for folder in ("run", checkpoint):
         assert yaml.safe_load(Path(folder, "recipe.yaml").read_text())["imports"] == [str(own)]
 
-    # Neither does whoever reads the run run its code unasked, nor does it stay unread.
+    # Commands that read the run import its code only if --import names it, and otherwise refuse.
     readers = [
         ("export", "run", "hf"),
         ("compare", "run", "--out", "compared"),
@@ -121,7 +122,7 @@ def test_an_own_kind_works_in_every_command(own, corpus, tmp_path, process, monk
         process()
         command(*asked, *words)
 
-    # A job of another shell is told too; a recipe may say it instead.
+    # The script of a job exports the imports. The environment or a recipe can also contain them.
     process()
     script = command(*asked, "launch", "tiny.yaml", KIND, "run_dir=other", "--nodes", "2",
                      "--cluster", "cluster.yaml", "--dry-run")  # fmt: skip
@@ -132,7 +133,8 @@ def test_an_own_kind_works_in_every_command(own, corpus, tmp_path, process, monk
     process()
     Path("tiny.yaml").write_text(f"{text}\nimports: [./my_attention.py]\n")
     assert "gained attention" in command("plan", "tiny.yaml", KIND)
-    # The code of the recipe is asked for by giving the recipe: its own checkpoints are read.
+    # This command resumes the run from its checkpoint, which needs the user's code. The code is
+    # imported without --import, because the recipe on the command line names it in `imports`.
     process()
     command("train", "tiny.yaml", KIND, "training.steps=4")
 
@@ -151,7 +153,7 @@ def test_an_own_kind_works_in_every_command(own, corpus, tmp_path, process, monk
         (EXAMPLE.replace('"gained"', '"diff_v1"'), "ValueError: attention kind 'diff_v1' is"),
     ],
 )
-def test_code_that_fails_is_a_sentence_with_its_line(content, said, tmp_path, process):
+def test_an_error_in_imported_code_names_its_line(content, said, tmp_path, process):
     process()
     path = tmp_path / "my_attention_bad.py"
     path.write_text(content)
@@ -159,7 +161,7 @@ def test_code_that_fails_is_a_sentence_with_its_line(content, said, tmp_path, pr
     assert not any(name.startswith("my_attention") for name in sys.modules)
 
 
-def test_what_is_no_code_is_refused(tmp_path, process):
+def test_importing_a_path_that_is_not_python_is_refused(tmp_path, process):
     process()
     os.mkfifo(tmp_path / "fifo.py")
     assert "is a FIFO" in refused("--import", tmp_path / "fifo.py", "doctor")
@@ -169,7 +171,7 @@ def test_what_is_no_code_is_refused(tmp_path, process):
     assert "is not a Python file" in refused("--import", tmp_path / "text", "doctor")
 
 
-def test_two_files_of_one_name_are_two_modules(tmp_path, process):
+def test_files_with_the_same_name_are_separate_modules(tmp_path, process):
     process()
     for name in "ab":
         (tmp_path / name).mkdir()
@@ -179,7 +181,7 @@ def test_two_files_of_one_name_are_two_modules(tmp_path, process):
     assert sorted(found) == ["a", "b"]
 
 
-def test_an_inherited_export_that_does_not_fit_says_whose_it_is(tiny_recipe, process):
+def test_an_inherited_export_without_a_parameter_names_its_parent(tiny_recipe, process):
     from diffmegatron.attention.variants.base import Constant, Parameter
     from diffmegatron.attention.variants.diff_v1 import DiffV1
     from diffmegatron.hf.weight_mapping import table
@@ -201,8 +203,13 @@ def test_an_inherited_export_that_does_not_fit_says_whose_it_is(tiny_recipe, pro
     assert model.attention.inherited_export is None
 
 
-def test_an_inherited_export_of_another_computation_is_refused(tiny_recipe, process):
-    """In bf16 the logits of such an export differ by less than folded weights round."""
+def test_an_inherited_export_is_refused_if_forward_is_overridden(tiny_recipe, process):
+    """A subclass that changes ``forward`` cannot use the export of its parent class.
+
+    The export compares the logits of the exported model with those of the network. In bf16 it also
+    multiplies some weights into others and rounds the products. The comparison tolerates this
+    rounding, so it may not find the difference between the two ``forward`` methods.
+    """
     from diffmegatron.attention.variants.diff_v1 import DiffV1
     from diffmegatron.hf.weight_mapping import table
 
@@ -227,8 +234,12 @@ def test_an_inherited_export_of_another_computation_is_refused(tiny_recipe, proc
     assert table(model.model_copy(update={"attention": Mapped(**sizes)}))
 
 
-def test_an_inherited_export_is_refused_before_a_setting_of_the_parent(tiny_recipe, process):
-    """DiffLlama always has the headwise norm, but this is not why another lambda has no export."""
+def test_an_inherited_export_is_checked_before_settings_of_the_parent(tiny_recipe, process):
+    """The error names the computation of lambda, and not the setting of the headwise norm.
+
+    The class computes lambda differently from its parent class. It also has no headwise norm, but
+    DiffLlama, the parent's export format, always has one.
+    """
     import torch
 
     from diffmegatron.attention.variants.diff_v1 import DiffV1

@@ -1,4 +1,4 @@
-"""docs/python.md as it stands runs, and ``import diffmegatron`` stays quick and quiet."""
+"""The code of docs/python.md runs, and ``import diffmegatron`` is fast and without warnings."""
 
 import importlib
 import math
@@ -23,7 +23,7 @@ PAGE = REPOSITORY / "docs" / "python.md"
 
 @pytest.fixture
 def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Its code, in a folder as it expects it."""
+    """Return the code of docs/python.md; the working directory has the files that it reads."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "configs").symlink_to(REPOSITORY / "configs")
     (tmp_path / "texts").mkdir()
@@ -38,13 +38,14 @@ def test_the_page_runs(page):
     assert names["finished"] and len(names["losses"]) == 4 and names["losses"][-1] < 5.5
     assert names["difference"].relative < 1e-5
     assert (Path("runs/first/hf") / "model.safetensors").is_file()
-    # The kernels alone: the norm of the page is the equation's, V2's pairs are subtracted.
+    # The page also calls the kernels alone: compare the norm with its equation, and the heads of
+    # DIFF V2 with the first minus lambda times the second plain head of each pair.
     heads, pairs = names["heads"], names["plain"].unflatten(2, (-1, 2))
     mean_square = heads.square().mean(-1, keepdim=True)
     assert torch.allclose(names["normed"], 0.2 * heads / (mean_square + 1e-5).sqrt(), atol=1e-6)
     subtracted = pairs[:, :, :, 0] - names["lambdas"][..., None] * pairs[:, :, :, 1]
     assert torch.allclose(names["heads_v2"], subtracted, atol=1e-6)
-    # The hook has stopped the second one before its last step, saved, and recorded.
+    # A hook has stopped the second run before its last step; the run was saved, and has metrics.
     assert names["finished_early"]
     (step,) = CheckpointStore(Path("runs/second")).steps()
     assert 0 < step < 8
@@ -70,7 +71,7 @@ def test_every_public_name_is_there_and_on_the_page():
         _ = diffmegatron.tarin
 
 
-def test_what_needs_no_torch_imports_none():
+def test_names_that_need_no_torch_do_not_import_it():
     light = (
         "Hook, Recipe, UserError, evaluate, export, load_recipe, load_stages, plan_recipe, train"
     )
@@ -92,15 +93,16 @@ def test_megatron_is_imported_and_set_up_without_its_warnings(monkeypatch):
 
 
 def warnings_of_megatron() -> set[str]:
-    """Return the first sentences of the messages that pass the package's filters."""
+    """Return the first sentence of each UserWarning that passes the filters of diffmegatron."""
     with warnings.catch_warnings(record=True) as heard:
         warnings.resetwarnings()
         importlib.reload(diffmegatron)
-        # Once more under their own names; what the other tests have imported stays as it is.
+        # These modules warn when they are imported, so run them again. The filters match the
+        # names of modules, so keep these.
         for name in ("models.backends", "optimizer.clip_grads", "optimizer.optimizer"):
             runpy.run_module(f"megatron.core.{name}", run_name=f"megatron.core.{name}")
         TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1)
         for text in ("of use", "Apex is not installed. Falling back to Torch Norm"):
             warnings.warn_explicit(text, UserWarning, "", 1, "megatron.core.models.backends")
-    # The others are runpy's own, of modules that are imported already.
+    # Warnings of other categories are runpy's own, about modules that are imported already.
     return {str(each.message).split(".")[0] for each in heard if each.category is UserWarning}

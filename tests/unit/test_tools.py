@@ -58,7 +58,7 @@ def test_data_are_prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert read_manifest(tmp_path / "out").documents == 1
 
 
-def test_a_mistake_is_one_sentence(
+def test_a_user_error_exits_with_status_2(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = [str(tmp_path / "missing"), str(tmp_path / "out")]

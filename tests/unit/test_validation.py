@@ -41,7 +41,7 @@ def test_values_that_fit_are_returned_as_the_model():
         ({"name": "abcdef"}, "name 'abcdef' is longer than 5 letters"),
     ],
 )
-def test_the_first_mistake_is_one_sentence(values, problem):
+def test_the_error_reports_the_first_mistake(values, problem):
     with pytest.raises(UserError) as caught:
         validated(Example, values, "file.yaml")
     assert str(caught.value).startswith(f"file.yaml: {problem}")

@@ -1,4 +1,4 @@
-"""Words that must not come back, in what people read: code, recipes, scripts and pages."""
+"""Words that must not come back into code, recipes, scripts and pages."""
 
 import re
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ PLACES = (
 )
 ENDINGS = {".py", ".md", ".yaml", ".sh"}
 
-# Each pattern ignores case; what to write instead.
+# Patterns, which ignore case, and the words to write instead.
 WORDS = {
     r"\banew\b": "again, from scratch, rebuilt",
     r"\barrived home\b": "was gathered, was returned",
@@ -53,9 +53,9 @@ WORDS = {
     r"\bchunks? (per|a) (stage|rank)\b|\bpipeline chunks?\b": "virtual stage",
     r"\bverdicts?\b|\bjudg(e|es|ed|ing)\b": "decision, decide (a judge is a model)",
 }
-# Where a word has the field's own meaning.
+# Files that may use a word, because it has the field's own meaning there.
 ALLOWED = {
-    # A model that says whether a summary follows from its document.
+    # A judge is a model that decides whether a summary follows from its document.
     r"\bverdicts?\b|\bjudg(e|es|ed|ing)\b": {
         "README.md",
         "docs/architecture.md",
@@ -70,7 +70,7 @@ def files() -> Iterator[Path]:
     for place in PLACES:
         path = ROOT / place
         for each in (path,) if path.is_file() else sorted(path.rglob("*")):
-            # Decisions tell what was tried, the test below only what is.
+            # Skip pages of decisions and results, which describe the past and may use old words.
             if (
                 each.suffix in ENDINGS
                 and "design" not in each.parts
@@ -80,7 +80,7 @@ def files() -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("pattern", WORDS)
-def test_a_word_does_not_come_back(pattern):
+def test_banned_words_are_not_used(pattern):
     word = re.compile(pattern, re.IGNORECASE)
     allowed = ALLOWED.get(pattern, set())
     found = [

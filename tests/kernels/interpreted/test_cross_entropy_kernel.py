@@ -1,4 +1,4 @@
-"""The vocabulary's cross-entropy in the interpreter, beside torch's in float64."""
+"""The cross-entropy kernel in Triton's interpreter, compared with torch's in float64."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ def made(dtype=torch.float64):
 
 
 def expected(logits, labels, weights):
-    """Torch's losses and gradient, in float64."""
+    """Return torch's losses and gradient, in float64."""
     exact = logits.detach().double().requires_grad_()
     losses = torch.nn.functional.cross_entropy(exact, labels, reduction="none")
     (losses * weights).sum().backward()
@@ -37,7 +37,8 @@ def expected(logits, labels, weights):
 
 
 def computed(logits, labels, weights, group=None, unpadded_size=None):
-    # A copy, as the gradient is written over the logits; not a leaf, as they never are.
+    # The kernel's backward pass overwrites its input with the gradient. The input is therefore
+    # `given * 1`, a new tensor. Like the logits of a network, it is not a leaf tensor.
     given = logits.detach().clone().requires_grad_()
     losses = cross_entropy(given * 1, labels, group, unpadded_size)
     (losses * weights).sum().backward()
@@ -53,7 +54,7 @@ def test_losses_and_gradients_are_torchs(dtype, tolerance):
     exact_losses, exact_gradient = expected(logits, labels, weights)
     assert losses.dtype == torch.promote_types(dtype, torch.float32)
     assert gradient.dtype == dtype
-    # Rounded once, the gradient to the logits' dtype: the losses of bf16 are those of float32.
+    # Only the gradient is rounded to the dtype of the logits. Losses of bf16 logits are float32.
     torch.testing.assert_close(
         losses.double(), exact_losses, rtol=min(tolerance, 2e-6), atol=min(tolerance, 2e-6)
     )
@@ -61,7 +62,7 @@ def test_losses_and_gradients_are_torchs(dtype, tolerance):
 
 
 @pytest.mark.parametrize("by_count", [False, True])
-def test_words_without_a_logit_have_no_part(by_count):
+def test_padded_vocabulary_entries_are_ignored(by_count):
     logits, labels, weights = made()
     labels = labels.clamp(max=30)
     unpadded_size = None
@@ -77,7 +78,7 @@ def test_words_without_a_logit_have_no_part(by_count):
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_what_is_not_finite_is_not_hidden(bad):
+def test_a_nonfinite_logit_makes_its_loss_nonfinite(bad):
     logits, labels, weights = made()
     logits[2, 7] = bad
     losses, _ = computed(logits, labels, weights)
@@ -85,7 +86,7 @@ def test_what_is_not_finite_is_not_hidden(bad):
 
 
 def reduction_with(statistics):
-    """Return an all-reduce with one other rank, which has these values."""
+    """Return a stand-in for all_reduce with one other rank, which has these statistics."""
     largest, total, of_label = statistics
     found = []
 
@@ -100,10 +101,10 @@ def reduction_with(statistics):
 
 @pytest.mark.parametrize("padded", [False, True])
 def test_ranks_share_the_vocabulary(monkeypatch, padded):
-    """Each of two ranks by itself, with what the other would give it."""
+    """Two ranks with half of the vocabulary each get the losses and gradients of the whole."""
     logits, labels, weights = made()
     if padded:
-        # The second rank has no word at all.
+        # The second rank's shard is only padding.
         logits[:, 22:], labels = -torch.inf, labels.clamp(max=21)
     shares = [share.contiguous() for share in logits.chunk(2, dim=1)]
     monkeypatch.setattr(distributed, "get_world_size", lambda _: 2)
@@ -121,7 +122,7 @@ def test_ranks_share_the_vocabulary(monkeypatch, padded):
         torch.testing.assert_close(gradient, part, rtol=1e-13, atol=1e-13)
 
 
-def test_the_logits_are_overwritten_once():
+def test_a_second_backward_through_overwritten_logits_is_an_error():
     logits, labels, _ = made()
     given = logits.requires_grad_() * 1
     losses = cross_entropy(given, labels)
@@ -130,8 +131,11 @@ def test_the_logits_are_overwritten_once():
         losses.sum().backward()
 
 
-def test_a_network_by_the_kernel_is_the_one_by_megatrons_loss(monkeypatch):
-    """Chunks that are computed again, words that pad the vocabulary, and a tied embedding."""
+def test_a_network_with_the_kernel_equals_one_with_megatrons_loss(monkeypatch):
+    """The losses and gradients of both are equal.
+
+    The network has recomputed loss chunks, a padded vocabulary and a tied embedding.
+    """
     sizes = {"num_layers": 1, "hidden_size": 32, "ffn_hidden_size": 32, "vocab_size": 64}
     recipe = load_recipe(
         ROOT / "configs/diff_3b_1t.yaml",

@@ -1,8 +1,8 @@
-"""The Triton kernels, run by the interpreter on CPU tensors, against float64 loops and autograd.
+"""The Triton kernels, run by the interpreter on CPU tensors, against PyTorch backends and loops.
 
-Through the public functions, as anyone may debug a kernel. Blocks are small, so that short
-sequences span several of them; float64 runs through the very same kernels, which holds them to the
-maths and not to a rounding error.
+The tests call the public functions, as a user who debugs a kernel would. Blocks are small, so that
+short sequences span several of them. Most tests use float64, where a difference is a mistake in the
+formulas and not a rounding error.
 """
 
 from contextlib import ExitStack, contextmanager
@@ -46,8 +46,8 @@ def small_blocks(monkeypatch):
         monkeypatch.setattr(launch, function, lambda *_: Blocks(16, 16, 4, 1))
     monkeypatch.setattr(launch, "PREPROCESS_ROWS", 16)
     monkeypatch.setattr(subtraction, "ROWS", 16)
-    # Under deterministic algorithms torch fills new memory with NaN: what a kernel leaves unwritten
-    # shows.
+    # With deterministic algorithms, torch fills new memory with NaN. An element that a kernel does
+    # not write then stays NaN and fails a test.
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -55,7 +55,7 @@ def small_blocks(monkeypatch):
 
 @contextmanager
 def in_form(one_pass=False, target=Target.LARGE):
-    """Within, the backward is of this form and the kernels are those of such a chip."""
+    """Set the form of the backward pass (split or one pass) and the GPU to choose kernels for."""
     with ExitStack() as stack:
         for name, value in (("default_one_pass", one_pass), ("target_of", target)):
             stack.enter_context(mock.patch.object(launch, name, lambda *_, value=value: value))
@@ -63,7 +63,7 @@ def in_form(one_pass=False, target=Target.LARGE):
 
 
 def triton_and_reference(inputs, norm=None, one_pass=False, target=Target.LARGE, **options):
-    """((out, gradients) of the kernels, the same of the reference in float64)."""
+    """Return (out, gradients) of the kernels, and (out, gradients) of the reference in float64."""
     leaves = list(inputs) if norm is None else [*inputs, norm.weight]
     doubles = [x.detach().double().requires_grad_() for x in inputs]
     double_leaves = doubles if norm is None else [*doubles, norm.weight]
@@ -129,7 +129,7 @@ def test_offsets_and_documents(options, causal):
 
 
 @pytest.mark.parametrize("noise_heads", [4, 2])
-def test_the_loops_agree_too(noise_heads):
+def test_triton_equals_the_loops(noise_heads):
     inputs = make_inputs(rows=19, heads=4, noise_heads=noise_heads, kv_heads=2, width=16)
     out = diff_attention(*inputs, backend="triton")
     assert relative_error(out, loop_diff_attention(*inputs)) < 1e-13
@@ -141,7 +141,7 @@ def test_the_loops_agree_too(noise_heads):
     [(16, {}), (12, {"causal": False}), (16, {"cu_seqlens": torch.tensor([0, 7, 40])})],
     ids=["causal", "full", "documents"],
 )
-def test_one_map_with_values_as_wide_as_the_queries(width, options, one_pass):
+def test_one_map_equals_the_reference(width, options, one_pass):
     q, k, _, _, v, _ = make_inputs(rows=20, keys=37, heads=2, width=width)
     options = {"query_offset": 17, **options}
     inputs = [q, k, v[..., :width].detach().requires_grad_()]
@@ -157,7 +157,7 @@ def test_one_map_with_values_as_wide_as_the_queries(width, options, one_pass):
 
 @pytest.mark.parametrize(("heads", "ratio"), [(2, 1), (6, 3)])
 @pytest.mark.parametrize("strided", [False, True], ids=["dense", "strided"])
-def test_the_subtraction(heads, ratio, strided):
+def test_the_subtraction_equals_pytorch(heads, ratio, strided):
     *_, lambda_ = make_v2_inputs(batch=2, rows=21, heads=heads, ratio=ratio)
     given = torch.randn(2, 12, heads + heads // ratio, 21, dtype=torch.float64)
     given = given.permute(0, 3, 2, 1) if strided else given.permute(0, 3, 2, 1).contiguous()
@@ -167,13 +167,13 @@ def test_the_subtraction(heads, ratio, strided):
     assert_close(found, expected, 1e-14)
 
 
-def test_the_subtraction_in_sixteen_bits_takes_lambda_of_any_dtype():
+def test_fp16_subtraction_accepts_a_float32_lambda():
     heads = torch.randn(1, 9, 3, 8).half().requires_grad_()
     lambda_ = torch.rand(1, 9, 2, requires_grad=True)
     found = value_and_grads(lambda *x: subtract_noise(*x, backend="triton"), [heads, lambda_])
     expected = value_and_grads(lambda *x: subtract_noise(*x, backend="pytorch"), [heads, lambda_])
     assert [x.dtype for x in found[1]] == [torch.float16, torch.float32]
-    # The interpreter truncates where PyTorch rounds.
+    # Both compute in float32, and round to fp16 once.
     assert_close(found, expected, 2e-3)
 
 
@@ -208,7 +208,7 @@ def test_norm(noise_heads, width, eps, weight):
 
 @pytest.mark.parametrize(
     ("dtype", "tolerance"),
-    # The interpreter truncates where the hardware rounds: 2**-8 and 2**-11 for one cast.
+    # The interpreter rounds to fp16 (error up to 2**-11 per cast) but truncates to bf16 (2**-7).
     [(torch.float32, 2e-6), (torch.float16, 2e-3), (torch.bfloat16, 2.5e-2)],
     ids=["fp32", "fp16", "bf16"],
 )
@@ -221,7 +221,11 @@ def test_lower_precision(noise_heads, dtype, tolerance):
 @pytest.mark.parametrize("causal", [True, False], ids=["causal, split", "full, one pass"])
 @pytest.mark.parametrize("shift", [0.0, 40.0], ids=["large", "large and negative"])
 def test_large_logits(shift, causal):
-    """Negative ones far below the score 0 that keys past the end have, unless masked."""
+    """Outputs and gradients for large logits are finite and right.
+
+    A kernel must mask the keys that pad the last block. Their score is 0, which is far above large
+    negative logits.
+    """
     q1, k1, q2, k2, v, lambda_ = make_inputs(rows=20, heads=1, width=16)
     scaled = [
         ((x + offset) * 25).detach().requires_grad_()
@@ -279,7 +283,7 @@ def test_chunks_of_keys_add_up_to_the_whole(count, noise_heads, bounds, one_pass
 
 
 def saved_bytes(function):
-    """Of the tensors that a backward pass will need, each storage once, with the result itself."""
+    """Return the bytes saved for the backward pass, plus those of the output projection's input."""
     storages = {}
 
     def keep(x):
@@ -293,15 +297,20 @@ def saved_bytes(function):
     return sum(storages.values())
 
 
-def test_saved_activations_are_six_fifths_of_the_transformers():
-    """q, k, v, out, out2 and the projection's input to q, k, v, out and the projection's input."""
+def test_saved_activations_are_at_most_six_fifths_of_plain_attention():
+    """Differential attention saves six tensors, and plain attention five.
+
+    The six are q, k, v, out, out2 and the input of the output projection. Plain attention has no
+    out2.
+    """
     inputs = make_inputs(batch=2, rows=16, heads=2, kv_heads=2, width=64, dtype=torch.float16)
     weight = torch.ones(128, requires_grad=True)
     norm = HeadwiseNorm(weight, 1e-5, 0.2)
     mine = saved_bytes(lambda: diff_attention(*inputs, norm=norm, backend="triton"))
     plain = [torch.randn(2, 16, 4, 64, dtype=torch.float16, requires_grad=True) for _ in range(3)]
     baseline = saved_bytes(lambda: softmax_attention(*plain))
-    # Beside these float32: lambda, the norm's weight, and a log-sum-exp per map and row.
+    # Do not count lambda and the norm's weight, whose sizes do not depend on the length. The
+    # log-sum-exps, one float32 per map and row, are counted.
     constants = 4 * (1 + weight.numel())
     assert (mine - constants) / baseline <= 1.2
 
@@ -319,8 +328,11 @@ def test_strided_and_misaligned_inputs():
     assert_close(actual, expected, 1e-13)
 
 
-def test_gradients_of_one_map_in_strides_that_descriptors_refuse():
-    """A batch of one may have any stride, which `is_contiguous` overlooks."""
+def test_one_map_accepts_a_gradient_with_strides_invalid_for_tma():
+    """The gradient of a batch of 1 may have a batch stride that TMA descriptors do not accept.
+
+    `is_contiguous` ignores the stride of a dimension of size 1.
+    """
     q, k, _, _, v, _ = make_inputs(rows=20, width=16)
     v = v[..., :16].detach().requires_grad_()
     with in_form(target=Target.HOPPER):

@@ -1,4 +1,4 @@
-"""Python imports this module at its start where its folder is on the path: add the import hook."""
+"""Add the import hook. Python imports this module when it starts, if this folder is on the path."""
 
 import sys
 

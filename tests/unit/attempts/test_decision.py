@@ -1,4 +1,4 @@
-"""The decision about an attempt, from the ends of its ranks alone."""
+"""The decision after an attempt (one start of a job), from its ranks' exit records."""
 
 import pytest
 
@@ -9,7 +9,7 @@ GONE = "connection closed by peer"
 
 
 def ended(*statuses: int | None, at: tuple[float, ...] = (), reasons=()) -> dict[int, End]:
-    """Return ends of ranks with two ranks per host; None: a rank without a record."""
+    """Return the exit record of each rank, with two ranks per host; status None: no record."""
     return {
         rank: End(
             status=status,
@@ -46,7 +46,7 @@ def decided(ends, ranks=4, **options):
         ((71, None, 2, None), Cause.MISTAKE),
     ],
 )
-def test_the_cause(statuses, cause):
+def test_the_cause_of_an_attempt_follows_from_the_exit_statuses(statuses, cause):
     assert decided(ended(*statuses)).cause == cause
 
 
@@ -65,11 +65,11 @@ def test_the_cause(statuses, cause):
         ((1, 1, 1, 1), Cause.FAULT),
     ],
 )
-def test_the_cause_where_the_job_was_killed(statuses, cause):
+def test_the_cause_in_a_killed_job_follows_from_the_exit_statuses(statuses, cause):
     assert decided(ended(*statuses), was_killed=True).cause == cause
 
 
-def test_a_node_that_died_with_its_job_is_to_blame_and_not_who_noticed():
+def test_a_node_lost_with_its_job_is_blamed_before_ranks_that_noticed():
     ends = ended(None, None, 1, 1, reasons=("", "", GONE, GONE))
     decision = decided(ends, was_killed=True)
     assert decision.hosts == ("n0",)
@@ -77,7 +77,7 @@ def test_a_node_that_died_with_its_job_is_to_blame_and_not_who_noticed():
     assert decided(ended(None, None, 143, 143), was_killed=True).hosts == ()
 
 
-def test_a_node_that_is_gone_is_to_blame_and_not_who_noticed_first():
+def test_a_lost_node_is_blamed_before_ranks_that_noticed_its_loss():
     reasons = (GONE, GONE, "", "")
     assert decided(ended(1, 1, None, None, reasons=reasons)).hosts == ("n1",)
     assert decided(ended(1, 1, 1, None, reasons=(*reasons[:2], GONE, ""))).hosts == ("n0",)
@@ -85,14 +85,14 @@ def test_a_node_that_is_gone_is_to_blame_and_not_who_noticed_first():
     assert decided(ended(139, 1, None, None, reasons=reasons)).hosts == ("n0",)
 
 
-def test_who_died_of_a_signal_is_to_blame_and_not_who_noticed():
+def test_a_rank_killed_by_a_signal_is_blamed_before_ranks_that_noticed():
     ends = ended(1, 1, 139, 1, at=(1.0, 1.0, 2.0, 1.0), reasons=(GONE, GONE, "", GONE))
     decision = decided(ends)
     assert decision.hosts == ("n1",)
     assert decision.reason == "rank 2 on n1: killed by SIGSEGV"
 
 
-def test_of_errors_the_first_is_to_blame():
+def test_the_rank_with_the_earliest_error_is_blamed():
     ends = ended(1, 1, 1, 1, at=(3.0, 3.0, 3.0, 2.0), reasons=(GONE, GONE, GONE, "CUDA error"))
     decision = decided(ends)
     assert (decision.hosts, decision.reason) == (("n1",), "rank 3 on n1: CUDA error")
@@ -102,14 +102,17 @@ def test_of_errors_the_first_is_to_blame():
     ("statuses", "hosts"),
     [((None, 0, 0, 0), ("n0",)), ((None,) * 4, ()), ((1, 1, 1, 0), ()), ((1, 0, 0, 0), ("n0",))],
 )
-def test_where_most_ranks_ended_alike_no_host_is_to_blame(statuses, hosts):
+def test_no_host_is_blamed_if_most_ranks_failed_alike(statuses, hosts):
     assert decided(ended(*statuses)).hosts == hosts
 
 
-def test_of_a_hang_who_is_frozen_is_to_blame_and_not_who_waited():
+def test_a_frozen_rank_is_blamed_before_ranks_that_waited_for_it():
     decision = decided(ended(1, 1, None, 1))
     assert decision.hosts == ("n1",)
-    assert decision.reason == "rank 2 left no exit status, and the others waited: lost or frozen"
+    assert (
+        decision.reason
+        == "rank 2 left no exit status, probably lost or frozen, and the other ranks waited"
+    )
     assert decided(ended(1, None, None, None)).hosts == ("n0",)
     not_all_hung = decided(ended(1, 1, None, 1, reasons=("", GONE, "", "")))
     assert not_all_hung.reason.startswith("rank 0 on n0")
@@ -120,11 +123,11 @@ def test_ranks_that_left_nothing_are_named():
     assert reason.startswith("ranks 1, 2, 3, 4, 5, 6, 7, 8 and 3 more left no exit status")
 
 
-def test_a_signal_without_a_name_is_told_by_its_number():
+def test_a_signal_without_a_name_is_reported_by_number():
     assert "killed by signal 100" in decided(ended(228, 0, 0, 0)).reason
 
 
-def test_of_ranks_that_did_not_arrive_those_are_to_blame_and_not_who_says_so():
+def test_ranks_that_did_not_arrive_are_blamed_before_ranks_that_report_it():
     reasons = ("rank 3 did not arrive",) * 4
     assert decided(ended(69, 69, 69, None, reasons=reasons)).hosts == ("n1",)
     assert decided(ended(69, None, None, None, reasons=reasons)).hosts == ()
@@ -132,14 +135,18 @@ def test_of_ranks_that_did_not_arrive_those_are_to_blame_and_not_who_says_so():
     assert (crashed.hosts, crashed.reason) == (("n1",), "rank 2 on n1: killed by SIGSEGV")
 
 
-def test_a_node_that_is_not_fit_is_known_to_be_so():
+def test_an_unfit_node_is_blamed_and_recorded_as_unfit():
     decision = decided(ended(143, 143, 71, 1, reasons=("", "", "its clock", "gone")))
     assert (decision.hosts, decision.unfit) == (("n1",), ("n1",))
     assert decision.reason == "rank 2 on n1: its clock"
 
 
 def test_a_crash_in_start_that_stops_the_others_is_a_fault():
-    """srun ends them with SIGTERM, and they say 75 with nothing saved."""
+    """If a rank crashes before the run has begun, the cause is a fault, and its host is blamed.
+
+    srun then sends SIGTERM to the other ranks, which exit with status 75. These exits alone would
+    mean that the attempt was stopped.
+    """
     asked = "SIGTERM before the run had begun"
     ends = ended(75, 137, 75, 75, reasons=(asked, "", asked, asked))
     found = decided(ends)

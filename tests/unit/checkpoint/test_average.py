@@ -1,4 +1,4 @@
-"""The mean of checkpoints is numpy's, and what reads checkpoints takes it."""
+"""The mean of checkpoints equals numpy's mean and can be exported and started from."""
 
 from pathlib import Path
 
@@ -17,8 +17,8 @@ from diffmegatron.training.trainer import train
 from tests.checkpoints import sign, write_checkpoint
 
 
-def test_the_mean_is_of_the_last_ones_in_float64(tiny_recipe, tmp_path):
-    """And is exported, started from, and not taken for a run that goes on."""
+def test_the_last_checkpoints_are_averaged_in_float64(tiny_recipe, tmp_path):
+    """The mean can be exported and started from, but a run cannot resume from it."""
     short = ["training.eval_batches=0", "checkpoint.interval=1"]
     recipe, out = tiny_recipe("training.steps=4", *short), tmp_path / "mean"
     train(recipe)
@@ -47,7 +47,7 @@ def test_the_mean_is_of_the_last_ones_in_float64(tiny_recipe, tmp_path):
         train(tiny_recipe("training.steps=5", *short, f"run_dir={out}"))
 
 
-def test_what_cannot_be_averaged_is_one_sentence(tmp_path):
+def test_averaging_too_few_or_different_checkpoints_is_refused(tmp_path):
     for step in (10, 20):
         write_checkpoint(tmp_path / "run", step)
     with pytest.raises(

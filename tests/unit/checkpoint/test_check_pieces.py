@@ -1,4 +1,7 @@
-"""Pieces are whole tensors or they are refused, however many there are."""
+"""Pieces of a checkpoint that do not cover each tensor exactly once are refused.
+
+A piece is a range of elements in a box (a rectangular region) of a tensor.
+"""
 
 import time
 from collections import Counter
@@ -18,7 +21,10 @@ def place(shape: tuple, offset: tuple, part: tuple, start: int, numel: int) -> P
 
 @st.composite
 def grids(draw: st.DrawFn) -> list[Place]:
-    """Draw a tensor of up to three axes, cut unevenly into boxes, and the boxes into runs."""
+    """Draw the pieces of a tensor of up to three axes, in random order.
+
+    The tensor is cut into a grid of boxes, and each box into ranges.
+    """
     shape = tuple(draw(st.lists(st.integers(1, 5), min_size=0, max_size=3)))
     edges = [[0, *sorted(draw(st.sets(st.integers(1, n - 1))) if n > 1 else []), n] for n in shape]
     places = []
@@ -41,13 +47,13 @@ def elements(each: Place) -> list[tuple[int, ...]]:
 
 
 @given(grids())
-def test_what_layouts_cut_is_accepted(places):
+def test_pieces_cut_by_a_layout_are_accepted(places):
     check_tiling(places, "the checkpoint")
 
 
 @given(st.data())
-def test_what_is_accepted_holds_every_element_once(data):
-    """One number of one place of a good cut is changed; the elements are counted one by one."""
+def test_accepted_pieces_cover_every_element_once(data):
+    """If pieces are accepted after a change in one of them, they cover each element once."""
     places = data.draw(grids())
     index = data.draw(st.integers(0, len(places) - 1))
     values = {
@@ -82,8 +88,8 @@ def test_hundred_thousand_boxes_take_seconds():
     assert time.process_time() - started < 10
 
 
-def test_boxes_that_are_no_grid_are_refused():
-    """A pinwheel holds every element once; no layout cuts so."""
+def test_boxes_outside_a_grid_are_refused():
+    """A pinwheel covers every element once, but no parallel layout cuts a tensor like that."""
     around = [((0, 0), (1, 2)), ((0, 2), (2, 1)), ((2, 1), (1, 2)), ((1, 0), (2, 1))]
     boxes = [*around, ((1, 1), (1, 1))]
     places = [place((3, 3), offset, part, 0, part[0] * part[1]) for offset, part in boxes]

@@ -1,4 +1,4 @@
-"""The one way to what is in a checkpoint: what was saved, or one sentence and nothing else."""
+"""``open_checkpoint`` returns what was saved, or raises an error of one sentence."""
 
 import json
 import math
@@ -32,12 +32,12 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def directory(saved: Path, tmp_path: Path) -> Path:
-    """Return a copy to be damaged."""
+    """Return a copy of the checkpoint, which a test can damage."""
     return shutil.copytree(saved, tmp_path / saved.name)
 
 
 def content(checkpoint: Checkpoint) -> tuple[object, ...]:
-    """Everything that is in a checkpoint, to be compared with ``==``."""
+    """Return the whole content of a checkpoint, for comparison with ``==``."""
     tensors = checkpoint.tensors
     values = {
         (kind, name): tensors.read_tensor(kind, name).tolist()
@@ -55,7 +55,7 @@ def content(checkpoint: Checkpoint) -> tuple[object, ...]:
     )
 
 
-def test_what_was_saved_is_there(saved):
+def test_an_opened_checkpoint_has_the_saved_content(saved):
     values, own, state, recipe = content(open_checkpoint(saved))
     assert values["weight", NAMES[0]] == (
         torch.cat([torch.arange(12) + 70.0, torch.arange(12) + 80.0]).view(6, 4).tolist()
@@ -67,7 +67,7 @@ def test_what_was_saved_is_there(saved):
 
 
 def flip(path: Path, chance: random.Random) -> None:
-    """One bit of a file, or the end of it cut off."""
+    """Flip one random bit of a file, or truncate the file at a random place."""
     damaged = bytearray(path.read_bytes())
     place = chance.randrange(len(damaged))
     if chance.random() < 0.2:
@@ -78,8 +78,8 @@ def flip(path: Path, chance: random.Random) -> None:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_flipped_bit_or_a_cut_is_found(name, directory):
-    """Where it is not, as in the white space of the manifest, nothing else is read than before."""
+def test_flipped_bits_and_truncation_never_change_the_content(name, directory):
+    """Damage that is not found, as in white space of the manifest, does not change the content."""
     expected = content(open_checkpoint(directory))
     path, chance, found = directory / name, random.Random(name), 0
     whole = path.read_bytes()
@@ -95,8 +95,8 @@ def test_a_flipped_bit_or_a_cut_is_found(name, directory):
 
 
 @pytest.mark.parametrize("name", FILES[1:])
-def test_damage_with_the_right_checksums_is_a_sentence_or_a_checkpoint(name, directory):
-    """Nobody may trust checksums of files that somebody else has written."""
+def test_damage_with_matching_checksums_raises_only_user_errors(name, directory):
+    """A damaged file with a matching checksum causes an error of one sentence, or none."""
     path, chance = directory / name, random.Random(name)
     whole = path.read_bytes()
     for _ in range(150):
@@ -132,7 +132,7 @@ def set_state(**values: object):
 
 
 def set_number(kind: str, value: float):
-    """One element of the second rank's norm."""
+    """Return a function that sets one element of tensor 1 (a norm) in the second rank's file."""
 
     def change(directory: Path) -> None:
         path = directory / "rank_00001.safetensors"
@@ -249,7 +249,7 @@ SIGNED = {
 
 
 @pytest.mark.parametrize("case", SIGNED)
-def test_what_no_run_writes_is_refused_whatever_its_checksum(case, directory):
+def test_invalid_content_is_refused_despite_a_matching_checksum(case, directory):
     change, sentence = SIGNED[case]
     change(directory)
     sign(directory)
@@ -340,7 +340,7 @@ LISTINGS = {
 
 
 @pytest.mark.parametrize("case", LISTINGS)
-def test_a_directory_that_is_not_as_listed_is_refused(case, directory):
+def test_a_directory_that_differs_from_its_manifest_is_refused(case, directory):
     change, sentence = LISTINGS[case]
     change(directory)
     with pytest.raises(UserError, match=sentence) as caught:
@@ -348,8 +348,8 @@ def test_a_directory_that_is_not_as_listed_is_refused(case, directory):
     assert len(str(caught.value)) < 1000
 
 
-def test_each_process_reads_its_share(directory):
-    """Headers and small files are checked by all, contents by the one whose share they are."""
+def test_each_process_checks_the_tensors_of_its_own_files(directory):
+    """All processes check headers and small files; each checks the tensors of its own files."""
     set_number("weight", math.nan)(directory)
     sign(directory)
     open_checkpoint(directory, (0, 2))
@@ -362,6 +362,6 @@ def test_each_process_reads_its_share(directory):
 
 
 @pytest.mark.parametrize("path", ["n" * 5000, "a\0b", "nowhere"])
-def test_paths_that_cannot_be_are_a_sentence(path, tmp_path):
+def test_invalid_and_missing_paths_are_user_errors(path, tmp_path):
     with pytest.raises(UserError):
         open_checkpoint(tmp_path / path)

@@ -1,4 +1,4 @@
-"""A checkpoint is complete or does not count."""
+"""A checkpoint store: damaged and unfinished checkpoints, retention, interruptions, errors."""
 
 import logging
 import shutil
@@ -23,7 +23,7 @@ def write(store: CheckpointStore, step: int, content: bytes = b"weights") -> Pat
     return store.commit(step)
 
 
-def test_what_is_committed_is_listed_and_the_newest_is_latest(tmp_path):
+def test_committed_checkpoints_are_listed_and_the_newest_is_latest(tmp_path):
     store = CheckpointStore(tmp_path)
     assert store.latest() is None
     write(store, 20)
@@ -33,7 +33,7 @@ def test_what_is_committed_is_listed_and_the_newest_is_latest(tmp_path):
     assert store.latest() == path
 
 
-def test_unfinished_ones_do_not_count(tmp_path):
+def test_unfinished_checkpoints_are_not_listed(tmp_path):
     store = CheckpointStore(tmp_path)
     write(store, 10)
     (store.begin(20) / "data").write_bytes(b"half")
@@ -49,7 +49,7 @@ def test_saving_a_step_again_replaces_it(tmp_path):
 
 
 @pytest.mark.parametrize("damage", ["truncate", "delete", "manifest"])
-def test_a_damaged_newest_one_is_reported_and_passed_over(damage, tmp_path, caplog):
+def test_latest_skips_a_damaged_checkpoint_with_a_warning(damage, tmp_path, caplog):
     store = CheckpointStore(tmp_path)
     good, bad = write(store, 10), write(store, 20)
     if damage == "truncate":
@@ -63,7 +63,7 @@ def test_a_damaged_newest_one_is_reported_and_passed_over(damage, tmp_path, capl
     assert "step_00000020" in caplog.text
 
 
-def test_a_manifest_of_another_step_is_found(tmp_path):
+def test_a_manifest_of_another_step_is_refused(tmp_path):
     store = CheckpointStore(tmp_path)
     other, path = write(store, 10), write(store, 20)
     shutil.copy(other / "manifest.json", path / "manifest.json")
@@ -83,7 +83,7 @@ def test_retention_keeps_the_newest_and_the_multiples(tmp_path):
     store = CheckpointStore(tmp_path)
     for step in range(10, 80, 10):
         write(store, step)
-    (store.path(60) / "data").unlink()  # a damaged one neither counts among the newest nor goes
+    (store.path(60) / "data").unlink()  # a damaged checkpoint is neither counted nor removed
     assert prunable(store.complete(), 2, None) == [10, 20, 30, 40]
     assert prunable(store.complete(), 2, 30) == [10, 20, 40]
     assert prunable(store.complete(), 9, None) == []
@@ -92,7 +92,7 @@ def test_retention_keeps_the_newest_and_the_multiples(tmp_path):
     assert store.steps() == [30, 50, 60, 70]
 
 
-def test_a_removal_cut_short_leaves_no_half_checkpoint(tmp_path, monkeypatch):
+def test_an_interrupted_removal_leaves_no_partial_checkpoint(tmp_path, monkeypatch):
     store = CheckpointStore(tmp_path)
     write(store, 10)
 
@@ -109,12 +109,12 @@ def test_a_removal_cut_short_leaves_no_half_checkpoint(tmp_path, monkeypatch):
     assert [path.name for path in store.directory.iterdir()] == ["step_00000020.unfinished"]
 
 
-def test_a_path_that_is_no_checkpoint_is_one_sentence(tmp_path):
+def test_a_missing_checkpoint_path_is_an_error(tmp_path):
     with pytest.raises(UserError, match="is not a checkpoint: it does not exist"):
         read_manifest(tmp_path / "nowhere")
 
 
-def test_a_folder_that_cannot_be_read_is_not_an_empty_one(tmp_path):
+def test_an_unreadable_folder_is_an_error_not_an_empty_store(tmp_path):
     for name in ("n" * 5000, "a\0b"):
         with pytest.raises(UserError, match="cannot read"):
             CheckpointStore(tmp_path / name).steps()
@@ -122,7 +122,7 @@ def test_a_folder_that_cannot_be_read_is_not_an_empty_one(tmp_path):
     assert CheckpointStore(tmp_path).steps() == []
 
 
-def test_a_store_that_cannot_be_written_says_so(tmp_path):
+def test_an_unwritable_store_is_an_error(tmp_path):
     (tmp_path / "checkpoints").write_text("a file in the way")
     with pytest.raises(UserError, match="cannot write checkpoints"):
         CheckpointStore(tmp_path).begin(1)

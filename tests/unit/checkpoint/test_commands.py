@@ -1,4 +1,4 @@
-"""``diffmegatron checkpoint``: what it prints and how it exits."""
+"""Output and exit status of ``diffmegatron checkpoint``."""
 
 import json
 import os
@@ -47,7 +47,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_one_does_not_hide_the_others(damage, run_dir):
+def test_list_and_verify_report_one_damaged_checkpoint_among_others(damage, run_dir):
     DAMAGES[damage](run_dir / "checkpoints/step_00000020")
     listed = invoke("list", run_dir)
     assert listed.exit_code == 0, listed.exception
@@ -75,7 +75,7 @@ def test_verify_reads_every_byte(run_dir):
     assert "complete" in invoke("list", run_dir).output, "listing compares sizes"
 
 
-def test_inspect_shows_what_verify_calls_good(run_dir):
+def test_inspect_shows_a_good_checkpoint_and_refuses_an_invalid_one(run_dir):
     path = run_dir / "checkpoints/step_00000020"
     result = invoke("inspect", path)
     assert result.exit_code == 0
@@ -90,21 +90,21 @@ def test_inspect_shows_what_verify_calls_good(run_dir):
     assert isinstance(invoke("inspect", path).exception, UserError)
 
 
-def test_inspect_of_a_run_dir_shows_the_newest_whole_one(run_dir):
+def test_inspect_of_a_run_dir_shows_the_newest_complete_checkpoint(run_dir):
     (run_dir / "checkpoints/step_00000030/state.json").unlink()
     result = invoke("inspect", run_dir)
     assert result.output.startswith(f"{run_dir}/checkpoints/step_00000020, ")
     assert '"step": 20' in result.output
 
 
-def test_inspect_of_a_run_dir_without_a_whole_one_names_no_damaged_one(run_dir):
+def test_inspect_of_a_run_dir_without_complete_checkpoints_is_an_error(run_dir):
     for state in run_dir.glob("checkpoints/*/state.json"):
         state.unlink()
     error = str(invoke("inspect", run_dir).exception)
     assert error.startswith(f"{run_dir} has no complete checkpoint; run diffmegatron checkpoint ")
 
 
-def test_prune_says_what_it_would_do_and_does_it(run_dir):
+def test_prune_removes_checkpoints_except_in_a_dry_run(run_dir):
     dry = invoke("prune", run_dir, "--keep-last", 1, "--keep-every", 20, "--dry-run")
     assert "would remove" in dry.output
     assert CheckpointStore(run_dir).steps() == [10, 20, 30]
@@ -114,29 +114,29 @@ def test_prune_says_what_it_would_do_and_does_it(run_dir):
     assert "nothing to remove among 2 complete checkpoints" in again.output
 
 
-def test_verifying_what_is_not_there_is_a_sentence(tmp_path):
+def test_verifying_a_missing_folder_is_an_error(tmp_path):
     for name in ("nope", "n" * 5000):
         result = invoke("verify", tmp_path / name)
         assert isinstance(result.exception, UserError)
         assert "is not a folder" in str(result.exception)
 
 
-def test_a_folder_without_checkpoints_is_a_sentence(tmp_path):
+def test_listing_a_folder_without_checkpoints_is_an_error(tmp_path):
     for path in (tmp_path, tmp_path / ("n" * 5000)):
         result = invoke("list", path)
         assert isinstance(result.exception, UserError)
         assert "has no checkpoints" in str(result.exception)
 
 
-def test_a_run_without_checkpoints_has_nothing_to_verify(tmp_path):
+def test_verifying_a_run_without_checkpoints_is_an_error(tmp_path):
     (tmp_path / "checkpoints").mkdir()
     verified = invoke("verify", tmp_path)
     assert isinstance(verified.exception, UserError)
     assert "has no checkpoint yet" in str(verified.exception)
 
 
-def test_what_cannot_be_removed_still_counts(run_dir):
-    """As of another user's folder in one that both may write."""
+def test_a_checkpoint_that_cannot_be_removed_stays_complete(run_dir):
+    """``prune`` leaves a checkpoint whose own folder is read-only, and raises the error."""
     foreign = run_dir / "checkpoints/step_00000010"
     foreign.chmod(0o500)
     with without_roots_power():

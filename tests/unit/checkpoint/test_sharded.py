@@ -1,4 +1,4 @@
-"""Pieces of named tensors: any cut into boxes and runs is read back as any other cut."""
+"""Files of sharded checkpoints: any region of a tensor can be read, however it was sharded."""
 
 import io
 import json
@@ -24,7 +24,7 @@ NAME = "decoder.layers.0.mlp.linear_fc1.weight"
 
 
 def row_shards(rows: int, columns: int, cuts: list[int]) -> list[Shard]:
-    """Return the boxes of a [rows, columns] tensor cut by rows; each is a parameter."""
+    """Return the shards of a [rows, columns] tensor that is cut at the row indices ``cuts``."""
     edges = [0, *cuts, rows]
     return [
         Shard(NAME, (rows, columns), (first, 0), (last - first, columns), 0, True)
@@ -34,7 +34,13 @@ def row_shards(rows: int, columns: int, cuts: list[int]) -> list[Shard]:
 
 
 def write_cut(folder: Path, whole: torch.Tensor, cuts: list[int], runs: int) -> list[str]:
-    """One file per box and run, as tensor-parallel ranks with ``runs`` ZeRO ranks each would."""
+    """Write ``runs`` files for each shard, as ``runs`` ZeRO ranks per tensor-parallel rank do.
+
+    Each file has a range of the flattened shard; empty ranges have no file.
+
+    Returns:
+        The names of the files.
+    """
     names = []
     for shard in row_shards(*whole.shape, cuts):
         flat = whole[shard.box].reshape(-1)
@@ -69,7 +75,7 @@ def test_any_cut_is_read_as_any_box(data, tmp_path_factory):
 
 
 def test_two_boxes_of_one_parameter():
-    """SwiGLU's gate and up projection: one parameter, two boxes of the whole tensor."""
+    """A range of a fused parameter (SwiGLU's gate and up projection) is split at its shards."""
     gate = Shard(NAME, (8, 3), (2, 0), (2, 3), 0, True)
     up = Shard(NAME, (8, 3), (6, 0), (2, 3), 6, True)
     values = torch.arange(12.0)
@@ -105,7 +111,7 @@ def test_a_truncated_file_is_an_error(tmp_path):
         ShardedReader(tmp_path, ["missing"])
 
 
-def test_a_header_of_something_else_is_an_error(tmp_path):
+def test_a_header_without_valid_pieces_is_an_error(tmp_path):
     path = tmp_path / "other.safetensors"
     save_file({"x": torch.ones(2)}, path, metadata={"pieces": json.dumps([{"name": 1}])})
     with pytest.raises(UserError, match=r"other.safetensors is damaged .* at \[0\].name"):
@@ -115,7 +121,7 @@ def test_a_header_of_something_else_is_an_error(tmp_path):
         ShardedReader(tmp_path, [path.name])
 
 
-def test_what_a_rank_adds_under_a_plain_name(tmp_path):
+def test_a_rank_tensor_is_read_by_its_plain_name(tmp_path):
     path = tmp_path / "rank_00000.safetensors"
     write_pieces(path, *named_tensors([], {"random.cpu": torch.arange(4, dtype=torch.uint8)}))
     reader = ShardedReader(tmp_path, [path.name])
@@ -126,7 +132,7 @@ def test_what_a_rank_adds_under_a_plain_name(tmp_path):
 
 
 class Exploit:
-    """What a pickle does when it is read: here it writes a file."""
+    """Object whose pickle writes a file when it is loaded."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -155,7 +161,7 @@ def test_a_pickle_is_refused_and_not_run(kind, tmp_path):
 @pytest.mark.parametrize(
     "length", [0x0280, 0x0380, 0x0480, 0x0580, int.from_bytes(b"PK", "little")]
 )
-def test_a_header_whose_length_begins_as_a_pickle_does_is_read(length, tmp_path):
+def test_a_header_length_that_looks_like_a_pickle_is_accepted(length, tmp_path):
     path, tensors = tmp_path / "file.safetensors", {"weight": torch.arange(3.0)}
     writing.write_safetensors(path, tensors, {"key": ""})
     shortest = int.from_bytes(path.read_bytes()[:8], "little")
@@ -164,7 +170,7 @@ def test_a_header_whose_length_begins_as_a_pickle_does_is_read(length, tmp_path)
     assert reading.TensorFile(path).array("weight").tolist() == [0.0, 1.0, 2.0]
 
 
-def test_what_is_written_is_what_the_library_reads(tmp_path, monkeypatch):
+def test_the_safetensors_library_reads_written_files(tmp_path, monkeypatch):
     monkeypatch.setattr(writing, "_BUFFER", 1000)  # several chunks per tensor, several flushes
     tensors = {"bytes": torch.arange(5, dtype=torch.uint8), "empty": torch.empty(0)}
     tensors |= {f"weight.{n}": torch.randn(300 * n, 7) for n in range(4)}
@@ -177,7 +183,7 @@ def test_what_is_written_is_what_the_library_reads(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("count", [0, 1, 999, 5000])
 def test_a_file_is_checked_chunk_by_chunk(count, tmp_path, monkeypatch):
-    """The last float stands in any place of a chunk; what follows it may be any bytes."""
+    """A NaN is found at any place; bytes of ``own``, which follow the floats, are not checked."""
     monkeypatch.setattr(reading, "_BUFFER", 1000)
     path = tmp_path / "file.safetensors"
     own = torch.full((777,), 255, dtype=torch.uint8)
@@ -197,7 +203,7 @@ def test_a_file_is_checked_chunk_by_chunk(count, tmp_path, monkeypatch):
         floats[place] = 0.0
 
 
-def test_what_the_library_writes_is_read(tmp_path):
+def test_files_written_by_the_safetensors_library_are_read(tmp_path):
     save_file({"b": torch.randn(5), "a": torch.randn(3)}, tmp_path / "file", metadata={"k": "v"})
     opened = reading.TensorFile(tmp_path / "file")
     assert opened.metadata == {"k": "v"}

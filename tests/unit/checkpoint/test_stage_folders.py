@@ -1,4 +1,4 @@
-"""What is found in a ``run_dir`` that holds the stages of a recipe."""
+"""Stages and checkpoints that are found in the ``run_dir`` of a recipe with stages."""
 
 from pathlib import Path
 
@@ -29,7 +29,7 @@ def add_stage(run: Path, name: str, start: str | None, *steps: int) -> None:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """Stages of which each name comes before that of the one it started from."""
+    """Return a run with three stages; their alphabetical order is the reverse of training order."""
     run = tmp_path / "run"
     add_stage(run, "pretrain", None, 10, 20)
     add_stage(run, "extend", "pretrain", 4, 5, 6)
@@ -53,7 +53,10 @@ def test_stages_come_in_the_order_of_their_starts(run: Path) -> None:
 
 def test_several_last_stages_are_refused(run: Path) -> None:
     add_stage(run, "math", "pretrain", 7)
-    with pytest.raises(UserError, match=r"several last stages; give one of .*extend, .*math"):
+    with pytest.raises(
+        UserError,
+        match=r"several stages from which no other stage started; give one of .*extend, .*math",
+    ):
         newest_checkpoint(run)
     assert [folder.name for folder in stage_folders(run)] == ["pretrain", "extend", "math", "chat"]
 

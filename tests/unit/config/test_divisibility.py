@@ -1,4 +1,4 @@
-"""A layout that does not fit is refused in one sentence with the nearest that does."""
+"""Refusals of invalid parallel layouts: one sentence, with the nearest valid value if any."""
 
 import re
 
@@ -8,7 +8,7 @@ from diffmegatron.config.load import load_recipe
 from diffmegatron.errors import UserError
 from tests.paths import CONFIGS
 
-# 28 layers, 12 heads, 12 key-value heads, 4096 positions, batches of 1024.
+# It has 28 layers, 12 heads, 12 key-value heads, and batches of 1024 sequences of 4096 tokens.
 RECIPE = CONFIGS / "diff_3b_1t.yaml"
 
 
@@ -58,7 +58,7 @@ RECIPE = CONFIGS / "diff_3b_1t.yaml"
         ),
     ],
 )
-def test_what_does_not_fit_names_the_nearest_that_does(overrides, said):
+def test_an_invalid_layout_is_refused_with_the_nearest_valid_one(overrides, said):
     with pytest.raises(UserError, match=re.escape(said)) as error:
         load_recipe(RECIPE, overrides.split())
     assert "\n" not in str(error.value)
@@ -77,7 +77,7 @@ def test_what_does_not_fit_names_the_nearest_that_does(overrides, said):
         "parallel.zero_stage=3 parallel.tensor=4 parallel.context=2",
     ],
 )
-def test_what_fits_is_taken(overrides):
+def test_valid_layouts_are_accepted(overrides):
     load_recipe(RECIPE, overrides.split())
 
 
@@ -99,6 +99,6 @@ def test_what_fits_is_taken(overrides):
         ),
     ],
 )
-def test_ranks_that_do_not_fit_name_the_nearest_that_do(overrides, ranks, said):
+def test_a_wrong_rank_count_is_refused_with_the_nearest_valid_value(overrides, ranks, said):
     with pytest.raises(UserError, match=re.escape(said)):
         load_recipe(RECIPE, overrides.split()).data_parallel(ranks)

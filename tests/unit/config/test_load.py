@@ -65,14 +65,14 @@ def test_extends_merges_key_by_key_and_later_files_win(write):
     assert recipe.run_dir == "mine"
 
 
-def test_extends_is_relative_to_the_file_and_goes_on(write):
+def test_extends_is_relative_to_its_file_and_recursive(write):
     write("extends: ../base.yaml\nrun_dir: middle", "sizes/middle.yaml")
     path = write("extends: sizes/middle.yaml\nmodel: {num_layers: 3}")
     recipe = load_recipe(path)
     assert (recipe.run_dir, recipe.model.num_layers) == ("middle", 3)
 
 
-def test_a_path_with_a_dot_starts_at_the_file_that_says_it(write, tmp_path, monkeypatch):
+def test_a_path_with_a_leading_dot_is_relative_to_its_file(write, tmp_path, monkeypatch):
     write("data: {sources: [{path: ./web}, {path: bare}]}", "sizes/sources.yaml")
     path = write(
         "extends: [base.yaml, sizes/sources.yaml]\nrun_dir: ../runs/mine\n"
@@ -89,7 +89,7 @@ def test_a_path_with_a_dot_starts_at_the_file_that_says_it(write, tmp_path, monk
     assert load_recipe(write(dump_recipe(recipe), "runs/mine/recipe.yaml")) == recipe
 
 
-def test_a_path_with_a_dot_in_a_stage_starts_at_the_recipe(write, tmp_path):
+def test_a_stage_path_with_a_leading_dot_is_relative_to_the_recipe(write, tmp_path):
     path = write(
         "extends: base.yaml\nrun_dir: ./run\nstages:\n"
         "- {name: first, data: {sources: [{path: ./web}]}}\n- {name: second}"
@@ -134,7 +134,7 @@ def test_floats_are_read_as_yaml_1_2_writes_them(base, text, number):
     assert isinstance(load_recipe(base, [f"optimizer.lr={text}"]).optimizer.lr, float)
 
 
-def test_whole_floats_are_integers_where_integers_are_asked_for(base):
+def test_whole_floats_are_accepted_for_integer_keys(base):
     recipe = load_recipe(base, ["training.steps=null", "training.tokens=1e12"])
     assert recipe.training.tokens == 10**12
     assert isinstance(recipe.training.tokens, int)
@@ -199,13 +199,13 @@ def test_a_missing_parent_is_named(write):
     assert "gone.yaml: No such file" in error_of(write("extends: gone.yaml"))
 
 
-def test_a_circle_is_broken(write):
+def test_circular_extends_are_refused(write):
     write("extends: recipe.yaml", "other.yaml")
     assert "extend each other in a circle" in error_of(write("extends: other.yaml"))
     assert "circle" in error_of(write("extends: self.yaml", "self.yaml"))
 
 
-def test_a_recipe_is_made_of_so_many_files(write):
+def test_a_recipe_may_have_at_most_32_files(write):
     for number in range(40):
         write(f"extends: chain{number + 1}.yaml", f"chain{number}.yaml")
         parents = [f"diamond{number + 1}.yaml", f"diamond{number + 2}.yaml"]
@@ -219,7 +219,7 @@ def test_a_recipe_is_made_of_so_many_files(write):
     assert load_recipe(write("extends: diamond0.yaml")).run_dir == "runs/base"
 
 
-def test_a_file_extended_twice_is_the_same_both_times(write):
+def test_a_file_extended_twice_is_merged_at_both_places(write):
     write("extends: base.yaml\nmodel: {num_layers: 8}", "deeper.yaml")
     assert load_recipe(write("extends: [base.yaml, deeper.yaml]")).model.num_layers == 8
     assert load_recipe(write("extends: [deeper.yaml, base.yaml]")).model.num_layers == 4
@@ -241,11 +241,11 @@ def test_extends_of_another_type_is_refused(write):
         ("", "must be a mapping of sections, not NoneType"),
     ],
 )
-def test_a_file_that_is_no_recipe_is_named(write, text, said):
+def test_an_invalid_recipe_file_is_refused(write, text, said):
     assert said in error_of(write(text))
 
 
-def test_bytes_that_are_no_text_are_refused(tmp_path):
+def test_a_recipe_that_is_not_utf_8_is_refused(tmp_path):
     path = tmp_path / "binary.yaml"
     path.write_bytes(b"\xff\xfe\x00")
     assert "is not UTF-8 text" in error_of(path)
@@ -281,7 +281,7 @@ def test_a_mistyped_required_key_is_called_mistyped_not_missing(write):
     assert "missing" not in sentence
 
 
-def test_an_unknown_key_like_no_other_lists_what_is_known(write):
+def test_an_unknown_key_without_a_near_match_lists_the_known_keys(write):
     sentence = error_of(write("extends: base.yaml\nparallel: {xyz: 1}"))
     assert "pipeline, sequence_parallel, tensor, virtual_pipeline, zero_stage" in sentence
 
@@ -293,7 +293,7 @@ def test_the_error_names_the_file_that_set_the_key_or_the_command_line(write, ba
     assert error_of(base, "model.num_layer=4").startswith("the command line: unknown key")
 
 
-def test_a_missing_key_is_asked_for_where_the_recipe_is(write):
+def test_a_missing_key_error_names_the_recipe_file(write):
     path = write(BASE.replace("run_dir: runs/base", ""))
     sentence = error_of(path, "optimizer.lr=1e-3")
     assert sentence.endswith("recipe.yaml: key 'run_dir' is missing; give it a value")
@@ -339,7 +339,7 @@ def test_a_missing_key_is_asked_for_where_the_recipe_is(write):
         ("parallel.zero_stage=4", "parallel.zero_stage is 4: input should be 1, 2 or 3"),
     ],
 )
-def test_a_value_that_does_not_fit_is_shown(base, override, said):
+def test_an_invalid_value_error_shows_the_value(base, override, said):
     sentence = error_of(base, override)
     assert sentence.startswith("the command line: ")
     assert said in sentence
@@ -354,7 +354,7 @@ def test_an_override_without_key_or_value_is_refused(base, override):
     assert "is not of the form section.key=value" in error_of(base, override)
 
 
-def test_an_override_that_is_no_yaml_is_refused(base):
+def test_an_override_with_invalid_yaml_is_refused(base):
     said = "the value of override 'optimizer.betas=[0.9' is not valid YAML: expected ',' or ']'"
     assert said in error_of(base, "optimizer.betas=[0.9")
 
@@ -454,13 +454,13 @@ def test_an_override_that_is_no_yaml_is_refused(base):
         ),
     ],
 )
-def test_a_clash_names_its_numbers_and_what_would_fit(base, overrides, clash, fits):
+def test_a_conflict_error_names_its_numbers_and_valid_values(base, overrides, clash, fits):
     sentence = error_of(base, *overrides)
     assert clash in sentence
     assert fits in sentence.partition(clash)[2]
 
 
-def test_a_clash_names_where_its_numbers_came_from(write, base):
+def test_a_conflict_error_names_the_files_of_its_numbers(write, base):
     child = write("extends: base.yaml\nparallel: {tensor: 3}")
     sentence = error_of(child, "run_dir=x")
     assert re.search(r"base\.yaml and \S+recipe\.yaml: model\.ffn_hidden_size 256", sentence)
@@ -482,7 +482,7 @@ def test_a_clash_names_where_its_numbers_came_from(write, base):
         ),
     ],
 )
-def test_ranks_that_do_not_fit_are_refused_with_what_would(base, ranks, said):
+def test_a_wrong_rank_count_is_refused_with_a_valid_value(base, ranks, said):
     recipe = load_recipe(base, ["parallel.tensor=2"])
     with pytest.raises(UserError, match=re.escape(said)):
         recipe.data_parallel(ranks)
@@ -493,7 +493,7 @@ def test_ranks_divide_the_batch(base):
     assert (recipe.data_parallel(4), recipe.num_microbatches(4)) == (2, 2)
 
 
-def test_positions_restart_only_with_attention(base):
+def test_reset_position_ids_requires_reset_attention_mask(base):
     assert "data.reset_position_ids is on" in error_of(base, "data.reset_position_ids=true")
     both = ["data.reset_position_ids=true", "data.reset_attention_mask=true"]
     assert load_recipe(base, both).data.reset_position_ids
@@ -503,7 +503,7 @@ def test_betas_are_between_zero_and_one(base):
     assert "optimizer.betas is [0.9, 2.0]" in error_of(base, "optimizer.betas=[0.9, 2.0]")
 
 
-def test_many_heads_name_few_of_what_would_fit(base):
+def test_a_conflict_error_with_many_heads_lists_valid_values(base):
     heads = [
         "model.attention.num_heads=735134400",
         "model.attention.num_kv_heads=735134399",

@@ -26,10 +26,10 @@ FILES = sorted(
 NAMES = [str(path.relative_to(CONFIGS).with_suffix("")) for path in FILES]
 
 # For each size: hidden size, layers, differential heads, head dimension d, feed-forward size,
-# learning rate, and the number of parameters in the paper's name of the size. Hidden size, layers
+# learning rate, and the number of parameters that the name of the size states. Hidden size, layers
 # and heads are those of Ye et al., Differential Transformer, ICLR 2025, appendix E, table 10. The
-# learning rate is that of section 3.2. The feed-forward size is 8/3 of the hidden size, rounded up
-# to a multiple of 64.
+# learning rate is that of section 3.2 of this paper. The feed-forward size is 8/3 of the hidden
+# size, rounded up to a multiple of 64.
 SCALING = {
     "830m": (1536, 24, 8, 96, 4096, 1.5e-4, 830e6),
     "1.4b": (2048, 24, 8, 128, 5504, 1.5e-4, 1.4e9),
@@ -37,13 +37,14 @@ SCALING = {
     "6.8b": (4096, 32, 16, 128, 10944, 7.5e-5, 6.8e9),
     "13.1b": (5120, 40, 20, 128, 13696, 7.5e-5, 13.1e9),
 }
-# For each recipe: tokens; numbers of heads and of key-value heads; and numbers of query heads, of
-# key heads and of output channels, the last divided by 128.
+# For each recipe: number of tokens; ``num_heads`` and ``num_kv_heads``; and the resulting numbers
+# in a layer: query heads and key heads of all softmax maps, and output channels divided by 128.
 THREE_BILLION = {
     "diff_3b_1t": (10**12, (12, 12), (24, 24, 24)),
     "diff_3b_350b": (350 * 10**9, (12, 12), (24, 24, 24)),
     "transformer_3b_350b": (350 * 10**9, (24, 24), (24, 24, 24)),
-    # The other kinds of attention. "grouped" has three signal heads per noise head.
+    # Other kinds of attention. "grouped" has three signal heads per noise head; the last recipe is
+    # its baseline.
     "diff_v2_3b_1t": (10**12, (24, 24), (48, 24, 24)),
     "diff_v2_3b_350b": (350 * 10**9, (24, 24), (48, 24, 24)),
     "grouped_3b_1t": (10**12, (12, 4), (16, 8, 24)),
@@ -214,15 +215,16 @@ def test_the_other_kinds_differ_from_v1_in_attention_alone(length, kind):
     assert first == second
 
 
-# Signal heads per noise head for each size. They divide the number of heads, and leave enough
-# key-value heads for all tensor-parallel ranks.
+# Signal heads per noise head in a "grouped" model of each size. This number divides the number of
+# signal heads. The quotient is the number of noise heads and of key-value heads, which must be a
+# multiple of the recipe's tensor-parallel size.
 SIGNAL_PER_NOISE = {"830m": 4, "1.4b": 4, "2.8b": 2, "6.8b": 4, "13.1b": 5}
 
 
 @pytest.mark.parametrize("kind", ["diff_v2", "grouped"])
 @pytest.mark.parametrize("size", SCALING)
 def test_an_override_makes_the_scaling_suite_of_another_kind(size, kind):
-    """Check the number of heads: their outputs together have the hidden size."""
+    """The overridden recipe has as many heads as make the attention output ``hidden_size`` wide."""
     hidden, _, heads, *_ = SCALING[size]
     overrides = [f"model.attention.kind={kind}"]
     if kind == "grouped":
@@ -443,7 +445,7 @@ def test_the_64k_recipe_shares_a_sequence_over_a_node():
 
 
 @pytest.mark.parametrize("name", sorted(set(NAMES) - {"quickstart"}))
-def test_every_recipe_has_a_rehearsal_that_its_layout_allows(name, tmp_path):
+def test_every_recipe_has_a_small_rehearsal_with_its_layout_settings(name, tmp_path):
     for recipe in stages(name):
         ranks = AT_SCALE.get(name.rpartition("/")[2].partition("_")[2])
         ranks = 8 if name in PRETRAINED else ranks

@@ -24,7 +24,7 @@ def keys(section: dict, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]
             yield from keys(value, (*path, name))
 
 
-def test_the_recipe_loads_with_the_precision_that_the_page_gives(tmp_path: Path):
+def test_the_recipe_loads_with_the_documented_precision(tmp_path: Path):
     (tmp_path / "first.yaml").write_text(TEXT)
     recipe = load_recipe(tmp_path / "first.yaml")
     assert f"`training.precision` is `{recipe.training.precision}` by default" in PAGE

@@ -1,4 +1,4 @@
-"""Names of stages, whose folders stand beside what a run writes."""
+"""Names of stages: their folders are in the run directory, so names of its files are reserved."""
 
 import pytest
 
@@ -17,7 +17,7 @@ WRITTEN = {ATTEMPTS, CHECKPOINTS, EVENTS, JOB_FILE, JOB_NUMBER, JOB_RECIPE, LOCK
 WRITTEN |= {PROFILE, RECIPE, RUN_ID, SCRIPT, STACKS, TENSORBOARD}
 
 
-def test_what_a_run_writes_is_the_name_of_no_stage():
+def test_file_names_of_a_run_are_reserved():
     assert WRITTEN == RESERVED
     assert not any(is_stage_name(name) for name in RESERVED)
 
@@ -25,7 +25,7 @@ def test_what_a_run_writes_is_the_name_of_no_stage():
 @pytest.mark.parametrize(
     "name", ["job_17.log", "preflight_00003", "metrics.jsonl.repaired", "recipe.yaml.tmp"]
 )
-def test_neither_is_a_numbered_or_unfinished_file_of_a_run(name):
+def test_numbered_and_unfinished_file_names_are_reserved(name):
     assert not is_stage_name(name)
 
 

@@ -1,4 +1,4 @@
-"""YAML within limits: values, or one sentence, within a second whatever the text."""
+"""``parse_yaml`` returns values or raises an error of one sentence, within seconds."""
 
 import contextlib
 import math
@@ -37,7 +37,7 @@ def test_values_are_those_of_yaml_1_2(text, value):
 
 
 @pytest.mark.parametrize("text", ["1:30", "2001-01-01", "2001-99-99", "0b1", "0x_", "._", "0o9"])
-def test_what_yaml_1_1_takes_for_numbers_and_dates_is_text(text):
+def test_yaml_1_1_numbers_and_dates_are_text(text):
     assert parse_yaml(text, "it") == text
 
 
@@ -59,7 +59,7 @@ def test_numbers_stay_numbers_in_a_dump(number):
 
 
 def doubled(first: str, step: str) -> str:
-    """26 mappings or lists; each after the first holds the one before twice, by its name."""
+    """Return YAML of 26 mappings or lists; each contains the one before twice, by its alias."""
     steps = (f"a{n + 1}: &a{n + 1} {step % (n, n)}" for n in range(25))
     return "\n".join([f"a0: &a0 {first}", *steps])
 
@@ -95,13 +95,13 @@ def doubled(first: str, step: str) -> str:
         ("{[a]: 1}", "unhashable key"),
     ],
 )
-def test_what_is_beyond_the_limits_is_one_sentence(text, said):
+def test_invalid_and_oversized_documents_are_refused_within_a_second(text, said):
     started = time.process_time()
     assert said in refused(text)
     assert time.process_time() - started < 1
 
 
-def test_depth_and_number_at_the_limits_are_taken():
+def test_depth_and_node_count_at_the_limits_are_accepted():
     assert parse_yaml(31 * "[" + "x" + 31 * "]", "it")
     assert "deeper" in refused(32 * "[" + "x" + 32 * "]")
     assert len(parse_yaml("[" + 4_999 * "a," + "]", "it")) == 4_999
@@ -109,10 +109,10 @@ def test_depth_and_number_at_the_limits_are_taken():
 
 
 @pytest.mark.parametrize("piece", ["a", "a\n", '"\\x41', "# a\n", "|\n a\n", ": ", " ", "1", "!"])
-def test_a_text_as_long_as_a_file_may_be_is_read_in_time(piece):
+def test_a_document_of_maximum_size_is_handled_within_3_seconds(piece):
     text = (MAX_BYTES // len(piece)) * piece
     started = time.process_time()
     with contextlib.suppress(UserError):
         parse_yaml(text, "it")
-    # A second on a machine that does nothing else.
+    # An idle machine needs one second; a busy one needs more.
     assert time.process_time() - started < 3

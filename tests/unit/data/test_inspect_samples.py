@@ -1,4 +1,4 @@
-"""``diffmegatron data inspect``: what is decoded and counted, of which stage, what is refused."""
+"""``diffmegatron data inspect``: decoded samples, counts, the choice of a stage, errors."""
 
 import json
 from pathlib import Path
@@ -40,7 +40,7 @@ def test_samples_are_decoded(sources: list[dict[str, object]]) -> None:
     assert "75.000%" in output
 
 
-def test_what_carries_no_loss_is_marked_in_plain_text(tmp_path: Path) -> None:
+def test_tokens_without_loss_are_bracketed(tmp_path: Path) -> None:
     chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
     (tmp_path / "chat.jsonl").write_text((json.dumps({"messages": chat}) + "\n") * 40)
     prepare(
@@ -55,14 +55,16 @@ def test_what_carries_no_loss_is_marked_in_plain_text(tmp_path: Path) -> None:
     assert f"\n⟦{prompt}⟧Hello<|im_end|><|endoftext|>" in output
 
 
-def test_the_lengths_are_drawn(sources: list[dict[str, object]], tmp_path: Path) -> None:
+def test_inspect_writes_the_lengths_as_png(
+    sources: list[dict[str, object]], tmp_path: Path
+) -> None:
     picture = tmp_path / "lengths.png"
     output = inspect(f"data.sources={json.dumps(sources)}", "--samples=0", f"--lengths={picture}")
     assert f"wrote {picture}" in output and "sample 0" not in output
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_stage_is_named(sources: list[dict[str, object]], tmp_path: Path) -> None:
+def test_the_stage_option_selects_a_stage(sources: list[dict[str, object]], tmp_path: Path) -> None:
     recipe = tmp_path / "stages.yaml"
     recipe.write_text(
         f"extends: {QUICKSTART}\nstages:\n  - name: first\n  - name: second\n"
@@ -77,11 +79,13 @@ def test_a_stage_is_named(sources: list[dict[str, object]], tmp_path: Path) -> N
         inspect(first, "--stage", "first")
 
 
-def test_a_prepared_corpus_is_no_recipe(sources: list[dict[str, object]], tmp_path: Path) -> None:
+def test_a_prepared_corpus_in_place_of_a_recipe_is_refused(
+    sources: list[dict[str, object]], tmp_path: Path
+) -> None:
     with pytest.raises(UserError, match=r"is a prepared corpus; give a recipe with it"):
         inspect(recipe=tmp_path / "web")
 
 
-def test_a_corpus_that_is_not_there_is_one_sentence(tmp_path: Path) -> None:
+def test_a_missing_corpus_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="does not exist"):
         inspect(f"data.sources=[{{path: {tmp_path / 'none'}}}]")

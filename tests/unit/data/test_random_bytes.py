@@ -1,4 +1,4 @@
-"""Random bytes in every file that `data` reads: a value, or one sentence."""
+"""Reading a randomly damaged file succeeds or raises an error of one sentence."""
 
 import gzip
 import json
@@ -30,7 +30,7 @@ TEXTS = [f"document {number} " * (1 + number % 7) for number in range(60)]
 
 
 def damaged(good: bytes, pick: random.Random) -> bytes:
-    """Return bytes with changes, or a part removed, inserted, zeroed or doubled, or none."""
+    """Return random bytes, or a copy with ranges changed, removed, inserted, zeroed or doubled."""
     if pick.random() < 0.1:
         return pick.randbytes(pick.randrange(200))
     content = bytearray(good)
@@ -51,7 +51,10 @@ def damaged(good: bytes, pick: random.Random) -> bytes:
 
 
 def try_all(path: Path, read: Callable[[], Any]) -> None:
-    """Every damage of a file gives a value or a short sentence on one line, and values occur."""
+    """Check that each read of a damaged file succeeds or raises a short ``UserError`` of one line.
+
+    More than a tenth of the cases must raise an error. The undamaged file is read at the end.
+    """
     good, pick, sentences = path.read_bytes(), random.Random(path.name), 0
     for case in range(CASES):
         path.write_bytes(damaged(good, pick))
@@ -122,7 +125,7 @@ def test_manifests(prefix: Path) -> None:
 @pytest.mark.parametrize("suffix", [".bin", ".idx", ".json"])
 @pytest.mark.parametrize("built", [True, False])
 def test_prepared_corpora(prefix: Path, tmp_path: Path, suffix: str, built: bool) -> None:
-    """Opened, and read to the end: with the cache of the good index, and without."""
+    """A damaged corpus is read or refused, with and without a cached index of the good corpus."""
     sources = [{"path": str(prefix)}]
     config = DataConfig.model_validate(
         {"tokenizer": "bytes", "sources": sources, "cache_dir": str(tmp_path / "cache")}
@@ -180,9 +183,9 @@ def test_journals(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["contents.json", "ends.int64"])
 def test_caches(tmp_path: Path, name: str) -> None:
-    """No sentence here: every damage is mended."""
+    """A damaged cache never causes an error: it is rebuilt."""
     ends, pick = np.arange(50, dtype=np.int64), random.Random(name)
-    for _ in range(CASES // 3):  # each is synced to the disk
+    for _ in range(CASES // 3):  # fewer cases, because each one is synced to the disk
         arrays, summary = Cache(tmp_path).open(("key",), lambda: ({"ends": ends}, {"a": 1}))
         assert summary == {"a": 1} and np.array_equal(arrays["ends"], ends)
         (path,) = tmp_path.glob(f"*/{name}")

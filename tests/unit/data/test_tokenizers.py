@@ -1,4 +1,4 @@
-"""Tokenizers: ids equal tiktoken's own, nothing is downloaded, every failure is one sentence."""
+"""Tokenizers: ids equal those of tiktoken, nothing is downloaded, every error is one sentence."""
 
 import base64
 import json
@@ -41,7 +41,7 @@ def test_bytes_are_the_utf8_bytes() -> None:
     assert (tokenizer.vocab_size, tokenizer.end_of_document) == (257, 256)
 
 
-def test_bytes_hash_is_what_corpora_were_prepared_with() -> None:
+def test_the_hash_of_bytes_does_not_change() -> None:
     assert load_tokenizer("bytes").sha256.startswith("0b90cd8645a0b261")
 
 
@@ -65,13 +65,13 @@ def test_special_text_is_ordinary_text(cl100k: Tokenizer) -> None:
     assert cl100k.decode([cl100k.end_of_document]) == "<|endoftext|>"
 
 
-def test_the_path_of_cl100k_is_cl100k(cl100k: Tokenizer, tmp_path: Path) -> None:
+def test_a_renamed_cl100k_file_has_the_same_hash(cl100k: Tokenizer, tmp_path: Path) -> None:
     copy = tmp_path / "renamed.tiktoken"
     copy.write_bytes(find_cl100k().read_bytes())
     assert load_tokenizer(str(copy)).sha256 == cl100k.sha256
 
 
-def test_missing_cl100k_says_where_to_put_it(
+def test_the_missing_cl100k_error_names_the_environment_variable(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     for variable in ("DIFFMEGATRON_TIKTOKEN", "TIKTOKEN_CACHE_DIR", "DATA_GYM_CACHE_DIR"):
@@ -130,7 +130,7 @@ def test_damaged_tiktoken_file(tmp_path: Path, content: str) -> None:
 
 
 def change_ranks(old: bytes, new: bytes) -> Callable[[Path], object]:
-    """Of the file beside the description."""
+    """Return a function that replaces bytes of the tiktoken file beside a description."""
 
     def change(description: Path) -> None:
         path = description.with_suffix(".tiktoken")
@@ -159,7 +159,7 @@ DAMAGED = {
 
 
 @pytest.mark.parametrize("name", DAMAGED)
-def test_what_no_encoding_can_be_made_of_is_a_sentence(name: str, tmp_path: Path) -> None:
+def test_an_unusable_tiktoken_description_is_refused(name: str, tmp_path: Path) -> None:
     change, said = DAMAGED[name]
     _write_ranks(tmp_path / "mine.tiktoken", [b"he"])
     change(tmp_path / "mine.json")
@@ -171,7 +171,7 @@ def test_what_no_encoding_can_be_made_of_is_a_sentence(name: str, tmp_path: Path
 @pytest.mark.parametrize(
     "content", ["[]", '{"eos_token": ["a"]}', '{"eos_token": {}}', 9_999 * "["]
 )
-def test_a_damaged_configuration_of_a_folder_is_a_sentence(folder: Path, content: str) -> None:
+def test_a_damaged_tokenizer_config_is_refused(folder: Path, content: str) -> None:
     (folder / "tokenizer_config.json").write_text(content)
     with pytest.raises(UserError, match=r"tokenizer_config\.json is damaged and cannot be used"):
         load_tokenizer(str(folder))
@@ -215,7 +215,7 @@ def test_hugging_face_folder(folder: Path) -> None:
     assert tokenizer.decode([258]) == "</s>"
 
 
-def test_the_file_in_a_hugging_face_folder_is_the_folder(folder: Path) -> None:
+def test_tokenizer_json_loads_as_its_folder(folder: Path) -> None:
     by_file = load_tokenizer(str(folder / "tokenizer.json"))
     assert by_file.name == str(folder)
     assert by_file.sha256 == load_tokenizer(str(folder)).sha256

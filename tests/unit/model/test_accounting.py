@@ -101,7 +101,7 @@ def test_parameters_are_those_of_the_built_network(kind, num_kv_heads, tied):
     built = dict.fromkeys(count_parameters(recipe.model).__dataclass_fields__, 0)
     with process_groups(recipe.parallel, seed=1) as parallel_state:
         network = build_model(recipe, parallel_state)
-        # Transformer Engine's modules give other names to the norms that they contain.
+        # Use the names in checkpoints. Transformer Engine's modules name their norms differently.
         for parameter, shards in parameter_shards(network).items():
             built[part_of(shards[0].name)] += parameter.numel()
     counted = count_parameters(recipe.model)
@@ -131,14 +131,14 @@ def test_the_3b_model_has_the_parameters_its_sizes_give():
     [
         ({"kind": "diff_v1"}, 4 * 8 + 16),
         ({"kind": "diff_v1", "headwise_norm": False}, 4 * 8),
-        # d = 16: the queries of the noise heads, and lambda per head.
+        # d = 16: rows for the queries of the noise heads, and one row of lambda_proj per head.
         ({"kind": "diff_v2"}, 4 * 16 * 64 + 4 * 64),
         ({"kind": "diff_v2", **SIGNAL_PER_NOISE}, 2 * 16 * 64 + 4 * 64),
         # Two noise heads of d = 8 instead of four.
         ({"kind": "grouped", **SIGNAL_PER_NOISE}, 4 * 8 + 16 - 2 * 8 * 64),
     ],
 )
-def test_a_pair_differs_by_what_only_one_of_it_has(attention, more):
+def test_model_and_baseline_differ_only_by_their_own_parameters(attention, more):
     own = count_parameters(make_recipe(attention=attention).model)
     baseline = count_parameters(make_recipe({"baseline": True}, attention=attention).model)
     assert own.total - baseline.total == 2 * more
@@ -161,8 +161,8 @@ def test_flops_are_those_of_the_products_that_torch_counts(kind, attention_cost)
         network = build_model(recipe, parallel_state)
         with FlopCounterMode(display=False) as counter:
             run_forward(network).mean().backward()
-    # Products of weights are torch's mm. Attention has other operators, of which the counter sees
-    # some, depending on the version of torch.
+    # Count only torch's mm, which computes the products with weights. The counter also sees some
+    # operators of attention, but which ones depends on the version of torch.
     products = counter.get_flop_counts()["Global"][torch.ops.aten.mm]
     pairs = tokens * (LENGTH / 2) * model.num_layers * model.attention.head_dim
     assert products + 3 * 2 * pairs * attention_cost == count_flops(model, LENGTH).training * tokens
@@ -174,8 +174,8 @@ def run_forward(network: torch.nn.Module) -> Tensor:
     return network(tokens, positions, None, labels=tokens)
 
 
-def test_flops_of_the_3b_model_typed_out():
-    """Compute the FLOPs per token by hand, as exact fractions, from the paper's sizes."""
+def test_flops_of_the_3b_model_match_a_calculation_by_hand():
+    """The FLOPs per token equal a calculation in exact fractions from the paper's sizes."""
     layer = 4 * 3072**2 + 3 * 3072 * 8192
     weights = 28 * layer + 100_288 * 3072
     pairs = Fraction(4096, 2) * 28 * 12
@@ -211,7 +211,7 @@ def test_v1_and_its_baseline_have_the_same_flops():
         ({"kind": "grouped", **SIGNAL_PER_NOISE}, -2 * 2 * 8 * 64 - LENGTH * 2 * 8),
     ],
 )
-def test_flops_of_a_pair_by_hand(attention, forward):
+def test_flops_beyond_the_baseline_match_a_calculation_by_hand(attention, forward):
     own, baseline = (
         count_flops(make_recipe({"baseline": each}, attention=attention).model, LENGTH)
         for each in (False, True)
@@ -222,12 +222,11 @@ def test_flops_of_a_pair_by_hand(attention, forward):
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 @pytest.mark.parametrize("zero_stage", [1, 2])
-def test_deepspeed_allocates_what_is_counted(precision, zero_stage, monkeypatch):
-    """Compare with the live tensors after the second backward pass.
+def test_deepspeed_allocates_the_counted_bytes(precision, zero_stage, monkeypatch):
+    """The counted bytes are those of the live tensors after the second backward pass.
 
-    Gradients and Adam's state exist then.
-
-    ZeRO 2 has a bucket during the backward pass, which is counted with the layer's backward pass.
+    At that time, the gradients and Adam's state exist. ZeRO 2 also has a bucket, but only during
+    the backward pass, so it is counted in the memory of a layer's backward pass.
     """
     recipe = make_recipe(None, {"precision": precision}, {"zero_stage": zero_stage})
     bucket = 123_456
@@ -238,7 +237,7 @@ def test_deepspeed_allocates_what_is_counted(precision, zero_stage, monkeypatch)
         run_forward(network)  # libraries allocate memory in their first call, which is not counted
         before = live_storages(network)
         for parameter in network.parameters():
-            # The engine flattens the parameters into new storages and frees these.
+            # The engine flattens the parameters into new storages and frees the old ones.
             del before[parameter.untyped_storage().data_ptr()]
         with ZeroEngine(network, recipe, parallel_state) as engine:
             engine.backward(run_forward(network).mean(), is_last=True)
@@ -261,7 +260,10 @@ def test_deepspeed_allocates_what_is_counted(precision, zero_stage, monkeypatch)
 
 
 def with_bucket(elements: int):
-    """Return the engine's configuration with a small bucket; a large one hides other memory."""
+    """Return a replacement of ``engine_config`` that sets the size of the reduce bucket.
+
+    The default bucket is so large that other memory would not show beside it.
+    """
 
     def config(recipe: Recipe):
         config = engine_config(recipe)
@@ -272,9 +274,11 @@ def with_bucket(elements: int):
 
 
 def live_storages(network: torch.nn.Module) -> dict[int, torch.UntypedStorage]:
-    """Return every live tensor's storage by its address, which no other storage gets meanwhile.
+    """Return every live tensor's storage by its address.
 
-    Gradients may have no Python object, so the garbage collector does not list them.
+    The result keeps the storages alive, so no new storage gets one of these addresses.
+    Gradients are taken from ``network``, because the garbage collector does not list gradients that
+    have no Python object.
     """
     gc.collect()
     tensors = [value for value in gc.get_objects() if type(value) in (Tensor, torch.nn.Parameter)]
@@ -288,7 +292,7 @@ def storages_since(before: dict[int, torch.UntypedStorage], network: torch.nn.Mo
     return [each.nbytes() for key, each in live_storages(network).items() if key not in before]
 
 
-def test_the_bucket_is_the_engines():
+def test_the_counted_reduce_bucket_matches_the_engine_config():
     assert engine_config(make_recipe())["zero_optimization"]["reduce_bucket_size"] == REDUCE_BUCKET
 
 
@@ -302,8 +306,10 @@ NORMS = {
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 @pytest.mark.parametrize("num_kv_heads", [4, 2])
 @pytest.mark.parametrize("attention", [*NORMS, *QWEN])
-def test_activations_are_what_the_layers_keep(attention, num_kv_heads, precision, monkeypatch):
-    """Compare with the bytes that local layers save for the backward pass.
+def test_counted_activations_match_the_saved_tensors(
+    attention, num_kv_heads, precision, monkeypatch
+):
+    """The count for a CPU equals the bytes that Megatron-core's own layers save for backward.
 
     Transformer Engine's norms are not used, because on a CPU they save the bytes that are counted
     for a GPU.
@@ -334,8 +340,11 @@ class FusedNorm(torch.autograd.Function):
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 @pytest.mark.parametrize("headwise_norm", [True, False])
-def test_activations_with_a_gpus_fused_norms(headwise_norm, precision, monkeypatch):
-    """Compare the Transformer's activations; its attention kernel saves the same on CPU and GPU."""
+def test_counted_activations_match_a_gpus_fused_norms(headwise_norm, precision, monkeypatch):
+    """The count for a GPU equals the bytes that a Transformer with fused norms saves on a CPU.
+
+    This is possible because its attention kernel saves the same tensors on both devices.
+    """
     for module in (torch.nn.functional, norm):
         monkeypatch.setattr(
             module, "rms_norm", lambda x, _, weight, eps: FusedNorm.apply(x, weight, eps)
@@ -348,7 +357,7 @@ def test_activations_with_a_gpus_fused_norms(headwise_norm, precision, monkeypat
     with process_groups(recipe.parallel, seed=1) as parallel_state:
         kept = bytes_kept_for_backward(build_model(recipe, parallel_state))
     (counted,) = memory_by_stage(recipe, 1, "gpu")
-    # On a CPU, SwiGLU is not fused, and keeps its two factors as well as its input and product.
+    # On a CPU, SwiGLU is not fused and also keeps the two factors of its product.
     element = {"bf16": 2, "fp32": 4}[precision]
     unfused_swiglu = 2 * element * 160 * 2 * BATCH * LENGTH
     probabilities = 4 * BATCH * LENGTH * VOCABULARY
@@ -356,7 +365,10 @@ def test_activations_with_a_gpus_fused_norms(headwise_norm, precision, monkeypat
 
 
 def test_the_kernels_on_a_gpu_keep_both_maps_outputs():
-    """Compute the differences by hand, with h = 4 heads of 2d = 128 channels in bf16."""
+    """The saved bytes of the backends differ as in a calculation by hand.
+
+    The model has h = 4 heads of 2d = 128 channels in bf16.
+    """
     token_layers, channels, heads = BATCH * LENGTH * 2, 512, 4
     wide = {"head_dim": 64}
     blocked, fused, flash = (
@@ -366,10 +378,11 @@ def test_the_kernels_on_a_gpu_keep_both_maps_outputs():
         for name, device in (("auto", "cpu"), ("triton", "gpu"), ("flash_2call", "gpu"))
     )
     maps, log_sum_exps = 2 * 2 * channels, 2 * 4 * heads
-    # A norm that is not fused keeps its input and one root per head in float32.
+    # An unfused headwise norm keeps its input and one number per head, both in float32.
     norm, second_map = 4 * channels + 4 * heads, 4 * channels
     assert flash.activations - fused.activations == token_layers * (norm + second_map)
-    # The CPU's unfused operations also keep tensors of three norms, and SwiGLU's factors.
+    # The CPU's unfused operations also keep tensors of three norms (of the attention's input, of
+    # the heads, of the MLP's input) and the factors of SwiGLU's product.
     unfused = 2 * 6 * 64 + 4 * channels + 2 * 2 * 160
     final_norm = BATCH * LENGTH * 6 * 64
     difference = token_layers * (unfused + norm - maps - log_sum_exps) + final_norm
@@ -392,12 +405,12 @@ def bytes_kept_for_backward(network: torch.nn.Module) -> int:
     )
 
 
-def test_logits_and_the_output_layers_gradient_by_hand():
+def test_memory_of_the_loss_matches_a_calculation_by_hand():
     tokens, weight = BATCH * LENGTH, VOCABULARY * 64
     # On a CPU in bf16, the float32 probabilities exist in addition to the logits.
     assert memory_by_stage(make_recipe(), 1, "cpu")[0].loss.beside == 6 * tokens * VOCABULARY
-    # Otherwise the gradient overwrites the logits or the probabilities. The gradients of the weight
-    # and of the hidden states are added.
+    # In the other cases, the gradient of the logits overwrites the logits or the probabilities, so
+    # the peak is this gradient and those of the weight and of the hidden states.
     for precision, element, device in (("bf16", 2, "gpu"), ("fp32", 4, "gpu"), ("fp32", 4, "cpu")):
         recipe = make_recipe(None, {"precision": precision})
         gradients = element * (tokens * VOCABULARY + weight + tokens * 64)
@@ -405,9 +418,10 @@ def test_logits_and_the_output_layers_gradient_by_hand():
 
 
 def test_a_chunked_loss_has_the_logits_of_a_chunk():
-    """The peak also has two weight gradients and the gradient of all hidden states.
+    """At the peak, memory holds the gradients of one chunk's logits, weight and hidden states.
 
-    One weight gradient is the chunk's, and the other is the sum of the chunks before.
+    It also holds the sum of the weight gradients of earlier chunks, and the gradient of all hidden
+    states. These two are the difference from a batch that is a single chunk.
     """
     whole, chunk = (
         memory_by_stage(make_recipe(None, {"seq_length": length, "loss_chunk": 1024}), 1)[
@@ -427,9 +441,10 @@ def test_data_parallel_ranks_share_the_optimizer_state():
 
 
 def test_stages_and_shards_add_up_to_the_network():
-    """Add up the weights of all ranks of a 2 x 4 layout.
+    """The weights of all ranks of a 2 x 4 layout add up to those of the network.
 
-    The sum is that of the network, with the tied embedding and the replicated norms counted twice.
+    The tied embedding and the replicated norms count twice: the embedding is on the first and the
+    last stage, and both tensor-parallel ranks have the norms.
     """
     recipe = make_recipe(
         {"tied_embeddings": True, "num_layers": 4},
@@ -442,9 +457,10 @@ def test_stages_and_shards_add_up_to_the_network():
     whole = counted.total + replicated + counted.embedding
     assert sum(2 * stage.weights for stage in stages) == 4 * whole
     assert [stage.loss.beside > 0 for stage in stages] == [False, False, False, True]
-    # Each stage has one layer. The first stage holds four microbatches, and the last stage one. The
-    # last stage also has the final norm and the output layer. The other stages also have the hidden
-    # states that they sent and a gradient that they received. All stages have the rotary angles.
+    # Each stage has one layer. From the first stage to the last, the stages hold the activations of
+    # 4, 3, 2 and 1 microbatches. The last stage also has the final norm and the output layer. The
+    # other stages also have the hidden states that they sent and a gradient that they received. All
+    # stages have the rotary angles.
     hidden = BATCH * LENGTH * 4 * 64
     kept = [stage.activations - 4 * 8 * LENGTH for stage in stages]
     layer = kept[-1] - BATCH * LENGTH * (2 * 4 * 64 + 4) + hidden
@@ -456,8 +472,8 @@ def test_sequence_parallel_shards_the_norms_inputs_too():
     whole = memory_by_stage(make_recipe(None, None, layout), 2)[0].activations
     sharded = make_recipe(None, None, layout | {"sequence_parallel": True})
     saved = whole - memory_by_stage(sharded, 2)[0].activations
-    # Five norms (two per layer and the last), each with a projection after it, half of them saved.
-    # Beside them is the buffer into which the ranks gather hidden states.
+    # On two ranks, sequence parallelism halves what is saved for the five norms (two per layer, and
+    # the final one) and the projections after them. It adds a buffer for gathered hidden states.
     assert saved == BATCH * LENGTH * (5 * (2 * 2 * 64 + 4) / 2 - 2 * 64)
 
 
@@ -485,8 +501,8 @@ def test_an_unknown_gpu_is_not_guessed():
     assert find_accelerator("NVIDIA GeForce RTX 4090") is None
 
 
-def test_utilization_of_the_papers_throughput():
-    """Table 7: 7491 tokens/s for the 3B Transformer at 4K on one H100, by hand."""
+def test_mfu_of_the_papers_throughput_matches_a_calculation_by_hand():
+    """In table 7 of the paper, the 3B Transformer processes 7491 tokens/s on an H100."""
     training = 6 * (28 * (4 * 3072**2 + 3 * 3072 * 8192) + 100_288 * 3072)
     training += 28 * 12 * 2048 * 12 * 128 * 2
     share = model_flops_utilization(7491, training, 1, ACCELERATORS["H100"])

@@ -1,4 +1,4 @@
-"""What building a network refuses before any step."""
+"""Kernel features that a recipe's attention needs, and the MLP of a built network."""
 
 from collections.abc import Iterator
 
@@ -42,7 +42,7 @@ from diffmegatron.parallel.parallel_state import process_groups
         (["parallel.context=2", "parallel.context_communication=ulysses"], set()),
     ],
 )
-def test_a_layout_says_what_it_asks_of_the_kernel(tiny_recipe, overrides, needs):
+def test_a_layout_determines_what_its_kernel_needs(tiny_recipe, overrides, needs):
     recipe = tiny_recipe(*overrides)
     assert attention_call(recipe, recipe.model.attention, "cuda").needs == needs
 
@@ -64,7 +64,7 @@ def test_a_kernel_that_a_ring_cannot_use_is_refused_before_the_first_step(tiny_r
 
 @pytest.fixture
 def mlp(tiny_recipe, monkeypatch) -> Iterator[MLP]:
-    """Return a local layer's MLP in float32; Transformer Engine's contains the norm."""
+    """Yield a float32 MLP of Megatron-core, because Transformer Engine's would contain the norm."""
     monkeypatch.setattr(build, "available_host", lambda _: "local")
     recipe = tiny_recipe("training.precision=fp32")
     with process_groups(recipe.parallel, seed=1) as parallel_state:
@@ -73,7 +73,7 @@ def mlp(tiny_recipe, monkeypatch) -> Iterator[MLP]:
 
 
 def value_and_gradients(mlp: MLP, tokens: Tensor) -> tuple[list[Tensor], int]:
-    """Return [result, gradients of tokens and weights], and the bytes saved beside these two."""
+    """Return [result, gradients of tokens and weights], and bytes saved besides these inputs."""
     weights = [mlp.linear_fc1.weight, mlp.linear_fc2.weight]
     given = {x.untyped_storage().data_ptr() for x in (tokens, *weights)}
     kept: dict[int, int] = {}
@@ -91,7 +91,7 @@ def value_and_gradients(mlp: MLP, tokens: Tensor) -> tuple[list[Tensor], int]:
 
 
 def exact_value_and_gradients(mlp: MLP, tokens: Tensor) -> list[Tensor]:
-    """In float64, as the equation has it."""
+    """Return the result and its gradients in float64, by the equation of SwiGLU."""
     inputs = [tokens, mlp.linear_fc1.weight, mlp.linear_fc2.weight]
     x, w1, w2 = (each.detach().double().requires_grad_() for each in inputs)
     gate, up = (x @ w1.T).chunk(2, dim=-1)
@@ -101,8 +101,11 @@ def exact_value_and_gradients(mlp: MLP, tokens: Tensor) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(("fused", "factors"), [(True, 3), (False, 5)])
-def test_swiglu_is_exact_and_keeps_what_plan_counts(fused, factors, mlp, monkeypatch):
-    """Fused is the GPU's; on a CPU the functions it would compile, for 19 s, run as they are."""
+def test_swiglu_is_exact_and_saves_the_bytes_that_plan_counts(fused, factors, mlp, monkeypatch):
+    """SwiGLU equals its equation and saves the planned bytes, fused (as on GPUs) and unfused.
+
+    The fused functions run uncompiled here, because compiling them takes 19 s.
+    """
     monkeypatch.setattr(mlp.config, "bias_activation_fusion", fused)
     tokens = torch.randn(6, 2, mlp.config.hidden_size, requires_grad=True)
     with torch.compiler.set_stance("force_eager"):

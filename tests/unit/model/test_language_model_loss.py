@@ -1,4 +1,4 @@
-"""The loss of a network by the kernel that GPUs have, with torch's function in its place."""
+"""The loss of a network with the cross-entropy kernel, which torch's function replaces here."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ SIZES = (
 
 
 @pytest.mark.parametrize("overrides", [(), ("training.loss_chunk=3",)])
-def test_the_kernel_is_given_what_megatrons_loss_is(monkeypatch, overrides):
+def test_the_loss_with_a_kernel_equals_megatrons_loss(monkeypatch, overrides):
     cross_entropy = pytest.importorskip(
         "diffmegatron.model.cross_entropy_kernel", reason="needs triton"
     )

@@ -1,8 +1,8 @@
-"""What this project's network and Megatron-core read of each other, in every supported version.
+"""Names that this project's network and Megatron-core use of each other.
 
-Megatron-core promises none of these names to anybody. Whoever moves its pin in pyproject.toml runs
-this file first, which names what is gone, and then tests/parallel, which shows what means something
-else.
+Megatron-core does not guarantee these names. To change its version in pyproject.toml, run this file
+first: it shows which names are missing. Then run tests/parallel: they show which names have a
+different meaning in the new version.
 """
 
 import ast
@@ -33,7 +33,7 @@ from diffmegatron.model.network import VirtualStage
 from diffmegatron.parallel.parallel_state import process_groups
 from tests.paths import ROOT
 
-# Arguments by name of what is built and called.
+# Functions of Megatron-core, and arguments that this project passes by name.
 ARGUMENTS = [
     (LanguageModelEmbedding.__init__, ["vocab_size", "max_sequence_length", "tp_group"]),
     (LanguageModelEmbedding.__init__, ["position_embedding_type"]),
@@ -44,7 +44,7 @@ ARGUMENTS = [
     (checkpoint, ["function", "distribute_saved_activations"]),
     (LanguageModule.compute_language_model_loss, ["labels", "logits"]),
 ]
-# What Megatron-core's code reads of a virtual stage, by where it does.
+# Attributes of a virtual stage, and the module or class of Megatron-core that reads each.
 READ_OF_A_STAGE = [
     (schedules, "set_input_tensor"),
     (schedules, "vp_stage"),
@@ -55,8 +55,8 @@ READ_OF_A_STAGE = [
     (LanguageModule, "embedding"),
     (LanguageModule, "output_layer"),
 ]
-# Names with an underscore, by the file that takes them: without CUDA nothing else can be replaced,
-# and of the reader of an index Megatron exports no other name.
+# Private names of Megatron-core, with the file that uses each. They have no public equivalent: one
+# reads an index, and the others are patched so that CUDA's random states work on a CPU.
 PRIVATE = {
     ("data/index/token_store.py", "_IndexReader"),
     ("parallel/cpu.py", "_get_cuda_rng_state"),
@@ -70,7 +70,7 @@ def test_a_function_takes_these_arguments(function, names):
 
 
 @pytest.mark.parametrize(("reader", "name"), READ_OF_A_STAGE)
-def test_a_stage_has_what_megatron_reads_of_it(tiny_recipe, reader, name):
+def test_a_stage_has_the_attributes_that_megatron_reads(tiny_recipe, reader, name):
     assert name in inspect.getsource(reader)
     recipe = tiny_recipe()
     with process_groups(recipe.parallel, seed=1) as parallel_state:
@@ -107,7 +107,10 @@ def test_no_other_private_name_of_megatron_is_taken():
 
 
 def private_names(path: Path) -> Iterator[str]:
-    """Names with an underscore that a file imports from Megatron-core, or replaces in it."""
+    """Yield the private names that a file imports from Megatron-core, accesses or replaces there.
+
+    Replacements are found as tuples (module, name, new value).
+    """
     modules: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("megatron"):
@@ -126,7 +129,7 @@ def private_names(path: Path) -> Iterator[str]:
             yield node.attr
 
 
-def test_layers_count_those_of_the_stages_before(tiny_recipe):
+def test_layers_are_numbered_from_one(tiny_recipe):
     recipe = tiny_recipe("model.num_layers=3")
     with process_groups(recipe.parallel, seed=1) as parallel_state:
         (stage,) = build_model(recipe, parallel_state).virtual_stages
@@ -155,7 +158,10 @@ def test_angles_are_those_of_megatrons_rotary_embedding(tiny_recipe, scaling):
     ],
 )
 def test_full_recomputation_keeps_the_inputs_of_groups(tiny_recipe, overrides, groups, monkeypatch):
-    """And changes nothing: the loss and gradients have the bits of a run without."""
+    """Each checkpoint covers one group of layers, and recomputation changes no bit of a gradient.
+
+    ``groups`` has the number of layers of each checkpoint in the order of the forward pass.
+    """
     counts: list[int] = []
     apply = CheckpointFunction.apply
 

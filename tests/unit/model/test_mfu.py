@@ -20,7 +20,7 @@ def test_a_run_records_and_prints_its_mfu(tiny_recipe, monkeypatch, capsys):
     entries = [entry for entry in read_metrics(Path(recipe.run_dir)) if "train/loss" in entry]
     assert len(entries) == 3
     assert len(re.findall(r"tokens/s \| MFU \d+\.\d% \| ETA", capsys.readouterr().out)) == 3
-    # By hand: 6 FLOPs per weight of a matrix, and 6 s h of causal attention per layer.
+    # FLOPs per token: 6 per weight of a matrix, and 6 x length x hidden for attention per layer.
     hidden, ffn, layers, length, vocabulary = 64, 96, 2, 64, 320
     attention = recipe.model.attention
     keys = hidden * attention.num_kv_heads // attention.num_heads
@@ -34,7 +34,7 @@ def test_a_run_records_and_prints_its_mfu(tiny_recipe, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("name", "precision"), [(A100, "fp32"), ("NVIDIA Unknown", "bf16"), (None, "bf16")]
 )
-def test_without_a_known_peak_there_is_no_share(name, precision, tiny_recipe):
+def test_no_mfu_is_recorded_without_a_known_peak(name, precision, tiny_recipe):
     recipe = tiny_recipe(f"training.precision={precision}")
     assert mfu_metric(recipe, 1, 1e6, name) == {}
 

@@ -35,15 +35,15 @@ from diffmegatron.training.compute.step import summed_loss
 from diffmegatron.training.monitoring.metrics import read_metrics
 from diffmegatron.training.trainer import train
 
-# The queries' rows of every fused projection are frozen. Trained are tensors with and without
-# weight decay.
+# Train the projections of attention, without the query rows of ``linear_qkv``, and two lambda
+# vectors per layer. The projections have weight decay, the vectors have none.
 PART = (
     "optimizer.trainable=['*.linear_qkv.weight:[kv]', '*.linear_proj.weight', '*.lambda_q?']",
     "optimizer.lr_multipliers={'*.lambda_*': 5, '*.1.*.linear_*': 0.5}",
 )
 LORA = "model.lora={rank: 4, alpha: 8}"
-# Rows of linear_qkv for one key-value head of the tiny recipe: twice two queries, a key and half
-# of a value.
+# Kinds and numbers of rows of ``linear_qkv`` for one key-value head of the tiny recipe, in order:
+# two query heads, a key head and half of a value head, and the same once more.
 ROWS = [("q", 16), ("k", 8), ("v", 8)] * 2
 
 
@@ -82,7 +82,7 @@ def test_the_names_and_shapes_are_those_of_the_built_network(overrides, tiny_rec
 
 
 def reference(recipe) -> dict[str, Tensor]:
-    """Train the selected rows with torch's AdamW, and return all weights by name.
+    """Train the rows that ``PART`` selects with torch's AdamW, and return all weights by name.
 
     The network has gradients for all tensors. The selected rows of each tensor are copied into a
     leaf, which the optimizer updates.
@@ -127,7 +127,7 @@ def reference(recipe) -> dict[str, Tensor]:
         return {name: parameter.detach().clone() for name, parameter in named.items()}
 
 
-def test_a_part_is_trained_as_torch_trains_it_alone(tiny_recipe):
+def test_a_trained_part_matches_torchs_adamw(tiny_recipe):
     clipped = "optimizer.clip_grad_norm=0.1"
     recipe = tiny_recipe(*PART, clipped, "training.steps=5", "optimizer.weight_decay=0.1")
     train(recipe)
@@ -150,7 +150,7 @@ def test_a_part_is_trained_as_torch_trains_it_alone(tiny_recipe):
     assert rates["train/lr/*.lambda_*"] == 5 * rates["train/lr"]
 
 
-def test_what_is_frozen_has_no_gradient_and_no_state_and_plan_counts_it(tiny_recipe):
+def test_frozen_tensors_have_no_gradient_and_no_state_as_planned(tiny_recipe):
     recipe = tiny_recipe(*PART)
     trained = [each for each in network_tensors(recipe.model) if trained_parts(each, recipe)]
     with process_groups(recipe.parallel, seed=1) as parallel_state:
@@ -165,8 +165,8 @@ def test_what_is_frozen_has_no_gradient_and_no_state_and_plan_counts_it(tiny_rec
             saved = sum(fragment.tensors["weight"].numel() for fragment in engine.fragments())
     assert held == sum(p.numel() for p in with_gradient) == sum(trained_parameters(recipe, 0))
     assert saved == count_parameters(recipe.model).total == sum(rank_parameters(recipe, 0))
-    # Each layer trains two lambda vectors of 8, the keys and values of two heads (2 x 8 rows each),
-    # and a square projection.
+    # Each layer trains two lambda vectors of 8, the keys and values of two key-value heads (32 rows
+    # per head), and a square projection.
     assert len(trained) == 2 * 4
     assert count_trained(recipe) == 2 * (2 * 8 + 2 * 32 * 64 + 64 * 64)
     assert held - count_trained(recipe) == 2 * 64 * 64
@@ -216,13 +216,13 @@ def test_what_is_frozen_has_no_gradient_and_no_state_and_plan_counts_it(tiny_rec
         (["model.lora={rank: 4, alpha: 8, targets: [linear_o]}"], "linear_qkv"),
     ],
 )
-def test_what_cannot_be_trained_is_said_in_a_sentence(overrides, sentence, tiny_recipe):
+def test_invalid_selections_of_trained_tensors_are_errors(overrides, sentence, tiny_recipe):
     with pytest.raises(UserError) as caught:
         tiny_recipe(*overrides)
     assert sentence in str(caught.value)
 
 
-def test_the_baseline_leaves_out_the_patterns_of_what_it_takes_away(tiny_recipe):
+def test_a_baseline_drops_patterns_of_tensors_that_it_lacks(tiny_recipe):
     patterns = "optimizer.trainable=['*.lambda_?1', '*.linear_qkv.weight:[kv]', '*.self_*.*']"
     factors = "optimizer.lr_multipliers={'*.lambda_q1': 5, '*.linear_qkv.*': 2}"
     recipe = tiny_recipe(patterns, factors, "model.baseline=true")
@@ -259,7 +259,7 @@ def ranks_of_one(tiny_recipe):
 
 
 @pytest.mark.parametrize("kind", [LoraColumnParallelLinear, LoraRowParallelLinear])
-def test_a_layer_is_its_equation_and_so_are_its_gradients(kind, ranks_of_one):
+def test_a_lora_layer_and_its_gradients_match_the_equation(kind, ranks_of_one):
     torch.manual_seed(0)
     more = {"input_is_parallel": True} if kind is LoraRowParallelLinear else {}
     layer = kind(

@@ -1,4 +1,4 @@
-"""What quickstart refuses before it removes or prepares anything."""
+"""Recipes that quickstart refuses before it removes or prepares anything."""
 
 import pytest
 
@@ -17,7 +17,9 @@ from diffmegatron.operations import quickstart
         (["diff_v9"], [], "is not of the form KIND"),
     ],
 )
-def test_a_recipe_that_does_not_hold_is_refused_first(choices, given, said, monkeypatch, tmp_path):
+def test_an_invalid_recipe_is_refused_before_runs_are_removed(
+    choices, given, said, monkeypatch, tmp_path
+):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs/quickstart").mkdir(parents=True)
     with pytest.raises(UserError, match=said):

@@ -1,4 +1,4 @@
-"""The recipes and launch scripts that the package carries."""
+"""The recipes and launch scripts that the package contains."""
 
 import os
 import tomllib
@@ -43,7 +43,7 @@ def test_a_changed_file_is_not_written_over(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["base"]
 
 
-def test_a_name_that_is_none(tmp_path: Path) -> None:
+def test_an_unknown_recipe_name_is_an_error(tmp_path: Path) -> None:
     for name in ("nope", "../pyproject", "/etc/passwd"):
         with pytest.raises(UserError, match=r"is not a recipe of this package; .* configs list"):
             copy(name, tmp_path)
@@ -54,14 +54,16 @@ def test_the_nearest_name_is_given(tmp_path: Path) -> None:
         copy("diff_3b_lt.yaml", tmp_path)
 
 
-def test_what_cannot_be_trained_is_listed_apart() -> None:
+def test_bases_clusters_and_launch_scripts_are_listed_separately() -> None:
     recipes, *others = groups().values()
     assert "quickstart" in recipes and not any(n.startswith(("base", "clu")) for n in recipes)
     assert "base/3b" in others[0] and others[1:] == [["clusters/example"], ["launch"]]
     assert len(names()) == sum(1 for _ in CONFIGS.rglob("*.yaml")) + 1
 
 
-def test_the_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_configs_commands_list_and_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     listed = CliRunner().invoke(app, ["configs", "list"]).output
     assert "quickstart" in listed and "The main job at the size of a laptop" in listed
@@ -93,7 +95,7 @@ def test_recipes_and_scripts_are_found_where_the_wheel_puts_them(
     assert included == {name: f"diffmegatron/{name}" for name in ("configs", "launch")}
     for name, target in included.items():
         assert shipped_folder(name) == ROOT / name and not (ROOT / name).is_symlink()
-        # A folder of the same name beside an installed package belongs to another one.
+        # A folder of this name beside an installed package may be from another package: ignore it.
         (tmp_path / name).mkdir()
         (tmp_path / target).mkdir(parents=True)
     monkeypatch.setattr("diffmegatron.shipped_files._PACKAGE", tmp_path / "diffmegatron")

@@ -1,4 +1,4 @@
-"""The deterministic switch: on inside, as it was outside, and seen by the kernels."""
+"""The deterministic setting: on inside its context, restored afterwards, used by the kernels."""
 
 import os
 from types import SimpleNamespace
@@ -53,7 +53,7 @@ def call_of(width: int) -> AttentionCall:
 
 
 @pytest.mark.parametrize(("width", "default"), [(64, True), (128, False)])
-def test_triton_adds_nothing_up_atomically(width, default):
+def test_triton_is_never_one_pass_when_deterministic(width, default):
     def one_pass() -> bool:
         return problem_of(call_of(width), one_pass=None, target=None).one_pass
 
@@ -62,7 +62,7 @@ def test_triton_adds_nothing_up_atomically(width, default):
         assert one_pass() is False
 
 
-def test_the_flash_libraries_are_told():
+def test_the_deterministic_setting_is_passed_to_flash_libraries():
     told: list[bool] = []
 
     def flash_attn_func(q, k, v, *, deterministic, **_):

@@ -1,4 +1,4 @@
-"""Imports of the engines: nothing is lost, and the compiler is left alone until it is needed."""
+"""Imports of Megatron-core and DeepSpeed without the compiler, which loads at its first use."""
 
 import gc
 import subprocess
@@ -30,7 +30,7 @@ def test_a_start_does_not_load_the_compiler():
 
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """Return the arguments of calls of ``torch.compile``, which compiles nothing."""
+    """Replace ``torch.compile`` by a function that only adds its arguments to the returned list."""
     calls: list[object] = []
 
     def compile_(model: object, **options: object) -> object:
@@ -42,7 +42,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[object]:
 
 
 def double(x: int) -> int:
-    """Twice as much."""
+    """Return twice ``x``."""
     return 2 * x
 
 
@@ -61,8 +61,8 @@ def test_a_module_is_compiled_at_once(compiled):
     assert compiled == [(module, {"dynamic": True})]
 
 
-@pytest.mark.filterwarnings("error")  # the compiler warns of what it cannot see through
-def test_within_a_compiled_function_it_is_part_of_that_one():
+@pytest.mark.filterwarnings("error")  # the compiler warns about functions that it cannot trace
+def test_a_function_called_in_a_compiled_one_is_inlined():
     counts: list[int] = []
 
     def backend(graph: torch.fx.GraphModule, _: object) -> object:

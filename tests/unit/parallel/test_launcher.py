@@ -1,4 +1,4 @@
-"""The environment that a launcher leaves, before the ranks meet."""
+"""Environment variables that a launcher sets: their values, errors and warnings."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ def environment(monkeypatch):
     return install
 
 
-def test_with_and_without_a_launcher(environment):
+def test_the_environment_is_read_with_and_without_a_launcher(environment):
     environment({})
     assert read_launch() == LaunchEnvironment(rank=0, ranks=1, local_rank=0, master=None)
     environment({"SLURM_JOB_END_TIME": "1735689600"})
@@ -67,7 +67,7 @@ def test_with_and_without_a_launcher(environment):
         ({"SLURM_JOB_END_TIME": "1e400"}, "SLURM_JOB_END_TIME '1e400'"),
     ],
 )
-def test_an_environment_that_is_of_no_use_is_one_sentence(changes, sentence, environment):
+def test_an_invalid_environment_is_a_short_error(changes, sentence, environment):
     values = WHOLE | changes
     environment({name: value for name, value in values.items() if value is not None})
     with pytest.raises(UserError, match=sentence) as caught:
@@ -76,13 +76,13 @@ def test_an_environment_that_is_of_no_use_is_one_sentence(changes, sentence, env
 
 
 @pytest.mark.parametrize("name", ["LOCAL_RANK", "SLURM_JOB_END_TIME"])
-def test_what_counts_without_a_launcher_is_checked_without_one(name, environment):
+def test_variables_used_without_a_launcher_are_checked(name, environment):
     environment({name: "soon"})
     with pytest.raises(UserError, match=f"{name} 'soon'"):
         read_launch()
 
 
-def test_a_rank_without_a_gpu_is_one_sentence(environment, monkeypatch):
+def test_a_rank_without_a_gpu_is_an_error(environment, monkeypatch):
     environment(WHOLE | {"LOCAL_RANK": "4"})
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
@@ -105,5 +105,5 @@ def test_a_rank_without_a_gpu_is_one_sentence(environment, monkeypatch):
         (1e4, {}, 300.0, set()),
     ],
 )
-def test_a_save_that_is_too_long_for_slurm(seconds, limits, margin, said):
+def test_a_save_too_long_for_slurm_is_warned_about(seconds, limits, margin, said):
     assert set(save_warnings(seconds, LaunchEnvironment(**limits), margin)) == said

@@ -23,7 +23,7 @@ def threads_after_a_layout() -> int:
     return len(list(Path("/proc/self/task").iterdir()))
 
 
-def test_a_layout_ends_the_threads_of_networks_that_were_dropped_before():
+def test_a_new_layout_ends_the_threads_of_dropped_networks():
     threads_after_a_layout()
     once = threads_after_a_layout()
     assert max(threads_after_a_layout() for _ in range(3)) <= once + 5

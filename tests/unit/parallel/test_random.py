@@ -1,4 +1,4 @@
-"""Random states of a checkpoint: set by name, and only where they are of this torch."""
+"""Random states of a checkpoint: restored by name if they fit the device and version of torch."""
 
 from unittest import mock
 
@@ -21,7 +21,10 @@ def test_a_saved_state_gives_the_same_numbers_again():
 
 @pytest.mark.parametrize(("saved_bytes", "own_bytes"), [(5056, 16), (16, 5056)])
 def test_states_of_another_kind_of_device_stay_as_seeded(saved_bytes, own_bytes, monkeypatch):
-    """Megatron's tracker holds 5,056 bytes for each name on a CPU and 16 on a GPU."""
+    """A state of the other kind of device (GPU or CPU) stays as seeded, and its name is returned.
+
+    A state in Megatron's tracker has 5,056 bytes on a CPU and 16 on a GPU.
+    """
     own = torch.ones(own_bytes, dtype=torch.uint8)
     tracker = mock.Mock(get_states=lambda: {"model-parallel": own})
     monkeypatch.setattr(random, "get_cuda_rng_tracker", lambda: tracker)
@@ -32,7 +35,7 @@ def test_states_of_another_kind_of_device_stay_as_seeded(saved_bytes, own_bytes,
     tracker.set_states.assert_called_once_with({"model-parallel": own})
 
 
-def test_a_state_of_another_size_is_a_sentence_and_sets_nothing():
+def test_a_state_of_another_size_is_an_error_and_changes_nothing():
     before = torch.get_rng_state()
     with pytest.raises(UserError, match=r"random\.cpu has 3 bytes and this torch version's \d+"):
         restore_random_states(lambda name: torch.zeros(3, dtype=torch.uint8))

@@ -1,4 +1,4 @@
-"""Ranks that meet, and every way in which they do not: one sentence on each that is there."""
+"""Rendezvous of ranks: if some do not arrive, the others raise an error of one sentence."""
 
 import os
 import socket
@@ -19,7 +19,7 @@ from tests.ports import reserved_ports
 
 @pytest.fixture
 def port():
-    """One that nobody listens on."""
+    """Yield a port that no process listens on."""
     with reserved_ports(1) as (port,):
         yield port
 
@@ -29,7 +29,10 @@ def launch(port: int, rank: int = 0, ranks: int = 2, host: str = "localhost") ->
 
 
 def outcomes(launches: list[LaunchEnvironment], seconds: float, delay: float = 0.0) -> list[str]:
-    """Return the message that each of several ranks receives, or its error."""
+    """Return, for each launch, the messages that all ranks put into the store, or its error.
+
+    The first launch starts at once, and each of the others ``delay`` seconds after the one before.
+    """
     there = threading.Barrier(len(launches))
 
     def arrive(number: int) -> str:
@@ -37,12 +40,12 @@ def outcomes(launches: list[LaunchEnvironment], seconds: float, delay: float = 0
         try:
             store = meet(launches[number], seconds)
         except UserError as error:
-            # Another start mends all but sizes that differ.
+            # A MachineError leads to a restart, which solves all but different WORLD_SIZEs.
             assert isinstance(error, MachineError) != ("with WORLD_SIZE" in str(error))
             return str(error)
         store.set(str(number), f"met {number}")
         said = " ".join(store.get(str(other)).decode() for other in range(len(launches)))
-        there.wait()  # the store goes with rank 0
+        there.wait()  # rank 0 holds the store, so no rank ends before all have read it
         return said
 
     with ThreadPoolExecutor(len(launches)) as pool:
@@ -56,7 +59,7 @@ def test_ranks_meet_whoever_is_first(order, port, capfd):
     assert capfd.readouterr().err == ""
 
 
-def test_who_does_not_arrive_is_named_by_all_who_did(port, capfd):
+def test_missing_ranks_are_named_by_every_rank_that_arrived(port, capfd):
     expected = (
         "of the 5 ranks of WORLD_SIZE, ranks 1, 3, 4 did not arrive within 2 s; read the log "
         f"of a missing rank, or start fewer ranks (MASTER_ADDR localhost, MASTER_PORT {port})"
@@ -65,7 +68,7 @@ def test_who_does_not_arrive_is_named_by_all_who_did(port, capfd):
     assert capfd.readouterr().err == ""
 
 
-def test_of_many_that_do_not_arrive_some_are_named(port):
+def test_only_some_of_many_missing_ranks_are_named(port):
     (said,) = outcomes([launch(port, 0, 5_000)], 0.1)
     assert "ranks 1, 2, 3, 4, 5, " in said and " 16 and 4983 more did not arrive" in said
 
@@ -92,7 +95,7 @@ def test_rank_0_dies_while_others_wait(port):
                 if probe.connect_ex(("localhost", port)) == 0:
                     break
             time.sleep(0.1)
-        time.sleep(3)  # until the second asks for the verdict
+        time.sleep(3)  # until the second rank waits for the outcome that rank 0 stores
         process.kill()
         process.wait()
         (said,) = second.result(60)
@@ -101,18 +104,18 @@ def test_rank_0_dies_while_others_wait(port):
     )
 
 
-def test_ranks_that_were_told_different_sizes(port):
+def test_different_world_sizes_are_reported(port):
     for said in outcomes([launch(port, 0, 2), launch(port, 1, 3)], 60):
         assert said.startswith("rank 0 was started with WORLD_SIZE 2 and rank 1 with 3; give all")
 
 
 @pytest.mark.parametrize("host", ["no.such.host.invalid", "x" * 300, "two..dots", "a host"])
-def test_a_host_that_cannot_be_resolved(host, port):
+def test_an_unresolvable_host_is_an_error(host, port):
     with pytest.raises(MachineError, match=r"MASTER_ADDR .* cannot be resolved .*give the host"):
         meet(launch(port, host=host), 1)
 
 
-def test_a_port_in_use(port):
+def test_a_port_in_use_is_an_error(port):
     with (
         socket.create_server(("", port)),
         pytest.raises(MachineError, match=f"MASTER_PORT {port}: Address already in use"),
@@ -120,7 +123,7 @@ def test_a_port_in_use(port):
         meet(launch(port), 1)
 
 
-def test_what_listens_is_no_store(port):
+def test_another_server_at_the_port_is_an_error(port):
     with (
         socket.create_server(("", port)),
         pytest.raises(MachineError, match=f"server than rank 0 listens at .*MASTER_PORT {port}"),
@@ -145,8 +148,8 @@ distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize("shared", ["0", "1"])
-def test_torchruns_restarts_find_nothing_of_those_before(shared, tmp_path):
-    """Its agent keeps one store through all restarts, unless it is told not to."""
+def test_ranks_meet_again_after_a_torchrun_restart(shared, tmp_path):
+    """The agent of torchrun keeps one store through all restarts, unless sharing is disabled."""
     (tmp_path / "ranks.py").write_text(RESTARTED)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts=1"]
     result = subprocess.run(

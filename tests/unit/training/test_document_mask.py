@@ -15,7 +15,7 @@ from diffmegatron.training.document_mask import decide_document_mask
 from diffmegatron.training.hook import Hook
 from diffmegatron.training.trainer import train
 
-END = 256  # of a document, as tokenizer bytes has it
+END = 256  # end-of-document token of the tokenizer ``bytes``
 BEST_FIT = ["data.packing=best_fit", "training.eval_batches=0"]
 
 
@@ -49,7 +49,7 @@ def sources(*prefixes: Path) -> str:
         (["corpus", "chats"], [], True),
     ],
 )
-def test_the_sources_decide_what_the_recipe_leaves_open(
+def test_sources_decide_the_document_mask_unless_the_recipe_does(
     prefixes, changes, is_masked, tiny_recipe, corpus, chats, capfd
 ):
     paths = {"corpus": corpus, "chats": chats}
@@ -60,7 +60,10 @@ def test_the_sources_decide_what_the_recipe_leaves_open(
 
 
 class _Neighbours(Hook):
-    """Compares the losses of a conversation beside one neighbour with those beside another."""
+    """Hook that changes the first conversation of a row, and compares the losses of the others.
+
+    After training, ``are_equal`` is true if the losses before and after the change are equal.
+    """
 
     def after_training(self, run):
         (batch,) = run.last_batch()[:1]
@@ -86,7 +89,7 @@ class _Neighbours(Hook):
 
 
 @pytest.mark.parametrize("lets_them_see", [False, True])
-def test_a_conversation_has_the_loss_that_it_has_beside_any_other(
+def test_a_masked_conversations_loss_is_independent_of_its_neighbours(
     lets_them_see, tiny_recipe, chats
 ):
     more = ["data.reset_attention_mask=false"] if lets_them_see else []
@@ -96,7 +99,7 @@ def test_a_conversation_has_the_loss_that_it_has_beside_any_other(
     neighbours = _Neighbours()
     assert train(recipe, hooks=[neighbours])
     assert neighbours.are_equal != lets_them_see
-    # The checkpoint has the recipe of what was trained.
+    # The recipe in the checkpoint has the setting that was used in training.
     newest = CheckpointStore(Path(recipe.run_dir)).latest()
     assert newest is not None
     assert read_recipe(newest).data.reset_attention_mask is not lets_them_see

@@ -13,7 +13,7 @@ ARCHITECTURE = Path(__file__).parents[3] / "docs" / "architecture.md"
 
 
 class Watching(Hook):
-    """Notes where it is called and what is saved then, and stops the run after a step."""
+    """Hook that records its calls and the last saved step, and stops the run after a step."""
 
     def __init__(self, stops_at: int | None = None) -> None:
         self.called: list[tuple[str, int, int | None]] = []
@@ -35,11 +35,12 @@ class Watching(Hook):
         self.called.append((point, run.step, run.saver.saved_step))
 
 
-def test_a_users_hook_sees_every_step_records_and_stops_the_run(tiny_recipe):
+def test_a_user_hook_sees_every_step_and_can_record_and_stop(tiny_recipe):
     recipe = tiny_recipe("training.steps=4", "checkpoint.interval=9", "training.eval_batches=0")
     first, second = Watching(stops_at=2), Watching()
     assert not train(recipe, hooks=[first])
-    # After the run's own hooks: the last step is saved by then.
+    # A built-in hook saves the last step in its after_training. Built-in hooks are called before a
+    # user's hook, so the user's hook sees the saved step in "after".
     assert first.called == [
         ("before", 0, None),
         ("step", 1, None),
@@ -55,7 +56,7 @@ def test_a_users_hook_sees_every_step_records_and_stops_the_run(tiny_recipe):
     assert sorted(mine) == [1, 2, 3, 4]
 
 
-def test_the_order_of_the_own_hooks_is_the_documented_one(tiny_recipe):
+def test_builtin_hooks_have_the_documented_order(tiny_recipe):
     documented = re.findall(r"^\| \d \| `(\w+)`", ARCHITECTURE.read_text(), re.MULTILINE)
     assert [
         type(hook).__name__ for hook in builtin_hooks(tiny_recipe("training.profile.start=1"), ())

@@ -1,4 +1,4 @@
-"""The largest attention logit against every logit, written out."""
+"""The largest attention logit, compared with the maximum of all logits computed here."""
 
 import math
 
@@ -14,8 +14,9 @@ from diffmegatron.training.fault_tolerance import largest_logits as logits
 from diffmegatron.training.fault_tolerance.largest_logits import largest_logits
 
 GROUPED = ("model.attention.kind=grouped", "model.attention.signal_per_noise=2")
-# Overrides of the recipe's four differential heads on two key-value heads, and which key each
-# query head meets: a key-value head of the two maps has a key for either.
+# For each kind: overrides of the tiny recipe, which has four differential heads and two key-value
+# heads; and the key head of each query head. In DIFF V1 and grouped attention, each map has its
+# own key heads.
 KINDS = {
     "diff_v1": ((), [0, 0, 1, 1, 2, 2, 3, 3]),
     "softmax": (("model.baseline=true",), [0, 0, 1, 1, 2, 2, 3, 3]),
@@ -25,7 +26,12 @@ KINDS = {
 
 
 def every_logit(query, key, documents, meets):
-    """[s, b, heads, d] and [s, b, keys, d]: the logits of pairs that attention sees, one list."""
+    """Return the logits of all visible (query, key) pairs of all heads, [number of pairs].
+
+    The queries are [s, b, heads, d], and the keys [s, b, key heads, d]. ``documents`` has the start
+    of each document in the concatenated rows and the total length, and ``meets`` the key head of
+    each query head.
+    """
     length, rows, heads, d = query.shape
     assert (heads, key.shape[2]) == (len(meets), max(meets) + 1)
     document = torch.bucketize(torch.arange(length * rows), documents[1:], right=True)
@@ -41,7 +47,7 @@ def every_logit(query, key, documents, meets):
 
 
 def a_batch(packed):
-    """Two rows of 64 tokens; packed, of two documents each."""
+    """Return two rows of 64 tokens; if ``packed``, each row has two documents."""
     tokens = torch.arange(128).view(2, 64) % 257
     ids = [[0] * 10 + [1] * 54, [0] * 36 + [1] * 28]
     return Batch(
@@ -55,7 +61,7 @@ def a_batch(packed):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("packed", [False, True])
-def test_the_largest_of_all(kind, packed, tiny_recipe, monkeypatch):
+def test_the_largest_logit_of_every_layer_is_found(kind, packed, tiny_recipe, monkeypatch):
     overrides, meets = KINDS[kind]
     recipe = tiny_recipe(*overrides, "model.initialization.std=0.5")
     monkeypatch.setattr(logits, "_QUERIES", 24)
@@ -76,7 +82,7 @@ def test_the_largest_of_all(kind, packed, tiny_recipe, monkeypatch):
     assert list(found) == [1, 2] and max(found.values()) > 1
 
 
-def test_nobody_looks_afterwards_even_if_the_pass_fails(tiny_recipe):
+def test_observers_are_removed_even_if_the_pass_fails(tiny_recipe):
     recipe = tiny_recipe()
     with process_groups(recipe.parallel, 1) as parallel_state:
         network = build_model(recipe, parallel_state).eval()
@@ -86,7 +92,7 @@ def test_nobody_looks_afterwards_even_if_the_pass_fails(tiny_recipe):
     assert [layer.observer for layer in layers] == [None, None]
 
 
-def test_nan_is_told(tiny_recipe):
+def test_a_nan_logit_is_reported(tiny_recipe):
     recipe = tiny_recipe()
     with process_groups(recipe.parallel, 1) as parallel_state, torch.no_grad():
         network = build_model(recipe, parallel_state).eval()

@@ -1,4 +1,4 @@
-"""What a run records: continued, repaired, and never the end of a training."""
+"""Metrics of a run: files are continued and repaired, and errors in them never end a training."""
 
 import json
 import logging
@@ -27,13 +27,16 @@ STEPS = range(1, 6)
 
 @pytest.fixture(autouse=True)
 def number_files_from_0(monkeypatch):
-    """Files of one second are numbered by process, and TensorBoard reads number 10 before 9."""
+    """Restart the numbers of TensorBoard's files in each test.
+
+    TensorBoard reads files of the same second in the order of their names, where 10 is before 9.
+    """
     monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))
 
 
 @pytest.fixture
 def recorded(tmp_path) -> Path:
-    """Write a run_dir with five entries."""
+    """Return a run_dir whose metrics have five entries."""
     with MetricsWriter(tmp_path, -1) as metrics:
         for step in STEPS:
             metrics.write(step, {"train/loss": 1 / step, "of/one": float("nan")})
@@ -45,14 +48,14 @@ def steps(run_dir: Path) -> list[float]:
 
 
 def on_the_board(run_dir: Path, name: str = "train/loss") -> list[tuple[int, float]]:
-    """Return TensorBoard's values, read by TensorBoard."""
+    """Return the steps and values that TensorBoard reads from its files."""
     board = EventAccumulator(str(run_dir / TENSORBOARD), {"scalars": 0}).Reload()
     if name not in board.Tags()["scalars"]:
         return []
     return [(event.step, round(event.value, 5)) for event in board.Scalars(name)]
 
 
-def test_both_hold_the_same_numbers(recorded):
+def test_metrics_and_tensorboard_hold_the_same_numbers(recorded):
     entries = read_metrics(recorded)
     assert [(e["step"], e["train/loss"]) for e in entries] == [(s, 1 / s) for s in STEPS]
     assert on_the_board(recorded) == [(s, round(1 / s, 5)) for s in STEPS]
@@ -60,7 +63,7 @@ def test_both_hold_the_same_numbers(recorded):
 
 
 @pytest.mark.parametrize("restarted", [True, False], ids=["resumed", "rolled back"])
-def test_what_lies_after_the_step_is_dropped(restarted, recorded):
+def test_entries_after_the_restored_step_are_dropped(restarted, recorded):
     with MetricsWriter(recorded, 3 if restarted else 5) as metrics:
         metrics.rewind(3)
         metrics.write(4, {"train/loss": 9.0})
@@ -79,7 +82,7 @@ def test_a_line_that_was_not_finished_is_dropped(recorded):
     assert len(list(recorded.glob(f"{METRICS}*"))) == 1
 
 
-# TensorBoard's thread raises the error of a write.
+# If a write fails, TensorBoard's thread raises the error: ignore it.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 
 LINES = {
@@ -103,7 +106,7 @@ LINES = {
 
 @pytest.mark.parametrize("name", LINES)
 @pytest.mark.parametrize("place", [0, 3, 5])
-def test_damaged_lines_are_set_aside_and_the_run_goes_on(name, place, recorded, caplog):
+def test_damaged_lines_are_set_aside_and_writing_continues(name, place, recorded, caplog):
     path = recorded / METRICS
     lines = path.read_bytes().splitlines(keepends=True)
     lines.insert(place, LINES[name] + b"\n")
@@ -116,13 +119,13 @@ def test_damaged_lines_are_set_aside_and_the_run_goes_on(name, place, recorded, 
         metrics.write(6, {"train/loss": 9.0})
     assert steps(recorded) == [*STEPS, 6]
     if place == 5 and name == "a step that has grown":
-        return  # an entry of a later step, as any run leaves that goes back
+        return  # not damaged: a run that resumes from an older step finds entries of later steps
     assert "had 1 damaged lines: it is kept as" in caplog.text
     assert "continues with the 5 whole ones" in caplog.text
     assert (recorded / f"{METRICS}.damaged_1").read_bytes() == damaged
 
 
-def test_random_bytes_for_a_file(tmp_path, caplog):
+def test_a_file_of_random_bytes_is_set_aside(tmp_path, caplog):
     content = os.urandom(50_000)
     (tmp_path / METRICS).write_bytes(content)
     assert read_metrics(tmp_path) == []
@@ -143,7 +146,7 @@ def test_random_bytes_for_a_file(tmp_path, caplog):
         (lambda p: p.symlink_to("/dev/zero"), "device"),
     ],
 )
-def test_what_is_no_file_is_set_aside(make, said, tmp_path, caplog):
+def test_a_path_that_is_not_a_regular_file_is_set_aside(make, said, tmp_path, caplog):
     make(tmp_path / METRICS)
     with pytest.raises(UserError, match=said):
         read_metrics(tmp_path)
@@ -156,7 +159,7 @@ def test_what_is_no_file_is_set_aside(make, said, tmp_path, caplog):
 
 @pytest.fixture
 def disk(tmp_path):
-    """Mount a file system of 64 KiB, with functions that fill and empty it."""
+    """Mount a file system of 64 KiB, and yield its folder."""
     place = tmp_path / "disk"
     place.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(place)]
@@ -168,7 +171,7 @@ def disk(tmp_path):
 
 
 def fill(disk: Path) -> Path:
-    """Leave no byte on a disk."""
+    """Fill a disk with a new file until no byte is free, and return the file."""
     filling = disk / "filling"
     with filling.open("wb", buffering=0) as stream, pytest.raises(OSError, match="No space"):
         while True:
@@ -176,13 +179,11 @@ def fill(disk: Path) -> Path:
     return filling
 
 
-def test_after_a_full_disk_the_lines_are_complete_and_the_board_continues_with_the_next_start(
-    disk, caplog
-):
+def test_lines_are_complete_after_a_full_disk_and_the_board_resumes_at_restart(disk, caplog):
     with MetricsWriter(disk, -1) as metrics:
         metrics.write(1, {"train/loss": 1.0})
         filling = fill(disk)
-        for step in range(2, 200):  # the last block of a file has space for some
+        for step in range(2, 200):  # the last block of the file has space for some lines
             metrics.write(step, {"train/loss": 1 / step})
         time.sleep(0.5)  # TensorBoard writes in a thread
         metrics.write(200, {"train/loss": 1 / 200})
@@ -216,7 +217,7 @@ def test_an_error_of_tensorflow_ends_the_board_and_not_the_run(tmp_path, monkeyp
     assert caplog.text.count("No space left on device; the run continues") == 1
 
 
-def test_on_a_disk_that_is_full_from_the_beginning(disk, caplog):
+def test_no_metrics_are_lost_if_the_disk_is_full_at_the_start(disk, caplog):
     filling = fill(disk)
     metrics = MetricsWriter(disk, -1)
     metrics.write(1, {"train/loss": 1.0})
@@ -240,7 +241,7 @@ def test_a_rollback_on_a_full_disk_writes_no_step_twice(disk):
     assert steps(disk) == [*range(1, 193)]
 
 
-def test_what_is_never_written_is_counted(tmp_path, monkeypatch, caplog):
+def test_lost_records_are_counted(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(records, "_KEPT", 3)
     lines = Records(tmp_path / "gone" / "lines")
     for number in range(5):
@@ -254,7 +255,7 @@ def test_what_is_never_written_is_counted(tmp_path, monkeypatch, caplog):
 
 
 @pytest.mark.parametrize("then", ["removed", "replaced by a file"])
-def test_a_folder_that_goes_ends_nothing(then, tmp_path, caplog):
+def test_a_removed_run_dir_is_logged_once_and_raises_nothing(then, tmp_path, caplog):
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     with MetricsWriter(run_dir, -1) as metrics:

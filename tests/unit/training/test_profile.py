@@ -11,7 +11,7 @@ from diffmegatron.training.trainer import train
 
 
 def traced(run_dir: str) -> dict[str, int]:
-    """Of each trace, how many steps it has."""
+    """Return the number of steps of each trace, by file name."""
     found = {}
     for path in (Path(run_dir) / "profile").iterdir():
         events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]

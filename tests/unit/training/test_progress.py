@@ -1,4 +1,4 @@
-"""The console line of a run, also where there is no console any more."""
+"""The console line of a run, also if the output is a full disk or a closed pipe."""
 
 import subprocess
 import sys
@@ -20,7 +20,7 @@ print_line("the last line")
 
 @pytest.mark.parametrize("length", [10, 10_000], ids=["in the buffer", "past the buffer"])
 @pytest.mark.parametrize(("then", "said"), [("", b""), (ROOM_AGAIN, b"the last line\n")])
-def test_a_full_disk_costs_lines_and_nothing_else(then, said, length):
+def test_a_full_disk_loses_lines_but_does_not_end_the_process(then, said, length):
     script = SCRIPT.replace("LENGTH", str(length)) + then
     with Path("/dev/full").open("w") as full:
         result = subprocess.run(
@@ -29,7 +29,7 @@ def test_a_full_disk_costs_lines_and_nothing_else(then, said, length):
     assert (result.returncode, result.stderr) == (0, said)
 
 
-def test_a_reader_that_left():
+def test_a_closed_pipe_does_not_end_the_process():
     script = SCRIPT.replace("LENGTH", "10") + ROOM_AGAIN
     process = subprocess.Popen(
         [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE

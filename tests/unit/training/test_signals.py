@@ -12,7 +12,7 @@ from diffmegatron.training.fault_tolerance.safeguards import StopRequest
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
-def test_the_first_is_remembered_and_handlers_come_back(number):
+def test_the_first_signal_is_pending_and_handlers_are_restored(number):
     before = signal.getsignal(number)
     with StopRequest(LaunchEnvironment()) as stop:
         assert not stop.is_pending(300)
@@ -21,7 +21,7 @@ def test_the_first_is_remembered_and_handlers_come_back(number):
     assert signal.getsignal(number) is before
 
 
-def test_the_second_ends_the_process_at_once(monkeypatch):
+def test_a_second_stop_request_ends_the_process_at_once(monkeypatch):
     ended = []
     monkeypatch.setattr(safeguards.os, "_exit", ended.append)
     with StopRequest(LaunchEnvironment()):
@@ -33,11 +33,11 @@ def test_the_second_ends_the_process_at_once(monkeypatch):
         assert ended == [128 + signal.SIGUSR1]
 
 
-def test_a_second_interrupt_need_not_wait_as_long(monkeypatch, capfd):
+def test_a_second_interrupt_has_its_own_interval(monkeypatch, capfd):
     ended = []
     monkeypatch.setattr(safeguards.os, "_exit", ended.append)
     with StopRequest(LaunchEnvironment()):
-        for _ in range(2):  # the terminal's and the one that torchrun passes on
+        for _ in range(2):  # one from the terminal and one from torchrun
             os.kill(os.getpid(), signal.SIGINT)
         assert ended == []
         monkeypatch.setattr(safeguards, "_ONE_INTERRUPT_SECONDS", 0.0)
@@ -47,12 +47,12 @@ def test_a_second_interrupt_need_not_wait_as_long(monkeypatch, capfd):
 
 
 @pytest.mark.parametrize(("left", "pending"), [(299, True), (301, False)])
-def test_the_end_of_a_slurm_job(left, pending):
+def test_a_stop_is_pending_near_the_end_of_a_slurm_job(left, pending):
     with StopRequest(LaunchEnvironment(job_end=time.time() + left)) as stop:
         assert stop.is_pending(300) == pending
 
 
-def test_a_request_is_remembered_where_nothing_can_be_said(monkeypatch):
+def test_a_stop_signal_counts_even_if_nothing_can_be_printed(monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 

@@ -26,13 +26,13 @@ from diffmegatron.training.trainer import train
 END, DIGITS = 256, frozenset(b"0123456789")
 SETTINGS = ["training.log_interval=2", "training.eval_batches=0", "guard.patience=2"]
 SHARES = {"small": 1, "LARGE": 3}
-# Labels of a global batch.
+# Number of labels of a global batch.
 BATCH = 8 * 64
 
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """By layout, the override of two sources, of small letters and of large ones."""
+    """Write sources of small and of capital letters; return overrides of data.sources by layout."""
     return {
         layout: write_sources(tmp_path_factory.mktemp(layout), layout)
         for layout in ("text", "instruction")
@@ -54,7 +54,11 @@ def write_sources(folder: Path, layout: str) -> str:
 
 
 class Documents:
-    """Sums of nats and labels of each source, of documents that share no row in the network."""
+    """Expected sum of losses in nats and number of labels, by source.
+
+    The documents are taken out of the packed batch. The network runs on them again, with one
+    document in each row and padding at its end.
+    """
 
     def __init__(self) -> None:
         self.nats, self.labels = Counter[str](), Counter[str]()
@@ -81,13 +85,16 @@ class Documents:
 
 
 def split(row: list[int]) -> list[list[int]]:
-    """Return the documents of a row that contain a label, with the tokens that end them."""
+    """Split a row into documents, with end tokens; drop those of one token, which have no label."""
     starts = [0, *(place + 1 for place, token in enumerate(row) if token == END), len(row)]
     return [row[start:end] for start, end in pairwise(starts) if end - start > 1]
 
 
 def recorded(recipe: Recipe) -> dict[int, dict[str, float]]:
-    """Return the values of sources in the entries of steps."""
+    """Return, by step, the metrics of each source, such as ``train/loss/small``.
+
+    Only the names of these metrics have two slashes.
+    """
     return {
         entry["step"]: {name: value for name, value in entry.items() if name.count("/") == 2}
         for entry in read_metrics(Path(recipe.run_dir))
@@ -97,7 +104,11 @@ def recorded(recipe: Recipe) -> dict[int, dict[str, float]]:
 
 @pytest.fixture
 def around_steps(monkeypatch: pytest.MonkeyPatch) -> Callable:
-    """Before each call (from 1), asks for a factor of the gradients, by its number."""
+    """Return a function that installs ``before``, which is called before each forward_backward.
+
+    The arguments of ``before`` are the number of the call, from 1, the engine and the microbatches.
+    It returns a factor for the gradient of the first parameter.
+    """
 
     def install(before: Callable) -> None:
         real, count = trainer.forward_backward, [0]
@@ -125,8 +136,10 @@ PACKINGS = {
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
-def test_each_is_that_of_its_documents_alone(packing, sources, tiny_recipe, around_steps):
-    """Two steps are recorded together, the third of which is not finite; and the last alone."""
+def test_each_source_loss_is_the_mean_over_its_own_documents(
+    packing, sources, tiny_recipe, around_steps
+):
+    """Entries cover steps 1-2, 3-4 and 5. Step 3 has a NaN gradient and does not count."""
     layout, overrides = PACKINGS[packing]
     recipe = tiny_recipe(
         sources[layout], *overrides, *SETTINGS, "training.steps=5", "data.eod_mask_loss=true",
@@ -153,7 +166,9 @@ def test_each_is_that_of_its_documents_alone(packing, sources, tiny_recipe, arou
             assert found[step][f"train/loss/{name}"] == pytest.approx(mean, rel=1e-6)
 
 
-def test_the_training_is_the_same_to_the_bit(sources, tiny_recipe, monkeypatch, tmp_path):
+def test_source_losses_do_not_change_the_trained_weights(
+    sources, tiny_recipe, monkeypatch, tmp_path
+):
     runs = []
     for name in ("with", "without"):
         recipe = tiny_recipe(
@@ -176,7 +191,7 @@ class StopAt(Hook):
 
 
 def tokens(recipe: Recipe) -> dict[int, float]:
-    """Labels that each entry is over, of all sources."""
+    """Return the number of labels of each entry, summed over sources, by step."""
     return {
         step: sum(value for name, value in values.items() if "loss_tokens" in name)
         for step, values in recorded(recipe).items()
@@ -191,7 +206,11 @@ def test_a_resumed_run_records_the_steps_since_then(sources, tiny_recipe):
 
 
 def test_steps_that_are_rolled_back_do_not_count(sources, tiny_recipe, around_steps):
-    """From step 4, two of which are not finite, back to step 2."""
+    """The entry of step 6 counts only the steps after the rollback, 3 to 6.
+
+    Calls 4 and 5 have NaN gradients. After these two steps the run loads the checkpoint of step 2
+    and sets the sums of all sources to 0.
+    """
     around_steps(lambda call, *_: math.nan if call in (4, 5) else 1.0)
     recipe = tiny_recipe(
         sources["text"], *SETTINGS, "training.steps=6", "training.log_interval=6",
@@ -201,7 +220,7 @@ def test_steps_that_are_rolled_back_do_not_count(sources, tiny_recipe, around_st
     assert tokens(recipe) == {6: 4 * BATCH}
 
 
-def test_the_loss_of_one_source_is_the_runs(tiny_recipe):
+def test_a_run_with_one_source_records_no_source_losses(tiny_recipe):
     recipe = tiny_recipe(*SETTINGS, "training.steps=3")
     train(recipe)
     assert recorded(recipe) == {2: {}, 3: {}}

@@ -14,7 +14,7 @@ LENGTH = 16
 
 @dataclass
 class PlainEngine:
-    """Autograd alone in the place of DeepSpeed."""
+    """Engine that uses autograd alone, in place of DeepSpeed."""
 
     network: torch.nn.Module
 
@@ -87,7 +87,7 @@ def test_a_batch_with_nothing_to_learn_has_no_gradient(tiny_recipe):
     assert all(not gradient.any() for gradient in gradients.values())
 
 
-def test_documents_reach_the_attention(tiny_recipe):
+def test_document_ids_separate_documents_in_attention(tiny_recipe):
     """Changing the first document of a row leaves the losses of the second as they are."""
     ids = [[0] * 6 + [1] * (LENGTH - 6)] * 4
     second = [[0.0] * 6 + [1.0] * (LENGTH - 6)] * 4

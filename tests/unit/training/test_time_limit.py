@@ -15,7 +15,7 @@ def read_at_once(monkeypatch):
 
 
 @pytest.mark.parametrize("noted", [None, "", "soon", "-1", "99999999999999999999" * 9])
-def test_the_end_at_the_start_holds_until_another_one_can_be_read(noted, tmp_path):
+def test_the_initial_job_end_holds_if_the_file_is_missing_or_invalid(noted, tmp_path):
     if noted is not None:
         (tmp_path / JOB_END).write_text(noted)
     assert TimeLimit(time.time() + 100, tmp_path).is_within(101)

@@ -1,4 +1,4 @@
-"""The loop: what holds while it runs, and no longer."""
+"""The training loop: the deterministic setting holds in every step, and ends with the run."""
 
 import torch
 
@@ -9,7 +9,7 @@ from diffmegatron.training.trainer import train
 
 
 class Settings(Hook):
-    """What torch and Megatron's embedding are told in each step."""
+    """Hook that records whether torch and Megatron's embedding are deterministic, at each step."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[bool, bool]] = []
@@ -22,7 +22,7 @@ class Settings(Hook):
         )
 
 
-def test_a_deterministic_run_is_one_from_its_first_step_to_its_last_alone(tiny_recipe, tmp_path):
+def test_deterministic_algorithms_are_on_only_during_the_run(tiny_recipe, tmp_path):
     losses = {}
     for deterministic in (False, True):
         run_dir = tmp_path / str(deterministic)

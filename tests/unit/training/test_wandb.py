@@ -1,4 +1,4 @@
-"""``training.wandb``: what W&B is told, and that no failure ends a run. The package is faked."""
+"""``training.wandb`` with a fake package: values that W&B gets, and failures that end no run."""
 
 import sys
 from importlib.machinery import ModuleSpec
@@ -17,7 +17,7 @@ TOLD = "training.wandb={project: pairs, name: first}"
 
 
 class FakeRun:
-    """Remembers what it is told, and fails from some call of ``log`` on."""
+    """Fake run that stores its arguments and values; call number ``fails_at`` of ``log`` fails."""
 
     def __init__(self, fails_at: int | None, **given: object) -> None:
         self.given, self.logged, self.defined, self.ended = given, [], [], []
@@ -52,7 +52,7 @@ def wandb(monkeypatch):
     return fake
 
 
-def test_it_gets_every_metric_with_its_step_and_goes_on_after_a_resume(tiny_recipe, wandb):
+def test_wandb_gets_every_metric_and_continues_after_a_resume(tiny_recipe, wandb):
     recipe = tiny_recipe(*SHORT, TOLD)
     train(tiny_recipe(*SHORT, TOLD, "training.steps=3"))
     train(recipe)
@@ -67,7 +67,7 @@ def test_it_gets_every_metric_with_its_step_and_goes_on_after_a_resume(tiny_reci
 
 
 @pytest.mark.parametrize(("fails_at", "told"), [(0, "could not begin"), (2, "could not continue")])
-def test_no_failure_of_it_ends_a_run(fails_at, told, tiny_recipe, wandb, caplog):
+def test_a_wandb_failure_does_not_end_the_run(fails_at, told, tiny_recipe, wandb, caplog):
     wandb.fails_at = fails_at
     recipe = tiny_recipe(*SHORT, TOLD)
     assert train(recipe)

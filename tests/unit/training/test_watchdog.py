@@ -1,4 +1,4 @@
-"""The watchdog ends a process that makes no progress and writes its stacks."""
+"""The watchdog writes the stacks of a process that makes no progress, and ends the process."""
 
 import subprocess
 import sys
@@ -51,7 +51,7 @@ def run(folder: Path, **parts: object) -> tuple[int, float, str]:
     [
         {"startup": 1, "step": 50},
         {"startup": 50, "step": 1, "before": "watchdog.restart_timer()"},
-        # A hang that holds the interpreter's lock: no thread of Python's could end it.
+        # A hang that holds the interpreter's lock: a Python thread could not end it.
         {"startup": 1, "step": 50, "hang": "__import__('re').match('(a*)*b', 'a' * 40)"},
     ],
     ids=["startup", "step", "lock"],
@@ -64,7 +64,7 @@ def test_a_hang_ends_with_the_stacks_of_all_threads(parts, tmp_path):
     assert "a_thread_of_the_loader" in stacks
 
 
-def test_progress_and_patience_keep_it_quiet(tmp_path):
+def test_progress_and_long_limits_do_not_trigger_the_watchdog(tmp_path):
     before = "watchdog.restart_timer()\n    with watchdog.long_limit(): time.sleep(2)"
     status, _, stacks = run(tmp_path, startup=50, step=1, before=before, hang="pass")
     assert (status, stacks) == (0, "")
@@ -72,12 +72,12 @@ def test_progress_and_patience_keep_it_quiet(tmp_path):
 
 
 @pytest.mark.parametrize("earlier", ["", "of an earlier hang\n"], ids=["new", "there"])
-def test_a_stop_that_is_answered_leaves_no_stacks(earlier, tmp_path):
+def test_a_handled_stop_signal_writes_no_stacks(earlier, tmp_path):
     path = tmp_path / "stacks" / "rank_00000.txt"
     if earlier:
         path.parent.mkdir()
         path.write_text(earlier)
-    # The run's handler is there before the watchdog's, which calls it.
+    # The run's handler is installed before the watchdog's, which calls it.
     status, _, _ = run(
         tmp_path,
         startup=50,
@@ -99,14 +99,14 @@ def test_stacks_go_to_standard_error_where_no_file_can_be_made(tmp_path):
 
 
 @pytest.mark.parametrize("then", ["", "run_dir.write_text('')"], ids=["removed", "a file"])
-def test_a_run_dir_that_goes_is_not_asked_for_at_the_end(then, tmp_path):
+def test_a_run_dir_removed_during_the_run_is_not_an_error_at_exit(then, tmp_path):
     hang = f"import shutil; run_dir = Path(sys.argv[1]); shutil.rmtree(run_dir); {then}"
     status, _, said = run(tmp_path / "run", startup=50, step=50, hang=hang)
     assert (status, said) == (0, "")
 
 
-def test_a_file_of_stacks_that_cannot_be_cut_ends_no_run(tmp_path, monkeypatch, caplog):
-    """A folder of the network that has gone, say."""
+def test_a_stacks_file_that_cannot_be_truncated_only_warns(tmp_path, monkeypatch, caplog):
+    """For example, the folder was removed on a network file system: the watchdog only warns."""
 
     def refuse(*_: object) -> None:
         raise OSError(116, "Stale file handle")

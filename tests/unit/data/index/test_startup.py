@@ -1,4 +1,4 @@
-"""Opening a corpus takes a time and a memory that do not grow with it."""
+"""The time and memory to open a corpus do not grow with its size."""
 
 import struct
 import time
@@ -15,7 +15,10 @@ DOCUMENTS, LENGTH = 100_000_000, 1000
 
 
 def write_sparse_corpus(prefix: Path, parts: int) -> None:
-    """Write an index of 100 billion tokens with only the header and each array's last entry."""
+    """Write a corpus of 100 billion tokens as sparse files.
+
+    The index has only its header and the last entry of each array.
+    """
     tokenizer = load_tokenizer("bytes")
     size = 2 * DOCUMENTS * LENGTH
     names = [f"{number:05}-of-{parts:05}.bin" for number in range(1, parts + 1)] if parts else []
@@ -52,7 +55,7 @@ def write_sparse_corpus(prefix: Path, parts: int) -> None:
 
 
 def resident_bytes() -> int:
-    """Memory of this process that is not a mapped file."""
+    """Return the bytes of this process's resident memory, without mapped files."""
     status = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
     return int(status["RssAnon"].split()[0]) * 1024
 

@@ -1,4 +1,4 @@
-"""``data.verify: hashes``: the ranks share the reading, and all of them hear of the damage."""
+"""``data.verify: hashes``: ranks share the files, and all ranks raise an error that one finds."""
 
 import json
 import multiprocessing
@@ -22,14 +22,14 @@ from diffmegatron.training.compute import batches
 from diffmegatron.training.compute.batches import verify_sources
 
 RANKS = 2
-# A server that has imported everything once: a fresh process costs milliseconds.
+# The fork server has imported everything, so a new process takes milliseconds.
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload([__name__])
 
 
 @pytest.fixture
 def data(tmp_path: Path) -> DataConfig:
-    """Three sources, the first read in many pieces, the last in two parts."""
+    """Return settings with three sources: the first is read in pieces, the last has two parts."""
     for number, name in enumerate("abc"):
         texts = [f"{name} {line}" for line in range(500 if number == 0 else 5)]
         lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
@@ -48,7 +48,7 @@ def data(tmp_path: Path) -> DataConfig:
 
 
 def verify(rank: int, data: DataConfig, meeting: Path, results: Any) -> None:
-    """One rank: what it read and what it was told."""
+    """Verify as one rank; put (rank, files that it read, its error or "") into ``results``."""
     read: list[str] = []
     real = batches.check_hash
 
@@ -91,7 +91,7 @@ def test_every_file_is_read_by_one_rank(data: DataConfig, tmp_path: Path) -> Non
     assert second[1] == ["b.bin", "b.idx", parts[1]]
 
 
-def test_all_ranks_are_told_of_damage_that_one_found(data: DataConfig, tmp_path: Path) -> None:
+def test_damage_found_by_one_rank_is_raised_on_all_ranks(data: DataConfig, tmp_path: Path) -> None:
     content = bytearray((tmp_path / "b.bin").read_bytes())
     content[10] ^= 1
     (tmp_path / "b.bin").write_bytes(content)
@@ -101,7 +101,7 @@ def test_all_ranks_are_told_of_damage_that_one_found(data: DataConfig, tmp_path:
     assert first[2].endswith("(rank 1)")
 
 
-def test_by_default_nothing_is_read(data: DataConfig) -> None:
+def test_verifying_sizes_computes_no_hashes(data: DataConfig) -> None:
     parallel_state: Any = mock.Mock(rank=0, world_size=1)
     sizes = DataConfig.model_validate({**data.model_dump(), "verify": "sizes"})
     with mock.patch.object(batches, "check_hash", side_effect=AssertionError):

@@ -1,4 +1,4 @@
-"""Chats written by a tokenizer's own template: their ids, and what of them is learned."""
+"""Chats in a tokenizer's own template: their token ids, and the tokens that have a loss."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,8 @@ from diffmegatron.errors import UserError
 from diffmegatron.hf.tokenizer import write_tokenizer
 
 SPECIAL = ["<s>", "</s>", "<|start|>", "<|head|>", "<|eot|>"]
-# As Llama 3 writes a chat, Mistral, Zephyr, and a plain text that has no special tokens within.
+# Templates like those of Llama 3 and Mistral, one without special tokens, and one that marks
+# responses with {% generation %}.
 LLAMA3 = (
     "{{ bos_token }}{% for m in messages %}"
     "{{ '<|start|>' + m['role'] + '<|head|>\\n\\n' + m['content'] | trim + '<|eot|>' }}"
@@ -39,13 +40,13 @@ MARKED = (
     "{% else %}{{ '<|start|>' + m['content'] }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|head|>' }}{% endif %}"
 )
-# Earlier responses are shortened, as by templates that drop what a model thought.
+# Shortens all messages but the last, like templates that drop the reasoning of earlier responses.
 FORGETFUL = (
     "{% for m in messages %}{{ '<|start|>' + m['role'] + '<|head|>' }}"
     "{{ m['content'] if loop.last else m['content'][:1] }}{{ '<|eot|>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|start|>assistant<|head|>' }}{% endif %}"
 )
-# The space before a response would be one token with its first letter.
+# The prompt ends with a space, which the tokenizer merges with the first letter of the response.
 STRADDLING = (
     "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '<|eot|>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
@@ -65,11 +66,14 @@ LEARNED = {
 
 
 def write_folder(folder: Path, template: str | None) -> str:
-    """Write a byte-level tokenizer that merges a space and an H, with a template."""
+    """Write a byte-level tokenizer, with a chat template unless None; return its folder.
+
+    It has two merges: a space and an H, and two line ends.
+    """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {letter: number for number, letter in enumerate([*alphabet, "ĠH", "ĊĊ"])}
     tokenizer = Tokenizer(models.BPE(vocabulary, [("Ġ", "H"), ("Ċ", "Ċ")]))
-    # Line ends by themselves, as Llama 3 and Qwen cut them.
+    # Split line ends from words, as the tokenizers of Llama 3 and Qwen do.
     cut = pre_tokenizers.Split(Regex(r"\s*[\r\n]+| ?[^\s]+|\s+"), "isolated")
     spell = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([cut, spell])
@@ -85,7 +89,7 @@ def write_folder(folder: Path, template: str | None) -> str:
 
 
 @pytest.mark.parametrize("kind", LEARNED)
-def test_ids_are_those_of_the_template_and_responses_are_learned(kind: str, tmp_path: Path) -> None:
+def test_ids_match_the_template_and_only_responses_are_learned(kind: str, tmp_path: Path) -> None:
     template, learned = LEARNED[kind]
     name = write_folder(tmp_path / "folder", template)
     (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": CHAT}) + "\n")
@@ -94,7 +98,7 @@ def test_ids_are_those_of_the_template_and_responses_are_learned(kind: str, tmp_
     tokens = np.fromfile(f"{corpus}.bin", np.uint16).tolist()
     trained = load_tokenizer(name)
     assert tokens[-1] == trained.end_of_document
-    # What the document is made of: read and learned in turn.
+    # The segments of the document alternate: without loss, with loss.
     _, parts = ChatTemplate(trained).encode(CHAT)
     assert [trained.decode(part) for part in parts[1::2]] == learned
     assert [token for part in parts for token in part.tolist()] == tokens[:-1]
@@ -127,7 +131,7 @@ def test_ids_are_those_of_the_template_and_responses_are_learned(kind: str, tmp_
         ("{% for %}", "cannot render this chat"),
     ],
 )
-def test_a_template_that_cannot_be_learned_from_is_refused_before_any_work(
+def test_an_unusable_template_is_refused_before_any_output(
     template: str | None, sentence: str, tmp_path: Path
 ) -> None:
     name = write_folder(tmp_path / "folder", template)

@@ -1,4 +1,4 @@
-"""Inputs that break off or change, outputs and unfinished work that are damaged: one sentence."""
+"""Truncated or changed inputs and damaged outputs cause an error of one sentence."""
 
 import gzip
 import json
@@ -28,7 +28,7 @@ from diffmegatron.errors import UserError
 from diffmegatron.file_lock import FileLock
 from diffmegatron.files import printable
 
-# A flip of the manifest in one of these is one that sizes and hashes of the files do not see.
+# Manifest keys whose damage only the manifest's checksum detects, not the checks of its files.
 MANIFEST_KEYS = ["vocab_size", "settings", "text_bytes", "rejected", "lengths", "inputs"]
 TEXTS = [f"document {number} " * 20 for number in range(3000)]
 
@@ -101,7 +101,7 @@ BROKEN = [
 
 
 @pytest.mark.parametrize(("suffix", "damage", "said"), BROKEN)
-def test_a_file_that_breaks_off_refuses_the_corpus(
+def test_a_damaged_input_file_refuses_the_corpus(
     tmp_path: Path, suffix: str, damage: Callable[[bytes], bytes], said: str
 ) -> None:
     cut, after = tmp_path / f"a.{suffix}", tmp_path / "b.jsonl"
@@ -118,7 +118,7 @@ def test_a_file_that_breaks_off_refuses_the_corpus(
     assert read_manifest(tmp_path / "out").documents == 3
 
 
-def test_with_workers_it_is_the_same_sentence(tmp_path: Path) -> None:
+def test_a_truncated_input_file_refuses_the_corpus_with_workers(tmp_path: Path) -> None:
     (tmp_path / "in.jsonl.gz").write_bytes(half(gzip.compress(jsonl(TEXTS))))
     with pytest.raises(UserError, match=r"in\.jsonl\.gz cannot be read beyond document \d+: "):
         run(tmp_path / "in.jsonl.gz", tmp_path / "out", workers=2)
@@ -135,7 +135,7 @@ def test_a_row_group_that_is_damaged_refuses_the_corpus(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("compression", ["none", "snappy", "zstd"])
 def test_a_page_with_another_checksum_refuses_the_corpus(tmp_path: Path, compression: str) -> None:
-    """Where the writer gave pages checksums, no flipped bit of them gives another text."""
+    """If a Parquet file has page checksums, a flipped bit never changes the text that is read."""
     path, draw = tmp_path / "in.parquet", random.Random(0)
     table = pyarrow.table({"text": [*TEXTS, *(draw.randbytes(40).hex() for _ in range(200))]})
     pyarrow.parquet.write_table(table, path, compression=compression, write_page_checksum=True)
@@ -160,7 +160,7 @@ def test_a_page_with_another_checksum_refuses_the_corpus(tmp_path: Path, compres
     assert refused > 50, "the others are in what a page says of itself and nobody reads"
 
 
-def test_one_row_that_python_cannot_hold_is_one_reject(tmp_path: Path) -> None:
+def test_a_row_with_invalid_utf_8_is_one_reject(tmp_path: Path) -> None:
     messages = [[{"role": "assistant", "content": text}] for text in ("good", "bad", "fine")]
     table = pyarrow.table({"messages": messages})
     path = tmp_path / "in.parquet"
@@ -184,7 +184,7 @@ def rewrite(path: Path) -> None:
 
 
 def replace(path: Path) -> None:
-    """By another of the same size and time, as a copy that keeps times makes it."""
+    """Replace a file by another one with the same size and time of modification."""
     other, status = path.with_name("other"), path.stat()
     other.write_bytes(path.read_bytes().swapcase())
     os.utime(other, ns=(status.st_atime_ns, status.st_mtime_ns))
@@ -202,7 +202,7 @@ CHANGES = [
 
 @pytest.mark.parametrize(("change", "said"), CHANGES)
 @pytest.mark.parametrize("moment", ["before it is opened", "while it is read", "before its hash"])
-def test_a_file_that_changes_under_the_reader_refuses_the_corpus(
+def test_a_file_changed_while_it_is_read_refuses_the_corpus(
     source: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -262,13 +262,15 @@ def test_a_folder_is_read_whole_or_not_at_all(tmp_path: Path, monkeypatch: Any) 
     ("name", "pattern", "said"),
     [("n" * 5_000, "*", "does not exist"), (".", "", "--pattern is empty")],
 )
-def test_names_that_none_has(tmp_path: Path, name: str, pattern: str, said: str) -> None:
+def test_missing_names_and_empty_patterns_are_refused(
+    tmp_path: Path, name: str, pattern: str, said: str
+) -> None:
     with pytest.raises(UserError, match=said) as caught:
         find_files([tmp_path / name], pattern)
     assert len(str(caught.value)) < 400
 
 
-def test_names_that_are_no_text_and_names_that_look_like_them(tmp_path: Path) -> None:
+def test_file_names_that_are_not_utf_8_are_printed_unambiguously(tmp_path: Path) -> None:
     names = [
         b"in \xff.jsonl",
         rb"in \xff.jsonl",
@@ -318,7 +320,7 @@ DAMAGED_OUTPUT = [
 
 
 @pytest.mark.parametrize(("suffix", "damage", "said"), DAMAGED_OUTPUT)
-def test_damaged_output_is_named_and_made_anew_on_request(
+def test_damaged_output_is_refused_and_restart_prepares_it_again(
     source: Path, tmp_path: Path, suffix: str, damage: Callable[[Path], None], said: str
 ) -> None:
     prefix = tmp_path / "out"
@@ -338,7 +340,7 @@ def test_damaged_output_is_named_and_made_anew_on_request(
     assert {end: Path(f"{prefix}{end}").read_bytes() for end in good} == good
 
 
-def test_good_output_is_said_to_be_good(source: Path, tmp_path: Path) -> None:
+def test_verify_reports_good_and_damaged_output(source: Path, tmp_path: Path) -> None:
     run(source, tmp_path / "out")
     first = CliRunner().invoke(app, ["data", "verify", str(tmp_path / "out")])
     assert first.exit_code == 0
@@ -369,7 +371,7 @@ def test_good_output_of_other_inputs_is_never_dropped(
     assert hash_file(tmp_path / "out.bin") == before
 
 
-def test_a_manifest_of_other_numbers_is_refused(source: Path, tmp_path: Path) -> None:
+def test_a_manifest_with_wrong_values_is_refused(source: Path, tmp_path: Path) -> None:
     prefix = tmp_path / "out"
     run(source, prefix)
     good = json.loads(Path(f"{prefix}.json").read_text())
@@ -400,7 +402,7 @@ def test_a_manifest_of_other_numbers_is_refused(source: Path, tmp_path: Path) ->
 def unfinished(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[Path, dict[str, bytes]]:
-    """Return a prefix that is tokenised but not finished, and the files of the finished one."""
+    """Return the prefix of an unfinished preparation, and the content of its final files."""
     run(source, tmp_path / "good")
     good = {end: (tmp_path / f"good{end}").read_bytes() for end in (".bin", ".idx")}
     with monkeypatch.context() as patch:
@@ -436,7 +438,7 @@ DAMAGED_WORK = [
 
 
 @pytest.mark.parametrize(("name", "damage", "said"), DAMAGED_WORK)
-def test_damaged_unfinished_work_is_named_and_dropped_on_request(
+def test_damaged_unfinished_work_is_refused_and_restart_drops_it(
     source: Path,
     unfinished: tuple[Path, dict[str, bytes]],
     name: str,
@@ -453,7 +455,7 @@ def test_damaged_unfinished_work_is_named_and_dropped_on_request(
     assert not Path(f"{prefix}.partial").exists()
 
 
-def test_what_lies_behind_the_last_commit_is_as_if_never_written(
+def test_bytes_after_the_last_commit_are_ignored(
     source: Path, unfinished: tuple[Path, dict[str, bytes]]
 ) -> None:
     prefix, good = unfinished
@@ -463,7 +465,7 @@ def test_what_lies_behind_the_last_commit_is_as_if_never_written(
     assert {end: Path(f"{prefix}{end}").read_bytes() for end in good} == good
 
 
-def test_finished_files_that_were_damaged_before_they_had_their_names(
+def test_files_damaged_before_their_final_rename_are_refused(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
@@ -477,7 +479,7 @@ def test_finished_files_that_were_damaged_before_they_had_their_names(
     check_hashes(tmp_path / "out")
 
 
-def test_one_process_at_a_prefix(source: Path, tmp_path: Path) -> None:
+def test_a_prefix_in_use_by_another_process_is_refused(source: Path, tmp_path: Path) -> None:
     with (
         FileLock(tmp_path / "out.lock", "--output", ""),
         pytest.raises(UserError, match=rf"process {os.getpid()} on .* uses --output .*out; wait"),
@@ -513,7 +515,7 @@ def test_a_flipped_digit_of_the_manifest_is_refused(key: str, source: Path, tmp_
     assert verified.exit_code == 1 and "checksum" in verified.output
 
 
-def test_a_manifest_of_an_earlier_version_has_no_checksum(source: Path, tmp_path: Path) -> None:
+def test_a_manifest_without_a_checksum_is_accepted(source: Path, tmp_path: Path) -> None:
     manifest = run(source, tmp_path / "out")
     content = json.loads((tmp_path / "out.json").read_text())
     assert content.pop("checksum")

@@ -86,7 +86,7 @@ def part_file(prefix: Path, number: int, of: int, suffix: str) -> Path:
 # The merged corpus is the same as that of one ``prepare``
 
 
-def test_parts_are_the_files_of_one_prepare(
+def test_merged_parts_equal_the_files_of_one_prepare(
     whole: tuple[Path, Manifest], merged: tuple[Path, Manifest]
 ) -> None:
     one, parts = (prefix for prefix, _ in (whole, merged))
@@ -115,7 +115,7 @@ def opened(prefixes: list[Path], split: Split, **options: Any) -> Any:
 
 @pytest.mark.parametrize("packing", ["concatenate", "best_fit"])
 @pytest.mark.parametrize("split", ["train", "validation"])
-def test_samples_of_a_mixture_are_those_of_one_prepare(
+def test_samples_of_merged_parts_equal_those_of_one_prepare(
     whole: tuple[Path, Manifest],
     merged: tuple[Path, Manifest],
     tmp_path: Path,
@@ -135,7 +135,7 @@ def test_samples_of_a_mixture_are_those_of_one_prepare(
     assert len(resumed.history.periods) == 1, "the parts are the corpus that was trained on"
 
 
-def test_fine_tuning_in_parts(tmp_path: Path) -> None:
+def test_merged_fine_tuning_parts_have_the_loss_masks_of_one_prepare(tmp_path: Path) -> None:
     pairs = [{"prompt": "ask" * (n % 5), "response": "answer" * (n % 3 + 1)} for n in range(50)]
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
     one = run(tmp_path / "in.jsonl", tmp_path / "one", layout="instruction")
@@ -148,7 +148,7 @@ def test_fine_tuning_in_parts(tmp_path: Path) -> None:
     assert masks[0] == masks[1]
 
 
-def test_more_parts_than_can_be_filled(tmp_path: Path) -> None:
+def test_empty_parts_can_be_merged_but_not_opened(tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").write_bytes(lines(["x" * 500, "", "y", "z"]))
     one = run(tmp_path / "in.jsonl", tmp_path / "one")
     parts = run_parts(tmp_path / "in.jsonl", tmp_path / "parts", 5)
@@ -171,7 +171,7 @@ def test_a_corpus_without_text_is_refused_by_the_merge(tmp_path: Path) -> None:
         run_parts(tmp_path / "in.jsonl", tmp_path / "parts", 2)
 
 
-def test_moved_parts_are_found_and_the_folder_names_the_corpus(
+def test_a_moved_corpus_opens_by_its_prefix_or_its_parts_folder(
     merged: tuple[Path, Manifest], tmp_path: Path
 ) -> None:
     for suffix in (".idx", ".json"):
@@ -228,7 +228,7 @@ def payloads(files: list[CorpusFile]) -> list[bytes]:
     return [payload for payload in read if isinstance(payload, bytes)]
 
 
-def test_a_reject_of_a_cut_file_says_from_where_lines_are_counted(tmp_path: Path) -> None:
+def test_a_reject_in_a_cut_file_counts_lines_from_a_recorded_byte(tmp_path: Path) -> None:
     path = tmp_path / "in.jsonl"
     path.write_bytes(lines(["x"] * 20) + b"broken\n" + lines(["y"] * 5))
     run(path, tmp_path / "out", "2/2", max_reject_share=0.5)
@@ -277,7 +277,7 @@ def open_files(folder: Path) -> int:
 # Interrupted preparations and merges
 
 
-def test_an_interrupted_part_goes_on(
+def test_an_interrupted_part_is_resumed(
     corpus: Path, whole: tuple[Path, Manifest], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run(corpus, tmp_path / "out", "1/2")
@@ -295,7 +295,7 @@ def interrupt(*_: object) -> None:
     raise KeyboardInterrupt
 
 
-def test_a_merge_is_repeated_and_verified(
+def test_a_merge_can_be_repeated_and_detects_damaged_parts(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prefix = tmp_path / "out"
@@ -323,7 +323,7 @@ def test_a_merge_is_repeated_and_verified(
 
 
 @pytest.mark.parametrize("text", ["0/2", "3/2", "1/0", "1", "1/2/3", "-1/2", "1/100000", "a/b", ""])
-def test_parts_that_are_none(text: str, tmp_path: Path) -> None:
+def test_an_invalid_part_option_is_refused(text: str, tmp_path: Path) -> None:
     arguments = ["prepare", str(tmp_path), "--output", str(tmp_path / "out"), "--part", text]
     result = CliRunner().invoke(app, arguments)
     assert isinstance(result.exception, UserError)
@@ -340,7 +340,7 @@ def test_parts_that_are_none(text: str, tmp_path: Path) -> None:
         ({"part": "2/3"}, "out.parts contains parts K/2, and --part 2/3 is not one; give K/2"),
     ],
 )
-def test_a_part_unlike_those_that_are_there_does_not_begin(
+def test_a_part_with_other_settings_than_existing_parts_is_refused(
     corpus: Path, tmp_path: Path, options: dict[str, Any], message: str
 ) -> None:
     run(corpus, tmp_path / "out", "1/2")
@@ -452,12 +452,12 @@ def duplicate(corpus: Path, prefix: Path) -> None:
         (changed_file, r"in.jsonl was changed between the parts of .*out that read it"),
         (changed_to_its_end, r"in.jsonl was changed between the parts of .*out that read it"),
         (damaged, "00002-of-00002.bin is damaged: its sha256 is not that of .*--restart"),
-        # The number of sequences depends on the cut, and so on the size of pyarrow's file.
+        # The number of sequences depends on the size of pyarrow's file, so accept any number.
         (short, r"00002-of-00002.idx has 100 bytes, but \d+ sequences need"),
         (whole_there, "out.json was merged from other parts; delete it to merge these"),
     ],
 )
-def test_a_merge_that_is_refused_leaves_nothing(
+def test_a_refused_merge_writes_nothing(
     corpus: Path, tmp_path: Path, make: Callable[[Path, Path], None], message: str
 ) -> None:
     prefix = tmp_path / "out"
@@ -469,7 +469,7 @@ def test_a_merge_that_is_refused_leaves_nothing(
     assert sorted(tmp_path.iterdir()) == before
 
 
-def test_parts_that_are_not_merged_are_told(corpus: Path, tmp_path: Path) -> None:
+def test_missing_and_unmerged_parts_are_refused(corpus: Path, tmp_path: Path) -> None:
     with pytest.raises(
         UserError, match=r"out.parts holds no part; write parts with 'diffmegatron prepare .* 1/8"
     ):

@@ -1,4 +1,4 @@
-"""``prepare``: what it reads, what it writes, what it refuses, and that a kill costs nothing."""
+"""``prepare``: input formats, output files, rejected documents and refused settings."""
 
 import gzip
 import json
@@ -111,7 +111,7 @@ def test_pattern_and_text_field(tmp_path: Path) -> None:
     assert documents(tmp_path / "field") == expected(["here"])
 
 
-def test_manifest_says_what_was_made_of_what(tmp_path: Path) -> None:
+def test_the_manifest_records_inputs_outputs_and_lengths(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "in.jsonl", [*TEXTS, ""])
     manifest = run(path, tmp_path / "out")
     assert (manifest.documents, manifest.empty, manifest.rejected) == (4, 1, 0)
@@ -153,14 +153,14 @@ def test_every_kind_of_damage_is_counted_and_named(tmp_path: Path) -> None:
         assert reason in reject["reason"]
 
 
-def test_id_field_names_a_reject(tmp_path: Path) -> None:
+def test_a_reject_has_the_value_of_the_id_field(tmp_path: Path) -> None:
     path = tmp_path / "in.jsonl"
     path.write_text('{"id": "a7", "text": 1}\n{"id": "a8", "text": "x"}\n')
     run(path, tmp_path / "out", id_field="id", max_reject_share=0.5)
     assert [reject["id"] for reject in rejects(tmp_path / "out")] == ["a7"]
 
 
-def test_parquet_rows_that_cannot_be_read(tmp_path: Path) -> None:
+def test_unreadable_parquet_rows_are_rejected(tmp_path: Path) -> None:
     column = pyarrow.array([b"good", b"\xff", None, b"fine"], type=pyarrow.binary())
     table = pyarrow.table({"text": column.view(pyarrow.string())})
     pyarrow.parquet.write_table(table, tmp_path / "in.parquet")
@@ -212,7 +212,9 @@ def test_preparing_again_changes_nothing_and_other_input_is_refused(tmp_path: Pa
     other = write_jsonl(tmp_path / "other.jsonl", TEXTS)
     with pytest.raises(UserError, match=r"with input .*in.jsonl instead of .*other.jsonl; choose"):
         run(other, tmp_path / "out")
-    with pytest.raises(UserError, match=r"out.json was prepared with 1 input file, not 2; choose"):
+    with pytest.raises(
+        UserError, match=r"out.json was prepared with 1 input file instead of 2; choose"
+    ):
         run([path, other], tmp_path / "out")
     write_jsonl(path, [*TEXTS[:-1], "a bc"])
     with pytest.raises(UserError, match=r"with another content of .*in.jsonl; choose another"):
@@ -237,7 +239,9 @@ def test_unfinished_work_of_other_settings_is_refused(
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
-def test_wrong_fields_are_told_with_those_there_are_and_mended(tmp_path: Path, kind: str) -> None:
+def test_a_missing_text_field_is_refused_with_the_existing_fields(
+    tmp_path: Path, kind: str
+) -> None:
     path = tmp_path / f"in.{kind}"
     if kind == "parquet":
         pyarrow.parquet.write_table(pyarrow.table({"content": ["a"], "url": ["b"]}), path)
@@ -245,11 +249,12 @@ def test_wrong_fields_are_told_with_those_there_are_and_mended(tmp_path: Path, k
         path.write_text('{"content": "a", "url": "b"}\n')
     with pytest.raises(UserError, match=r"no field 'text'.*content.*url.*\(--text-field\), or"):
         run(path, tmp_path / "out")
-    run(path, tmp_path / "out", text_field="content")  # nothing is written that could be lost
+    # The refused run wrote no document, so another text_field needs no --restart.
+    run(path, tmp_path / "out", text_field="content")
     assert documents(tmp_path / "out") == expected(["a"])
 
 
-def test_documents_that_are_written_are_not_dropped_for_other_fields(tmp_path: Path) -> None:
+def test_changing_the_field_of_written_documents_needs_restart(tmp_path: Path) -> None:
     path = tmp_path / "in.jsonl"
     path.write_text('{"text": "a", "content": "b"}\n{"content": "c"}\n')
     with pytest.raises(UserError, match=r"no field 'text'.*\(--text-field\) with --restart, or"):
@@ -269,7 +274,7 @@ def test_documents_that_are_written_are_not_dropped_for_other_fields(tmp_path: P
         ("out.bin", "give .*out$"),
     ],
 )
-def test_a_prefix_that_is_none_is_refused(tmp_path: Path, prefix: str, message: str) -> None:
+def test_an_unusable_output_prefix_is_refused(tmp_path: Path, prefix: str, message: str) -> None:
     _plain(tmp_path / "in.txt", b"text")
     (tmp_path / "folder").mkdir()
     with pytest.raises(UserError, match=message):
@@ -290,7 +295,7 @@ def test_prompts_and_responses_are_sequences_of_one_document(tmp_path: Path) -> 
     assert (manifest.documents, manifest.tokens) == (2, 9)
 
 
-def test_chat_alternates_between_what_is_read_and_what_is_learned() -> None:
+def test_chat_segments_alternate_between_prompt_and_response() -> None:
     messages = [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "Hi"},

@@ -1,4 +1,4 @@
-"""The index cache: whatever is in its place, what is read is what was built."""
+"""The index cache returns the arrays that were built, whatever its folder contains."""
 
 import os
 import shutil
@@ -47,7 +47,7 @@ def folder(tmp_path: Path) -> Path:
     return found
 
 
-def test_it_is_built_once(folder: Path) -> None:
+def test_a_cache_entry_is_built_once(folder: Path) -> None:
     check(Cache(folder.parent).open(KEY, refuse))
     check(Cache(folder.parent).open((*KEY, "other"), build))
     assert len(list(folder.parent.iterdir())) == 2
@@ -78,25 +78,27 @@ FILES = ("contents.json", "documents.int64", "starts.int32")
 
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("damage", [flip, empty, Path.unlink, become_fifo, become_folder])
-def test_what_is_damaged_is_replaced(
+def test_a_damaged_cache_entry_is_rebuilt(
     folder: Path, name: str, damage: Callable[[Path], None], caplog: Any
 ) -> None:
     damage(folder / name)
     check(Cache(folder.parent).open(KEY, build))
-    assert "the index cache is rebuilt" in caplog.text and name in caplog.text
+    assert "this entry of the index cache is rebuilt" in caplog.text and name in caplog.text
     check(Cache(folder.parent).open(KEY, refuse))
     assert list(folder.parent.iterdir()) == [folder]
 
 
 @pytest.mark.parametrize("place", [Path.mkdir, Path.touch, os.mkfifo])
-def test_what_is_no_cache_is_replaced(folder: Path, place: Callable[[Path], None]) -> None:
+def test_a_file_or_folder_in_place_of_an_entry_is_replaced(
+    folder: Path, place: Callable[[Path], None]
+) -> None:
     shutil.rmtree(folder)
     place(folder)
     check(Cache(folder.parent).open(KEY, build))
     assert list(folder.parent.iterdir()) == [folder]
 
 
-def test_that_of_another_key_is_replaced(folder: Path) -> None:
+def test_an_entry_of_another_key_is_replaced(folder: Path) -> None:
     other = Cache(folder.parent.parent / "other")
     other.open((*KEY, "other"), lambda: ({"documents": np.zeros(3, dtype=np.int64)}, {}))
     (foreign,) = other.parent.iterdir()
@@ -105,19 +107,19 @@ def test_that_of_another_key_is_replaced(folder: Path) -> None:
     check(Cache(folder.parent).open(KEY, build))
 
 
-def test_who_has_mapped_it_keeps_what_was_mapped(folder: Path) -> None:
+def test_mapped_arrays_survive_a_rebuild(folder: Path) -> None:
     arrays, _ = Cache(folder.parent).open(KEY, refuse)
     (folder / "contents.json").unlink()
     check(Cache(folder.parent).open(KEY, build))
     assert np.array_equal(arrays["documents"], np.arange(1000))
 
 
-def test_where_no_lock_holds_the_first_rename_wins(tmp_path: Path, monkeypatch: Any) -> None:
+def test_the_first_rename_wins_without_a_lock(tmp_path: Path, monkeypatch: Any) -> None:
     def overtaken() -> Arrays:
         if not (tmp_path / "overtaken").exists():
             (tmp_path / "overtaken").touch()
             with monkeypatch.context() as patch:
-                patch.setattr(os, "getpid", lambda: 1)  # on another machine
+                patch.setattr(os, "getpid", lambda: 1)  # another temporary folder
                 patch.setattr("fcntl.flock", lambda *_: None)
                 Cache(tmp_path / "cache").open(KEY, build)
         return build()
@@ -127,7 +129,7 @@ def test_where_no_lock_holds_the_first_rename_wins(tmp_path: Path, monkeypatch: 
     assert len(list((tmp_path / "cache").iterdir())) == 1
 
 
-def test_a_disk_that_is_full_leaves_nothing(tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_full_disk_leaves_no_entry(tmp_path: Path, monkeypatch: Any) -> None:
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
@@ -139,7 +141,7 @@ def test_a_disk_that_is_full_leaves_nothing(tmp_path: Path, monkeypatch: Any) ->
     check(Cache(tmp_path / "cache").open(KEY, build))
 
 
-def test_one_that_cannot_be_written_serves_as_long_as_it_is_whole(
+def test_a_read_only_cache_is_used_while_its_entry_is_intact(
     folder: Path, monkeypatch: Any
 ) -> None:
     def read_only(*_: object) -> int:

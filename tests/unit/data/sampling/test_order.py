@@ -48,7 +48,7 @@ def test_permutations_of_neighbouring_keys_look_independent() -> None:
 
 
 def test_uniform_is_splitmix64() -> None:
-    """The first outputs of the published generator from seed 1234567 (as in Rosetta Code)."""
+    """``random_bits`` has the published first outputs for seed 1234567 (see Rosetta Code)."""
     published = [6457827717110365317, 3203168211198807973, 9817491932198370423]
     assert random_bits(1234567, np.arange(3)).tolist() == published
     sample = uniform(7, np.arange(100_000))
@@ -80,7 +80,7 @@ def test_mixture_shares_are_exact_to_a_sample_per_level(shares: list[float], sam
 
 
 @pytest.mark.parametrize("shares", [[0.0, 0.0], [1.0, -0.5], []])
-def test_weights_that_are_no_mixture(shares: list[float]) -> None:
+def test_invalid_mixture_weights_are_refused(shares: list[float]) -> None:
     with pytest.raises(ValueError, match="must be at least 0 and not all zero"):
         Mixture(shares)
 
@@ -89,7 +89,7 @@ def _period(start: int, **shares: float) -> Period:
     return Period(start, tuple(SourceWeight(f"at/{n}", n, w) for n, w in shares.items()))
 
 
-def test_history_goes_on_from_each_sources_position() -> None:
+def test_history_continues_from_the_position_of_each_source() -> None:
     history = MixtureHistory([_period(0, a=1, b=1)])
     history = history.changed(101, _period(0, a=1, b=3, c=4).sources)
     history = history.changed(200, _period(0, c=1).sources)
@@ -152,7 +152,7 @@ def test_splits_are_disjoint_and_complete(
         assert parts["test"]
 
 
-def test_split_seed_and_not_the_seed_decides_what_is_held_out() -> None:
+def test_held_out_documents_depend_on_split_seed_and_not_on_seed() -> None:
     held_out = [
         select_split(1000, selection("validation", seed=seed, split_seed=split)).tolist()
         for seed, split in ((1, 1), (2, 1), (1, 2))
@@ -173,7 +173,7 @@ def test_upsampling_keeps_long_documents_and_a_share_of_short_ones(
     assert abs(kept[short].mean() - keep_short) < 5 * np.sqrt(0.25 / short.sum())
 
 
-def test_the_threshold_counts_the_tokens_of_the_text() -> None:
+def test_the_length_threshold_excludes_the_end_of_document_token() -> None:
     lengths = np.array([99, 100, 101, 102])
     kept = keep_long(lengths, np.arange(4), long_tokens=100, keep_short=0.0, seed=1)
     assert kept.tolist() == [False, False, True, True], "end of document not counted"
@@ -212,7 +212,7 @@ def test_packing_neither_loses_nor_doubles_a_token(lengths: list[int], capacity:
 
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=60), st.integers(30, 64))
 def test_best_fit_is_best_fit_decreasing(sizes: list[int], capacity: int) -> None:
-    """Against the textbook algorithm, one piece at a time: as many bins, filled alike."""
+    """The bins are as many and as full as those of the textbook algorithm."""
     bins: list[int] = []
     for size in sorted(sizes, reverse=True):
         fitting = [(space, number) for number, space in enumerate(bins) if space >= size]
@@ -225,7 +225,7 @@ def test_best_fit_is_best_fit_decreasing(sizes: list[int], capacity: int) -> Non
     assert sorted(spaces.tolist()) == sorted(bins)
 
 
-def test_best_fit_wastes_little_and_cuts_little() -> None:
+def test_best_fit_fills_sequences_above_99_9_percent() -> None:
     lengths = np.random.default_rng(0).lognormal(6, 1.2, 50_000).astype(np.int64) + 1
     packed = pack(np.arange(len(lengths)), lengths, 2049, combine=True)
     assert lengths.sum() / (len(packed["ends"]) * 2049) > 0.999
@@ -267,7 +267,12 @@ def concatenated(
 def test_concatenation_uses_every_token_once_per_pass(
     lengths: list[int], seq_length: int, seed: int
 ) -> None:
-    """Over s passes the cut comes back to where it began: every token is s inputs, s labels."""
+    """Every token occurs equally often as input and as label.
+
+    Let N be the number of tokens of the source, and s = ``seq_length`` the length of a sample. The
+    test reads N samples. These have N * s inputs, which is exactly s passes over the source. Every
+    token must therefore occur s times as input and s times as label.
+    """
     source = concatenated(lengths, seq_length, seed)
     total = sum(lengths)
     samples = [source[index] for index in range(total)]
@@ -280,7 +285,7 @@ def test_concatenation_uses_every_token_once_per_pass(
 
 
 @given(document_lengths, st.integers(1, 80), st.integers(0, 3))
-def test_samples_are_the_stream_cut_at_its_documents(
+def test_samples_are_blocks_of_the_stream_with_document_starts(
     lengths: list[int], seq_length: int, seed: int
 ) -> None:
     source = concatenated(lengths, seq_length, seed)
@@ -298,9 +303,7 @@ def test_samples_are_the_stream_cut_at_its_documents(
 
 
 @given(document_lengths, st.integers(1, 80))
-def test_a_pass_is_shuffled_and_ends_before_the_next_begins(
-    lengths: list[int], seq_length: int
-) -> None:
+def test_each_pass_is_a_permutation_of_its_own_blocks(lengths: list[int], seq_length: int) -> None:
     source = concatenated(lengths, seq_length)
     for epoch in range(4):
         chosen = range(source.blocks.first_block(epoch), source.blocks.first_block(epoch + 1))
@@ -316,7 +319,7 @@ def test_passes_are_shuffled_differently() -> None:
 
 
 @given(document_lengths, st.integers(1, 80), st.integers(0, 3))
-def test_a_source_that_stops_gives_no_token_twice(
+def test_a_non_repeating_source_uses_no_token_twice(
     lengths: list[int], seq_length: int, seed: int
 ) -> None:
     source = concatenated(lengths, seq_length, seed, repeat=False)

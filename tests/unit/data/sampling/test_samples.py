@@ -70,7 +70,7 @@ def rows(batches: list[Batch]) -> list[list[int]]:
 # The order
 
 
-def test_order_hangs_on_seed_weights_and_files_alone(
+def test_sample_order_depends_only_on_seed_weights_and_files(
     corpora: tuple[str, str], tmp_path: Path
 ) -> None:
     def first(*paths: str, seed: int = 1, **options: Any) -> list[list[int]]:
@@ -98,7 +98,7 @@ def test_mixture_gives_each_source_its_share(corpora: tuple[str, str]) -> None:
 
 
 def documents_of(samples: Samples, count: int) -> set[tuple[str, int]]:
-    """Documents by source and letter; the tiny corpora have a letter per document."""
+    """Return the (source, letter) pairs in the first samples; each document has its own letter."""
     found = set()
     for index in range(count):
         sample = samples[index]
@@ -161,7 +161,7 @@ def test_global_batches_do_not_depend_on_ranks_or_microbatches(
 
 @given(st.integers(0, 12), st.sampled_from([(1, 1), (2, 3), (4, 1), (6, 2)]))
 @settings(max_examples=20)
-def test_resume_at_every_boundary_on_other_ranks(
+def test_the_loader_resumes_at_any_step_on_other_ranks(
     corpora: tuple[str, str], boundary: int, layout: tuple[int, int]
 ) -> None:
     samples = open_samples(config(*corpora), 32, 1, "train")
@@ -183,7 +183,7 @@ def test_resume_at_every_boundary_on_other_ranks(
     assert found == expected
 
 
-def test_changed_weights_are_an_event_that_replays(corpora: tuple[str, str]) -> None:
+def test_changed_weights_are_recorded_and_replayed(corpora: tuple[str, str]) -> None:
     first = open_samples(config(*corpora), 32, 1, "train")
     state = json.loads(json.dumps(first.state(60)))
     other = [{"path": corpora[0], "weight": 3}, {"path": corpora[1], "weight": 1}]
@@ -197,7 +197,7 @@ def test_changed_weights_are_an_event_that_replays(corpora: tuple[str, str]) -> 
         assert replayed[index].tokens.tolist() == expected.tokens.tolist()
 
 
-def test_a_source_added_later_and_one_taken_away(corpora: tuple[str, str]) -> None:
+def test_sources_can_be_added_and_removed_on_resume(corpora: tuple[str, str]) -> None:
     first = open_samples(config(corpora[0]), 32, 1, "train")
     both = open_samples(config(*corpora), 32, 1, "train").resumed(first.state(10))
     assert {both[i].source for i in range(10)} == {corpora[0]}
@@ -216,7 +216,7 @@ def test_a_source_added_later_and_one_taken_away(corpora: tuple[str, str]) -> No
         ({"packing": "best_fit"}, 32, 1, "packing concatenate, but the recipe has best_fit"),
     ],
 )
-def test_a_position_in_another_order_is_refused(
+def test_resuming_with_another_sample_order_is_refused(
     corpora: tuple[str, str], options: dict[str, Any], seq_length: int, seed: int, message: str
 ) -> None:
     state = open_samples(config(*corpora), 32, 1, "train").state(12)
@@ -239,7 +239,7 @@ def test_prefetch_ends_with_the_loader(corpora: tuple[str, str]) -> None:
     assert prefetch_threads() == 0
 
 
-def test_an_error_in_the_thread_is_raised_where_the_step_is_asked_for(
+def test_an_error_in_the_prefetch_thread_is_raised_by_next(
     corpora: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     samples = open_samples(config(*corpora), 32, 1, "train")
@@ -258,7 +258,7 @@ def test_a_batch_that_does_not_divide_is_refused(corpora: tuple[str, str]) -> No
         loader(open_samples(config(*corpora), 32, 1, "train"), micro=5)
 
 
-# What a batch tells of its documents
+# Documents in a batch: positions, attention mask and loss mask
 
 
 def sample(starts: list[int], learned: list[int] | None = None) -> Sample:
@@ -266,7 +266,7 @@ def sample(starts: list[int], learned: list[int] | None = None) -> Sample:
     return Sample(np.arange(7, dtype=np.int64), np.array(starts), mask, "memory")
 
 
-def test_plain_batches_know_no_documents() -> None:
+def test_plain_batches_ignore_document_boundaries() -> None:
     batch = collate([sample([0, 3]), sample([0])], config("x"))
     assert batch.tokens.tolist() == [[0, 1, 2, 3, 4, 5]] * 2
     assert batch.labels.tolist() == [[1, 2, 3, 4, 5, 6]] * 2
@@ -288,7 +288,7 @@ def test_positions_attention_and_loss_stop_at_documents() -> None:
     assert batch.cu_seqlens.dtype == torch.int32
 
 
-def test_labels_that_are_not_learned() -> None:
+def test_unlearned_labels_are_masked() -> None:
     batch = collate([sample([0], [0, 0, 1, 1, 0, 0, 1])], config("x"))
     assert batch.loss_mask.tolist() == [[0, 1, 1, 0, 0, 1]]
 
@@ -350,12 +350,16 @@ def test_upsampling_leaves_the_shares_of_sources_unless_global(tmp_path: Path) -
         return sum(samples[index].source == long for index in range(1000)) / 1000
 
     assert share("none") == share("per_source") == pytest.approx(2 / 3, abs=2e-3)
-    # Kept of `short` about 40 x 10 + 10 x 100 of 5000 tokens, of `long` 10 x 10 + 40 x 100 of 5000.
+    # With its end-of-document token, a document of 9 or 99 bytes has 10 or 100 tokens, so each
+    # source has 5000 tokens. Up-sampling keeps all documents of at least 50 tokens, and a tenth of
+    # the shorter ones (the default of `keep_short`). Of `short` it keeps about
+    # 40 x 10 + 10 x 100 = 1400 tokens, and of `long` about 10 x 10 + 40 x 100 = 4100. The share of
+    # a source is proportional to its weight times its kept tokens; `long` has weight 2.
     expected = 2 * 4100 / (2 * 4100 + 1400)
     assert share("global") == pytest.approx(expected, abs=0.02)
 
 
-def test_upsampling_raises_long_documents_and_spares_validation(tmp_path: Path) -> None:
+def test_upsampling_thins_short_documents_in_training_only(tmp_path: Path) -> None:
     path = make(tmp_path, "mixed", [9] * 400 + [99] * 20)
     recipe = config(
         path, upsampling={"mode": "per_source", "long_tokens": 99}, validation_fraction=0.1
@@ -391,7 +395,7 @@ def test_the_index_is_built_once(
     assert first[7].tokens.tolist() == second[7].tokens.tolist()
 
 
-def test_many_openers_build_it_once(
+def test_concurrent_openers_build_the_index_once(
     corpora: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     built: list[int] = []
@@ -415,7 +419,7 @@ def test_many_openers_build_it_once(
     assert not list(tmp_path.glob("*.tmp"))
 
 
-def test_a_cache_that_cannot_be_written(corpora: tuple[str, str], tmp_path: Path) -> None:
+def test_an_unwritable_index_cache_is_refused(corpora: tuple[str, str], tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"cannot write in the index cache .* set data\.cache_dir"):
         open_samples(config(corpora[0], cache_dir=str(tmp_path / "file")), 32, 1, "train")
@@ -504,7 +508,7 @@ def test_weights_are_checked_in_the_recipe(shares: tuple[float, float]) -> None:
         config(sources=sources)
 
 
-def test_a_source_that_ends_is_known_before_training(tmp_path: Path) -> None:
+def test_an_exhausted_source_is_detected_before_training(tmp_path: Path) -> None:
     path = make(tmp_path, "a", [31] * 10)
     recipe = config(path, on_exhausted="stop", validation_fraction=0)
     samples = open_samples(recipe, 32, 1, "train")
@@ -519,6 +523,6 @@ def test_a_source_that_ends_is_known_before_training(tmp_path: Path) -> None:
     assert repeating.epochs(25) == {path: 2.5}
 
 
-def test_packing_off_and_every_document_short_is_refused(corpora: tuple[str, str]) -> None:
+def test_packing_off_with_only_short_documents_is_refused(corpora: tuple[str, str]) -> None:
     with pytest.raises(UserError, match=r"seq_length 4096 is longer than every document of .*a "):
         open_samples(config(corpora[0], packing="none"), 4096, 1, "train")

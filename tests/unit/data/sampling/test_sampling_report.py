@@ -1,4 +1,4 @@
-"""The reports on lengths and mixtures."""
+"""Reports on the lengths of documents and the mixture of sources."""
 
 import json
 from pathlib import Path
