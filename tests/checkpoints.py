@@ -25,7 +25,10 @@ GUARD = {"recent": {"loss": [2.0, 1.5]}, "in_a_row": 0, "skipped": 1, "spikes": 
 
 
 def write_checkpoint(run_dir: Path, step: int) -> Path:
-    """Write a checkpoint of two ranks: each has half of a matrix, and rank 1 also a norm weight."""
+    """Write a checkpoint of two ranks and return its folder.
+
+    Each rank has half of a matrix. Rank 1 also has a norm weight.
+    """
     store = CheckpointStore(run_dir)
     directory = store.begin(step)
     matrix = Shard(NAMES[0], (6, 4), (0, 0), (3, 4), 0, True)
@@ -48,12 +51,12 @@ def write_checkpoint(run_dir: Path, step: int) -> Path:
 
 
 def norm() -> Shard:
-    """Return rank 1's norm weight: elements 12 to 15 of its flat parameter, after the matrix."""
+    """Return the norm weight of rank 1, stored after the 12 elements of its half of the matrix."""
     return Shard(NAMES[1], (4,), (0,), (4,), 12, True)
 
 
 def sign(directory: Path) -> None:
-    """Write a manifest with the current checksums of the files, so that damaged files pass it."""
+    """Write a manifest with the current checksums, so that damaged files pass verification."""
     step = json.loads((directory / MANIFEST).read_text())["step"]
     files = sorted(path for path in directory.iterdir() if path.name != MANIFEST)
     write_manifest(directory, Manifest(step, tuple(describe_file(path) for path in files)))

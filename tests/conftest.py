@@ -1,4 +1,4 @@
-"""Fixtures of several test folders: a small corpus, and recipes that train on it."""
+"""Fixtures that several test folders use: a small corpus, and recipes that train on it."""
 
 import random
 import signal
@@ -43,12 +43,12 @@ checkpoint:
 
 raise_on_deprecations()
 
-# A shell starts background jobs with SIGINT ignored, and every process of the tests inherits that.
-# Tests that send SIGINT need the default handler.
+# If a shell starts pytest as a background job, pytest and its child processes ignore SIGINT. Tests
+# that send SIGINT need the default handler.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Hypothesis's deadline for an example would fail on a slow or busy machine.
+# With a deadline, Hypothesis would fail an example on a slow or busy machine.
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
 
@@ -67,7 +67,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="session")
 def is_long(request: pytest.FixtureRequest) -> bool:
-    """Return whether tests of random cases draw many cases (``--long``)."""
+    """Return whether pytest runs with ``--long``, so that tests draw many random cases."""
     return bool(request.config.getoption("--long"))
 
 
@@ -80,7 +80,7 @@ def cases(is_long: bool) -> int:
 def prepare_corpus(folder: Path) -> Path:
     """Write and prepare 600 documents of random words from a fixed seed.
 
-    A few words make most of the text, so that the loss of a network falls within a dozen steps.
+    A few words make up most of the text, so that the loss of a network falls within a dozen steps.
 
     Returns:
         Prefix of the prepared corpus, whose tokenizer is ``bytes``.

@@ -10,7 +10,7 @@ DEPRECATED = re.compile(r"deprecat|Rewrapping ModuleSpec", re.IGNORECASE)
 
 
 class RaiseOnDeprecation(logging.Handler):
-    """Log handler that raises an AssertionError for a record that contains a deprecation."""
+    """Log handler that raises an AssertionError for a message about a deprecation."""
 
     def emit(self, record: logging.LogRecord) -> None:
         message = record.getMessage()
@@ -18,5 +18,5 @@ class RaiseOnDeprecation(logging.Handler):
 
 
 def raise_on_deprecations() -> None:
-    """Raise an error in this process and its forks when Megatron-core logs a deprecation."""
+    """Make this process and its forks raise AssertionError if Megatron-core logs a deprecation."""
     logging.getLogger("megatron").addHandler(RaiseOnDeprecation())

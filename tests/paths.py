@@ -1,4 +1,4 @@
-"""Places in the repository that tests read."""
+"""Paths of the repository that tests use."""
 
 from tools.paths import RESULTS, ROOT
 

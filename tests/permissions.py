@@ -1,11 +1,11 @@
-"""A context in which permission bits also restrict root."""
+"""Context manager in which file permission bits also restrict root."""
 
 import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-# From linux/capability.h: the bits of CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH, and the version of
-# the structures below.
+# _DAC has the bits of CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH. _VERSION is the version of the
+# structures below. Both numbers are from linux/capability.h.
 _DAC = 0b110
 _VERSION = 0x20080522
 
@@ -24,9 +24,9 @@ class _Sets(ctypes.Structure):
 
 @contextmanager
 def without_roots_power() -> Iterator[None]:
-    """Take away the capabilities by which root ignores permission bits, in this thread.
+    """Drop the capabilities with which root ignores file permission bits, in this thread only.
 
-    They are restored when the context ends. For any other user nothing changes.
+    The capabilities are restored when the context ends. For any other user, nothing changes.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     header, sets = _Header(_VERSION, 0), (_Sets * 2)()

@@ -10,7 +10,7 @@ def reserved_ports(count: int) -> Iterator[list[int]]:
     """Yield different free ports that the kernel does not assign to another program.
 
     A socket is bound to each port, but does not listen. A program that sets ``SO_REUSEADDR``, as
-    servers do, can therefore listen on it.
+    servers do, can therefore listen on the port.
     """
     with ExitStack() as stack:
         held = [stack.enter_context(socket.socket()) for _ in range(count)]

@@ -1,4 +1,4 @@
-"""Tiny random models of every family that can be imported, as transformers writes them."""
+"""Tiny random models of every family that can be imported, written by transformers."""
 
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ SIZES = {
     "initializer_range": 0.1,
 }
 TIED = {"tie_word_embeddings": True}
-# Small wavelengths, so that a line of text is affected by all three frequency ranges of llama3.
+# The wavelengths are so small that all three frequency ranges of llama3 affect a line of text.
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 50.0,
@@ -91,7 +91,10 @@ def write_pretrained(
     shard_size: str = "5GB",
     **changes: object,
 ) -> Path:
-    """Write a random model of a family; no bias is 0 and no norm weight is 1. Return ``folder``."""
+    """Write a random model of a family into a new folder, and return the folder.
+
+    No bias is 0 and no norm weight is 1, so that a test detects a wrong bias or norm weight.
+    """
     register()
     folder.mkdir()
     # Write the tokenizer before config.json. The check in write_tokenizer would otherwise read

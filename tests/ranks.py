@@ -1,12 +1,12 @@
 """Several ranks on this machine, forked from one process that has imported their modules.
 
 Under torchrun, every rank would spend seconds of CPU time on importing torch, Megatron-core and
-DeepSpeed. Each run has new ranks, because gloo's threads outlive their process group, and each
-wakes a hundred times a second. tests/end_to_end, tests/recovery/test_launch.py and
+DeepSpeed. Each call starts new ranks, because gloo's threads outlive their process group, and each
+of these threads wakes a hundred times a second. tests/end_to_end, tests/recovery/test_launch.py and
 tests/recovery/test_campaign.py start their ranks with the commands that users run.
 
-The socket of the ranks' port stays open until their store serves on it. If the port were free in
-between, any other program could take it.
+The socket that reserves a port for the ranks stays open until their store serves on this socket. If
+the socket were closed earlier, any other program could take the port.
 """
 
 import gc
@@ -41,7 +41,8 @@ def launch(
         module: name of a module whose ``main`` reads its arguments from ``sys.argv``.
         calls: arguments of each call.
         timeout: limit for all calls together, in seconds.
-        environment: all environment variables of the ranks; None: those of this process.
+        environment: all environment variables of the ranks; None: the variables of this process.
+            ``OMP_NUM_THREADS`` is always 1.
 
     Returns:
         Standard output of all ranks.
@@ -69,12 +70,15 @@ def launch(
 
 
 def main() -> None:
-    """Import the module, fork the ranks and wait for them; :func:`launch` starts this process."""
+    """Import the module, fork the ranks of each call and wait until they end.
+
+    :func:`launch` starts a process that runs this function.
+    """
     ranks, module, calls = sys.argv[1:]
     run = importlib.import_module(module).main
     import_deepspeed()
     raise_on_deprecations()
-    # The ranks' garbage collections then skip the imported objects, whose memory stays shared.
+    # The ranks do not collect frozen objects, so the memory of the imported modules stays shared.
     gc.freeze()
     for call in json.loads(calls):
         sys.argv[1:] = call
@@ -83,7 +87,7 @@ def main() -> None:
             started = multiprocessing.start_processes(
                 _run, (run,), nprocs=int(ranks), join=False, start_method="fork"
             )
-            # The store has a thread, which a fork would not copy: the ranks are forked first.
+            # Fork the ranks before the store starts a thread, because a fork does not copy threads.
             store = serve_store(listener)
         while not started.join():
             pass
@@ -108,7 +112,7 @@ def meeting_at(listener: socket.socket) -> dict[str, str]:
 
 
 def serve_store(listener: socket.socket) -> TCPStore:
-    """Return a store that serves on a listening socket until it is deleted; it owns the socket."""
+    """Return a store that owns a listening socket and serves on it until the store is deleted."""
     host, port = listener.getsockname()[:2]
     return TCPStore(
         host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()

@@ -1,8 +1,8 @@
-"""The attention kernels on a GPU at real sizes. One command: pytest tests/gpu/test_kernels_gpu.py.
+"""Tests of the attention kernels on a GPU at real sizes: pytest tests/gpu/test_kernels_gpu.py.
 
-The reference is the backend `blocked` in fp32 on the same values. It holds some complete rows
-of an attention map at a time, never the whole map, so that 64K positions fit into memory. Nothing
-here has run yet: the suite was written on a machine without a GPU.
+The reference is the backend `blocked` in fp32 on the same values. It stores only some rows of an
+attention map at a time, never the whole map, so that 64K positions fit into memory. These tests
+have not run yet, because they were written on a machine without a GPU.
 """
 
 import pytest
@@ -31,9 +31,9 @@ pytestmark = pytest.mark.skipif(
 
 NAMES = ("q1", "k1", "q2", "k2", "v", "lambda_")
 # Allowed norm of the error of a tensor, relative to the tensor's norm. Inputs, maps and results are
-# each rounded to the dtype once. Tensor cores round float32 to tf32. This alone, emulated on a CPU,
-# gives the gradients an error of 2.1e-3. The rest up to 3e-3 allows for other differences of a GPU:
-# the order of sums, and less exact exponentials.
+# each rounded to the dtype once. Tensor cores round float32 to tf32. In an emulation on a CPU, this
+# rounding alone causes an error of 2.1e-3 in the gradients. The tolerance of 3e-3 also allows for
+# other differences of a GPU: the order of sums, and less exact exponentials.
 TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 1.5e-3, torch.float32: 3e-3}
 # Factor on TOLERANCE for the largest error of an element, relative to the largest element. This
 # check detects a single wrong row among thousands.
@@ -43,7 +43,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def runnable(op):
-    """Return the backends that run on this GPU, without the references in plain PyTorch."""
+    """Return the backends that run on this GPU, without `reference` and `blocked`."""
     if not torch.cuda.is_available():
         return []
     table = backend_table(op)
@@ -90,7 +90,7 @@ def assert_close(actual, expected, tolerance, name=None):
 
 
 def assert_equals_blocked(inputs, compute, norm=None, **options):
-    """Check values and gradients, also of `norm`, against `blocked` in fp32 on the same values."""
+    """Compare output and gradients, also of the norm's weight, with `blocked` in fp32."""
     exact = [x.detach().float().requires_grad_() for x in inputs]
     expected = diff_attention(*exact, backend="blocked", **options)
     normed = expected if norm is None else norm.apply_to(expected)
@@ -107,8 +107,9 @@ def assert_equals_blocked(inputs, compute, norm=None, **options):
     for name, found, right in zip((*NAMES, "weight"), grads, wanted, strict=False):
         if name != "lambda_":
             assert_close(found, right, tolerance, name)
-    # The gradient of lambda is a sum of positive and negative terms, one per row, and much smaller
-    # than the terms, which are rounded. So measure its error relative to the norm of the terms.
+    # The gradient of lambda is a sum of rounded terms, one per row and head. Terms of opposite sign
+    # cancel, so the sum can be much smaller than the terms. Therefore, measure the error of the sum
+    # relative to the norm of the terms.
     with torch.no_grad():
         maps = QKV((exact[0], exact[2]), (exact[1], exact[3]), exact[4])
         _, (out2, _) = chunk_attention(maps, backend="blocked", **options)
@@ -117,7 +118,7 @@ def assert_equals_blocked(inputs, compute, norm=None, **options):
 
 
 def triton(*inputs, one_pass=False, norm=None, causal=True):
-    """Run the kernels with a chosen form of the backward pass."""
+    """Run the Triton kernels with a one-pass or a split backward pass."""
     call = AttentionCall.checked(QKV.of(*inputs[:5]), inputs[5], norm, causal=causal)
     return DIFFERENTIAL["triton"].load().attend(call, one_pass=one_pass)
 
@@ -221,7 +222,7 @@ def test_triton_subtraction_equals_pytorch(ratio, width, dtype):
     for name, actual, expected in zip(
         ("out", "heads", "lambda_"), (out, *grads), (right, *wanted), strict=True
     ):
-        # Both compute in fp32, and round once.
+        # Both backends compute in fp32, and round once.
         assert_close(actual, expected, 1e-2 if dtype == torch.bfloat16 else 1e-3, name)
 
 
@@ -290,9 +291,10 @@ def test_triton_with_one_map(width, dtype, one_pass):
     ],
 )
 def test_chunks_of_keys_add_up_to_the_whole(backend, count, noise_heads):
-    """Output and gradients from two chunks of keys equal those from all keys at once.
+    """Compare output and gradients from two chunks of keys with those from all keys at once.
 
-    As on the second of two ring ranks, the chunks are the first rank's keys and its own.
+    The test computes what the second of two ring ranks computes. One chunk has the keys of the
+    first rank, and the other chunk has the keys of the second rank.
     """
     inputs = draw_inputs(1024, keys=2048, noise_heads=noise_heads)
     q1, k1, q2, k2, v, lambda_ = (x.detach() for x in inputs)
@@ -360,10 +362,10 @@ def test_large_logits_stay_finite():
 
 
 def test_saved_activations_are_at_most_six_fifths_of_plain_attention():
-    """Differential attention saves at most 6/5 of the bytes of plain attention.
+    """Check that differential attention saves at most 6/5 of the bytes of plain attention.
 
-    It saves six tensors: q, k, v, out, out2 and the input of the output projection. Plain attention
-    saves five, because it has no out2.
+    Differential attention saves six tensors of one size: q, k, v, out, out2 and the input of the
+    output projection. Plain attention saves five, because it has no out2.
     """
 
     def saved_bytes(function, inputs):

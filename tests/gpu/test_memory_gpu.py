@@ -1,6 +1,6 @@
-"""The peak memory that `plan` estimates is within 10% of the peak of torch's allocator on a GPU.
+"""Test that the peak memory that `plan` estimates is within 10% of the allocator's peak on a GPU.
 
-The test has not run yet.
+The test has not run yet, because it was written on a machine without a GPU.
 """
 
 import pytest
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(
 LENGTH, SEQUENCES = 4096, 6
 
 
-# Attention sections of the 3B shape, by kind.
+# The section `model.attention` of a 3B recipe, by the kind of attention.
 KINDS = {
     "diff_v1": {"kind": "diff_v1", "num_heads": 12},
     "softmax": {"kind": "softmax", "num_heads": 24},

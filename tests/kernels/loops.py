@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def softmax_row(q: Tensor, k: Tensor, visible: list[int], scale: float) -> Tensor:
-    """Return the weights of one query `[d]` over all keys `[t, d]`; zero where not visible."""
+    """Return the attention weights `[t]` of a query `[d]` over keys `[t, d]`; 0 if not visible."""
     weights = torch.zeros(k.shape[0], dtype=q.dtype)
     if visible:
         index = torch.tensor(visible)
@@ -20,7 +20,10 @@ def softmax_row(q: Tensor, k: Tensor, visible: list[int], scale: float) -> Tenso
 def visible_keys(
     query: int, keys: int, causal: bool, query_offset: int, key_offset: int, bounds: list[int]
 ) -> list[int]:
-    """Return the keys that a query may see; `bounds` are document boundaries, as positions."""
+    """Return the indices of the keys that a query may attend to.
+
+    A new document begins at each position in `bounds`.
+    """
 
     def document(position: int) -> int:
         return sum(bound <= position for bound in bounds)
@@ -113,8 +116,8 @@ def make_inputs(
 ) -> list[Tensor]:
     """Return q1, k1, q2, k2, v and lambda_, all of which require a gradient.
 
-    The first five are drawn from a standard normal. By default there are as many noise heads as
-    signal heads.
+    The first five are drawn from a standard normal distribution. By default, there are as many
+    noise heads as signal heads.
     """
     generator = torch.Generator().manual_seed(seed)
     keys = rows if keys is None else keys
@@ -157,7 +160,7 @@ def make_v2_inputs(
 
 
 def value_and_grads(function, inputs, seed=1):
-    """Return (out, gradients of the inputs) for one random gradient of out."""
+    """Return the output of a function, and the gradients of its inputs for a random gradient."""
     out = function(*inputs)
     generator = torch.Generator().manual_seed(seed)
     direction = torch.randn(out.shape, generator=generator, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Attention chunk by chunk, forward and backward: equal to attention over all keys at once."""
+"""Tests that attention chunk by chunk equals attention over all keys, forward and backward."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ CHUNK = 6
 
 
 def by_chunks(inputs, maps, lambda_, grad, *, backend, cu_seqlens=None, causal=True):
-    """Return (out, gradients of `inputs`), computed as by a ring of two ranks, chunk by chunk."""
+    """Return (out, gradients of `inputs`), computed chunk by chunk as a ring of two ranks does."""
     outs, gradients = [], [torch.zeros_like(x) for x in inputs]
     for first_row in (0, CHUNK):
         rows = slice(first_row, first_row + CHUNK)
@@ -131,9 +131,10 @@ def test_fully_masked_rows_have_zero_gradient(backend):
 
 @pytest.mark.parametrize("count", [1, 2], ids=["softmax", "differential"])
 def test_non_square_causal_chunks_are_not_computed_by_sdpa(count):
-    """torch's backends refuse such chunks, and the default backend computes them right.
+    """Check that torch's backends refuse non-square causal chunks and the default is right.
 
-    torch's kernels align the causal diagonal at the first key, this project at the last.
+    torch's kernels align the causal diagonal with the first key. This project aligns it with the
+    last key.
     """
     q1, k1, q2, k2, v, _ = make_inputs(rows=3, keys=7)
     maps = QKV((q1, q2)[:count], (k1, k2)[:count], v if count == 2 else v[..., : q1.shape[3]])

@@ -1,9 +1,9 @@
-"""The backend `cudnn_2call` against the reference, with a stand-in for nvidia-cudnn-frontend.
+"""Tests of the backend `cudnn_2call` with a stand-in for the package nvidia-cudnn-frontend.
 
-cuDNN needs a GPU, and the stand-in does not use cuDNN. It has the functions that the backend calls
-(names and arguments of frontend 1.32), and computes attention itself, from the dimensions, strides,
-ragged offsets and lengths that a graph declares. Only tests/gpu can test which inputs cuDNN
-supports, and its results.
+cuDNN needs a GPU, so the stand-in does not use cuDNN. It has the functions that the backend calls,
+with the names and arguments of frontend 1.32. It computes attention itself, from the dimensions,
+strides, ragged offsets and lengths that a graph declares. The tests compare the result with the
+backend `reference`. Only tests/gpu can test cuDNN's results and the inputs that cuDNN supports.
 """
 
 import sys
@@ -37,12 +37,12 @@ CASES = {
         {"causal": False, "cu_seqlens": torch.tensor([0, 6, 9])},
     ),
 }
-# The backend keeps log-sum-exps in float32, so float64 inputs have this tolerance too.
+# The inputs are float64, but the backend stores log-sum-exps in float32.
 TOLERANCE = 1e-5
 
 
 class NotSupportedError(RuntimeError):
-    """Stand-in for the frontend's error of an unsupported graph."""
+    """Stand-in for the error that the frontend raises for an unsupported graph."""
 
 
 class GraphTensor:
@@ -75,7 +75,7 @@ class GraphTensor:
 
 
 class Graph:
-    """Stand-in for the frontend's graph: checks the order of the calls, and computes in float64."""
+    """Stand-in for the frontend's graph that checks the order of calls and computes in float64."""
 
     built = 0
 
@@ -193,7 +193,8 @@ class Graph:
 
 @pytest.fixture
 def stand_in(monkeypatch):
-    # Cache the list of installed libraries first, so that it does not contain the stand-in.
+    # This call caches the list of installed libraries before the stand-in is installed, so that the
+    # list does not contain the stand-in.
     importable_libraries()
     library = ModuleType("cudnn")
     library.__version__ = "1.0"

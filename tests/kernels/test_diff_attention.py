@@ -1,4 +1,4 @@
-"""Every PyTorch backend against float64 loops: values and gradients.
+"""Tests of the values and gradients of `reference` and `blocked` against float64 loops.
 
 Wrong variants of the computation (mutations) must differ from the loops.
 """
@@ -204,7 +204,7 @@ def test_activation_checkpointing_changes_no_bit(use_reentrant):
 
 
 def _reentrant_checkpoint(inputs):
-    """Return (out, gradients); reentrant checkpointing supports backward(), not autograd.grad."""
+    """Return (out, gradients) by backward(): reentrant checkpoints do not support autograd.grad."""
     leaves = [x.detach().requires_grad_() for x in inputs]
     out = torch.utils.checkpoint.checkpoint(diff_attention, *leaves, use_reentrant=True)
     direction = torch.randn(

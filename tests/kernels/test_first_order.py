@@ -1,4 +1,7 @@
-"""Kernels without a second derivative raise an error for it; their first derivative is right."""
+"""Tests that kernels without a second derivative raise an error if it is requested.
+
+Their first derivative is right, also with ``create_graph=True``.
+"""
 
 import pytest
 import torch

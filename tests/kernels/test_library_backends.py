@@ -1,8 +1,9 @@
-"""Backends that call a library's plain attention several times, against the reference.
+"""Tests of backends that compute differential attention by calls of a library's plain attention.
 
-FlashAttention has no CPU build, so a stand-in with its signature computes with the loops of
-tests/kernels/loops.py. It follows the documented conventions: the causal mask ends at the last key,
-rows without visible keys are zero, and several heads may share a key-value head.
+FlashAttention has no CPU build, so a stand-in with its signature calls the loops of
+tests/kernels/loops.py. The stand-in follows the documented conventions of FlashAttention: the
+causal mask ends at the last key, rows without visible keys are zero, and several heads may share a
+key-value head.
 """
 
 import sys
@@ -151,7 +152,7 @@ def test_flex_raises_at_its_recompile_limit_instead_of_running_eagerly(
 
 
 def test_flex_is_compiled_twice_for_any_number_of_lengths_and_documents(flex_compilations):
-    """FlexAttention is compiled for the first length, and a second time for all others.
+    """Check that FlexAttention is compiled for the first length and once more for all others.
 
     A sequence that fits into one block of keys needs a third compilation.
     """
@@ -169,10 +170,10 @@ def test_flex_is_compiled_twice_for_any_number_of_lengths_and_documents(flex_com
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("head_dim", [32, 64, 128])
 def test_flex_blocks_fit_shared_memory_and_registers_by_estimate(head_dim, dtype, target):
-    """The blocks that a kernel loads ahead fit into shared memory, its accumulators into registers.
+    """Check that prefetched blocks fit into shared memory, and accumulators into registers.
 
-    A kernel may need more than these two. A size that `kernel_options` leaves out is the default of
-    torch 2.13.
+    This is an estimate, because a kernel may need more memory than that. For a size that
+    `kernel_options` leaves out, the test uses the default of torch 2.13.
     """
     options = flex.kernel_options(4096, head_dim, dtype, target)
     names = {name.removeprefix("fwd_").removeprefix("bwd_") for name in options}
@@ -190,7 +191,8 @@ def test_flex_blocks_fit_shared_memory_and_registers_by_estimate(head_dim, dtype
     limit = {Target.SMALL: 99, Target.LARGE: 163, Target.HOPPER: 227}[target] * 1024
     assert forward <= limit
     assert backward <= limit
-    # Accumulators take at most half of the registers: 128 per thread, with 32 threads per warp.
+    # Accumulators may use at most half of the registers, which is 128 registers per thread. A warp
+    # has 32 threads.
     assert sizes["fwd_BLOCK_M"] * 2 * head_dim <= 128 * 32 * sizes["fwd_num_warps"]
     assert sizes["bwd_BLOCK_N1"] * 3 * head_dim <= 128 * 32 * sizes["bwd_num_warps"]
     decoding = flex.kernel_options(1, head_dim, dtype, target)
@@ -231,7 +233,8 @@ def flash_attn_varlen_func(
 
 @pytest.fixture
 def stand_in(monkeypatch):
-    # Cache the list of installed libraries first, so that it does not contain the stand-in.
+    # This call caches the list of installed libraries before the stand-in is installed, so that the
+    # list does not contain the stand-in.
     importable_libraries()
     library = ModuleType("flash_stand_in")
     library.flash_attn_func = flash_attn_func

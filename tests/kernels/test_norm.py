@@ -1,4 +1,4 @@
-"""The headwise RMSNorm as an option of the call, on backends that do not fuse it."""
+"""Tests of the option `norm`, the headwise RMSNorm, on backends that do not fuse the norm."""
 
 import pytest
 import torch

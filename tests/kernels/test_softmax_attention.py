@@ -1,4 +1,4 @@
-"""Plain softmax attention equals differential attention with lambda 0 (``kernels/loops.py``)."""
+"""Tests that plain softmax attention equals the loops of differential attention with lambda 0."""
 
 import pytest
 import torch

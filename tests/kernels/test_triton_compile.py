@@ -1,8 +1,8 @@
-"""Compilation of the kernels for every supported GPU; no GPU is needed.
+"""Tests that compile the Triton kernels for every supported GPU; no GPU is needed.
 
-The tests limit the resources that the compiled kernels use. A kernel still computes the right
-values if it starts to spill registers, computes a product twice, or needs more shared memory than
-the GPU has. Only these tests detect it.
+The tests limit the resources that the compiled kernels use. In Triton's interpreter, a kernel
+computes the right values even if the compiled kernel spills registers, computes a product twice, or
+needs more shared memory than the GPU has. Without a GPU, only these tests detect such a kernel.
 """
 
 import re
@@ -12,7 +12,7 @@ import torch
 
 pytest.importorskip("triton", reason="the kernels are written in Triton")
 
-import triton  # after the check for it
+import triton  # Import it only after the check that it is installed.
 
 from diffmegatron.attention.kernels.triton import block_sizes as triton_blocks
 from tools.benchmarks.compiled_kernels import (
@@ -36,8 +36,8 @@ PRODUCTS_OF_OTHER_VARIANTS = {
 # Register spills by Triton's version, configuration and kernel: bytes of stack, and number of
 # accesses to the stack between the first and the last product. A configuration is the compute
 # capability, the dtype, the head dimension, the form of the backward pass and the variant. Kernels
-# that are not listed have NO_SPILLS. Triton 3.7 compiles the dK and dV kernel to one of two codes,
-# which vary between processes; the values are those of the code with more spills.
+# that are not listed have NO_SPILLS. Triton 3.7 compiles the dK and dV kernel to one of two codes.
+# Different processes may get different codes. The values are those of the code with more spills.
 NO_SPILLS = (0, 0)
 RECORDED = {
     "3.7": {
@@ -109,7 +109,7 @@ CHOOSE_BLOCKS = {
     "configuration", RECORDED["3.7"], ids=lambda x: "-".join(map(str, x)).replace("torch.", "")
 )
 def test_resources_of_every_launch(configuration):
-    """Spills and shared memory of each kernel stay below their limits, and no product is repeated.
+    """Check the spills, the shared memory and the number of products of each kernel.
 
     With a version of Triton that is not in RECORDED, stack and spills are not checked.
     """
@@ -123,8 +123,8 @@ def test_resources_of_every_launch(configuration):
     assert "preprocess" not in usages or usages["preprocess"].stack == 0
     counts = PRODUCTS_OF_OTHER_VARIANTS.get(variant, PRODUCTS_OF_TWO_MAPS)
     for kernel in kernels:
-        # A kernel has one loop if it masks all blocks, as with documents and for dK and dV.
-        # Otherwise it has a second loop for the blocks without a mask.
+        # A kernel that masks all blocks has one loop. The kernel for dK and dV always does so, and
+        # with documents every kernel does. Other kernels have a second loop for unmasked blocks.
         loops = 1 if variant == "documents" or kernel == "dkdv" else 2
         usage = usages[kernel]
         if VERSION in RECORDED:
@@ -138,7 +138,8 @@ def test_resources_of_every_launch(configuration):
             # The instructions of Blackwell's products into tensor memory do not show their sizes.
             assert capability == 100, kernel
             continue
-        # More products than the pairs of a block need would mean that warps repeat a product.
+        # If there were more products than the query-key pairs of a block need, warps would repeat
+        # a product.
         is_one_pass = kernel == "dkdv" and form == "one-pass"
         count = counts["dkdv one-pass" if is_one_pass else kernel]
         target = triton_blocks.target_of(dtype, divmod(capability, 10))
@@ -197,11 +198,12 @@ def test_unknown_gpus_get_a_target_by_capability():
 @pytest.mark.parametrize("form", ["split", "one-pass"])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_blocks_are_loaded_two_rounds_ahead_and_never_into_a_buffer_in_use(head_dim, form):
-    """The dK and dV kernel's loop over query rows waits for its products before it loads a block.
+    """Check that the dK and dV kernel's loop waits for its products before it loads a block.
 
-    A block has three loads: q1, q2 and dO. Two blocks are loaded before the loop, and one more in
-    each round. There are only two buffers for each of the three, so a round loads into the buffers
-    that its own products read. These products must have finished before the loads begin.
+    The loop runs over blocks of query rows. A block has three loads: q1, q2 and dO. Two blocks are
+    loaded before the loop, and one more block in each round. There are only two buffers for each of
+    the three tensors, so a round loads into the buffers that its own products use. These products
+    must have finished before the loads begin.
     """
     launches = compile_launches(90, BF16, head_dim, one_pass=form == "one-pass")
     code = launches["dkdv"].asm
@@ -214,8 +216,8 @@ def test_blocks_are_loaded_two_rounds_ahead_and_never_into_a_buffer_in_use(head_
     assert len(loads) == 3 and not any("warp_group_dot" in x for x in loads)
     assert products.strip().splitlines()[-1].startswith(wait)
     # Then check the assembly code (PTX): all warps must meet at a barrier before one of them loads
-    # into the buffers that the others have read. W is a wait for the products, b a barrier, c a
-    # load, and m a wait for a load.
+    # into buffers that the other warps have read. In the pattern, W is a wait for the products, b
+    # is a barrier, c is a load, and m is a wait for a load.
     load, wait = r"cp\.async\.bulk\.tensor", r"wgmma\.wait_group\.sync\.aligned 0"
     events = re.findall(rf"bar\.sync|{load}|{wait}|mbarrier\.try_wait", code["ptx"])
     letters = "".join("W" if "wgmma" in x else x[0] for x in events)

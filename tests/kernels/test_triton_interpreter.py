@@ -1,4 +1,4 @@
-"""Runs tests/kernels/interpreted in a process of its own, with Triton's interpreter switched on."""
+"""Test that runs tests/kernels/interpreted in a separate process with Triton's interpreter."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""DIFF V2: plain attention, then a subtraction per token and head, against float64 loops."""
+"""Tests of DIFF V2, plain attention and a subtraction per token and head, against float64 loops."""
 
 import pytest
 import torch
@@ -68,7 +68,7 @@ def test_lower_precision_is_close_to_float64_of_the_same_inputs(dtype, tolerance
 
 
 def halved(q, k, v, lambda_):
-    """Return V2 with all noise heads after all signal heads, so some heads have wrong kv heads."""
+    """Return V2 with noise heads after all signal heads, so that some heads use wrong kv heads."""
     signal, noise = (q[:, :, part::2] for part in (0, 1))
     heads = softmax_attention(torch.cat([signal, noise], 2), k, v)
     first, second = heads.chunk(2, dim=2)

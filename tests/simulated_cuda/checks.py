@@ -12,10 +12,10 @@ aten = torch.ops.aten
 
 
 class SimulatedCudaError(RuntimeError):
-    """Raised for code that would fail, or wait without a reason, on a GPU."""
+    """Error for code that would fail on a GPU, or that waits for the GPU without a reason."""
 
 
-# Operations that multiply matrices: cuBLAS takes one dtype for all operands.
+# Operations that multiply matrices. All operands of an operation must have one dtype.
 PRODUCTS = {
     aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.linear, aten.addmv, aten.mv, aten.dot,
     aten._scaled_dot_product_flash_attention, aten._scaled_dot_product_efficient_attention,
@@ -32,16 +32,16 @@ FUSED_ATTENTION = {
 
 
 def check_operation(func: Any, args: Sequence[Any], tensors: Sequence[Tensor]) -> None:
-    """Check one of torch's operations.
+    """Check that an operation of torch would not fail on a GPU.
 
     Raises:
-        SimulatedCudaError: it would fail on a GPU.
+        SimulatedCudaError: the operation would fail on a GPU.
     """
     packet = func.overloadpacket
     if packet in PRODUCTS:
         dtypes = {each.dtype for each in tensors if each.is_floating_point()}
-        # Compare only queries, keys, values, outputs and their gradients (4-dim): the log-sum-exp
-        # and the random state, which the backward pass also takes, have other dtypes.
+        # Compare only the 4-dimensional tensors: queries, keys, values, outputs and gradients. The
+        # backward pass also has the log-sum-exp and the random state, which have other dtypes.
         if packet in FUSED_ATTENTION:
             dtypes = {each.dtype for each in tensors if each.dim() == 4}
             if not dtypes <= {torch.bfloat16, torch.float16}:
@@ -88,10 +88,11 @@ def check_collective(name: str, args: Sequence[Any], size: int) -> Payload:
         size: number of ranks of the group.
 
     Raises:
-        SimulatedCudaError: a tensor is not on the device of the group, not dense, or dtypes or
-            sizes do not match.
+        SimulatedCudaError: a tensor is not on the device of the group, a tensor is not contiguous
+            (except for all_reduce and broadcast), or dtypes or sizes do not match.
+        NotImplementedError: no check of this operation exists.
     """
-    if name == "barrier":  # torch passes a dummy tensor, which is not checked
+    if name == "barrier":  # The tensor that torch passes is a dummy and is not checked.
         return Payload("barrier", [], 0)
     operation, payload, tensors, shares = _described(name, args, size)
     for tensor in tensors:

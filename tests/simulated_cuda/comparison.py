@@ -10,10 +10,10 @@ from diffmegatron.plan.traffic import Traffic, stage_traffic
 from tests.simulated_cuda.recording import Case, Recording
 
 MIB = 1 << 20
-# Largest allowed relative differences: of a component of memory, and of the bytes sent.
+# Largest allowed relative difference of a memory component (MEMORY) and of the bytes sent (SENT).
 MEMORY, SENT = 0.01, 0.001
 
-# Names of the components held between steps: in recordings, and as attributes of `StageMemory`.
+# Components that are held between steps: name in recordings -> attribute of `StageMemory`.
 HELD = {
     "weights": "weights",
     "gradients": "gradients",
@@ -41,16 +41,16 @@ class Compared:
 
     @property
     def error(self) -> float:
-        """Relative error of ``planned``; if ``executed`` is 0, it is 1.0, or 0.0 if both are 0."""
+        """Relative error of ``planned``; 1.0 if only ``executed`` is 0, and 0.0 if both are 0."""
         if not self.executed:
             return 1.0 if self.planned else 0.0
         return self.planned / self.executed - 1
 
     def is_within(self, tolerance: float | None = None) -> bool:
-        """Return whether plan and execution agree, within a relative tolerance or 1 MiB.
+        """Return whether plan and execution differ by at most a relative tolerance or 1 MiB.
 
         Args:
-            tolerance: relative tolerance; None: :data:`MEMORY` or :data:`SENT`, by the name.
+            tolerance: relative tolerance; None: :data:`MEMORY` or :data:`SENT`, by ``self.name``.
         """
         if tolerance is None:
             tolerance = MEMORY if self.name.startswith("memory") else SENT
@@ -76,7 +76,7 @@ def compare(case: Case, recording: Recording) -> list[Compared]:
 
 
 def recipe_of(case: Case) -> Recipe:
-    """Return the recipe of a case, with a batch of as many microbatches as the case has."""
+    """Return the recipe of a case, with the batch size for the case's number of microbatches."""
     recipe = load_stages(case.recipe, case.overrides)[case.stage]
     if case.microbatches is None:
         return recipe
@@ -87,7 +87,7 @@ def recipe_of(case: Case) -> Recipe:
 
 
 def _memory(recording: Recording, stage: StageMemory) -> Iterator[Compared]:
-    """Compare held memory, the components at the peak of forward and backward, and the update."""
+    """Compare the components at the peak of forward and backward, the update, and the peak."""
     passes, update = (recording.peaks[phase] for phase in ("forward_backward", "update"))
     now, then = passes.components, update.components
     # The first forward pass makes the rotary angles outside of layers, so the recorder counts them

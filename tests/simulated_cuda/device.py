@@ -3,11 +3,10 @@
 With them, the training code runs on a machine without CUDA. Its ``cuda`` tensors are torch's fake
 tensors, which have a shape and a device but no values.
 
-They are installed once, in a process that runs only simulations, before ``diffmegatron`` is
-imported. Each replaces a call that fails without CUDA. They cover the calls of diffmegatron, of
-Megatron-core 0.16 and 0.19 and of DeepSpeed 0.19.8 with torch 2.13. If a new version of these
-libraries calls another function of ``torch.cuda``, this call fails, and its error names the
-function.
+The replacements are installed once, in a process that runs only simulations, before
+``diffmegatron`` is imported. They cover the calls of diffmegatron, Megatron-core 0.16 and 0.19 and
+DeepSpeed 0.19.8 with torch 2.13 that would fail without CUDA. If a new version of these libraries
+calls another function of ``torch.cuda``, this call fails, and its error names the function.
 """
 
 import collections
@@ -47,18 +46,18 @@ _recorder: Recorder | None = None
 
 
 def record_with(recorder: Recorder | None) -> None:
-    """Set the recorder that the replacements report to; with None they do not report."""
+    """Set the recorder that the replacements report to; with None, they do not report."""
     global _recorder
     _recorder = recorder
 
 
 def install() -> None:
-    """Make this process see eight GPUs.
+    """Install the replacements, with which this process seems to have eight GPUs.
 
     The compiled ``device_library.cpp`` must have been loaded before torch was imported.
     """
-    # Import torch._dynamo before a GPU seems available: with a GPU, its import looks for functions
-    # that exist only in builds of torch with CUDA.
+    # Import torch._dynamo before a GPU seems available. With a GPU, torch._dynamo would look for
+    # functions that exist only in builds of torch with CUDA.
     importlib.import_module("torch._dynamo")
     for name, value in _torch_cuda().items():
         setattr(torch.cuda, name, value)
@@ -154,7 +153,8 @@ class Generator:
 
     def set_state(self, state: Tensor) -> "Generator":
         if state.dtype != torch.uint8 or state.numel() != RANDOM_STATE_BYTES:
-            raise RuntimeError("RNG state is wrong size")  # message of at::CUDAGeneratorImpl
+            # The message is that of at::CUDAGeneratorImpl.
+            raise RuntimeError("RNG state is wrong size")
         self._state = state
         return self
 
@@ -248,9 +248,9 @@ def _address(storage: torch.UntypedStorage) -> int:
 def _make_fake_tensors_usable() -> None:
     """Make fake tensors usable in the training code outside the network, such as the optimizer.
 
-    This code calls ``data_ptr``, ``tolist`` and ``numpy`` of tensors, which need an address or
-    values. These methods are replaced by ones that return simulated addresses and values.
-    ``nn.Module._apply`` is replaced, too.
+    This code calls ``data_ptr``, ``tolist`` and ``numpy`` of tensors. Fake tensors have no address
+    and no values, so the replaced methods return simulated addresses and values. This function also
+    replaces ``nn.Module._apply``.
     """
     # With the default, torch initialises CUDA when a fake tensor is on device ``cuda``.
     FakeTensorMode.avoid_device_init = property(lambda _: True)
@@ -278,9 +278,10 @@ def _numpy(tensor: Tensor, **_: Any) -> np.ndarray:
 def _module_apply(
     module: torch.nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True
 ) -> torch.nn.Module:
-    """Replace ``nn.Module._apply``, which cannot change a fake parameter in place.
+    """Apply a function to a module's parameters and buffers, as ``nn.Module._apply`` does.
 
-    A parameter that changes is replaced, with the attributes that Megatron-core has set on it.
+    torch's method cannot change a fake parameter in place. This function therefore replaces a
+    parameter that changes, and copies the attributes that Megatron-core has set on the parameter.
     """
     for child in module.children() if recurse else ():
         child._apply(function)
@@ -304,7 +305,7 @@ def _module_apply(
 
 
 def _replace_triton() -> None:
-    """Make the launch of a Triton kernel only record it, without compiling or running the kernel.
+    """Replace kernel launches of Triton: record a launch, but do not compile or run the kernel.
 
     A launch on an empty grid raises SimulatedCudaError.
     """
@@ -324,7 +325,7 @@ def _replace_triton() -> None:
 
 
 def _compile(model: Any = None, **_: Any) -> Any:
-    """Replace ``torch.compile``: the recorder counts a compiled function as one kernel.
+    """Replace ``torch.compile``: return a function whose calls are recorded as one kernel each.
 
     A module is returned unchanged, so its operations are recorded one by one.
     """
@@ -342,7 +343,7 @@ def _compile(model: Any = None, **_: Any) -> Any:
 
 
 def _replace_process_groups() -> None:
-    """Replace NCCL's groups by torch's fake ones, whose collectives change nothing."""
+    """Replace NCCL's process groups by torch's fake groups, whose collectives change no tensor."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     start, new = distributed.init_process_group, distributed.new_group
@@ -368,10 +369,10 @@ def _replace_process_groups() -> None:
 
 
 def join_as(rank: int, world_size: int) -> None:
-    """Set the environment variables of the launcher for a rank, and skip its rendezvous.
+    """Set the environment variables that the launcher sets for a rank, and skip the rendezvous.
 
-    Every rank has local rank 0, because a fake tensor made on ``cuda`` without an index is on
-    device 0.
+    Every rank has local rank 0, because a fake tensor that is created on ``cuda`` without an index
+    is on device 0.
     """
     from diffmegatron.parallel import default_group
 
@@ -387,7 +388,7 @@ def join_as(rank: int, world_size: int) -> None:
 
 
 def _let_deepspeed_agree() -> None:
-    """Skip DeepSpeed's comparisons of numbers over the ranks, which need values."""
+    """Skip DeepSpeed's checks that all ranks have the same numbers: fake tensors have no values."""
     for name in ("parameter_offload", "partition_parameters", "stage3", "utils",
                  "partitioned_param_coordinator"):  # fmt: skip
         module = importlib.import_module(f"deepspeed.runtime.zero.{name}")
@@ -399,7 +400,7 @@ def _let_deepspeed_agree() -> None:
 class _FusedRmsNorm(torch.autograd.Function):
     """RMSNorm as CUDA's fused kernel, which the recorder counts as one launch.
 
-    On a CPU, torch computes it by several small operations.
+    On a CPU, torch would run several small operations instead.
     """
 
     @staticmethod

@@ -1,12 +1,16 @@
 """Count the kernels that a layer launches: ``python -m tests.simulated_cuda.layer_kernels``.
 
 Each recipe of :data:`RECIPES` and its baseline, a Transformer of the same width, train on a
-simulated GPU with one layer and with two. The difference of the two counts is the count of a layer.
-Each of these counts as one kernel: an operation of torch that is not a view (torch's flash
-attention is one operation per pass), a launch of Triton, a function that ``torch.compile`` fuses.
-The bytes of a kernel are the bytes of the tensors that it reads and writes, each tensor whole.
-``docs/results/layer_kernels.json`` lists every kernel; ``layer_kernels.md`` sums and compares them.
-The command takes about a minute on one core.
+simulated GPU with one layer and with two layers. The difference of the two counts is the count of
+one layer. Each of these counts as one kernel:
+
+- an operation of torch that is not a view (torch's flash attention is one operation per pass),
+- a launch of a Triton kernel,
+- a function that ``torch.compile`` fuses.
+
+The bytes of a kernel are the bytes of the whole tensors that the kernel reads and writes.
+``docs/results/layer_kernels.json`` lists every kernel. ``docs/results/layer_kernels.md`` has sums
+and comparisons. The command needs about a minute on one core.
 """
 
 import argparse
@@ -25,15 +29,16 @@ RECIPES = {
     "grouped": "configs/at_scale/grouped_3b_64gpus.yaml",
 }
 BASELINE = "Transformer"
-# Backends (kernel implementations) to count for each recipe; each is a column of the table. None:
-# no override, because the setting does not affect V2, which uses softmax attention.
+# Backends (kernel implementations) to count for each recipe; each is a column of the table. None
+# means that the backend is not overridden, because V2 uses softmax attention, which the setting
+# does not affect.
 BACKENDS = {
     "diff_v1": ("triton", "sdpa_4call"),
     "diff_v2": (None,),
     "grouped": ("triton", "sdpa_4call"),
 }
 PASSES = ("forward", "backward", "update")
-# The kernels of attention; all others are outside of it.
+# The kernels of attention. All other kernels are outside of attention.
 ATTENTION = {
     "forward_kernel", "preprocess_kernel", "dkdv_kernel", "dq_kernel",
     "aten._scaled_dot_product_flash_attention",
@@ -101,7 +106,7 @@ def _difference(smaller: Recording, larger: Recording) -> Work:
             if each.phase == "update":
                 key = "update", each.kernel
             elif each.phase == "forward_backward":
-                # Only kernels of the forward pass have a module, as the layers are not recomputed.
+                # The layers are not recomputed, so only kernels of the forward pass have a module.
                 key = "forward" if each.module else "backward", each.kernel
             else:
                 continue
@@ -120,7 +125,7 @@ def outside(work: Work, *passes: str) -> tuple[int, int]:
 def markdown(works: dict[str, Work]) -> str:
     """Return two Markdown tables: sums outside of attention, and launches that differ.
 
-    Both compare each recipe with its Transformer.
+    Both tables compare each recipe with the Transformer of the same width.
     """
     names = [name for name in works if not name.startswith(BASELINE)]
     baselines = {name: f"{BASELINE} of {name.split(',')[0]}" for name in names}
@@ -170,7 +175,7 @@ def _ratio(own: tuple[int, int], other: tuple[int, int]) -> str:
 
 
 def _change(own: tuple[int, int] | None, other: tuple[int, int] | None) -> str:
-    """Return launches and MiB beyond the Transformer's; empty if the launches are equal."""
+    """Return launches and MiB minus the Transformer's; an empty text if the launches are equal."""
     count, size = ((own or (0, 0))[i] - (other or (0, 0))[i] for i in (0, 1))
     return f"{count:+d}, {size / 2**20:+.0f}" if count else ""
 

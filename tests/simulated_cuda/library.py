@@ -1,4 +1,4 @@
-"""Compile ``device_library.cpp`` for the installed torch, once per version of either."""
+"""Compile ``device_library.cpp`` once for each version of this file and of torch."""
 
 import hashlib
 import shutil
@@ -27,8 +27,8 @@ def library() -> Path:
     """Return the compiled library, built into ``build/`` of the checkout if it is missing.
 
     Raises:
-        UnavailableError: torch has another version or is a CUDA build; or Triton or g++ is missing;
-            or g++ fails.
+        UnavailableError: torch is not of a version in :data:`TORCH` or is a CUDA build; or Triton
+            or g++ is missing; or g++ fails.
     """
     torch_version = version("torch")
     if not torch_version.startswith(TORCH):

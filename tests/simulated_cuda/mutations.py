@@ -1,6 +1,6 @@
 """Functions that patch a deliberate mistake into the training code.
 
-The simulation must refuse each of them. A docstring describes the mistake.
+The simulation must refuse each mistake. The docstring of each function describes its mistake.
 """
 
 from typing import Any

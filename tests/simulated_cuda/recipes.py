@@ -1,12 +1,14 @@
 """Run every recipe of ``configs/`` at its true depth: ``python -m tests.simulated_cuda.recipes``.
 
-Each recipe runs two steps as the first rank and, in a pipeline, also as a rank of the middle and of
-the last stage. A step has one microbatch, or in a pipeline as many as there are stages. The memory,
-collectives and kernels of each case are written to ``docs/results/simulated_cuda.json``, beside the
-counts of ``diffmegatron plan``. Components where the two differ by more than :mod:`.comparison`
-allows are printed. All recipes take about ten minutes on one core. Recipes of DEX, a kind of
-attention, name a file of selected heads. These files do not exist here, so every second head is
-selected.
+Each recipe runs two steps as the first rank. With pipeline parallelism, it also runs as a rank of
+the middle stage and as a rank of the last stage. A step has as many microbatches as there are
+pipeline stages. The command writes the memory, collectives and kernels of each case, and the counts
+of ``diffmegatron plan``, to ``docs/results/simulated_cuda.json``. It prints each component whose
+simulated and planned bytes differ by more than :mod:`.comparison` allows. All recipes together need
+about ten minutes on one core.
+
+Recipes of DEX, a kind of attention, name a file of selected heads. These files do not exist in the
+repository, so this module selects every second head.
 """
 
 import argparse
@@ -30,7 +32,7 @@ from tests.simulated_cuda.comparison import compare, recipe_of
 from tests.simulated_cuda.simulate import Case, Recording, SimulationError, try_simulate
 
 JSON = RESULTS / "simulated_cuda.json"
-# Number of GPUs for a recipe whose name contains none.
+# Number of GPUs for a recipe whose name does not contain a number of GPUs.
 GPUS = 64
 # Number of cases per process; the results are written after each process.
 TOGETHER = 6
@@ -65,7 +67,7 @@ def _place(row: dict[str, Any]) -> tuple[int, str, int, int]:
 
 
 def recipes() -> Iterator[Path]:
-    """Yield the recipes of ``FOLDERS``, with recipes at scale first."""
+    """Yield the paths of the recipes, in the order of ``FOLDERS``."""
     for folder in FOLDERS:
         yield from sorted((CONFIGS / folder).glob("*.yaml"))
 
@@ -73,7 +75,7 @@ def recipes() -> Iterator[Path]:
 def cases_of(path: Path) -> Iterator[Case]:
     """Yield a case for each rank to simulate, for each training stage of a recipe.
 
-    If the recipe does not fit its number of GPUs, the number is halved until it does.
+    If the recipe does not fit its number of GPUs, the number is halved until the recipe fits.
 
     Raises:
         UserError: the recipe cannot be read, or does not fit one GPU.
@@ -94,8 +96,8 @@ def cases_of(path: Path) -> Iterator[Case]:
 def selected(recipe: Recipe) -> tuple[str, ...]:
     """Return an override with as many DEX heads as ``dex select`` selects by default.
 
-    The heads are spread evenly, so every tensor-parallel rank has the same number of them. Other
-    kinds of attention need no override.
+    The heads are spread evenly, so every tensor-parallel rank has the same number of selected
+    heads. For other kinds of attention, the function returns an empty tuple.
     """
     attention = recipe.model.attention
     if not isinstance(attention, Dex):
@@ -174,8 +176,9 @@ def shown(path: Path) -> str:
 def write(rows: list[dict[str, Any]]) -> None:
     """Write all rows to :data:`JSON`, each on one line.
 
-    ``waits`` are counted over both steps, the other numbers over the second step only. In every row
-    of ``configs/at_scale/`` without an error, old or new, the counts of `plan` are updated.
+    ``waits`` counts the waits of both steps. The other numbers are of the second step only. The
+    function updates the counts of `plan` in every row of ``configs/at_scale/`` without an error,
+    also in rows of earlier runs.
     """
     rows = [
         each | {"planned": planned(each)}

@@ -106,8 +106,8 @@ class Recorder(TorchDispatchMode):
 
         Args:
             name: name of the phase.
-            is_step: whether it is part of a training step. A step may wait for the device only at
-                the places that :mod:`tests.simulated_cuda.waits` lists.
+            is_step: whether the phase is part of a training step. A step may wait for the device
+                only at the places that :mod:`tests.simulated_cuda.waits` lists.
         """
         gc.collect()
         before = self._phase, self._in_step
@@ -130,7 +130,7 @@ class Recorder(TorchDispatchMode):
                 allocation.component = component
 
     def watch(self, network: torch.nn.Module) -> None:
-        """Attribute the operations that follow to the modules of a network."""
+        """Attribute all later operations to the modules of a network."""
         self._module_names = {module: name for name, module in network.named_modules()}
         if self._has_modules:
             return
@@ -139,7 +139,7 @@ class Recorder(TorchDispatchMode):
         torch.nn.modules.module.register_module_forward_hook(self._leave_module, always_call=True)
 
     def recording(self, outcome: Any = None) -> Recording:
-        """Return the recording."""
+        """Return everything that was recorded, with the return value of the case's function."""
         gc.collect()
         return Recording(
             held=_memory(self._alive.values()),
@@ -170,7 +170,7 @@ class Recorder(TorchDispatchMode):
         In a step, the wait is also recorded.
 
         Raises:
-            SimulatedCudaError: in a step, at a place that :mod:`waits` does not permit.
+            SimulatedCudaError: a step waits at a place that :mod:`waits` does not permit.
         """
         place = _place()
         if self._in_step:
@@ -197,7 +197,7 @@ class Recorder(TorchDispatchMode):
         self._count_launch(kernel, tensors)
 
     def fused(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a function so that a call counts as one kernel, which allocates only its outputs."""
+        """Wrap a function: each call counts as one kernel that allocates only its outputs."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
             if self._fused:
@@ -251,7 +251,7 @@ class Recorder(TorchDispatchMode):
         elif func is aten.index_put.default and _place() == NO_PLACE:
             # For real tensors, the backward pass of indexing (index_backward of torch's
             # FunctionsManual.cpp) writes into zeros in place. For tensors of a subclass, such as
-            # fake tensors, it makes a copy. Write in place here, as for real tensors.
+            # fake tensors, index_backward makes a copy. Write in place here, as for real tensors.
             func = aten.index_put_.default
         result = func(*args, **kwargs)
         outputs = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
@@ -298,7 +298,8 @@ class Recorder(TorchDispatchMode):
         """Record an operation that waits for the device, except ``item``, which ``read`` records.
 
         Raises:
-            SimulatedCudaError: the size of its result depends on values of the device.
+            SimulatedCudaError: the size of the result depends on values of the device, or a step
+                waits at a place that :mod:`waits` does not permit.
         """
         if packet in _SIZED_BY_VALUES and any(x.is_cuda for x in tensors):
             place = self.wait(str(packet))
@@ -390,7 +391,7 @@ class Recorder(TorchDispatchMode):
         if torch._C._current_graph_task_id() != -1:
             return "backward"
         if not self._modules:
-            # Outside of modules, a pipeline stage receives its input.
+            # Outside of modules, a pipeline stage allocates the input that it receives.
             return "activations"
         is_whole_stage = self._modules[-1].count(".") <= 1
         is_loss = self._modules[-1].endswith(_OUTPUT_LAYER)
@@ -429,8 +430,8 @@ def _sum_of_gradients(args: Any) -> tuple[Any, Any]:
     """Return the operation, and its arguments, by which autograd would add two real gradients.
 
     If autograd's engine holds the last reference to one of the gradients, it adds in place to this
-    gradient (InputBuffer.cpp of torch). It never does so with tensors of a subclass, such as fake
-    tensors.
+    gradient (InputBuffer.cpp of torch). The engine never does so with tensors of a subclass, such
+    as fake tensors.
     """
     for one, other in (args, args[::-1]):
         # The tensor holds one reference, and the object that this call creates holds the other.
@@ -458,7 +459,7 @@ def _place() -> str:
 
 
 def _peak(held: Iterable[_Allocation], changes: Iterable[tuple[int, _Allocation]]) -> Memory:
-    """Return the memory at its peak, from the allocations at the start and the changes after it."""
+    """Return the memory at its peak, from the allocations at the start and the later changes."""
     alive = {id(each): each for each in held if each.device == "cuda"}
     now = most = sum(each.bytes for each in alive.values())
     changes = list(changes)

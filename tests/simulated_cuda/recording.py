@@ -14,7 +14,7 @@ from typing import Any
 #   activations  made in a forward pass, by a layer, an embedding or a communication between stages
 #   loss         made in a forward pass, by the output layer or by the stage outside of its
 #                submodules
-#   backward     made in a backward pass, by it or by a layer that it computes again
+#   backward     made in a backward pass, by its operations or by a layer that is recomputed
 #   update       made by the optimizer's step, the sum of gradients over ranks included
 COMPONENTS = (
     "weights", "gradients", "optimizer", "buffers", "activations", "loss", "backward", "update"
@@ -87,13 +87,13 @@ class Collective:
         operation: all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, reduce, send,
             recv, barrier, gather or scatter.
         group: "data", "tensor", "context", "pipeline", "embedding", "model" (all ranks that hold a
-            part of one model), "world", or torch's name.
+            part of one model), "world", or torch's name for any other group.
         group_size: number of ranks in the group.
         dtype: dtype of the tensors, or several joined by "/".
-        is_blocking: whether the stream of computation waits for it at once.
+        is_blocking: whether the compute stream waits for the collective at once.
         count: number of calls.
-        bytes: payload of all calls. The payload of an all-gather is its output, of a reduce-scatter
-            its input.
+        bytes: payload of all calls. The payload of an all-gather is its output. The payload of a
+            reduce-scatter is its input.
     """
 
     phase: str
@@ -138,12 +138,12 @@ class Recording:
 
     Attributes:
         held: memory after the last step.
-        peaks: memory at the peak of each phase. Training steps have the phases "forward_backward"
-            and "update", or those that the case's function opens. "build" and "engine" come before
-            the first step.
-        host: bytes alive in the host's memory at their peak in the whole case, pinned ones rounded
-            up to a power of two as torch's allocator does. Tensors that are created on the host
-            with at most 2**20 elements are not counted.
+        peaks: memory at the peak of each phase. The case's function opens the phases. By default,
+            these are "build" and "engine" before the first step, and "forward_backward" and
+            "update" in each step.
+        host: peak of the bytes alive in the host's memory in the whole case. A pinned allocation is
+            rounded up to a power of two, as torch's allocator does. Tensors that are created on the
+            host with at most 2**20 elements are not counted.
         pinned: the pinned part of ``host``, at its own peak.
         collectives: all collectives of the rank.
         launches: all kernel launches of the rank.

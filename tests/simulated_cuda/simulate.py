@@ -18,7 +18,7 @@ __all__ = ["Case", "Recording", "SimulationError", "simulate", "try_simulate"]
 
 
 class SimulationError(AssertionError):
-    """Raised if a case fails; the message ends with its traceback."""
+    """Error of a case; the message ends with the traceback or with the output of the process."""
 
 
 def simulate(cases: Sequence[Case], timeout: float = 1200) -> list[Recording]:
@@ -26,11 +26,12 @@ def simulate(cases: Sequence[Case], timeout: float = 1200) -> list[Recording]:
 
     Args:
         cases: cases to run.
-        timeout: limit for all together, in seconds.
+        timeout: limit for all cases together, in seconds.
 
     Raises:
-        SimulationError: a case failed, or the process did.
-        UnavailableError: nothing can be simulated here.
+        SimulationError: a case failed, or the process failed.
+        UnavailableError: the simulation cannot run on this machine.
+        subprocess.TimeoutExpired: the cases took longer than ``timeout``.
     """
     results = try_simulate(cases, timeout)
     for result in results:
@@ -47,7 +48,8 @@ def try_simulate(cases: Sequence[Case], timeout: float = 1200) -> list[Recording
         Path(folder, "cases.json").write_text(json.dumps([asdict(case) for case in cases]))
         process = subprocess.Popen(
             [sys.executable, "-m", "tests.simulated_cuda.worker", str(library()), folder],
-            # Tests that train in this process set DS_ACCELERATOR to a CPU: _environment omits it.
+            # Tests that train in this process select the CPU with the variable DS_ACCELERATOR, so
+            # _environment() leaves out this variable.
             env=_environment() | {"OMP_NUM_THREADS": "1"},
             cwd=ROOT,
             stdout=subprocess.PIPE,

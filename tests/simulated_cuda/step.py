@@ -57,7 +57,7 @@ def train_step(
     """Run one step like :func:`diffmegatron.training.trainer.train_step`.
 
     Returns:
-        Whether the update was applied.
+        True if the update was applied.
     """
     count = case.microbatches or recipe.num_microbatches(case.world_size)
     microbatches = on_this_rank([batch(recipe)] * count, state)
@@ -104,7 +104,7 @@ def label(recorder: Recorder, network: Network, engine: ZeroEngine) -> None:
         groups = engine._reduction._gradients.groups
         recorder.label("gradients", [group.flat for group in groups])
     averaged = torch.utils._pytree.tree_leaves(getattr(optimizer, "averaged_gradients", {}))
-    # Some of them are objects that create views of one tensor, their ``flat_partition``.
+    # Some entries are objects that create views of the tensor in their field ``flat_partition``.
     recorder.label("gradients", _tensors([getattr(x, "flat_partition", x) for x in averaged]))
     # With an offloaded optimizer, ZeRO 1 accumulates gradients on the parameters.
     recorder.label("gradients", _tensors([vars(p).get("grad_accum") for p in network.parameters()]))
@@ -120,7 +120,7 @@ def label(recorder: Recorder, network: Network, engine: ZeroEngine) -> None:
 
 def _weights(network: Network) -> Iterator[Tensor]:
     for parameter in network.parameters():
-        # ZeRO 3 leaves an empty tensor on the parameter and its partition beside it.
+        # With ZeRO 3, the parameter is empty, and its attribute ``ds_tensor`` has the partition.
         yield getattr(parameter, "ds_tensor", parameter)
 
 
@@ -131,7 +131,7 @@ def _tensors(tree: Any) -> list[Tensor]:
 def batch(recipe: Recipe) -> Batch:
     """Return a microbatch in host memory.
 
-    It has document ids if the recipe restricts attention to documents.
+    The microbatch has document ids if the recipe restricts attention to documents.
     """
     rows, length = recipe.training.micro_batch_size, recipe.training.seq_length
     tokens = torch.zeros(rows, length, dtype=torch.int64)

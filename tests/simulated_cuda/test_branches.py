@@ -1,6 +1,7 @@
-"""List of the package's functions whose code depends on CUDA.
+"""Test that two tables list every function of the package whose code depends on CUDA.
 
-It names the test that runs each of them on a simulated GPU, or the reason why no test does.
+``ENTERED`` names the test that runs a function on a simulated GPU. ``NOT_ENTERED`` contains the
+reason why no simulation runs a function.
 """
 
 import ast
@@ -95,8 +96,8 @@ BRANCHES = {
 def test_every_branch_for_cuda_is_listed():
     found = {f"{path}:{function}" for path, function in branches()}
     listed = ENTERED.keys() | NOT_ENTERED.keys()
-    assert sorted(found - listed) == [], "list how it is entered, or why it is not"
-    assert sorted(listed - found) == [], "remove what the package has no more"
+    assert sorted(found - listed) == [], "add these functions to ENTERED or to NOT_ENTERED"
+    assert sorted(listed - found) == [], "remove these entries: no such code depends on CUDA"
     assert ENTERED.keys().isdisjoint(NOT_ENTERED)
 
 
@@ -110,7 +111,7 @@ def test_annotations_and_docstrings_are_not_branches():
 
 
 def branches() -> Iterator[tuple[str, str]]:
-    """Yield files of the package and functions in them whose code depends on CUDA."""
+    """Yield (file, function) for each place in the package where code depends on CUDA."""
     for path in sorted(PACKAGE.rglob("*.py")):
         for function in _functions(ast.parse(path.read_text()), ""):
             yield str(path.relative_to(PACKAGE)), function

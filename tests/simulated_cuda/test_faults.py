@@ -51,9 +51,9 @@ def recorded(results):
 
 
 def test_no_gradient_is_copied_to_float32(recorded):
-    """No gradient is copied to float32 to add it.
+    """Check that gradients are added without copies in float32.
 
-    DeepSpeed made such copies: 1.15 GiB for a vocabulary matrix.
+    Before a fix, DeepSpeed made such copies, which took 1.15 GiB for a vocabulary matrix.
     """
     peak = recorded("fallback").peaks["forward_backward"]
     copies = [
@@ -66,9 +66,10 @@ def test_no_gradient_is_copied_to_float32(recorded):
 
 
 def test_the_halves_of_v_are_copied_once_for_both_maps(recorded):
-    """Both maps use the same copy of each half of V.
+    """Check that both maps use the same copy of each half of V.
 
-    Second copies took 0.66 GiB in a 3B network, on any GPU without flash libraries.
+    Before a fix, each map made its own copies. The additional copies took 0.66 GiB in a 3B network,
+    on any GPU without flash libraries.
     """
     peak = recorded("fallback").peaks["forward_backward"]
     half = 4096 * 12 * 128 * 2
@@ -82,9 +83,9 @@ def test_the_halves_of_v_are_copied_once_for_both_maps(recorded):
 
 
 def test_shared_gradients_are_summed_once_per_step(recorded):
-    """One all-reduce per step sums the gradients of the parameters that tensor ranks share.
+    """Check that one all-reduce per step sums the gradients that tensor-parallel ranks share.
 
-    Before, each vector of lambda and each norm had its own all-reduce in every microbatch.
+    Before a fix, each vector of lambda and each norm had its own all-reduce in every microbatch.
     """
     sums = [
         each
@@ -102,7 +103,7 @@ def test_shared_gradients_are_summed_once_per_step(recorded):
 
 
 def test_pipeline_exchanges_do_not_synchronise_the_device(recorded):
-    """The host does not synchronise after exchanges between pipeline stages.
+    """Check that the host does not synchronise after exchanges between pipeline stages.
 
     By default, Megatron-core synchronises after every batched exchange.
     """
@@ -112,10 +113,10 @@ def test_pipeline_exchanges_do_not_synchronise_the_device(recorded):
 
 
 def test_a_ring_with_documents_runs_kernels(recorded):
-    """With documents on a ring, the backend `auto` runs Triton kernels.
+    """Check that the backend `auto` runs Triton kernels for documents on a ring.
 
-    Before, `auto` chose the backend that loops in Python, because no library attends to masked
-    chunks.
+    Before a fix, `auto` chose the backend `blocked`, which loops in Python, because no library
+    supports masked chunks.
     """
     kernels = {each.kernel: each.count for each in recorded("ring with documents").launches}
     assert "dkdv_kernel" in kernels

@@ -58,7 +58,7 @@ CASES = {
         V1, 64, (*SMALL, "data.reset_attention_mask=true", "data.reset_position_ids=true")
     ),
     "reference": Case(V1, 64, (*SMALL, "training.attention_backend=reference")),
-    # With so many tokens the peak is at the loss.
+    # With so many tokens, the peak of memory is at the loss.
     "zero 2, long": Case(
         V1,
         64,
@@ -70,7 +70,7 @@ CASES = {
     ),
     "loss in chunks": Case(V1, 64, (*SMALL, "training.loss_chunk=128")),
     "recomputed": Case(V1, 64, (*SMALL, "recompute.granularity=full")),
-    # Its peak is at the backward pass of SwiGLU in a recomputed layer.
+    # The peak of memory of this case is in the backward pass of SwiGLU in a recomputed layer.
     "recomputed, long": Case(
         V1,
         64,
@@ -110,7 +110,7 @@ CASES = {
     "dex by Ulysses": Case("configs/dex/llama_3.2_3b.yaml", 64, (*LONG, *SELECTED)),
     "zero 2": Case(V1, 64, (*SMALL, "parallel.zero_stage=2"), microbatches=2),
     "zero 3": Case(V1, 64, (*SMALL, "parallel.zero_stage=3")),
-    # Its weights exceed the number of elements that DeepSpeed keeps gathered at once.
+    # The weights of this case exceed the number of elements that DeepSpeed keeps gathered at once.
     "zero 3, deep": Case(
         V1, 64, ("model.num_layers=8", "training.seq_length=512", "parallel.zero_stage=3")
     ),
@@ -153,9 +153,9 @@ def test_updates_are_applied(name, results):
     ],
 )
 def test_the_committed_table_counts_the_kernels_of_a_layer(name, column, results):
-    """The table has the kernels that the forward pass of a layer launches, with their counts.
+    """Compare the kernels in layer_kernels.json with those that a layer's forward pass launches.
 
-    If this test fails, run `python -m tests.simulated_cuda.layer_kernels` to update the table.
+    If this test fails, run `python -m tests.simulated_cuda.layer_kernels` to update the file.
     """
     found = Counter[str]()
     for each in results[name].launches:

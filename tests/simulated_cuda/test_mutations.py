@@ -1,6 +1,6 @@
-"""The simulation refuses calls that CUDA, cuBLAS or NCCL would refuse, and waits in a step.
+"""Tests that the simulation refuses calls that CUDA, cuBLAS or NCCL would refuse.
 
-Only the waits that ``waits.py`` lists are permitted.
+It also refuses a step that waits for the device at a place that ``waits.py`` does not list.
 """
 
 import pytest
@@ -8,7 +8,7 @@ import pytest
 from tests.simulated_cuda.library import UnavailableError
 from tests.simulated_cuda.simulate import Case, SimulationError, try_simulate
 
-# Part of the error for each mutation.
+# Name of each mutation -> part of the error message that it must cause.
 REFUSALS = {
     "reduce_on_the_host": "all_reduce of NCCL takes a tensor on cpu",
     "gather_too_little": "all_gather over 2 ranks takes a whole of",

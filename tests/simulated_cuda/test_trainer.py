@@ -1,4 +1,4 @@
-"""The trainer on a simulated GPU: metrics, evaluation, profile, saves in the background, resume."""
+"""Tests of the trainer on a simulated GPU: metrics, evaluation, profile, saves and resume."""
 
 import json
 
@@ -19,7 +19,7 @@ def run_dir(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def results(run_dir, corpus) -> list[Recording | SimulationError]:
-    """Train four steps, and resume to six."""
+    """Train four steps, then resume the run and train to step six."""
     recipe = run_dir.parent / "tiny.yaml"
     recipe.write_text(TINY.format(run_dir=run_dir, corpus=corpus))
     text = run_dir.parent / "text.txt"
@@ -51,7 +51,7 @@ def results(run_dir, corpus) -> list[Recording | SimulationError]:
 
 @pytest.mark.parametrize(("number", "steps"), [(0, [1, 4]), (1, [5, 6])])
 def test_a_run_waits_for_the_device_only_in_permitted_places(number, steps, results):
-    """The steps of a run wait only in places that ``waits.py`` permits.
+    """Check that the steps of a run wait only in places that ``waits.py`` permits.
 
     Before a fix, DeepSpeed's timer waited around every microbatch from the third step on.
     """

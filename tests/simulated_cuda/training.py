@@ -32,8 +32,8 @@ def run_training(recipe: Recipe, _: Case, recorder: Recorder) -> dict[str, Any]:
         steps.append(run.step)
 
     def write_zeros(path: Path, tensors: Mapping[str, Tensor], description: str) -> Any:
-        # This runs in the thread that writes, where operations on fake tensors are impossible: the
-        # fake mode is active only in the main thread.
+        # This function runs in the writer thread. Operations on fake tensors are impossible there,
+        # because the fake mode is active only in the main thread.
         return write_pieces(path, {n: _zeros(x) for n, x in tensors.items()}, description)
 
     trainer.train_step, saver.write_pieces = record_step, write_zeros
@@ -42,7 +42,7 @@ def run_training(recipe: Recipe, _: Case, recorder: Recorder) -> dict[str, Any]:
 
 
 def _zeros(tensor: Tensor) -> Tensor:
-    if not isinstance(tensor, FakeTensor):  # random states
+    if not isinstance(tensor, FakeTensor):  # Random states are real tensors.
         return tensor
     name = str(tensor.dtype).removeprefix("torch.")
     return torch.from_numpy(np.zeros(tuple(tensor.shape), dtype=name))

@@ -1,9 +1,14 @@
 """Places where a training step may wait for the device, with the values that they read.
 
-A step that reads a value of the device (``.item()``, ``.tolist()``, ``bool(tensor)``, a copy to
-ordinary host memory), makes a tensor whose size depends on values (``nonzero``) or calls a
-``synchronize`` stops the host until all kernels before it have run: the device then idles while
-the host catches up. A place is the innermost function outside torch, as ``module.function``.
+The host stops until all earlier kernels have run if a step
+
+- reads a value of the device (``.item()``, ``.tolist()``, ``bool(tensor)``, a copy to ordinary host
+  memory),
+- makes a tensor whose size depends on values (``nonzero``), or
+- calls a ``synchronize``.
+
+Afterwards the device is idle until the host launches new kernels. A place is the innermost function
+outside torch, as ``module.function``.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,8 +22,8 @@ class Wait:
 
     Attributes:
         reason: reason for waiting.
-        value: function that returns a value for a simulated tensor of a shape; without it numbers
-            are 1 and booleans false.
+        value: function that returns the values of a simulated tensor from its shape; None: numbers
+            are 1 and booleans are False.
     """
 
     reason: str

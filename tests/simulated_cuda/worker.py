@@ -1,9 +1,10 @@
 """Process that runs cases on a simulated GPU; ``tests/simulated_cuda/simulate.py`` starts it.
 
-A case is one rank of one recipe. Its recording has what the simulation observed, such as memory and
-collectives. The arguments of the process are the compiled library that simulates the CUDA device,
-and a folder. The process reads the cases from ``cases.json`` in the folder, and writes the
-recording or the error of each case into a file in ``results/`` of the folder.
+A case is one rank of one recipe. The recording of a case contains its memory, its collectives and
+the other observations of the simulation. The arguments of the process are the compiled library that
+simulates the CUDA device, and a folder. The process reads the cases from ``cases.json`` in the
+folder, and writes the recording or the error of each case into a file in ``results/`` of the
+folder.
 """
 
 import ctypes
@@ -36,7 +37,7 @@ def main() -> None:
 
 def import_everything(library: Path) -> None:
     """Install the simulated GPU, then import the modules that all cases need."""
-    # Load the library before torch, which looks for CUDA's hooks once.
+    # Load the library before torch is imported, because torch looks for CUDA's hooks only once.
     ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
     from tests.simulated_cuda import device
 
@@ -47,11 +48,11 @@ def import_everything(library: Path) -> None:
     for module in (
         "diffmegatron.training.trainer",
         "tests.simulated_cuda.step",
-        # On a GPU every engine of DeepSpeed imports its compiler, and Inductor with it.
+        # On a GPU, every engine of DeepSpeed imports this module, which imports Inductor.
         "deepspeed.compile.backend",
     ):
         importlib.import_module(module)
-    # Exclude the modules' objects, so that garbage collection in a case is fast.
+    # Exclude the imported objects from garbage collection, so that it is fast in each case.
     gc.freeze()
 
 
@@ -66,7 +67,7 @@ def write(case: Case, file: Path) -> None:
 
 
 def run(case: Case) -> Any:
-    """Run a case in this process, which cannot run another one after it."""
+    """Run a case and return its recording; a process can run only one case."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from diffmegatron.config.load import load_stages

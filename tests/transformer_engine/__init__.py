@@ -21,12 +21,12 @@ HOOK = Path(__file__).parent / "path"
 
 
 def python_files() -> str | None:
-    """Return the folder with Transformer Engine's Python files; None if the variable is not set."""
+    """Return the folder that ``TRANSFORMER_ENGINE_PYTHON`` names; None if it is unset or empty."""
     return os.environ.get(FOLDER) or None
 
 
 def environment() -> dict[str, str]:
-    """Return the variables of a process whose layers are Transformer Engine's.
+    """Return the environment variables of a process that uses Transformer Engine's layers.
 
     Raises:
         KeyError: ``TRANSFORMER_ENGINE_PYTHON`` is not set.
@@ -35,6 +35,6 @@ def environment() -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join(map(str, (HOOK, ROOT, os.environ[FOLDER]))),
         # With this variable, transformer_engine.common loads no CUDA libraries.
         "NVTE_PROJECT_BUILDING": "1",
-        # Ranks with a GPU set this variable; without it Transformer Engine warns.
+        # Without this variable, Transformer Engine warns. On a GPU, the training code sets it.
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
     }

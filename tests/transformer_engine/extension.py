@@ -1,7 +1,7 @@
 """A stand-in for ``transformer_engine_torch``, the compiled extension of Transformer Engine.
 
-It computes in plain torch what the layers call in fp32 and bf16. Every other function raises
-NotImplementedError when it is called, and every other class has numbers for attributes.
+The functions that the layers call in fp32 and bf16 are written in plain torch. Any other function
+raises NotImplementedError when it is called. Any other class has a number for each attribute.
 """
 
 import enum
@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Numbers of dtypes in the extension's enum; transformer_engine/pytorch/constants.py compares them.
+# Names and numbers of the dtypes in the extension's enum ``DType``. Recent versions of
+# transformer_engine/pytorch/constants.py check that the enum has exactly these names.
 DTYPES = {
     "kByte": 0, "kInt32": 2, "kFloat32": 4, "kFloat16": 5, "kBFloat16": 6,
     "kFloat8E4M3": 7, "kFloat8E5M2": 8, "kFloat4E2M1": 10,
@@ -42,7 +43,7 @@ class Unsupported(ModuleType):
 
 
 class _Numbers(type):
-    """Metaclass of classes with any attribute, each a different number."""
+    """Metaclass of classes that have every attribute; each attribute is a different number."""
 
     def __getattr__(cls, name: str) -> int:
         if name.startswith("__"):
@@ -52,13 +53,13 @@ class _Numbers(type):
 
 
 def build() -> Unsupported:
-    """Return the extension as a module."""
+    """Return a module that replaces the extension."""
     module = Unsupported("transformer_engine_torch")
     module.DType = enum.IntEnum("DType", DTYPES)
     backends = {"NVTE_No_Backend": -1, "NVTE_F16_arbitrary_seqlen": 1, "NVTE_FP8": 2}
     module.NVTE_Fused_Attn_Backend = enum.IntEnum("NVTE_Fused_Attn_Backend", backends)
-    # Versions before 2.18 use this name; later versions compare the list of members, so the name is
-    # an attribute and not a member.
+    # Versions before 2.18 use this name. Later versions check the list of members, which does not
+    # contain it, so the name is an attribute and not a member.
     module.NVTE_Fused_Attn_Backend.NVTE_F16_max512_seqlen = 0
     for passes, tensors in {
         "FP8FwdTensors": "GEMM{0}_INPUT GEMM{0}_WEIGHT GEMM{0}_OUTPUT",
@@ -68,7 +69,8 @@ def build() -> Unsupported:
         setattr(module, passes, enum.IntEnum(passes, {each: i for i, each in enumerate(names)}))
     for function in (generic_gemm, rmsnorm_fwd, rmsnorm_bwd):
         setattr(module, function.__name__, function)
-    # cpp_extensions, when imported, re-exports the names in dir(): create these two names now.
+    # cpp_extensions re-exports the names that dir(module) lists when it is imported, so these two
+    # names must exist before.
     for name in ("layernorm_fwd", "layernorm_bwd"):
         getattr(module, name)
     module.get_cudnn_version = lambda: 91200
@@ -111,11 +113,12 @@ def generic_gemm(
         b: [..., k], or [k, m] if ``transpose_b``; leading dimensions are flattened.
         out: tensor to write the product to; if ``accumulate``, the product is added to it.
         out_dtype: dtype of the product, a number of ``DTYPES``.
-        bias: [n], added to the product; if ``grad``, it is not added, and its gradient is computed.
+        bias: [n], added to the product. If ``grad``, the bias is [m] instead; it is not added, and
+            its gradient is computed.
 
     Returns:
-        The product ([..., n], or [m, n] if ``transpose_b``), the gradient of the bias
-        [n] in its dtype (None without ``grad``), and None for two unsupported outputs.
+        The product ([..., n], or [m, n] if ``transpose_b``), the gradient of the bias [m] in the
+        dtype of the bias (None without ``grad`` or bias), and None for two unsupported outputs.
     """
     assert quantizer is None and not gelu and comm_overlap is None and extra_output is None
     assert alpha == 1.0 and (beta is None or beta == float(accumulate))

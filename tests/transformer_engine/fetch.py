@@ -46,7 +46,7 @@ def fetch(url: str, version: str, folder: Path) -> None:
 
 
 def main() -> None:
-    """Fetch into the folder that the command line names, unless it exists."""
+    """Fetch the files into the folder given on the command line, unless the folder exists."""
     parser = argparse.ArgumentParser(prog="python -m tests.transformer_engine.fetch")
     parser.add_argument("folder", type=Path, help="for TRANSFORMER_ENGINE_PYTHON to name")
     parser.add_argument("--version", default=VERSION)

@@ -1,6 +1,6 @@
 """The import hook that completes Transformer Engine's modules for a CPU.
 
-It imports neither torch nor Transformer Engine before a program does.
+The hook imports neither torch nor Transformer Engine before the program does.
 """
 
 import importlib
@@ -14,7 +14,7 @@ Execute = Callable[[ModuleType], None]
 
 
 class Hook(MetaPathFinder):
-    """Finder for the modules in ``AROUND``, which are executed by their functions in ``AROUND``."""
+    """Finder that loads each module in ``AROUND`` with the function that ``AROUND`` maps it to."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -59,9 +59,9 @@ def _package(module: ModuleType, execute: Execute) -> None:
 
 
 def _layer_specs(module: ModuleType, execute: Execute) -> None:
-    """Execute ``layer_specs``, and make a GPU seem available to it.
+    """Execute ``layer_specs``, and make a GPU seem available to this module.
 
-    Without a GPU it would not choose Transformer Engine's layers.
+    Without a GPU, ``layer_specs`` would not choose Transformer Engine's layers.
     """
     from tests.transformer_engine import extension
 

@@ -1,4 +1,4 @@
-"""Run one batch of random tokens through networks of every kind, and save what they compute.
+"""Run one batch of random tokens through networks of every kind, and save the results.
 
 The layers come from Megatron-core (its local layers) or from Transformer Engine. This library is
 called the host of the layers. The networks use Transformer Engine if this process was started with
@@ -61,9 +61,12 @@ BATCH, LENGTH = 2, 64
 
 
 def find(recipe: Recipe) -> dict[str, Any]:
-    """Return module classes, loss, bytes kept for the backward pass, and parameters by name.
+    """Build the network of a recipe, run one forward and backward pass, and return the results.
 
-    A parameter has its initial weight, its gradient (None if frozen), dtype and shard.
+    Returns:
+        ``classes``: names of the classes of all modules; ``loss``: loss of each token; ``kept``:
+        bytes that autograd saves for the backward pass, without weights; ``parameters``: for each
+        name, the initial weight, the gradient (None if frozen), the dtype and the shard.
     """
     kept: dict[int, int] = {}
 
@@ -104,13 +107,13 @@ def find(recipe: Recipe) -> dict[str, Any]:
 
 
 def _places(network: Network) -> dict[str, tuple[torch.nn.Parameter, Shard]]:
-    """Return parameter and shard for each name in a checkpoint."""
+    """Return a mapping from each name in a checkpoint to its parameter and shard."""
     table = parameter_shards(network)
     return {shard.name: (p, shard) for p, shards in table.items() for shard in shards}
 
 
 def _move_norms(places: dict[str, tuple[torch.nn.Parameter, Shard]]) -> None:
-    """Set the norms' weights to different values: with weights of 1 a swap would not show."""
+    """Set norm weights to random values, because a test cannot detect swapped weights of 1."""
     for name, (parameter, shard) in places.items():
         if "norm" in name:
             draw = torch.Generator().manual_seed(zlib.crc32(name.encode()))

@@ -1,6 +1,7 @@
-"""Transformer Engine's layers and local layers give equal networks and equal training runs.
+"""Tests that networks and training runs do not depend on the host of the layers.
 
-The library of a network's layers, Transformer Engine or Megatron-core (local layers), is its host.
+The host of a network is the library that its layers come from: Transformer Engine or Megatron-core,
+whose layers are called local.
 """
 
 import subprocess
@@ -63,7 +64,7 @@ def run(module: str, *arguments: object, **options: Any) -> None:
 
 @pytest.fixture(scope="module")
 def networks(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
-    """Run ``networks.py`` with each host; return, per host, results by (network, precision)."""
+    """Run ``networks.py`` with each host; return results by host, then (network, precision)."""
     out = tmp_path_factory.mktemp("networks")
     worker = "tests.transformer_engine.networks"
     run(worker, corpus, out / "local.pt")
@@ -110,7 +111,8 @@ def test_loss_and_gradients_are_the_same(key, networks):
         assert (expected is None) == (found is None) == (not parameter["requires_grad"]), name
         if expected is None:
             continue
-        # In a lambda vector's gradient large terms cancel, so rounding errors are 100 times larger.
+        # In the gradient of a lambda vector, large terms cancel. The relative rounding error can
+        # therefore be 100 times larger.
         allowed = tolerance * (100 if ".lambda_" in name else 1)
         difference, norm = (x.float().norm().item() for x in (found - expected, expected))
         assert difference <= allowed * norm, f"{name}: {difference} of {norm}"
@@ -119,10 +121,10 @@ def test_loss_and_gradients_are_the_same(key, networks):
 @pytest.mark.parametrize("precision", TOLERANCE)
 @pytest.mark.parametrize("name", ["diff_v1", "diff_v2", "grouped", "softmax", "qwen", "dex"])
 def test_transformer_engine_saves_only_the_input_of_a_norm(name, precision, networks):
-    """Transformer Engine's RMSNorm keeps only its input, as ``plan`` counts norms on a GPU.
+    """Check that Transformer Engine's RMSNorm saves only its input for the backward pass.
 
-    On a CPU, torch's RMSNorm keeps a float32 copy of its result, too, and in bf16 it keeps its
-    input as float32 instead of bf16.
+    ``plan`` assumes this for a GPU. On a CPU, torch's RMSNorm also saves a float32 copy of its
+    result, and it saves a bf16 input as float32.
     """
     local, other = (networks[host][name, precision]["kept"] for host in HOSTS)
     norms, hidden = 5, 64
@@ -135,9 +137,9 @@ def test_transformer_engine_saves_only_the_input_of_a_norm(name, precision, netw
 def runs(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Train with both hosts, and return the folder of the runs.
 
-    Runs with local layers use one process, runs with Transformer Engine two ranks. ``then_other``
-    starts in one local process and is resumed by two tensor-parallel ranks with Transformer
-    Engine's layers; ``then_local`` is the reverse.
+    Runs with local layers use one process. Runs with Transformer Engine's layers use two ranks. The
+    run ``then_other`` starts in one process with local layers. Two tensor-parallel ranks with
+    Transformer Engine's layers resume it. The run ``then_local`` is the reverse.
     """
     out = tmp_path_factory.mktemp("runs")
     file = out / "tiny.yaml"

@@ -1,4 +1,4 @@
-"""The order of packages in docs/architecture.md, checked against the imports of every module."""
+"""The rules of docs/architecture.md about imports and folders, checked in every module."""
 
 import ast
 import graphlib
@@ -38,7 +38,7 @@ LAYERS = [
     {"model"},
     {"attention", "parallel"},
     {"config"},
-    # Below config, because the recipe has a section for each variant.
+    # The variants are below config, because the recipe has a section for each variant.
     {"attention.variants"},
     {"command_options", "file_lock", "own_code", "user_paths", "validation"},
     {"attention.kernels", "section", "config.yaml_documents"},
@@ -66,13 +66,13 @@ def modules() -> list[Path]:
 
 
 def imports(path: Path) -> set[str]:
-    """Return the absolute names of all modules that a file imports, at any place in the file."""
+    """Return the absolute names that a file imports, at any place in the file."""
     nodes = ast.walk(ast.parse((PACKAGE / path).read_text()))
     return {name for node in nodes for name in imported_by(node, path)}
 
 
 def imported_by(node: ast.AST, path: Path) -> set[str]:
-    """Return the names that a statement imports; an empty set if it is not an import."""
+    """Return the absolute names that a node imports; an empty set if the node is not an import."""
     if isinstance(node, ast.Import):
         return {alias.name for alias in node.names}
     if not isinstance(node, ast.ImportFrom):
@@ -85,7 +85,7 @@ def imported_by(node: ast.AST, path: Path) -> set[str]:
 
 
 def package_of(parts: tuple[str, ...]) -> str:
-    """Return the innermost package in ``LAYERS`` of a module, given the parts of its name."""
+    """Return the innermost package in ``LAYERS`` of the module whose name has these parts."""
     inner = ".".join(parts[:2])
     return inner if inner in LAYER_OF else parts[0]
 
@@ -127,7 +127,7 @@ def test_engines_are_imported_in_their_packages_only(path):
 
 
 def test_attention_kinds_are_not_named_outside_their_packages():
-    """Check that other packages read the properties of a variant, and do not compare its name."""
+    """Check that other packages use the properties of a variant, and do not compare its name."""
     names = re.compile(
         r"""["'](softmax|diff_v1|diff_v2|grouped|diffllama)["']|is_differential"""
         r"""|\b(DiffV1|DiffV2|Grouped|Softmax|Dex)\b"""
@@ -148,8 +148,8 @@ def test_attention_kinds_are_not_named_outside_their_packages():
 def test_unit_tests_mirror_the_package():
     """Check that every folder in tests/unit is also a folder of the package.
 
-    Every folder of tests must have an ``__init__.py``, so that test files in different folders may
-    have the same name.
+    Also check that every folder of tests has an ``__init__.py``, which allows test files in
+    different folders to have the same name.
     """
     unit = ROOT / "tests" / "unit"
     folders = {path.parent.relative_to(unit) for path in unit.rglob("*.py")}
@@ -167,9 +167,9 @@ def test_recipes_are_read_without_torch():
 
 
 def test_no_modules_import_each_other():
-    """Check that modules do not import each other, not even for types only.
+    """Check that the imports between modules have no cycle.
 
-    Imports within functions do not count.
+    Imports for types only are included. Imports inside functions are not included.
     """
     names = {".".join(name_of(path)) for path in modules()}
     imported = {
@@ -177,8 +177,8 @@ def test_no_modules_import_each_other():
         for path in modules()
     }
     for name, others in imported.items():
-        # "from package import module" counts as an import of the module alone, because the
-        # package has been imported before.
+        # "from package import module" counts as an import of the module only, because Python has
+        # imported the package before.
         others -= {other for other in others if any(o.startswith(f"{other}.") for o in others)}
         others.discard(name)
     graphlib.TopologicalSorter(imported).prepare()
@@ -189,7 +189,7 @@ def name_of(path: Path) -> list[str]:
 
 
 def imports_at_once(path: Path) -> set[str]:
-    """Return the modules that a file imports outside its functions, including those for types."""
+    """Return the names that a file imports outside its functions, including imports for types."""
     names: set[str] = set()
     nodes: list[ast.AST] = [ast.parse((PACKAGE / path).read_text())]
     while nodes:

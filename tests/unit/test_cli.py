@@ -1,4 +1,4 @@
-"""The command line: its help, and one sentence with an exit status for every mistake."""
+"""The command line: help texts, and errors of one sentence with an exit status."""
 
 import inspect
 import os
@@ -32,7 +32,7 @@ def diffmegatron(*arguments: str, **environment: str) -> subprocess.CompletedPro
 
 
 def refused(*arguments: str, status: int = 2, **environment: str) -> str:
-    """Return the error, one sentence, of a command that must fail."""
+    """Run a command that must fail, and return its error, which must be one line."""
     result = diffmegatron(*arguments, **environment)
     assert result.returncode == status, result.stdout + result.stderr
     return the_sentence(result.stderr)
@@ -49,13 +49,17 @@ def the_sentence(errors: str) -> str:
 def refused_here(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., str]:
-    """Return a :func:`refused` that runs in this process, so that slow imports happen only once."""
+    """Return a function like :func:`refused` that runs the command in this process.
+
+    Slow imports then happen only once for all tests.
+    """
 
     def run(*arguments: str, status: int = 2, **environment: str) -> str:
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
         monkeypatch.setattr(sys, "argv", ["diffmegatron", *arguments])
-        import_deepspeed()  # it may print messages once per process, which the next line drops
+        # The first import of DeepSpeed may print messages, which ``readouterr`` discards.
+        import_deepspeed()
         capfd.readouterr()
         with pytest.raises(SystemExit) as ended:
             main()
@@ -72,13 +76,16 @@ def test_help_names_every_command():
 
 @pytest.mark.parametrize("group", [[], ["checkpoint"], ["attempt"], ["configs"], ["data"], ["dex"]])
 def test_help_does_not_truncate_the_summary_of_a_command(group):
-    """A sentence that does not fit a line of 80 columns would end in dots."""
+    """Check that no summary ends in dots.
+
+    A sentence that does not fit into a line of 80 columns would end in dots.
+    """
     text = diffmegatron(*group, "--help", COLUMNS="80").stdout
     assert "Commands:" in text and "..." not in text.partition("Commands:")[2], text
 
 
 def test_help_imports_nothing_that_takes_time():
-    """Of all imports, which `-X importtime` lists on standard error, none is slow."""
+    """Check that no slow module is among the imports, which `-X importtime` lists."""
     command = [sys.executable, "-X", "importtime", "-m", "diffmegatron", "--help"]
     result = subprocess.run(command, capture_output=True, text=True, check=True)
     imported = {line.rpartition("|")[2].strip() for line in result.stderr.splitlines()}
@@ -127,7 +134,7 @@ def test_the_version():
     ],
 )
 def test_a_recipe_error_is_reported_before_torch_is_imported(override, hint, recipe):
-    """The imports, which `-X importtime` lists on standard error, do not include torch."""
+    """Check the error, and that `-X importtime` does not list torch on standard error."""
     command = [sys.executable, "-X", "importtime", "-m", "diffmegatron", "train", recipe]
     result = subprocess.run(
         [*command, override], capture_output=True, text=True, check=False, timeout=600

@@ -1,4 +1,4 @@
-"""The doctor's findings: installed versions, chosen implementations, missing packages."""
+"""The report of ``doctor``: installed versions, chosen implementations, missing packages."""
 
 import io
 import os
@@ -191,7 +191,7 @@ def test_the_printed_report_has_every_finding_and_sentence(monkeypatch):
     reason="doctor imports Megatron-core where Transformer Engine is installed, to see if it loads",
 )
 def test_nothing_heavy_is_imported():
-    """The doctor does not import libraries whose import takes seconds."""
+    """Check that ``doctor`` imports no library whose import takes seconds."""
     heavy = ("megatron", "deepspeed", "transformers")
     code = "import sys; from diffmegatron import doctor; doctor.examine(); "
     code += f"print([name for name in {heavy} if name in sys.modules])"

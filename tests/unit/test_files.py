@@ -1,4 +1,4 @@
-"""Reading and writing paths of any kind: a failure is a short error, and no call waits."""
+"""Reading and writing paths of any kind: a failure is a short error, and no call blocks."""
 
 import os
 from pathlib import PurePath

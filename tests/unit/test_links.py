@@ -1,4 +1,4 @@
-"""Every link between the pages leads to a file, and to an existing heading if it names one."""
+"""Links between pages: every file exists, and so does every heading that a link names."""
 
 import re
 from pathlib import Path
@@ -14,7 +14,7 @@ LINK = re.compile(r"\]\((?!https?://)([^)#\s]*)(?:#([^)\s]+))?\)")
 
 
 def anchors(page: Path) -> set[str]:
-    """Return the anchors that GitHub gives to the headings of a page."""
+    """Return the anchors that GitHub creates for the headings of a page."""
     headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", each.lower()).replace(" ", "-") for each in headings}
 
@@ -23,7 +23,7 @@ def anchors(page: Path) -> set[str]:
 def test_links_lead_to_existing_files_and_headings(page):
     for target, anchor in LINK.findall(page.read_text()):
         found = (page.parent / target).resolve() if target else page
-        assert found.exists(), f"{target} is not there"
+        assert found.exists(), f"{target} does not exist"
         assert not anchor or anchor in anchors(found), f"{target} has no heading #{anchor}"
 
 

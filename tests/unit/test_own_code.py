@@ -1,4 +1,4 @@
-"""A kind of attention and a hook in a user's own file, with every command."""
+"""A kind of attention and a hook in a user's own file, used with the commands."""
 
 import os
 import re
@@ -26,7 +26,10 @@ KIND = "model.attention={kind: gained, num_heads: 4, num_kv_heads: 2}"
 
 @pytest.fixture
 def process():
-    """Yield a function that removes all imports of user code from this process."""
+    """Yield a function that removes imported user code from this process.
+
+    After a call of the function, a command starts without user code, as in a new process.
+    """
     kinds, modules = dict(VARIANTS), set(sys.modules)
 
     def forget() -> None:
@@ -35,8 +38,8 @@ def process():
         hook.HOOKS.clear()
         for name in [each for each in sys.modules if each.startswith("my_attention")]:
             del sys.modules[name]
-        # A command may have set this variable. It is removed directly and not with
-        # monkeypatch.delenv, because monkeypatch would set the command's value again at the end.
+        # A command may have set this variable. Do not remove it with monkeypatch.delenv, because
+        # monkeypatch would set the command's value again at the end of the test.
         os.environ.pop(own_code.IMPORTS, None)
 
     yield forget
@@ -52,7 +55,7 @@ def own(tmp_path: Path) -> Path:
 
 
 def command(*words: object) -> str:
-    """Return the output of a successful command."""
+    """Run a command, check that it succeeds, and return its output."""
     status, out, err = run([str(word) for word in words])
     assert status == 0, f"{status} {err}"
     return out
@@ -106,7 +109,8 @@ def test_an_own_kind_works_in_every_command(own, corpus, tmp_path, process, monk
     for folder in ("run", checkpoint):
         assert yaml.safe_load(Path(folder, "recipe.yaml").read_text())["imports"] == [str(own)]
 
-    # Commands that read the run import its code only if --import names it, and otherwise refuse.
+    # Commands that read the run import its code only if --import names the code. Without --import
+    # they end with an error.
     readers = [
         ("export", "run", "hf"),
         ("compare", "run", "--out", "compared"),
@@ -122,7 +126,8 @@ def test_an_own_kind_works_in_every_command(own, corpus, tmp_path, process, monk
         process()
         command(*asked, *words)
 
-    # The script of a job exports the imports. The environment or a recipe can also contain them.
+    # The script of a job exports the names of the imports. Commands also import code that an
+    # environment variable or a recipe names.
     process()
     script = command(*asked, "launch", "tiny.yaml", KIND, "run_dir=other", "--nodes", "2",
                      "--cluster", "cluster.yaml", "--dry-run")  # fmt: skip
@@ -204,7 +209,7 @@ def test_an_inherited_export_without_a_parameter_names_its_parent(tiny_recipe, p
 
 
 def test_an_inherited_export_is_refused_if_forward_is_overridden(tiny_recipe, process):
-    """A subclass that changes ``forward`` cannot use the export of its parent class.
+    """Check that a subclass that overrides ``forward`` cannot use the export of its parent class.
 
     The export compares the logits of the exported model with those of the network. In bf16 it also
     multiplies some weights into others and rounds the products. The comparison tolerates this
@@ -235,10 +240,10 @@ def test_an_inherited_export_is_refused_if_forward_is_overridden(tiny_recipe, pr
 
 
 def test_an_inherited_export_is_checked_before_settings_of_the_parent(tiny_recipe, process):
-    """The error names the computation of lambda, and not the setting of the headwise norm.
+    """Check that the error is about the computation of lambda, and not about the headwise norm.
 
-    The class computes lambda differently from its parent class. It also has no headwise norm, but
-    DiffLlama, the parent's export format, always has one.
+    The class has two problems. It computes lambda differently from its parent class. It also has no
+    headwise norm, but DiffLlama, the parent's export format, always has one.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""The code of docs/python.md runs, and ``import diffmegatron`` is fast and without warnings."""
+"""The code of docs/python.md, and imports of ``diffmegatron`` without torch and warnings."""
 
 import importlib
 import math
@@ -23,7 +23,7 @@ PAGE = REPOSITORY / "docs" / "python.md"
 
 @pytest.fixture
 def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Return the code of docs/python.md; the working directory has the files that it reads."""
+    """Create the files that the code of docs/python.md reads, and return the code."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "configs").symlink_to(REPOSITORY / "configs")
     (tmp_path / "texts").mkdir()
@@ -38,14 +38,15 @@ def test_the_page_runs(page):
     assert names["finished"] and len(names["losses"]) == 4 and names["losses"][-1] < 5.5
     assert names["difference"].relative < 1e-5
     assert (Path("runs/first/hf") / "model.safetensors").is_file()
-    # The page also calls the kernels alone: compare the norm with its equation, and the heads of
-    # DIFF V2 with the first minus lambda times the second plain head of each pair.
+    # The page also calls the kernels directly. The normed heads must equal the norm's equation. A
+    # head of DIFF V2 must equal the first plain head of a pair minus lambda times the second one.
     heads, pairs = names["heads"], names["plain"].unflatten(2, (-1, 2))
     mean_square = heads.square().mean(-1, keepdim=True)
     assert torch.allclose(names["normed"], 0.2 * heads / (mean_square + 1e-5).sqrt(), atol=1e-6)
     subtracted = pairs[:, :, :, 0] - names["lambdas"][..., None] * pairs[:, :, :, 1]
     assert torch.allclose(names["heads_v2"], subtracted, atol=1e-6)
-    # A hook has stopped the second run before its last step; the run was saved, and has metrics.
+    # A hook has stopped the second run before the last step. The run is saved, and it has the
+    # hook's metrics.
     assert names["finished_early"]
     (step,) = CheckpointStore(Path("runs/second")).steps()
     assert 0 < step < 8
@@ -97,12 +98,12 @@ def warnings_of_megatron() -> set[str]:
     with warnings.catch_warnings(record=True) as heard:
         warnings.resetwarnings()
         importlib.reload(diffmegatron)
-        # These modules warn when they are imported, so run them again. The filters match the
-        # names of modules, so keep these.
+        # These modules warn when they are imported, so run them again. Keep their names, because
+        # the filters match the names of modules.
         for name in ("models.backends", "optimizer.clip_grads", "optimizer.optimizer"):
             runpy.run_module(f"megatron.core.{name}", run_name=f"megatron.core.{name}")
         TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1)
         for text in ("of use", "Apex is not installed. Falling back to Torch Norm"):
             warnings.warn_explicit(text, UserWarning, "", 1, "megatron.core.models.backends")
-    # Warnings of other categories are runpy's own, about modules that are imported already.
+    # Exclude other categories: runpy warns with them about modules that are already imported.
     return {str(each.message).split(".")[0] for each in heard if each.category is UserWarning}

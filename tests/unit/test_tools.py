@@ -21,7 +21,7 @@ SCRIPTS = {
 
 
 def run(script: str, *words: str, monkeypatch: pytest.MonkeyPatch) -> int | None:
-    """Return the exit status of a script that is run in this process."""
+    """Run a script in this process, and return its exit status."""
     path = str(ROOT / "tools" / script)
     monkeypatch.setattr(sys, "argv", [path, *words])
     with pytest.raises(SystemExit) as ended:

@@ -1,4 +1,4 @@
-"""The first error of pydantic about a user's values, as one sentence."""
+"""Errors of one sentence about the first problem that pydantic finds in a user's values."""
 
 import pytest
 from pydantic import Field, field_validator
@@ -32,7 +32,7 @@ def test_values_that_fit_are_returned_as_the_model():
 @pytest.mark.parametrize(
     ("values", "problem"),
     [
-        # The missing key "name" is a consequence of the mistyped one.
+        # The key "name" is missing only because it is mistyped as "nmae".
         ({"nmae": "a"}, "unknown key 'nmae'; did you mean 'name'?"),
         ({"name": "a", "x": 1}, "unknown key 'x'; known keys are inner, name, width"),
         ({}, "key 'name' is missing; give it a value"),

@@ -1,4 +1,4 @@
-"""Words that must not come back into code, recipes, scripts and pages."""
+"""Words that code, recipes, scripts and pages must not use, and the order of the glossary."""
 
 import re
 from collections.abc import Iterator
@@ -19,7 +19,8 @@ PLACES = (
 )
 ENDINGS = {".py", ".md", ".yaml", ".sh"}
 
-# Patterns, which ignore case, and the words to write instead.
+# Each key is a pattern, which is matched without regard to case. The value has the words to write
+# instead.
 WORDS = {
     r"\banew\b": "again, from scratch, rebuilt",
     r"\barrived home\b": "was gathered, was returned",
@@ -53,7 +54,7 @@ WORDS = {
     r"\bchunks? (per|a) (stage|rank)\b|\bpipeline chunks?\b": "virtual stage",
     r"\bverdicts?\b|\bjudg(e|es|ed|ing)\b": "decision, decide (a judge is a model)",
 }
-# Files that may use a word, because it has the field's own meaning there.
+# Files that may use the words of a pattern, because there they are technical terms.
 ALLOWED = {
     # A judge is a model that decides whether a summary follows from its document.
     r"\bverdicts?\b|\bjudg(e|es|ed|ing)\b": {
@@ -90,7 +91,7 @@ def test_banned_words_are_not_used(pattern):
         for number, line in enumerate(path.read_text().splitlines(), 1)
         if word.search(line)
     ]
-    assert not found, f"say instead: {WORDS[pattern]}\n" + "\n".join(found)
+    assert not found, f"write instead: {WORDS[pattern]}\n" + "\n".join(found)
 
 
 def test_every_allowed_place_still_uses_its_word():
@@ -100,10 +101,10 @@ def test_every_allowed_place_still_uses_its_word():
         for name in names
         if not re.search(pattern, (ROOT / name).read_text(), re.IGNORECASE)
     ]
-    assert not unused, f"no longer needed in ALLOWED: {unused}"
+    assert not unused, f"these files no longer use the word; remove them from ALLOWED: {unused}"
 
 
 def test_the_glossary_is_in_order_and_names_each_word_once():
     words = re.findall(r"^\| (.+?) \|", GLOSSARY.read_text(), re.MULTILINE)
     words = [word.lower() for word in words if word not in ("word", "---")]
-    assert words == sorted(set(words)), "not alphabetical, or a word twice"
+    assert words == sorted(set(words)), "words are not in alphabetical order, or one occurs twice"

@@ -1,4 +1,4 @@
-"""The cross-entropy kernel in Triton's interpreter, compared with torch's in float64."""
+"""Tests of the cross-entropy kernel in Triton's interpreter against torch's in float64."""
 
 import pytest
 import torch
@@ -86,7 +86,7 @@ def test_a_nonfinite_logit_makes_its_loss_nonfinite(bad):
 
 
 def reduction_with(statistics):
-    """Return a stand-in for all_reduce with one other rank, which has these statistics."""
+    """Return a stand-in for all_reduce over two ranks; the other rank has these statistics."""
     largest, total, of_label = statistics
     found = []
 
@@ -101,7 +101,7 @@ def reduction_with(statistics):
 
 @pytest.mark.parametrize("padded", [False, True])
 def test_ranks_share_the_vocabulary(monkeypatch, padded):
-    """Two ranks with half of the vocabulary each get the losses and gradients of the whole."""
+    """Check two ranks, each with half of the vocabulary, against torch with the whole one."""
     logits, labels, weights = made()
     if padded:
         # The second rank's shard is only padding.
@@ -132,7 +132,7 @@ def test_a_second_backward_through_overwritten_logits_is_an_error():
 
 
 def test_a_network_with_the_kernel_equals_one_with_megatrons_loss(monkeypatch):
-    """The losses and gradients of both are equal.
+    """Check that a network has equal losses and gradients with the kernel and without it.
 
     The network has recomputed loss chunks, a padded vocabulary and a tied embedding.
     """

@@ -1,8 +1,8 @@
-"""The Triton kernels, run by the interpreter on CPU tensors, against PyTorch backends and loops.
+"""Tests of the Triton kernels in the interpreter, against PyTorch backends and loops.
 
-The tests call the public functions, as a user who debugs a kernel would. Blocks are small, so that
-short sequences span several of them. Most tests use float64, where a difference is a mistake in the
-formulas and not a rounding error.
+The tests call the public functions on CPU tensors, as a user who debugs a kernel would. Blocks are
+small, so that short sequences span several blocks. Most tests use float64, where a difference is a
+mistake in the formulas and not a rounding error.
 """
 
 from contextlib import ExitStack, contextmanager
@@ -173,7 +173,7 @@ def test_fp16_subtraction_accepts_a_float32_lambda():
     found = value_and_grads(lambda *x: subtract_noise(*x, backend="triton"), [heads, lambda_])
     expected = value_and_grads(lambda *x: subtract_noise(*x, backend="pytorch"), [heads, lambda_])
     assert [x.dtype for x in found[1]] == [torch.float16, torch.float32]
-    # Both compute in float32, and round to fp16 once.
+    # Both backends compute in float32, and round to fp16 once.
     assert_close(found, expected, 2e-3)
 
 
@@ -208,7 +208,8 @@ def test_norm(noise_heads, width, eps, weight):
 
 @pytest.mark.parametrize(
     ("dtype", "tolerance"),
-    # The interpreter rounds to fp16 (error up to 2**-11 per cast) but truncates to bf16 (2**-7).
+    # The interpreter rounds to fp16 (relative error up to 2**-11 per cast), but truncates to bf16
+    # (relative error up to 2**-7).
     [(torch.float32, 2e-6), (torch.float16, 2e-3), (torch.bfloat16, 2.5e-2)],
     ids=["fp32", "fp16", "bf16"],
 )
@@ -221,7 +222,7 @@ def test_lower_precision(noise_heads, dtype, tolerance):
 @pytest.mark.parametrize("causal", [True, False], ids=["causal, split", "full, one pass"])
 @pytest.mark.parametrize("shift", [0.0, 40.0], ids=["large", "large and negative"])
 def test_large_logits(shift, causal):
-    """Outputs and gradients for large logits are finite and right.
+    """Check that outputs and gradients for large logits are finite and right.
 
     A kernel must mask the keys that pad the last block. Their score is 0, which is far above large
     negative logits.
@@ -283,7 +284,7 @@ def test_chunks_of_keys_add_up_to_the_whole(count, noise_heads, bounds, one_pass
 
 
 def saved_bytes(function):
-    """Return the bytes saved for the backward pass, plus those of the output projection's input."""
+    """Return the bytes saved for the backward pass and for the output projection's input."""
     storages = {}
 
     def keep(x):
@@ -292,16 +293,16 @@ def saved_bytes(function):
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
         heads = function()
-        # The output projection's input, as Megatron lays it out: [s, b, channels].
+        # The input of the output projection has Megatron's layout, [s, b, channels].
         keep(heads.flatten(2).transpose(0, 1).contiguous())
     return sum(storages.values())
 
 
 def test_saved_activations_are_at_most_six_fifths_of_plain_attention():
-    """Differential attention saves six tensors, and plain attention five.
+    """Check that differential attention saves at most 6/5 of the bytes of plain attention.
 
-    The six are q, k, v, out, out2 and the input of the output projection. Plain attention has no
-    out2.
+    Differential attention saves six tensors of one size: q, k, v, out, out2 and the input of the
+    output projection. Plain attention saves five, because it has no out2.
     """
     inputs = make_inputs(batch=2, rows=16, heads=2, kv_heads=2, width=64, dtype=torch.float16)
     weight = torch.ones(128, requires_grad=True)
@@ -329,9 +330,10 @@ def test_strided_and_misaligned_inputs():
 
 
 def test_one_map_accepts_a_gradient_with_strides_invalid_for_tma():
-    """The gradient of a batch of 1 may have a batch stride that TMA descriptors do not accept.
+    """Check a gradient of a batch of 1 with a batch stride that TMA descriptors do not accept.
 
-    `is_contiguous` ignores the stride of a dimension of size 1.
+    Such a gradient counts as contiguous, because `is_contiguous` ignores the stride of a dimension
+    of size 1.
     """
     q, k, _, _, v, _ = make_inputs(rows=20, width=16)
     v = v[..., :16].detach().requires_grad_()

@@ -1,1 +1,1 @@
-"""A folder for PYTHONPATH, whose module sitecustomize Python imports at its start."""
+"""A folder for PYTHONPATH with the module sitecustomize, which Python imports when it starts."""

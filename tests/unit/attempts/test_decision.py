@@ -1,4 +1,4 @@
-"""The decision after an attempt (one start of a job), from its ranks' exit records."""
+"""The decision after an attempt (one start of a job), made from the exit records of the ranks."""
 
 import pytest
 
@@ -9,7 +9,13 @@ GONE = "connection closed by peer"
 
 
 def ended(*statuses: int | None, at: tuple[float, ...] = (), reasons=()) -> dict[int, End]:
-    """Return the exit record of each rank, with two ranks per host; status None: no record."""
+    """Return the exit record of each rank, with two ranks per host.
+
+    Args:
+        statuses: exit status of each rank; None: the rank has no record.
+        at: time of the end of each rank; empty: 0 for all ranks.
+        reasons: reason of each rank; empty: no rank has a reason.
+    """
     return {
         rank: End(
             status=status,
@@ -142,10 +148,10 @@ def test_an_unfit_node_is_blamed_and_recorded_as_unfit():
 
 
 def test_a_crash_in_start_that_stops_the_others_is_a_fault():
-    """If a rank crashes before the run has begun, the cause is a fault, and its host is blamed.
+    """Check that a crash before the run has begun is a fault, and that its host is blamed.
 
-    srun then sends SIGTERM to the other ranks, which exit with status 75. These exits alone would
-    mean that the attempt was stopped.
+    After the crash, srun sends SIGTERM to the other ranks, and they exit with status 75. Without
+    the crash, these exits would mean that the attempt was stopped.
     """
     asked = "SIGTERM before the run had begun"
     ends = ended(75, 137, 75, 75, reasons=(asked, "", asked, asked))

@@ -8,8 +8,8 @@ def test_a_complete_record_under_its_temporary_name_counts(tmp_path):
         RankRecord(tmp_path, rank).end(status)
     for rank in (1, 2):
         (tmp_path / end_name(rank)).rename(tmp_path / f"{end_name(rank)}.tmp")
-    # Two temporary files that do not count: rank 3 also has a complete file, and rank 4 was killed
-    # while it wrote.
+    # The temporary files of ranks 3 and 4 do not count. Rank 3 also has a complete file, and rank 4
+    # was killed while it wrote its file.
     RankRecord(tmp_path, 3).end(0)
     (tmp_path / f"{end_name(3)}.tmp").write_text('{"status": 9}')
     (tmp_path / f"{end_name(4)}.tmp").write_text('{"sta')

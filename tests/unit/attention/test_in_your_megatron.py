@@ -100,7 +100,7 @@ def test_another_rotary_embedding_is_refused():
 
 
 def test_building_without_initialization_draws_no_random_numbers():
-    """With ``perform_initialization=False`` a layer leaves torch's random state unchanged.
+    """Check that ``perform_initialization=False`` leaves torch's random state unchanged.
 
     This project's own runs use this setting. They set the weights after the network is built, and
     the random numbers of each weight come from a seed that depends on the weight's name.

@@ -1,4 +1,4 @@
-"""The choice of the layers' host: Transformer Engine or Megatron-core's local layers."""
+"""The choice of the library for the layers (the host): Transformer Engine or Megatron-core."""
 
 import pytest
 
@@ -12,7 +12,8 @@ LORA = LoraConfig(rank=4, alpha=8)
     ("has_te", "has_gpu", "lora", "host"),
     [
         (True, True, None, "transformer_engine"),
-        # A GPU image on a login node: Transformer Engine imports, but cannot build a module.
+        # A container image for GPUs may run on a login node without a GPU. There Transformer Engine
+        # can be imported, but cannot build a module.
         (True, False, None, "local"),
         (False, True, None, "local"),
         (True, True, LORA, "local"),

@@ -1,4 +1,4 @@
-"""The layer of every variant against its equations, written head by head in float64.
+"""Self-attention of every variant, compared with its equations head by head in float64.
 
 The expected values use only the order of rows in the projections and the papers' equations, not the
 package's code.
@@ -44,7 +44,7 @@ SECTIONS = {
         "num_kv_heads": 2,
         "signal_per_noise": 3,
     },
-    # In layer 2, one selected head uses the first key-value head and two use the second.
+    # In layer 2, head 1 uses the first key-value head, and heads 3 and 5 use the second.
     "dex": {
         "kind": "dex",
         "num_heads": 6,
@@ -70,7 +70,7 @@ def single_process():
 
 @pytest.fixture
 def build(single_process, tiny_recipe):
-    """Return a function that builds a layer's self-attention with random weights of a dtype."""
+    """Return a function that builds self-attention of layer ``LAYER`` with random weights."""
 
     def make(section: dict, dtype: torch.dtype = torch.float64, backend: str = "reference"):
         keys = {"num_kv_heads": 0} | section | {"head_dim": D}
@@ -91,14 +91,14 @@ def build(single_process, tiny_recipe):
 
 
 def rotary_angles() -> torch.Tensor:
-    """Return angles [s, 1, 1, d] in float64; both halves of d have the same frequencies."""
+    """Return rotary angles [s, 1, 1, d] in float64; both halves of d have the same angles."""
     frequencies = 10_000.0 ** -(torch.arange(0, D, 2, dtype=torch.float64) / D)
     angles = torch.arange(LENGTH, dtype=torch.float64)[:, None] * frequencies
     return torch.cat([angles, angles], -1)[:, None, None]
 
 
 def rotated(x: torch.Tensor) -> torch.Tensor:
-    """Rotate a head [s, d] by its positions; channels i and i + d / 2 are a pair."""
+    """Rotate each row of a head [s, d] by its position; channels i and i + d / 2 form a pair."""
     angles = rotary_angles()[:, 0, 0]
     first, second = x.chunk(2, -1)
     return x * angles.cos() + torch.cat([-second, first], -1) * angles.sin()
@@ -129,7 +129,7 @@ def normed(head: torch.Tensor, weight: torch.Tensor, scale: float) -> torch.Tens
 
 
 def extended(section: dict, weights: dict, number: int, head: torch.Tensor) -> torch.Tensor:
-    """Return a head's output [s, d], less DEX's term if the layer selects head ``number``."""
+    """Return ``head`` [s, d], and subtract DEX's term if the layer selects head ``number``."""
     if section["kind"] != "dex" or number not in section["selected_heads"][LAYER - 1]:
         return head
     passed = STEP / section["annealing_steps"]
@@ -141,9 +141,13 @@ def extended(section: dict, weights: dict, number: int, head: torch.Tensor) -> t
 def expected_row(section: dict, weights: dict, hidden: torch.Tensor, ends: list[int]):
     """Return the expected output [s, hidden] of self-attention for one row of the batch.
 
-    The fused projection has, per key-value head: its queries, a key and a value. In V2 the queries
-    of a group are its signal queries and then its noise query. In V1 and "grouped", the noise
-    queries, their key and the second half of the value follow after the value.
+    The fused projection has these rows for each key-value head:
+
+    - In softmax attention and DEX: the queries, a key and a value.
+    - In V2: the queries of each group, a key and a value. The queries of a group are its signal
+      queries, followed by its noise query.
+    - In V1 and "grouped": the signal queries, their key, the first half of the value, the noise
+      queries, their key, and the second half of the value.
     """
     kind, h = section["kind"], section["num_heads"]
     r = section.get("signal_per_noise", 1)
@@ -247,16 +251,17 @@ def test_float32_equals_float64_to_rounding_error(build, name):
 
 
 def test_placing_all_signal_heads_first_changes_v2(build):
-    """In V2 each noise head follows its signal heads.
+    """Check that V2's output depends on the order of the query heads.
 
-    With all signal heads before all noise heads, a head would use another key-value head.
+    In V2 each noise head follows its signal heads. If all signal heads preceded all noise heads,
+    some heads would use another key-value head.
     """
     section = SECTIONS["diff_v2, grouped queries"]
     module = build(section)
     hidden, _ = inputs()
     out, _ = module(hidden, None, rotary_pos_emb=rotary_angles())
-    # There are 12 query heads. With all signal heads first, the noise head of signal head n is head
-    # 6 + n, to which GQA assigns the other key-value head.
+    # There are 12 query heads. Move the 6 signal heads before the 6 noise heads. The first 6 query
+    # heads use the first key-value head, so all noise heads then use the second one.
     rows = module.linear_qkv.weight.data.unflatten(0, (2, 8, D))
     queries = rows[:, :6].flatten(0, 1)
     as_halves = torch.cat([queries[0::2], queries[1::2]])
@@ -289,7 +294,11 @@ def test_own_parameters_keep_their_dtype_in_a_bf16_model(build):
 
 
 def calls_above_the_kernel(module, monkeypatch) -> list[str]:
-    """Return the package's functions on the stack of a forward pass, from layer to kernel."""
+    """Return the functions that a forward pass calls from the layer to the kernel.
+
+    The first function is the layer's ``forward``, and the last is the caller of the kernel. Each is
+    returned as "FILE:FUNCTION".
+    """
     kernel, found = reference.attend, []
 
     def look(call):

@@ -1,4 +1,4 @@
-"""The mean of checkpoints equals numpy's mean and can be exported and started from."""
+"""A mean of checkpoints equals numpy's mean, can be exported, and can start another run."""
 
 from pathlib import Path
 
@@ -18,7 +18,10 @@ from tests.checkpoints import sign, write_checkpoint
 
 
 def test_the_last_checkpoints_are_averaged_in_float64(tiny_recipe, tmp_path):
-    """The mean can be exported and started from, but a run cannot resume from it."""
+    """Check the values of the mean, an export of the mean, and a run that starts from it.
+
+    No run can resume from the mean, because it has only weights and no optimizer state.
+    """
     short = ["training.eval_batches=0", "checkpoint.interval=1"]
     recipe, out = tiny_recipe("training.steps=4", *short), tmp_path / "mean"
     train(recipe)

@@ -53,7 +53,7 @@ def test_pieces_cut_by_a_layout_are_accepted(places):
 
 @given(st.data())
 def test_accepted_pieces_cover_every_element_once(data):
-    """If pieces are accepted after a change in one of them, they cover each element once."""
+    """Check that pieces which are accepted after one piece changed cover each element once."""
     places = data.draw(grids())
     index = data.draw(st.integers(0, len(places) - 1))
     values = {
@@ -89,7 +89,10 @@ def test_hundred_thousand_boxes_take_seconds():
 
 
 def test_boxes_outside_a_grid_are_refused():
-    """A pinwheel covers every element once, but no parallel layout cuts a tensor like that."""
+    """Check that the five boxes of a pinwheel are refused.
+
+    They cover every element once, but no parallel layout cuts a tensor into a pinwheel.
+    """
     around = [((0, 0), (1, 2)), ((0, 2), (2, 1)), ((2, 1), (1, 2)), ((1, 0), (2, 1))]
     boxes = [*around, ((1, 1), (1, 1))]
     places = [place((3, 3), offset, part, 0, part[0] * part[1]) for offset, part in boxes]

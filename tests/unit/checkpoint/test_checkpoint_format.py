@@ -1,4 +1,4 @@
-"""``open_checkpoint`` returns what was saved, or raises an error of one sentence."""
+"""``open_checkpoint`` returns the saved content, or raises an error of one sentence."""
 
 import json
 import math
@@ -32,7 +32,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def directory(saved: Path, tmp_path: Path) -> Path:
-    """Return a copy of the checkpoint, which a test can damage."""
+    """Return a copy of the saved checkpoint that a test can damage."""
     return shutil.copytree(saved, tmp_path / saved.name)
 
 
@@ -79,7 +79,10 @@ def flip(path: Path, chance: random.Random) -> None:
 
 @pytest.mark.parametrize("name", FILES)
 def test_flipped_bits_and_truncation_never_change_the_content(name, directory):
-    """Damage that is not found, as in white space of the manifest, does not change the content."""
+    """Check that damage is found or changes no content.
+
+    Damage to white space of the manifest, for example, is not found.
+    """
     expected = content(open_checkpoint(directory))
     path, chance, found = directory / name, random.Random(name), 0
     whole = path.read_bytes()
@@ -96,7 +99,7 @@ def test_flipped_bits_and_truncation_never_change_the_content(name, directory):
 
 @pytest.mark.parametrize("name", FILES[1:])
 def test_damage_with_matching_checksums_raises_only_user_errors(name, directory):
-    """A damaged file with a matching checksum causes an error of one sentence, or none."""
+    """Check that a damaged file with a matching checksum raises no error but ``UserError``."""
     path, chance = directory / name, random.Random(name)
     whole = path.read_bytes()
     for _ in range(150):
@@ -132,7 +135,10 @@ def set_state(**values: object):
 
 
 def set_number(kind: str, value: float):
-    """Return a function that sets one element of tensor 1 (a norm) in the second rank's file."""
+    """Return a function that sets the first element of the norm's ``kind`` tensor to ``value``.
+
+    The norm is tensor 1 in the file of rank 1.
+    """
 
     def change(directory: Path) -> None:
         path = directory / "rank_00001.safetensors"
@@ -349,7 +355,10 @@ def test_a_directory_that_differs_from_its_manifest_is_refused(case, directory):
 
 
 def test_each_process_checks_the_tensors_of_its_own_files(directory):
-    """All processes check headers and small files; each checks the tensors of its own files."""
+    """Check that a process checks the tensors of only its share of the rank files.
+
+    All processes check the headers of all rank files, and the small files.
+    """
     set_number("weight", math.nan)(directory)
     sign(directory)
     open_checkpoint(directory, (0, 2))

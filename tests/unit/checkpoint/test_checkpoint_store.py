@@ -1,4 +1,4 @@
-"""A checkpoint store: damaged and unfinished checkpoints, retention, interruptions, errors."""
+"""Tests of ``CheckpointStore``: damaged and unfinished checkpoints, retention, and errors."""
 
 import logging
 import shutil

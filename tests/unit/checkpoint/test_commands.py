@@ -72,7 +72,7 @@ def test_verify_reads_every_byte(run_dir):
     assert "checksum" in result.output
     assert invoke("verify", run_dir / "checkpoints/step_00000020").exit_code == 1
     assert invoke("verify", run_dir / "checkpoints/step_00000010").exit_code == 0
-    assert "complete" in invoke("list", run_dir).output, "listing compares sizes"
+    assert "complete" in invoke("list", run_dir).output, "``list`` compares only the sizes of files"
 
 
 def test_inspect_shows_a_good_checkpoint_and_refuses_an_invalid_one(run_dir):
@@ -136,7 +136,7 @@ def test_verifying_a_run_without_checkpoints_is_an_error(tmp_path):
 
 
 def test_a_checkpoint_that_cannot_be_removed_stays_complete(run_dir):
-    """``prune`` leaves a checkpoint whose own folder is read-only, and raises the error."""
+    """Check that ``prune`` raises an error if the folder of a checkpoint is read-only."""
     foreign = run_dir / "checkpoints/step_00000010"
     foreign.chmod(0o500)
     with without_roots_power():

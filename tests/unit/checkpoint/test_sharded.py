@@ -1,4 +1,4 @@
-"""Files of sharded checkpoints: any region of a tensor can be read, however it was sharded."""
+"""Any region of a tensor can be read from a checkpoint, whatever the shards of the tensor are."""
 
 import io
 import json
@@ -34,9 +34,9 @@ def row_shards(rows: int, columns: int, cuts: list[int]) -> list[Shard]:
 
 
 def write_cut(folder: Path, whole: torch.Tensor, cuts: list[int], runs: int) -> list[str]:
-    """Write ``runs`` files for each shard, as ``runs`` ZeRO ranks per tensor-parallel rank do.
+    """Write each shard as ``runs`` files, like ``runs`` ZeRO ranks per tensor-parallel rank.
 
-    Each file has a range of the flattened shard; empty ranges have no file.
+    Each file has a range of the flattened shard. No file is written for an empty range.
 
     Returns:
         The names of the files.
@@ -75,7 +75,10 @@ def test_any_cut_is_read_as_any_box(data, tmp_path_factory):
 
 
 def test_two_boxes_of_one_parameter():
-    """A range of a fused parameter (SwiGLU's gate and up projection) is split at its shards."""
+    """Check that a range of a rank's flat parameter is split where two shards meet.
+
+    The shards are boxes of one fused parameter: SwiGLU's gate and up projection.
+    """
     gate = Shard(NAME, (8, 3), (2, 0), (2, 3), 0, True)
     up = Shard(NAME, (8, 3), (6, 0), (2, 3), 6, True)
     values = torch.arange(12.0)
@@ -155,7 +158,7 @@ def test_a_pickle_is_refused_and_not_run(kind, tmp_path):
     torch.load(io.BytesIO(content), weights_only=False) if kind == "torch" else pickle.loads(
         content
     )
-    assert proof.exists(), "the exploit would have worked"
+    assert proof.exists(), "loading the pickle runs its code"
 
 
 @pytest.mark.parametrize(
@@ -171,7 +174,8 @@ def test_a_header_length_that_looks_like_a_pickle_is_accepted(length, tmp_path):
 
 
 def test_the_safetensors_library_reads_written_files(tmp_path, monkeypatch):
-    monkeypatch.setattr(writing, "_BUFFER", 1000)  # several chunks per tensor, several flushes
+    # With a small buffer, the writer needs several chunks per tensor and several flushes.
+    monkeypatch.setattr(writing, "_BUFFER", 1000)
     tensors = {"bytes": torch.arange(5, dtype=torch.uint8), "empty": torch.empty(0)}
     tensors |= {f"weight.{n}": torch.randn(300 * n, 7) for n in range(4)}
     entry = writing.write_safetensors(tmp_path / "file.safetensors", tensors, {"key": "välue"})
@@ -183,7 +187,11 @@ def test_the_safetensors_library_reads_written_files(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("count", [0, 1, 999, 5000])
 def test_a_file_is_checked_chunk_by_chunk(count, tmp_path, monkeypatch):
-    """A NaN is found at any place; bytes of ``own``, which follow the floats, are not checked."""
+    """Check that a NaN is found at any place in the floats.
+
+    The uint8 tensor ``own`` follows the floats in the file. Its bytes would be NaN as float32, but
+    must not be checked as numbers.
+    """
     monkeypatch.setattr(reading, "_BUFFER", 1000)
     path = tmp_path / "file.safetensors"
     own = torch.full((777,), 255, dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""Stages and checkpoints that are found in the ``run_dir`` of a recipe with stages."""
+"""Tests of the stages and checkpoints found in the ``run_dir`` of a recipe with stages."""
 
 from pathlib import Path
 
@@ -29,7 +29,7 @@ def add_stage(run: Path, name: str, start: str | None, *steps: int) -> None:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """Return a run with three stages; their alphabetical order is the reverse of training order."""
+    """Return a ``run_dir`` with three stages, which trained in reverse alphabetical order."""
     run = tmp_path / "run"
     add_stage(run, "pretrain", None, 10, 20)
     add_stage(run, "extend", "pretrain", 4, 5, 6)

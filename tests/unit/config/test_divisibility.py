@@ -1,4 +1,4 @@
-"""Refusals of invalid parallel layouts: one sentence, with the nearest valid value if any."""
+"""An invalid parallel layout is refused with one sentence and the nearest valid value, if any."""
 
 import re
 
@@ -8,7 +8,8 @@ from diffmegatron.config.load import load_recipe
 from diffmegatron.errors import UserError
 from tests.paths import CONFIGS
 
-# It has 28 layers, 12 heads, 12 key-value heads, and batches of 1024 sequences of 4096 tokens.
+# This recipe has 28 layers, 12 heads, 12 key-value heads, and batches of 1024 sequences. A sequence
+# has 4096 tokens.
 RECIPE = CONFIGS / "diff_3b_1t.yaml"
 
 

@@ -1,4 +1,4 @@
-"""Recipes: files that extend files, overrides, and errors that a person can act on."""
+"""Tests of ``load_recipe``: extended files, overrides, and errors that name what to change."""
 
 import re
 from pathlib import Path

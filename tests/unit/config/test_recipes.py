@@ -1,4 +1,4 @@
-"""Every recipe in configs/, compared with numbers that are copied here from the papers."""
+"""Every recipe in configs/ is compared with numbers that are copied here from the papers."""
 
 import json
 from pathlib import Path
@@ -25,11 +25,11 @@ FILES = sorted(
 )
 NAMES = [str(path.relative_to(CONFIGS).with_suffix("")) for path in FILES]
 
-# For each size: hidden size, layers, differential heads, head dimension d, feed-forward size,
-# learning rate, and the number of parameters that the name of the size states. Hidden size, layers
-# and heads are those of Ye et al., Differential Transformer, ICLR 2025, appendix E, table 10. The
-# learning rate is that of section 3.2 of this paper. The feed-forward size is 8/3 of the hidden
-# size, rounded up to a multiple of 64.
+# Each size has these values: hidden size, number of layers, number of differential heads, head
+# dimension d, feed-forward size, learning rate, and the number of parameters in the name of the
+# size. Hidden size, layers and heads are from Ye et al., Differential Transformer, ICLR 2025,
+# appendix E, table 10. The learning rate is from section 3.2 of the same paper. The feed-forward
+# size is 8/3 of the hidden size, rounded up to a multiple of 64.
 SCALING = {
     "830m": (1536, 24, 8, 96, 4096, 1.5e-4, 830e6),
     "1.4b": (2048, 24, 8, 128, 5504, 1.5e-4, 1.4e9),
@@ -37,14 +37,15 @@ SCALING = {
     "6.8b": (4096, 32, 16, 128, 10944, 7.5e-5, 6.8e9),
     "13.1b": (5120, 40, 20, 128, 13696, 7.5e-5, 13.1e9),
 }
-# For each recipe: number of tokens; ``num_heads`` and ``num_kv_heads``; and the resulting numbers
-# in a layer: query heads and key heads of all softmax maps, and output channels divided by 128.
+# Each recipe has three values: the number of tokens; ``num_heads`` and ``num_kv_heads``; and three
+# numbers per layer that follow from the kind of attention. The three numbers are the query heads of
+# all softmax maps, the key heads of all softmax maps, and the output channels divided by 128.
 THREE_BILLION = {
     "diff_3b_1t": (10**12, (12, 12), (24, 24, 24)),
     "diff_3b_350b": (350 * 10**9, (12, 12), (24, 24, 24)),
     "transformer_3b_350b": (350 * 10**9, (24, 24), (24, 24, 24)),
-    # Other kinds of attention. "grouped" has three signal heads per noise head; the last recipe is
-    # its baseline.
+    # The next four recipes have other kinds of attention. "grouped" has three signal heads per
+    # noise head. The last recipe is the baseline of "grouped_3b_350b".
     "diff_v2_3b_1t": (10**12, (24, 24), (48, 24, 24)),
     "diff_v2_3b_350b": (350 * 10**9, (24, 24), (48, 24, 24)),
     "grouped_3b_1t": (10**12, (12, 4), (16, 8, 24)),
@@ -53,8 +54,8 @@ THREE_BILLION = {
 }
 
 
-# Kind of attention by the beginning of a recipe's name. The first match counts, so longer
-# beginnings come first.
+# The beginning of a recipe's name determines its kind of attention. The first match counts, so
+# longer beginnings come first.
 KINDS = {
     "diff_v2": "diff_v2",
     "grouped": "grouped",
@@ -67,7 +68,7 @@ KINDS = {
 
 
 def kind_of(name: str) -> str:
-    """Return the kind of attention in the name of a recipe."""
+    """Return the kind of attention that the name of a recipe requires."""
     folder, _, stem = name.rpartition("/")
     if folder == "dex":
         return "dex"
@@ -215,16 +216,16 @@ def test_the_other_kinds_differ_from_v1_in_attention_alone(length, kind):
     assert first == second
 
 
-# Signal heads per noise head in a "grouped" model of each size. This number divides the number of
-# signal heads. The quotient is the number of noise heads and of key-value heads, which must be a
-# multiple of the recipe's tensor-parallel size.
+# Number of signal heads per noise head in a "grouped" model of each size. The number of signal
+# heads divided by this number is the number of noise heads and of key-value heads. The quotient
+# must be a multiple of the recipe's tensor-parallel size.
 SIGNAL_PER_NOISE = {"830m": 4, "1.4b": 4, "2.8b": 2, "6.8b": 4, "13.1b": 5}
 
 
 @pytest.mark.parametrize("kind", ["diff_v2", "grouped"])
 @pytest.mark.parametrize("size", SCALING)
 def test_an_override_makes_the_scaling_suite_of_another_kind(size, kind):
-    """The overridden recipe has as many heads as make the attention output ``hidden_size`` wide."""
+    """Check that the overridden recipe has an attention output of ``hidden_size`` channels."""
     hidden, _, heads, *_ = SCALING[size]
     overrides = [f"model.attention.kind={kind}"]
     if kind == "grouped":
@@ -245,8 +246,8 @@ def test_the_350b_run_is_the_1t_run_cut_short():
     assert long == short
 
 
-# Keys of the published config.json of pretrained models. PRETRAINED below also has the published
-# numbers of parameters.
+# LLAMA_3 and QWEN2_5 have keys and values of the published config.json files of pretrained models.
+# PRETRAINED below adds the values of each model, and its published number of parameters.
 LLAMA_3 = {
     "model_type": "llama",
     "hidden_act": "silu",
@@ -398,7 +399,8 @@ def test_a_control_is_one_change_of_the_recipe(name):
         assert (recipe.training, recipe.data) == (dex.training, dex.data)
 
 
-# Number of GPUs of each layout in configs/at_scale. A layout has two recipes: diff and transformer.
+# Number of GPUs of each layout in configs/at_scale. Every layout has a diff and a transformer
+# recipe, which the next tests plan. Some layouts also have a diff_v2 or a grouped recipe.
 AT_SCALE = {"3b_64gpus": 64, "3b_256gpus": 256, "3b_64k_64gpus": 64} | {
     f"{size}_64gpus": 64 for size in ("6.8b", "13.1b")
 }
@@ -495,7 +497,8 @@ def test_a_pipeline_of_too_many_stages_is_not_rehearsed(tmp_path):
         small_recipe(recipe, None, tmp_path)
 
 
-# Recipes with sequences of 64K tokens, which do not fit one rank. at_scale/ has a layout for them.
+# The next test excludes these recipes. Sequences of 64K tokens (_3b_64k) do not fit one rank. The
+# math recipes (_3b_math) have stages, which ``load`` refuses.
 LONG = {name for name in NAMES if name.endswith(("_3b_64k", "_3b_math"))}
 
 
@@ -503,10 +506,10 @@ LONG = {name for name in NAMES if name.endswith(("_3b_64k", "_3b_math"))}
     "name", sorted(name for name in set(NAMES) - LONG - {"quickstart"} if "at_scale" not in name)
 )
 def test_the_layouts_of_the_recipes_need_no_warning_on_80_gib(name):
-    """Recipes fit 80 GiB per GPU on the fewest ranks that their layout admits.
+    """Check that recipes fit 80 GiB per GPU on the fewest ranks that fill their layout.
 
-    There are two exceptions: the 3B recipes need two data-parallel ranks, and the recipes of
-    pretrained models need eight.
+    There are two exceptions: the 3B recipes are planned on two ranks, and the recipes of pretrained
+    models on eight ranks.
     """
     ranks = 2 if name in {*THREE_BILLION, "pattern_3b_350b"} else 8 if name in PRETRAINED else None
     assert plan_recipe(load(name), ranks).warnings == ()

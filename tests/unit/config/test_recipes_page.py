@@ -1,4 +1,4 @@
-"""The complete recipe at the top of docs/recipes.md loads, and every key but one is needed."""
+"""The recipe at the top of docs/recipes.md loads; only its ``data.tokenizer`` is optional."""
 
 import copy
 import re

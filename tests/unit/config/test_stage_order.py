@@ -1,4 +1,7 @@
-"""Names of stages: their folders are in the run directory, so names of its files are reserved."""
+"""Stages cannot have the names of files and folders that a run writes into its ``run_dir``.
+
+The folders of stages are also in ``run_dir``.
+"""
 
 import pytest
 

@@ -59,7 +59,12 @@ def test_numbers_stay_numbers_in_a_dump(number):
 
 
 def doubled(first: str, step: str) -> str:
-    """Return YAML of 26 mappings or lists; each contains the one before twice, by its alias."""
+    """Return YAML of 26 values; each after the first contains the previous value twice, by alias.
+
+    Args:
+        first: YAML of the first value, a list or a mapping.
+        step: YAML of each later value, with two ``%d`` for the number of the previous value.
+    """
     steps = (f"a{n + 1}: &a{n + 1} {step % (n, n)}" for n in range(25))
     return "\n".join([f"a0: &a0 {first}", *steps])
 
@@ -114,5 +119,5 @@ def test_a_document_of_maximum_size_is_handled_within_3_seconds(piece):
     started = time.process_time()
     with contextlib.suppress(UserError):
         parse_yaml(text, "it")
-    # An idle machine needs one second; a busy one needs more.
+    # An idle machine needs one second, and a busy machine needs more.
     assert time.process_time() - started < 3

@@ -1,4 +1,4 @@
-"""``diffmegatron data inspect``: decoded samples, counts, the choice of a stage, errors."""
+"""Tests of ``diffmegatron data inspect``: decoded samples, tables, ``--stage`` and errors."""
 
 import json
 from pathlib import Path

@@ -30,7 +30,11 @@ TEXTS = [f"document {number} " * (1 + number % 7) for number in range(60)]
 
 
 def damaged(good: bytes, pick: random.Random) -> bytes:
-    """Return random bytes, or a copy with ranges changed, removed, inserted, zeroed or doubled."""
+    """Return a damaged copy of ``good``, or in about a tenth of the calls only random bytes.
+
+    In a copy, ranges are overwritten, removed or doubled, or random bytes are inserted before them.
+    About a fifth of the copies are also truncated.
+    """
     if pick.random() < 0.1:
         return pick.randbytes(pick.randrange(200))
     content = bytearray(good)
@@ -125,7 +129,10 @@ def test_manifests(prefix: Path) -> None:
 @pytest.mark.parametrize("suffix", [".bin", ".idx", ".json"])
 @pytest.mark.parametrize("built", [True, False])
 def test_prepared_corpora(prefix: Path, tmp_path: Path, suffix: str, built: bool) -> None:
-    """A damaged corpus is read or refused, with and without a cached index of the good corpus."""
+    """Check that a damaged corpus is read or refused, with and without a cached index.
+
+    The undamaged corpus is read first, which writes the index to the cache.
+    """
     sources = [{"path": str(prefix)}]
     config = DataConfig.model_validate(
         {"tokenizer": "bytes", "sources": sources, "cache_dir": str(tmp_path / "cache")}
@@ -183,9 +190,10 @@ def test_journals(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["contents.json", "ends.int64"])
 def test_caches(tmp_path: Path, name: str) -> None:
-    """A damaged cache never causes an error: it is rebuilt."""
+    """Check that a damaged cache entry is rebuilt and causes no error."""
     ends, pick = np.arange(50, dtype=np.int64), random.Random(name)
-    for _ in range(CASES // 3):  # fewer cases, because each one is synced to the disk
+    # Each case syncs files to the disk, so there are fewer cases.
+    for _ in range(CASES // 3):
         arrays, summary = Cache(tmp_path).open(("key",), lambda: ({"ends": ends}, {"a": 1}))
         assert summary == {"a": 1} and np.array_equal(arrays["ends"], ends)
         (path,) = tmp_path.glob(f"*/{name}")

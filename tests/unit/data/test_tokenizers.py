@@ -1,4 +1,4 @@
-"""Tokenizers: ids equal those of tiktoken, nothing is downloaded, every error is one sentence."""
+"""Tests of ``load_tokenizer``: token ids, hashes, and errors for damaged or missing files."""
 
 import base64
 import json
@@ -130,7 +130,10 @@ def test_damaged_tiktoken_file(tmp_path: Path, content: str) -> None:
 
 
 def change_ranks(old: bytes, new: bytes) -> Callable[[Path], object]:
-    """Return a function that replaces bytes of the tiktoken file beside a description."""
+    """Return a function that replaces the bytes ``old`` by ``new`` in a tiktoken file.
+
+    The argument of the returned function is the path of the JSON description beside this file.
+    """
 
     def change(description: Path) -> None:
         path = description.with_suffix(".tiktoken")
@@ -189,7 +192,7 @@ def test_unknown_name() -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Write a small byte-level BPE in the form of ``AutoTokenizer.save_pretrained``."""
+    """Return a folder with a small byte-level BPE tokenizer in Hugging Face's format."""
     vocabulary = {symbol: number for number, symbol in enumerate(sorted(ByteLevel.alphabet()))}
     vocabulary["he"] = len(vocabulary)
     built = tokenizers.Tokenizer(BPE(vocab=vocabulary, merges=[("h", "e")]))
@@ -209,7 +212,7 @@ def test_hugging_face_folder(folder: Path) -> None:
     assert (tokenizer.vocab_size, tokenizer.end_of_document) == (259, 258)
     ids = tokenizer.encode("he said </s>")
     assert ids.dtype == np.uint32
-    assert ids[0] == 256, "merged, and no <s> before it: documents are joined, not prompts"
+    assert ids[0] == 256, "'he' is merged, and a document begins without <s>"
     assert 258 not in ids, "special text in a document is ordinary text"
     assert tokenizer.decode(ids) == "he said </s>"
     assert tokenizer.decode([258]) == "</s>"

@@ -1,6 +1,7 @@
-"""A stand-in for vLLM's offline interface, with the names and meanings of its documentation.
+"""Stand-in for vLLM's offline interface, with the names and semantics of vLLM's documentation.
 
-For each token it runs transformers on the whole text. It uses no code of this project.
+For each token, the stand-in runs transformers on the whole text. It does not use code of this
+project.
 """
 
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 @dataclass
 class SamplingParams:
-    """The fields of vLLM's class of this name that diffmegatron uses."""
+    """Decoding options of one prompt: the fields of vLLM's class that diffmegatron uses."""
 
     temperature: float = 1.0
     max_tokens: int | None = 16
@@ -25,7 +26,10 @@ class SamplingParams:
 
 @dataclass
 class CompletionOutput:
-    """A generated text; a stop string that ended it is in ``token_ids`` and not in ``text``."""
+    """One generated text.
+
+    If a stop string ended the text, ``token_ids`` includes this string and ``text`` does not.
+    """
 
     index: int
     text: str
@@ -36,7 +40,7 @@ class CompletionOutput:
 
 @dataclass
 class RequestOutput:
-    """The texts after one prompt."""
+    """Result for one prompt, with the texts generated after it."""
 
     request_id: str
     prompt_token_ids: list[int]
@@ -45,7 +49,7 @@ class RequestOutput:
 
 
 class LLM:
-    """A model in memory."""
+    """Stand-in for vLLM's class of this name: a loaded model that generates texts."""
 
     def __init__(
         self,

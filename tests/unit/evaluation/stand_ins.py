@@ -1,4 +1,4 @@
-"""Stand-ins for a model's answers."""
+"""Stand-ins for :class:`Model` and its method ``answers``."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -8,11 +8,11 @@ from diffmegatron.evaluation.requests import Request
 
 
 class Answering:
-    """A model that answers each request by a function.
+    """Stand-in for :class:`Model` that computes each answer with a function.
 
     Args:
-        answer: returns the answer to a request.
-        target: the target to which the model belongs.
+        answer: function that returns the answer to a request.
+        target: target of the model.
     """
 
     def __init__(self, answer: Callable[[Any], Any], target: Any = None) -> None:
@@ -24,7 +24,7 @@ class Answering:
 
 
 def answering(answer: Callable[[Model, Any], Any]) -> Callable:
-    """Return a method for :class:`Model` that answers a request by ``answer(model, request)``."""
+    """Return a replacement for ``Model.answers`` that calls ``answer(model, request)``."""
 
     def answers(model: Model, requests: Sequence[Request]) -> Iterator[tuple[int, Any]]:
         for number, request in enumerate(requests):

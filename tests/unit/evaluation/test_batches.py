@@ -1,4 +1,4 @@
-"""Requests in a batch get the same answers as one request at a time."""
+"""Tests that requests in a batch get the same answers as one request at a time."""
 
 import random
 from pathlib import Path
@@ -15,9 +15,9 @@ from diffmegatron.evaluation.requests import Generation, LabelTree, Scored, Scor
 from diffmegatron.evaluation.targets import find_targets
 from tests.pretrained import write_pretrained
 
-# Models to test, each as (family in tests.pretrained, changed values of its configuration): one for
-# each kind of attention, one with layers of two kinds, and one with sliding windows. A window has 4
-# tokens, and padding must not take the place of one of them.
+# Each model to test has a pair (family in tests.pretrained, changed values of its configuration).
+# There is a model for each kind of attention, one with layers of two kinds, and one with sliding
+# windows. A sliding window has 4 tokens, and padding must not count as one of them.
 KINDS = {
     "llama": ("llama 2", {}),
     "diffllama": ("diffllama", {}),
@@ -87,7 +87,10 @@ def scoring_requests() -> list[Scoring]:
 
 
 def expected_score(network, request: Scoring, continuation: list[int]) -> tuple:
-    """Return losses in nats, and whether each token is the most likely, for one unpadded text."""
+    """Return the losses of a continuation in nats, and whether each token is the most likely.
+
+    The text is a batch of its own, so it has no padding.
+    """
     ids = torch.tensor([[*request.context, *continuation]])
     with torch.no_grad():
         logits = network(ids, use_cache=False).logits[0, len(request.context) - 1 : -1]
@@ -129,7 +132,7 @@ def test_batched_texts_equal_those_generated_alone(folder):
     prompts = [some_ids(draw, 1, 30) for _ in range(7)]
     requests = [Generation(ids, draw.randint(1, 25)) for ids in prompts]
     requests += [Generation([*shared, *ids], 12, shared=len(shared)) for ids in prompts]
-    # Stop strings that occur in some of the texts.
+    # Add requests with stop strings that occur in some of the texts.
     decode = open_model(folder, 1).target.tokenizer.decode
     written = [decode(naive_greedy(network, request, decode)) for request in requests]
     stops = tuple(text[3:5] for text in written[:4] if len(text) > 5)
@@ -238,15 +241,15 @@ def test_batches_have_texts_of_similar_lengths_up_to_the_budget(plain, monkeypat
 
 
 def test_contexts_and_shared_tokens_are_read_once(plain):
-    """The shapes of the network's inputs show that it gets these tokens only once."""
+    """Check by input shapes that the network processes contexts and shared tokens only once."""
     model, read = open_model(plain, 5000), []
     model.network.model.register_forward_pre_hook(
         lambda _, args, kwargs: read.append((*args, kwargs.get("input_ids"))[0].shape),
         with_kwargs=True,
     )
     answers(model, [Scoring([1] * 20, [[2, 3], [4, 5], [6, 7]])])
-    # At first the network runs on 4 tokens, to find out whether its logits are a plain projection
-    # of the last hidden states.
+    # Leave out inputs of 4 tokens. The network runs on them before its first batch, to find out
+    # whether its logits are a plain projection of the last hidden states.
     assert [tuple(shape) for shape in read if shape != (1, 4)] == [(1, 19), (3, 2)]
     read.clear()
     requests = [Generation([1] * 20 + [last], 1, shared=20) for last in range(6)]

@@ -1,4 +1,4 @@
-"""Captured attention logits and maps of every kind of attention, and the suites that use them."""
+"""Tests of captured attention logits and maps, and of the suites that use them."""
 
 import json
 import random
@@ -89,14 +89,14 @@ def change_weights(source: Path, out: Path, change: Callable[[dict], object]) ->
 def whole(
     layer: LayerAttention, of: Callable[[int, int], torch.Tensor], fill: float
 ) -> torch.Tensor:
-    """Return all rows of the logits or maps, [heads, tokens, tokens].
+    """Return all rows of a layer's logits or maps, [heads, tokens, tokens].
 
-    A block of rows ends at the column of its last row; the columns after it get ``fill``.
+    The blocks of rows are joined. A block that ends with row n has only the columns 0 to n.
 
     Args:
-        layer: layer whose blocks of rows are joined.
-        of: method of the layer that returns the rows of a block.
-        fill: value of the columns after a block's last one.
+        layer: layer with the blocks of rows.
+        of: method of ``layer`` that returns the logits or the maps of a block of rows.
+        fill: value of the columns that a block does not have.
     """
     parts = [
         torch.nn.functional.pad(of(*block), (0, layer.rows - block[1]), value=fill)
@@ -108,14 +108,16 @@ def whole(
 def values_of_heads(layer: LayerAttention, heads: int) -> torch.Tensor:
     """Return the values that each head's map multiplies, [heads, tokens, width of a value].
 
-    They are computed as in the modeling code of the layer's class.
+    The computation follows the modeling code of the layer's class.
     """
     module, d = layer.module, layer.module.head_dim
     value = module.v_proj(layer.hidden)
-    if hasattr(module, "groupnorm"):  # DiffLlama: first halves of all values, then second halves
+    if hasattr(module, "groupnorm"):
+        # DiffLlama's v_proj returns the first halves of all values, and then the second halves.
         halves = value.unflatten(1, (2, -1, d))
         value = torch.cat((halves[:, 0], halves[:, 1]), dim=-1)
-    elif hasattr(module, "noise"):  # grouped attention has values of width 2d
+    elif hasattr(module, "noise"):
+        # Grouped attention has values of width 2d.
         value = value.unflatten(1, (-1, 2 * d))
     else:
         value = value.unflatten(1, (-1, d))
@@ -136,7 +138,7 @@ def output_of(layer: LayerAttention, maps: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def test_maps_give_the_layers_own_output(model, small_blocks):
-    """The output computed from a layer's captured maps equals the layer's own output."""
+    """Check that the output computed from a layer's captured maps equals the layer's own output."""
     outputs, seen = [], []
     hooks = [
         layer.self_attn.register_forward_hook(lambda *call: outputs.append(call[2][0][0]))
@@ -193,7 +195,7 @@ def test_logits_are_products_of_rotated_queries_and_keys(models):
 
 
 def rounded(logits: torch.Tensor, bits: int) -> torch.Tensor:
-    """Round the logits of one attention call to ``bits`` bits; its heads share one step size."""
+    """Round the logits of one attention call to ``bits`` bits; all heads share one step size."""
     finite = logits[~logits.isinf()]
     step = finite.abs().max() / (2 ** (bits - 1) - 1)
     return torch.where(logits.isinf(), logits, torch.round(logits / step) * step)
@@ -201,9 +203,10 @@ def rounded(logits: torch.Tensor, bits: int) -> torch.Tensor:
 
 @torch.no_grad()
 def test_quantised_attention_is_softmax_of_rounded_logits(model, small_blocks):
-    """At 4 bits, the first layer's output is that of maps computed from rounded logits.
+    """Compare the first layer's output at 4 bits with an output computed from rounded logits.
 
-    At 16 bits, it is more than 50 times closer to the output without quantization.
+    Quantization to 4 bits must change the output more than 50 times as much as quantization to 16
+    bits.
     """
     seen, outputs = [], []
     with watch_attention(model, seen.append):
@@ -265,8 +268,8 @@ def test_outliers_are_those_of_all_values_sorted(model, folder, tmp_path, small_
         for layer in seen:
             values = layer.logits(0, layer.rows)
             logits.append(values[~values.isinf()].abs().flatten())
-        # The last hidden state that transformers returns has passed the final norm. The
-        # output of the last layer is captured below instead.
+        # transformers applies the final norm to the last hidden state that it returns. A hook
+        # captures the output of the last layer before this norm instead.
         hidden += [each.abs().flatten() for each in states[1:-1]]
         last = model.network.base_model.layers[-1]
         caught: list = []
@@ -288,7 +291,7 @@ def test_outliers_are_those_of_all_values_sorted(model, folder, tmp_path, small_
 
 
 def test_a_median_between_two_bins_is_exact():
-    """The median of 1, 1, 4 and 4 is 2.5, although 1 and 4 lie in different bins."""
+    """Check that the median of 1, 1, 4 and 4 is 2.5, although 1 and 4 are in different bins."""
     values = torch.tensor([1.0, -4.0, 4.0, -1.0])
     first = _Counter(None, LOGITS)
     first.add(values)
@@ -345,8 +348,9 @@ def test_needles_lie_at_their_depths_in_prompts_of_one_length(haystack, models):
         assert prompt.ids[0] == 1
         for needle, (first, end) in zip(needles, prompt.spans, strict=True):
             assert tokenizer.decode(prompt.ids[first:end]) == needle.sentence
-            # A needle is placed at the end of a sentence. Sentences have about 50 bytes, so the
-            # position may differ by half of that. Tokens of other needles do not count.
+            # The needle is placed at the boundary between sentences that is nearest to its depth.
+            # A sentence has about 50 bytes, so the position may differ by about 25 tokens. Tokens
+            # of other needles do not count.
             before = prompt.ids[1:first]
             others = sum(e - f for f, e in prompt.spans if e <= first)
             room = prompt.haystack_end - 1 - sum(e - f for f, e in prompt.spans)
@@ -356,8 +360,8 @@ def test_needles_lie_at_their_depths_in_prompts_of_one_length(haystack, models):
         for first, end in sorted(prompt.spans, reverse=True):
             del left[first - 1 : end - 1]
         text = tokenizer.decode(left)
-        # The haystack begins at any sentence of the text. After the text's end, it goes on with the
-        # text's beginning.
+        # The haystack begins at a random sentence of the text. After the last sentence of the text,
+        # it continues with the first one.
         assert text in HAY + HAY
 
 
@@ -395,9 +399,10 @@ def needle_results(folder: Path, out: Path) -> dict:
 
 
 def test_answers_are_scored_by_the_share_of_found_numbers(folder, tmp_path, monkeypatch):
-    """An answer with the numbers of n of the R requested cities has the score n / R.
+    """Check that an answer with the numbers of n of the R requested cities has the score n / R.
 
-    Stand-ins answer with the numbers of all cities, of only the first one, or of none.
+    The stand-in models write the numbers of all requested cities, of only the first one, or of no
+    city.
     """
 
     def reads(model, request):
@@ -448,11 +453,12 @@ def test_needle_attention_is_that_of_the_whole_map(models, folder, small_blocks)
 
 
 def test_needle_attention_distinguishes_a_model_that_attends_to_numbers(folder, tmp_path):
-    """The share on the answer is high in a model that attends to digits and low in its opposite.
+    """Check that a model which attends to digits has a high share of attention on the answer.
 
-    In the first model, queries of the letter "s", with which the prompt ends, and keys of digits
-    point in the same direction, along a channel that the rotary embedding turns slowly. In the
-    second model, the keys have the opposite sign. Needles contain digits; the haystack does not.
+    Needles contain digits; the haystack does not. A prompt ends with the letter "s". In the first
+    model, queries of "s" and keys of digits point in the same direction, along a channel that the
+    rotary embedding turns slowly. In the second model, the keys have the opposite sign, so its
+    share on the answer must be low.
     """
     write_pretrained(
         tmp_path / "base",
@@ -498,9 +504,10 @@ def test_needle_attention_distinguishes_a_model_that_attends_to_numbers(folder, 
 
 @torch.no_grad()
 def test_maps_with_zero_lambda_equal_the_signal_maps(folder, tmp_path):
-    """With lambda = exp(q1 k1) - exp(q2 k2) + lambda_init = 0, only the signal maps are left.
+    """Check that the maps equal the signal maps if lambda is 0.
 
-    The products of the lambda vectors are set to q1 k1 = 0 and q2 k2 = log(1 + lambda_init).
+    lambda is exp(q1 k1) - exp(q2 k2) + lambda_init. The test sets the products of the lambda
+    vectors to q1 k1 = 0 and q2 k2 = log(1 + lambda_init).
     """
 
     def zero_second(weights: dict) -> None:

@@ -1,4 +1,4 @@
-"""Classification in context: published data sets, the tree of labels, the order of examples."""
+"""Tests of the suites ``many-shot`` and ``order``, of their data sets and of the label tree."""
 
 import json
 import random
@@ -31,7 +31,7 @@ TREC = (
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write two models, and data sets of a few items in the forms of the published ones."""
+    """Write two models, and data sets of a few items in the published formats."""
     found = tmp_path_factory.mktemp("classes")
     write_pretrained(found / "plain", "llama 2", max_position_embeddings=450)
     write_pretrained(found / "diff", "diffllama", max_position_embeddings=450)
@@ -83,7 +83,7 @@ def test_missing_and_foreign_files_and_unknown_tasks_are_errors(content, said, f
         evaluate([folder / "plain"], ["order"], tmp_path / "out", options, ["order.tasks=[trek]"])
 
 
-# The tree
+# Label tree
 
 
 LABELS = ["cat", "category", "dog", "do", "cats and dogs", "zebra"]
@@ -119,7 +119,7 @@ def test_every_label_is_read_from_its_tokens(label, model):
 
 @torch.no_grad()
 def test_choices_are_those_of_whole_forward_passes(model):
-    """The chosen label is that of a greedy search over the label strings without a KV cache."""
+    """Compare the chosen label with a greedy search over the label strings without a KV cache."""
     draw = random.Random(0)
     labels = ["".join(draw.choices("abc", k=draw.randint(1, 4))) for _ in range(12)]
     labels = sorted(set(labels))
@@ -167,9 +167,10 @@ def results(folder: Path, out: Path, suite: str, *settings: str, targets=("plain
 
 
 def test_many_shot_counts_right_answers(folder, tmp_path, monkeypatch):
-    """The accuracy is 5/6 for a stand-in that is wrong only on the question about a town.
+    """Check that the accuracy is 5/6 if only the answer to the question about a town is wrong.
 
-    Prompts with 12 examples exceed the model's context, so only those with 1 and 5 are scored.
+    Prompts with 12 examples exceed the model's context, so only prompts with 1 and 5 examples are
+    scored.
     """
 
     def knows(model, request):
@@ -209,7 +210,10 @@ def test_more_shots_than_training_examples_are_refused(folder, tmp_path, setting
 
 
 def test_the_interval_of_a_margin_is_bootstrapped_over_questions():
-    """The interval is close to that of a loop that resamples questions, for all permutations."""
+    """Compare the interval with that of a loop that resamples questions.
+
+    Each resample has the same questions for all permutations.
+    """
     right = np.random.default_rng(1).random((40, 5)) < np.linspace(0.3, 0.7, 5)
     records = [
         {"task": "trec", "arrangement": "random", "permutation": p, "question": q, "right": bool(r)}

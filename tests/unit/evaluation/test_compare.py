@@ -1,4 +1,4 @@
-"""``diffmegatron compare``: numbers against a second computation, names, and refused runs."""
+"""Tests of ``diffmegatron compare``: figures, stages, names of runs and refused runs."""
 
 import json
 import random
@@ -19,13 +19,13 @@ STEPS = 40
 def write_run(
     run_dir: Path, lambdas: int = 0, start_from: Path | None = None, batch: int = 8
 ) -> list[dict[str, float]]:
-    """Write a run of 40 steps of ``batch`` x 64 tokens, and return the entries of its metrics.
+    """Write a run of 40 steps of ``batch`` x 64 tokens, and return its entries of metrics.jsonl.
 
     Args:
         run_dir: directory of the run.
-        lambdas: number of layers whose lambda is recorded; with 0, the run is a Transformer.
+        lambdas: number of layers whose lambda is recorded; 0 for a Transformer without lambdas.
         start_from: run of the stage before this one, if any.
-        batch: number of sequences of a step.
+        batch: number of sequences per step.
     """
     draw = random.Random(str(run_dir))
     kind = "diff_v1" if lambdas else "softmax"
@@ -67,7 +67,7 @@ def test_the_final_figures_are_those_of_the_entries(tmp_path):
     printed = compare(tmp_path / "out", tmp_path / "diff", tmp_path / "plain")
     figures = json.loads((tmp_path / "out" / "compare.json").read_text())
     found = figures["diff"]
-    # The steps 38 and 40 lie in the last tenth: after step 36.
+    # The last tenth of the 40 steps begins after step 36, so it has entries of steps 38 and 40.
     last = [entry["train/loss"] for entry in entries[-4:] if entry["step"] > 36 and len(entry) > 2]
     assert found["train/loss"] == pytest.approx(statistics.mean(last))
     web = [(e["train/loss/web"], e["train/loss_tokens/web"]) for e in entries if len(e) > 2]

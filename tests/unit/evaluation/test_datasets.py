@@ -1,4 +1,4 @@
-"""Published data sets in every accepted format, and options of ``evaluate`` as suite fields."""
+"""Tests of reading data sets in every accepted format, and of options that become suite fields."""
 
 import gzip
 import json

@@ -1,4 +1,4 @@
-"""Parts that all evaluation suites share: targets, restarts, intervals, comparisons, reports.
+"""Tests of the parts that all suites share: targets, restarts, intervals, comparisons, reports.
 
 Most tests use the suite ``loss``, which is also checked against a computation in float64.
 """
@@ -49,7 +49,7 @@ TEXTS = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write two models with one tokenizer of bytes, and held-out text."""
+    """Write two models with the same byte tokenizer, and held-out text."""
     found = tmp_path_factory.mktemp("evaluate")
     write_pretrained(found / "diff", "diffllama")
     write_pretrained(found / "plain", "llama 2")
@@ -60,7 +60,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def measure(folder: Path, tmp_path: Path) -> Callable[..., dict]:
-    """Return a function that runs the suite ``loss``, and returns its part of results.json."""
+    """Return a function that runs the suite ``loss`` and returns its section of results.json."""
 
     def run(
         *targets: str,
@@ -123,8 +123,8 @@ def test_a_dex_checkpoint_and_its_fold_score_as_the_trained_network(folder, tmp_
     expected = torch.cat(nats).mean().item()
     assert measure["targets"]["fold"]["value"] == pytest.approx(expected, rel=1e-5)
     assert measure["differences"]["fold"] == {"value": 0, "low": 0, "high": 0, "items": 6}
-    # The fold, an export with DEX's term multiplied into the output projection, is an ordinary
-    # Llama. Suites that analyse attention therefore measure the same for both targets.
+    # The fold is an export whose output projection contains DEX's term, so it is an ordinary Llama.
+    # Suites that analyse attention therefore measure the same values for both targets.
     first, second = found["outliers"]["totals"].values()
     assert first == second
     (target,) = find_targets([tmp_path / "fold"], tmp_path)
@@ -132,9 +132,10 @@ def test_a_dex_checkpoint_and_its_fold_score_as_the_trained_network(folder, tmp_
 
 
 def test_one_rank_exports_targets_in_a_child_process(folder, tmp_path, monkeypatch):
-    """Rank 0 exports the targets, in a child process without the launcher's environment variables.
+    """Check that only rank 0 exports, in a child process without the launcher's variables.
 
-    The export compares logits in process groups of one rank, which need a process of their own.
+    The export compares logits in process groups of one rank, so it needs a process outside the
+    launcher's process group.
     """
     import_model(folder / "plain", tmp_path / "run", verify=False)
     (target,) = find_targets([tmp_path / "run"], tmp_path / "out")
@@ -237,7 +238,7 @@ def test_unknown_suites_and_invalid_settings_are_errors(names, settings, said, f
 
 def test_an_interrupted_evaluation_resumes_to_the_same_results(measure, tmp_path, monkeypatch):
     # Each batch has one text. With larger batches, a restart would form other batches, which may
-    # change the last bits.
+    # change the last bits of the losses.
     single = Computing(batch_tokens=1)
     whole = measure("diff", out="whole", computing=single)
     expected = (tmp_path / "whole/loss/diff.jsonl").read_bytes()
@@ -256,7 +257,7 @@ def test_an_interrupted_evaluation_resumes_to_the_same_results(measure, tmp_path
         measure("diff", computing=single)
     file = tmp_path / "out/loss/diff.jsonl"
     assert expected.startswith(file.read_bytes())
-    # Cut the file within its last line, as a kill during a write does.
+    # Cut the file within its last line, as if the process had been killed during a write.
     content = file.read_bytes()[:-5]
     file.write_bytes(content)
     monkeypatch.setattr(
@@ -314,7 +315,7 @@ def test_a_results_folder_replaced_during_the_run_is_an_error(count, tmp_path, m
 
 
 def test_a_changed_byte_of_a_result_is_refused_or_measured_again(tmp_path):
-    """Reading raises an error if any byte of the file is changed, except for the last byte.
+    """Check that reading raises an error if any byte of the file but the last one is changed.
 
     The last byte ends the last line. If it is changed, the item of this line counts as missing and
     is measured again.
@@ -335,7 +336,7 @@ def test_a_changed_byte_of_a_result_is_refused_or_measured_again(tmp_path):
             except UserError as error:
                 assert "was changed: its checksum is wrong or missing" in str(error)
             else:
-                assert place == len(content) - 1, "the end of the last line"
+                assert place == len(content) - 1, "a change before the last byte was accepted"
                 assert found == {"0": written["0"]}
 
 
@@ -344,7 +345,7 @@ def test_a_changed_digit_or_missing_checksum_is_an_error(line, measure, tmp_path
     measure("plain")
     file = tmp_path / "out/loss/plain.jsonl"
     lines = file.read_text().splitlines(keepends=True)
-    # Lines that earlier versions wrote have no checksum, and are refused too.
+    # Lines that earlier versions wrote have no checksum. They are refused too.
     changed = re.sub(r"\d(?=\D*$)", lambda found: str((int(found[0]) + 1) % 10), lines[line])
     for other in (changed, re.sub(', "crc32": .*', "}", lines[line])):
         assert other != lines[line]
@@ -408,7 +409,7 @@ def test_items_beyond_the_context_are_skipped_and_reported(measure):
 
 
 def other_tokenizer(source: Path, out: Path) -> Path:
-    """Write the same model with a tokenizer that exchanges "a" and "b"."""
+    """Copy a model to ``out`` and exchange the ids of "a" and "b" in its tokenizer."""
     shutil.copytree(source, out)
     path = out / "tokenizer.json"
     tokenizer = json.loads(path.read_text())
@@ -426,7 +427,7 @@ def test_other_tokenizers_compare_by_bytes_alone(folder, measure):
     assert any("no differences of nats per token" in line for line in found["not_run"])
     with pytest.raises(UserError, match="suite 'loss' counts tokens, and the tokenizers of plain"):
         measure("plain", "other", settings=("loss.packed=true",))
-    # A tokenizer file with the same content in other bytes counts as the same tokenizer.
+    # Tokenizer files with the same JSON content but different bytes are the same tokenizer.
     path = folder / "other/tokenizer.json"
     path.write_text(json.dumps(json.loads((folder / "plain/tokenizer.json").read_text()), indent=3))
     assert measure("plain", "other", out="same")["not_run"] == []
@@ -436,7 +437,7 @@ def test_other_tokenizers_compare_by_bytes_alone(folder, measure):
 
 
 def test_intervals_are_those_of_the_normal_distribution():
-    """Over many items, the interval is the mean plus and minus 1.96 standard errors."""
+    """Check that the interval over many items is the mean plus and minus 1.96 standard errors."""
     random = np.random.default_rng(3)
     common, noise = random.normal(5, 2, 900), random.normal(0.1, 0.3, 900)
     first = {str(n): Mean(value) for n, value in enumerate(common)}
@@ -447,7 +448,8 @@ def test_intervals_are_those_of_the_normal_distribution():
     assert found.low == pytest.approx(noise.mean() - 1.96 * error, abs=0.15 * error)
     assert found.high == pytest.approx(noise.mean() + 1.96 * error, abs=0.15 * error)
     assert difference(second, first) == found
-    # Without pairing, the interval would be about ten times as wide.
+    # The interval of ``first`` alone is wider, because its standard error is 2 / 30. Without pairs,
+    # the interval of the difference would be about nine times as wide as with pairs.
     alone = estimate(first)
     assert alone.high - alone.low == pytest.approx(2 * 1.96 * 2 / 30, rel=0.15)
 
@@ -456,7 +458,7 @@ def test_measures_are_weighted_and_paired_by_item():
     first = {"a": Mean(1, 1), "b": Mean(9, 3), "c": Mean(100, 1)}
     second = {"b": Mean(3, 3), "a": Mean(2, 1)}
     assert estimate(first).value == 22
-    # (2 + 3) / 4 - (1 + 9) / 4
+    # Only items a and b are in both dicts, so the difference is (2 + 3) / 4 - (1 + 9) / 4.
     assert difference(second, first)[::3] == (-1.25, 2)
     assert estimate({"a": Mean(1, 2)}) == (0.5, None, None, 1)
     assert estimate({}) is None
@@ -468,7 +470,7 @@ def test_measures_are_weighted_and_paired_by_item():
 
 @torch.no_grad()
 def expected_nats(folder: Path, text: str, window: int) -> np.ndarray:
-    """Return the loss of each byte of a text, computed in float64 with transformers alone.
+    """Return the loss of each byte of a text in nats, by transformers and numpy in float64.
 
     Each window begins with the start token 1.
 
@@ -544,7 +546,7 @@ def test_packed_windows_hold_the_documents_end_to_end(folder, measure):
 
 
 def test_loss_distinguishes_a_broken_model(folder, measure):
-    """On repeated letters, shuffled output rows cost a model more than 1 bit per byte.
+    """Check that shuffled output rows raise the loss on repeated letters by over 1 bit per byte.
 
     The intact model predicts that each byte is the same as the byte before it.
     """
@@ -593,7 +595,10 @@ def test_the_report_is_complete_and_self_contained(folder, tmp_path):
 
 
 def test_measures_of_sources_follow_the_totals_in_the_order_of_the_sources(folder, tmp_path):
-    """The order is that of ``--data``, whether the longest document's source is last or first."""
+    """Check that the measures of sources have the order of ``--data``.
+
+    The source of the longest document is last in the first run, and first in the second run.
+    """
     (folder / "long.txt").write_text("a long text of its own " * 3)
     paths = {name: str(folder / "text.jsonl") for name in ("z", "a")} | {"m": "long.txt"}
     data = tuple(f"{name}={folder / path}" for name, path in paths.items())

@@ -1,4 +1,4 @@
-"""Figures: one color scale for all maps, intervals, and heads and layers counted from 1."""
+"""Tests of figures: a common color scale, intervals, and heads and layers counted from 1."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Measures of heads equal their definitions in docs/evaluation.md, computed in float64."""
+"""Tests of the measures of heads against their definitions in docs/evaluation.md, in float64."""
 
 import copy
 import json
@@ -27,8 +27,8 @@ from diffmegatron.evaluation.suites.attention_analysis import (
 from diffmegatron.evaluation.targets import find_targets
 from tests.pretrained import write_pretrained
 
-# For each model: family, changed sizes, number of heads per layer, and for each head with two maps
-# the indices (signal, noise) of the query heads of these maps.
+# Each model has a tuple (family, changed sizes, number of heads per layer, pairs). The pairs have
+# one entry per head with two maps: the indices (signal, noise) of the query heads of the two maps.
 FAMILIES = {
     "plain": ("smollm2", {}, 9, []),
     "diff": (
@@ -78,7 +78,7 @@ def look(model: Model) -> tuple[list[LayerAttention], list[torch.Tensor]]:
 
 
 def scores(maps: torch.Tensor) -> list[list[np.ndarray]]:
-    """Return the scores of each head and row, up to the row's own token."""
+    """Split maps [heads, rows, tokens] into rows; row n keeps only its scores of tokens 0 to n."""
     return [[row[: n + 1] for n, row in enumerate(head)] for head in maps.detach().double().numpy()]
 
 
@@ -94,6 +94,7 @@ def entropy(row: np.ndarray) -> float:
 def of_two_maps(one: list[np.ndarray], other: list[np.ndarray]) -> list[tuple[float, ...]]:
     found = []
     for a, b in zip(one, other, strict=True):
+        # A row of fewer than 10 tokens has no top token, because ``TOP`` is 0.1.
         if not tops(a):
             continue
         either = sorted(tops(a) | tops(b))
@@ -148,13 +149,13 @@ def test_statistics_of_maps_are_those_of_numpy(model, monkeypatch):
         flat += [head.flatten() for head in maps.detach().double().numpy()]
     cosines = [[a @ b / np.sqrt((a @ a) * (b @ b)) for b in flat] for a in flat]
     assert np.allclose(distances, 1 - np.array(cosines), atol=1e-6)
-    # The rows lie in several blocks. Rows of fewer than 10 tokens have no top token.
+    # The statistics must have been computed from several blocks of rows.
     assert len(list(seen[0].blocks())) > 3
 
 
 @torch.no_grad()
 def test_pairs_of_maps_are_those_that_are_subtracted(model):
-    """In each row, a head's scores are its first map minus a factor times its second map."""
+    """Check that each row of a head is its signal map minus a factor times its noise map."""
     layer = look(model)[0][1]
     softmax, maps = layer.logits(0, 50).softmax(-1), layer.maps(0, 50)
     pairs = layer.variant.map_pairs
@@ -187,7 +188,10 @@ def test_alignment_is_that_of_matrices_of_tokens(model):
 
 
 def test_importance_is_the_slope_of_the_loss(model):
-    """The slope is computed by scaling a head's columns of ``o_proj`` up and down in float64."""
+    """Compare the importance of a head with the slope by finite differences in float64.
+
+    The test scales the head's columns of ``o_proj`` by 1 + step and by 1 - step.
+    """
     heads = FAMILIES[model.target.name][2]
     found = head_importance(model, IDS, heads)
     network = copy.deepcopy(model.network).double()
@@ -203,7 +207,7 @@ def test_importance_is_the_slope_of_the_loss(model):
         weight.copy_(kept)
         return torch.nn.functional.cross_entropy(logits, ids[0, 1:]).item()
 
-    # The norms of transformers round to float32 even in this network, so the step is large.
+    # The norms of transformers round to float32 even in a float64 network, so the step is large.
     step = 0.02
     slopes = [
         [
@@ -234,8 +238,8 @@ def test_the_suite_gives_means_of_texts_and_layers(folder, tmp_path):
         assert means["entropy"]["value"] == pytest.approx(
             np.mean([record["layers"]["entropy"] for record in records])
         )
-        # Weight the entries by their number of pairs of heads. A layer has fewer pairs with itself
-        # than with another layer, because a head forms no pair with itself.
+        # Weight each entry [layer, layer] by its number of pairs of heads. Two different layers
+        # have more pairs than a layer with itself, because a head does not form a pair with itself.
         within, across = 2 * heads * (heads - 1), 2 * heads**2
         for measure in (DISTANCE, ALIGNMENT):
             tables = np.mean([record[measure]["layers"] for record in records], axis=0)

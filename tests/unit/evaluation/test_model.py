@@ -1,4 +1,4 @@
-"""The network of a target as transformers loads it."""
+"""Tests of loading a target's network with transformers."""
 
 import json
 from pathlib import Path

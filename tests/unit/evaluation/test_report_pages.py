@@ -1,4 +1,4 @@
-"""The report's pages: digits, directions, notes, and texts for people who cannot see pictures."""
+"""Tests of the report's pages: digits, arrows, notes, and text alternatives of pictures."""
 
 import re
 
@@ -17,7 +17,7 @@ def estimate(value: float, width: float | None = None, items: int = 64) -> dict:
 
 
 def outcome(measures: dict, totals: dict | None = None, better: dict | None = None) -> dict:
-    """Return results of one suite on the targets a and b."""
+    """Return results of one suite on the targets ``a`` and ``b``; ``b`` has no measures."""
     suite = {
         "title": "Loss",
         "description": "How badly text is predicted.",

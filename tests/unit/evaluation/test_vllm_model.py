@@ -1,4 +1,4 @@
-"""Texts from a stand-in for vLLM's interface, because vLLM itself could not be run."""
+"""Tests of ``--engine vllm`` with a stand-in for vLLM, because vLLM itself could not be run."""
 
 import json
 import sys
@@ -26,7 +26,13 @@ def llama(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def both(folder: Path, requests: list[Generation], end: int = 256) -> list[dict]:
-    """Return the answers of transformers and of vLLM; ``end`` is the token that ends documents."""
+    """Return the answers of transformers and of the stand-in for vLLM to the same requests.
+
+    Args:
+        folder: Hugging Face folder of the model.
+        requests: requests for texts.
+        end: id of the end-of-document token.
+    """
     (target,) = find_targets([folder], folder / "out")
     target.tokenizer.end_of_document = end
     models = (Model(target), VllmModel(target, VLLM))
@@ -34,7 +40,7 @@ def both(folder: Path, requests: list[Generation], end: int = 256) -> list[dict]
 
 
 def test_texts_are_those_of_transformers(llama):
-    """Both engines write the same texts, whether the limit, a stop string or a token ends them."""
+    """Check that both engines write equal texts, which end at a limit, a stop string or a token."""
     prompts = [[1, 5, 6, 7], [1, 60, 61], [1, 100, 101, 102, 103]]
     free = [Generation(prompt, 12) for prompt in prompts]
     expected, found = both(llama, free)
@@ -48,7 +54,7 @@ def test_texts_are_those_of_transformers(llama):
     assert found == expected
     assert found[1] == written[:2]
 
-    # Make a token that the model writes early the end-of-document token.
+    # Use a token that the model generates early as the end-of-document token.
     expected, found = both(llama, free, end=written[1])
     assert found == expected
     assert found[1] == written[:1]
@@ -69,7 +75,7 @@ def test_a_generation_suite_has_the_same_texts_in_both_engines(llama, tmp_path):
     assert "vllm of vllm" in (out / "report.md").read_text()
     assert texts[0] == texts[1]
     assert all(texts[0].values())
-    # A file of the other engine is not continued.
+    # A results file of the other engine must not be continued.
     with pytest.raises(UserError, match="has results for other engine"):
         evaluate(
             [llama], ["math"], tmp_path / "transformers", {"data_dir": tmp_path}, settings, VLLM

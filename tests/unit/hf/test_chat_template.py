@@ -1,4 +1,4 @@
-"""The exported chat template yields the tokens that ``prepare`` writes for the same chats."""
+"""Tests that the exported chat template yields the tokens that ``prepare`` writes for a chat."""
 
 import base64
 import json
@@ -19,8 +19,8 @@ from diffmegatron.hf.export_checkpoint import export_checkpoint
 from diffmegatron.hf.tokenizer import write_tokenizer
 from diffmegatron.training.trainer import train
 
-# Tokens of several bytes. If a response was encoded together with the text around it, some of
-# these tokens would span the beginning or end of the response.
+# These tokens have several bytes. If a response was encoded together with the text around it, some
+# of them would span the beginning or end of the response.
 MERGED = [b"\n\n", b">\n", b"|>\n", b"\n ", b"12", b"123", b"<|", b"|>", b"im"]
 CHATS = [
     [("user", "Hi"), ("assistant", "Hello\n")],
@@ -150,17 +150,17 @@ def test_chat_markers_are_special_tokens_only_in_chats(tmp_path: Path) -> None:
     start, end = tokenizer.vocab_size - 2, tokenizer.vocab_size - 1
     assert [document[0] for document in prepared(tmp_path, name)] == [start] * 3
     assert tokenizer.encode_chat("<|im_start|>a<|im_end|>").tolist() == [start, ord("a"), end]
-    # In a plain document the same text stays text.
+    # In a plain document, the markers are encoded as ordinary text.
     assert not {start, end} & set(tokenizer.encode("<|im_start|>a<|im_end|>").tolist())
 
 
 def test_an_inexact_template_is_not_exported(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The export has no template if it would give other tokens than training.
+    """Check that a template which would yield other tokens than training is not exported.
 
-    Here the normalizer strips white space. Training encodes each piece of a chat separately, so
-    every piece is stripped; the exported tokenizer would strip only the whole text.
+    The normalizer here strips white space. Training encodes each piece of a chat separately, so
+    every piece is stripped. The exported tokenizer would strip only the whole text.
     """
     folder = tmp_path / "folder"
     strip = normalizers.Strip()
@@ -175,10 +175,11 @@ def test_an_inexact_template_is_not_exported(
 def test_a_tokenizer_that_does_not_split_before_responses_is_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The template is exported, with a warning about responses that begin with white space.
+    """Check that the template is exported with a warning about white space before responses.
 
-    The split before responses is in the pre-tokenizer of tokenizer.json, which ``transformers``
-    does not use when it builds Qwen2's tokenizer.
+    The split before responses is in the pre-tokenizer of tokenizer.json. transformers does not use
+    this pre-tokenizer when it builds Qwen2's tokenizer, so responses that begin with white space
+    get other tokens.
     """
     name = hugging_face_folder(tmp_path / "folder", has_chat_tokens=True)
     file = Path(name) / "tokenizer.json"

@@ -1,4 +1,4 @@
-"""Import and export of pretrained models, compared with transformers; and refused models."""
+"""Tests of import and export of pretrained models against transformers, and of refused models."""
 
 import json
 import os
@@ -49,7 +49,7 @@ def assert_round_trip(source: Path, exported: Path) -> None:
 
 @torch.no_grad()
 def own_rounding(source: Path) -> float:
-    """Return the relative difference of transformers' logits in float32 and in float64."""
+    """Return the relative difference between transformers' logits in float32 and in float64."""
     tokens = sample(load_tokenizer("bytes"))
     single, double = (
         AutoModelForCausalLM.from_pretrained(source, dtype=dtype)(tokens).logits.double()
@@ -118,10 +118,10 @@ def test_an_imported_recipe_gets_its_precision_from_the_models_dtype(tmp_path: P
 
 
 def test_old_configurations_and_copies_of_tied_weights_are_imported(tmp_path: Path) -> None:
-    """A model in an old format is imported if its two copies of the tied weights are equal.
+    """Check that a model in an old format is imported if its copies of tied weights are equal.
 
-    Its configuration has rope_theta beside a rope_scaling with the key "type". Its weights include
-    both copies and rotary frequencies.
+    The configuration has rope_theta beside a rope_scaling with the key "type". The weights include
+    both copies of the tied weights, and rotary frequencies.
     """
     source = write_pretrained(tmp_path / "hf", "llama 3.2")
     config = json.loads((source / "config.json").read_text())
@@ -357,7 +357,7 @@ def test_smollm2_round_trips_unchanged(tmp_path: Path) -> None:
 
 
 def test_logits_of_the_training_network_equal_those_of_transformers(tmp_path: Path) -> None:
-    """On random token ids, the logits differ by at most 1e-6 of the largest logit."""
+    """Check that the logits of random tokens differ by at most 1e-6 of the largest logit."""
     source = write_pretrained(tmp_path / "hf", "qwen3", torch.bfloat16)
     import_model(source, tmp_path / "run", verify=False)
     tokens = torch.randint(0, 264, (2, 60), generator=torch.Generator().manual_seed(1))
@@ -368,8 +368,8 @@ def test_logits_of_the_training_network_equal_those_of_transformers(tmp_path: Pa
     assert (found - expected).abs().max() <= 1e-6 * expected.abs().max()
 
 
-# For each control run of docs/pretrained.md, a pattern of the imported tensors that it trains. The
-# run with LoRA trains none of them, only its new matrices.
+# Each control run of docs/pretrained.md has a pattern for names of imported tensors that the run
+# trains. The run ``low_rank`` trains only its new LoRA matrices, so its pattern matches no name.
 CONTROLS = {
     "without_term": r"linear_(qkv|proj)\.weight",
     "full": "",
@@ -378,7 +378,7 @@ CONTROLS = {
 
 
 def test_the_commands_of_the_docs_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The commands of docs/pretrained.md run on a tiny model and train the expected tensors."""
+    """Check that the commands of docs/pretrained.md train the expected tensors of a tiny model."""
     text = (DOCS / "pretrained.md").read_text()
     commands = "".join(re.findall(r"```bash\n(.*?)```", text, re.DOTALL)).splitlines()
     monkeypatch.chdir(tmp_path)
@@ -436,7 +436,8 @@ def test_the_commands_of_the_docs_run(tmp_path: Path, monkeypatch: pytest.Monkey
             imported,
         )
     )
-    # The five blocks of rows of a key-value head are three queries, a key and a value.
+    # The five blocks of rows of a key-value head are three queries, a key and a value. The run
+    # ``without_term`` trains only keys and values, not queries.
     assert torch.equal(after[:, :3], rows[:, :3])
     assert not torch.equal(after[:, 3], rows[:, 3])
     assert not torch.equal(after[:, 4], rows[:, 4])

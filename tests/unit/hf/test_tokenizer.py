@@ -1,4 +1,4 @@
-"""The exported tokenizer against tiktoken, which encodes the training data."""
+"""Tests of the exported tokenizer against tiktoken, which encodes the training data."""
 
 import json
 import os
@@ -38,7 +38,8 @@ MERGED = [
     b"\n\n",
     b"\xc3\xbc",
 ]
-# Pieces of code and prose, and characters that tokenizers treat in special ways.
+# The texts combine these pieces with arbitrary characters. The pieces are from code and prose, or
+# are characters that tokenizers treat in special ways.
 PIECES = st.sampled_from(
     ["1234", " the", "ing", "\n", "\n\n", " ", "  ", "\t", "\r\n", "'S", "'\u017f", "é", "e\u0301"]
 )
@@ -47,7 +48,7 @@ TEXT = st.lists(st.one_of(PIECES, st.characters(exclude_categories=["Cs"])), max
 
 @pytest.fixture(scope="module")
 def small() -> TiktokenTokenizer:
-    """Return a tokenizer with cl100k_base's pattern, a few merges, and gaps before special ids."""
+    """Return a tokenizer with cl100k_base's pattern, few merges, and unused ids before specials."""
     ranks = {bytes([byte]): byte for byte in range(256)}
     ranks |= {token: 256 + rank for rank, token in enumerate(MERGED)}
     encoding = tiktoken.Encoding(
@@ -180,9 +181,11 @@ def test_cl100k_matches_tiktoken_on_any_text(
 def test_a_copied_tokenizer_gives_the_ids_of_training_or_a_warning(
     model_type: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The source folder names Qwen2's class, whose tokenizer in transformers 5 normalizes texts.
+    """Check the ids of an exported copy of a folder that names Qwen2's tokenizer class.
 
-    With model_type llama, the export names another class, so the ids are those of training.
+    In transformers 5, this class normalizes texts, so its ids differ from those of training. With
+    model_type llama, the export names another class, and the ids are those of training. With
+    model_type qwen2, a warning is logged.
     """
     folder, out = tmp_path / "folder", tmp_path / "out"
     for path in (folder, out):

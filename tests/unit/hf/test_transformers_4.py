@@ -1,4 +1,4 @@
-"""A separate installation of transformers 4.57 reads exports as transformers 5 does."""
+"""Tests that a separate transformers 4.57 reads exports as transformers 5 does."""
 
 import json
 import os
@@ -26,7 +26,9 @@ from tests.unit.hf.test_weight_mapping import DIFF, GQA, make_recipe, make_token
 FOLDER = Path(os.environ.get("DIFFMEGATRON_TRANSFORMERS4", ROOT / ".transformers4"))
 SOFTMAX = {"kind": "softmax", "num_heads": 6, "num_kv_heads": 2}
 RATIO = {"signal_per_noise": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
-# The three ranges of wavelengths meet at 8 and 32 tokens, so the short sample covers them all.
+# This scaling has three ranges of wavelengths, which meet at 8 and 32 tokens. With a head of 8
+# channels and a theta of 700, the wavelengths are 6.3, 32.3, 166 and 855 tokens. Only ``CHANGED``,
+# with a theta of 90, has a wavelength in the middle range (19.4 tokens).
 LLAMA3 = {
     "kind": "llama3",
     "factor": 8.0,
@@ -54,7 +56,7 @@ KINDS: dict[str, dict[str, object]] = {
 }
 CHANGED = "imported, another theta"
 
-# Run by an interpreter that has transformers 4 and not this package.
+# An interpreter with transformers 4 runs this script. In it, this package cannot be imported.
 READER = """
 import json, sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The table of weight names and layouts, checked against equations of Ye et al. in float64."""
+"""Tests of the table of weight names and layouts against equations of Ye et al. in float64."""
 
 import math
 from collections.abc import Callable
@@ -19,7 +19,8 @@ from diffmegatron.hf.weight_mapping import from_hf, to_hf
 from diffmegatron.hf.write_export import logit_difference
 
 DIFF = {"kind": "diff_v1"}
-# The baseline has twice the recipe's ``num_heads`` and ``num_kv_heads``.
+# With ``baseline``, softmax attention with twice the recipe's ``num_heads`` and ``num_kv_heads``
+# replaces the differential attention.
 SOFTMAX = {"baseline": True}
 MHA = {"num_heads": 4}
 GQA = {"num_heads": 6, "num_kv_heads": 2}
@@ -29,7 +30,7 @@ END = 256
 
 
 def make_recipe(**model: object) -> Recipe:
-    """Return a recipe from keys of sections ``model`` and ``model.attention`` together."""
+    """Return a recipe; ``model`` has keys of the sections ``model`` and ``model.attention``."""
     of_attention = {key for variant in VARIANTS.values() for key in variant.model_fields}
     attention = {"kind": "diff_v1", "num_heads": 6}
     attention |= {key: value for key, value in model.items() if key in of_attention}
@@ -47,7 +48,7 @@ def make_recipe(**model: object) -> Recipe:
 
 
 def make_weights(model: ModelConfig, seed: int = 0) -> dict[str, Tensor]:
-    """Return random weights by Megatron's names, with attention far from uniform."""
+    """Return random weights by Megatron's names; their attention maps are far from uniform."""
     generator = torch.Generator().manual_seed(seed)
     hidden, ffn = model.hidden_size, model.ffn_hidden_size
     h, kv, d = model.attention.num_heads, model.attention.num_kv_heads, model.attention.head_dim
@@ -87,7 +88,7 @@ def rms_norm(x: Tensor, eps: float) -> Tensor:
 
 
 def rotate(x: Tensor, theta: float) -> Tensor:
-    """Return one head [s, d] after rotary embedding, which rotates channels c and c + d/2."""
+    """Apply rotary embedding to one head [s, d]; the channels c and c + d/2 are a pair."""
     s, d = x.shape
     angle = torch.arange(s).double()[:, None] * theta ** (-torch.arange(0, d, 2).double() / d)
     one, two = x[:, : d // 2], x[:, d // 2 :]
@@ -125,7 +126,8 @@ def _paper_logits(
         attention = layer + "self_attention."
         normed = rms_norm(x, eps) * w[layer + "input_layernorm.weight"]
         rows = normed @ w[attention + "linear_qkv.weight"].T
-        heads = list(rows.split(d, dim=1))  # per group: its query heads, its key, its value
+        # Each group has its query heads, one key and one value, in this order.
+        heads = list(rows.split(d, dim=1))
         groups = [heads[g : g + repeat + 2] for g in range(0, len(heads), repeat + 2)]
         outputs = []
         if model.attention.kind == "diff_v1":
@@ -169,7 +171,7 @@ Mutation = Callable[[ModelConfig, Rearrange], Rearrange]
 
 
 def _leave_heads_as_they_lie(model: ModelConfig, split: Rearrange) -> Rearrange:
-    """Leave the rows of the two maps of a key-value head adjacent, as in the fused projection."""
+    """Return a split that leaves the maps of a key-value head adjacent, as in ``linear_qkv``."""
     heads = model.attention.heads
     each = [heads.queries // heads.keys, 1, 1]
 
@@ -208,7 +210,7 @@ def _exchange_halves(model: ModelConfig, split: Rearrange) -> Rearrange:
     return lambda both: split(both)[::-1]
 
 
-# For each mutation, the name of the weight whose rule is broken, and the function that breaks it.
+# Each mutation has the name of the weight whose rule is broken, and the function that breaks it.
 MUTATIONS: dict[str, tuple[str, Mutation]] = {
     "heads of a pair not brought together": ("linear_qkv", _leave_heads_as_they_lie),
     "first and second map exchanged": ("linear_qkv", _exchange_maps),

@@ -1,4 +1,4 @@
-"""The exported directory: its logits in plain transformers, and the content of its files."""
+"""Tests of the exported directory: its logits in plain transformers, and its files."""
 
 import json
 import math
@@ -67,7 +67,8 @@ def test_diffllama_computes_the_papers_equations(sizes: dict[str, object], tmp_p
     assert verify_export(out, make_tokens(), expected).relative < 1e-5
 
 
-# Odd numbers of heads, which the baseline of DIFF V1 cannot have. NINE has those of SmolLM2-135M.
+# These models have odd numbers of heads, which the baseline of DIFF V1 cannot have. ``NINE`` has
+# the numbers of heads of SmolLM2-135M.
 NINE = {"kind": "softmax", "num_heads": 9, "num_kv_heads": 3, "hidden_size": 72}
 ODD = {"kind": "softmax", "num_heads": 5, "head_dim": 8}
 
@@ -81,7 +82,8 @@ def test_llama_computes_the_transformer(sizes: dict[str, object], tmp_path: Path
     recipe = make_recipe(**sizes)
     expected = paper_logits(make_weights(recipe.model), recipe.model, make_tokens())
     out = export(recipe, tmp_path / "hf")
-    # Llama's configuration refuses a number of heads that does not divide the hidden size.
+    # Llama's configuration refuses a number of heads that does not divide the hidden size, so such
+    # a model is exported as Mistral.
     kind = "Mistral" if sizes is ODD else "Llama"
     config = json.loads((out / "config.json").read_text())
     assert config["architectures"] == [f"{kind}ForCausalLM"]
@@ -143,7 +145,7 @@ def test_configuration_and_token_ids_are_exported(tmp_path: Path) -> None:
     assert (config["num_attention_heads"], config["num_key_value_heads"]) == (12, 4)
     assert (config["max_position_embeddings"], config["vocab_size"]) == (64, 264)
     assert (config["bos_token_id"], config["eos_token_id"]) == (END, END)
-    assert len({path.stat().st_mode for path in out.iterdir()}) == 1, "that of the umask"
+    assert len({path.stat().st_mode for path in out.iterdir()}) == 1, "the files differ in mode"
     generation = json.loads((out / "generation_config.json").read_text())
     assert {generation[f"{kind}_token_id"] for kind in ("bos", "eos", "pad")} == {END}
     tokenizer = AutoTokenizer.from_pretrained(out, local_files_only=True)
@@ -182,8 +184,8 @@ def test_weights_stream_through(tmp_path: Path) -> None:
     tokenizer = load_tokenizer("bytes")
     out = tmp_path / "hf"
     write_export(stream(), recipe, tokenizer, out, torch.float32, max_shard_bytes=50_000)
-    # A weight is freed soon after it is written. A headwise norm stays until its projection, into
-    # which it is multiplied.
+    # A weight is freed soon after it is written. A headwise norm is kept until the output
+    # projection arrives, because the export multiplies the norm into this projection.
     assert most <= 4
     index = json.loads((out / "model.safetensors.index.json").read_text())
     shards = sorted(path.name for path in out.glob("*.safetensors"))
@@ -246,7 +248,7 @@ def test_leftovers_of_a_killed_export_are_removed_by_the_next(tmp_path: Path) ->
     live = tmp_path / heard.recv()
     try:
         export(make_recipe(**DIFF), out)
-        assert (live / "model.safetensors").exists(), "another export still writes it"
+        assert (live / "model.safetensors").exists(), "the directory of a running export is gone"
         shutil.rmtree(out)
     finally:
         running.kill()

@@ -64,7 +64,10 @@ def test_a_kernel_that_a_ring_cannot_use_is_refused_before_the_first_step(tiny_r
 
 @pytest.fixture
 def mlp(tiny_recipe, monkeypatch) -> Iterator[MLP]:
-    """Yield a float32 MLP of Megatron-core, because Transformer Engine's would contain the norm."""
+    """Yield an MLP of Megatron-core's local layers in float32.
+
+    Transformer Engine is not used, because its MLP would contain the norm.
+    """
     monkeypatch.setattr(build, "available_host", lambda _: "local")
     recipe = tiny_recipe("training.precision=fp32")
     with process_groups(recipe.parallel, seed=1) as parallel_state:
@@ -73,7 +76,12 @@ def mlp(tiny_recipe, monkeypatch) -> Iterator[MLP]:
 
 
 def value_and_gradients(mlp: MLP, tokens: Tensor) -> tuple[list[Tensor], int]:
-    """Return [result, gradients of tokens and weights], and bytes saved besides these inputs."""
+    """Compute the MLP's result and gradients, and count the bytes that autograd saves.
+
+    Returns:
+        A list of the result and the gradients of ``tokens`` and of the two weights; and the number
+        of saved bytes without ``tokens`` and the weights.
+    """
     weights = [mlp.linear_fc1.weight, mlp.linear_fc2.weight]
     given = {x.untyped_storage().data_ptr() for x in (tokens, *weights)}
     kept: dict[int, int] = {}
@@ -91,7 +99,7 @@ def value_and_gradients(mlp: MLP, tokens: Tensor) -> tuple[list[Tensor], int]:
 
 
 def exact_value_and_gradients(mlp: MLP, tokens: Tensor) -> list[Tensor]:
-    """Return the result and its gradients in float64, by the equation of SwiGLU."""
+    """Return the result and its gradients, computed in float64 from the equation of SwiGLU."""
     inputs = [tokens, mlp.linear_fc1.weight, mlp.linear_fc2.weight]
     x, w1, w2 = (each.detach().double().requires_grad_() for each in inputs)
     gate, up = (x @ w1.T).chunk(2, dim=-1)
@@ -102,9 +110,10 @@ def exact_value_and_gradients(mlp: MLP, tokens: Tensor) -> list[Tensor]:
 
 @pytest.mark.parametrize(("fused", "factors"), [(True, 3), (False, 5)])
 def test_swiglu_is_exact_and_saves_the_bytes_that_plan_counts(fused, factors, mlp, monkeypatch):
-    """SwiGLU equals its equation and saves the planned bytes, fused (as on GPUs) and unfused.
+    """Check that SwiGLU equals its equation and saves the planned bytes, with and without fusion.
 
-    The fused functions run uncompiled here, because compiling them takes 19 s.
+    SwiGLU is fused on GPUs. The fused functions run uncompiled here, because their compilation
+    takes 19 s.
     """
     monkeypatch.setattr(mlp.config, "bias_activation_fusion", fused)
     tokens = torch.randn(6, 2, mlp.config.hidden_size, requires_grad=True)

@@ -1,4 +1,4 @@
-"""The loss of a network with the cross-entropy kernel, which torch's function replaces here."""
+"""The loss of a network with the cross-entropy kernel, for which torch's function stands in."""
 
 import pytest
 import torch

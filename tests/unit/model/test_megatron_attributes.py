@@ -1,8 +1,8 @@
-"""Names that this project's network and Megatron-core use of each other.
+"""Names through which this project and Megatron-core use each other's code.
 
-Megatron-core does not guarantee these names. To change its version in pyproject.toml, run this file
-first: it shows which names are missing. Then run tests/parallel: they show which names have a
-different meaning in the new version.
+Megatron-core does not guarantee these names. Before a change of Megatron-core's version in
+pyproject.toml, run this file first: its failures show which names are missing. Then run
+tests/parallel: failures there show which names have a different meaning in the new version.
 """
 
 import ast
@@ -33,7 +33,7 @@ from diffmegatron.model.network import VirtualStage
 from diffmegatron.parallel.parallel_state import process_groups
 from tests.paths import ROOT
 
-# Functions of Megatron-core, and arguments that this project passes by name.
+# Functions of Megatron-core, each with names of arguments that this project passes.
 ARGUMENTS = [
     (LanguageModelEmbedding.__init__, ["vocab_size", "max_sequence_length", "tp_group"]),
     (LanguageModelEmbedding.__init__, ["position_embedding_type"]),
@@ -55,8 +55,9 @@ READ_OF_A_STAGE = [
     (LanguageModule, "embedding"),
     (LanguageModule, "output_layer"),
 ]
-# Private names of Megatron-core, with the file that uses each. They have no public equivalent: one
-# reads an index, and the others are patched so that CUDA's random states work on a CPU.
+# Files of this project and the private names of Megatron-core that they use. The names have no
+# public equivalent. ``_IndexReader`` reads the index of a corpus. The two functions are patched so
+# that Megatron-core's random states work on a CPU.
 PRIVATE = {
     ("data/index/token_store.py", "_IndexReader"),
     ("parallel/cpu.py", "_get_cuda_rng_state"),
@@ -107,9 +108,10 @@ def test_no_other_private_name_of_megatron_is_taken():
 
 
 def private_names(path: Path) -> Iterator[str]:
-    """Yield the private names that a file imports from Megatron-core, accesses or replaces there.
+    """Yield the private names of Megatron-core that a file uses.
 
-    Replacements are found as tuples (module, name, new value).
+    They are the names that the file imports, accesses as attributes of imported modules, or
+    replaces. A replacement is recognized as a tuple (module, name, new value).
     """
     modules: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
@@ -158,9 +160,10 @@ def test_angles_are_those_of_megatrons_rotary_embedding(tiny_recipe, scaling):
     ],
 )
 def test_full_recomputation_keeps_the_inputs_of_groups(tiny_recipe, overrides, groups, monkeypatch):
-    """Each checkpoint covers one group of layers, and recomputation changes no bit of a gradient.
+    """Check the groups of recomputed layers, and that recomputation changes no bit of a gradient.
 
-    ``groups`` has the number of layers of each checkpoint in the order of the forward pass.
+    Each checkpoint of activations covers one group. ``groups`` has the number of layers of each
+    group, in the order of the forward pass.
     """
     counts: list[int] = []
     apply = CheckpointFunction.apply

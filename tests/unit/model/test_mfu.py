@@ -1,4 +1,4 @@
-"""MFU in the metrics and in the line of progress of a run whose GPU is known."""
+"""MFU (model FLOPs utilization) in the metrics and the progress line of a run with a known GPU."""
 
 import re
 from pathlib import Path
@@ -20,7 +20,7 @@ def test_a_run_records_and_prints_its_mfu(tiny_recipe, monkeypatch, capsys):
     entries = [entry for entry in read_metrics(Path(recipe.run_dir)) if "train/loss" in entry]
     assert len(entries) == 3
     assert len(re.findall(r"tokens/s \| MFU \d+\.\d% \| ETA", capsys.readouterr().out)) == 3
-    # FLOPs per token: 6 per weight of a matrix, and 6 x length x hidden for attention per layer.
+    # A token needs 6 FLOPs per weight of a matrix, and 6 x length x hidden per layer for attention.
     hidden, ffn, layers, length, vocabulary = 64, 96, 2, 64, 320
     attention = recipe.model.attention
     keys = hidden * attention.num_kv_heads // attention.num_heads

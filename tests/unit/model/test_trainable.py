@@ -35,15 +35,16 @@ from diffmegatron.training.compute.step import summed_loss
 from diffmegatron.training.monitoring.metrics import read_metrics
 from diffmegatron.training.trainer import train
 
-# Train the projections of attention, without the query rows of ``linear_qkv``, and two lambda
-# vectors per layer. The projections have weight decay, the vectors have none.
+# Overrides that train attention's projections, except the query rows of ``linear_qkv``, and two
+# lambda vectors per layer. The projections have weight decay. The vectors have none.
 PART = (
     "optimizer.trainable=['*.linear_qkv.weight:[kv]', '*.linear_proj.weight', '*.lambda_q?']",
     "optimizer.lr_multipliers={'*.lambda_*': 5, '*.1.*.linear_*': 0.5}",
 )
 LORA = "model.lora={rank: 4, alpha: 8}"
-# Kinds and numbers of rows of ``linear_qkv`` for one key-value head of the tiny recipe, in order:
-# two query heads, a key head and half of a value head, and the same once more.
+# Kind and number of rows of ``linear_qkv`` for one key-value head of the tiny recipe (d = 8), in
+# order. The first map has two query heads, a key head and half of the value. The second map has the
+# same numbers of rows.
 ROWS = [("q", 16), ("k", 8), ("v", 8)] * 2
 
 
@@ -52,7 +53,7 @@ def last(run_dir: Path | str) -> Checkpoint:
 
 
 def frozen_rows() -> Tensor:
-    """Return a mask of the rows of ``linear_qkv``, [128], that is true for queries."""
+    """Return a mask [128] of the rows of ``linear_qkv``, which is true for query rows."""
     return torch.cat([torch.full((count,), kind == "q") for kind, count in ROWS]).repeat(2)
 
 
@@ -84,8 +85,8 @@ def test_the_names_and_shapes_are_those_of_the_built_network(overrides, tiny_rec
 def reference(recipe) -> dict[str, Tensor]:
     """Train the rows that ``PART`` selects with torch's AdamW, and return all weights by name.
 
-    The network has gradients for all tensors. The selected rows of each tensor are copied into a
-    leaf, which the optimizer updates.
+    The network computes gradients of all tensors. The selected rows of each tensor are copied into
+    a leaf, and the optimizer updates only the leaves.
     """
     everything = {"trainable": None, "lr_multipliers": {}}
     whole = recipe.model_copy(update={"optimizer": recipe.optimizer.model_copy(update=everything)})
@@ -166,7 +167,8 @@ def test_frozen_tensors_have_no_gradient_and_no_state_as_planned(tiny_recipe):
     assert held == sum(p.numel() for p in with_gradient) == sum(trained_parameters(recipe, 0))
     assert saved == count_parameters(recipe.model).total == sum(rank_parameters(recipe, 0))
     # Each layer trains two lambda vectors of 8, the keys and values of two key-value heads (32 rows
-    # per head), and a square projection.
+    # per head), and a square projection. The 64 frozen query rows of ``linear_qkv`` also have
+    # optimizer state.
     assert len(trained) == 2 * 4
     assert count_trained(recipe) == 2 * (2 * 8 + 2 * 32 * 64 + 64 * 64)
     assert held - count_trained(recipe) == 2 * 64 * 64

@@ -95,7 +95,8 @@ def test_recipes_and_scripts_are_found_where_the_wheel_puts_them(
     assert included == {name: f"diffmegatron/{name}" for name in ("configs", "launch")}
     for name, target in included.items():
         assert shipped_folder(name) == ROOT / name and not (ROOT / name).is_symlink()
-        # A folder of this name beside an installed package may be from another package: ignore it.
+        # A folder of this name beside an installed package may belong to another package, so
+        # ``shipped_folder`` must not return it.
         (tmp_path / name).mkdir()
         (tmp_path / target).mkdir(parents=True)
     monkeypatch.setattr("diffmegatron.shipped_files._PACKAGE", tmp_path / "diffmegatron")

@@ -1,8 +1,9 @@
 """Private attributes of DeepSpeed that ``diffmegatron.optim`` uses.
 
-pyproject.toml pins an exact version of DeepSpeed because of these attributes. To change the
-version, run this file first: it shows which attributes are missing. Then run tests/parallel and
-tests/recovery: they show which attributes have a different meaning in the new version.
+pyproject.toml pins an exact version of DeepSpeed because of these attributes. Before a change of
+the version, run this file first: its failures show which attributes are missing. Then run
+tests/parallel and tests/recovery: failures there show which attributes have a different meaning in
+the new version.
 """
 
 import inspect
@@ -26,8 +27,8 @@ class Attribute(NamedTuple):
 
     Attributes:
         name: name of the attribute.
-        stages: ZeRO stages in which it exists.
-        kind: class of its value; None if any value but None is allowed.
+        stages: ZeRO stages in which the attribute exists.
+        kind: class of the value; None: any value except None is allowed.
     """
 
     name: str
@@ -35,7 +36,7 @@ class Attribute(NamedTuple):
     kind: type | None = None
 
 
-# Grouped by the file of diffmegatron/optim that uses them.
+# The attributes are grouped by the file of diffmegatron/optim that uses them.
 OF_OPTIMIZERS = [
     # partition.py, ZeRO 1 and 2
     Attribute("param_groups", (1, 2), list),
@@ -81,7 +82,10 @@ def each(attributes: list[Attribute]):
 
 @pytest.fixture(scope="module")
 def engines(corpus, tmp_path_factory) -> dict[int, tuple[Any, list[SimpleNamespace]]]:
-    """Return DeepSpeed's optimizer and the parameters' attributes after one step, by ZeRO stage."""
+    """Train one step with each ZeRO stage, and return the results by stage.
+
+    The result of a stage is DeepSpeed's optimizer, and the attributes of each parameter.
+    """
     file = tmp_path_factory.mktemp("deepspeed") / "tiny.yaml"
     file.write_text(TINY.format(run_dir=file.parent / "run", corpus=corpus))
     return {stage: step(load_recipe(file, [f"parallel.zero_stage={stage}"])) for stage in (1, 2, 3)}
@@ -128,7 +132,7 @@ def test_a_parameter_mapping_has_the_required_attributes(name, engines):
 def test_deepspeed_looks_for_no_compiled_operation(capfd):
     """Check that DeepSpeed does not search for operations that this machine could compile.
 
-    Its search prints a warning for each operation that cannot be built.
+    The search would print a warning for each operation that cannot be built.
     """
     deepspeed = import_deepspeed()
     from deepspeed.comm.torch import build_shm_op
@@ -160,7 +164,8 @@ def test_a_partition_of_gradients_can_lie_in_another_tensor():
 def test_deepspeed_code_contains_zero_padding():
     """Check only that the name ``_zero_padding`` exists in DeepSpeed's code.
 
-    Padding occurs only if the ranks' partitions differ in size, which one rank cannot show.
+    Padding occurs only if the partitions of several ranks differ in size, but this test has only
+    one rank.
     """
     from deepspeed.runtime.zero import stage_1_and_2
 

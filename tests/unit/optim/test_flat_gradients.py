@@ -1,4 +1,4 @@
-"""Flat gradients of a single rank, compared with DeepSpeed's own reduction."""
+"""Training with flat gradients on a single rank, compared with DeepSpeed's own reduction."""
 
 import pytest
 import torch
@@ -37,12 +37,12 @@ def make_recipe(precision: str) -> Recipe:
 
 
 def trained(precision: str, steps: list[str]) -> tuple[list[float], dict[str, torch.Tensor], bool]:
-    """Return the gradient norm of each step, the final weights, and whether gradients were flat.
+    """Train, and return the norm of each step, the final weights, and whether gradients were flat.
 
     Args:
-        precision: precision of the training.
+        precision: value of ``training.precision``.
         steps: one word for each step of two microbatches: "applied", "refused" (the update is
-            rejected) or "nan" (the loss is NaN).
+            rejected) or "nan" (the loss is NaN, and the update is rejected).
     """
     recipe, norms = make_recipe(precision), []
     generator = torch.Generator().manual_seed(0)

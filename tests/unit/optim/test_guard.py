@@ -46,7 +46,10 @@ def test_a_spike_is_ignored_recorded_or_skipped(spikes, applied, reported, loss,
 
 
 def test_a_spike_is_k_sample_standard_deviations_above_the_mean():
-    """Compare with numpy. A fall of loss and norm is not a spike, however large it is."""
+    """Compare the limit of a spike with numpy's mean and standard deviation.
+
+    A decrease of loss and norm is not a spike, however large the decrease is.
+    """
     numpy = pytest.importorskip("numpy")
     losses = [loss for loss, _ in CALM]
     edge = numpy.mean(losses) + 6 * numpy.std(losses, ddof=1)

@@ -1,4 +1,4 @@
-"""Order in which sums of gradients over ranks start, in a fake process group of two ranks."""
+"""Order in which the sums of gradients over ranks begin, in a fake process group of two ranks."""
 
 from collections.abc import Iterator
 from unittest import mock
@@ -17,7 +17,7 @@ SIZE = 4
 
 
 class Chain(torch.nn.Module):
-    """Three layers in a row, the last of which can run several times, and an unused layer."""
+    """Three layers in a row and an unused layer; the third layer can run several times."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,7 +28,8 @@ class Chain(torch.nn.Module):
     def forward(self, x: Tensor, times: int) -> Tensor:
         x = self.second(self.first(x))
         for _ in range(times):
-            # Reentrant, as in Megatron-core: each checkpoint adds to the gradient separately.
+            # Use reentrant checkpoints, as Megatron-core does. Each of them adds to the gradient
+            # separately.
             x = checkpoint(self.last, x, use_reentrant=True)
         return x.sum()
 
@@ -43,9 +44,11 @@ def two_ranks() -> Iterator[None]:
 class Training:
     """A chain whose gradients are averaged over the ranks, and the events of a training step.
 
-    The events are "first" (the first layer's weight receives a gradient), "sum 1", "sum 2", "sum 3"
-    and "sum u" (the all-reduce of a layer begins; "u" is the unused layer), and "step" (the
-    backward passes have ended).
+    These are the events:
+
+    - "first": the first layer's weight has received a gradient.
+    - "sum 1", "sum 2", "sum 3", "sum u": the all-reduce of a layer begins; "u" is the unused layer.
+    - "step": all backward passes have ended.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, unused: bool = False) -> None:
@@ -91,7 +94,8 @@ SUMS = ["sum 3", "sum 2", "sum 1"]
 def test_sums_overlap_the_backward_pass_from_the_second_step(monkeypatch):
     training = Training(monkeypatch)
     assert training.step() == ["first", *SUMS, "step"]
-    # The hook of the reduction comes before the one that notes the first layer's gradient.
+    # "sum 1" precedes "first", because the reduction registered its hook on the first layer's
+    # weight before the test registered the hook that records "first".
     assert training.step() == ["sum 3", "sum 2", "sum 1", "first", "step"]
 
 
@@ -118,7 +122,7 @@ def test_a_gradient_that_comes_in_parts_is_summed_after_the_last(monkeypatch):
     alone = {name: parameter.grad for name, parameter in chain.named_parameters()}
     for name, parameter in training.chain.named_parameters():
         if parameter in training.norms:
-            # The fake group sums nothing, so its mean over two ranks is half the rank's gradient.
+            # The fake group sums nothing, so the mean over two ranks is half the rank's gradient.
             torch.testing.assert_close(parameter.grad, alone[name] / 2, rtol=0, atol=0)
             torch.testing.assert_close(training.norms[parameter], alone[name].norm())
 
@@ -140,7 +144,8 @@ def test_a_gradient_that_comes_less_often_is_summed_at_the_end(monkeypatch):
 def test_a_parameter_without_gradient_delays_all_sums_to_the_end(monkeypatch):
     training = Training(monkeypatch, unused=True)
     for _ in range(2):
-        # The unused layer is the network's last. Every rank sums it first, and then the others.
+        # The unused layer is the last layer of the network, so its sum is the first in the order.
+        # It gets no gradient, so all sums begin after the backward pass.
         assert training.step() == ["first", "sum u", *SUMS, "step"]
 
 

@@ -1,4 +1,4 @@
-"""The learning rate at the points that define it."""
+"""The learning rate of each kind of schedule, at the steps that define the schedule."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""The default group of a process without a launcher."""
+"""The default process group of a process without a launcher: its effect on tracebacks."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The deterministic setting: on inside its context, restored afterwards, used by the kernels."""
+"""``deterministic_algorithms``: the settings inside and after the context, and their effects."""
 
 import os
 from types import SimpleNamespace

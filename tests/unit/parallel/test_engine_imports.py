@@ -1,4 +1,4 @@
-"""Imports of Megatron-core and DeepSpeed without the compiler, which loads at its first use."""
+"""Imports of Megatron-core and DeepSpeed that do not load the compiler before its first use."""
 
 import gc
 import subprocess
@@ -30,7 +30,7 @@ def test_a_start_does_not_load_the_compiler():
 
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """Replace ``torch.compile`` by a function that only adds its arguments to the returned list."""
+    """Replace ``torch.compile`` with a function that only records its arguments in a list."""
     calls: list[object] = []
 
     def compile_(model: object, **options: object) -> object:
@@ -61,7 +61,8 @@ def test_a_module_is_compiled_at_once(compiled):
     assert compiled == [(module, {"dynamic": True})]
 
 
-@pytest.mark.filterwarnings("error")  # the compiler warns about functions that it cannot trace
+# The compiler warns about functions that it cannot trace, so warnings are errors here.
+@pytest.mark.filterwarnings("error")
 def test_a_function_called_in_a_compiled_one_is_inlined():
     counts: list[int] = []
 

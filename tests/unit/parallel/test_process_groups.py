@@ -1,4 +1,4 @@
-"""The threads of process groups end, even if something still refers to the groups."""
+"""The threads of process groups end, even if a Python object still refers to the groups."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from diffmegatron.parallel.parallel_state import process_groups
 
 
 class Network:
-    """A reference cycle that holds every group, as a network and its engine do."""
+    """An object that refers to itself and to every group, as a network and its engine do."""
 
     def __init__(self) -> None:
         self.cycle = self

@@ -1,4 +1,4 @@
-"""Random states of a checkpoint: restored by name if they fit the device and version of torch."""
+"""Random states of a checkpoint, restored by name if they fit the device and torch's version."""
 
 from unittest import mock
 
@@ -21,9 +21,10 @@ def test_a_saved_state_gives_the_same_numbers_again():
 
 @pytest.mark.parametrize(("saved_bytes", "own_bytes"), [(5056, 16), (16, 5056)])
 def test_states_of_another_kind_of_device_stay_as_seeded(saved_bytes, own_bytes, monkeypatch):
-    """A state of the other kind of device (GPU or CPU) stays as seeded, and its name is returned.
+    """Check that a saved state from the other kind of device (GPU or CPU) is not restored.
 
-    A state in Megatron's tracker has 5,056 bytes on a CPU and 16 on a GPU.
+    The present state stays as it was seeded, and its name is returned. A state in Megatron's
+    tracker has 5,056 bytes on a CPU and 16 bytes on a GPU.
     """
     own = torch.ones(own_bytes, dtype=torch.uint8)
     tracker = mock.Mock(get_states=lambda: {"model-parallel": own})

@@ -19,7 +19,7 @@ from tests.ports import reserved_ports
 
 @pytest.fixture
 def port():
-    """Yield a port that no process listens on."""
+    """Yield the number of a port on which no process listens."""
     with reserved_ports(1) as (port,):
         yield port
 
@@ -29,9 +29,11 @@ def launch(port: int, rank: int = 0, ranks: int = 2, host: str = "localhost") ->
 
 
 def outcomes(launches: list[LaunchEnvironment], seconds: float, delay: float = 0.0) -> list[str]:
-    """Return, for each launch, the messages that all ranks put into the store, or its error.
+    """Run a rank in a thread for each launch, and return one text per launch.
 
-    The first launch starts at once, and each of the others ``delay`` seconds after the one before.
+    If the ranks meet, the text has the messages that all ranks put into the store. If the ranks do
+    not meet, the text is the rank's error. The ranks start in the order of the launches, ``delay``
+    seconds apart.
     """
     there = threading.Barrier(len(launches))
 
@@ -40,12 +42,14 @@ def outcomes(launches: list[LaunchEnvironment], seconds: float, delay: float = 0
         try:
             store = meet(launches[number], seconds)
         except UserError as error:
-            # A MachineError leads to a restart, which solves all but different WORLD_SIZEs.
+            # A MachineError leads to a restart. Different values of WORLD_SIZE raise a plain
+            # UserError, because a restart cannot solve this problem.
             assert isinstance(error, MachineError) != ("with WORLD_SIZE" in str(error))
             return str(error)
         store.set(str(number), f"met {number}")
         said = " ".join(store.get(str(other)).decode() for other in range(len(launches)))
-        there.wait()  # rank 0 holds the store, so no rank ends before all have read it
+        # The store ends when rank 0 ends, so wait here until all ranks have read the store.
+        there.wait()
         return said
 
     with ThreadPoolExecutor(len(launches)) as pool:
@@ -95,7 +99,8 @@ def test_rank_0_dies_while_others_wait(port):
                 if probe.connect_ex(("localhost", port)) == 0:
                     break
             time.sleep(0.1)
-        time.sleep(3)  # until the second rank waits for the outcome that rank 0 stores
+        # Give the second rank time to arrive and to wait for the outcome that rank 0 stores.
+        time.sleep(3)
         process.kill()
         process.wait()
         (said,) = second.result(60)
@@ -149,7 +154,11 @@ distributed.destroy_process_group()
 
 @pytest.mark.parametrize("shared", ["0", "1"])
 def test_ranks_meet_again_after_a_torchrun_restart(shared, tmp_path):
-    """The agent of torchrun keeps one store through all restarts, unless sharing is disabled."""
+    """Check that ranks meet again, with and without the store of torchrun's agent.
+
+    The agent keeps one store through all restarts and shares it with the ranks. If ``shared`` is
+    "1", sharing is disabled.
+    """
     (tmp_path / "ranks.py").write_text(RESTARTED)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts=1"]
     result = subprocess.run(

@@ -1,4 +1,4 @@
-"""The plan of a recipe: its numbers and warnings, printed as text and as JSON."""
+"""Tests of the plan of a recipe: numbers and warnings, printed as text and as JSON."""
 
 import io
 import json
@@ -59,7 +59,7 @@ def test_a_batch_that_does_not_divide_is_refused():
 
 
 def test_the_shipped_recipes_fit_their_gpus_without_a_warning():
-    """Plan the 3B model on two ranks, and the 13.1B model on the fewest that fill its layout."""
+    """Plan the 3B model on 2 ranks, and the 13.1B model on the fewest ranks of its layout."""
     assert plan_recipe(load(), world_size=2).warnings == ()
     assert plan_recipe(load(path=LARGE)).warnings == ()
 
@@ -67,7 +67,8 @@ def test_the_shipped_recipes_fit_their_gpus_without_a_warning():
 @pytest.mark.parametrize(
     ("overrides", "ranks", "said"),
     [
-        # Half of the 12 heads, with the recipe's head_dim 128 and with a derived head_dim (0).
+        # The recipe has 12 heads. Half of them are tried with the recipe's head_dim 128, and with
+        # head_dim 0, for which head_dim is derived from hidden_size.
         ([f"{HEADS}=6"], 2, "num_heads 6 is fewer"),
         ([f"{HEADS}=6", "model.attention.head_dim=0"], 2, "head_dim 256 is above the paper's 128"),
         ([f"{HEADS}=6"], 2, "is 1536, narrower than hidden_size 3072"),
@@ -162,7 +163,7 @@ def test_memory_of_a_tiny_network_is_printed_in_mib():
     assert "MiB" in memory and f"{plan.largest_stage.total / 2**20:.2f}" in memory
     (weights,) = (line for line in memory.splitlines() if "weights" in line)
     assert f"{plan.largest_stage.weights / 2**20:.2f}" in weights
-    # One rank sends nothing, and a run of seconds has no table of times.
+    # One rank sends nothing. A run that takes less than a minute has no table of times.
     assert "GB" in sent and "0.00" in sent
     assert "The run would take less than a minute" in " ".join(sent.split())
     large = plan_recipe(load("parallel.pipeline=2"), 8)
@@ -170,7 +171,7 @@ def test_memory_of_a_tiny_network_is_printed_in_mib():
 
 
 def test_a_figure_far_below_its_unit_is_not_printed_as_nothing():
-    """The optimizer state of LoRA's few weights is far below 1 GiB, the unit of the table."""
+    """Plan LoRA with few weights; the optimizer state is far below 1 GiB, the table's unit."""
     plan = plan_recipe(load("model.lora={rank: 1, alpha: 1, targets: [linear_qkv]}"), 8)
     assert 0 < plan.largest_stage.optimizer / 2**30 < 0.005
     memory = printed(plan).split("Memory per rank")[1].split("Sent per step and rank")[0]
@@ -178,17 +179,19 @@ def test_a_figure_far_below_its_unit_is_not_printed_as_nothing():
     assert "<0.01" in line
 
 
-# For each override of the 3B model: kind, heads, key-value heads, d (head_dim), heads of the
-# baseline, and two differences from the baseline per layer: in parameters, and in FLOPs per token
-# of a forward pass with a sequence length of 4,096.
+# Each override of the 3B model has these values: the kind of attention, heads, key-value heads, d
+# (head_dim) and heads of the baseline. Two more values are differences from the baseline per layer:
+# the number of parameters, and the FLOPs per token of a forward pass at sequence length 4,096.
 PAIRS = {
     "baseline=true": ("softmax", 24, 24, 128, 24, 0, 0),
     "attention.kind=diff_v1": ("diff_v1", 12, 12, 128, 24, 4 * 128 + 256, 0),
-    # It adds W_lambda and 24 noise heads, each with scores and a product with V of d channels each.
+    # diff_v2 adds W_lambda and 24 noise heads. Each noise head has a query projection to d
+    # channels, scores over d channels, and a product with V of d channels.
     "attention.kind=diff_v2": (
         "diff_v2", 24, 24, 128, 24, 24 * 129 * 3072, 2 * 24 * 129 * 3072 + 4096 * 24 * 2 * 128,
     ),
-    # 3 noise heads of d instead of 12, so the queries and scores of 9 heads are missing.
+    # grouped has 3 noise heads instead of the 12 of diff_v1, so it lacks the queries and scores of
+    # 9 heads. It has the same lambda parameters and norm as diff_v1.
     "attention.kind=grouped": (
         "grouped", 12, 3, 128, 24,
         4 * 128 + 256 - 9 * 128 * 3072, -2 * 9 * 128 * 3072 - 4096 * 9 * 128,
@@ -346,7 +349,7 @@ def test_a_run_dir_is_printed_as_it_is(capsys):
 
 
 def test_no_torch_is_needed():
-    """A plan starts fast, and also works on a machine without torch."""
+    """Check that a plan does not import torch; it starts fast and works without torch."""
     code = (
         "import sys; from diffmegatron.config.load import load_recipe; "
         f"from diffmegatron.plan import run; run([load_recipe({str(LARGE)!r})]); "

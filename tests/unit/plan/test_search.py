@@ -1,4 +1,4 @@
-"""`plan --search`: listed layouts are valid and fit; errors if there are none."""
+"""Tests of ``plan --search``: listed layouts are valid and fit the memory; errors if none fits."""
 
 import io
 import json

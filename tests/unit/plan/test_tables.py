@@ -1,4 +1,4 @@
-"""Times in a printed plan."""
+"""Times in the tables of ``plan`` and ``plan --search``."""
 
 import io
 

@@ -1,4 +1,4 @@
-"""Communication, pipeline bubble and step time of a plan, compared with formulas by hand."""
+"""Communication, pipeline bubble and step time of a plan, compared with formulas."""
 
 import pytest
 
@@ -14,7 +14,7 @@ from tests.paths import CONFIGS
 
 WIDE = {"attention": {"kind": "diff_v1", "num_heads": 8, "num_kv_heads": 4, "head_dim": 64}}
 LAYERS, HIDDEN, LENGTH, BATCH = 8, 512, 1024, 32
-# Bytes of a microbatch's hidden states in bf16.
+# Bytes of the hidden states of a microbatch of one sequence, in bf16.
 STATE = 2 * HIDDEN * LENGTH
 
 
@@ -51,8 +51,8 @@ def test_one_rank_sends_nothing():
 def test_tensor_parallel_sums_twice_a_layer_and_direction():
     """Count two all-reduces per layer in the forward pass, and two in the backward pass.
 
-    The embedding has one in the forward pass, and the output layer one in the backward pass. On 4
-    ranks, an all-reduce sends 2 (4 - 1) / 4 times the bytes that it sums.
+    The embedding has one all-reduce in the forward pass, and the output layer has one in the
+    backward pass. On 4 ranks, each rank sends 2 (4 - 1) / 4 times the bytes of the summed tensor.
     """
     sent = count_traffic(make_recipe(parallel={"tensor": 4}), 4)
     assert sent.tensor == BATCH * (4 * LAYERS + 2) * 2 * 3 / 4 * STATE
@@ -81,7 +81,8 @@ def test_recomputing_repeats_the_forward_passes_communication():
 def test_context_traffic_matches_each_kind_of_communication():
     """Compare the bytes that each kind of communication sends on 4 ranks with 256 tokens each.
 
-    Per token, keys and values have 2 x 4 x 32 channels each, and queries have 2 x 8 x 32.
+    Per token, the keys of both softmax maps have 2 x 4 x 32 channels. The values have as many, and
+    the queries of both maps have 2 x 8 x 32 channels.
     """
     tokens, pair, queries = LENGTH // 4, 2 * 2 * 4 * 32, 2 * 8 * 32
     sent = {
@@ -107,9 +108,9 @@ def test_a_stage_in_the_middle_sends_both_ways():
 
 @pytest.mark.parametrize(("trainable", "is_reduced"), [("embedding.*", True), ("decoder.*", False)])
 def test_a_pipeline_reduces_a_tied_embedding_that_is_trained(trainable, is_reduced):
-    """If the tied embedding is trained, the first and the last stage sum its float32 gradient.
+    """Check that a pipeline sums the float32 gradient of a tied embedding only if it is trained.
 
-    This does not depend on whether other tensors are frozen.
+    The first and the last stage sum it. Other trained and frozen tensors have no influence.
     """
     norms = "*input_layernorm.weight"
     recipe = make_recipe(
@@ -129,7 +130,7 @@ def test_zero_reduces_every_microbatch_from_stage_2_on():
     # ZeRO 1 reduces float32 gradients once per step by an all-reduce, which sends twice as many
     # numbers as the all-gather of the bf16 weights.
     assert first.gradients == 2 * 2 * first.weights
-    # 32 sequences are 4 microbatches on each of 8 ranks. In each of them, ZeRO 2 reduces bf16
+    # 32 sequences are 4 microbatches on each of 8 ranks. In each microbatch, ZeRO 2 reduces bf16
     # gradients by an all-reduce, and ZeRO 3 by a reduce-scatter.
     assert second.gradients == 4 * 2 * second.weights
     assert second.weights == first.weights
@@ -140,9 +141,10 @@ def test_zero_reduces_every_microbatch_from_stage_2_on():
 
 
 def test_collectives_are_counted_by_hand():
-    """The network has 8 layers, and a microbatch is one sequence.
+    """Compare the collectives of a rank per step with numbers that are counted by hand.
 
-    ``tensor`` includes the two reductions of the cross-entropy.
+    The network has 8 layers, and a microbatch is one sequence. ``tensor`` includes the two
+    reductions of the cross-entropy.
     """
 
     def calls(ranks: int, stage: int = 0, **parallel: object) -> Traffic:
@@ -152,17 +154,19 @@ def test_collectives_are_counted_by_hand():
         training = {"loss_chunk": LENGTH // 4}
         return stage_collectives(make_recipe(parallel=parallel, training=training), 4, 0)
 
-    # Without sequence parallelism, a layer has two all-reduces per direction, and the embedding and
-    # the output layer have one each. With it, a layer has two all-gathers and two reduce-scatters
-    # per direction, and two more all-gathers in the backward pass. The embedding then has two
-    # collectives, and the output layer three.
+    # Without sequence parallelism, a layer has two all-reduces in the forward pass and two in the
+    # backward pass. The embedding and the output layer have one all-reduce each. With sequence
+    # parallelism, a layer has two all-gathers and two reduce-scatters in each pass, and two more
+    # all-gathers in the backward pass. The embedding has two collectives, and the output layer
+    # three.
     assert calls(4, tensor=4).tensor == BATCH * (4 * LAYERS + 2 + 2)
     assert calls(4, tensor=4, sequence_parallel=True).tensor == BATCH * (10 * LAYERS + 5 + 2)
-    # Each of the four chunks of the loss has the collectives of the output layer and four of the
-    # cross-entropy: two in the forward pass, and two because the backward pass computes it again.
-    # The output layer has one, or four with sequence parallelism: one more than without chunks,
-    # because its backward pass gathers the hidden states again for the logits. A simulated
-    # step of tests/simulated_cuda had the same numbers per microbatch for two layers: 29 and 54.
+    # Each of the four chunks of the loss has the collectives of the output layer, and four
+    # reductions of the cross-entropy: two in the forward pass, and two in the backward pass, which
+    # computes the cross-entropy again. The output layer has one collective per chunk. With sequence
+    # parallelism it has four: one more than without chunks, because its backward pass gathers the
+    # hidden states again to compute the logits. For a network of two layers, these counts are 29
+    # and 54 per microbatch. A simulated step of tests/simulated_cuda had the same numbers.
     assert calls_in_chunks(tensor=4).tensor == BATCH * (4 * LAYERS + 1 + 4 * (1 + 4))
     scattered = calls_in_chunks(tensor=4, sequence_parallel=True)
     assert scattered.tensor == BATCH * (10 * LAYERS + 2 + 4 * (4 + 4))
@@ -189,9 +193,10 @@ def test_every_collective_takes_its_latency():
 
 
 def test_the_bubble_is_the_papers():
-    """Compare with (p - 1) / (m v) of Narayanan et al., arXiv 2104.04473, section 2.2.
+    """Compare the bubble with (p - 1) / (m v) of Narayanan et al., arXiv 2104.04473, section 2.2.
 
-    p is the number of stages, m of microbatches, and v of virtual stages per rank.
+    p is the number of pipeline stages, m is the number of microbatches, and v is the number of
+    virtual stages per rank.
     """
     layout = {"pipeline": 4, "virtual_pipeline": 2}
     assert bubble_share(make_recipe(parallel=layout), 8) == 3 / 16
@@ -202,8 +207,8 @@ def test_recomputation_costs_time_but_does_not_count_as_utilization():
     plain, again = (
         estimate(make_recipe(recompute={"granularity": each}), 1) for each in ("none", "full")
     )
-    # Recomputation adds a second forward pass to one forward and one backward pass, which take
-    # three times as long as a forward pass.
+    # A backward pass takes about twice as long as a forward pass. Recomputation adds a second
+    # forward pass, so the ratio is about 4 / 3.
     assert 1.2 < again.compute / plain.compute < 1.4
     assert again.utilization == pytest.approx(plain.utilization * plain.step / again.step)
 
@@ -229,10 +234,10 @@ def test_faster_hardware_is_faster():
 
 
 def attention_flops(backend: str, **sections: dict) -> float:
-    """Return the FLOPs of attention for one sequence, from the estimated time of a step.
+    """Return the FLOPs that attention kernels do in the estimated computation time of one sequence.
 
-    The result includes the FLOPs of all other operations, so only differences of backends count.
-    The time of the memory traffic of attention is subtracted.
+    The time of attention's memory traffic is subtracted first. The time still includes all other
+    operations of the step, so only the difference between two backends has a meaning.
     """
     recipe = make_recipe(training={"attention_backend": backend}, **sections)
     gpu, assumed = ACCELERATORS["H100"], Assumptions()
@@ -241,9 +246,9 @@ def attention_flops(backend: str, **sections: dict) -> float:
     return (estimate(recipe, 1).compute / BATCH - moved) * assumed.attention * gpu.peak_flops
 
 
-# Multiply-adds of the forward and the backward pass, per head and visible (query, key) pair, in
-# units of d (head_dim). The reference has the factor 2 because it also computes the masked pairs.
-# For d = 64, Triton's backward pass computes each pair only once.
+# Multiply-adds of the forward pass plus those of the backward pass, per head and visible
+# (query, key) pair, in units of d (head_dim). The reference has the factor 2 because it also
+# computes the masked pairs. For d = 64, Triton's backward pass computes each pair only once.
 WORK = {"reference": 2 * (4 + 8), "blocked": 4 + 10, "triton": 6 + 10, "flash_4call": 8 + 20}
 
 
@@ -276,10 +281,12 @@ def test_auto_is_planned_as_sdpa_4call():
 def test_the_reference_keeps_all_maps():
     """Compare the reference with blocked attention by the bytes that only the reference keeps.
 
-    Each of two maps of 8 heads keeps its softmax and a second matrix of the same size, both [s, s]
-    in bf16, where s is the sequence length. The layer also keeps a mask per map, with one byte per
-    pair. It repeats both key heads and the value head of each of 4 key-value heads for 8 heads,
-    which are 4 more of each.
+    Let s be the sequence length. Each of the 8 heads has two softmax maps. Each map keeps its
+    softmax and a second matrix of the same size, both [s, s] in bf16. A layer also keeps one mask
+    [s, s] per map, with one byte per (query, key) pair, which all heads share.
+
+    The 4 key-value heads are repeated for 8 heads. A layer therefore keeps copies of 4 key-value
+    heads in bf16. Each has two keys of 32 channels and a value of 64 channels per token.
     """
     keeps, fused = (
         memory_by_stage(make_recipe(training={"attention_backend": each}), 1)[0].activations
@@ -303,7 +310,12 @@ def test_offloading_the_optimizer_costs_time():
 
 
 def hidden(*overrides: str, ranks: int = 64) -> float:
-    """Return the seconds per step that summing gradients during the backward pass saves."""
+    """Return the seconds per step that a run saves if gradients are summed in the backward pass.
+
+    Args:
+        overrides: overrides of the recipe diff_3b_1t.
+        ranks: number of ranks.
+    """
     on, off = (
         estimate(load_recipe(CONFIGS / "diff_3b_1t.yaml", [*overrides, *more]), ranks)
         for more in ([], ["parallel.overlap_gradients=false"])
@@ -316,15 +328,16 @@ def hidden(*overrides: str, ranks: int = 64) -> float:
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_gradients_hide_behind_one_microbatchs_backward_pass(size, recompute):
-    """Check that the backward pass of one microbatch hides communication.
+    """Check that the backward pass of only one microbatch per step hides communication.
 
     A backward pass takes two thirds of the time of a microbatch, or three quarters with
-    recomputation. For attention the share is slightly larger.
+    recomputation. The backward pass of attention takes slightly more.
     """
     overrides = [
         f"training.micro_batch_size={size}",
         f"recompute.granularity={recompute}",
-        # With a slower backend, the longest of these backward passes would hide all gradients.
+        # With a slower backend, the longest of these backward passes would be longer than the
+        # communication of all gradients.
         "training.attention_backend=triton",
     ]
     recipe = load_recipe(CONFIGS / "diff_3b_1t.yaml", overrides)

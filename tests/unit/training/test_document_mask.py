@@ -1,4 +1,4 @@
-"""Packed conversations do not see each other, unless the recipe lets them."""
+"""Conversations in one sequence attend to each other only if the recipe allows it."""
 
 import json
 from dataclasses import replace
@@ -15,7 +15,8 @@ from diffmegatron.training.document_mask import decide_document_mask
 from diffmegatron.training.hook import Hook
 from diffmegatron.training.trainer import train
 
-END = 256  # end-of-document token of the tokenizer ``bytes``
+# END is the end-of-document token of the tokenizer ``bytes``.
+END = 256
 BEST_FIT = ["data.packing=best_fit", "training.eval_batches=0"]
 
 
@@ -42,7 +43,8 @@ def sources(*prefixes: Path) -> str:
     [
         (["chats"], ["data.packing=best_fit"], True),
         (["chats"], ["data.packing=concatenate"], True),
-        (["chats"], ["data.packing=none"], False),  # nothing shares a sequence
+        # Without packing, no two conversations share a sequence.
+        (["chats"], ["data.packing=none"], False),
         (["chats"], ["data.packing=best_fit", "data.reset_attention_mask=false"], False),
         (["corpus"], ["data.packing=best_fit"], False),
         (["corpus"], ["data.reset_attention_mask=true"], True),
@@ -60,9 +62,9 @@ def test_sources_decide_the_document_mask_unless_the_recipe_does(
 
 
 class _Neighbours(Hook):
-    """Hook that changes the first conversation of a row, and compares the losses of the others.
+    """Hook that changes the first conversation of a row after training.
 
-    After training, ``are_equal`` is true if the losses before and after the change are equal.
+    ``are_equal`` is true if this change does not change the losses of the later conversations.
     """
 
     def after_training(self, run):

@@ -13,7 +13,7 @@ ARCHITECTURE = Path(__file__).parents[3] / "docs" / "architecture.md"
 
 
 class Watching(Hook):
-    """Hook that records its calls and the last saved step, and stops the run after a step."""
+    """Hook that records its calls and the last saved step, and stops the run at ``stops_at``."""
 
     def __init__(self, stops_at: int | None = None) -> None:
         self.called: list[tuple[str, int, int | None]] = []
@@ -39,8 +39,8 @@ def test_a_user_hook_sees_every_step_and_can_record_and_stop(tiny_recipe):
     recipe = tiny_recipe("training.steps=4", "checkpoint.interval=9", "training.eval_batches=0")
     first, second = Watching(stops_at=2), Watching()
     assert not train(recipe, hooks=[first])
-    # A built-in hook saves the last step in its after_training. Built-in hooks are called before a
-    # user's hook, so the user's hook sees the saved step in "after".
+    # A built-in hook saves the last step in its ``after_training``. Built-in hooks are called
+    # before a user's hook, so at "after" the user's hook records the saved step.
     assert first.called == [
         ("before", 0, None),
         ("step", 1, None),

@@ -1,4 +1,4 @@
-"""The largest attention logit, compared with the maximum of all logits computed here."""
+"""The largest attention logit, compared with the maximum of all logits that the test computes."""
 
 import math
 
@@ -14,9 +14,9 @@ from diffmegatron.training.fault_tolerance import largest_logits as logits
 from diffmegatron.training.fault_tolerance.largest_logits import largest_logits
 
 GROUPED = ("model.attention.kind=grouped", "model.attention.signal_per_noise=2")
-# For each kind: overrides of the tiny recipe, which has four differential heads and two key-value
-# heads; and the key head of each query head. In DIFF V1 and grouped attention, each map has its
-# own key heads.
+# Each kind has overrides of the tiny recipe, and a list with the key head of each query head. The
+# tiny recipe has four differential heads and two key-value heads. In DIFF V1 and grouped attention,
+# each map has its own key heads.
 KINDS = {
     "diff_v1": ((), [0, 0, 1, 1, 2, 2, 3, 3]),
     "softmax": (("model.baseline=true",), [0, 0, 1, 1, 2, 2, 3, 3]),
@@ -28,9 +28,11 @@ KINDS = {
 def every_logit(query, key, documents, meets):
     """Return the logits of all visible (query, key) pairs of all heads, [number of pairs].
 
-    The queries are [s, b, heads, d], and the keys [s, b, key heads, d]. ``documents`` has the start
-    of each document in the concatenated rows and the total length, and ``meets`` the key head of
-    each query head.
+    Args:
+        query: queries [s, b, heads, d].
+        key: keys [s, b, key heads, d].
+        documents: start of each document in the concatenated rows, followed by the total length.
+        meets: key head of each query head.
     """
     length, rows, heads, d = query.shape
     assert (heads, key.shape[2]) == (len(meets), max(meets) + 1)

@@ -1,4 +1,4 @@
-"""Metrics of a run: files are continued and repaired, and errors in them never end a training."""
+"""Metrics of a run: their files are continued and repaired, and file errors never end a run."""
 
 import json
 import logging
@@ -27,9 +27,10 @@ STEPS = range(1, 6)
 
 @pytest.fixture(autouse=True)
 def number_files_from_0(monkeypatch):
-    """Restart the numbers of TensorBoard's files in each test.
+    """Restart the numbers in the names of TensorBoard's files at 0 for each test.
 
-    TensorBoard reads files of the same second in the order of their names, where 10 is before 9.
+    TensorBoard reads files that were created in the same second in the order of their names. In
+    this order, 10 precedes 9.
     """
     monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))
 
@@ -82,7 +83,8 @@ def test_a_line_that_was_not_finished_is_dropped(recorded):
     assert len(list(recorded.glob(f"{METRICS}*"))) == 1
 
 
-# If a write fails, TensorBoard's thread raises the error: ignore it.
+# If a write fails, TensorBoard's thread raises an error, and pytest warns about this error. Ignore
+# the warning.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 
 LINES = {
@@ -119,7 +121,9 @@ def test_damaged_lines_are_set_aside_and_writing_continues(name, place, recorded
         metrics.write(6, {"train/loss": 9.0})
     assert steps(recorded) == [*STEPS, 6]
     if place == 5 and name == "a step that has grown":
-        return  # not damaged: a run that resumes from an older step finds entries of later steps
+        # This line is not damaged: a run that resumes from an older step finds entries of later
+        # steps at the end of the file.
+        return
     assert "had 1 damaged lines: it is kept as" in caplog.text
     assert "continues with the 5 whole ones" in caplog.text
     assert (recorded / f"{METRICS}.damaged_1").read_bytes() == damaged
@@ -159,7 +163,7 @@ def test_a_path_that_is_not_a_regular_file_is_set_aside(make, said, tmp_path, ca
 
 @pytest.fixture
 def disk(tmp_path):
-    """Mount a file system of 64 KiB, and yield its folder."""
+    """Mount a file system of 64 KiB, and yield its folder; skip the test if that fails."""
     place = tmp_path / "disk"
     place.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(place)]
@@ -183,9 +187,11 @@ def test_lines_are_complete_after_a_full_disk_and_the_board_resumes_at_restart(d
     with MetricsWriter(disk, -1) as metrics:
         metrics.write(1, {"train/loss": 1.0})
         filling = fill(disk)
-        for step in range(2, 200):  # the last block of the file has space for some lines
+        # The last block of the file has space for some lines, so write many lines.
+        for step in range(2, 200):
             metrics.write(step, {"train/loss": 1 / step})
-        time.sleep(0.5)  # TensorBoard writes in a thread
+        # Wait for TensorBoard, which writes in a thread.
+        time.sleep(0.5)
         metrics.write(200, {"train/loss": 1 / 200})
         assert steps(disk)[-1] < 200
         failures = [r.getMessage() for r in caplog.records if r.levelno == logging.ERROR]

@@ -1,4 +1,4 @@
-"""``training.profile``: a trace of the steps asked for and of no others."""
+"""``training.profile``: a trace that contains exactly the requested steps."""
 
 import gzip
 import json

@@ -1,4 +1,4 @@
-"""The console line of a run, also if the output is a full disk or a closed pipe."""
+"""Console lines of a run whose output is a full disk or a closed pipe."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""A lock that one process at a time holds, for example on a run_dir, until it exits or dies."""
+"""A lock (for example on a run_dir) that one process holds until it releases the lock or ends."""
 
 import os
 import signal
@@ -61,7 +61,11 @@ def test_a_stale_lock_file_is_ignored(tmp_path):
 
 
 def test_a_lock_on_a_removed_file_is_taken_again(tmp_path, monkeypatch):
-    """If another process removes the lock file between opening and locking, a new one is locked."""
+    """Check that a new lock file is locked if another process has removed the old file.
+
+    The other process removes the file after this process has opened it, but before this process has
+    locked it.
+    """
     (tmp_path / "lock").write_text("old")
     real, calls = file_lock.fcntl.flock, []
 
@@ -131,9 +135,10 @@ def test_a_second_lock_without_patience_is_refused_without_waiting(tmp_path, cap
 
 
 def test_a_lock_file_removed_by_its_leaving_holder_is_locked_at_once(tmp_path, monkeypatch):
-    """If the holder removes the file between its opening and its locking, a new file is locked.
+    """Check that a new lock file is locked if the previous holder has removed the old file.
 
-    The default patience of 0 suffices, because nobody holds the lock any more.
+    The holder removes the file after this process has opened it, but before this process has locked
+    it. The default patience of 0 is enough, because no process holds the lock then.
     """
     real, lock = file_lock.fcntl.flock, tmp_path / "corpus.lock"
 

@@ -1,4 +1,4 @@
-"""Requests to stop: by signals and by the end of a Slurm job."""
+"""Requests to stop a run: signals, and the end of a Slurm job."""
 
 import os
 import signal
@@ -27,7 +27,7 @@ def test_a_second_stop_request_ends_the_process_at_once(monkeypatch):
     with StopRequest(LaunchEnvironment()):
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGTERM)
-        assert ended == [], "one request, passed on by Slurm and by torchrun"
+        assert ended == [], "two signals of one request (from Slurm and torchrun) ended the process"
         monkeypatch.setattr(safeguards, "_ONE_REQUEST_SECONDS", 0.0)
         os.kill(os.getpid(), signal.SIGUSR1)
         assert ended == [128 + signal.SIGUSR1]
@@ -37,7 +37,8 @@ def test_a_second_interrupt_has_its_own_interval(monkeypatch, capfd):
     ended = []
     monkeypatch.setattr(safeguards.os, "_exit", ended.append)
     with StopRequest(LaunchEnvironment()):
-        for _ in range(2):  # one from the terminal and one from torchrun
+        # The terminal and torchrun each send one SIGINT.
+        for _ in range(2):
             os.kill(os.getpid(), signal.SIGINT)
         assert ended == []
         monkeypatch.setattr(safeguards, "_ONE_INTERRUPT_SECONDS", 0.0)

@@ -1,4 +1,4 @@
-"""The training loss of each source is the mean over its own documents, however they are packed."""
+"""The training loss of a source is the mean over the source's documents, in every packing."""
 
 import json
 import math
@@ -26,13 +26,17 @@ from diffmegatron.training.trainer import train
 END, DIGITS = 256, frozenset(b"0123456789")
 SETTINGS = ["training.log_interval=2", "training.eval_batches=0", "guard.patience=2"]
 SHARES = {"small": 1, "LARGE": 3}
-# Number of labels of a global batch.
+# BATCH is the number of labels in a global batch: 8 sequences of 64 labels.
 BATCH = 8 * 64
 
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Write sources of small and of capital letters; return overrides of data.sources by layout."""
+    """Write a source of small letters and a source of capital letters in each layout.
+
+    Returns:
+        Override of ``data.sources`` by layout.
+    """
     return {
         layout: write_sources(tmp_path_factory.mktemp(layout), layout)
         for layout in ("text", "instruction")
@@ -57,7 +61,7 @@ class Documents:
     """Expected sum of losses in nats and number of labels, by source.
 
     The documents are taken out of the packed batch. The network runs on them again, with one
-    document in each row and padding at its end.
+    document in each row and padding at the end of the row.
     """
 
     def __init__(self) -> None:
@@ -85,7 +89,10 @@ class Documents:
 
 
 def split(row: list[int]) -> list[list[int]]:
-    """Split a row into documents, with end tokens; drop those of one token, which have no label."""
+    """Split a row into documents, each with its end token.
+
+    Documents of one token are dropped, because they have no label.
+    """
     starts = [0, *(place + 1 for place, token in enumerate(row) if token == END), len(row)]
     return [row[start:end] for start, end in pairwise(starts) if end - start > 1]
 
@@ -106,8 +113,8 @@ def recorded(recipe: Recipe) -> dict[int, dict[str, float]]:
 def around_steps(monkeypatch: pytest.MonkeyPatch) -> Callable:
     """Return a function that installs ``before``, which is called before each forward_backward.
 
-    The arguments of ``before`` are the number of the call, from 1, the engine and the microbatches.
-    It returns a factor for the gradient of the first parameter.
+    ``before`` gets three arguments: the number of the call (from 1), the engine and the
+    microbatches. It must return a factor, by which the first parameter's gradient is multiplied.
     """
 
     def install(before: Callable) -> None:
@@ -139,7 +146,11 @@ PACKINGS = {
 def test_each_source_loss_is_the_mean_over_its_own_documents(
     packing, sources, tiny_recipe, around_steps
 ):
-    """Entries cover steps 1-2, 3-4 and 5. Step 3 has a NaN gradient and does not count."""
+    """Compare the source losses of three entries with the losses of separate documents.
+
+    The entries cover steps 1 and 2, steps 3 and 4, and step 5. Step 3 has a NaN gradient and does
+    not count.
+    """
     layout, overrides = PACKINGS[packing]
     recipe = tiny_recipe(
         sources[layout], *overrides, *SETTINGS, "training.steps=5", "data.eod_mask_loss=true",
@@ -191,7 +202,7 @@ class StopAt(Hook):
 
 
 def tokens(recipe: Recipe) -> dict[int, float]:
-    """Return the number of labels of each entry, summed over sources, by step."""
+    """Return the number of labels of each entry, summed over the sources, by step."""
     return {
         step: sum(value for name, value in values.items() if "loss_tokens" in name)
         for step, values in recorded(recipe).items()
@@ -206,10 +217,10 @@ def test_a_resumed_run_records_the_steps_since_then(sources, tiny_recipe):
 
 
 def test_steps_that_are_rolled_back_do_not_count(sources, tiny_recipe, around_steps):
-    """The entry of step 6 counts only the steps after the rollback, 3 to 6.
+    """Check that the entry of step 6 counts only steps 3 to 6, which follow the rollback.
 
-    Calls 4 and 5 have NaN gradients. After these two steps the run loads the checkpoint of step 2
-    and sets the sums of all sources to 0.
+    Calls 4 and 5 (steps 4 and 5) have NaN gradients. After these steps the run loads the checkpoint
+    of step 2 and sets the sums of all sources to 0.
     """
     around_steps(lambda call, *_: math.nan if call in (4, 5) else 1.0)
     recipe = tiny_recipe(

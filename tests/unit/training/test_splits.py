@@ -1,4 +1,4 @@
-"""The held-out splits that a run measures, and when."""
+"""The losses of held-out splits that a run measures, and the steps at which it measures them."""
 
 from pathlib import Path
 
@@ -26,7 +26,7 @@ def test_the_test_documents_are_measured_once_after_the_last_step(tiny_recipe):
         for name in ("valid/loss", "test/loss")
     }
     assert sorted(found["valid/loss"]) == [0, 2, 4] and sorted(found["test/loss"]) == [4]
-    # Compute the loss of the saved weights on these documents without the run.
+    # Compute the losses of the saved weights on the held-out documents independently of the run.
     checkpoint = open_checkpoint(CheckpointStore(Path(recipe.run_dir)).latest())
     with process_groups(recipe.parallel, recipe.training.seed) as state:
         network = load_network(checkpoint, recipe, state).eval()

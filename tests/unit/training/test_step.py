@@ -1,4 +1,4 @@
-"""A step's loss and gradients are those of the global batch, however it is cut."""
+"""Loss and gradients of a step do not depend on how the global batch is cut into microbatches."""
 
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ LENGTH = 16
 
 @dataclass
 class PlainEngine:
-    """Engine that uses autograd alone, in place of DeepSpeed."""
+    """Engine that replaces DeepSpeed and uses only autograd."""
 
     network: torch.nn.Module
 
@@ -88,7 +88,10 @@ def test_a_batch_with_nothing_to_learn_has_no_gradient(tiny_recipe):
 
 
 def test_document_ids_separate_documents_in_attention(tiny_recipe):
-    """Changing the first document of a row leaves the losses of the second as they are."""
+    """Check that the loss of a row's second document does not depend on the first document.
+
+    Without document ids, the loss depends on the first document.
+    """
     ids = [[0] * 6 + [1] * (LENGTH - 6)] * 4
     second = [[0.0] * 6 + [1.0] * (LENGTH - 6)] * 4
     one = batch(second, ids)

@@ -1,4 +1,4 @@
-"""The end of a Slurm job, which somebody may move while the job runs."""
+"""The end time of a Slurm job, which an administrator may change while the job runs."""
 
 import time
 

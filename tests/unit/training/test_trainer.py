@@ -1,4 +1,4 @@
-"""The training loop: the deterministic setting holds in every step, and ends with the run."""
+"""The training loop: the deterministic setting is on in every step and off after the run."""
 
 import torch
 
@@ -9,7 +9,7 @@ from diffmegatron.training.trainer import train
 
 
 class Settings(Hook):
-    """Hook that records whether torch and Megatron's embedding are deterministic, at each step."""
+    """Hook that records at each step whether torch and Megatron's embedding are deterministic."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[bool, bool]] = []

@@ -1,4 +1,4 @@
-"""``training.wandb`` with a fake package: values that W&B gets, and failures that end no run."""
+"""``training.wandb`` with a fake package: values sent to W&B, and failures of W&B."""
 
 import sys
 from importlib.machinery import ModuleSpec
@@ -17,7 +17,7 @@ TOLD = "training.wandb={project: pairs, name: first}"
 
 
 class FakeRun:
-    """Fake run that stores its arguments and values; call number ``fails_at`` of ``log`` fails."""
+    """Fake W&B run that stores arguments and values; ``log`` fails at call number ``fails_at``."""
 
     def __init__(self, fails_at: int | None, **given: object) -> None:
         self.given, self.logged, self.defined, self.ended = given, [], [], []
@@ -37,7 +37,10 @@ class FakeRun:
 
 @pytest.fixture
 def wandb(monkeypatch):
-    """Replace the package; ``runs`` has the started runs."""
+    """Replace the package ``wandb`` with a fake, and return the fake.
+
+    The attribute ``runs`` lists the started runs. If ``fails_at`` is 0, no run can start.
+    """
     fake = ModuleType("wandb")
     fake.__spec__, fake.runs, fake.fails_at = ModuleSpec("wandb", None), [], None
 

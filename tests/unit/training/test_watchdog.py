@@ -51,7 +51,7 @@ def run(folder: Path, **parts: object) -> tuple[int, float, str]:
     [
         {"startup": 1, "step": 50},
         {"startup": 50, "step": 1, "before": "watchdog.restart_timer()"},
-        # A hang that holds the interpreter's lock: a Python thread could not end it.
+        # This hang holds the global interpreter lock, so a Python thread could not end it.
         {"startup": 1, "step": 50, "hang": "__import__('re').match('(a*)*b', 'a' * 40)"},
     ],
     ids=["startup", "step", "lock"],
@@ -77,7 +77,7 @@ def test_a_handled_stop_signal_writes_no_stacks(earlier, tmp_path):
     if earlier:
         path.parent.mkdir()
         path.write_text(earlier)
-    # The run's handler is installed before the watchdog's, which calls it.
+    # The run installs its handler of SIGTERM first. The watchdog's handler calls the run's handler.
     status, _, _ = run(
         tmp_path,
         startup=50,
@@ -106,7 +106,10 @@ def test_a_run_dir_removed_during_the_run_is_not_an_error_at_exit(then, tmp_path
 
 
 def test_a_stacks_file_that_cannot_be_truncated_only_warns(tmp_path, monkeypatch, caplog):
-    """For example, the folder was removed on a network file system: the watchdog only warns."""
+    """Check that the watchdog logs an error of ``ftruncate`` and does not raise it.
+
+    The error occurs, for example, if the folder was removed on a network file system.
+    """
 
     def refuse(*_: object) -> None:
         raise OSError(116, "Stale file handle")

@@ -1,4 +1,8 @@
-"""Costs of the attention backends, against autograd's saved bytes and the papers' multiply-adds."""
+"""Costs of the attention backends.
+
+Saved bytes are compared with the bytes that autograd saves, and work is compared with the papers'
+multiply-adds.
+"""
 
 import pytest
 import torch
@@ -16,9 +20,9 @@ D, KEYS = 8, 64
 
 
 def saved_bytes(function, *inputs):
-    """Return the bytes per query that autograd saves, and whether it saves the result.
+    """Return the bytes per query that autograd saves, and whether autograd saves the result.
 
-    The bytes do not include inputs and result.
+    The bytes do not include the inputs and the result.
     """
     kept = {}
 
@@ -48,7 +52,8 @@ def test_saved_bytes_of_two_maps_are_those_that_autograd_keeps(backend, noise_he
     found, saves_result = saved_bytes(lambda *x: diff_attention(*x, backend=backend), *inputs)
     row = DIFFERENTIAL[backend]
     sizes = Sizes(dtype.itemsize, D, heads, noise_heads, kv_heads=2, keys=KEYS)
-    # The tolerance covers a copy of lambda in the dtype of the product, saved once per call.
+    # The tolerance of 8 bytes per call covers a copy of lambda in the dtype of the product, which
+    # autograd saves once per call and not once per query.
     assert found == pytest.approx(row.saved(sizes), abs=8 / KEYS)
     assert saves_result == row.saves_result
 
@@ -65,10 +70,11 @@ def test_saved_bytes_of_one_map_are_those_that_autograd_keeps(backend, dtype):
 
 @pytest.mark.parametrize("noise_heads", [0, 2, 4])
 def test_the_reference_keeps_whole_maps(noise_heads):
-    """The reference backend saves the whole attention maps.
+    """Check that the reference backend saves the counted bytes, which include whole maps.
 
-    In addition to the counted bytes, it saves at most masks (one byte per pair of query and key)
-    and copies of k and v for every head.
+    It also saves a few bytes that are not counted: one copy of k and v per key-value head, and one
+    byte per query and map. The test allows more additional bytes: two masks of one byte per pair of
+    a query and a key, and a copy of k and v for every query head.
     """
     keys, element = 512, 4
     widths = [(4, D), (2, D), (noise_heads, D), (2, D), (2, 2 * D)] if noise_heads else None
@@ -122,8 +128,8 @@ def test_work_per_pair_is_that_of_the_papers():
     sizes = Sizes(2, 128, 12, 12, 12, 1)
     assert DIFFERENTIAL["triton"].work(sizes) == (6 * 128 * 12, 14 * 128 * 12)
     assert triton_work(sizes, one_pass=True) == (6 * 128 * 12, 10 * 128 * 12)
-    # Double these counts to compare them with the differential ones: two heads of softmax attention
-    # are as wide as one differential head.
+    # To compare these counts with those of differential attention, double them: two heads of
+    # softmax attention are as wide as one differential head.
     assert {name: per_head(row, 0) for name, row in SOFTMAX.items()} == {
         "reference": (2, 4),
         **dict.fromkeys(("blocked", "triton", "sdpa", "flash_attn", "flex"), (2, 5)),
@@ -131,9 +137,10 @@ def test_work_per_pair_is_that_of_the_papers():
 
 
 def test_a_shared_noise_head_is_computed_once():
-    """With 4 signal heads per noise head, noise scores are computed for a quarter of the heads.
+    """Check that 4 signal heads with one shared noise head need a quarter of the noise scores.
 
-    Backends that multiply each map by the values separately also multiply fewer noise maps.
+    Backends that multiply each map by the values separately also need only a quarter of the
+    products of noise maps and values.
     """
     assert per_head(DIFFERENTIAL["blocked"], 3) == (3 + 1 / 4, 7 + 3 / 4)
     assert per_head(DIFFERENTIAL["flash_2call"], 3) == (3 + 3 / 4, 7 + 7 / 4)

@@ -6,10 +6,10 @@ from diffmegatron.attention.kernels.masks import AttentionMask
 
 
 def test_the_layers_of_a_batch_share_one_table():
-    """Equal masks share one table.
+    """Check that equal masks share one table.
 
-    If each layer had its own table, each table would be copied to the GPU, and each copy would make
-    the host wait for the GPU.
+    If each layer had its own table, each table would be copied to the GPU, and the host would wait
+    for the GPU at each copy.
     """
     first, second = (AttentionMask(6, 6, cu_seqlens=(0, 2, 6)) for _ in range(2))
     device = torch.device("cpu")

@@ -27,7 +27,7 @@ DEX = {"kind": "dex", "num_heads": 6, "num_kv_heads": 2, "annealing_steps": 40}
 
 
 class Layer:
-    """A layer with the attributes that ``current_lambda`` uses."""
+    """Fake layer with the attributes that ``current_lambda`` uses."""
 
     def __init__(self, number: int, step: int, learned: float) -> None:
         self.layer_number, self.step, self._learned = number, step, learned
@@ -71,7 +71,7 @@ def test_lambda_is_the_learned_value_without_annealing():
     }
 
 
-# The section
+# The recipe section
 
 
 @pytest.fixture
@@ -147,13 +147,17 @@ def test_an_unsuitable_or_missing_heads_file_is_refused(old, new, said, heads_fi
         recipe_of("nowhere.yaml")
 
 
-# A file that is not written yet
+# A heads file that does not exist yet
 
 QUICKSTART = CONFIGS / "quickstart.yaml"
 
 
 def extended(heads: object) -> str:
-    """Return an override that gives the quickstart recipe (4 layers) DEX with these heads."""
+    """Return an override that selects DEX for the quickstart recipe, which has 4 layers.
+
+    Args:
+        heads: value of ``selected_heads``: the heads of each layer, or the path of a heads file.
+    """
     return (
         f"model.attention={{kind: dex, num_heads: 8, annealing_steps: 9, selected_heads: {heads}}}"
     )
@@ -193,7 +197,7 @@ def test_training_and_export_without_the_heads_file_are_refused(tmp_path):
     model = load_recipe(QUICKSTART, [extended(missing)], allow_missing_files=True).model
     with pytest.raises(UserError, match=said):
         dict(to_hf(make_weights(model), model, step=3))
-    # If this recipe is saved and loaded, it still has no list of heads and is refused.
+    # If this recipe is saved and loaded, it is refused, because it still has no list of heads.
     with pytest.raises(UserError, match=r"selected_heads is \{'file': "):
         check_recipe(
             load_recipe(QUICKSTART, [extended(missing)], allow_missing_files=True).model_dump(),
@@ -218,7 +222,7 @@ def test_the_baseline_needs_no_heads_file(tmp_path):
 
 
 def test_flops_count_the_selected_heads_alone():
-    """DEX adds 2 forward FLOPs per weight of W_D and token, for each of the five selected heads."""
+    """Check that each of the 5 selected heads adds 2 forward FLOPs per token and weight of W_D."""
     dex = make_recipe(**DEX, selected_heads=SELECTED).model
     plain = make_recipe(**DEX, selected_heads=SELECTED, baseline=True).model
     d = dex.attention.head_dim
@@ -234,11 +238,15 @@ def test_a_rehearsal_selects_its_own_heads(tmp_path):
     assert 0 < len(small.attention.selected_heads[0]) < small.attention.num_heads
 
 
-# The fold
+# Export and import: W_D is folded into W_O
 
 
 def dex_weights(model, seed: int = 5) -> dict[str, torch.Tensor]:
-    """Return random weights in float64, with a W_D and a lambda_learn that are far from zero."""
+    """Return random weights in float64, except lambda_learn, which is float32.
+
+    W_D and lambda_learn have a standard normal distribution. In training both start near zero by
+    default.
+    """
     generator = torch.Generator().manual_seed(seed)
     weights = {name: weight.double() for name, weight in make_weights(model).items()}
     d = model.attention.head_dim
@@ -251,7 +259,10 @@ def dex_weights(model, seed: int = 5) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("step", [0, 15, 40, 41])
 def test_folded_weights_equal_the_layer(step):
-    """W_O times the heads with DEX's term equals the folded W_O times the heads without it."""
+    """Check that the folded W_O times plain heads equals W_O times heads with DEX's term.
+
+    DEX's term is subtracted from the output of each selected head.
+    """
     model = make_recipe(**DEX, selected_heads=SELECTED).model
     weights, d = dex_weights(model), model.attention.head_dim
     before = {name: weight.clone() for name, weight in weights.items()}

@@ -1,4 +1,4 @@
-"""lambda and its initial value against the paper's numbers and a float64 computation."""
+"""lambda and its initial value, compared with the paper's numbers and a float64 computation."""
 
 import math
 
@@ -13,7 +13,7 @@ CONSTANT = LambdaInit(policy="constant", value=0.35)
 
 
 class Layer:
-    """A layer with the attributes that a variant uses: its number and four vectors of lambda."""
+    """Fake layer with the attributes that a variant uses: its number and four lambda vectors."""
 
     def __init__(self, *vectors: Tensor, layer_number: int = 1) -> None:
         self.layer_number = layer_number

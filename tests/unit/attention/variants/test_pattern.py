@@ -39,7 +39,7 @@ V1 = (
 )
 V2 = "{kind: diff_v2, num_heads: 4, num_kv_heads: 2, layers: 1}"
 TRANSFORMER = "{kind: softmax, num_heads: 4, num_kv_heads: 2}"
-# Layer 1 has DIFF V2's attention, layer 2 the Transformer's, layers 3 and 4 DIFF V1's.
+# Layer 1 has DIFF V2's attention. Layer 2 has the Transformer's. Layers 3 and 4 have DIFF V1's.
 LIST = f"model.attention=[{V1}, {V2}, {TRANSFORMER}]"
 FOUR = "model.num_layers=4"
 
@@ -52,7 +52,7 @@ def pattern_recipe(tiny_recipe):
     return make
 
 
-# The section
+# The recipe section
 
 
 def test_every_layer_has_the_kind_of_its_entry(pattern_recipe):
@@ -156,7 +156,8 @@ def test_plan_counts_the_parameters_of_the_network(pattern_recipe):
     assert built == {tensor.name: tensor.shape for tensor in network_tensors(recipe.model)}
     assert plan_recipe(recipe).parameters.total == counted
     assert sum(rank_parameters(recipe, 0)) == counted
-    # V2's lambda depends on the token and is known after a forward pass; the Transformer has none.
+    # V2's lambda depends on the token, so it exists only after a forward pass. The Transformer has
+    # no lambda.
     assert sorted(lambdas) == [3, 4]
     assert all(abs(each.item() - LAMBDA_INIT) < 0.2 for each in lambdas.values())
 
@@ -237,7 +238,7 @@ def test_the_export_imports_again(exported, tmp_path):
     imported = open_checkpoint(tmp_path / "imported" / "checkpoints" / "step_00000000")
     attention = imported.recipe.model.attention
     kinds = [attention.of_layer(layer).kind for layer in range(4)]
-    # V1 comes back as grouped heads, each with a noise head of its own.
+    # The import reads V1's heads as grouped heads, each with its own noise head.
     assert kinds == ["diff_v2", "softmax", "grouped", "grouped"]
 
 
@@ -255,7 +256,7 @@ def test_attention_maps_of_every_kind_can_be_watched(exported):
     with watch_attention(model, look), torch.no_grad():
         model.network(tokens, use_cache=False)
     assert [shape[0] for shape in shapes] == [4, 4, 2, 2]
-    # A row of a Transformer's map sums to one, a differential one to 1 - lambda.
+    # A row of a Transformer's map sums to 1. A row of a differential map sums to 1 - lambda.
     assert sums[1] == pytest.approx(1, abs=1e-4)
     assert sums[2] == pytest.approx(1 - LAMBDA_INIT, abs=0.2) and sums[2] < 0.9
     assert 0.3 < sums[0] < 0.7

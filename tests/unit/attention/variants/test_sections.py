@@ -76,13 +76,13 @@ def test_sizes_are_derived_from_a_number_in_any_notation(number, load):
 
 
 def test_a_transformer_may_have_an_odd_number_of_heads(load):
-    """The sizes of SmolLM2-135M are accepted: 9 query and 3 key-value heads of width 64."""
+    """Check the sizes of SmolLM2-135M: 9 query heads and 3 key-value heads of width 64."""
     attention = load("softmax", "/model.hidden_size=576", "num_heads=9", "num_kv_heads=3").attention
     assert sizes(attention) == (9, 3, 64)
 
 
 def test_motif_2_is_32_signal_heads_in_the_terms_of_v1(load):
-    """32 signal heads and 8 key-value heads of a grouped recipe give the sizes of Motif 2.
+    """Check that a grouped recipe with 32 signal and 8 key-value heads has the sizes of Motif 2.
 
     Motif 2 has 32 signal and 8 noise heads, and 16 key and 16 value heads of width 128 (arXiv
     2510.06949).
@@ -94,7 +94,7 @@ def test_motif_2_is_32_signal_heads_in_the_terms_of_v1(load):
     assert heads.output_channels == 32 * 2 * 128
 
 
-# The baseline: the Transformer with the same width and cache
+# The baseline: the Transformer with the same width and key-value cache
 
 
 @pytest.mark.parametrize(

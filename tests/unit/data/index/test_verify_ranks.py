@@ -1,4 +1,7 @@
-"""``data.verify: hashes``: ranks share the files, and all ranks raise an error that one finds."""
+"""Tests of ``data.verify: hashes`` on two ranks.
+
+Each rank checks some of the files. If one rank finds a damaged file, both ranks raise its error.
+"""
 
 import json
 import multiprocessing
@@ -22,14 +25,17 @@ from diffmegatron.training.compute import batches
 from diffmegatron.training.compute.batches import verify_sources
 
 RANKS = 2
-# The fork server has imported everything, so a new process takes milliseconds.
+# The fork server imports this module once, so a new process starts within milliseconds.
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload([__name__])
 
 
 @pytest.fixture
 def data(tmp_path: Path) -> DataConfig:
-    """Return settings with three sources: the first is read in pieces, the last has two parts."""
+    """Return settings with the sources ``a``, ``b`` and ``c``; ``c`` has two parts.
+
+    The files of ``a`` have more than the 1000 bytes that :func:`verify` lets a rank hash at once.
+    """
     for number, name in enumerate("abc"):
         texts = [f"{name} {line}" for line in range(500 if number == 0 else 5)]
         lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
@@ -48,7 +54,17 @@ def data(tmp_path: Path) -> DataConfig:
 
 
 def verify(rank: int, data: DataConfig, meeting: Path, results: Any) -> None:
-    """Verify as one rank; put (rank, files that it read, its error or "") into ``results``."""
+    """Verify the sources as one of two ranks, and put the outcome into ``results``.
+
+    The outcome is a tuple of the rank, the sorted names of the files that the rank read, and the
+    message of its ``UserError`` ("" without an error).
+
+    Args:
+        rank: number of the rank.
+        data: settings of the data.
+        meeting: file through which the ranks form a process group.
+        results: queue for the outcomes of the ranks.
+    """
     read: list[str] = []
     real = batches.check_hash
 

@@ -1,4 +1,4 @@
-"""Chats in a tokenizer's own template: their token ids, and the tokens that have a loss."""
+"""Tests of chats in a tokenizer's own template: token ids, and tokens that have a loss."""
 
 import json
 from pathlib import Path
@@ -17,8 +17,8 @@ from diffmegatron.errors import UserError
 from diffmegatron.hf.tokenizer import write_tokenizer
 
 SPECIAL = ["<s>", "</s>", "<|start|>", "<|head|>", "<|eot|>"]
-# Templates like those of Llama 3 and Mistral, one without special tokens, and one that marks
-# responses with {% generation %}.
+# LLAMA3 and MISTRAL resemble the templates of these models. PLAIN uses no special tokens. MARKED
+# marks responses with {% generation %}.
 LLAMA3 = (
     "{{ bos_token }}{% for m in messages %}"
     "{{ '<|start|>' + m['role'] + '<|head|>\\n\\n' + m['content'] | trim + '<|eot|>' }}"
@@ -40,13 +40,15 @@ MARKED = (
     "{% else %}{{ '<|start|>' + m['content'] }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|head|>' }}{% endif %}"
 )
-# Shortens all messages but the last, like templates that drop the reasoning of earlier responses.
+# This template cuts every message except the last to one character. Some published templates
+# similarly drop the reasoning of earlier responses.
 FORGETFUL = (
     "{% for m in messages %}{{ '<|start|>' + m['role'] + '<|head|>' }}"
     "{{ m['content'] if loop.last else m['content'][:1] }}{{ '<|eot|>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|start|>assistant<|head|>' }}{% endif %}"
 )
-# The prompt ends with a space, which the tokenizer merges with the first letter of the response.
+# The prompt of this template ends with a space, which the tokenizer merges with the first letter of
+# the response.
 STRADDLING = (
     "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '<|eot|>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
@@ -66,9 +68,13 @@ LEARNED = {
 
 
 def write_folder(folder: Path, template: str | None) -> str:
-    """Write a byte-level tokenizer, with a chat template unless None; return its folder.
+    """Write a byte-level tokenizer to ``folder``, and return the path of ``folder``.
 
-    It has two merges: a space and an H, and two line ends.
+    The tokenizer has two merges: a space with an H, and a line end with a line end.
+
+    Args:
+        folder: folder to create.
+        template: chat template of the tokenizer; None for a tokenizer without template.
     """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {letter: number for number, letter in enumerate([*alphabet, "ĠH", "ĊĊ"])}
@@ -98,7 +104,7 @@ def test_ids_match_the_template_and_only_responses_are_learned(kind: str, tmp_pa
     tokens = np.fromfile(f"{corpus}.bin", np.uint16).tolist()
     trained = load_tokenizer(name)
     assert tokens[-1] == trained.end_of_document
-    # The segments of the document alternate: without loss, with loss.
+    # Segments without loss and with loss alternate. The first segment has no loss.
     _, parts = ChatTemplate(trained).encode(CHAT)
     assert [trained.decode(part) for part in parts[1::2]] == learned
     assert [token for part in parts for token in part.tolist()] == tokens[:-1]
@@ -106,7 +112,7 @@ def test_ids_match_the_template_and_only_responses_are_learned(kind: str, tmp_pa
     expected = [place % 2 == 1 for place, part in enumerate(parts) for _ in part]
     assert mask.tolist() == [*expected, True]
 
-    # An export has the tokenizer and the template as they were, with the same ids.
+    # The exported tokenizer and its template must encode the chat to the same ids.
     out = tmp_path / "export"
     out.mkdir()
     AutoConfig.for_model("llama").save_pretrained(out)

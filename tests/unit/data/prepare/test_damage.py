@@ -28,7 +28,8 @@ from diffmegatron.errors import UserError
 from diffmegatron.file_lock import FileLock
 from diffmegatron.files import printable
 
-# Manifest keys whose damage only the manifest's checksum detects, not the checks of its files.
+# Only the manifest's checksum detects damage to these manifest keys. The checks of the output files
+# do not detect it.
 MANIFEST_KEYS = ["vocab_size", "settings", "text_bytes", "rejected", "lengths", "inputs"]
 TEXTS = [f"document {number} " * 20 for number in range(3000)]
 
@@ -135,12 +136,13 @@ def test_a_row_group_that_is_damaged_refuses_the_corpus(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("compression", ["none", "snappy", "zstd"])
 def test_a_page_with_another_checksum_refuses_the_corpus(tmp_path: Path, compression: str) -> None:
-    """If a Parquet file has page checksums, a flipped bit never changes the text that is read."""
+    """Check that a flipped bit never changes the text read from a file with page checksums."""
     path, draw = tmp_path / "in.parquet", random.Random(0)
     table = pyarrow.table({"text": [*TEXTS, *(draw.randbytes(40).hex() for _ in range(200))]})
     pyarrow.parquet.write_table(table, path, compression=compression, write_page_checksum=True)
     content = path.read_bytes()
-    # The footer, whose length is before the last magic bytes, has no checksum.
+    # The footer has no checksum, so no bit of it is flipped. Its length is stored in the four bytes
+    # before the last magic bytes.
     end = len(content) - 8 - int.from_bytes(content[-8:-4], "little")
 
     def texts() -> list[object]:
@@ -157,7 +159,7 @@ def test_a_page_with_another_checksum_refuses_the_corpus(tmp_path: Path, compres
         except UserError as error:
             assert "cannot be read beyond document" in str(error)
             refused += 1
-    assert refused > 50, "the others are in what a page says of itself and nobody reads"
+    assert refused > 50, "only flipped bits in unused fields of a page header are harmless"
 
 
 def test_a_row_with_invalid_utf_8_is_one_reject(tmp_path: Path) -> None:
@@ -184,7 +186,7 @@ def rewrite(path: Path) -> None:
 
 
 def replace(path: Path) -> None:
-    """Replace a file by another one with the same size and time of modification."""
+    """Replace a file by another file of the same size and modification time."""
     other, status = path.with_name("other"), path.stat()
     other.write_bytes(path.read_bytes().swapcase())
     os.utime(other, ns=(status.st_atime_ns, status.st_mtime_ns))
@@ -402,7 +404,12 @@ def test_a_manifest_with_wrong_values_is_refused(source: Path, tmp_path: Path) -
 def unfinished(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[Path, dict[str, bytes]]:
-    """Return the prefix of an unfinished preparation, and the content of its final files."""
+    """Interrupt a preparation before it writes its index.
+
+    Returns:
+        The prefix of the unfinished preparation; and the content of the ``.bin`` and ``.idx`` files
+        that it would have written, by suffix.
+    """
     run(source, tmp_path / "good")
     good = {end: (tmp_path / f"good{end}").read_bytes() for end in (".bin", ".idx")}
     with monkeypatch.context() as patch:

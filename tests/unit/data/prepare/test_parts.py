@@ -1,4 +1,4 @@
-"""Preparation of a corpus in parts, compared with one ``prepare``; and merges that fail."""
+"""Tests of a corpus that is prepared in parts and merged, compared with one ``prepare``."""
 
 import base64
 import gzip
@@ -40,7 +40,10 @@ def lines(texts: list[str]) -> bytes:
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write files of every format to one folder, with rejects, blank lines and an empty file."""
+    """Return a folder of JSONL (plain, gzip and zstd), text and Parquet files.
+
+    The JSONL files include broken lines, blank lines and an empty file.
+    """
     folder = tmp_path_factory.mktemp("corpus") / "in"
     folder.mkdir()
     pick = np.random.default_rng(0)
@@ -83,7 +86,7 @@ def part_file(prefix: Path, number: int, of: int, suffix: str) -> Path:
     return Path(f"{prefix}.parts") / f"{number:05}-of-{of:05}{suffix}"
 
 
-# The merged corpus is the same as that of one ``prepare``
+# A merged corpus equals the corpus of one ``prepare``
 
 
 def test_merged_parts_equal_the_files_of_one_prepare(
@@ -103,7 +106,7 @@ def test_merged_parts_equal_the_files_of_one_prepare(
         content = content[record.before : len(content) - record.after]
         assert (record.bytes, record.sha256) == (len(content), hashlib.sha256(content).hexdigest())
         read[record.path] = read.get(record.path, b"") + content
-    assert len(merged[1].inputs) > len(read), "some file is cut"
+    assert len(merged[1].inputs) > len(read), "at least one file is cut between parts"
     assert read == {record.path: Path(record.path).read_bytes() for record in whole[1].inputs}
 
 
@@ -128,11 +131,13 @@ def test_samples_of_merged_parts_equal_those_of_one_prepare(
         opened([prefix, tmp_path / "other"], split, packing=packing)
         for prefix in (whole[0], merged[0])
     )
-    for index in range(600):  # several passes over both
+    # 600 samples are several passes over each source, except that for the training split they are
+    # only 0.6 of a pass over the first source.
+    for index in range(600):
         assert np.array_equal(found[index].tokens, expected[index].tokens)
         assert np.array_equal(found[index].starts, expected[index].starts)
     resumed = found.resumed(json.loads(json.dumps(expected.state(100))))
-    assert len(resumed.history.periods) == 1, "the parts are the corpus that was trained on"
+    assert len(resumed.history.periods) == 1, "the merged parts are the same corpus"
 
 
 def test_merged_fine_tuning_parts_have_the_loss_masks_of_one_prepare(tmp_path: Path) -> None:
@@ -305,7 +310,7 @@ def test_a_merge_can_be_repeated_and_detects_damaged_parts(
             run_parts(corpus, prefix, 2)
     first = merge(prefix, show_progress=False)
     assert merge(prefix, show_progress=False) == first
-    assert run(corpus, prefix, "1/2").part is not None, "a finished part is verified and left"
+    assert run(corpus, prefix, "1/2").part is not None, "a finished part is not prepared again"
     with pytest.raises(UserError, match=r"out.json was merged from 2 parts; .* choose"):
         run(corpus, prefix)
     content = part_file(prefix, 2, 2, ".bin").read_bytes()
@@ -357,7 +362,7 @@ def copy_part(source: Path, target: Path) -> None:
 
 
 def others(corpus: Path, prefix: Path, **options: Any) -> None:
-    """Prepare part 2 with other options elsewhere, and move it beside part 1."""
+    """Prepare part 2 with ``options`` at another prefix, and move its files beside part 1."""
     run(corpus, prefix.with_name("other"), "2/2", **options)
     for path in prefix.with_name("other.parts").iterdir():
         path.rename(f"{prefix}.parts/{path.name}")
@@ -380,9 +385,10 @@ def another_file(corpus: Path, prefix: Path) -> None:
 
 
 def changed_file(corpus: Path, prefix: Path) -> None:
-    """Prepare both parts from one file that changes in between.
+    """Prepare both parts from one file that changes between the two preparations.
 
-    The file keeps its size, but the line at the cut differs.
+    The size of the file stays the same. But its lines begin at other bytes, so the file is cut at
+    another byte.
     """
     shutil.rmtree(f"{prefix}.parts")
     path = prefix.with_name("in.jsonl")
@@ -393,7 +399,7 @@ def changed_file(corpus: Path, prefix: Path) -> None:
 
 
 def changed_to_its_end(corpus: Path, prefix: Path) -> None:
-    """Prepare part 2 from a file of the same size in which no line begins in the second half."""
+    """Prepare part 2 from a file of the same size, in whose second half no line begins."""
     changed_file(corpus, prefix)
     path, name = prefix.with_name("in.jsonl"), part_file(prefix, 2, 2, "")
     for file in name.parent.glob(f"{name.name}.*"):

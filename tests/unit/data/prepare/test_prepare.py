@@ -1,4 +1,4 @@
-"""``prepare``: input formats, output files, rejected documents and refused settings."""
+"""Tests of ``prepare``: input formats, output files, rejected documents, refused settings."""
 
 import gzip
 import json

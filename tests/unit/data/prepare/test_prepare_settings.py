@@ -1,4 +1,4 @@
-"""The settings of ``prepare``: the same on the command line, in Python and in the manifest."""
+"""The command line, Python and the manifest have the same settings of ``prepare``."""
 
 import inspect
 from dataclasses import fields

@@ -41,7 +41,7 @@ def refuse() -> Arrays:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Return the only folder of a filled cache."""
+    """Fill a cache with one entry, and return the folder of this entry."""
     check(Cache(tmp_path / "cache").open(KEY, build))
     (found,) = (tmp_path / "cache").iterdir()
     return found
@@ -119,7 +119,8 @@ def test_the_first_rename_wins_without_a_lock(tmp_path: Path, monkeypatch: Any) 
         if not (tmp_path / "overtaken").exists():
             (tmp_path / "overtaken").touch()
             with monkeypatch.context() as patch:
-                patch.setattr(os, "getpid", lambda: 1)  # another temporary folder
+                # The temporary folder of an entry has the process id in its name.
+                patch.setattr(os, "getpid", lambda: 1)
                 patch.setattr("fcntl.flock", lambda *_: None)
                 Cache(tmp_path / "cache").open(KEY, build)
         return build()

@@ -1,4 +1,4 @@
-"""Properties of the order of samples: permutations, mixtures, splits, up-sampling, packing."""
+"""Tests of the sample order: permutations, mixtures, splits, up-sampling and packing."""
 
 import itertools
 from collections import Counter
@@ -44,11 +44,14 @@ def test_permutations_of_neighbouring_keys_look_independent() -> None:
         assert sum(a == b for a, b in zip(ours, other, strict=True)) < 10
         assert abs(np.corrcoef(ours, other)[0, 1]) < 0.1
     neighbours = np.abs(np.diff(first))
-    assert abs(neighbours.mean() - size / 3) < 30, "of a random permutation it is size / 3"
+    assert abs(neighbours.mean() - size / 3) < 30, "in a random permutation the mean is size / 3"
 
 
 def test_uniform_is_splitmix64() -> None:
-    """``random_bits`` has the published first outputs for seed 1234567 (see Rosetta Code)."""
+    """Compare ``random_bits`` with the published first outputs for seed 1234567 (Rosetta Code).
+
+    Also check the range, mean and variance of ``uniform``.
+    """
     published = [6457827717110365317, 3203168211198807973, 9817491932198370423]
     assert random_bits(1234567, np.arange(3)).tolist() == published
     sample = uniform(7, np.arange(100_000))
@@ -145,7 +148,7 @@ def test_splits_are_disjoint_and_complete(
         for split in ("train", "validation", "test")
     }
     assert sorted(itertools.chain(*parts.values())) == list(range(size))
-    assert parts["train"], "training always keeps a document"
+    assert parts["train"], "the training split always has a document"
     if validation > 0 and size >= 2:
         assert len(parts["validation"]) == min(max(1, round(validation * size)), size - 1)
     if test > 0 and size >= 3 + round(validation * size):
@@ -168,7 +171,7 @@ def test_upsampling_keeps_long_documents_and_a_share_of_short_ones(
     lengths = np.random.default_rng(0).integers(2, 200, 20_000)
     documents = np.arange(len(lengths))
     kept = keep_long(lengths, documents, long_tokens=100, keep_short=keep_short, seed=seed)
-    assert kept[lengths - 1 >= 100].all(), "the end-of-document token is no length"
+    assert kept[lengths - 1 >= 100].all(), "the length excludes the end-of-document token"
     short = lengths - 1 < 100
     assert abs(kept[short].mean() - keep_short) < 5 * np.sqrt(0.25 / short.sum())
 
@@ -176,7 +179,7 @@ def test_upsampling_keeps_long_documents_and_a_share_of_short_ones(
 def test_the_length_threshold_excludes_the_end_of_document_token() -> None:
     lengths = np.array([99, 100, 101, 102])
     kept = keep_long(lengths, np.arange(4), long_tokens=100, keep_short=0.0, seed=1)
-    assert kept.tolist() == [False, False, True, True], "end of document not counted"
+    assert kept.tolist() == [False, False, True, True], "the end-of-document token does not count"
 
 
 def test_no_upsampling_keeps_everything() -> None:
@@ -212,7 +215,7 @@ def test_packing_neither_loses_nor_doubles_a_token(lengths: list[int], capacity:
 
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=60), st.integers(30, 64))
 def test_best_fit_is_best_fit_decreasing(sizes: list[int], capacity: int) -> None:
-    """The bins are as many and as full as those of the textbook algorithm."""
+    """Check that the free space of the bins equals that of the textbook algorithm's bins."""
     bins: list[int] = []
     for size in sorted(sizes, reverse=True):
         fitting = [(space, number) for number, space in enumerate(bins) if space >= size]
@@ -235,7 +238,7 @@ def test_best_fit_fills_sequences_above_99_9_percent() -> None:
 
 
 class _Corpus(SimpleNamespace):
-    """Documents whose tokens are all different, without files."""
+    """Corpus in memory, without files, in which every token has a different id."""
 
     def __init__(self, lengths: list[int]) -> None:
         sizes = np.array(lengths, dtype=np.int32)
@@ -267,7 +270,7 @@ def concatenated(
 def test_concatenation_uses_every_token_once_per_pass(
     lengths: list[int], seq_length: int, seed: int
 ) -> None:
-    """Every token occurs equally often as input and as label.
+    """Check that every token occurs equally often as input and as label.
 
     Let N be the number of tokens of the source, and s = ``seq_length`` the length of a sample. The
     test reads N samples. These have N * s inputs, which is exactly s passes over the source. Every

@@ -1,4 +1,4 @@
-"""Samples and loader over prepared files: contents, splits, resume, ranks, and bad input."""
+"""Tests of ``open_samples`` and ``Loader`` on prepared files."""
 
 import json
 import shutil
@@ -25,7 +25,10 @@ from diffmegatron.errors import UserError
 
 
 def make(folder: Path, name: str, sizes: list[int], **options: Any) -> str:
-    """Prepare documents of given lengths; each repeats its own letter."""
+    """Prepare a corpus, and return its prefix.
+
+    Document n repeats one letter ``sizes[n]`` times. Up to 90 documents have different letters.
+    """
     path = folder / f"{name}.jsonl"
     first = ord(name[0]) * 7
     texts = [chr(33 + (first + number) % 90) * size for number, size in enumerate(sizes)]
@@ -88,7 +91,7 @@ def test_sample_order_depends_only_on_seed_weights_and_files(
     swapped = [{"path": corpora[1], "weight": 20}, {"path": corpora[0], "weight": 10}]
     assert first(sources=swapped) == expected
     assert first(*corpora, seed=2) != expected
-    assert first(*corpora[::-1]) != expected, "the weights changed places"
+    assert first(*corpora[::-1]) != expected, "in reverse order, the sources have other weights"
 
 
 def test_mixture_gives_each_source_its_share(corpora: tuple[str, str]) -> None:
@@ -98,7 +101,11 @@ def test_mixture_gives_each_source_its_share(corpora: tuple[str, str]) -> None:
 
 
 def documents_of(samples: Samples, count: int) -> set[tuple[str, int]]:
-    """Return the (source, letter) pairs in the first samples; each document has its own letter."""
+    """Return the (source, letter) pairs in the first ``count`` samples.
+
+    In ``corpora``, a pair identifies a document, because each document of a source has another
+    letter.
+    """
     found = set()
     for index in range(count):
         sample = samples[index]
@@ -305,16 +312,16 @@ def test_best_fit_pads_with_masked_ends(tmp_path: Path) -> None:
         seen.update(one.tokens[counted].tolist())
         assert collate([one], recipe).loss_mask.sum() == counted[1:].sum()
     assert sum(seen.values()) == 21 + 10 + 15 + 41
-    assert seen[256] == 4, "each document ends once"
+    assert seen[256] == 4, "each of the 4 documents has one end-of-document token"
     again = Counter(token for index in range(3, 6) for token in samples[index].tokens.tolist())
-    assert again - seen == {256: again[256] - 4}, "the second pass has the same documents"
+    assert again - seen == {256: again[256] - 4}, "the second pass has no other document tokens"
 
 
 def test_packing_off_puts_one_document_in_a_sample(tmp_path: Path) -> None:
     path = make(tmp_path, "a", [20, 9, 40])
     samples = open_samples(config(path, packing="none", validation_fraction=0), 32, 1, "train")
     found = [set(samples[index].tokens.tolist()) - {256} for index in range(4)]
-    assert sorted(map(len, found)) == [1] * 4, "the longest document is in two pieces"
+    assert sorted(map(len, found)) == [1] * 4, "the longest document is cut in two"
     assert len(set.union(*found)) == 3
 
 
@@ -334,7 +341,7 @@ def test_only_responses_are_learned(tmp_path: Path) -> None:
     for label, counted in zip(batch.labels[0].tolist(), batch.loss_mask[0].tolist(), strict=True):
         learned.append(chr(label) if label < 256 and counted else "|" if counted else "")
     assert sorted("".join(learned).strip("|").split("|")) == ["answer", "just said", "no"]
-    assert "".join(learned).count("|") == 3, "that a response ends is learned, padding is not"
+    assert "".join(learned).count("|") == 3, "each response end has a loss, padding none"
 
 
 # Up-sampling
@@ -352,9 +359,10 @@ def test_upsampling_leaves_the_shares_of_sources_unless_global(tmp_path: Path) -
     assert share("none") == share("per_source") == pytest.approx(2 / 3, abs=2e-3)
     # With its end-of-document token, a document of 9 or 99 bytes has 10 or 100 tokens, so each
     # source has 5000 tokens. Up-sampling keeps all documents of at least 50 tokens, and a tenth of
-    # the shorter ones (the default of `keep_short`). Of `short` it keeps about
-    # 40 x 10 + 10 x 100 = 1400 tokens, and of `long` about 10 x 10 + 40 x 100 = 4100. The share of
-    # a source is proportional to its weight times its kept tokens; `long` has weight 2.
+    # the shorter documents (the default of ``keep_short``). The source ``short`` keeps about
+    # 40 x 10 + 10 x 100 = 1400 tokens, and ``long`` keeps about 10 x 10 + 40 x 100 = 4100 tokens.
+    # The share of a source is proportional to its weight times its kept tokens. The weight of
+    # ``short`` is 1, and the weight of ``long`` is 2.
     expected = 2 * 4100 / (2 * 4100 + 1400)
     assert share("global") == pytest.approx(expected, abs=0.02)
 

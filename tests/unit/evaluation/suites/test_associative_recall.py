@@ -1,4 +1,4 @@
-"""The suite ``associative-recall``, on stand-ins for a target and its model."""
+"""Tests of the suite ``associative-recall`` with stand-ins for a target and its model."""
 
 import json
 from types import SimpleNamespace
@@ -13,15 +13,18 @@ from diffmegatron.evaluation.suites.associative_recall import AssociativeRecall
 from tests.unit.evaluation.stand_ins import Answering
 
 TARGET = SimpleNamespace(name="model", encode=lambda text: [ord(word) for word in text.split()])
-# Keys are lower case, values upper case. The second half of a text repeats the pairs of the first
-# half in another order.
+# Keys are lower-case letters, and values are upper-case letters. The second half of a text repeats
+# the pairs of the first half in another order.
 TEXTS = ["a X b Y c X d Z c X a X d Z b Y", "a X b Y b Y a X"]
 
 
 def follows(but_not: str) -> Answering:
-    """Return a model that predicts the token that followed the first occurrence of the last token.
+    """Return a stand-in model that recalls which token followed an earlier occurrence.
 
-    After the tokens in ``but_not``, its prediction is wrong.
+    After each token, the model predicts the token that followed the first occurrence of this token.
+
+    Args:
+        but_not: characters after which the prediction is wrong.
     """
 
     def answer(request: Scoring) -> list[Scored]:

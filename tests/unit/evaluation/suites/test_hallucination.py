@@ -1,4 +1,4 @@
-"""The suite ``hallucination``: judges (a model's folder or an HTTP address), restarts, failures."""
+"""Tests of the suite ``hallucination``: datasets, prompts, verdicts, judges and restarts."""
 
 import json
 import logging
@@ -71,7 +71,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Endpoint:
-    """A server that answers with ``reply(question)``: a chat text, raw bytes, or an HTTP status."""
+    """Local HTTP server that acts as the judge.
+
+    Attributes:
+        asked: path, headers and JSON body of each request.
+        reply: function that maps a question to the response: the text of a chat completion (str),
+            a raw body (bytes) or an HTTP status (int).
+        url: base URL of the server.
+    """
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, dict, dict]] = []
@@ -305,7 +312,7 @@ def test_verdicts_of_an_http_judge_are_counted(endpoint, measure, tmp_path):
 
 @pytest.mark.parametrize("trickling", ["headers", "body"])
 def test_a_judge_that_answers_byte_by_byte_times_out(trickling, monkeypatch):
-    """The time limit is for the whole answer, although no wait for a single byte exceeds it."""
+    """Check that the time limit applies to the whole response, not to the wait for each byte."""
     monkeypatch.setattr(judges, "_PAUSES", (0.0, 0.0))
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     body = json.dumps({"choices": [{"message": {"content": "late" + " " * 150}}]}).encode()
@@ -315,7 +322,8 @@ def test_a_judge_that_answers_byte_by_byte_times_out(trickling, monkeypatch):
     class Trickle(StreamRequestHandler):
         def handle(self) -> None:
             self.wfile.write(at_once)
-            with suppress(OSError):  # the client has gone
+            # The client closes the connection after its time limit, and the next write fails.
+            with suppress(OSError):
                 for byte in slowly:
                     self.wfile.write(bytes([byte]))
                     time.sleep(0.02)
@@ -331,7 +339,7 @@ def test_a_judge_that_answers_byte_by_byte_times_out(trickling, monkeypatch):
 def test_texts_and_verdicts_are_kept_when_a_judge_fails(
     endpoint, measure, tmp_path, monkeypatch, caplog, capfd
 ):
-    """After an interruption and failures of the judge, the results are the same as without them."""
+    """Check that an interruption and failures of the judge do not change the final results."""
     caplog.set_level(logging.DEBUG)
     whole = values(measure(f"judge={endpoint.url}", "judge_model=m", out="whole"))
     endpoint.asked.clear()
@@ -346,7 +354,8 @@ def test_texts_and_verdicts_are_kept_when_a_judge_fails(
     monkeypatch.setattr(Hallucination, "follow_ups", kept)
     written = lines(tmp_path / "out")
     assert len(written) == 3
-    monkeypatch.setattr(Model, "answers", dies)  # no text is generated again
+    # Fail if a text is generated again.
+    monkeypatch.setattr(Model, "answers", dies)
     with pytest.raises(UserError, match=r"judge http://127\.0\.0\.1:9/v1/.* cannot be reached \("):
         measure("judge=http://127.0.0.1:9/v1", "judge_model=m")
     assert lines(tmp_path / "out") == written
@@ -372,10 +381,11 @@ def test_texts_and_verdicts_are_kept_when_a_judge_fails(
     endpoint.reply = lambda q: b"<html>"
     with pytest.raises(UserError, match="answers with something that is not a chat completion"):
         measure(f"judge={endpoint.url}", "judge_model=m")
-    assert len(endpoint.asked) == 3  # these failures are not temporary, so no request is repeated
+    # These three failures are not temporary, so no request is repeated.
+    assert len(endpoint.asked) == 3
     endpoint.reply = lambda q: "Conclusion: True"
     assert values(measure(f"judge={endpoint.url}", "judge_model=m")) == whole
-    # Another judge decides about all texts again, and the verdicts of the first judge remain.
+    # A different judge evaluates all texts again. The verdicts of the first judge are kept.
     endpoint.reply = lambda q: "Conclusion: False"
     other = values(measure(f"judge={endpoint.url}", "judge_model=other"))
     assert (other["xsum, true"], whole["xsum, true"]) == (0, 1)
@@ -386,7 +396,7 @@ def test_texts_and_verdicts_are_kept_when_a_judge_fails(
 
 
 def test_a_model_folder_can_be_the_judge(folder, measure, monkeypatch, tmp_path):
-    """A folder's verdicts are read; its chat template, if any, formats the questions."""
+    """Check that a model folder can be the judge, and that its chat template formats questions."""
     path = tmp_path / "judge"
     write_pretrained(path, "qwen3", max_position_embeddings=4096)
     found = measure(f"judge={path}", "judge_tokens=6")

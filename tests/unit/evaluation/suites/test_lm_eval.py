@@ -1,4 +1,4 @@
-"""lm-eval's tasks on local data: the library's own run on the same files gives the same numbers."""
+"""Tests of the suite ``lm-eval`` against the library's own run on the same local files."""
 
 import json
 import re
@@ -22,7 +22,8 @@ from tests.pretrained import write_pretrained
 
 LIBRARY = Path(lm_eval.tasks.__file__).parent
 WORDS = ("sun", "moon", "rain", "wind", "tree", "stone", "river", "cloud", "fire", "snow", "leaf")
-# The seven tasks of the paper's table, and the path of each one's config in the library.
+# These are the seven tasks of Ye et al. (Differential Transformer). The values are the paths of the
+# tasks' configs in the library.
 PAPER = {
     "arc_challenge": "arc/arc_challenge.yaml",
     "arc_easy": "arc/arc_easy.yaml",
@@ -32,7 +33,8 @@ PAPER = {
     "piqa": "piqa/piqa.yaml",
     "winogrande": "winogrande/default.yaml",
 }
-# A task for each output type that PAPER lacks. Some have filters, or metrics that are not means.
+# These tasks have output types, filters, or metrics other than means, which the tasks of ``PAPER``
+# do not have.
 CONFIGS = {
     "lambada_openai": {"include": str(LIBRARY / "lambada/lambada_openai.yaml")},
     "rolling": {
@@ -75,7 +77,7 @@ TEMPLATE = (
 
 
 def row(task: str, number: int) -> dict:
-    """Return a row that has at least the columns that a task's config reads."""
+    """Return row ``number`` of a task's data, with all columns that the task's config uses."""
     one, two, three, four = (WORDS[(number * step + step) % len(WORDS)] for step in (1, 2, 3, 5))
     four = "a longer choice of " + four
     labels = ["A", "B", "C", "D"] if number % 2 else ["1", "2", "3", "4"]
@@ -115,9 +117,9 @@ def row(task: str, number: int) -> dict:
 
 
 def write_config(folder: Path, task: str, **changes: object) -> None:
-    """Write a task's config with relative paths of its data files.
+    """Write the config of a task, with relative paths of the task's data files.
 
-    lm-eval resolves them in the working directory, and the suite in ``--data-dir``.
+    lm-eval resolves the paths in the working directory. The suite resolves them in ``--data-dir``.
     """
     config = {"include": str(LIBRARY / PAPER[task])} if task in PAPER else dict(CONFIGS[task])
     config |= {"task": task, "dataset_path": "json", "dataset_name": None}
@@ -134,7 +136,10 @@ def write_rows(path: Path, task: str, numbers: range) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write a model with a context shorter than many prompts, and all tasks with their data."""
+    """Write a model, and the configs and data of all tasks.
+
+    Many prompts are longer than the model's context of 180 tokens.
+    """
     found = tmp_path_factory.mktemp("lm_eval")
     write_pretrained(found / "diff", "diffllama", max_position_embeddings=180)
     (found / "diff/chat_template.jinja").write_text(TEMPLATE)
@@ -161,7 +166,7 @@ def measured(folder: Path, out: Path, *settings: str, data: Path | None = None) 
 
 @pytest.mark.parametrize("way", ["2 shots", "own shots", "chat template"])
 def test_the_library_itself_gives_the_same_numbers(way, folder, tmp_path, monkeypatch):
-    """Answers, metrics, standard errors and versions equal those of lm-eval's own run."""
+    """Compare answers, metrics, standard errors, shots and versions with lm-eval's own run."""
     shots = 2 if way == "2 shots" else None
     chat = way == "chat template"
     tasks = (*PAPER, "sums") if shots else TASKS
@@ -178,7 +183,7 @@ def test_the_library_itself_gives_the_same_numbers(way, folder, tmp_path, monkey
     assert any(cut) or shots is None
     assert not all(cut)
 
-    # A run of another test may have set this variable, which makes accelerate expect a launcher.
+    # Another test may have set LOCAL_RANK. accelerate would then expect a launcher.
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     monkeypatch.chdir(folder / "data")
     theirs = lm_eval.simple_evaluate(
@@ -196,7 +201,8 @@ def test_the_library_itself_gives_the_same_numbers(way, folder, tmp_path, monkey
             expected = [response[0] for response in sample["resps"]]
             given = records[f"{task}/{theirs['n-shot'][task]}/{sample['doc_id']}"]["answers"]
             if not isinstance(expected[0], str):
-                # Compare the likelihoods. All requests but rolling ones also return is_greedy.
+                # Compare only likelihoods. An answer is (likelihood, is_greedy), or for a rolling
+                # request the likelihood alone.
                 expected, given = (
                     [each[0] if isinstance(each, tuple | list) else each for each in of]
                     for of in (expected, given)
@@ -260,7 +266,8 @@ def test_a_group_score_is_aggregated_from_its_tasks(folder, tmp_path, monkeypatc
     def own_tasks_alone(names, include_path):
         return TaskManager(include_path=str(include_path), include_defaults=False)
 
-    # A group may also contain the library's own tasks. Leave them out: reading them takes seconds.
+    # A group may contain the library's own tasks, so the suite reads all of them. This takes
+    # seconds, so leave them out here.
     monkeypatch.setattr(harness, "_index", own_tasks_alone)
     for task in ("piqa", "winogrande"):
         write_config(tmp_path, task)
@@ -286,7 +293,7 @@ def test_a_group_score_is_aggregated_from_its_tasks(folder, tmp_path, monkeypatc
 
 
 def test_a_folder_in_data_dir_replaces_the_repository_of_its_name(folder, tmp_path, monkeypatch):
-    """A library config that names the repository reads this folder; nothing is downloaded."""
+    """Check that a task of the library uses the local folder, and that nothing is downloaded."""
     repository = tmp_path / "data/allenai/ai2_arc"
     files = {"train": range(20, 28), "validation": range(4), "test": range(3)}
     for split, numbers in files.items():
@@ -323,10 +330,11 @@ def test_averages_and_the_papers_results_are_reported(folder, tmp_path):
 
 
 def test_items_that_cannot_be_truncated_are_skipped_and_counted(folder, tmp_path):
-    """An item is skipped if its choice or its longest answer is longer than the context allows."""
+    """Check the skipping of items whose choice or longest answer does not fit into the context."""
     data = tmp_path / "data"
     rows = [row("piqa", number) for number in range(3)]
-    # The model reads bytes, and has a context of 180. lm-eval puts a space before the choice.
+    # A token is one byte, and the context has 180 tokens. lm-eval puts a space before each choice,
+    # so these choices have 181 and 180 tokens, and only the first one does not fit.
     rows[0]["sol2"], rows[1]["sol1"] = "x" * 180, "x" * 179
     for split in ("train", "validation", "test"):
         write_rows(data / f"sums/{split}.jsonl", "sums", range(3))
@@ -343,7 +351,7 @@ def test_items_that_cannot_be_truncated_are_skipped_and_counted(folder, tmp_path
 
 
 def test_a_target_with_a_non_finite_likelihood_has_no_measures(folder, tmp_path):
-    """One question with a NaN likelihood removes the measures of both tasks."""
+    """Check that one question with a NaN likelihood removes the measures of both tasks."""
     shutil.copytree(folder / "diff", tmp_path / "diff")
     network = AutoModelForCausalLM.from_pretrained(tmp_path / "diff")
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""The suite ``loss``: means over the first tokens of windows, and its figure."""
+"""Tests of the suite ``loss``: means over the first tokens of windows, remarks and the figure."""
 
 import itertools
 from types import SimpleNamespace
@@ -15,13 +15,13 @@ from diffmegatron.evaluation.suites.loss import Loss
 from diffmegatron.evaluation.suites.recall import Recall
 from tests.unit.evaluation.stand_ins import Answering
 
-# Lengths of three documents in tokens. Their windows of up to 40 tokens have (40, 40, 20), (25) and
-# (40, 5) tokens.
+# The three documents have these numbers of tokens. They are cut into windows of at most 40 tokens,
+# which have (40, 40, 20), (25) and (40, 5) tokens.
 LENGTHS = (100, 25, 45)
 
 
 def loss_of(position: int, document: int) -> float:
-    """Return the stand-in model's loss, which differs for every position and document."""
+    """Return the stand-in model's loss in nats, which differs for every position and document."""
     return 1.0 + document + np.sin(position)
 
 
@@ -33,7 +33,7 @@ TARGET = SimpleNamespace(
 
 
 def windows_of(document: int) -> Answering:
-    """Return a model whose n-th request gets the losses of the document's n-th window."""
+    """Return a stand-in model whose n-th answer has the losses of the document's n-th window."""
     positions = itertools.count()
 
     def answer(request: Scoring) -> list[Scored]:
@@ -54,7 +54,7 @@ def totals_of(suite: Loss) -> dict[str, tuple[float, float]]:
 
 
 def test_means_over_the_first_tokens_of_windows_match_their_definition():
-    """The definition is that of docs/evaluation.md."""
+    """Compare the means with their definition in docs/evaluation.md."""
     suite = Loss(data=("text",), context=41)
     windows = [
         [loss_of(place, document) for place in range(first, min(first + 40, length))]
@@ -116,6 +116,6 @@ def test_every_length_on_a_narrow_axis_has_a_tick_label():
     ticks = axes.xaxis.get_major_ticks()
     shown = [each.label1.get_text() for each in ticks if low <= each.get_loc() <= high]
     assert shown == ["16", "32", "64", "128"]
-    # The band is the interval of the mean over two documents, whose losses are 3 and 4.
+    # The band shows the interval of the mean over two documents with losses 3 and 4.
     band = axes.collections[0].get_paths()[0].get_extents()
     assert (band.y0, band.y1) == (3.0, 4.0)

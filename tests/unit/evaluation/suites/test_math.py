@@ -1,4 +1,4 @@
-"""Mathematics: data sets in their published form, the prompt, and answers that count as correct."""
+"""Tests of the suite ``math``: published data sets, prompts and the comparison of answers."""
 
 import json
 import re
@@ -41,7 +41,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replace math_verify by a comparison of the last number of each text."""
+    """Replace the library math_verify by a stand-in that compares the last number of each text."""
 
     def last(text: str) -> list[float]:
         return [float(each.replace(",", "")) for each in re.findall(r"\d[\d,.]*\b", text)][-1:]
@@ -61,10 +61,10 @@ def test_published_forms_are_read(folder):
     ]
 
 
-# Keys and values that the TabMWP items below share.
+# All TabMWP items below have these keys and values.
 TABLE = {"table_title": "Sales", "table": "Day | Cups\nMon | 5", "unit": None, "ans_type": "x"}
-# For each benchmark, items in the published form, and (question, answer, choices) as read from
-# each; choices are left out where an item has none.
+# Each benchmark has a pair: its items in the published form, and the tuples (question, answer,
+# choices) that must be read from these items. A tuple for an item without choices omits them.
 PUBLISHED = {
     "math": (
         [
@@ -158,16 +158,17 @@ def test_missing_and_foreign_files_are_errors(file, content, said, folder, tmp_p
 
 
 def test_answers_are_counted_and_prompts_shown(folder, tmp_path, monkeypatch, numbers):
-    """The accuracy is 0.5 for a model that answers one of each benchmark's two questions correctly.
+    """Check that the accuracy is 0.5 if one of two answers per benchmark is correct.
 
-    The stand-in model continues after each answer with another question, which must be cut off.
+    The stand-in model writes a stop string and another question after each answer. The suite must
+    cut them off.
     """
     prompts = []
 
     def answer(model, request):
         prompt = model.target.tokenizer.decode(request.ids[1:])
         prompts.append(prompt)
-        # ``shared`` counts all tokens before the last question.
+        # ``request.shared`` is the number of tokens before the last question.
         assert prompt[request.shared - 1 :].startswith("Question: ")
         assert prompt[request.shared :].count("Question: ") == 0
         said = "It is 5." if "2 and 3?" in prompt.rpartition("Question: ")[2] else "0.5, so 3"

@@ -1,4 +1,4 @@
-"""The suite ``perplexity`` equals the loop in the documentation of transformers."""
+"""Tests of the suite ``perplexity`` against the loop in the documentation of transformers."""
 
 import json
 import math
@@ -33,7 +33,7 @@ def measured(folder: Path, out: Path, *settings: str) -> dict:
 
 @torch.no_grad()
 def documented_loop(network, ids: torch.Tensor, max_length: int, stride: int) -> float:
-    """Return the result of the loop in https://huggingface.co/docs/transformers/perplexity."""
+    """Return the perplexity by the loop in https://huggingface.co/docs/transformers/perplexity."""
     sum_of_nats, tokens, previous_end = 0.0, 0, 0
     for begin in range(0, ids.size(1), stride):
         end = min(begin + max_length, ids.size(1))
@@ -43,8 +43,8 @@ def documented_loop(network, ids: torch.Tensor, max_length: int, stride: int) ->
         target_ids[:, :-wanted_length] = -100
         loss = network(input_ids, labels=target_ids).loss
         # ``loss`` is the mean over the labels that are not -100. The first label never counts,
-        # because it has no prediction. (The page's loop subtracts one from the number of labels
-        # that are not -100, even if the first label is -100.)
+        # because it has no prediction. (The loop on the page always subtracts one from the number
+        # of labels that are not -100, even if the first label is -100 and is thus not among them.)
         shifted = int((target_ids[:, 1:] != -100).sum())
         sum_of_nats += loss.item() * shifted
         tokens += shifted

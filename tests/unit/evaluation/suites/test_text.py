@@ -1,4 +1,4 @@
-"""The suites recall, scaling and throughput, and the reading of texts."""
+"""Tests of the suites ``recall``, ``scaling`` and ``throughput``, and of reading texts."""
 
 import json
 import math
@@ -82,10 +82,14 @@ def test_sources_have_names_and_equal_names_are_errors():
 
 
 def hits(text: bytes, counts: Counter, most: int) -> list[int]:
-    """Return the positions of the second bytes of repeated bigrams that are rare in training.
+    """Return the positions in ``text`` at which a repeated and rare bigram ends.
 
-    A bigram is repeated if it occurred earlier in ``text``, and rare if its count in ``counts`` is
-    at most ``most``.
+    A bigram is two consecutive bytes. It is repeated if it also occurs earlier in ``text``.
+
+    Args:
+        text: bytes of one text.
+        counts: number of occurrences of each bigram in the training corpus.
+        most: largest count of a rare bigram.
     """
     return [
         place
@@ -138,9 +142,10 @@ def test_bigrams_are_counted_across_pieces(monkeypatch):
 
 
 def test_recall_distinguishes_a_model_that_recalls(folder, tmp_path):
-    """A model that predicts the letters of a repeated text has the lower loss on AR hits.
+    """Check that a model which predicts a repeated text has the lower loss on AR hits.
 
-    AR hits (associative recall) are tokens that complete a repeated bigram.
+    An AR (associative recall) hit is the second token of a bigram that occurred earlier in the text
+    and is rare in the training corpus.
     """
 
     def write(name: str, follows: dict[str, str]) -> Path:
@@ -203,7 +208,7 @@ def test_a_power_law_is_fitted_by_least_squares():
     law = fit_power_law([(x, 31.0 * x**-0.11) for x in xs])
     assert law == pytest.approx((31.0, 0.11))
     assert law.size(law.loss(3e9)) == pytest.approx(3e9)
-    # Least squares on logarithms, by the normal equations.
+    # Compute the least-squares fit of the logarithms by the normal equations, for comparison.
     noisy = [31.0 * x**-0.11 * (1 + 0.01 * (-1) ** n) for n, x in enumerate(xs)]
     x, y = np.log(xs), np.log(noisy)
     slope = ((x - x.mean()) * (y - y.mean())).sum() / ((x - x.mean()) ** 2).sum()
@@ -222,10 +227,11 @@ def write_run(path: Path, losses: dict[int, float]) -> Path:
 
 
 def test_the_size_ratio_at_equal_loss_matches_known_curves(tmp_path):
-    """The suite finds that Diff Transformers need 60% of the parameters of Transformers.
+    """Check the measured ratio of parameters at equal loss against known loss curves.
 
-    The runs have final losses of 9 N^-0.1 for Transformers and 9 (N / 0.6)^-0.1 for Diff
-    Transformers, where N is the number of parameters without embeddings.
+    The final losses of the runs are 9 N^-0.1 for Transformers and 9 (N / 0.6)^-0.1 for Diff
+    Transformers, where N is the number of parameters without embeddings. Diff Transformers
+    therefore need 60% of the parameters of Transformers.
     """
     runs = []
     for kind, share in (("diff_v1", 0.6), ("softmax", 1.0)):

@@ -1,4 +1,7 @@
-"""Suites whose windows of text begin with a start token."""
+"""Tests that suites which score windows of text refuse a context of one token.
+
+The first token of a window is never scored, so a window needs at least two tokens.
+"""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The models of hf/modeling against their equations, computed here head by head in float64."""
+"""Tests of the models of hf/modeling against their equations, head by head in float64."""
 
 import math
 from typing import NamedTuple
@@ -28,7 +28,15 @@ SIZES = {
 
 
 class Case(NamedTuple):
-    """A model: kind, signal heads per noise head, query heads, key-value heads, other settings."""
+    """Configuration of a model to test.
+
+    Attributes:
+        kind: model type.
+        ratio: number of signal heads per noise head.
+        queries: number of query heads, of signal and noise together.
+        keys: number of key-value heads.
+        more: other keys of the configuration, with their values.
+    """
 
     kind: str
     ratio: int
@@ -94,7 +102,7 @@ def rms_norm(x: Tensor, weight: Tensor | None) -> Tensor:
 
 
 def rotated(x: Tensor, position: int) -> Tensor:
-    """Rotate the d channels of a head at a position; channels i and i + d / 2 are a pair."""
+    """Return the d channels of a head after RoPE at a position; i and i + d / 2 are a pair."""
     half = len(x) // 2
     out = x.clone()
     for i in range(half):
@@ -105,7 +113,7 @@ def rotated(x: Tensor, position: int) -> Tensor:
 
 
 def attention(queries: list[Tensor], keys: list[Tensor], values: list[Tensor]) -> list[Tensor]:
-    """Return the outputs of one head by position, from its queries, keys and values by position."""
+    """Return the causal attention of one head; all lists have one tensor per position."""
     keys = [rotated(key, t) for t, key in enumerate(keys)]
     out = []
     for s, query in enumerate(queries):
@@ -175,7 +183,7 @@ def grouped(w: dict[str, Tensor], case: Case, layer: int, inputs: list[Tensor]) 
 
 
 def expected_logits(model: PreTrainedModel, case: Case, tokens: Tensor) -> Tensor:
-    """Return the logits [b, s, vocab] of the equations in float64."""
+    """Return the logits [b, s, vocab] by the equations, in float64."""
     weights = {name: weight.detach().double() for name, weight in model.state_dict().items()}
     embedding = weights["model.embed_tokens.weight"]
     head = embedding if dict(case.more).get("tie_word_embeddings") else weights["lm_head.weight"]
@@ -203,7 +211,7 @@ def relative(found: Tensor, expected: Tensor) -> float:
 
 
 class Rope64(nn.Module):
-    """Llama's cosines and sines in float64; transformers rounds them to float32 in every model."""
+    """RoPE's cosines and sines in float64; transformers rounds them to float32 in every model."""
 
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         half = SIZES["head_dim"] // 2
@@ -213,7 +221,7 @@ class Rope64(nn.Module):
 
 
 def in_float64(model: PreTrainedModel) -> PreTrainedModel:
-    """Return the model in float64, including RoPE and norms, which Llama rounds to float32."""
+    """Convert a model to float64, including RoPE and norms, which Llama rounds to float32."""
     model.double()
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
@@ -237,7 +245,7 @@ def test_logits_are_those_of_the_equations(case: Case) -> None:
 @pytest.mark.parametrize("case", CASES, ids=str)
 @torch.no_grad()
 def test_permuting_any_attention_weight_changes_the_logits(case: Case) -> None:
-    """The logits change if the rows or columns of any attention tensor change their order."""
+    """Check that the logits change if rows or columns of any attention tensor are permuted."""
     model, tokens = make_model(case), make_tokens(1, 5)
     expected = expected_logits(model, case, tokens)
     for name, weight in model.model.layers[1].self_attn.named_parameters():
@@ -251,7 +259,7 @@ def test_permuting_any_attention_weight_changes_the_logits(case: Case) -> None:
 
 @torch.no_grad()
 def test_pairs_of_diff_v2_are_adjacent() -> None:
-    """The logits change if all signal heads come first, and then all noise heads."""
+    """Check that the logits change if all signal heads are moved before all noise heads."""
     case, tokens = V2[1], make_tokens(1, 5)
     model = make_model(case)
     expected = model(tokens).logits

@@ -1,4 +1,4 @@
-"""Files of the models of hf/modeling: saved, loaded without this package, refused if invalid."""
+"""Tests of saving, loading and validating the models of hf/modeling, also without this package."""
 
 import ast
 import json
@@ -30,7 +30,7 @@ from tests.unit.hf.modeling.test_equations import CASES, SIZES, TYPICAL, make_mo
 TYPES = ["diff_v2", "grouped_diff"]
 OWN = [classes for classes in CLASSES if classes[0].model_type in TYPES]
 
-# Run by an isolated interpreter in which this package cannot be imported.
+# An isolated interpreter runs this script. In it, this package cannot be imported.
 PLAIN_TRANSFORMERS = """
 import sys
 from pathlib import Path

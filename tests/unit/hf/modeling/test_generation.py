@@ -1,4 +1,4 @@
-"""Generation, padding and attention functions of the models of hf/modeling."""
+"""Tests of generation, padding and attention functions of the models of hf/modeling."""
 
 from typing import Any
 
@@ -104,7 +104,7 @@ def test_eager_equals_sdpa_and_shows_the_maps(case: Any) -> None:
 
 
 def causal_softmax(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    """Return causal attention of queries at the last positions of the keys.
+    """Return causal softmax attention; the queries are at the last positions of the keys.
 
     All tensors are [b, s, heads, d]; the number of key heads divides the number of query heads.
     """
@@ -120,7 +120,8 @@ def causal_softmax(query: Tensor, key: Tensor, value: Tensor, scale: float) -> T
 def test_flash_attention_is_called_with_heads_of_one_width(
     case: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # In float64, unlike in float32, transformers does not look for a dtype to convert to.
+    # transformers looks for a dtype to which it converts float32 inputs of flash attention. It does
+    # not convert float64 inputs.
     model, tokens = make_model(case).double(), make_tokens()
     expected = model(tokens).logits
     calls = []
@@ -133,7 +134,7 @@ def test_flash_attention_is_called_with_heads_of_one_width(
         calls.append(options["layer_idx"])
         return causal_softmax(query, key, value, options["softmax_scale"])
 
-    # Replace only the kernel, which a CPU lacks; transformers' own function around it runs.
+    # Replace only the kernel, which a CPU lacks. The function of transformers around it still runs.
     monkeypatch.setattr(flash_attention, "_flash_attention_forward", stand_in)
     monkeypatch.setattr(model.config, "_attn_implementation", "flash_attention_2")
     assert relative(model(tokens).logits, expected) < 1e-12
