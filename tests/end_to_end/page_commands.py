@@ -11,7 +11,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FENCED = re.compile(r"^```(?:bash|sh)?\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 OTHER_LANGUAGE = re.compile(r"^```\w+\n.*?^```$", re.DOTALL | re.MULTILINE)
 INDENTED = re.compile(r"(?<=\n\n)(?: {4}.*\n|\n(?= {4}))+")
-# Placeholders in the commands of the pages -> the values that replace them.
+# Values that replace the placeholders in the commands of the pages.
 PLACEHOLDERS = {
     "RECIPE": "configs/diff_3b_1t.yaml",
     "FILE": "configs/clusters/example.yaml",
@@ -23,7 +23,14 @@ PLACEHOLDERS = {
 
 
 class Command(NamedTuple):
-    """One simple command of a page: its program, the words after it, and the line."""
+    """Simple command on a page of the documentation.
+
+    Attributes:
+        page: file name of the page.
+        program: program to run; for ``-m``, the module; for ``python FILE.py``, the file.
+        words: arguments of the program.
+        line: line of the page that contains the command.
+    """
 
     page: str
     program: str
@@ -32,7 +39,7 @@ class Command(NamedTuple):
 
 
 def commands_of(page: Path) -> Iterator[Command]:
-    """Yield the commands that `_ours` accepts: those in fenced blocks, then in indented ones."""
+    """Yield the commands that ``_ours`` accepts: of fenced blocks, then of indented blocks."""
     text = page.read_text()
     found = [(each.start(), each[1]) for each in FENCED.finditer(text)]
     rest = OTHER_LANGUAGE.sub("", FENCED.sub("", text))
@@ -45,7 +52,10 @@ def commands_of(page: Path) -> Iterator[Command]:
 
 
 def _simple_commands(line: str) -> Iterator[list[str]]:
-    """Split a line at ``&&``, ``|`` and similar, without comments, with placeholders filled."""
+    """Split a line at ``&&``, ``|`` and similar operators, and yield the words of each command.
+
+    Comments are dropped, and the values in ``PLACEHOLDERS`` replace the placeholders.
+    """
     lexer = shlex.shlex(line, posix=True, punctuation_chars="();<>|&")
     lexer.whitespace_split = True
     try:
@@ -58,14 +68,15 @@ def _simple_commands(line: str) -> Iterator[list[str]]:
             yield command
             command = []
         else:
-            # Remove brackets (optional word) and dots (repeated word), but keep a list: KEY=[...].
+            # Brackets mark an optional word and dots a repeated word, so remove them. The brackets
+            # of a list, KEY=[...], belong to its value.
             plain = word if "=[" in word else word.strip("[]").removesuffix("...")
             if plain not in ("", "OPTION"):
                 command.append(PLACEHOLDERS.get(plain, plain))
 
 
 def _ours(page: str, words: list[str], line: str) -> Command | None:
-    """Return the command if the tests can check its program; None for any other program."""
+    """Return the command, or None if the tests cannot check its program."""
     while words and re.fullmatch(r"[A-Z_]+=\S*|\*(/\d+)?", words[0]):
         words = words[1:]
     if not words:

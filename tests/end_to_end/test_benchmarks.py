@@ -1,4 +1,4 @@
-"""The benchmarks run, on sizes that are too small for meaningful measurements."""
+"""Tests that run the benchmarks on sizes that are too small for meaningful measurements."""
 
 import json
 import os
@@ -161,7 +161,7 @@ def test_tune_attention(tmp_path):
 
 
 def test_data(tmp_path, monkeypatch):
-    # Run in this process. The benchmark itself starts a new process for every measurement.
+    # Measure in this process, because the benchmark would start a process for every measurement.
     monkeypatch.setattr(data, "in_process", lambda function, *arguments: function(*arguments))
     (tmp_path / "out").mkdir()
     for part, *sizes in (
@@ -202,7 +202,7 @@ def test_an_error_in_a_measured_process_reaches_the_user():
 
 
 def test_compare_dex(tmp_path, monkeypatch):
-    """All parts run on a tiny model; running one of them again leaves the report unchanged."""
+    """Check that all parts run on a tiny model, and that a repeated part keeps the report."""
     commands = []
 
     def in_this_process(*arguments: object) -> None:
@@ -230,7 +230,7 @@ def test_compare_dex(tmp_path, monkeypatch):
     report = compare("all")
     assert commands.count("train") == 3 + 2 * 2 + 3 * 2
     losses = {name: arm["runs"][0]["loss_before"] for name, arm in report["arms"]["arms"].items()}
-    assert len(set(losses.values())) == 1, "all arms begin with the model"
+    assert len(set(losses.values())) == 1, "all arms must begin with the loss of the given model"
     assert report["inference"].keys() == {"prefill", "decoding", "training"}
     written = out.with_suffix(".md").read_text()
     starts = report["starts"]["arms"]
@@ -259,7 +259,7 @@ def test_cpu_step(tmp_path):
 
 
 def test_startup(tmp_path, corpus, capsys, monkeypatch):
-    """The total of the report is the sum of the phases.
+    """Check that the total in the report is the sum of the phases.
 
     The phases are timed in this process, which has imported most modules already.
     """

@@ -1,9 +1,11 @@
-"""Every command of README.md and docs/*.md is parsed by the real programs; cheap ones also run.
+"""Tests that every command of README.md and docs/*.md is valid, and that the cheap commands run.
 
-Parsing fails for unknown options, missing arguments, missing files in the folders of ``SHIPPED``,
-missing targets of the Makefile and unknown keys of a recipe. The commands of ``RUNS`` also run, in
-one folder and in the order of the pages, if the files that they read exist at their turn. These are
-the commands of a user's first hour on a CPU. The other commands are only parsed:
+The real programs parse the commands. The tests fail for unknown options, missing arguments, missing
+files in the folders of ``SHIPPED``, missing targets of the Makefile and unknown keys of a recipe.
+
+The commands of ``RUNS`` are those of a user's first hour on a CPU. They also run, in one folder and
+in the order of the pages. A command is left out if a file that it reads does not exist when its
+turn comes. The other commands are only parsed:
 
 - commands for another machine: ``launch``, ``preflight``, ``sbatch``, ``launch/*.sh``,
   ``torchrun``, benchmarks on a GPU;
@@ -54,11 +56,11 @@ SHORTER = [
 
 
 class ParsedError(Exception):
-    """Raised after a program has parsed its arguments, so that it does nothing else."""
+    """Error that ends a program after it has parsed its arguments, before it does any work."""
 
 
 def parse(command: Any, name: str, words: list[str], parent: Any = None) -> tuple[list[str], dict]:
-    """Return the names of the subcommands in ``words`` and the parameter values of the last one."""
+    """Return the subcommands in ``words`` and the parameter values of the last subcommand."""
     context = command.make_context(name, list(words), parent=parent)
     if not hasattr(command, "resolve_command"):
         return [], context.params
@@ -147,13 +149,13 @@ def test_a_wrong_command_is_rejected(words: list[str]) -> None:
 def test_the_cheap_commands_of_the_pages_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The cheap commands run one after the other in a folder with the configs and docs."""
+    """Check that the cheap commands succeed in a folder with the configs and docs."""
     for name in ("configs", "docs", "README.md"):
         (tmp_path / name).symlink_to(ROOT / name)
     from diffmegatron.optim.zero import import_deepspeed
 
     monkeypatch.chdir(tmp_path)
-    import_deepspeed()  # its first import in a process may print warnings
+    import_deepspeed()  # The first import of DeepSpeed in a process may print warnings.
     run_dir = next(
         word.removeprefix("run_dir=")
         for command in COMMANDS

@@ -1,4 +1,4 @@
-"""The command `quickstart`, which `make quickstart` runs, with fewer steps."""
+"""Tests of the command ``quickstart``, with fewer steps than ``make quickstart`` runs."""
 
 import json
 import re
@@ -28,7 +28,7 @@ def quickstart(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", ["diff_v1", "softmax"])
 def test_model_and_baseline_learn_and_export_exactly(name, quickstart):
     model = json.loads((quickstart / "report.json").read_text())["models"][name]
-    assert model["loss_first"] == pytest.approx(5.77, abs=0.05)  # ln 320
+    assert model["loss_first"] == pytest.approx(5.77, abs=0.05)  # ln(vocab_size) = ln 320
     assert model["loss_last"] < 4
     assert model["logit_difference"]["relative"] < 1e-4
     assert model["tokens_per_second"] > 0
@@ -47,5 +47,6 @@ def test_everything_promised_is_written(name, quickstart):
 
 def test_model_and_baseline_differ_by_lambdas_and_norms(quickstart):
     models = json.loads((quickstart / "report.json").read_text())["models"]
-    lambdas_and_norms = 4 * (4 * 16 + 32)  # 4 layers: 4 lambda vectors of 16, a norm of 32
+    # Each of the 4 layers has 4 lambda vectors of width 16 and a norm of width 32.
+    lambdas_and_norms = 4 * (4 * 16 + 32)
     assert models["diff_v1"]["parameters"] - models["softmax"]["parameters"] == lambdas_and_norms

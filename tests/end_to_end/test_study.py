@@ -1,4 +1,7 @@
-"""Studies (comparisons of trained arms over seeds): their runs, and reports of invented results."""
+"""Tests of studies: planned runs, result lines, and reports of invented results.
+
+A study compares arms (named changes of a recipe), each trained with several seeds.
+"""
 
 import json
 import math
@@ -62,7 +65,7 @@ def names(runs: list) -> list[str]:
 
 
 def test_the_grid_grows_while_its_best_value_is_at_an_end():
-    """While the best value is at an end of the grid, the grid grows at this end."""
+    """Check that the grid grows at the end where its best value is."""
     study = Study.model_validate(VALUES | {"arms": {"plain": {}}})
     losses = {f"plain-optimizer.eps={value}-seed0": 8 - value for value in (1, 2, 4)}
     grid = names(wanted_runs(study, study.cells, losses))
@@ -144,7 +147,7 @@ ALONG = {
 
 
 def test_report_has_measures_during_training(tmp_path):
-    """Means and comparisons at each number of tokens equal those of an independent computation."""
+    """Check the means and comparisons at each number of tokens against another computation."""
     study = Study.model_validate(VALUES | {"along": ALONG})
     values = {"plain": [[2.0, 2.5, 2.1], [1.0, 1.5, 1.2]], "other": [[3.0, 3.1, 3.9], [0.5, 0.7]]}
     lines = []
@@ -176,11 +179,12 @@ def test_report_has_measures_during_training(tmp_path):
 
 
 def test_report_has_the_shares_of_parameters_and_tokens_at_equal_loss(tmp_path):
-    """The shares and their intervals equal those computed from the laws that made the losses.
+    """Check the shares of the baseline's parameters and tokens at equal loss, and their intervals.
 
-    The losses follow power laws of the parameters and of the tokens, times a factor for each arm
-    and seed. The exponent of the tokens depends on the model's size, so the report must fit a law
-    of the tokens to each size.
+    The invented losses are a power law of the parameters times a power law of the tokens, times a
+    factor for each arm and seed. The expected shares follow from the exponents and the factors. The
+    exponent of the tokens depends on the model's size, so the report must fit a separate law of the
+    tokens to each size.
     """
     sizes = {"small": {"model.num_layers": 1}, "large": {"model.num_layers": 2}}
     plan = {"sizes": sizes, "scaling": ["parameters", "tokens"], "choice": None}
@@ -211,7 +215,7 @@ def test_report_has_the_shares_of_parameters_and_tokens_at_equal_loss(tmp_path):
 
 
 def interval(values: list[float]) -> tuple[float, float]:
-    """Return the mean and half the width of its 95% interval, by the formulas of a textbook."""
+    """Return the mean and half the width of its 95% confidence interval, by textbook formulas."""
     count = len(values)
     mean = sum(values) / count
     variance = sum((value - mean) ** 2 for value in values) / (count - 1)
@@ -219,7 +223,14 @@ def interval(values: list[float]) -> tuple[float, float]:
 
 
 def row(report: str, measure: str, arm: str, level: int = 2) -> list[float]:
-    """Return the numbers of an arm in the table of a measure."""
+    """Return the numbers of an arm in the table of a measure.
+
+    Args:
+        report: text of the report, in Markdown.
+        measure: heading above the table.
+        arm: first cell of the arm's row.
+        level: number of ``#`` characters of the heading.
+    """
     section = report.split(f"{'#' * level} {measure}\n")[1].split("\n##")[0]
     (line,) = [line for line in section.splitlines() if line.startswith(f"| {arm} |")]
     return [
@@ -237,7 +248,11 @@ def test_lines_are_sorted_and_replaced(tmp_path):
 
 
 def test_a_run_of_another_study_is_reused(tmp_path, corpus):
-    """A run with the same recipe is reused; its line gets the names of the study that reuses it."""
+    """Check that a study reuses a run of another study that has the same settings and evaluation.
+
+    The result line gets the names of the study that reuses it. A finished run of the same name with
+    other settings is an error.
+    """
     (tmp_path / "recipe.yaml").write_text(RECIPE.format(corpus=corpus))
     plan = VALUES | {"choice": None, "arms": {"plain": {}, "other": {"optimizer.lr": 0.5}}}
     study = Study.model_validate(plan)
@@ -261,7 +276,7 @@ def test_a_run_of_another_study_is_reused(tmp_path, corpus):
 
 
 def test_checkpoints_during_training_are_kept_and_evaluated(tmp_path, corpus, monkeypatch):
-    """The result line has the measures of the checkpoint of every second step.
+    """Check that the result line has the measures of the checkpoint of every second step.
 
     A missing checkpoint is an error. A stub replaces the commands of ``diffmegatron``.
     """

@@ -1,4 +1,4 @@
-"""Scripts that extract or generate the texts of studies, and prepare the corpora to train on."""
+"""Tests of the scripts that make texts and training corpora for studies (``tools/benchmarks``)."""
 
 import json
 import zipfile
@@ -65,9 +65,10 @@ def test_a_text_always_gives_the_same_corpus(tmp_path):
 
 
 def test_recall_repeats_every_pair(tmp_path):
-    """Each response repeats the pairs of its prompt, and equal seeds give equal corpora.
+    """Check that each response repeats the key-value pairs of its prompt.
 
-    The suite associative-recall can read the held-out texts.
+    Equal seeds must produce equal corpora, and different seeds different corpora. The suite
+    ``associative-recall`` must be able to read the held-out texts.
     """
     contents = []
     for name, seed in (("one", 0), ("other", 0), ("new", 1)):

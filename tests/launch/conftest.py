@@ -1,4 +1,4 @@
-"""Fixtures of the launch tests: a Slurm cluster, whose jobs run stand-ins (rank.py) as ranks."""
+"""Fixtures of the launch tests: a ledger of attempts, and a Slurm cluster that runs rank.py."""
 
 import shutil
 import sys
@@ -16,7 +16,7 @@ from tests.conftest import TINY
 from tests.paths import ROOT
 from tools.campaigns.slurm_cluster import Cluster, missing
 
-# A recipe whose global batch gives each of four data-parallel ranks one microbatch.
+# A recipe with one microbatch per step for each of four data-parallel ranks.
 FOUR = TINY.replace("micro_batch_size: 4", "micro_batch_size: 2")
 # Settings of a cluster whose nodes have no GPU and two ranks each.
 SMALL = {"gpus_per_node": 0, "ranks_per_node": 2, "cpus_per_rank": 1, "time_limit": "30"}
@@ -63,8 +63,8 @@ def ledger(tmp_path) -> Ledger:
 def attempt(ledger, tiny_recipe):
     """Return a function that begins an attempt (a start of a job) and ends it with a status.
 
-    All four ranks end with this status. With None the attempt does not end, as if the job were
-    killed. ``save`` is the step of a checkpoint to write.
+    All four ranks end with this status. If the status is None, the attempt does not end, as if the
+    job had been killed. ``save`` is the step of a checkpoint to write; None: no checkpoint.
     """
 
     def make(status: int | None, save: int | None = None):

@@ -1,21 +1,21 @@
-"""A stand-in for a rank, which performs the actions in ``RUN_DIR/script.json``.
+"""Program that replaces a training rank and performs the actions in ``RUN_DIR/script.json``.
 
-The script is a list with one mapping per attempt (start of the job): from the number of a rank to
-its actions, separated by `` | ``. The key ``preflight RANK`` has the actions in the checks before
-the run. The actions:
+script.json has a list with one mapping per attempt (start of the job's ranks). The keys of a
+mapping are the number of a rank, ``RANK``, for its actions in the run, and ``preflight RANK`` for
+its actions in the checks before the run. A value has actions, separated by `` | ``:
 
-- ``end STATUS REASON``: write the file with which a rank records its end, and exit.
-- ``exit STATUS``: exit without this file.
+- ``end STATUS REASON``: write the file in which a rank records its end, and exit with STATUS.
+- ``exit STATUS``: exit with STATUS, but do not write this file.
 - ``kill``: die by SIGKILL.
 - ``wait``: sleep for two minutes, so that something else must end the rank.
 - ``train``: write a heartbeat of a run that has trained from step 3 to step 7.
 - ``deaf``: ignore SIGTERM and SIGUSR1.
 - ``together``: wait until all ranks have reached this action.
-- ``slurm COMMAND``: run a command of Slurm in which ``%j`` stands for the job number.
+- ``slurm COMMAND``: run a command of Slurm; the job number replaces ``%j`` in the command.
 - ``moved``: wait until the job script has recorded a new end time of the job.
-- ``orphan``: kill the slurmstepd of this rank's node.
+- ``orphan``: kill the slurmstepd process that started this rank's shell.
 
-Without an entry, a rank does ``end 0``, and ``exit 0`` in the checks.
+The default is ``end 0`` in the run and ``exit 0`` in the checks.
 """
 
 import json
@@ -75,7 +75,7 @@ for action in actions.get(rank_key, otherwise).split(" | "):
         while noted.read_text() == before:
             time.sleep(0.1)
     if name == "orphan":
-        os.kill(parent_of(os.getppid()), signal.SIGKILL)  # parent of this rank's shell
+        os.kill(parent_of(os.getppid()), signal.SIGKILL)  # the parent of the rank's shell
     if name == "slurm":
         command = rest.replace("%j", os.environ["SLURM_JOB_ID"]).split()
         subprocess.run(command, check=True)

@@ -1,6 +1,7 @@
-"""The Slurm campaign (``tools/campaigns/slurm.py``): its report, and one of the failures it causes.
+"""Tests of the Slurm campaign (``tools/campaigns/slurm.py``): its report, and one of its troubles.
 
-The campaign trains through many failures and takes hours, so no test runs all of it.
+A trouble is a failure or an interruption that the campaign causes during training. A campaign has
+many troubles and needs hours, so no test runs a whole campaign.
 """
 
 import json
@@ -36,7 +37,7 @@ def test_the_report_lists_each_attempt_with_its_trouble(
         {"trouble": "preempted", "attempts": [2], "how": "preempted"},
     ]
     report = slurm_campaign.reported(run, run, troubles)
-    assert report["kept_its_promise"] == kept, "a preemption is no fault"
+    assert report["kept_its_promise"] == kept, "a preempted attempt must not be a fault"
     assert report["by_trouble"] == {"crash": 1, "preemption": 1}
     assert [row["trouble"] for row in report["ledger"]] == ["crash", "preemption", ""]
     rows = slurm_campaign.table(report).splitlines()[2:]

@@ -38,7 +38,7 @@ stages:
 
 @pytest.fixture
 def launched(corpus, tmp_path, monkeypatch):
-    """Return a function that prepares a launch, by default on two nodes of two ranks."""
+    """Return a function that prepares a launch, by default on two nodes with two ranks each."""
     (tmp_path / "four.yaml").write_text(FOUR.format(run_dir=tmp_path / "run", corpus=corpus))
     monkeypatch.chdir(tmp_path)
 
@@ -66,7 +66,10 @@ def chained(launched, tmp_path):
 
 @pytest.fixture
 def commands(tmp_path, monkeypatch):
-    """Return a function that writes stand-ins for Slurm's commands, the only commands in PATH."""
+    """Return a function that writes scripts that replace Slurm's commands.
+
+    PATH has no other commands.
+    """
     folder = tmp_path / "bin"
     folder.mkdir()
     monkeypatch.setenv("PATH", str(folder))
@@ -310,7 +313,7 @@ def test_the_signal_comes_two_saves_and_two_steps_before_the_end(launched, comma
     lines = "".join(json.dumps(entry) + "\n" for entry in entries)
     (tmp_path / "run/metrics.jsonl").write_text(lines)
     found = launched(time_limit="60")
-    # Steps of 8 x 64 tokens take 10 seconds.
+    # At 51.2 tokens/s, a step of 8 x 64 tokens needs 10 seconds.
     assert found.job.signal_seconds == 2 * 40 + 2 * 10 + 60
     (remark,) = found.remarks
     assert remark.startswith("a save has taken 40 s, and 30 s after a SIGTERM Slurm kills")
@@ -438,10 +441,10 @@ def test_a_failed_stage_cancels_the_later_jobs_of_its_chain(
         (tmp_path / "run" / name).mkdir(parents=True)
         (tmp_path / "run" / name / "script.json").write_text(json.dumps(script))
     first, second, third = submit_chain(chained())
-    assert cluster.wait(third)["JobState"] == "CANCELLED", "the second did not finish"
+    assert cluster.wait(third)["JobState"] == "CANCELLED", "the second stage did not finish"
     assert [cluster.job(each)["ExitCode"] for each in (first, second)] == ["0:0", "2:0"]
     causes = [each.cause for each in Ledger(tmp_path / "run/first").attempts()]
-    assert causes == ["stopped", "finished"], "a requeue is no end that the second waits for"
+    assert causes == ["stopped", "finished"], "a requeue must not start the next job"
     (attempt,) = Ledger(tmp_path / "run/second").attempts()
     assert attempt.cause == "mistake"
     assert not (tmp_path / "run/third/attempts").exists()

@@ -1,4 +1,7 @@
-"""The ledger, the record of all attempts (starts of a job), and the records of the ranks' ends."""
+"""Tests of the ledger and of the records of how ranks end.
+
+The ledger records all attempts of a run; an attempt is one start of a job's ranks.
+"""
 
 import os
 import signal
@@ -39,13 +42,13 @@ def test_an_attempt_is_written_when_it_begins_and_when_it_ends(ledger, attempt):
 def test_only_faults_increase_the_fault_count(attempt):
     counted = [attempt(status).faults for status in (1, 137, 75, 1, 143)]
     assert counted == [1, 2, 2, 3, 3]
-    attempt(None)  # the job ended before its ranks: not a fault
+    attempt(None)  # A job that ends before its ranks is not a fault.
     assert attempt(1).faults == 4
 
 
 def test_a_new_checkpoint_resets_the_fault_count(attempt):
     counted = [attempt(1, save=save).faults for save in (None, None, 10, None, 5, 20, None)]
-    # A checkpoint of step 5, after a rollback, does not reset the count: step 10 was saved before.
+    # After a rollback, step 5 is saved. The count stays, because step 10 was saved before.
     assert counted == [1, 2, 1, 2, 3, 1, 2]
 
 
@@ -60,7 +63,7 @@ def test_a_fault_in_training_restarts_at_once_unless_a_host_is_bad(ledger, attem
     begun = attempt(None)
     record = RankRecord(ledger.folder(1))
     record.set_step(3, "run")
-    assert exit_status(ledger.end(begun)) == EXIT_STOPPED, "it had not got beyond its first step"
+    assert exit_status(ledger.end(begun)) == EXIT_STOPPED, "the run was still at its first step"
     record.set_step(4, "run")
     record.end(1, "so")
     fault = ledger.end(begun)
@@ -84,14 +87,14 @@ def test_unfit_and_repeatedly_blamed_hosts_are_bad(ledger, attempt):
         ledger.end(begun)
         return bad_hosts(ledger.attempts())
 
-    assert ends(143, 143, 139, 143) == [], "once may be anything"
+    assert ends(143, 143, 139, 143) == [], "a host that was blamed once is not bad"
     assert ends(75, 75, 75, 75) == []
     assert ends(143, 143, 143, 137) == ["n1"]
-    assert ends(71, 143, 143, 143) == ["n0", "n1"], "unfit once is enough"
+    assert ends(71, 143, 143, 143) == ["n0", "n1"], "an unfit host is bad at once"
     assert ends(0, 0, 0, 0) == ["n1"]
     for _ in range(8):
         ends(75, 75, 75, 75)
-    assert ends(75, 75, 75, 75) == [], "ten attempts without it"
+    assert ends(75, 75, 75, 75) == [], "n1 was not blamed in the last ten attempts"
 
 
 def test_the_next_attempt_records_the_end_of_a_killed_attempt(ledger, attempt):
@@ -147,14 +150,14 @@ def test_a_heartbeat_every_five_seconds_and_at_the_end(tmp_path, monkeypatch):
     record.end(0)
     assert read_heartbeat(tmp_path).step == 12
     RankRecord(tmp_path, 1).set_step(99, "run/b")
-    assert read_heartbeat(tmp_path).step == 12, "rank 0 alone writes it"
+    assert read_heartbeat(tmp_path).step == 12, "only rank 0 writes heartbeats"
 
 
 def test_an_attempt_keeps_a_free_port_outside_the_ephemeral_range():
     keys = [f"/runs/{name}/attempts/0001" for name in range(100)]
     ports = [free_port(key) for key in keys]
     assert all(20_000 <= port < 30_000 for port in ports)
-    assert len(set(ports)) > 90, "jobs that share a node rarely choose one port"
+    assert len(set(ports)) > 90, "jobs on the same node rarely choose the same port"
     with socket.create_server(("", ports[0])):
         assert free_port(keys[0]) != ports[0]
     assert free_port(keys[0]) == ports[0]

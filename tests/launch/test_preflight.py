@@ -1,4 +1,4 @@
-"""The checks before a run: mistakes of the recipe, and every reason to call a node unfit."""
+"""Tests of the checks before a run, which find mistakes in the recipe and unfit nodes."""
 
 import json
 import os
@@ -26,7 +26,7 @@ SPACE = 1 << 39
 
 
 def four(**changes) -> list[Findings]:
-    """Return the findings of four ranks, with ``changes`` in those of the third."""
+    """Return the findings of four ranks, with ``changes`` in the findings of rank 2."""
     return [GOOD, GOOD, GOOD.model_copy(update=changes), GOOD]
 
 
@@ -71,7 +71,7 @@ def test_preflight_records_the_findings_of_one_machine(tiny_recipe, tmp_path, ca
     assert found["problem"] == "" and found["versions"]["torch"]
     assert min(found[name] for name in ("product_seconds", "write_rate", "space", "clock")) > 0
     assert capsys.readouterr().out.startswith("preflight: 1 ranks on 1 nodes, all-reduce ")
-    assert list((tmp_path / "run").iterdir()) == [], "what it wrote is gone"
+    assert list((tmp_path / "run").iterdir()) == [], "the checks must remove their file"
 
 
 def test_a_problem_on_every_node_is_a_user_error(tiny_recipe, tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""``launch/prepare.sh`` on a real Slurm: an array of parts, one of them requeued, and the merge."""
+"""Tests of ``launch/prepare.sh`` on a real Slurm: an array with a requeued part, and the merge."""
 
 import json
 import subprocess
@@ -9,7 +9,7 @@ from diffmegatron.data.prepare.prepare import prepare
 from tests.paths import ROOT
 
 SCRIPT = ROOT / "launch/prepare.sh"
-# The first attempt at part 2 gets the signal that Slurm sends before the time limit.
+# This command once sends USR1 to the job of part 2, as Slurm does before the time limit.
 COMMAND = """#!/bin/bash
 case "$*" in *"--part 2/2"*)
   if mkdir {folder}/limit; then

@@ -19,7 +19,12 @@ from tests.launch.conftest import FACTS, checkpoint
 
 
 def metrics(run_dir: Path, times: dict[int, float]) -> None:
-    """Write a line for each step, and lines of another kind between them."""
+    """Append two entries per step to ``metrics.jsonl``, one with loss and speed.
+
+    Args:
+        run_dir: folder of the run.
+        times: step -> wall-clock time in seconds.
+    """
     with (run_dir / "metrics.jsonl").open("a") as stream:
         for step, when in times.items():
             entry = {"train/loss": 9.0 - step / 10, "perf/tokens_per_second": 1000.0 * step}
@@ -65,7 +70,7 @@ def test_the_status_of_a_run_needs_no_launcher(tmp_path, tiny_recipe, capsys):
 
 
 def test_the_last_begun_stage_is_shown_without_a_launcher(tmp_path, tiny_recipe):
-    """The stages are in the order of ``checkpoint.start_from``, not of their names."""
+    """Check that ``checkpoint.start_from`` orders the stages, not their names."""
     starts = {"b_first": (), "a_second": (f"checkpoint.start_from={tmp_path}/b_first",)}
     for name, start in starts.items():
         (tmp_path / name).mkdir()
@@ -179,7 +184,7 @@ def test_a_queued_job_is_reported_as_waiting(attempt, ledger, capsys):
     assert (found.state, found.exit_status, found.is_over) == (waits.format(17), 1, False)
     said = text(ledger.run_dir, capsys)
     assert "step            none yet" in said and "no launcher" not in said
-    attempt(2)  # of job 17
+    attempt(2)  # The attempt belongs to job 17.
     assert examine(ledger.run_dir).exit_status == 2
     (ledger.run_dir / "job_number").write_text("19\n")
     found = examine(ledger.run_dir)
@@ -188,7 +193,7 @@ def test_a_queued_job_is_reported_as_waiting(attempt, ledger, capsys):
 
 
 def test_the_status_of_a_chain_shows_its_first_unfinished_stage(tmp_path, tiny_recipe):
-    """The stages are in the order of ``checkpoint.start_from``, not of their names."""
+    """Check that ``checkpoint.start_from`` orders the stages, not their names."""
     chain, names = tmp_path / "run", ("z_first", "second", "a_third")
     ledgers, begun = {}, {}
     for number, name in enumerate(names):
@@ -227,7 +232,7 @@ def test_the_status_shows_progress_speed_loss_and_checkpoint(attempt, ledger, ca
     attempt(1, save=3)
     begun = attempt(None)
     RankRecord(ledger.folder(begun.number)).set_step(8, str(ledger.run_dir))
-    # Two seconds a step, and a requeue of two minutes between steps 3 and 4.
+    # A step needs two seconds. Between steps 3 and 4, a requeue delays the run by two minutes.
     metrics(ledger.run_dir, {1: 100, 2: 102, 3: 104, 4: 224, 5: 226, 6: 228, 7: 230, 8: 232})
     found = examine(ledger.run_dir)
     assert (found.step, found.steps, found.seconds_left) == (8, 20, pytest.approx(24))

@@ -1,4 +1,4 @@
-"""Jobs on a real Slurm, on two nodes with two ranks each: every way in which ranks can end."""
+"""Tests of the ways in which ranks can end, in Slurm jobs on two nodes with two ranks each."""
 
 import json
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from tests.paths import ROOT
 DEAF = {str(rank): "deaf | together | wait" for rank in range(4)}
 WAITING = {str(rank): "together | wait" for rank in range(4)}
 STOPPED = {str(rank): "end 75 SIGUSR1: saved step 7" for rank in range(4)}
-# Script of the ranks (see rank.py) in each case. Ranks that are not in it end with status 0.
+# Script of the ranks in each case (see rank.py). A rank without an entry ends with status 0.
 SCRIPTS = {
     "finished": [{}],
     "rank 0 finds a mistake and the others hang": [
@@ -53,12 +53,12 @@ SCRIPTS = {
 
 @pytest.fixture(scope="module")
 def jobs(cluster, tmp_path_factory):
-    """Run each script as a job; return a dict from its name to (Slurm's record, attempts)."""
+    """Run each script as a job; return a dict: name of the script -> (Slurm's record, attempts)."""
     numbers, folders = {}, {}
     for name, script in SCRIPTS.items():
         folder = folders[name] = tmp_path_factory.mktemp("job")
         # Slurm sets SLURM_JOB_END_TIME, in seconds since 1970, when a job starts. With the value 1
-        # the first time limit is long past.
+        # the first time limit has long passed.
         options = ["--export=ALL,SLURM_JOB_END_TIME=1"] if "first time limit" in name else []
         numbers[name] = submit(cluster, folder, script, options=options)
     return {

@@ -1,4 +1,4 @@
-"""A real training through ``launch``, Slurm, the job script, its attempts and ``train``."""
+"""Test of a real training run that ``launch`` submits to Slurm and that is stopped and requeued."""
 
 import os
 import re
@@ -50,7 +50,7 @@ def test_a_stopped_training_job_is_requeued_and_finishes(cluster, job, tmp_path)
     assert CheckpointStore(run_dir).latest() == CheckpointStore(run_dir).path(STEPS)
     found = examine(run_dir)
     assert (found.exit_status, found.step) == (0, STEPS)
-    # The attempt's ranks.log has the output of all ranks, the job's log only that of rank 0.
+    # The attempt's ranks.log has the output of all ranks. The job's log has only rank 0's output.
     said = (run_dir / "attempts/0001/ranks.log").read_text()
     assert re.search("^0: SIGUSR1: stopping after this step", said, re.MULTILINE)
     log = (run_dir / f"job_{job}.log").read_text()

@@ -1,4 +1,4 @@
-"""Bytes of the live tensors and their peak, counted when torch creates and frees tensors."""
+"""Count of the bytes of live tensors and of its peak, updated when torch creates or frees one."""
 
 import gc
 import weakref
@@ -12,10 +12,11 @@ from torch.utils._pytree import tree_leaves
 
 
 class AllocatedTensors(TorchDispatchMode):
-    """Mode that counts the bytes of all storages, except those in ``known``.
+    """Mode that counts the bytes of all storages that are not in ``known``.
 
-    It counts the storages that exist when it is created, and those created while it is active.
-    torch's profiler would be simpler, but does not see what gloo's threads free.
+    The mode counts storages that exist when the mode is created, and storages that are created
+    while the mode is active. torch's profiler would be simpler, but it misses storages that gloo's
+    threads free.
 
     Attributes:
         now: bytes of the counted storages that are alive.
@@ -55,7 +56,7 @@ class AllocatedTensors(TorchDispatchMode):
 
 
 def living_storages() -> dict[int, torch.UntypedStorage]:
-    """Return the storages of all CPU tensors and of their gradients, by address of the storage."""
+    """Return the storages of all CPU tensors and of their gradients, by address."""
     gc.collect()
     tensors = [x for x in gc.get_objects() if isinstance(x, Tensor) and x.device.type == "cpu"]
     tensors += [x.grad for x in tensors if x.is_leaf and x.grad is not None]

@@ -1,4 +1,4 @@
-"""Ranks that select the heads that DEX extends, started through :mod:`tests.ranks`.
+"""Ranks that run ``select_heads``, started through :mod:`tests.ranks`.
 
 The arguments are ``MODEL DATA OUT METHOD override ...``.
 """

@@ -1,7 +1,7 @@
-"""Ranks that evaluate, started through :mod:`tests.ranks`.
+"""Ranks that evaluate the loss of models, started through :mod:`tests.ranks`.
 
-The arguments are ``DATA OUT TARGET ...``; a target is a model to evaluate. A rank writes the keys
-of the items that it scores to ``OUT.asked_RANK``.
+The arguments are ``DATA OUT TARGET ...``, where a target is a model. Each rank writes the keys of
+the items that it scores to ``OUT.asked_RANK``.
 """
 
 import os

@@ -1,9 +1,12 @@
-"""A tiny network on one long sequence that context-parallel ranks share.
+"""Context-parallel ranks that share one long sequence and compute its loss and gradient.
 
-Started by :mod:`tests.parallel.test_long_context` through :mod:`tests.ranks`, with the arguments
-``COMMUNICATION LENGTH ...``. For a sequence of each length rank 0 prints one line of JSON: the
-loss, the norm of the gradient, and the peak memory of rank 0's tensors in the forward and backward
-passes, without the weights.
+:mod:`tests.parallel.test_long_context` starts the ranks through :mod:`tests.ranks`. The arguments
+are ``COMMUNICATION LENGTH ...``. For each LENGTH, rank 0 prints a line of JSON with
+
+- ``loss``: loss of the sequence.
+- ``gradient_norm``: norm of the gradient of all weights.
+- ``peak_mib``: peak memory of rank 0's tensors in the forward and backward passes, without the
+  weights, in MiB.
 """
 
 import json
@@ -52,7 +55,7 @@ def long_recipe(length: int, context: int, communication: str) -> Recipe:
 
 
 def measure(recipe: Recipe) -> dict[str, float]:
-    """Return the step's loss and gradient norm over all ranks, and this rank's peak memory."""
+    """Return the loss and gradient norm over all ranks, and the peak memory of this rank."""
     known = living_storages()
     with process_groups(recipe.parallel, seed=1) as parallel_state:
         network = build_model(recipe, parallel_state)

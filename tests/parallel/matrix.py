@@ -1,9 +1,9 @@
-"""Parallel layouts that must give the same run as one process, and their measured differences.
+"""Parallel layouts that must train like one process, and functions that measure the differences.
 
 One launch for each number of ranks trains all layouts with this number, one after the other. Each
 layout is compared with one process that trains the same model. ``test_layouts.py`` asserts that the
-differences are small. ``python -m tests.parallel.matrix`` writes them into the table of
-docs/parallelism.md.
+differences are small. ``python -m tests.parallel.matrix`` writes the differences into the table of
+docs/parallelism.md and into docs/results.
 """
 
 import argparse
@@ -43,7 +43,7 @@ LEAN = ("recompute.granularity=full", "training.loss_chunk=24")
 DOCUMENTS = ("data.reset_attention_mask=true", "data.reset_position_ids=true")
 
 # The time of a step with such a small network is proportional to the number of microbatches. So a
-# step has only one, unless another override sets micro_batch_size.
+# step has only one microbatch, unless another override sets micro_batch_size.
 COMMON = (
     f"training.steps={STEPS}", "checkpoint.interval=1", "training.seq_length=128",
     "training.global_batch_size=4", "training.micro_batch_size=4",
@@ -52,25 +52,25 @@ SMALL = ("training.micro_batch_size=1",)
 V2 = ("model.attention.kind=diff_v2",)
 GROUPED = ("model.attention.kind=grouped", "model.attention.signal_per_noise=2")
 DEX = ("model.attention.kind=dex", "model.attention.projection_init={kind: identity, scale: 0.5}")
-# In the first layer, all selected heads are on one of two tensor-parallel ranks. In the second
-# layer, one rank has one more than the other.
+# With two tensor-parallel ranks, all selected heads of the first layer are on one rank. In the
+# second layer, one rank has one selected head and the other rank has two.
 DEX_2 = (
     *DEX, "model.attention.selected_heads=[[0, 1], [1, 2, 3]]",
     "model.attention.annealing_steps=null",
 )  # fmt: skip
-# In the ten steps, lambda is annealed, the annealing ends, and lambda is then only learned. The
-# third layer has no selected head.
+# lambda is annealed in the first six of the ten steps and is only learned after them. The third
+# layer has no selected head.
 DEX_4 = (
     *DEX, "model.attention.selected_heads=[[0, 1], [7], [], [0, 1, 2, 5]]",
     "model.attention.annealing_steps=6",
 )  # fmt: skip
-# Layers of three kinds. A pipeline stage has only some of the kinds.
+# The layers have three kinds of attention. A pipeline stage has only some of the kinds.
 PATTERN = (
     "model.num_layers=4",
     "model.attention=[{kind: diff_v1, num_heads: 2, layers: 3-4}, {kind: diff_v2, num_heads: 4, "
     "num_kv_heads: 2, layers: 1}, {kind: softmax, num_heads: 4, num_kv_heads: 2}]",
 )
-# Combined with two signal heads per noise head, each key-value head has two noise heads.
+# In models with two signal heads per noise head, each key-value head has two noise heads.
 DEEP = ("model.attention.num_heads=8", "model.num_layers=4", *DOCUMENTS)
 
 # Only some tensors are trained, with two learning rates. All others are frozen, for instance the
@@ -88,7 +88,7 @@ MODELS: dict[str, tuple[str, ...]] = {
     "softmax": ("model.baseline=true",),
     "tied": ("model.tied_embeddings=true",),
     "deep": ("model.num_layers=4", "model.tied_embeddings=true"),
-    # With documents, the two sequences of a microbatch are communicated one by one.
+    # With document masks, context parallelism sends the two sequences of a microbatch one by one.
     "documents": (
         *DOCUMENTS,
         "training.seq_length=256",
@@ -97,8 +97,8 @@ MODELS: dict[str, tuple[str, ...]] = {
     ),
     "bf16": ("training.precision=bf16",),
     "v2": V2,
-    # lambda is logged as its mean over the tokens of the last microbatch. So the one process needs
-    # the same micro_batch_size as the layouts.
+    # The logged lambda is the mean over tokens of the last microbatch. So the run of one process
+    # needs the same micro_batch_size as the layouts.
     "v2-deep": (*V2, "model.attention.signal_per_noise=2", *DEEP, *TWO),
     "grouped": GROUPED,
     "grouped-deep": (*GROUPED, *DEEP),
@@ -267,24 +267,31 @@ def series(run_dir: Path, name: str) -> list[float]:
 
 
 def loss_difference(run: Path, reference: Path) -> float:
-    """Return the largest relative difference of a loss over all steps."""
+    """Return the largest relative difference of the training losses over all steps."""
     expected, actual = series(reference, "train/loss"), series(run, "train/loss")
     assert len(expected) == len(actual) == STEPS
     return max(abs(a - e) / e for a, e in zip(actual, expected, strict=True))
 
 
 def gradient_difference(run: Path, reference: Path, step: int = 1) -> tuple[float, float]:
-    """Compare the gathered gradients of two runs, all together and for each parameter.
+    """Return two relative differences of the gathered gradients of two runs.
 
-    The gradients are read from the checkpoint of step 1, where Adam's first moment is a tenth of
-    the clipped gradient. In the checkpoint of a later step, the first moment depends on all
-    gradients until then. Frozen tensors have no gradient.
+    A relative difference is the norm of the difference, divided by the norm of the reference. The
+    gradients are read from Adam's first moments. Frozen tensors have no first moment and are
+    skipped.
+
+    The tensors of one parameter in all layers are measured together. Reason: in the gradient of a
+    lambda vector, large terms cancel. The relative rounding error of the remainder is a hundred
+    times larger, and the remainder of a single layer may be 0.
+
+    Args:
+        run: folder of the run.
+        reference: folder of the run in one process.
+        step: step of the checkpoints to compare. At step 1, the first moment is a tenth of the
+            clipped gradient. At a later step, it depends on the gradients of all steps until then.
 
     Returns:
-        The norm of the difference, relative to the norm of the reference: first for all parameters
-        together, then the largest of any parameter. The tensors of all layers count as one
-        parameter. Reason: in the gradient of a lambda vector, large terms cancel. The relative
-        rounding error of the rest is a hundred times larger, and in one layer the rest may be 0.
+        The relative difference over all parameters together, and the largest of a single parameter.
     """
     saved, expected = (
         open_checkpoint(folder / "checkpoints" / f"step_{step:08d}").tensors
@@ -308,7 +315,7 @@ def gradient_difference(run: Path, reference: Path, step: int = 1) -> tuple[floa
 
 
 def measure(out: Path) -> list[dict[str, object]]:
-    """Return a row for each layout: how its run in ``out`` differs from that of one process."""
+    """Return a row for each layout: differences between its run in ``out`` and one process."""
     rows = []
     for layout in LAYOUTS:
         run, reference = out / layout.name, out / layout.model

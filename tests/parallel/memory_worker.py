@@ -1,9 +1,12 @@
 """Ranks that measure a training step's memory under a layout.
 
-Started by :mod:`tests.parallel.test_memory` through :mod:`tests.ranks`, with the arguments
-``OUT NAME``, a name of :data:`tests.parallel.test_memory.LAYOUTS`. Every rank writes three numbers
-of bytes to ``OUT/NAME.RANK.json``: its tensors between two steps (``held``), and their peaks in the
-forward and backward passes (``backward``) and in the optimizer's update (``update``).
+:mod:`tests.parallel.test_memory` starts the ranks through :mod:`tests.ranks`. The arguments are
+``OUT NAME``, where NAME is a key of :data:`tests.parallel.test_memory.LAYOUTS`. Every rank writes
+three numbers to ``OUT/NAME.RANK.json``, each in bytes of this rank's tensors:
+
+- ``held``: between two steps.
+- ``backward``: peak in the forward and backward passes.
+- ``update``: peak in the optimizer's update.
 """
 
 import json

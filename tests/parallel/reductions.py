@@ -1,6 +1,7 @@
-"""The gradients of ZeRO 1, summed over the ranks in three ways on the same batches.
+"""Comparison of three ways to sum the gradients of ZeRO 1 over the ranks, on the same batches.
 
-The project's sums run during the backward pass or after it; the third way is DeepSpeed's own code.
+The ways are ``overlapping`` (the project's sums during the backward pass), ``after`` (the project's
+sums after the backward pass) and ``deepspeed`` (DeepSpeed's own code).
 """
 
 import hashlib
@@ -28,15 +29,15 @@ BUCKET = 2_000
 
 
 def compare(recipe: Recipe, steps: Sequence[Sequence[Batch]]) -> dict[str, object]:
-    """Train in each way, and return the weights and the order of gradients and sums.
+    """Train in each way, and return hashes of the weights and the order of gradients and sums.
 
     All ranks must call this function.
 
     Returns:
-        ``weights``: for each way, the hashes of all ranks' weights after the steps. ``events``: for
-        each way, the events of the last step on this rank as a string in their order, where ``g``
-        is a gradient that is ready and ``s`` the beginning of a sum. The ways are ``overlapping``,
-        ``after`` and ``deepspeed``.
+        A dict with two keys, each with a dict by way. ``weights`` has a list of the hashes of all
+        ranks' weights after the steps. ``events`` has a string with the events of the last step on
+        this rank, in their order: ``g`` is a gradient that is ready, and ``s`` is the beginning of
+        a sum.
     """
     found: dict[str, dict] = {"weights": {}, "events": {}}
     off = recipe.parallel.model_copy(update={"overlap_gradients": False})
@@ -54,7 +55,7 @@ def compare(recipe: Recipe, steps: Sequence[Sequence[Batch]]) -> dict[str, objec
 
 
 def _train(recipe: Recipe, steps: Sequence[Sequence[Batch]]) -> tuple[str, str]:
-    """Return the hash of this rank's weights after the steps, and the events of the last step."""
+    """Train; return the hash of this rank's weights and the events of the last step."""
     events: list[str] = []
     all_reduce = distributed.all_reduce
 

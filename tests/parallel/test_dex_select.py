@@ -1,6 +1,7 @@
-"""The head scores of ``dex select`` equal scores computed with transformers, in every layout.
+"""Tests that the head scores of ``dex select`` equal scores computed with transformers.
 
-DEX changes only some heads of a pretrained model. The command selects these heads by their scores.
+DEX changes only some heads of a pretrained model. ``dex select`` selects these heads by their
+scores, which must be the same on every layout.
 """
 
 import json
@@ -68,7 +69,7 @@ def read(out: Path) -> dict:
 
 
 def calibration_tokens(run: Path, corpus: Path) -> torch.Tensor:
-    """Return the first sequences of the training data [sequences, length + 1]."""
+    """Return the token ids of the first training sequences [SEQUENCES, LENGTH + 1]."""
     data = load_recipe(run / "recipe.yaml", ["data.validation_fraction=0"]).data
     samples = open_samples(data, LENGTH, 1234, "train")
     return torch.stack([torch.as_tensor(samples[n].tokens) for n in range(SEQUENCES)]).long()

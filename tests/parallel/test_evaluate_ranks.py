@@ -1,4 +1,4 @@
-"""Ranks that share the items of an evaluation: the results are those of one process."""
+"""Tests that ranks which share the items of an evaluation have the results of one process."""
 
 import json
 import shutil
@@ -16,7 +16,7 @@ ITEMS = 7
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write a model and a text, evaluate the model on it in one process, and return the folder."""
+    """Write a model and a text, and evaluate the model in one process; return the folder."""
     found = tmp_path_factory.mktemp("ranks")
     write_pretrained(found / "plain", "llama 2")
     lines = (json.dumps({"text": f"text {number} " * 9}) + "\n" for number in range(ITEMS))
@@ -28,7 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def ranks(folder) -> Path:
-    """Evaluate on two ranks: from the beginning, and from the files of three killed ranks."""
+    """Evaluate on two ranks: once from the beginning, once from the files of three killed ranks."""
     left = folder / "left/loss"
     (left / "plain.ranks").mkdir(parents=True)
     header, *lines = (folder / "one/loss/plain.jsonl").read_text().splitlines(keepends=True)

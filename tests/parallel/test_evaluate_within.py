@@ -1,7 +1,7 @@
-"""Evaluation suites that run during training.
+"""Tests of evaluation suites that run during training.
 
-Their values equal those of ``evaluate`` on the checkpoint, on any layout, and they do not change
-the training.
+On every layout, a suite must have the values that ``evaluate`` computes for the checkpoint. The
+suites must not change the training.
 """
 
 import json
@@ -172,7 +172,8 @@ def test_training_is_the_same_to_the_bit_without_suites(run, folder):
 def layouts(folder: Path, within: str) -> Path:
     """Train each layout on two ranks, and the deeper model of ``interleaved`` also in one process.
 
-    The fixture ``run`` is the run in one process to which the other layouts are compared.
+    The other layouts are compared with the fixture ``run``, which is a run in one process. Return
+    the folder with all runs.
     """
     calls = [
         [str(folder / "tiny.yaml"), *SHORT, *ONE, within, *overrides, f"run_dir={folder / name}"]

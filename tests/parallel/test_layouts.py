@@ -1,4 +1,4 @@
-"""Every parallel layout gives the same run as one process.
+"""Tests that every parallel layout trains like one process.
 
 The tests compare initial weights, losses, gradients and saved weights.
 """
@@ -33,9 +33,9 @@ from tests.parallel.matrix import (
     series,
 )
 
-# Allowed relative differences of the model in bf16; the other models have 1e-5. bf16 rounds every
-# activation to 2^-9, and layouts sum in different orders. With every update, the resulting
-# differences in the weights change the losses more.
+# Allowed relative differences of the model in bf16; all other models must be within 1e-5. bf16
+# rounds every activation to 2^-9, and layouts sum in different orders. The weights therefore differ
+# slightly, and every update increases the effect on the losses.
 LOSS_TOLERANCE = {"bf16": 1e-3}
 GRADIENT_TOLERANCE = {"bf16": 2e-2}
 
@@ -47,7 +47,7 @@ def named(name: str) -> Layout:
 
 
 def sharing(layout: Layout) -> int:
-    """Return the number of ranks that hold the same shard of the model and sum its gradients."""
+    """Return the number of ranks that have the same shard of the model and sum its gradients."""
     model = [int(size) for size in re.findall(r"(?:TP|PP)(\d)", layout.words)]
     return layout.ranks // math.prod(model)
 
@@ -165,10 +165,10 @@ def test_overlapped_gradient_sums_give_the_same_weights_to_the_bit(layout, run):
     weights = reductions(run(layout))["weights"]
     assert len(weights["overlapping"]) == layout.ranks
     assert weights["overlapping"] == weights["after"]
-    # Compare with DeepSpeed only where the order of additions cannot matter. Two ranks add two
-    # terms, whose sum is the same in any order, but DeepSpeed's buckets add more terms in another
-    # order. With tensor parallelism, gradients are also summed over the tensor-parallel ranks:
-    # before these sums in the way "deepspeed", and after them in the others.
+    # Compare with DeepSpeed only where the order of additions cannot matter. The sum of two terms,
+    # from two ranks, is the same in any order. With more ranks, DeepSpeed adds in another order.
+    # With tensor parallelism, gradients are also summed over the tensor-parallel ranks: before the
+    # sums over the data-parallel ranks in the way "deepspeed", and after them in the other ways.
     if sharing(layout) == 2 and "parallel.tensor=2" not in layout.overrides:
         assert weights["overlapping"] == weights["deepspeed"]
 
@@ -181,8 +181,8 @@ def test_sums_begin_in_the_backward_pass(layout, run):
     for late in (after, events["deepspeed"]):
         assert late.endswith("s")
         assert late.rstrip("s").count("s") == 0
-    # Only the last sums may begin later: those of the embedding, which gets its gradient last, and
-    # those of the layer next to it.
+    # The sums of the embedding, which gets its gradient last, and of the first layer may begin
+    # after the last gradient. The other sums, more than half, must begin earlier.
     assert during.rstrip("s").count("s") > during.count("s") / 2
 
 
@@ -193,7 +193,7 @@ def test_bf16_keeps_lambda_in_float32_under_every_zero_stage(zero, run, models):
     value = tensors.read_tensor("weight", "decoder.layers.0.self_attention.lambda_q1")
     assert not torch.equal(value, value.bfloat16().float())
     metric = "attn/lambda_layer_01"
-    # With the four vectors rounded to bf16, lambda would differ by 1e-3 or more at the first step.
+    # If the four lambda vectors were rounded to bf16, lambda would differ by at least 1e-3.
     assert series(folder, metric)[0] == pytest.approx(series(models / "bf16", metric)[0], abs=1e-5)
 
 

@@ -1,4 +1,4 @@
-"""A step with 65,536 tokens on four context-parallel ranks; more ranks need less memory each."""
+"""Tests of context parallelism with 65,536 tokens on four ranks: loss, gradient and memory."""
 
 import json
 
@@ -10,7 +10,7 @@ SHORT, LONG = 8192, 65536
 
 
 def measured(ranks: int, communication: str, *sequences: str) -> list[dict[str, float]]:
-    """Return the output of ``long_context_worker`` for each length of a sequence, in tokens."""
+    """Return the output of ``long_context_worker`` for sequences of these lengths (in tokens)."""
     output = launch(ranks, "tests.parallel.long_context_worker", [communication, *sequences])
     return [json.loads(line) for line in output.splitlines() if line.startswith("{")]
 

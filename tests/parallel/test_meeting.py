@@ -1,4 +1,4 @@
-"""Ranks on one machine form a process group although another program tries to take their port."""
+"""Tests that ranks form a process group although another program tries to take their port."""
 
 import os
 import subprocess

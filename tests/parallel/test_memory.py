@@ -1,4 +1,4 @@
-"""The peak memory that `plan` predicts is close to the measured peak in a training step."""
+"""Tests that the peak memory predicted by ``plan`` is close to the peak of a training step."""
 
 import json
 from pathlib import Path
@@ -9,8 +9,8 @@ from diffmegatron.config.schema import Recipe
 from diffmegatron.model.accounting import StageMemory, memory, memory_by_stage
 from tests.ranks import launch
 
-# Elements per gradient bucket. The default of 50 million would need much more memory than all other
-# tensors of a small network, and hide errors in them.
+# Elements per gradient bucket. A bucket of 50 million elements, the default, would need much more
+# memory than all other tensors of a small network, and would hide errors in their prediction.
 BUCKET = 250_000
 BF16 = {"precision": "bf16"}
 # Four microbatches: two on each of two data-parallel ranks, or four for a pipeline of two stages.
@@ -21,7 +21,7 @@ OFFLOAD = {"offload_optimizer": True}
 V2 = {"kind": "diff_v2", "num_heads": 8}
 GROUPED = {"kind": "grouped", "signal_per_noise": 2}
 
-# name: (ranks, changes of the recipe's sections)
+# Name of a layout -> (number of ranks, changes of the recipe's sections).
 LAYOUTS: dict[str, tuple[int, dict]] = {
     "alone-fp32": (1, {}),
     "alone-softmax": (1, {"model": {"baseline": True}, "training": BF16}),
@@ -101,7 +101,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch):
-    """Return a function that counts the memory of a rank with `plan`."""
+    """Return a function that predicts the memory of a rank, as ``plan`` does."""
     monkeypatch.setattr(memory, "REDUCE_BUCKET", BUCKET)
 
     def count(name: str, rank: int) -> StageMemory:
@@ -126,7 +126,7 @@ def test_plan_predicts_the_peak_memory(name, rank, measured, counted):
 
 @pytest.mark.parametrize(("name", "rank"), RANKS)
 def test_plan_predicts_the_memory_of_activations_and_logits(name, rank, measured, counted):
-    """`plan` predicts the temporary memory of the forward and backward passes.
+    """Check the predicted temporary memory of the forward and backward passes.
 
     Memory that is allocated for the whole run is subtracted, because it would hide an error.
     """

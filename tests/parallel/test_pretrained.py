@@ -1,4 +1,4 @@
-"""Training from imported weights begins with the loss of transformers, on any layout."""
+"""Tests that training from imported weights begins with transformers' loss, on every layout."""
 
 import json
 from collections.abc import Callable
@@ -39,7 +39,8 @@ training:
 optimizer: {{lr: 1.0e-3, clip_grad_norm: 1.0e+9, weight_decay: 0.01}}
 checkpoint: {{start_from: {imported}, interval: 1}}
 """
-# Three key-value heads, and a vocabulary of 260 that the import pads to 264, a multiple of 12.
+# A model with three key-value heads and 260 token ids; the import pads the vocabulary to 264 rows,
+# a multiple of 12.
 THREE = {"hidden_size": 72, "num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 260}
 MODELS = {
     "biases": ("qwen2", THREE | TIED | {"intermediate_size": 48}),
@@ -82,7 +83,7 @@ def models(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def run(models: Path) -> Callable[[str], Path]:
-    """Return a function from the name of a layout to its finished run.
+    """Return a function from the name of a layout to the folder of its finished run.
 
     The first call for a number of ranks trains all layouts with this number in one launch.
     """

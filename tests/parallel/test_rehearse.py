@@ -1,4 +1,4 @@
-"""`plan --rehearse` tries a layout with a small network on CPU ranks, or reports why it fails."""
+"""Tests of ``plan --rehearse``, which tries a layout with a small network on CPU ranks."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""A new kind of attention needs only one file to be planned, trained on two ranks and resumed."""
+"""Test that a new kind of attention, defined in one file, can be planned, trained and resumed."""
 
 import subprocess
 import sys
@@ -47,7 +47,7 @@ def test_a_new_kind_plans_trains_resumes_and_refuses_export(recipe, tmp_path):
     tensors = ShardedReader(newest, [file.name for file in newest.glob("*.safetensors")])
     gains = tensors.read_tensor("weight", GAINS)
     assert gains.shape == (4,)
-    assert (gains != 1).all(), "every rank's gains are trained, and each rank saves its own"
+    assert (gains != 1).all(), "each rank must train and save the gains of its heads"
     exported = run("export", str(newest), str(tmp_path / "hf"))
     assert exported.returncode == 2
     assert "'gained' cannot be exported" in exported.stderr

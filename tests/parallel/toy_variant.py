@@ -1,7 +1,7 @@
-"""A new kind of attention, added only through the public registry; docs/variants.md refers to it.
+"""New kind of attention, added only through the public registry; docs/variants.md refers to it.
 
-It is ordinary attention with a gain per head. A tensor-parallel rank has the gains of its own
-heads. Run as a script, this file is the command line with the new kind registered.
+The kind is ordinary attention with a gain per head. A tensor-parallel rank has the gains of its own
+heads. As a script, this file runs the command ``diffmegatron`` with the new kind registered.
 """
 
 from typing import TYPE_CHECKING, ClassVar, Literal
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @register
 class Gained(Variant):
-    """Heads of ordinary attention, each times a gain that starts at 1."""
+    """Ordinary attention; the output of each head is multiplied by a gain that starts at 1."""
 
     kind: Literal["gained"] = "gained"
 

@@ -16,7 +16,7 @@ from diffmegatron.training.training_stages import train_stages
 
 
 def train(recipe: Recipe) -> None:
-    """Train, and write the answers in the suite ``needle`` to ``answers.json`` in the run_dir."""
+    """Train, and write the answers of the suite ``needle`` to ``answers.json`` in the run_dir."""
     answers, score = [], Retrieval.score
 
     def keep(suite: Retrieval, model: Model, item: Item) -> Record:
@@ -31,6 +31,6 @@ def train(recipe: Recipe) -> None:
 
 
 def main() -> None:
-    """Run the recipe of the command line."""
+    """Train the recipe named on the command line."""
     recipe_file, *overrides = sys.argv[1:]
     train(load_recipe(recipe_file, overrides))

@@ -1,9 +1,12 @@
 """Ranks that train a tiny recipe under a layout.
 
-Started through :mod:`tests.ranks` by :mod:`tests.parallel.matrix`, with the arguments
-``RECIPE OUT NAME override ...``; the run goes to OUT/NAME, and the hash of its gathered initial
-weights to OUT/NAME/initial.txt. If the layout sums gradients during the backward pass, the result
-of :mod:`tests.parallel.reductions` on the first batches goes to OUT/NAME/reductions.json.
+:mod:`tests.parallel.matrix` starts the ranks through :mod:`tests.ranks`. The arguments are
+``RECIPE OUT NAME override ...``. Outputs:
+
+- ``OUT/NAME``: the run.
+- ``OUT/NAME/initial.txt``: the hash of the gathered initial weights.
+- ``OUT/NAME/reductions.json``: the result of :mod:`tests.parallel.reductions` on the first batches,
+  if the layout sums gradients during the backward pass.
 """
 
 import hashlib
@@ -62,7 +65,7 @@ def _hash(network: torch.nn.Module, parallel_state: ParallelState) -> str:
 
 @contextmanager
 def recorded() -> Iterator[list[list[Batch]]]:
-    """Yield a list to which the first training steps append this rank's microbatches."""
+    """Yield a list to which the first ``STEPS`` steps append this rank's microbatches."""
     steps: list[list[Batch]] = []
     forward_backward = trainer.forward_backward
 

@@ -1,6 +1,7 @@
-"""A short run of ``tools.campaigns.faults``, which injects faults into a run under torchrun.
+"""Test of a short campaign of ``tools.campaigns.faults``, which disturbs a run under torchrun.
 
-One rank gets SIGKILL, and one gets SIGSTOP, so that the run hangs until the watchdog ends it.
+One fault is a SIGKILL to a rank. The other fault is a SIGSTOP to a rank, after which the run hangs
+until the watchdog ends it.
 """
 
 import json
@@ -21,4 +22,4 @@ def test_killed_and_stopped_ranks_do_not_change_the_final_state(tmp_path):
     assert report["faults"] == 2
     assert report["final_state_equal_to_the_bit"]
     assert report["listed_checkpoints_that_failed"] == []
-    assert report["stacks_written"], "the rank that waited for the stopped one"
+    assert report["stacks_written"], "the rank that waited for the stopped rank must write stacks"

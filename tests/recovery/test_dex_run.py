@@ -1,4 +1,4 @@
-"""A DEX run starts from a softmax checkpoint, anneals, resumes after a stop, and is exported.
+"""Tests of DEX runs, which start from a softmax checkpoint, anneal, resume and are exported.
 
 DEX subtracts lambda O W_D from the output O of selected heads of ordinary attention. Annealing
 changes lambda from 0 to the trained lambda_learn during the first steps.
@@ -75,9 +75,9 @@ def test_a_dex_run_anneals_resumes_exactly_and_exports_as_llama(base, make, tmp_
             annealed = (1 - a) * step / ANNEALING * (0.8 - 0.6 * math.exp(-0.3 * (layer - 1)))
             found = logged(run, f"attn/lambda_layer_{layer:02d}")[step - 1]
             assert found == pytest.approx(annealed + a * learned, abs=1e-7)
-            assert learned != pytest.approx(0.1, abs=1e-6), "it is trained"
+            assert learned != pytest.approx(0.1, abs=1e-6), "lambda_learn must be trained"
 
-    # A run that stops during the annealing and resumes ends with the same bits.
+    # A run that resumes at step 5, during the annealing, ends with the same bits.
     parted = tmp_path / "parted"
     shutil.copytree(run, parted)
     for step in (10, STEPS):

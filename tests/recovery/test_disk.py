@@ -1,4 +1,4 @@
-"""Full disks, read-only disks and damaged files, with runs of one process."""
+"""Tests of runs of one process with full disks, read-only disks and damaged files."""
 
 import errno
 import logging
@@ -61,7 +61,10 @@ def small_disk(tmp_path):
 def test_a_failed_save_on_a_full_disk_keeps_the_older_checkpoint(
     tiny_recipe, small_disk, finished, tmp_path, caplog
 ):
-    """The second save fails on a disk for 1.5 checkpoints. On a larger disk the run resumes."""
+    """Check that the run fails at its second save, and resumes after the disk is enlarged.
+
+    The disk has room for 1.5 checkpoints.
+    """
     one = read_manifest(finished / "run/checkpoints/step_00000004").size
     disk = small_disk(one * 3 // 2)
     run = tmp_path / "run"
@@ -98,7 +101,10 @@ def test_a_read_only_checkpoint_directory_is_an_error(tiny_recipe, tmp_path, sma
 
 
 def interrupted(monkeypatch, **at_calls):
-    """Call functions before training steps; ``call_6=f`` calls f before the sixth (from 1)."""
+    """Make the trainer call functions before its steps.
+
+    ``call_6=f`` calls ``f`` before the sixth of the following steps.
+    """
     calls, real = [0], trainer.forward_backward
 
     def wrapper(*arguments, **options):
@@ -119,7 +125,7 @@ def fill(disk: Path) -> None:
 def test_a_temporarily_full_disk_neither_ends_the_run_nor_loses_metrics(
     tiny_recipe, small_disk, finished, tmp_path, monkeypatch, caplog
 ):
-    """The disk is full from step 2 until before step 12; the checkpoints are on another disk."""
+    """Check a run on a disk that is full from step 2 to step 11; checkpoints are elsewhere."""
     run = small_disk(1 << 20)
     (tmp_path / "elsewhere").mkdir()
     (run / "checkpoints").symlink_to(tmp_path / "elsewhere")
@@ -133,7 +139,7 @@ def test_a_temporarily_full_disk_neither_ends_the_run_nor_loses_metrics(
 
 
 def remove(run: Path) -> None:
-    """Remove a folder in which the thread of TensorBoard may create a file meanwhile."""
+    """Remove a folder although a thread of TensorBoard may create files in it at the same time."""
     while run.exists():
         try:
             shutil.rmtree(run)
@@ -177,20 +183,20 @@ def test_a_run_ends_at_its_next_save_after_run_dir_is_removed_or_moved(
     recipe = tiny_recipe(*SHORT)
     run = Path(recipe.run_dir)
     interrupted(monkeypatch, **{f"call_{call}": lambda: go(run)})
-    # At call 6 the save of step 4 may be unfinished. If it then fails, the run ends at step 6;
-    # otherwise it ends at its next save, at step 8.
+    # At call 6, the save of step 4 may be unfinished. If this save then fails, the run ends at step
+    # 6. Otherwise, the run ends at its next save, at step 8.
     steps = "6|8" if call == 6 else min(s for s in (4, 8, 12) if s >= call)
     said = f"^run_dir {run} was moved, removed .*; step ({steps}) could not be saved; put it back"
     with pytest.raises(UserError, match=said):
         train(recipe)
     assert not (run / "checkpoints").exists()
     if go is move_and_make:
-        assert (run / "lock").read_text() == "another run's", "the lock of a run in the new folder"
+        assert (run / "lock").read_text() == "another run's", "the new lock must stay"
         assert CheckpointStore(run.with_name("moved")).steps() == [s for s in (4, 8) if s < call]
 
 
 def test_a_run_continues_if_a_link_replaces_its_moved_run_dir(tiny_recipe, finished, monkeypatch):
-    """Before the next save, the folder is moved and a link to its new place replaces it."""
+    """Check a run whose run_dir is moved before a save and replaced by a link to its new place."""
     recipe = tiny_recipe(*SHORT)
     run = Path(recipe.run_dir)
 
@@ -204,9 +210,10 @@ def test_a_run_continues_if_a_link_replaces_its_moved_run_dir(tiny_recipe, finis
 
 
 def test_unwritable_auxiliary_files_do_not_change_the_run(tiny_recipe, finished, tmp_path, caplog):
-    """The run is the same if recipe.yaml, metrics.jsonl, tensorboard and stacks are obstructed.
+    """Check that obstructed auxiliary files do not change the losses.
 
-    A folder has the name of each of these files, and a file the name of each of these folders.
+    Folders exist with the names of the files recipe.yaml and metrics.jsonl, and files exist with
+    the names of the folders tensorboard and stacks.
     """
     run = tmp_path / "run"
     for name in ("recipe.yaml", "metrics.jsonl"):
@@ -255,7 +262,7 @@ def test_restarts_record_the_first_evaluation_only_once(tiny_recipe, monkeypatch
 
 
 def flip(path: Path) -> None:
-    """Flip one bit in the middle of the file, which is within the tensors."""
+    """Flip one bit in the middle of a checkpoint file, where its tensors are."""
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
@@ -331,7 +338,10 @@ def test_saves_remove_old_checkpoints_and_warn_once_if_slow(tiny_recipe, monkeyp
 
 @pytest.mark.parametrize("evaluated", [0, 1])
 def test_token_ids_outside_the_vocabulary_are_an_error(evaluated, tiny_recipe, corpus, tmp_path):
-    """The file of tokens has the right size, so only its token ids show the mistake."""
+    """Check that random token ids are an error.
+
+    The file of tokens has the right size, so only the token ids show the mistake.
+    """
     for suffix in (".idx", ".json"):
         shutil.copy(f"{corpus}{suffix}", tmp_path / f"random{suffix}")
     (tmp_path / "random.bin").write_bytes(os.urandom(Path(f"{corpus}.bin").stat().st_size))

@@ -1,4 +1,4 @@
-"""Runs of one process with a NaN or a spike, under each policy of the guard.
+"""Tests of runs of one process with a NaN or a spike, under each policy of the guard.
 
 The guard decides from the loss and the gradient norm whether a training step is applied, and
 whether the run rolls back to a checkpoint or stops.
@@ -26,7 +26,8 @@ SHORT = ["training.steps=12", "checkpoint.interval=4", "training.eval_batches=0"
 def break_steps(monkeypatch):
     """Return a function that multiplies loss and gradients of the given steps by a factor.
 
-    Steps are counted from 1, and steps that a rollback repeats are counted again.
+    Steps are counted from 1. A step that is repeated after a rollback is counted again. The
+    function returns a list with one element: the number of steps until now.
     """
 
     def install(calls: set[int], factor: float) -> list[int]:
@@ -80,7 +81,7 @@ def test_a_non_finite_step_is_skipped_and_recorded_as_an_event(factor, tiny_reci
 
 
 def test_a_skipped_step_leaves_the_weights_unchanged(tiny_recipe, break_steps, tmp_path):
-    """The weights after a skipped step are those before it, to the bit."""
+    """Check that the weights before and after a skipped step are equal to the bit."""
     saved = {}
     for steps, broken in [(5, set()), (6, {6})]:
         break_steps(broken, math.nan)
@@ -110,7 +111,7 @@ def wreck_step(monkeypatch):
 
 @pytest.mark.parametrize("asynchronous", ["true", "false"])
 def test_weights_wrecked_by_an_update_are_not_saved(asynchronous, tiny_recipe, wreck_step):
-    """A save that has begun is dropped if the next step shows that the weights are wrecked."""
+    """Check that a save is dropped if the next step shows that the saved weights are wrecked."""
     wreck_step(4)
     settings = ["checkpoint.interval=2", "guard.patience=2", "guard.max_rollbacks=1"]
     recipe = tiny_recipe(*SHORT, *settings, f"checkpoint.asynchronous={asynchronous}")
@@ -125,7 +126,10 @@ def test_weights_wrecked_by_an_update_are_not_saved(asynchronous, tiny_recipe, w
 @pytest.mark.parametrize("evaluated", [0, 1])
 @pytest.mark.parametrize("steps", [4, 5, 6])
 def test_a_run_that_ends_with_wrecked_weights_fails(steps, evaluated, tiny_recipe, wreck_step):
-    """Step 4 wrecks the weights. The run ends there, or after one or two skipped steps."""
+    """Check that the run fails and that no checkpoint has the wrecked weights.
+
+    Step 4 wrecks the weights. The run ends at step 4, or after one or two skipped steps.
+    """
     wreck_step(4)
     ends = [f"training.steps={steps}", f"training.eval_batches={evaluated}"]
     recipe = tiny_recipe(*ends, "checkpoint.interval=2", "guard.patience=9")
@@ -135,7 +139,10 @@ def test_a_run_that_ends_with_wrecked_weights_fails(steps, evaluated, tiny_recip
 
 
 def test_a_second_rollback_in_a_row_uses_an_older_checkpoint(tiny_recipe, break_steps):
-    """The first rollback is to step 4. The next steps fail again, so the second is to step 2."""
+    """Check a run whose first rollback is to step 4.
+
+    The steps after this rollback fail again, so the second rollback must be to step 2.
+    """
     break_steps({6, 7, 8, 9}, math.nan)
     recipe = tiny_recipe(*SHORT, "checkpoint.interval=2", "guard.patience=2")
     assert train(recipe)
@@ -143,20 +150,20 @@ def test_a_second_rollback_in_a_row_uses_an_older_checkpoint(tiny_recipe, break_
     assert {"step_00000002", "step_00000004.left", "step_00000004", "step_00000012"} <= names
     state = open_checkpoint(CheckpointStore(Path(recipe.run_dir)).latest()).state
     assert state["guard"]["rollbacks"] == 2
-    assert state["data"]["consumed_samples"] == (9 + 10) * 8, "nine steps, then from step 2 again"
+    assert state["data"]["consumed_samples"] == (9 + 10) * 8, "nine batches, then steps 3 to 12"
 
 
 def test_a_rollback_after_skipped_steps_does_not_repeat_batches(tiny_recipe, break_steps):
     count = break_steps({6, 7, 8}, math.nan)
     recipe = tiny_recipe(*SHORT, "guard.patience=3")
     assert train(recipe)
-    assert count[0] == 16, "from step 4 again after 8 batches"
+    assert count[0] == 16, "eight batches, then steps 5 to 12"
     state = open_checkpoint(CheckpointStore(Path(recipe.run_dir)).latest()).state
     assert state["step"] == 12
     assert state["data"]["consumed_samples"] == 16 * 8
     assert (state["guard"]["rollbacks"], state["guard"]["skipped"]) == (1, 3)
     steps = [e["step"] for e in read_metrics(Path(recipe.run_dir)) if "train/loss" in e]
-    assert steps == list(range(1, 13)), "the metrics go back with the run"
+    assert steps == list(range(1, 13)), "a rollback must remove the metrics of its steps"
 
 
 def test_rolling_back_restores_the_checkpoint_to_the_bit(tiny_recipe, break_steps, monkeypatch):

@@ -1,4 +1,4 @@
-"""launch/torchrun.sh, by itself and as ``diffmegatron launch --torchrun`` starts it."""
+"""Tests of launch/torchrun.sh, started directly and by ``diffmegatron launch --torchrun``."""
 
 import json
 import os
@@ -20,7 +20,7 @@ def a_signal_to_the_script(script: subprocess.Popen) -> None:
 
 
 def ctrl_c_and_close_the_terminal(script: subprocess.Popen) -> None:
-    """Send both signals to the script and torchrun, as a terminal does."""
+    """Send SIGINT and then SIGHUP to the script and torchrun, as a terminal does."""
     os.killpg(script.pid, signal.SIGINT)
     time.sleep(0.3)  # torchrun has received the first signal and waits for the ranks.
     os.killpg(script.pid, signal.SIGHUP)

@@ -1,4 +1,4 @@
-"""``prepare``, killed at any moment and run again, writes the same bytes as without a kill."""
+"""Tests that ``prepare``, killed at any moment and run again, writes the same bytes."""
 
 import json
 import multiprocessing
@@ -46,7 +46,8 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(corpus: Path, prefix: Path, workers: int = 1, batch_records: int = 50) -> Manifest:
-    pool._BATCH_RECORDS = batch_records  # small, so that there are many commits to be killed at
+    # Small batches mean many commits, so that a kill can happen at many commits.
+    pool._BATCH_RECORDS = batch_records
     return prepare(
         [corpus],
         prefix,
@@ -62,7 +63,7 @@ def outputs(prefix: Path) -> dict[str, bytes]:
     return {
         path.suffix: path.read_bytes()
         for path in prefix.parent.glob("out.*")
-        if path.is_file() and path.suffix != ".lock"  # a kill leaves the file, but no lock on it
+        if path.is_file() and path.suffix != ".lock"  # A kill leaves an unlocked file.
     }
 
 
@@ -137,10 +138,10 @@ def run_part(corpus: Path, prefix: Path, part: Part | None) -> None:
 def test_a_crash_before_a_sync_rename_or_deletion_loses_nothing(
     corpus: Path, undisturbed: dict[str, bytes], tmp_path: Path
 ) -> None:
-    """A run after a crash writes the same bytes as an undisturbed run.
+    """Check that a run after a crash writes the same bytes as an undisturbed run.
 
-    The crashes are before each of the first ten and the last 30 syncs, renames and deletions. The
-    last ones publish the output.
+    The operations are syncs, renames and deletions. There is one crash before each of the first ten
+    and of the last 30 operations. The last operations publish the output.
     """
     counted = tmp_path / "counted" / "out"
     process = CONTEXT.Process(target=run_and_crash, args=(corpus, counted, None))
@@ -154,15 +155,16 @@ def test_a_crash_before_a_sync_rename_or_deletion_loses_nothing(
         process.join()
         assert process.exitcode == 7, f"did not reach operation {number}"
         complete = prefix.with_suffix(".json").exists()
-        assert not complete or outputs(prefix) == undisturbed, "the manifest must come last"
+        assert not complete or outputs(prefix) == undisturbed, "the manifest must be written last"
         run(corpus, prefix, batch_records=1000)
         assert outputs(prefix) == undisturbed, f"after a crash before operation {number}"
 
 
 def run_and_crash(corpus: Path, prefix: Path, number: int | None) -> None:
-    """Prepare, and exit before sync, rename or deletion ``number`` (from 0).
+    """Prepare, but exit before operation ``number`` (from 0): a sync, rename or deletion.
 
-    With None, write the number of these operations to a file instead.
+    If ``number`` is None, do not exit early. At the end, write the number of operations to the file
+    ``operations``.
     """
     done = 0
 
@@ -240,9 +242,9 @@ def children(parent: int | None) -> list[int]:
 
 
 def test_an_interrupt_in_a_finalizer_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A SIGINT that arrives in a finalizer while a worker starts still raises KeyboardInterrupt.
+    """Check that a SIGINT in a finalizer while a worker starts still raises KeyboardInterrupt.
 
-    Python drops exceptions in finalizers, so the signal is handled after the start.
+    Python drops exceptions in finalizers, so the signal is handled after the start of the worker.
     """
 
     class Finalized:
@@ -256,7 +258,7 @@ def test_an_interrupt_in_a_finalizer_is_not_lost(monkeypatch: pytest.MonkeyPatch
 
 
 def test_ctrl_c_ends_prepare_without_a_traceback(tmp_path: Path) -> None:
-    """No process prints a traceback after a Ctrl-C, not even a worker that is starting."""
+    """Check that no process prints a traceback after Ctrl-C, not even a worker that is starting."""
     (tmp_path / "large.jsonl").write_text((json.dumps({"text": "word " * 2000}) + "\n") * 5000)
     words = ["prepare", "large.jsonl", "--output", "out", "--tokenizer", "bytes", "--workers", "2"]
     process = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""Faults and resumes on two and four ranks.
+"""Tests of faults and resumes on two and four ranks.
 
 The runs are compared with runs of one process.
 """
@@ -40,7 +40,7 @@ LONG = [
 ]
 SOURCES = ("words", "digits")
 
-# Name -> ranks and layout until step 10, ranks and layout of the resumed run until step 20.
+# Name -> ranks and layout until step 10, then ranks and layout of the resumed run until step 20.
 RESUMES = {
     "one-to-tensor": (1, [], 2, TENSOR),
     "one-to-pipeline": (1, [], 2, PIPELINE),
@@ -75,7 +75,7 @@ NANS = {
 
 @pytest.fixture(scope="module")
 def out(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Train all runs, and return the folder with them and with the ranks' files of outcomes."""
+    """Train all runs; return the folder with the runs and with the ranks' files of outcomes."""
     out = tmp_path_factory.mktemp("ranks")
     recipe = out / "tiny.yaml"
     sources = f"{corpus}}}, {{path: {prepare_digits(out)}, weight: 0.5"
@@ -181,10 +181,10 @@ def test_a_run_resumes_in_another_layout(name, metric, out):
 
 @pytest.mark.parametrize("name", PARTS)
 def test_frozen_weights_are_unchanged_on_every_rank(name, out):
-    """A run that starts from a checkpoint has the checkpoint's frozen weights on every rank.
+    """Check that a run has the frozen weights of the checkpoint from which it starts.
 
-    Each rank reads a share of them. If a rank kept its initial values instead of the other ranks'
-    shares, the first loss would be far off.
+    Each rank reads a share of the weights from the checkpoint. If a rank kept its initial values in
+    place of the other ranks' shares, the first loss would be far off.
     """
     source, ended = (
         open_checkpoint(CheckpointStore(out / each).latest()).tensors for each in ("data", name)
@@ -201,9 +201,9 @@ def test_frozen_weights_are_unchanged_on_every_rank(name, out):
 
 @pytest.mark.parametrize(("metric", "tolerance"), [("train/loss", 1e-6), ("train/grad_norm", 1e-3)])
 def test_losses_and_norms_stay_close_after_a_late_layout_change(metric, tolerance, out):
-    """The run changes from context parallelism to ZeRO 3 at step 52.
+    """Check a run that changes from context parallelism to ZeRO 3 at step 52.
 
-    docs/recovery.md explains why its gradient norms differ more than its losses.
+    docs/recovery.md explains why the gradient norms differ more than the losses.
     """
     assert [outcomes(out, "late", launched) for launched in ("first", "then2")] == [
         [False, False],
@@ -222,14 +222,18 @@ def test_a_nan_on_one_rank_is_skipped_by_all(name, out):
     event = json.loads((out / name / "events" / "step_00000005.json").read_text())
     assert event["reason"] == "gradient norm is inf"
     assert isinstance(event["loss"], float)
-    # The skipped step leaves the weights as they are, so lambda is that of the step before.
+    # A skipped step does not change the weights, so the lambda of step 5 equals that of step 4.
     before = {entry["step"]: entry for entry in read_metrics(out / name) if "train/loss" in entry}
     assert event["lambda"] == {key: before[4][key] for key in event["lambda"]}
     assert len(event["lambda"]) == 2
 
 
 def test_the_event_names_the_rank_and_the_layer(out):
-    """Norms are computed before the sum over data-parallel ranks, so only one rank has the NaN."""
+    """Check that the event shows the NaN in one layer of one rank.
+
+    The norms in the event are computed before gradients are summed over data-parallel ranks. So the
+    NaN does not spread to the other rank.
+    """
     event = json.loads((out / "nan-data" / "events" / "step_00000005.json").read_text())
     healthy, guilty = event["ranks"]
     assert healthy["not_finite"] == []
@@ -284,7 +288,7 @@ def test_a_stop_signal_to_one_rank_stops_all_ranks(out):
     assert outcomes(out, "signalled", "then2") == [True, True]
     assert CheckpointStore(out / "signalled").steps() == [4, 5, 8]
     expected = series(out / "failing", "train/loss")
-    assert series(out / "signalled", "train/loss") == expected, "to the bit"
+    assert series(out / "signalled", "train/loss") == expected, "must be equal to the bit"
 
 
 def test_a_damaged_file_found_by_one_rank_is_an_error_on_all_ranks(out):

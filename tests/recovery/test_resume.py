@@ -1,4 +1,4 @@
-"""A stopped and resumed run equals an undisturbed one; a run with other settings is refused."""
+"""Tests that a resumed run equals an undisturbed run, and that other settings are refused."""
 
 import math
 import shutil
@@ -86,7 +86,7 @@ def test_resuming_with_frozen_weights_is_exact_to_the_bit(overrides, tiny_recipe
             assert torch.equal(
                 first.read_tensor("weight", name), ends[0].read_tensor("weight", name)
             )
-    # The lambda vectors that are frozen are float32 in a bf16 run, under ZeRO 3 too.
+    # Frozen lambda vectors stay in float32, also in a bf16 run under ZeRO 3.
     value = ends[0].read_tensor("weight", "decoder.layers.0.self_attention.lambda_q2")
     assert ends[0].kinds("decoder.layers.0.self_attention.lambda_q2") == ("weight",)
     assert not torch.equal(value, value.bfloat16().float())
@@ -181,7 +181,7 @@ def test_a_change_of_data_sources_is_reported(tiny_recipe, corpus, tmp_path, cap
     for suffix in (".bin", ".idx", ".json"):
         shutil.copy(f"{corpus}{suffix}", tmp_path / f"moved{suffix}")
     train(tiny_recipe("training.steps=4", f"data.sources=[{{path: {tmp_path}/moved}}]"))
-    assert "data.sources changed" not in capfd.readouterr().out, "the same content elsewhere"
+    assert "data.sources changed" not in capfd.readouterr().out, "only the path changed"
     prepare([Path(__file__)], tmp_path / "own", "bytes", show_progress=False)
     other = f"{{path: {tmp_path}/own, weight: 2}}"
     train(tiny_recipe("training.steps=5", f"data.sources=[{{path: {corpus}}}, {other}]"))

@@ -1,4 +1,4 @@
-"""A run as a list of stages, and a new run that starts with another's weights."""
+"""Tests of runs with several stages, and of runs that start with the weights of another run."""
 
 import os
 import signal
@@ -98,11 +98,11 @@ def test_each_stage_starts_with_the_weights_of_the_previous_one(
     first, second = (Path(stage.run_dir) for stage in stages)
     losses = [entry["valid/loss"] for entry in read_metrics(second) if "valid/loss" in entry]
     ended = [entry["valid/loss"] for entry in read_metrics(first) if "valid/loss" in entry][-1]
-    # The second stage begins with the loss at the end of the first, not with ln 320, about the
-    # loss of an untrained network over 320 token ids.
+    # The second stage begins with the loss at the end of the first stage. An untrained network over
+    # 320 token ids would have a loss of about ln 320 = 5.77.
     assert abs(losses[0] - ended) < 0.3
     assert losses[0] < 5.6
-    # If start_from is the folder of all stages, a run starts with the weights of the last one.
+    # If start_from is the folder of all stages, a run starts with the weights of the last stage.
     run = tmp_path / "run"
     train(
         tiny_recipe("training.steps=3", f"run_dir={tmp_path}/next", f"checkpoint.start_from={run}")
@@ -169,7 +169,8 @@ def test_a_finished_stage_is_skipped_without_reading_its_weights(staged, capfd, 
     assert train_stages(stages[:1])
     monkeypatch.setattr(stages_module, "train", lambda recipe, *_: trained.append(recipe) or True)
     trained: list[Recipe] = []
-    # The weights of a finished stage are not read here. The run that starts with them checks them.
+    # Damage the weights of the finished stage. train_stages must not read them; the run that starts
+    # with these weights would check them.
     flip(CheckpointStore(Path(stages[0].run_dir)).latest())
     assert train_stages(stages)
     assert trained == [stages[1]]
@@ -185,7 +186,8 @@ def test_a_finished_stage_is_skipped_without_reading_its_weights(staged, capfd, 
 def test_start_from_copies_the_weights_and_resets_the_update_count(staged, tmp_path, tiny_recipe):
     (first, *_) = load_stages(staged)
     train(first)
-    # A learning rate too small to change a float32 weight shows what the run began with.
+    # With a learning rate that is too small to change a float32 weight, the final weights are the
+    # weights with which the run began.
     frozen = ["optimizer.lr=1e-30", "optimizer.schedule.final_lr=0", "training.steps=3"]
     train(tiny_recipe(*frozen, f"checkpoint.start_from={first.run_dir}"))
     run = tmp_path / "run"
@@ -195,7 +197,7 @@ def test_start_from_copies_the_weights_and_resets_the_update_count(staged, tmp_p
 
 
 def flip(directory: Path) -> None:
-    """Flip one bit of a weight, which changes no size and no header."""
+    """Flip one bit of a weight; the size and the header of the file stay the same."""
     path = directory / "rank_00000.safetensors"
     content = bytearray(path.read_bytes())
     content[8 + int.from_bytes(content[:8], "little")] ^= 1

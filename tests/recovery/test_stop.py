@@ -1,4 +1,4 @@
-"""A run that gets a stop signal saves and ends; resumed, it equals an undisturbed run."""
+"""Tests that a run stops after a signal, and that the resumed run equals an undisturbed run."""
 
 import os
 import signal
@@ -70,13 +70,14 @@ def signalling(function, call: int, number: int):
 @pytest.mark.parametrize(
     ("module", "name", "call", "stops_at", "left", "number"),
     [
-        # The first step, which may compile, with each of the three signals.
+        # Each of the three signals arrives in the first step, which may compile.
         (trainer, "forward_backward", 1, 1, "", signal.SIGTERM),
         (trainer, "forward_backward", 1, 1, "", signal.SIGUSR1),
         (trainer, "forward_backward", 1, 1, "", signal.SIGINT),
         (trainer, "forward_backward", 5, 5, "", signal.SIGTERM),
         (saver, "write_pieces", 1, 11, "", signal.SIGTERM),  # the save of step 10
-        # Steps before an evaluation, and the evaluations, which need two batches for each loss.
+        # The signal arrives in a step before an evaluation, or in an evaluation. An evaluation
+        # needs two batches for each loss.
         (evaluators, "forward_only", 1, 0, "valid/loss", signal.SIGTERM),
         (trainer, "forward_backward", 6, 6, "valid/loss", signal.SIGTERM),
         (evaluators, "forward_only", 3, 6, "valid/loss", signal.SIGTERM),
@@ -93,8 +94,8 @@ def test_a_stopped_run_saves_and_resumes_exactly(
     recipe = tiny_recipe(*SHORT)
     with monkeypatch.context() as patch:
         patch.setattr(module, name, signalling(getattr(module, name), call, number))
-        assert not train(recipe), "it says that it is not finished"
-    assert signal.getsignal(number) is handlers, "handlers are as they were"
+        assert not train(recipe), "train must return False for an unfinished run"
+    assert signal.getsignal(number) is handlers, "train must restore the signal handlers"
     assert CheckpointStore(Path(recipe.run_dir)).steps()[-1] == stops_at
     said = f"saved step {stops_at}; the same command resumes from it"
     assert f"{said}{f', first with {left}' if left else ''}\n" in capfd.readouterr().out
@@ -106,7 +107,8 @@ def test_a_run_finishes_despite_a_stop_signal_in_its_last_evaluation_batch(
     tiny_recipe, monkeypatch, undisturbed
 ):
     recipe = tiny_recipe(*SHORT)
-    with monkeypatch.context() as patch:  # in the last batch of the last evaluation
+    with monkeypatch.context() as patch:
+        # Call 8 is the last batch of the last evaluation.
         last = signalling(evaluators.forward_only, 8, signal.SIGTERM)
         patch.setattr(evaluators, "forward_only", last)
         assert train(recipe)
@@ -116,12 +118,9 @@ def test_a_run_finishes_despite_a_stop_signal_in_its_last_evaluation_batch(
 def test_the_last_evaluation_resumes_after_each_stop_signal(
     tiny_recipe, monkeypatch, undisturbed, capfd
 ):
-    """The evaluation of the last step is stopped three times; each start resumes it.
-
-    It is stopped twice in valid/loss, and then in test/loss.
-    """
+    """Check a run whose last evaluation is stopped twice in valid/loss and then in test/loss."""
     recipe = tiny_recipe(*SHORT)
-    # Number of the evaluation batch at which each start is stopped, counted from 1 in that start.
+    # Each start is stopped in the evaluation batch with this number, counted from 1 in the start.
     for call in (5, 1, 3):
         with monkeypatch.context() as patch:
             stopped = signalling(evaluators.forward_only, call, signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""A study trains and evaluates runs; after a kill and a new start it has the same results."""
+"""Tests that a restarted study, and a repeated run of a study, have the same results."""
 
 import json
 import os
@@ -62,7 +62,7 @@ def test_a_killed_run_changes_nothing(tmp_path, corpus):
     assert start(tmp_path, "killed").wait() == 0
     whole, resumed = (read_line(tmp_path, name) for name in ("whole", "killed"))
     assert resumed == whole
-    # The records have wall-clock times. They would differ if the second process had repeated steps.
+    # The records have wall-clock times, which would differ if the second process repeated steps.
     assert metrics_of(checkpoints.parent)[:20] == recorded[:20]
     log = tmp_path / "killed" / "study" / "logs" / "diff_v1-seed1.log"
     before = log.read_bytes()
@@ -105,7 +105,7 @@ def metrics_of(run_dir):
 
 
 def read_line(folder, name):
-    """Return the one line of a study without the values that depend on time."""
+    """Return the only result line of a study, without its value that depends on time."""
     (text,) = (folder / f"{name}.out" / "study.jsonl").read_text().splitlines()
     line = json.loads(text)
     del line["measures"]["tokens per second"]

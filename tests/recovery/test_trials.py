@@ -1,6 +1,7 @@
-"""The program survives the faults of ``tools/campaigns/faults.py --long``, each in two trials.
+"""Tests of the fault trials that ``tools/campaigns/faults.py --long`` runs.
 
-If its checks for damage are disabled, the trials report that it does not.
+Every class of faults is tried twice and must be survived. If the program's checks for damage are
+disabled, the trials must report faults that were not survived.
 """
 
 from diffmegatron.checkpoint.reading import TensorFile

@@ -1,8 +1,8 @@
 """Ranks that run a job of :mod:`tests.recovery.test_ranks`, started through :mod:`tests.ranks`.
 
 The arguments are ``OUTCOME JOB``. Rank r writes the outcome to ``OUTCOME.r``. JOB is JSON with the
-``recipe`` file, the ``overrides`` and, optionally, a ``fault``: a key of ``FAULTS``, the rank, and
-the argument of the fault's function.
+``recipe`` file, the ``overrides`` and optionally a ``fault``. A fault is a list of three values: a
+key of ``FAULTS``, the rank that has the fault, and the argument of the fault's function.
 """
 
 import json
@@ -26,7 +26,7 @@ from diffmegatron.training.trainer import train
 
 @contextmanager
 def replaced(module: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
-    """Context in which ``make(module.name)`` replaces ``module.name``."""
+    """Replace ``module.name`` by ``make(module.name)`` within the context."""
     original = getattr(module, name)
     setattr(module, name, make(original))
     try:
@@ -36,9 +36,9 @@ def replaced(module: Any, name: str, make: Callable[[Any], Any]) -> Iterator[Non
 
 
 def nan_gradient(call: int) -> Callable[[Any], Any]:
-    """Return a ``make`` for :func:`replaced`: step ``call`` (from 1) has a NaN gradient.
+    """Return a ``make`` for :func:`replaced` that causes a NaN gradient in step ``call`` (from 1).
 
-    Only the gradient of one parameter becomes NaN; the loss stays finite.
+    Only the gradient of one parameter is NaN. The loss stays finite.
     """
 
     def make(forward_backward: Any) -> Any:
@@ -60,7 +60,7 @@ def nan_gradient(call: int) -> Callable[[Any], Any]:
 
 
 def failing(times: int) -> Callable[[Any], Any]:
-    """Return a ``make`` for :func:`replaced`: the first ``times`` writes find a full disk."""
+    """Return a ``make`` for :func:`replaced`; a full disk fails the first ``times`` writes."""
 
     def make(write_pieces: Any) -> Any:
         left = [times]
@@ -77,7 +77,7 @@ def failing(times: int) -> Callable[[Any], Any]:
 
 
 def signalled(call: int) -> Callable[[Any], Any]:
-    """Return a ``make`` for :func:`replaced`: SIGTERM arrives in step ``call`` (from 1)."""
+    """Return a ``make`` for :func:`replaced` that causes a SIGTERM in step ``call`` (from 1)."""
 
     def make(forward_backward: Any) -> Any:
         calls = [0]
@@ -115,7 +115,7 @@ def run(job: dict[str, Any]) -> Any:
 
 
 def main() -> None:
-    """Run the job; rank r writes what it returned into ``OUTCOME.r``."""
+    """Run the job and write its outcome to ``OUTCOME.r``, where r is this rank."""
     outcome, job = sys.argv[1:]
     distributed.init_process_group("gloo")
     Path(f"{outcome}.{distributed.get_rank()}").write_text(json.dumps(run(json.loads(job))))

@@ -1,7 +1,7 @@
-"""Kinds of bad paths, and a function that gives one to a command in place of a good path.
+"""Kinds of bad paths, and a function that runs a command with a bad path in place of a good path.
 
-The commands and their parameters are read from the command line itself. If a parameter has a new
-name in --help, an assertion fails until :class:`Example` has a good value for it.
+The commands and their parameters are read from the Typer application. If a parameter has a new
+name in --help, an assertion fails until :class:`Example` has a good value for this name.
 """
 
 import io
@@ -34,10 +34,10 @@ from tests.robustness.command_line import Command, Parameter, commands
 # commands takes some seconds.
 SECONDS = 240
 CLUSTER = "{gpus_per_node: 0, ranks_per_node: 1, cpus_per_rank: 1, time_limit: '30'}"
-# Parameters that the command line takes as text and the command as a path.
+# Parameters that the command line declares as text, but that the command uses as a path.
 PATHS_AS_TEXT = {("prepare", "tokenizer"), ("evaluate", "data")}
-# Keys of a recipe that contain a path, with a format of the value; and the commands that are tried
-# with each key.
+# Keys of a recipe that contain a path, each with a format of its value. The commands in OVERRIDDEN
+# are tried with each key.
 KEYS = {
     "run_dir": "{}",
     "data.sources": "[{{path: {}}}]",
@@ -55,6 +55,10 @@ MORE = {
 }
 # Ends of the names of lock files, which `snapshot` leaves out.
 LOCKS = ("lock", ".lock")
+
+
+# Each of the following functions returns a bad path of one kind. The functions may create files in
+# the folder ``place``. Some of them make a copy of ``good``, a good path.
 
 
 def missing(place: Path, good: Path | None) -> str:
@@ -85,7 +89,7 @@ def fifo(place: Path, good: Path | None) -> str:
 
 
 def in_a_folder_of_fifos(place: Path, good: Path | None) -> str:
-    """Make FIFOs with the names that the command itself writes or reads."""
+    """Return a folder of FIFOs with the names of files that commands write or read."""
     (place / "fifos").mkdir()
     for name in OWN_NAMES:
         os.mkfifo(place / "fifos" / name)
@@ -126,7 +130,7 @@ def empty(place: Path, good: Path | None) -> str:
 
 
 def of_the_system(place: Path, good: Path | None) -> str:
-    """Return a folder that is read-only, also for root."""
+    """Return a folder that is read-only even for root."""
     return "/proc"
 
 
@@ -143,7 +147,10 @@ OWN_NAMES = (
 
 
 def copy(good: Path | None, target: Path) -> Path:
-    """Return a copy of a good file, folder or prefix, or a missing path if no good one exists."""
+    """Copy a good file, folder or prefix to ``target``, and return ``target``.
+
+    If ``good`` is None, nothing is copied.
+    """
     if good is None:
         return target
     if good.is_dir():
@@ -158,7 +165,7 @@ def copy(good: Path | None, target: Path) -> Path:
 
 def make_inputs(made: Path) -> None:
     """Write good inputs of every command into a folder; no command changes them."""
-    import_deepspeed()  # its first import in a process may print warnings
+    import_deepspeed()  # The first import of DeepSpeed in a process may print warnings.
     (made / "cluster.yaml").write_text(CLUSTER)
     (made / "text.txt").write_text("some words of a text. " * 200)
     write_pretrained(made / "hf", "llama 2")
@@ -214,7 +221,7 @@ class Example:
         self._new = {"OUT", "OUTPUT", "DIR", "PNG", "DATA_DIR"}
 
     def path(self, parameter: Parameter) -> Path | None:
-        """Return an existing path for a parameter; None if there is none, as for an output."""
+        """Return a good path for a parameter; None if no path exists yet, as for an output."""
         return self._paths.get(parameter.metavar)
 
     def word(self, parameter: Parameter) -> str:
@@ -222,12 +229,18 @@ class Example:
         name = parameter.metavar
         if name in self._new:
             return str(self._given / name.lower())
-        assert name in {*self._paths, *self._words}, f"{name}: give Example one of it"
+        assert name in {*self._paths, *self._words}, f"{name}: add a good value to Example"
         return str(self._paths.get(name) or self._words[name])
 
 
 class Place(NamedTuple):
-    """A place of a command where a path is given: a parameter, or a key of its recipe."""
+    """Place of a command where a path is given.
+
+    Attributes:
+        command: the command.
+        parameter: parameter with the path; None: the path is in an override of the recipe.
+        key: key of the override; empty for a parameter.
+    """
 
     command: Command
     parameter: Parameter | None
@@ -238,13 +251,13 @@ class Place(NamedTuple):
         return f"{' '.join(self.command.words)}: {name}"
 
     def good(self, example: Example, made: Path, corpus: Path) -> Path | None:
-        """Return a good path for this parameter or key; None if there is none, as for an output."""
+        """Return a good path for this parameter or key; None if none exists, as for an output."""
         if self.parameter is not None:
             return example.path(self.parameter)
         return {"data.sources": corpus, "checkpoint.start_from": made / "run"}.get(self.key)
 
     def words(self, example: Example, path: str) -> list[str]:
-        """Return the command line with ``path`` here and only the necessary other arguments."""
+        """Return the command line with ``path`` in this place and only the necessary arguments."""
         options, places = [], []
         for each in self.command.parameters:
             if each == self.parameter or each.is_required or each.metavar == "[NAME=]PATH":
@@ -285,7 +298,9 @@ def try_kind(
         corpus: prefix of a prepared corpus.
 
     Returns:
-        The problem; None: the command succeeded, or ended with one sentence and changed no file.
+        Description of the problem. None means that the exit status was 0 or 75, or that the command
+        changed no file and ended with one sentence (status 2 or 69) or with a result on standard
+        output (status 1).
     """
     (folder / "cwd").mkdir(parents=True)
     os.chdir(folder / "cwd")
@@ -334,7 +349,10 @@ def snapshot(folder: Path) -> dict[str, tuple[int, int]]:
 
 
 class _Hung(BaseException):
-    """Raised in a command that hangs; the program's handlers of Exception do not catch it."""
+    """Error raised in a command that hangs.
+
+    The program's handlers of Exception do not catch this error.
+    """
 
 
 class _Stream(io.TextIOWrapper):
@@ -353,7 +371,8 @@ def run(words: list[str]) -> tuple[object, str, str]:
     """Run a command in this process, in which permission bits also restrict root.
 
     Returns:
-        The exit status or the end of the traceback; the standard output; the standard error.
+        A tuple of three values: the exit status or the end of the traceback, the standard output,
+        and the standard error.
     """
 
     def hang(*_: int | FrameType | None) -> None:

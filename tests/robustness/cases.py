@@ -1,4 +1,4 @@
-"""Limits on time, memory and messages of random cases, for the tests of this folder."""
+"""Random cases with limits on time, memory and error messages, for the tests of this folder."""
 
 import io
 import resource
@@ -24,7 +24,7 @@ def for_all(cases: int, is_long: bool, check: Callable[..., None], *drawn: Searc
 
     Args:
         cases: number of cases.
-        is_long: whether every call draws new cases; if not, they are always the same.
+        is_long: whether every call draws new cases. If False, the cases are always the same.
         check: function that is called with the values of a case.
         drawn: strategy for each value.
     """
@@ -44,7 +44,7 @@ def for_all(cases: int, is_long: bool, check: Callable[..., None], *drawn: Searc
 
 @contextmanager
 def limits() -> Iterator[None]:
-    """Fail if the body takes more than a second of CPU time or a GiB of additional memory."""
+    """Fail if the body needs more than a second of CPU time or a GiB of additional memory."""
     before = resource.getrlimit(resource.RLIMIT_AS)
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     allowed = pages * resource.getpagesize() + BYTES

@@ -1,4 +1,4 @@
-"""Count the bad paths that every command was tried with, by kind.
+"""Count, for each kind of bad path, the cases that were tried and the cases without a problem.
 
 python -m tests.robustness.count --out docs/results/bad_paths.json
 """
@@ -14,14 +14,14 @@ from tests.robustness.bad_paths import KINDS, make_inputs, places, try_kind
 
 
 def count(folder: Path) -> dict[str, dict[str, int]]:
-    """Give every kind of bad path to every command, wherever it takes a path.
+    """Try every kind of bad path in every place where a command accepts a path.
 
     Args:
         folder: existing folder for the files of all cases, which are not removed.
 
     Returns:
-        For each kind, the number of cases (``tried``) and of cases without a problem (``held``):
-        the command succeeded, or ended with one sentence and changed no file.
+        For each kind, the number of cases (``tried``) and the number of cases in which
+        :func:`try_kind` found no problem (``held``).
     """
     os.environ["SLURM_NTASKS"] = "1"
     (folder / "made").mkdir()
@@ -39,7 +39,7 @@ def count(folder: Path) -> dict[str, dict[str, int]]:
 
 
 def main() -> None:
-    """Write the counts."""
+    """Write the counts to the file of ``--out``."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     out = parser.parse_args().out.absolute()

@@ -1,4 +1,4 @@
-"""Every command with a bad path succeeds, or ends with one sentence and changes no file."""
+"""Tests that a command with a bad path succeeds, or prints one sentence and changes no file."""
 
 import errno
 import json
@@ -52,7 +52,10 @@ def test_a_full_disk_ends_a_command_with_status_69(monkeypatch, tmp_path):
 
 
 def test_the_committed_counts_cover_every_place_and_kind():
-    """The counts cover all commands; after a new command, run ``tests/robustness/count.py``."""
+    """Check that docs/results/bad_paths.json has every place and kind, without a problem.
+
+    After a change of the commands, write the file again with ``tests/robustness/count.py``.
+    """
     counts = json.loads((RESULTS / "bad_paths.json").read_text())
     number = len(list(places()))
     assert counts == {

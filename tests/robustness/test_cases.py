@@ -1,4 +1,4 @@
-"""The limits on random cases detect every case that exceeds them."""
+"""Tests that a random case which exceeds a limit fails."""
 
 import time
 

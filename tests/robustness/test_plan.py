@@ -1,4 +1,4 @@
-"""Random recipes, overrides and options for ``plan``: it prints numbers or one sentence."""
+"""Tests that ``plan`` prints numbers or one sentence for random recipes and options."""
 
 import json
 from collections import Counter
@@ -29,7 +29,7 @@ def leaves(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def sections(annotation: object) -> list[type[BaseModel]]:
-    """Return the classes of sections that a field may have: for attention, one of each kind."""
+    """Return the section classes of a field; the field ``attention`` has one class per kind."""
     if annotation is Variant:
         return list(VARIANTS.values())
     is_section = isinstance(annotation, type) and issubclass(annotation, BaseModel)
@@ -149,7 +149,7 @@ def test_recipes(tmp_path, cases, is_long):
 
 
 def test_sizes(valid, cases, is_long):
-    """`plan` prints numbers or one sentence for random sizes of the model, batch and layout.
+    """Check ``plan`` with random sizes of the model, batch and layout.
 
     Many of the sizes divide each other, so that some of the recipes are valid.
     """

@@ -1,4 +1,7 @@
-"""Every reader of files returns a value or fails with one sentence, whatever bytes a file has."""
+"""Tests that every reader of files returns a value or fails with one sentence.
+
+The files have random bytes, or random damage.
+"""
 
 import base64
 import gzip
@@ -89,10 +92,10 @@ def any_json(folder: Path) -> tuple[Path, Read]:
 
 
 def checkpoint(name: str) -> Reader:
-    """Return the case of a file of a checkpoint.
+    """Return the reader of one file of a checkpoint.
 
-    Before each read, the manifest gets the checksums of the damaged files. Otherwise the checksums
-    would reject them before their content is read. A damaged manifest itself is read unchanged.
+    Before each read, the checksums of the damaged files are written to the manifest. Otherwise, the
+    files would be rejected before their content is read. A damaged manifest is read unchanged.
     """
 
     def make(folder: Path) -> tuple[Path, Read]:
@@ -117,7 +120,7 @@ def checkpoint(name: str) -> Reader:
 
 
 def corpus(layout: Any, suffix: str, parts: int = 0) -> Reader:
-    """Return the case of a file of a prepared corpus, which is read to its end."""
+    """Return the reader of one file of a prepared corpus; the reader reads the whole corpus."""
 
     def make(folder: Path) -> tuple[Path, Read]:
         content = [{"text": text, "prompt": text, "response": text[:9]} for text in TEXTS]
@@ -149,7 +152,7 @@ def corpus(layout: Any, suffix: str, parts: int = 0) -> Reader:
 
 
 def unmerged_part(suffix: str) -> Reader:
-    """Return the case of a file of one of two parts of a corpus, which ``merge`` joins."""
+    """Return the reader of one file of a corpus part; the reader merges two parts."""
 
     def make(folder: Path) -> tuple[Path, Read]:
         (folder / "in.jsonl").write_bytes(LINES)
@@ -167,7 +170,7 @@ def unmerged_part(suffix: str) -> Reader:
 
 
 def archive(suffix: str, pack: Callable[[Path], bytes]) -> Reader:
-    """Return the case of an input file of ``prepare``; its suffix chooses the reader."""
+    """Return the reader of an input file of ``prepare`` with this suffix."""
     settings = PrepareSettings("bytes", id_field="id", deduplicate=True)
 
     def make(folder: Path) -> tuple[Path, Read]:
@@ -192,9 +195,9 @@ def parquet(path: Path) -> bytes:
 
 
 def journal(folder: Path) -> tuple[Path, Read]:
-    """Return the case of a journal's state, which records the committed bytes of its files.
+    """Write a journal, and return the result of :func:`resealed` for its state.
 
-    Each read first corrects the checksum, so that it does not reveal the damage.
+    The state has the number of committed bytes of each file of the journal.
     """
     identity = Identity(settings={"layout": "text"}, files=(("in.jsonl", 3, 4),))
     with Journal(folder / "out", ("tokens",), None) as begun:
@@ -208,7 +211,7 @@ def journal(folder: Path) -> tuple[Path, Read]:
 
 
 def cache(folder: Path) -> tuple[Path, Read]:
-    """Return the case of a cache entry's table of contents, whose checksum is always right.
+    """Write a cache entry, and return the result of :func:`resealed` for its table of contents.
 
     A damaged entry is built again, so every read returns the right array.
     """
@@ -224,7 +227,10 @@ def cache(folder: Path) -> tuple[Path, Read]:
 
 
 def resealed(folder: Path, path: Path, read: Read) -> tuple[Path, Read]:
-    """Return the case of a sealed file's content; each read first seals it with its checksum."""
+    """Return a file with the content of a sealed file, and a function that seals and reads it.
+
+    The seal is a checksum. The function renews the checksum, so that it does not reveal the damage.
+    """
     content = folder / "content"
     content.write_bytes(path.read_bytes().split(b"\n")[0])
 
@@ -236,7 +242,7 @@ def resealed(folder: Path, path: Path, read: Read) -> tuple[Path, Read]:
 
 
 def metrics(folder: Path) -> tuple[Path, Read]:
-    """Return the case of a run's metrics, which a report reads and a resumed run continues."""
+    """Write a run's metrics; return their path and a function that reads and continues them."""
     with MetricsWriter(folder, -1) as writer:
         for step in range(5):
             writer.write(step, {"train/loss": 2.5, "train/lr": 1e-3})
@@ -250,7 +256,7 @@ def metrics(folder: Path) -> tuple[Path, Read]:
 
 
 def tiktoken_file(suffix: str) -> Reader:
-    """Return the case of a tiktoken file (tokens and their ranks) or of its JSON description."""
+    """Return the reader of a tiktoken file (tokens and their ranks) or of its JSON description."""
     ranks = [b"%s %d\n" % (base64.b64encode(bytes([byte])), byte) for byte in range(256)]
     ranks += [b"%s %d\n" % (base64.b64encode(b"word"), 256)]
     description = {"pat_str": r"\w+|\s+|\W", "special_tokens": {END_OF_TEXT: 257, "<|a|>": 258}}
@@ -265,7 +271,7 @@ def tiktoken_file(suffix: str) -> Reader:
 
 
 def tokenizer_folder(name: str) -> Reader:
-    """Return the case of a file of a Hugging Face tokenizer."""
+    """Return the reader of one file of a Hugging Face tokenizer."""
 
     def make(folder: Path) -> tuple[Path, Read]:
         convert(load_tokenizer("bytes").encoding).save(str(folder / "tokenizer.json"))
@@ -282,7 +288,7 @@ def use(tokenizer: Path) -> None:
 
 
 def pretrained(name: str) -> Reader:
-    """Return the case of a file of a pretrained model, whose headers and weights are read."""
+    """Return the reader of one file of a pretrained model; the reader reads all weights."""
 
     def make(folder: Path) -> tuple[Path, Read]:
         write_pretrained(folder / "hf", "qwen3")
@@ -303,7 +309,7 @@ def pretrained(name: str) -> Reader:
 
 
 def records(folder: Path) -> tuple[Path, Read]:
-    """Return the case of the results of an evaluation, from which a restart resumes."""
+    """Write the records of an evaluation; return their path and a function that resumes it."""
     path, header = folder / "records.jsonl", {"suite": "loss", "items": "0f1e"}
     with RecordFile(path, header) as file:
         for number in range(5):
@@ -317,7 +323,7 @@ def records(folder: Path) -> tuple[Path, Read]:
 
 
 def data_set(file: str, content: str, read: Callable[[Path], object]) -> Reader:
-    """Return the case of a file of a published data set."""
+    """Return the reader of one file of a published data set."""
 
     def make(folder: Path) -> tuple[Path, Read]:
         (folder / file).parent.mkdir(parents=True, exist_ok=True)
@@ -328,7 +334,7 @@ def data_set(file: str, content: str, read: Callable[[Path], object]) -> Reader:
 
 
 def target(folder: Path) -> tuple[Path, Read]:
-    """Return the case of the ``config.json`` of a model to evaluate."""
+    """Write a model to evaluate; return its ``config.json`` and a function that reads the model."""
     write_pretrained(folder / "hf", "diffllama")
 
     def read() -> None:
@@ -425,9 +431,9 @@ READERS = [
 
 
 def damaged(example: bytes) -> st.SearchStrategy[bytes]:
-    """Return a strategy for copies of the example with one to three ranges of bytes replaced.
+    """Return a strategy for copies of the example in which one to three ranges of bytes differ.
 
-    The replacement is empty, or short bytes repeated up to 3,000 times.
+    A range is deleted, or replaced by a short sequence of bytes that is repeated up to 3,000 times.
     """
     pieces = [b"", b"[", b"{", b"- ", b": ", b"&a ", b"*a", b"!", b"\0", b"\xff", b"null", b"{}"]
     pieces += [b"-", b"9" * 100]
