@@ -13,52 +13,36 @@ from tests.paths import ROOT
 
 PACKAGE = ROOT / "diffmegatron"
 
-# Packages by layer, from the top down. A package may import itself and packages of lower layers,
-# but no other package of its own layer.
-LAYERS = [
-    {"__main__"},
-    {"cli", "__init__"},
-    {"api"},
-    {"operations"},
-    {"plan", "doctor"},
-    {"evaluation", "dex"},
-    {"training", "hf"},
-    {"training.builtin_hooks"},
-    {"training.hook"},
-    {"training.run"},
-    {"training.fault_tolerance"},
-    {"training.saving"},
-    {"training.monitoring"},
-    {"training.compute"},
-    {"attempts"},
-    {"checkpoint", "optim", "data"},
-    {"data.prepare", "data.sampling"},
-    {"data.index"},
-    {"data.tokenizers"},
-    {"model"},
-    {"attention", "parallel"},
-    {"config"},
-    # The variants are below config, because the recipe has a section for each variant.
-    {"attention.variants"},
-    {"command_options", "file_lock", "own_code", "user_paths", "validation"},
-    {"attention.kernels", "section", "config.yaml_documents"},
-    {"files", "shipped_files"},
-    {"errors"},
-]
-LAYER_OF = {package: number for number, packages in enumerate(LAYERS) for package in packages}
+PAGE = (ROOT / "docs/architecture.md").read_text()
 
-MEGATRON = {
-    "model",
-    "attention/context_parallel",
-    "attention/lora.py",
-    "attention/rms_norm.py",
-    "attention/self_attention.py",
-    "attention/layer_specs.py",
-    "parallel",
-    "checkpoint",
-    "data/index/token_store.py",
-    "training/compute/step.py",
-}
+
+def expand(name: str) -> list[str]:
+    """Return the paths that ``a/{b,c}`` stands for; a name without braces stands for itself."""
+    start, brace, rest = name.partition("{")
+    return [start + each for each in rest.rstrip("}").split(",")] if brace else [name]
+
+
+def read_layers() -> list[set[str]]:
+    """Return the packages of each layer from the page, from the top down, as dotted names.
+
+    A package may import itself and packages of lower layers, but no other package of its own layer.
+    """
+    rules = PAGE.partition("\n## Who may import whom\n")[2].partition("\n## ")[0]
+    order = " ".join(line for line in rules.splitlines() if line.startswith("    "))
+    layers = [re.split(r", *(?![^{]*})", layer.strip()) for layer in order.split("->")]
+    return [{path.replace("/", ".") for name in names for path in expand(name)} for names in layers]
+
+
+def read_importers_of_megatron() -> set[str]:
+    """Return the packages and modules that may import ``megatron.core`` according to the page."""
+    names = re.search(r"^Only ([^.]*(?:\.py[^.]*)*) import `megatron\.core`", PAGE, re.MULTILINE)
+    assert names, "docs/architecture.md has no sentence on the importers of megatron.core"
+    return {path for name in re.findall(r"`([^`]+)`", names[1]) for path in expand(name)}
+
+
+LAYERS = read_layers()
+LAYER_OF = {package: number for number, packages in enumerate(LAYERS) for package in packages}
+MEGATRON = read_importers_of_megatron()
 
 
 def modules() -> list[Path]:
@@ -95,7 +79,8 @@ def parts_of(path: Path) -> tuple[str, ...]:
 
 
 def within(path: Path, places: set[str]) -> bool:
-    return any(path == Path(place) or Path(place) in path.parents for place in places)
+    """Return whether a module is one of the places or in one of them; ``.py`` may be missing."""
+    return any(Path(place) in (path, path.with_suffix(""), *path.parents) for place in places)
 
 
 def test_every_package_has_a_layer():
