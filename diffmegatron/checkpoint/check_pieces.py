@@ -89,7 +89,9 @@ def check_tiling(places: Iterable[Place], owner: str) -> None:
             "missing or belongs to another save"
         )
     if not _is_grid(list(boxes), shape) or not all(_is_gapless(box) for box in boxes.values()):
-        raise UserError(f"{owner} holds pieces of {shorten(name)} that overlap")
+        raise UserError(
+            f"{owner} holds pieces of {shorten(name)} that overlap or that no parallel layout cuts"
+        )
 
 
 def _is_grid(boxes: list[Box], shape: tuple[int, ...]) -> bool:

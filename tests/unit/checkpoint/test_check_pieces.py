@@ -96,5 +96,5 @@ def test_boxes_outside_a_grid_are_refused():
     around = [((0, 0), (1, 2)), ((0, 2), (2, 1)), ((2, 1), (1, 2)), ((1, 0), (2, 1))]
     boxes = [*around, ((1, 1), (1, 1))]
     places = [place((3, 3), offset, part, 0, part[0] * part[1]) for offset, part in boxes]
-    with pytest.raises(UserError, match="overlap"):
+    with pytest.raises(UserError, match="that no parallel layout cuts"):
         check_tiling(places, "the checkpoint")
