@@ -158,7 +158,7 @@ def expected_row(section: dict, weights: dict, hidden: torch.Tensor, ends: list[
         return [rotated(next(mixed)) for _ in range(count)]
 
     heads = []
-    for block in range(kv_heads):
+    for _ in range(kv_heads):
         if kind in ("softmax", "diff_v2", "dex"):
             groups = h // kv_heads // r
             noise = groups if kind == "diff_v2" else 0
@@ -193,7 +193,6 @@ def expected_row(section: dict, weights: dict, hidden: torch.Tensor, ends: list[
             if section.get("headwise_norm", True):
                 head = normed(head, weights["head_norm"], 1 - LAMBDA_INIT)
             heads.append(head)
-        del block
     assert next(mixed, None) is None
     return torch.cat(heads, -1) @ weights["linear_proj.weight"].T
 

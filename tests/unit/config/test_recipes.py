@@ -399,23 +399,21 @@ def test_a_control_is_one_change_of_the_recipe(name):
         assert (recipe.training, recipe.data) == (dex.training, dex.data)
 
 
-# Number of GPUs of each layout in configs/at_scale. Every layout has a diff and a transformer
-# recipe, which the next tests plan. Some layouts also have a diff_v2 or a grouped recipe.
-AT_SCALE = {"3b_64gpus": 64, "3b_256gpus": 256, "3b_64k_64gpus": 64} | {
-    f"{size}_64gpus": 64 for size in ("6.8b", "13.1b")
-}
+def gpus_of(name: str) -> int:
+    """Return the number of GPUs in the name of a recipe at scale, such as ``diff_3b_64gpus``."""
+    return int(name.removesuffix("gpus").rpartition("_")[2])
 
 
-@pytest.mark.parametrize("prefix", ["diff", "transformer"])
-@pytest.mark.parametrize("name", AT_SCALE)
-def test_recipes_at_scale_fit_h100_without_a_warning(name, prefix):
-    recipe = load(f"at_scale/{prefix}_{name}")
-    plan = plan_recipe(recipe, AT_SCALE[name])
+@pytest.mark.parametrize("name", [name for name in NAMES if name.startswith("at_scale/")])
+def test_recipes_at_scale_fit_h100_without_a_warning(name):
+    plan = plan_recipe(load(name), gpus_of(name))
     assert plan.warnings == ()
     assert plan.largest_stage.total < 0.9 * 80 * 2**30
 
 
-@pytest.mark.parametrize("name", AT_SCALE)
+@pytest.mark.parametrize(
+    "name", ["3b_64gpus", "3b_256gpus", "3b_64k_64gpus", "6.8b_64gpus", "13.1b_64gpus"]
+)
 def test_recipes_at_scale_are_pairs_of_the_papers_runs(name):
     baseline = load(f"at_scale/diff_{name}").model.attention.baseline().model_dump()
     own, other = (load(f"at_scale/{each}_{name}").model_dump() for each in ("diff", "transformer"))
@@ -449,7 +447,7 @@ def test_the_64k_recipe_shares_a_sequence_over_a_node():
 @pytest.mark.parametrize("name", sorted(set(NAMES) - {"quickstart"}))
 def test_every_recipe_has_a_small_rehearsal_with_its_layout_settings(name, tmp_path):
     for recipe in stages(name):
-        ranks = AT_SCALE.get(name.rpartition("/")[2].partition("_")[2])
+        ranks = gpus_of(name) if name.startswith("at_scale/") else None
         ranks = 8 if name in PRETRAINED else ranks
         rehearsal = small_recipe(recipe, ranks, tmp_path)
         small = rehearsal.recipe

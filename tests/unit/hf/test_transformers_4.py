@@ -26,15 +26,15 @@ from tests.unit.hf.test_weight_mapping import DIFF, GQA, make_recipe, make_token
 FOLDER = Path(os.environ.get("DIFFMEGATRON_TRANSFORMERS4", ROOT / ".transformers4"))
 SOFTMAX = {"kind": "softmax", "num_heads": 6, "num_kv_heads": 2}
 RATIO = {"signal_per_noise": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
-# This scaling has three ranges of wavelengths, which meet at 8 and 32 tokens. With a head of 8
-# channels and a theta of 700, the wavelengths are 6.3, 32.3, 166 and 855 tokens. Only ``CHANGED``,
-# with a theta of 90, has a wavelength in the middle range (19.4 tokens).
+# This scaling has three ranges of wavelengths, which meet at 12 and 48 tokens. With a head of 8
+# channels and a theta of 700, the wavelengths are 6.3, 32.3, 166 and 855 tokens, so each range has
+# at least one.
 LLAMA3 = {
     "kind": "llama3",
     "factor": 8.0,
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
-    "original_length": 32,
+    "original_length": 48,
 }
 KINDS: dict[str, dict[str, object]] = {
     "diff_v1": DIFF | GQA,
@@ -159,7 +159,7 @@ def test_config_json_has_the_rotary_keys_of_both_majors(
     named = {"rope_type": "default"}
     if scaling is not None:
         named = {key: value for key, value in scaling.items() if "factor" in key}
-        named |= {"rope_type": "llama3", "original_max_position_embeddings": 32}
+        named |= {"rope_type": "llama3", "original_max_position_embeddings": 48}
     assert both == {
         "rope_theta": 700.0,
         "rope_scaling": named if scaling else None,

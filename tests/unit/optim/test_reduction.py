@@ -116,7 +116,7 @@ def test_a_gradient_that_comes_in_parts_is_summed_after_the_last(monkeypatch):
     for parameter in training.parameters:
         parameter.grad.zero_()
     assert training.step(times=3) == [*SUMS, "first", "step"]
-    chain, alone = Chain(), {}
+    chain = Chain()
     chain.load_state_dict(training.chain.state_dict())
     chain(torch.ones(2, SIZE), 3).backward()
     alone = {name: parameter.grad for name, parameter in chain.named_parameters()}

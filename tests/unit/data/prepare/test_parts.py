@@ -111,7 +111,7 @@ def test_merged_parts_equal_the_files_of_one_prepare(
 
 
 def opened(prefixes: list[Path], split: Split, **options: Any) -> Any:
-    sources = [{"path": str(prefix), "weight": n + 1} for n, prefix in enumerate(prefixes)]
+    sources = [{"path": str(prefix), "weight": 2 - n} for n, prefix in enumerate(prefixes)]
     options = {"tokenizer": "bytes", "validation_fraction": 0.1, **options}
     return open_samples(DataConfig(sources=sources, **options), 64, 3, split)  # type: ignore[arg-type]
 
@@ -131,8 +131,7 @@ def test_samples_of_merged_parts_equal_those_of_one_prepare(
         opened([prefix, tmp_path / "other"], split, packing=packing)
         for prefix in (whole[0], merged[0])
     )
-    # 600 samples are several passes over each source, except that for the training split they are
-    # only 0.6 of a pass over the first source.
+    # 600 samples are more than one pass over each source.
     for index in range(600):
         assert np.array_equal(found[index].tokens, expected[index].tokens)
         assert np.array_equal(found[index].starts, expected[index].starts)

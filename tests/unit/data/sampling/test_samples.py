@@ -314,7 +314,8 @@ def test_best_fit_pads_with_masked_ends(tmp_path: Path) -> None:
     assert sum(seen.values()) == 21 + 10 + 15 + 41
     assert seen[256] == 4, "each of the 4 documents has one end-of-document token"
     again = Counter(token for index in range(3, 6) for token in samples[index].tokens.tolist())
-    assert again - seen == {256: again[256] - 4}, "the second pass has no other document tokens"
+    again[256] = 4  # the end tokens that pad a sample are not counted
+    assert again == seen, "the second pass has the same document tokens"
 
 
 def test_packing_off_puts_one_document_in_a_sample(tmp_path: Path) -> None:
