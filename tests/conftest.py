@@ -55,7 +55,7 @@ settings.load_profile("untimed")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--long", action="store_true", help="50 times as many random cases, other ones every time"
+        "--long", action="store_true", help="run 50 times as many random cases, with a new seed"
     )
 
 

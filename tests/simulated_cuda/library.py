@@ -32,7 +32,9 @@ def library() -> Path:
     """
     torch_version = version("torch")
     if not torch_version.startswith(TORCH):
-        raise UnavailableError(f"it is written for torch {TORCH[0]}, this is {torch_version}")
+        raise UnavailableError(
+            f"the simulation needs torch {TORCH[0]}, and torch {torch_version} is installed"
+        )
     import torch
 
     if torch.version.cuda is not None:

@@ -33,28 +33,28 @@ class Wait:
 # Places at which a step may wait, as ``module.function``. Outside of steps any code may wait.
 PERMITTED = {
     "diffmegatron.training.compute.agreement.agree": Wait(
-        "The one wait of a step: loss, gradient norm and two flags, for the guard and the log.",
+        "A step waits once for its loss, gradient norm and two flags, for the guard and the log.",
         lambda _: [1.0, 1.0, 0.0, 0.0],
     ),
     "deepspeed.runtime.utils.is_invalid_grad_norm": Wait(
         "DeepSpeed refuses a norm that is not finite before the update.",
     ),
     "deepspeed.runtime.utils.clip_tensors_by_global_norm": Wait(
-        "DeepSpeed clips only where the coefficient is below 1, the wait before is just over.",
+        "DeepSpeed clips only if the coefficient is below 1. The wait for the norm has just ended.",
         lambda _: True,
     ),
     "deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer.has_overflow": Wait(
-        "ZeRO 2, and ZeRO 1 offloaded, drop a step with gradients that are not finite.",
+        "ZeRO 2, and ZeRO 1 with offloading, drop a step with gradients that are not finite.",
         lambda _: 0,
     ),
     "deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer.update_offload_overflow_tracker":
-    Wait("ZeRO 1 and 2 offloaded look at each gradient as they take it to the host."),
+    Wait("With offloading, ZeRO 1 and 2 check each gradient when they copy it to the host."),
     (
         "deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer"
         ".complete_grad_norm_calculation_for_cpu_offload"
-    ): Wait("ZeRO 1 and 2 offloaded have the norm on the host."),
+    ): Wait("With offloading, ZeRO 1 and 2 compute the norm on the host."),
     "deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer._wait_for_offload_copies": Wait(
-        "ZeRO 1 and 2 offloaded update in the host's memory, when all gradients are there.",
+        "With offloading, ZeRO 1 and 2 update on the host after all gradients have arrived.",
     ),
     (
         "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3"

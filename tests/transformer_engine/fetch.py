@@ -48,7 +48,9 @@ def fetch(url: str, version: str, folder: Path) -> None:
 def main() -> None:
     """Fetch the files into the folder given on the command line, unless the folder exists."""
     parser = argparse.ArgumentParser(prog="python -m tests.transformer_engine.fetch")
-    parser.add_argument("folder", type=Path, help="for TRANSFORMER_ENGINE_PYTHON to name")
+    parser.add_argument(
+        "folder", type=Path, help="folder to create, as in TRANSFORMER_ENGINE_PYTHON"
+    )
     parser.add_argument("--version", default=VERSION)
     arguments = parser.parse_args()
     if not arguments.folder.exists():
