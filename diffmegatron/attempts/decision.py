@@ -13,7 +13,7 @@ from enum import StrEnum
 from diffmegatron.attempts.ends import EXIT_STOPPED, NOT_BEGUN, End
 from diffmegatron.errors import MachineError, UnfitNodeError, UserError
 
-# Exit status of a process that signal N killed, minus N.
+# A process that signal N killed has the exit status _SIGNAL + N.
 _SIGNAL = 128
 # Exit statuses of a rank that was killed by a signal with which users, Slurm or srun stop ranks.
 # Such a signal kills a rank only before the rank has installed its signal handlers. It does not

@@ -171,7 +171,7 @@ Mutation = Callable[[ModelConfig, Rearrange], Rearrange]
 
 
 def _leave_heads_as_they_lie(model: ModelConfig, split: Rearrange) -> Rearrange:
-    """Return a split that leaves the maps of a key-value head adjacent, as in ``linear_qkv``."""
+    """Return a rule that splits ``linear_qkv`` but keeps the order of its heads."""
     heads = model.attention.heads
     each = [heads.queries // heads.keys, 1, 1]
 
