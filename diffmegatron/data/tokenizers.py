@@ -258,15 +258,13 @@ def check_vocabulary(tokenizer: str, used: int, rows: int) -> None:
     Args:
         tokenizer: name of the tokenizer for the error message.
         used: vocabulary size of the tokenizer.
-        rows: rows of the embedding, ``model.vocab_size``.
-
-    Raises:
-        UserError: ``rows`` is smaller than ``used``.
+        rows: number of rows of the embedding, without padding rows.
     """
     if used > rows:
         raise UserError(
-            f"model.vocab_size {rows} is too small for the tokenizer {tokenizer!r}, which uses "
-            f"{used} ids; give at least {used}, padded to a multiple of parallel.tensor"
+            f"the tokenizer {tokenizer!r} uses {used} ids, but model.vocab_size less "
+            f"model.vocab_padding is {rows}; raise model.vocab_size by at least {used - rows}, to "
+            "a multiple of parallel.tensor"
         )
 
 

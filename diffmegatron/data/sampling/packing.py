@@ -32,7 +32,7 @@ def pack(
     """
     parts = []
     sequences = 0
-    for first in range(0, len(documents), _DOCUMENTS_AT_A_TIME):
+    for first in range(0, max(1, len(documents)), _DOCUMENTS_AT_A_TIME):
         chosen = slice(first, first + _DOCUMENTS_AT_A_TIME)
         owners, starts, sizes = _cut(lengths[chosen], capacity)
         places = best_fit(sizes, capacity) if combine else np.arange(len(sizes))

@@ -215,17 +215,6 @@ class Samples:
                     f"{self._exhausted(source)}; the run of {num_samples} samples needs {count}"
                 )
 
-    def epochs(self, num_samples: int) -> dict[str, float]:
-        """Return how often the first ``num_samples`` samples of the run pass over each source.
-
-        The keys are the paths of the sources. The values are numbers of epochs, such as 1.5.
-        """
-        counts = self.history.counts(num_samples)
-        return {
-            source.corpus.prefix: counts.get(content, 0) / source.blocks.first_block(1)
-            for content, source in self.sources.items()
-        }
-
     def state(self, consumed_samples: int) -> dict[str, Any]:
         """Return the position in the data as JSON-serializable values, for :meth:`resumed`."""
         return {

@@ -183,7 +183,7 @@ def open_blocks(
     """
     if packing == "concatenate":
         return Concatenated(corpus, order, seq_length)
-    if packing == "none":
+    if packing == "none" and order.tokens:
         _check_some_document_fills(corpus, order, seq_length)
     return Packed(corpus, order, seq_length, packing, selection, cache)
 

@@ -242,8 +242,8 @@ def test_json_names_the_run_dir_of_every_stage(capsys):
 
 
 def test_a_vocabulary_too_small_for_the_tokenizer_is_refused():
-    with pytest.raises(UserError, match=r"vocab_size 100276 is too small .* uses 100277 ids"):
-        plan_recipe(load("model.vocab_size=100276"), 2)
+    with pytest.raises(UserError, match=r"uses 100277 ids, but .* is 100270; raise .* at least 7,"):
+        plan_recipe(load("model.vocab_size=100280", "model.vocab_padding=10"), 2)
 
 
 def test_unknown_hardware_is_refused():
