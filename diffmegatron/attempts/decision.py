@@ -124,7 +124,7 @@ def decide(
         # All failed ranks waited for ranks that did not connect. Blame the hosts of the missing
         # ranks, which recorded no end, unless more than half of the ranks are missing.
         hosts = absent if 2 * len(missing) <= ranks else ()
-        return Decision(Cause.FAULT, _first_reason(unmet, ""), hosts)
+        return Decision(Cause.FAULT, _first_reason(unmet, "it waited for other ranks"), hosts)
     if failed:
         failed = {rank: failed[rank] for rank in failed if rank not in unmet}
         if missing and 2 * len(missing) <= ranks and _only_waited(failed, set(absent)):

@@ -1,16 +1,15 @@
 """Ledger of a job: one entry for each attempt (start of the job's ranks) in ``run_dir/attempts``.
 
 The entry ``NNNN.json`` is written when attempt NNNN begins, and again when it ends. ``NNNN/`` is
-the attempt's directory, in which every rank records how it ended. The end of an attempt is computed
-only from files: the records of the ranks, the checkpoints and the entries of earlier attempts. If
-the job was killed before it wrote the end, the next attempt can therefore write it.
+the attempt's directory, in which every rank records how it ended. If the job was killed before it
+wrote the end of an attempt, the next attempt determines this end from the files and writes it.
 """
 
 import logging
 import re
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from diffmegatron.attempts.decision import Cause, Decision, decide
@@ -40,7 +39,6 @@ class Facts(Section):
     Attributes:
         job: Slurm job ID.
         nodes: host names in the order of the ranks.
-        ranks: number of ranks.
         versions: name of this package and of each library -> its version.
         commit: git commit of this package; None: not a git checkout.
     """
@@ -60,13 +58,10 @@ class Attempt(Section):
 
     Attributes:
         number: number of the attempt, counted from 1.
-        facts: facts known at the beginning.
         stages: ``run_dir`` of each stage -> total number of its steps; empty: no recipe could be
             read yet.
-        startup_seconds: time in seconds that the watchdog, which ends a hung rank, allows for the
-            first step; the largest value of all stages.
-        step_seconds: time in seconds that the watchdog allows for every other step; the largest
-            value of all stages.
+        startup_seconds: watchdog timeout of the first step; the largest value of all stages.
+        step_seconds: watchdog timeout of every other step; the largest value of all stages.
         began: time of the beginning in seconds since 1970.
         saved_at_start: saved progress at the beginning: the step of the newest checkpoint, summed
             over the stages.
@@ -76,14 +71,12 @@ class Attempt(Section):
         reason: one sentence about the end.
         hosts: hosts that are blamed for a fault or for lost ranks.
         unfit: hosts among ``hosts`` that failed the preflight checks.
-        stragglers: hosts of slow ranks. Every few steps a report compares the working times of the
-            ranks. A rank is slow if it was much slower than most ranks in more than half of the
-            attempt's reports; with fewer than ten reports no rank is slow.
-        first_step: first step of the attempt in the last stage that it trained; None: unknown.
-        last_step: last step of the attempt in the last stage that it trained; None: unknown.
+        stragglers: hosts of slow ranks (``Heartbeat.stragglers``).
+        first_step, last_step: first and last step of the attempt in the last stage that it trained;
+            None: unknown.
         saved: saved progress at the end, computed like ``saved_at_start``.
-        faults: number of faults in a row without a new checkpoint between them, up to and including
-            this attempt.
+        faults: number of faults in a row without a new checkpoint between them, including this
+            attempt.
     """
 
     number: int
@@ -117,19 +110,15 @@ class Attempt(Section):
 
     @property
     def is_over(self) -> bool:
-        """True if the job ends with this attempt and is not requeued.
-
-        The reason is that all steps are done, that a user's mistake ended the attempt, or that it
-        ended by a fault and ``faults`` has reached ``MAX_FAULTS``.
-        """
+        """True if the job ends with this attempt and is not requeued."""
         if self.cause == Cause.FAULT:
             return self.faults >= MAX_FAULTS
         return self.cause in (Cause.FINISHED, Cause.MISTAKE)
 
     def host_of(self, rank: int) -> str:
-        """Return the host name of a rank's node; ranks fill the nodes in order (Slurm's default).
+        """Return the host name of a rank, or an empty string if it is unknown.
 
-        The name is empty if it is unknown.
+        The function assumes that ranks fill the nodes in order, which is Slurm's default.
         """
         per_node = -(-self.facts.ranks // max(1, len(self.facts.nodes)))
         index = rank // per_node
@@ -181,14 +170,8 @@ class Ledger:
     def begin(self, recipes: Sequence[Recipe], facts: Facts) -> Attempt:
         """Create the entry and the directory of a new attempt.
 
-        Before that, write the end of earlier attempts that were killed with their job.
-
-        Args:
-            recipes: stages of the run.
-            facts: facts about the new attempt.
-
-        Returns:
-            The entry of the new attempt.
+        First write the ends of earlier attempts that were killed with their job. ``recipes``
+        contains one recipe per stage.
 
         Raises:
             UserError: the ledger cannot be read or written.
@@ -221,10 +204,6 @@ class Ledger:
 
         The recipe may be unreadable, so the values of the entry that depend on the recipe are
         copied from the previous attempt. If the entry cannot be written, a warning is logged.
-
-        Args:
-            facts: facts about the attempt.
-            why: one sentence about the mistake.
         """
         try:
             before = self._end_killed()
@@ -250,17 +229,13 @@ class Ledger:
             log.warning("cannot write in %s: %s", format_path(self.directory), error)
 
     def end(self, attempt: Attempt, *, was_killed: bool = False) -> Attempt:
-        """Determine why an attempt ended, from the records of its ranks, and write its entry.
+        """Determine the cause of an attempt's end; write the attempt's entry, and return the entry.
 
         If the entry cannot be written, a warning is logged.
 
         Args:
             attempt: an attempt that has begun.
-            was_killed: whether the attempt was killed with its job. In this case, some or all ranks
-                may have recorded no end.
-
-        Returns:
-            The attempt with its end.
+            was_killed: whether the attempt was killed with its job.
 
         Raises:
             UserError: the attempt's directory cannot be read.
@@ -305,10 +280,7 @@ class Ledger:
         return attempt.model_copy(update=changes)
 
     def _end_killed(self) -> list[Attempt]:
-        """Record the end of every attempt that has no recorded end, and return all attempts.
-
-        Such an attempt was killed with its job.
-        """
+        """Record the end of attempts that were killed with their job, and return all attempts."""
         for earlier in self.attempts():
             if earlier.ended is None:
                 self.end(earlier, was_killed=True)
@@ -326,11 +298,10 @@ class Ledger:
 
 
 def suspects(attempts: Sequence[Attempt]) -> dict[str, int]:
-    """Return a dict from a host to the number of recent attempts in which it failed or was slow.
+    """Return the number of recent attempts in which each host was blamed or had a slow rank.
 
-    The last ten attempts are examined. An attempt counts for a host if the host is blamed for the
-    end of the attempt or had a slow rank in it. Hosts with the number 0 are absent. The host with
-    the largest number comes first.
+    The last ten attempts are examined. Hosts with the number 0 are absent. The host with the
+    largest number comes first.
     """
     recent = attempts[-_RECENT_ATTEMPTS:]
     named = [host for each in recent for host in {*each.hosts, *each.stragglers}]
@@ -349,27 +320,23 @@ def bad_hosts(attempts: Sequence[Attempt]) -> list[str]:
 
 
 def ledger_of(recipes: Sequence[Recipe]) -> Ledger:
-    """Return the ledger of a run: in its ``run_dir``, or in the common parent folder of its stages.
-
-    Args:
-        recipes: one recipe per stage; only one for a run without stages.
-    """
+    """Return the ledger of a run: in its ``run_dir``, or in the parent folder of its stages."""
     first = Path(recipes[0].run_dir)
     return Ledger(first if len(recipes) == 1 else first.parent)
 
 
-def _saved(stages: Mapping[str, int]) -> tuple[int, Path | None]:
+def _saved(run_dirs: Iterable[str]) -> tuple[int, Path | None]:
     """Return the saved progress of a run, and the path of its newest checkpoint.
 
-    Args:
-        stages: ``run_dir`` of each stage -> number of its steps.
+    The saved progress is the step of the newest checkpoint, summed over the stages. The newest
+    checkpoint of the run is in the last stage that has a checkpoint. The path is None if no stage
+    has a checkpoint.
 
-    Returns:
-        The saved progress: the sum of the step numbers of the newest checkpoint of each stage. The
-        path is that of the newest checkpoint in the last stage that has one; None: no checkpoint.
+    Args:
+        run_dirs: ``run_dir`` of each stage, in the order of the stages.
     """
     total, newest = 0, None
-    for run_dir in stages:
+    for run_dir in run_dirs:
         store = CheckpointStore(Path(run_dir))
         if steps := store.complete():
             total, newest = total + steps[-1], store.path(steps[-1])

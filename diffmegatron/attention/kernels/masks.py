@@ -11,8 +11,8 @@ from torch import Tensor
 from .cached_tensors import cached_tensors
 from .checks import check_tensors, shape_of
 
-# Largest absolute value of an offset. The kernels use int32 positions, and an offset may use half
-# of this range, so that the sum of an offset and a length does not overflow.
+# Largest absolute value of an offset. The kernels use int32 positions, and this limit leaves room
+# for the sum of an offset and a length.
 LARGEST_POSITION = 2**30
 
 
@@ -41,13 +41,13 @@ class AttentionMask:
 
     @property
     def features(self) -> frozenset[str]:
-        """The features (keys of `registry.FEATURES`) that a backend must support for this mask.
+        """Keys of `registry.FEATURES` that a backend must support for this mask.
 
-        - "documents": the mask has document boundaries.
-        - "offsets": the queries are not in their default position. With documents, the default is
-          that queries and keys both cover all documents. Without documents, it is that the last
-          query has the position of the last key. If the mask has no documents and is not `causal`,
-          positions do not matter, and "offsets" is not needed.
+        "documents" is needed if the mask has document boundaries. "offsets" is needed in two cases:
+
+        - The mask has documents, and the queries or the keys do not cover all of them.
+        - The mask is causal and has no documents, and the last query does not have the position of
+          the last key.
         """
         if self.cu_seqlens is not None:
             covered = range(self.cu_seqlens[-1])
@@ -63,9 +63,8 @@ class AttentionMask:
     def is_plain(self) -> bool:
         """True if the `is_causal` argument of torch's attention can express this mask.
 
-        torch can express two masks. With `is_causal=False` no pair is hidden. With
-        `is_causal=True` query row i sees keys 0 to i, which is this project's causal mask only if
-        queries and keys have the same positions. Neither mask has document boundaries.
+        With `is_causal=True`, query row i of torch's attention sees keys 0 to i. This is the causal
+        mask of this class only if queries and keys have the same positions.
         """
         is_square = (self.query_offset, self.query_length) == (self.key_offset, self.key_length)
         return self.cu_seqlens is None and (is_square or not self.causal)
@@ -105,7 +104,7 @@ class AttentionMask:
         """Return a boolean mask `[rows, keys]`, True for hidden pairs.
 
         `rows` and `keys` are intervals (start, stop) of indices within this call. The result is
-        None if the mask is neither causal nor has documents, because then no pair is hidden.
+        None if the mask has no documents and is not causal, because then no pair is hidden.
         """
         if not self.causal and self.cu_seqlens is None:
             return None
@@ -119,24 +118,35 @@ class AttentionMask:
             hidden = hidden | (query_document[:, None] != key_document[None, :])
         return hidden
 
+    @cached_tensors
     def key_intervals(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return start and stop of the visible keys of each query row: two int32 tensors `[s]`.
 
         The interval [start, stop) has indices of keys within this call.
         """
-        return _key_intervals(self, device)
+        position = torch.arange(self.query_length) + self.query_offset
+        start, stop = self.document_bounds(position)
+        if self.causal:
+            stop = stop.minimum(position + 1)
+        return _clamped(start - self.key_offset, stop - self.key_offset, self.key_length, device)
 
+    @cached_tensors
     def query_intervals(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return start and stop of the query rows that see each key: two int32 tensors `[t]`.
 
         The interval [start, stop) has indices of query rows within this call.
         """
-        return _query_intervals(self, device)
+        position = torch.arange(self.key_length) + self.key_offset
+        start, stop = self.document_bounds(position)
+        if self.causal:
+            start = start.maximum(position)
+        offset = self.query_offset
+        return _clamped(start - offset, stop - offset, self.query_length, device)
 
     def document_bounds(self, position: Tensor) -> tuple[Tensor, Tensor]:
         """Return start and end of the document at each position, in global positions.
 
-        Without documents, the start lies before and the end after all positions.
+        Without documents, start is minus the largest int32 number, and end is plus this number.
         """
         if self.cu_seqlens is None:
             infinite = torch.full_like(position, torch.iinfo(torch.int32).max)
@@ -162,7 +172,7 @@ def build_mask(
 ) -> AttentionMask:
     """Return the mask of an attention call, after checking the offsets and `cu_seqlens`.
 
-    The arguments are the attributes of `AttentionMask`. `query_offset=None` gives the last query
+    The arguments are the attributes of `AttentionMask`. With `query_offset=None` the last query has
     the position of the last key.
 
     Raises:
@@ -209,32 +219,10 @@ def _document_bounds(cu_seqlens: Tensor) -> tuple[int, ...]:
     return bounds
 
 
-@cached_tensors
-def _key_intervals(mask: AttentionMask, device: torch.device) -> tuple[Tensor, Tensor]:
-    position = torch.arange(mask.query_length) + mask.query_offset
-    start, stop = mask.document_bounds(position)
-    if mask.causal:
-        stop = stop.minimum(position + 1)
-    return _clamped(start - mask.key_offset, stop - mask.key_offset, mask.key_length, device)
-
-
-@cached_tensors
-def _query_intervals(mask: AttentionMask, device: torch.device) -> tuple[Tensor, Tensor]:
-    position = torch.arange(mask.key_length) + mask.key_offset
-    start, stop = mask.document_bounds(position)
-    if mask.causal:
-        start = start.maximum(position)
-    offset = mask.query_offset
-    return _clamped(start - offset, stop - offset, mask.query_length, device)
-
-
 def _clamped(
     start: Tensor, stop: Tensor, length: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Return the intervals [start, stop), limited to the indices 0 to length - 1, as int32.
-
-    An empty interval has start == stop.
-    """
+    """Return [start, stop) limited to [0, length) as int32; empty intervals have start == stop."""
     start = start.clamp(0, length)
     stop = stop.clamp(0, length).maximum(start)
     return start.to(device, torch.int32), stop.to(device, torch.int32)

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -20,10 +21,7 @@ _SURROGATE = "the text has a lone surrogate, which is not a character"
 
 
 def token_dtype(tokenizer: str) -> np.dtype:
-    """Return the dtype in which Megatron stores a tokenizer's ids (``DType.optimal_dtype``).
-
-    It is uint16 if the vocabulary has fewer than 65,500 ids, and int32 otherwise.
-    """
+    """Return Megatron's dtype for a tokenizer's ids (``DType.optimal_dtype``): uint16 or int32."""
     return np.dtype(np.uint16 if loaded(tokenizer).vocab_size < 65500 else np.int32)
 
 
@@ -32,12 +30,11 @@ class Reject(NamedTuple):
 
     Attributes:
         file: path of the file as text (:func:`~diffmegatron.files.printable`).
-        before: offset in bytes at which the preparation began to read the file. It may be above 0
-            with ``prepare --part``, which can read a range of a file; otherwise it is 0.
-        line: number of the line or row; the first one after ``before`` has number 1.
-        id: value of the record's field that the setting ``id_field`` names, as text; None if the
-            setting is None, or the record has no such field or cannot be parsed.
-        reason: one sentence.
+        before: byte offset at which the preparation began to read the file. It is above 0 only if
+            ``prepare --part`` reads a range of the file.
+        line: number of the line or row, counted from 1 at ``before``.
+        id: value of the field that the setting ``id_field`` names, as text; None if there is no
+            such value, or the record cannot be parsed.
     """
 
     file: str
@@ -75,12 +72,11 @@ class EncodedBatch:
         lengths: int32 ``[sequences]``, number of tokens of each sequence; the end-of-document id
             counts in the last sequence of a document.
         counts: int32 ``[documents]``, number of sequences of each document.
-        digests: 16-byte hash of the ids of each document; an empty list if the setting
-            ``deduplicate`` is false.
-        rejects: records that cannot be used.
+        digests: 16-byte hash of the ids of each document; empty without the setting
+            ``deduplicate``.
         empty: number of records without text, or whose last response is empty; they are neither
             documents nor rejects.
-        text_bytes: number of UTF-8 bytes of text that were encoded.
+        text_bytes: number of UTF-8 bytes of the encoded text.
     """
 
     tokens: np.ndarray
@@ -142,14 +138,9 @@ def template(tokenizer: str) -> ChatTemplate:
 def _encoded(
     file: CorpusFile, record: Record, settings: PrepareSettings
 ) -> tuple[list[str], list[np.ndarray]]:
-    """Encode one record.
+    """Encode a record, and return its texts and one array of ids per sequence of the document.
 
-    Returns:
-        The texts that were encoded, and one array of ids per sequence of the document. Both lists
-        are empty for a blank line of JSONL.
-
-    Raises:
-        UnusableError: the record cannot become a document.
+    Both lists are empty for a blank line of JSONL.
     """
     document = _document(file, record, settings)
     if document is None:
@@ -167,13 +158,7 @@ def _encoded(
 
 
 def _document(file: CorpusFile, record: Record, settings: PrepareSettings) -> dict[str, Any] | None:
-    """Return a dictionary from the names of a record's fields to their values.
-
-    The result is None for a blank line of JSONL.
-
-    Raises:
-        UnusableError: the record could not be read, or cannot be parsed.
-    """
+    """Return the fields of a record by name, or None for a blank line of JSONL."""
     if record.problem is not None:
         raise UnusableError(record.problem)
     if file.format == "jsonl" and isinstance(record.payload, bytes) and not record.payload.strip():
@@ -188,22 +173,20 @@ def _digest(document: np.ndarray) -> bytes:
 def _reject(file: CorpusFile, record: Record, settings: PrepareSettings, reason: str) -> Reject:
     identity = None
     if settings.id_field is not None and record.problem is None:
-        try:
+        with suppress(UnusableError):
             identity = parse(record, file.format, settings).get(settings.id_field)
-        except UnusableError:
-            identity = None
     name = None if identity is None else str(identity)
     return Reject(printable(file.path), file.before, record.line, name, shorten(reason))
 
 
 class Deduplicator:
-    """Filter that drops documents whose token ids equal those of an earlier document.
+    """Filter that drops documents whose token ids equal the ids of an earlier document.
 
-    It stores a 16-byte hash of each document that was not dropped.
+    It stores only a 16-byte hash of each document.
 
     Args:
-        digests: concatenated hashes of the documents that this preparation stored before an
-            interruption; empty for a new preparation.
+        digests: concatenated hashes of the documents that were stored before an interruption; empty
+            for a new preparation.
     """
 
     def __init__(self, digests: bytes) -> None:
@@ -211,7 +194,7 @@ class Deduplicator:
         self._seen = {digests[start : start + DIGEST_BYTES] for start in starts}
 
     def drop_duplicates(self, batch: EncodedBatch) -> int:
-        """Drop the duplicates from ``batch`` in place, and return how many were dropped."""
+        """Drop the duplicates from ``batch`` in place, and return their number."""
         new = np.ones(len(batch.digests), dtype=bool)
         for number, digest in enumerate(batch.digests):
             new[number] = digest not in self._seen

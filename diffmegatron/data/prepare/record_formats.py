@@ -2,8 +2,8 @@
 
 A document is a list of texts, called segments. A plain document has one segment. A document for
 supervised fine-tuning consists of prompts (no loss) and responses (loss) in turn, and begins with a
-prompt. Each segment is stored as one sequence of a Megatron document. The loss mask follows from
-the positions of the sequences in the document: every second sequence is a response.
+prompt. Each segment is stored as one sequence of a Megatron document. Every second sequence is
+therefore a response, which determines the loss mask.
 """
 
 import json
@@ -32,7 +32,10 @@ def parse(record: Record, format: Format, settings: PrepareSettings) -> dict[str
             layout requires (``settings.required_fields``).
     """
     if isinstance(record.payload, dict):
-        document = {name: _decode_nested(value) for name, value in record.payload.items()}
+        document = {
+            name: _decode(value) if isinstance(value, bytes) else value
+            for name, value in record.payload.items()
+        }
     else:
         text = _decode(record.payload)
         document = _parse_json(text) if format == "jsonl" else {settings.text_field: text}
@@ -47,10 +50,6 @@ def segments(document: dict[str, Any], settings: PrepareSettings) -> list[str]:
 
     The layout ``template`` needs a tokenizer, and is implemented in
     :mod:`diffmegatron.data.prepare.chat_template`.
-
-    Args:
-        document: fields of the record by name.
-        settings: settings with the layout and the names of its fields.
 
     Raises:
         UnusableError: a field does not have the form that the layout requires.
@@ -86,7 +85,7 @@ def checked_messages(messages: Any, markers: Sequence[str]) -> list[tuple[str, s
 
     Args:
         messages: value of the messages field.
-        markers: texts that mark the start or end of a message, and must not occur in a message.
+        markers: texts that separate messages and must not occur in a message.
 
     Raises:
         UnusableError: the value is not a list of messages with the strings ``role`` and
@@ -122,11 +121,7 @@ def _parse_json(text: str) -> dict[str, Any]:
 
 
 def _only(document: dict[str, Any]) -> str:
-    """Return the end of an error message: the names of the first 8 fields that are not None.
-
-    For a record of a Parquet file, only the columns that were read are listed. The text is "" if
-    there are no such fields.
-    """
+    """Return the end of an error message: the names of the first 8 fields that are not None."""
     names = [repr(name) for name in document if document[name] is not None]
     listed = ", ".join(names[:_LISTED]) + (", ..." if len(names) > _LISTED else "")
     return f", only {listed}" if names else ""
@@ -137,7 +132,3 @@ def _decode(payload: bytes) -> str:
         return payload.decode("utf-8")
     except UnicodeDecodeError as error:
         raise UnusableError(f"not UTF-8 at byte {error.start}") from None
-
-
-def _decode_nested(value: Any) -> Any:
-    return _decode(value) if isinstance(value, bytes) else value

@@ -15,8 +15,7 @@ from ..maps import QKV, WholeAttention, map_factors
 def attend(call: AttentionCall) -> Tensor:
     """Compute attention from whole score matrices, in the dtype of the inputs.
 
-    Autograd computes the gradients. For s queries and t keys the function needs O(s * t) memory per
-    head.
+    Autograd computes the gradients. For s queries and t keys this needs O(s * t) memory per head.
     """
     (q1, *q2), (k1, *k2), v = call.maps
     weights = _attention_map(call, q1, k1)
@@ -27,34 +26,33 @@ def attend(call: AttentionCall) -> Tensor:
 
 
 def attention_with_lse(call: AttentionCall, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the output and log-sum-exp of one map; `api.chunk_attention` calls this function.
+    """Return the output and log-sum-exp of one map, for `api.chunk_attention`.
 
-    A map is one softmax matrix of attention: differential attention has two. The head dimension of
-    V may differ from that of q and k.
+    The head dimension of V may differ from the head dimension of q and k.
     """
     dtype = torch.promote_types(call.maps.v.dtype, torch.float32)
     q, k, v = q.to(dtype), k.to(dtype), _repeat_kv(call.maps.v, q.shape[2]).to(dtype)
-    out = torch.einsum("bhst,bthe->bshe", _attention_map(call, q, k), v)
     scores, empty = _masked_scores(call, q, k)
+    weights = scores.softmax(-1).masked_fill(empty, 0.0)
+    out = torch.einsum("bhst,bthe->bshe", weights, v)
     lse = scores.logsumexp(-1).masked_fill(empty.squeeze(-1), -torch.inf)
     return out, lse.transpose(1, 2)
 
 
 def chunk_gradients(call: AttentionCall, grad: Tensor, whole: WholeAttention) -> QKV:
-    """Return the contribution of one chunk of keys to the gradients (see `api.chunk_gradients`).
+    """Return the contribution of one chunk of keys to the gradients, for `api.chunk_gradients`.
 
-    `grad` is the gradient of the attention's output. The gradient of the weights of a map is
-    grad v^T, and the weights are exp(scores - lse), where lse is the log-sum-exp of the scores over
-    the keys of all chunks. Autograd differentiates the weights here with lse as a constant, which
-    leaves out the gradient through lse. To include it, the delta of each query row
+    `whole` is the result of attention to all keys, and `grad` is the gradient of `whole.out`. The
+    weights of a map are exp(scores - lse), and the gradient of the weights is grad v^T. Autograd
+    treats lse as a constant here. To include the gradient through lse, the delta of each query row
     (`WholeAttention.deltas`) is subtracted from grad v^T, as in FlashAttention's backward pass.
     """
     maps, lambda_ = call.maps, call.lambda_
     dtype = torch.promote_types(maps.v.dtype, torch.float32)
     factors = map_factors(lambda_, like=whole.lses[0])
     deltas = whole.deltas(grad, lambda_)
-    # In rows without visible keys lse is -inf. exp(scores - lse) would be inf, and the gradients
-    # would be NaN although the weights of these rows are set to 0 below. So replace lse by 0.
+    # In rows without visible keys lse is -inf, and exp(scores - lse) would be inf. The gradients
+    # would be NaN, although the weights of these rows are set to 0 below. So replace lse by 0.
     lses = [lse.masked_fill(lse == -torch.inf, 0.0) for lse in whole.lses]
     leaves = [x.detach().to(dtype).requires_grad_() for x in (*maps.queries, *maps.keys, maps.v)]
     count = len(maps.queries)
@@ -78,12 +76,11 @@ def _attention_map(call: AttentionCall, q: Tensor, k: Tensor) -> Tensor:
 
 
 def _masked_scores(call: AttentionCall, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """Return scores `[b, h, s, t]`, and a mask `[s, 1]` that is True for rows without visible keys.
+    """Return the scores, and a mask that is True for query rows without visible keys.
 
-    In the shapes b is the batch size, h the number of heads of q, s the number of queries, and t
-    the number of keys. Scores of hidden pairs are -inf, but rows without visible keys have finite
-    scores, because the softmax of a row of -inf would have NaN gradients. The caller sets the
-    weights of such rows to zero.
+    The scores are `[batch, heads of q, queries, keys]`, and the mask is `[queries, 1]`. Scores of
+    hidden pairs are -inf. Rows without visible keys have finite scores, because the softmax of a
+    row of -inf would have NaN gradients. The caller sets the weights of these rows to zero.
     """
     scores = torch.einsum("bshd,bthd->bhst", q, _repeat_kv(k, q.shape[2])) * call.scale
     mask = call.mask

@@ -103,7 +103,7 @@ def attention_map(q: Tensor, k: Tensor, mask: AttentionMask, rows: slice, keys: 
 def group_queries(x: Tensor, kv_heads: int) -> Tensor:
     """Rearrange `[b, s, h, e] -> [b * h_kv, repeats, s, e]`, in fp32 (fp64 for fp64)."""
     grouped = x.unflatten(2, (kv_heads, -1)).permute(0, 2, 3, 1, 4).flatten(0, 1)
-    return grouped.to(_compute_dtype(x.dtype)).contiguous()
+    return grouped.to(torch.promote_types(x.dtype, torch.float32)).contiguous()
 
 
 def ungroup_queries(x: Tensor, batch: int) -> Tensor:
@@ -113,7 +113,9 @@ def ungroup_queries(x: Tensor, batch: int) -> Tensor:
 
 def group_keys(x: Tensor) -> Tensor:
     """Rearrange `[b, t, h_kv, e] -> [b * h_kv, t, e]`, in fp32 (fp64 for fp64)."""
-    return x.transpose(1, 2).flatten(0, 1).to(_compute_dtype(x.dtype)).contiguous()
+    return (
+        x.transpose(1, 2).flatten(0, 1).to(torch.promote_types(x.dtype, torch.float32)).contiguous()
+    )
 
 
 def ungroup_keys(x: Tensor, batch: int) -> Tensor:
@@ -145,7 +147,3 @@ def _hidden(
     mask: AttentionMask, rows: tuple[int, int], keys: tuple[int, int], device: torch.device
 ) -> Tensor | None:
     return mask.hidden(rows, keys, device)
-
-
-def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
