@@ -2,17 +2,17 @@
 
 The whole chat is rendered and encoded as one text, as ``apply_chat_template`` does. The ids
 therefore equal the ids that an inference server sends to the model. Only the assistant's responses
-contribute to the loss. They are found in the rendered text in one of two ways:
+contribute to the loss. There are two ways to find the responses in the rendered text:
 
 - If the template contains ``{% generation %}``, these blocks are the responses.
-- If it does not, the messages before a response are rendered alone, with ``add_generation_prompt``.
-  The result must be a prefix of the rendered chat, and the response begins where the prefix ends.
-  The response ends after the first special token that follows its content. If there is no special
-  token between its content and the next message, the response ends where the next message begins.
+- Otherwise the messages before a response are rendered alone, with ``add_generation_prompt``. The
+  result must be a prefix of the rendered chat, and the response begins where this prefix ends. The
+  response ends after the first special token that follows its content. If there is no such token,
+  the response ends where the next message begins.
 
-In both cases the ids before a response must equal the ids of the same text when it is encoded
-alone, because a model that generates the response receives those ids. A chat that violates one of
-these conditions cannot be used, and ``prepare`` rejects it.
+A model that generates a response receives the text before the response, encoded alone. The ids of
+the whole chat must therefore begin with the ids of this text. ``prepare`` rejects a chat that
+violates one of these conditions.
 """
 
 import re
@@ -46,7 +46,6 @@ class _Rendered(NamedTuple):
     """Rendered chat.
 
     Attributes:
-        text: text of the chat.
         responses: character range ``(start, end)`` of each response in ``text``; ``end`` is
             exclusive.
     """
@@ -58,15 +57,8 @@ class _Rendered(NamedTuple):
 class ChatTemplate:
     """Chat template in the folder of a Hugging Face tokenizer.
 
-    Args:
-        tokenizer: tokenizer that was loaded from this folder.
-
-    Attributes:
-        sha256: hash of the template.
-
     Raises:
-        UserError: the tokenizer has no template, or the template fails in a trial with a simple
-            chat: it cannot render the chat, or the responses cannot be found in the result.
+        UserError: the tokenizer has no template, or the template fails with a simple trial chat.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -110,7 +102,7 @@ class ChatTemplate:
         Returns:
             The rendered text; and a list of uint32 arrays with the ids of the first prompt, the
             first response, the second prompt, and so on. The list ends with the last response,
-            without the text after it and without an end-of-document token.
+            without the text after this response and without an end-of-document token.
 
         Raises:
             UnusableError: the messages have another form, the template cannot render them, a
@@ -182,24 +174,15 @@ class ChatTemplate:
         return text
 
     def _response(self, text: str, messages: list[dict[str, Any]], number: int) -> tuple[int, int]:
-        """Find one response in a rendered chat.
+        """Return the character range of a response in the rendered chat; its end is exclusive.
 
         Args:
             text: the rendered chat.
-            messages: messages of the chat.
             number: index of the message that is the response.
-
-        Returns:
-            The character range ``(start, end)`` of the response in ``text``; ``end`` is exclusive.
-
-        Raises:
-            UnusableError: the messages before the response, rendered alone, are not a prefix of
-                ``text``; or the template changes the content of the response, or renders it
-                differently if no further message follows.
         """
         before = self._text(messages[:number], prompt=True)
         as_last = self._text(messages[: number + 1])
-        shared = takewhile(_are_equal, zip(text, as_last, strict=False))
+        shared = takewhile(lambda pair: pair[0] == pair[1], zip(text, as_last, strict=False))
         until = "".join(character for character, _ in shared)
         content = messages[number]["content"].strip()
         if not text.startswith(before) or content not in until[len(before) :]:
@@ -211,10 +194,6 @@ class ChatTemplate:
         places = {token: until.find(token, written) for token in self._special}
         ends = [place + len(token) for token, place in places.items() if place >= 0]
         return len(before), min(ends, default=len(until))
-
-
-def _are_equal(pair: tuple[str, str]) -> bool:
-    return pair[0] == pair[1]
 
 
 def _not_written(error: Exception) -> UnusableError:
