@@ -37,8 +37,8 @@ __all__ = [
     "train",
 ]
 
-# Exported name -> module that defines it. A module is imported when one of its names is first used,
-# because some modules import torch, which most commands do not need.
+# Exported name -> module that defines it. A module is imported when one of its names is first used.
+# Some of these modules import torch, which is slow and which most commands do not need.
 _MODULES = {
     "Hook": "training.hook",
     "Recipe": "config.schema",
@@ -56,10 +56,9 @@ _MODULES = {
     "train": "api",
 }
 
-# (message pattern, module pattern) of library warnings that a user cannot act on. Some of them
-# appear while Megatron-core is imported, so the filters must be set earlier, when this package is
-# imported. If Python is started with an option -W, no filter is set, so `python -W default` shows
-# all warnings. `diffmegatron doctor` tells users about missing libraries and a missing GPU instead.
+# (message pattern, module pattern) of library warnings that a user cannot act on. Some appear while
+# Megatron-core is imported, so the filters are set earlier, in this file. With an option -W of
+# Python, no filter is set. `diffmegatron doctor` reports missing libraries and a missing GPU.
 _LIBRARY_WARNINGS = (
     (r"(Transformer Engine and )?Apex (is|are) not installed\. Falling back", r"megatron\.core"),
     (r"full scope is deprecated", r"megatron\.core"),

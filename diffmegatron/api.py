@@ -1,8 +1,7 @@
 """Public functions that train, export and evaluate from Python; docs/python.md describes them.
 
-torch, Megatron-core and DeepSpeed take seconds to import, so this module does not import them. Each
-function first checks the launcher's environment variables, and :func:`export` then checks the
-checkpoint's manifest. Only after these quick checks does a function import the libraries.
+Each function makes its quick checks before it imports torch, Megatron-core and DeepSpeed, because
+these imports are slow.
 """
 
 from collections.abc import Sequence
@@ -32,20 +31,18 @@ def train(
 ) -> bool:
     """Train a recipe on the ranks that the launcher started, or in this process alone.
 
-    Call this function in the main thread, because it installs signal handlers while it runs.
+    This function installs signal handlers, so call it in the main thread.
 
     Args:
-        recipe: a recipe, or the recipes of all training stages in order, as :func:`load_stages`
-            returned them.
-        hooks: hooks whose methods run before training, after every step and after training. At each
-            of these times they run before the hooks that were registered with ``register_hook``.
-            Every rank must pass the same hooks.
-        record: writer of this rank's last step and exit status, which launch scripts read; None:
-            nothing is written.
+        recipe: a recipe, or the recipes of all training stages in order (:func:`load_stages`).
+        hooks: hooks of this run. They run before the hooks that were registered with
+            ``register_hook``. Every rank must pass the same hooks.
+        record: writer of this rank's last step and exit status for launch scripts; None: nothing
+            is written.
 
     Returns:
         True if the run is finished: trained, saved and evaluated. False if a stop signal, the job's
-        time limit or a hook stopped the run before its end; the same call then resumes the run.
+        time limit or a hook stopped the run early. The same call then resumes the run.
 
     Raises:
         UserError: the recipe, the data, the parallel layout and the checkpoint do not fit each
@@ -72,13 +69,13 @@ def export(
     Args:
         checkpoint: a checkpoint directory, or a ``run_dir`` whose newest checkpoint is exported.
         out: directory to create.
-        verify: whether to load the written files and compare their logits with those of the
+        verify: whether to load the written files and compare their logits with the logits of the
             training network.
 
     Returns:
-        A named tuple: the largest difference of logits (``absolute``, and ``relative`` to the
-        largest logit), the largest accepted relative difference (``tolerance``), and the ``reason``
-        why the logits may differ. None if ``verify`` is false.
+        None if ``verify`` is false. Otherwise a named tuple: the largest difference of logits
+        (``absolute``, and ``relative`` to the largest logit), the largest accepted relative
+        difference (``tolerance``), and the ``reason`` why the logits may differ.
 
     Raises:
         UserError: the checkpoint is missing or damaged, ``out`` exists, or the logits of the
@@ -113,8 +110,7 @@ def evaluate(
             shows the differences between the first model and each other model.
         suites: names of evaluation suites, listed in docs/evaluation.md.
         out: directory of the results and the report; created if it is missing.
-        settings: values for settings of suites, each as ``SUITE.KEY=VALUE``, which replace the
-            defaults.
+        settings: settings of suites that replace the defaults, each as ``SUITE.KEY=VALUE``.
         options: fields of :class:`~diffmegatron.evaluation.evaluate_settings.EvaluateSettings`:
             ``data``, ``haystack``, ``data_dir``, ``dtype``, ``device``, ``batch_tokens`` and
             ``engine``.

@@ -27,7 +27,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    # None: plain text, because the frames that rich draws would double the time of --help.
+    # Plain text, because the frames that rich draws would double the time of --help.
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -113,8 +113,8 @@ def plan(
     if search is not None and gpus is not None:
         raise UserError(f"--search {search} ranks layouts of that many GPUs; drop --gpus {gpus}")
     stages = load_stages(config, overrides or [], allow_missing_files=True)
-    # Standard output may be JSON, so print to standard error what the plan assumes about files that
-    # do not exist yet.
+    # The plan makes assumptions about files that do not exist yet. Print them to standard error,
+    # because standard output may be JSON.
     for sentence in dict.fromkeys(stage.model.attention.assumption for stage in stages):
         if sentence is not None:
             print(f"assumed: {sentence}", file=sys.stderr)
@@ -205,8 +205,8 @@ def train(config: Config, overrides: Overrides = None) -> None:
 
     with RankRecord.of_environment() as record, exit_on_stop_signal(record):
         stages = load_stages(config, overrides or [])
-        # The recipe is loaded before torch, Megatron-core and DeepSpeed, whose imports take
-        # seconds, so a mistyped key is reported at once.
+        # `api.train` imports torch, Megatron-core and DeepSpeed, which needs seconds. Load the
+        # recipe first, so that a mistyped key is reported at once.
         if not api.train(stages, record=record):
             raise typer.Exit(EXIT_STOPPED)
 

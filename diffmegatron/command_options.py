@@ -10,9 +10,8 @@ from typing import Any, get_type_hints
 def with_options(kind: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Return a decorator for a command function with a parameter ``settings`` of type ``kind``.
 
-    On the command line, the command has one option for each field of ``kind`` instead of an option
-    ``settings``. The decorated function receives the values of these options as one instance of
-    ``kind``.
+    On the command line, the command has one option for each field of ``kind``. The decorated
+    function receives the values of these options as one instance of ``kind``.
 
     Args:
         kind: dataclass; the type of each field is ``Annotated`` with a ``typer.Option``.

@@ -149,12 +149,10 @@ def _gpus() -> tuple[Finding, ...]:
 
 
 def _layer_host() -> tuple[Finding, tuple[str, ...]]:
-    """Find the library of the transformer layers on this machine, and problems with its import.
+    """Find the library that provides the transformer layers, and problems with its import.
 
-    Returns:
-        The row of the report with the library and the reason for its choice; and a tuple of
-        problems, which has one sentence if Transformer Engine is installed but cannot be imported,
-        and is empty in all other cases.
+    The second result is a sentence for ``Report.missing`` if Transformer Engine is installed but
+    cannot be imported. In all other cases it is empty.
     """
     if find_spec("transformer_engine") is None:
         return Finding("layers", "local", "transformer-engine is not installed"), ()

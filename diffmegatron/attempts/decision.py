@@ -1,8 +1,7 @@
 """Decide after an attempt (one start of a job's ranks) whether the job continues or ends.
 
-The decision uses the exit status, reason, host and time that each rank recorded
-(:class:`~diffmegatron.attempts.ends.End`). The exit status of srun is not used, because it is the
-status of only one rank, and srun kills the other ranks as soon as one has failed.
+The decision uses the end that each rank recorded (:class:`~diffmegatron.attempts.ends.End`). The
+exit status of srun is not used, because it is the status of only one rank.
 """
 
 import signal
@@ -15,9 +14,8 @@ from diffmegatron.errors import MachineError, UnfitNodeError, UserError
 
 # A process that signal N killed has the exit status _SIGNAL + N.
 _SIGNAL = 128
-# Exit statuses of a rank that was killed by a signal with which users, Slurm or srun stop ranks.
-# Such a signal kills a rank only before the rank has installed its signal handlers. It does not
-# count as a fault.
+# Exit statuses of a rank that was killed by a stop signal of a user, Slurm or srun. A stop signal
+# kills a rank only before the rank has installed its signal handlers. This is not a fault.
 _STOP_STATUSES = {_SIGNAL + number for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
 _SHOWN_RANKS = 8
 
@@ -49,7 +47,6 @@ class Decision:
     """Decision about an ended attempt.
 
     Attributes:
-        cause: cause of the end.
         reason: one sentence about the cause, for the user.
         hosts: hosts that are blamed for a fault or for lost ranks; empty if unknown.
         unfit: hosts among ``hosts`` that failed the preflight checks.
@@ -70,30 +67,26 @@ def decide(
     counts as a rank that recorded no end. The first rule that applies decides:
 
     1. If a rank ended because of a mistake in the user's input, the cause is a mistake.
-    2. Exit status 75 means that a rank was stopped and ended in an orderly way. The attempt was
-       stopped if a rank with this status had saved a checkpoint. Failures after the save do not
-       matter, because all ranks save together. If the ranks with this status were stopped before
-       they had anything to save, the attempt was stopped too, unless a signal other than a stop
-       signal killed a rank.
+    2. Exit status 75 means that a rank was stopped and ended in an orderly way. If a rank with this
+       status had saved a checkpoint, the cause is a stop. Failures after the save do not matter,
+       because all ranks save together. If the ranks with status 75 had nothing to save yet, the
+       cause is also a stop, unless a signal other than a stop signal killed a rank.
     3. If a rank failed the preflight checks of its node, the cause is a fault of this node.
-    4. If the job was killed and some ranks recorded no end, the attempt is lost, unless the exit
-       status of a rank shows that a signal other than a stop signal killed it. A rank that failed
-       without a signal is ignored here, because ranks fail when their peers are killed.
-    5. If a rank recorded no end, or failed in any other way (but not by a stop signal), the cause
-       is a fault.
-    6. If a stop signal killed ranks that had not yet installed their signal handlers, the attempt
-       was stopped.
-    7. In the remaining case all ranks ended with status 0, and the job is finished.
+    4. If the job was killed and a rank recorded no end, the attempt is lost, unless a signal other
+       than a stop signal killed another rank. Other failures are ignored here, because ranks fail
+       when their peers are killed.
+    5. If a rank recorded no end, or failed without a stop signal, the cause is a fault.
+    6. If a stop signal killed a rank, the cause is a stop.
+    7. Otherwise all ranks ended with status 0, and the job is finished.
 
     Args:
-        ends: recorded end of each rank; a rank that recorded no end is absent.
-        ranks: number of ranks.
+        ends: recorded ends; a rank that recorded no end is absent.
         host_of: function that returns the host of a rank; used for ranks that recorded no end.
         was_killed: whether the job was killed before all ranks had ended.
     """
     if was_killed:
-        # Slurm ends the ranks of a killed job with SIGKILL. If the shell of a rank outlives the
-        # rank, it records the status 128 + SIGKILL. Ignore these records: they show no fault.
+        # Slurm ends the ranks of a killed job with SIGKILL. If the shell of a rank ends later, the
+        # shell records the status 128 + SIGKILL. Ignore these records: they show no fault.
         ends = _select(ends, lambda end: end.status != _SIGNAL + signal.SIGKILL)
     mistakes = _select(ends, lambda end: end.status == UserError.exit_status)
     if mistakes:
@@ -101,8 +94,8 @@ def decide(
     stopped = _select(ends, lambda end: end.status == EXIT_STOPPED)
     saved = _select(stopped, lambda end: not end.reason.endswith(NOT_BEGUN))
     crashed = _select(ends, lambda end: end.status > _SIGNAL and end.status not in _STOP_STATUSES)
-    # If no rank saved, the stopped ranks determine the cause only if no rank crashed: after a crash
-    # srun stops all other ranks, so their stop is only a consequence.
+    # After a crash srun stops all other ranks. If they saved nothing, their stop is only a
+    # consequence of the crash.
     if saved or (stopped and not crashed):
         reasons = sorted({end.reason for end in stopped.values() if end.reason})
         return Decision(Cause.STOPPED, reasons[0] if reasons else "stopped by a signal, and saved")
@@ -114,15 +107,15 @@ def decide(
     absent = tuple(sorted({host_of(rank) for rank in missing} - {""}))
     failed = _select(ends, lambda end: end.status not in {0, EXIT_STOPPED, *_STOP_STATUSES})
     if was_killed and missing and not _select(failed, lambda end: end.status > _SIGNAL):
-        # If some ranks recorded a failure, the node of the missing ranks probably died, which made
-        # the other ranks fail and ended the job. So blame the hosts of the missing ranks. Blame no
-        # host if no rank recorded a failure, or if more than half of the ranks are missing.
+        # If a rank recorded a failure, the node of the missing ranks probably died, which made the
+        # other ranks fail. So blame the hosts of the missing ranks. Blame no host if no rank
+        # recorded a failure, or if more than half of the ranks are missing.
         reason = f"the job ended before {_list_ranks(missing)}"
         return Decision(Cause.LOST, reason, absent if failed and 2 * len(missing) <= ranks else ())
     unmet = _select(failed, lambda end: end.status == MachineError.exit_status)
     if unmet and unmet == failed:
         # All failed ranks waited for ranks that did not connect. Blame the hosts of the missing
-        # ranks, which recorded no end, unless more than half of the ranks are missing.
+        # ranks, unless more than half of the ranks are missing.
         hosts = absent if 2 * len(missing) <= ranks else ()
         return Decision(Cause.FAULT, _first_reason(unmet, "it waited for other ranks"), hosts)
     if failed:
@@ -149,18 +142,13 @@ def decide(
 def _only_waited(failed: Mapping[int, End], absent: set[str]) -> bool:
     """Return whether the failed ranks probably failed only because they waited for missing ranks.
 
-    A missing rank is one that recorded no end. The first rule that applies decides:
+    A missing rank recorded no end. ``absent`` contains the hosts of the missing ranks.
 
-    1. If a signal killed a failed rank, the result is False.
-    2. If no failed rank recorded a reason, the result is True. The watchdog has then ended all of
-       them. The watchdog of a frozen rank does not run, so the frozen rank is among the missing
-       ranks.
-    3. If no failed rank ran on the host of a missing rank, the result is True.
-    4. In all other cases the result is False.
+    If a signal killed a failed rank, the result is False. Otherwise it is True in two cases:
 
-    Args:
-        failed: ends of the failed ranks.
-        absent: hosts of the missing ranks.
+    - No failed rank recorded a reason. The watchdog then ended all failed ranks. The watchdog of a
+      frozen rank does not run, so the frozen rank is among the missing ranks.
+    - No failed rank ran on the host of a missing rank.
     """
     if any(end.status > _SIGNAL for end in failed.values()):
         return False
@@ -174,14 +162,13 @@ def _fault(failed: Mapping[int, End], ranks: int) -> Decision:
     There are three kinds of failure. A kind that is listed earlier is nearer to the cause:
 
     1. A signal killed the rank (SIGSEGV, or SIGKILL from the kernel when memory is full).
-    2. The rank left no error message, because the watchdog ended it.
+    2. The watchdog ended the rank, so the rank left no error message.
     3. The rank raised an error.
 
-    The first kind in this list that occurred counts. The reason is that of the rank of this kind
-    that failed earliest. For kinds 1 and 2, the hosts of all ranks of the kind are blamed. For kind
-    3, only the host of the rank that failed earliest is blamed, because its error probably made the
-    other ranks fail. If the blamed ranks are more than half of all ranks, no host is blamed, unless
-    the attempt had only one rank.
+    Only ranks with the first kind that occurred are considered. The reason comes from the rank that
+    failed earliest among them. For kinds 1 and 2, the hosts of all considered ranks are blamed. For
+    kind 3, only the host of the rank that failed earliest is blamed, because the error of this rank
+    probably made the other ranks fail.
     """
 
     def order(rank: int) -> tuple[int, float]:
@@ -194,8 +181,8 @@ def _fault(failed: Mapping[int, End], ranks: int) -> Decision:
     if kind == 2:
         alike = [first]
     hosts = _hosts({rank: failed[rank] for rank in alike})
-    # If more than half of the ranks failed in the same way, the cause is probably common to all of
-    # them (for example, a collective in which all ranks hang) and not their hosts. So blame none.
+    # If more than half of the ranks failed in the same way, they probably have a common cause, such
+    # as a collective in which all ranks hang. So blame no host.
     blamed = hosts if 2 * len(alike) <= ranks or ranks == 1 else ()
     reason = _first_reason({first: failed[first]}, _describe_status(failed[first]))
     return Decision(Cause.FAULT, reason, blamed)
@@ -220,8 +207,7 @@ def _hosts(ends: Mapping[int, End]) -> tuple[str, ...]:
 def _first_reason(ends: Mapping[int, End], default: str) -> str:
     """Return a text with the number, host and reason of the lowest rank that recorded a reason.
 
-    If no rank recorded a reason, the text has the lowest rank and its host, and the reason is
-    ``default``.
+    If no rank recorded a reason, the text describes the lowest rank with the reason ``default``.
     """
     rank = next((rank for rank, end in ends.items() if end.reason), next(iter(ends)))
     end = ends[rank]

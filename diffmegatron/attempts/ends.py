@@ -1,9 +1,8 @@
 """Records of how the ranks of an attempt ended: one JSON file per rank in the attempt's directory.
 
-An attempt is one start of a job's ranks. A rank writes its own file when it ends. If the rank
-cannot (after SIGKILL, or when the watchdog ends it), the shell in ``slurm.sh`` that started the
-rank writes a file with the exit status, host and time. A rank without a file was killed together
-with its shell or node.
+An attempt is one start of a job's ranks. A rank writes its own file when it ends. If a signal
+or the watchdog ends the rank before that, the rank's shell in ``slurm.sh`` writes a file with the
+exit status, host and time. A rank without a file was killed together with its shell or node.
 """
 
 import logging
@@ -51,7 +50,6 @@ class End(Section):
         status: exit status; 128 + N if signal N killed the rank.
         reason: one sentence; empty after success, or if the rank could not write it.
         step: last step that the rank reached; None: no step, or unknown.
-        host: host name of the rank.
         time: time of the end in seconds since 1970, by the host's clock.
     """
 
@@ -65,8 +63,8 @@ class End(Section):
 class Heartbeat(Section):
     """Training progress that rank 0 writes every few seconds.
 
-    ``reports`` and ``slow`` concern the reports on slow ranks in this attempt. A report compares
-    the times that the ranks spent on their own work since the previous report.
+    Reports on slow ranks compare the times that the ranks spent on their own work since the
+    previous report.
 
     Attributes:
         time: time of writing in seconds since 1970.
@@ -95,11 +93,10 @@ class Heartbeat(Section):
 class RankRecord:
     """Writer of a rank's end and, on rank 0, of the heartbeat.
 
-    It is a context manager around all work of the rank.
+    Use this class as a context manager around all work of the rank.
 
     Args:
         folder: directory of the attempt; None: nothing is written.
-        rank: rank of this process.
     """
 
     def __init__(self, folder: Path | None = None, rank: int = 0) -> None:
@@ -122,12 +119,7 @@ class RankRecord:
     def set_step(self, step: int, run_dir: str) -> None:
         """Record that the run has reached a step.
 
-        Rank 0 writes a heartbeat with this step, but at most one heartbeat every five seconds in
-        the same ``run_dir``.
-
-        Args:
-            step: number of the step.
-            run_dir: folder of the run, or of the current stage.
+        Rank 0 writes a heartbeat at most every five seconds, or earlier if ``run_dir`` has changed.
         """
         self._step = step
         if self._start is None or self._start[0] != run_dir:
@@ -161,12 +153,7 @@ class RankRecord:
         self._write(HEARTBEAT, heartbeat)
 
     def end(self, status: int, reason: str = "") -> None:
-        """Write the end of this rank; rank 0 also writes a last heartbeat if it reached a step.
-
-        Args:
-            status: exit status.
-            reason: one sentence; empty after success.
-        """
+        """Write the end of this rank; rank 0 also writes a last heartbeat if it reached a step."""
         if self.folder is None:
             return
         now = time.time()
@@ -187,8 +174,8 @@ class RankRecord:
     def write_failures(self) -> Iterator[None]:
         """Write the end of this rank if the ``with`` block raises; otherwise write nothing.
 
-        The preflight checks, which run in a separate process before training, use this context. If
-        they succeed, the rank has not ended: its end is written later by the training process.
+        The preflight checks use this context in a separate process before training. If the checks
+        succeed, the training process writes the end of the rank later.
         """
         try:
             yield
@@ -209,13 +196,7 @@ class RankRecord:
 
 
 def _status_of(error: BaseException | None) -> tuple[int, str]:
-    """Return the exit status and the reason of :class:`End` for an exception.
-
-    1. None (no exception): 0 and an empty reason.
-    2. :class:`UserError`: its own exit status and its message.
-    3. An exception with an integer ``exit_code``: this status and an empty reason.
-    4. Any other exception: 1, and the class and message of the exception.
-    """
+    """Return the exit status and the reason of :class:`End` for an exception or None."""
     if error is None:
         return 0, ""
     if isinstance(error, UserError):
@@ -234,9 +215,9 @@ def end_name(rank: int) -> str:
 def read_ends(folder: Path) -> dict[int, End]:
     """Read the recorded end of each rank from the directory of an attempt.
 
-    A damaged file is skipped with a warning. If the final file of a rank is missing or damaged, its
-    temporary file (suffix ``.tmp``) is read: a rank that is killed after it has written this file,
-    but before it has renamed it, leaves only the temporary file.
+    A damaged file is skipped with a warning. If the final file of a rank is missing or damaged, the
+    temporary file of the rank (suffix ``.tmp``) is read. A rank that is killed before it renames
+    the temporary file leaves no final file.
 
     Raises:
         UserError: the directory cannot be read.

@@ -20,8 +20,7 @@ __all__ = ["HeadwiseNorm", "diff_attention", "diff_attention_v2", "softmax_atten
 
 def __getattr__(name: str) -> Any:
     # Import the kernels only on first use, because they import torch. The code that reads recipes
-    # must not import torch, but it imports `diffmegatron.attention.variants`, and Python then also
-    # executes this `__init__.py`.
+    # must not import torch, but it imports `diffmegatron.attention.variants`, and so this file.
     if name not in __all__:
         raise AttributeError(f"module 'diffmegatron.attention' has no attribute {name!r}")
     from diffmegatron.attention.kernels import api

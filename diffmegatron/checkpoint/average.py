@@ -21,24 +21,20 @@ from diffmegatron.files import format_path
 
 
 def average_checkpoints(run_dir: Path, last: int, out: Path) -> Path:
-    """Write a checkpoint with the mean weights of a run's newest checkpoints.
+    """Write a checkpoint with the mean weights of a run's newest checkpoints; return its directory.
 
-    The new checkpoint has the step and the position in the data of the newest averaged one. The
-    float32 master weights are added in float64, one tensor at a time.
+    The new checkpoint contains only weights, so a run can start from it but not resume from it. Its
+    step and data position are those of the newest averaged checkpoint. The float32 master weights
+    are summed in float64, one tensor at a time.
 
     Args:
-        run_dir: folder of the run. If the run has stages (trainings that follow each other), the
+        run_dir: folder of the run. If its recipe has stages (trainings that follow each other), the
             checkpoints of the last stage are averaged.
         last: number of newest complete checkpoints to average.
         out: folder for the new checkpoint; it must not contain checkpoints yet.
 
-    Returns:
-        Directory of the new checkpoint. It holds only weights, so a run can start from it but not
-        resume from it.
-
     Raises:
-        UserError: there are too few checkpoints, one is damaged, they belong to different networks,
-            or ``out`` already has checkpoints or cannot be written.
+        UserError: there are too few checkpoints, or they belong to different networks.
     """
     if (out / CHECKPOINTS).exists():
         raise UserError(

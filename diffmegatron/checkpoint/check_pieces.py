@@ -26,12 +26,10 @@ class Place:
     """The position of a piece: a range of elements in a flattened box of a named tensor.
 
     Attributes:
-        name: name of the unsharded tensor.
         global_shape: shape of the unsharded tensor.
         offset: first index of the box in the unsharded tensor, per axis.
         shape: shape of the box.
         start: index of the range's first element in the flattened box (row-major order).
-        numel: number of elements in the range.
 
     Raises:
         ValueError: the range exceeds the box, or the box exceeds the tensor.
@@ -64,16 +62,12 @@ class Place:
 def check_tiling(places: Iterable[Place], owner: str) -> None:
     """Check that the pieces of one tensor cover every element exactly once.
 
-    Every parallel layout gives boxes that are cells of a grid, whose cells may differ in size. This
-    function requires such a grid. Two cells of a grid never overlap, so the boxes need not be
-    compared with each other.
+    Every parallel layout cuts a tensor along the lines of a grid. This function requires boxes that
+    are the cells of a grid. Cells never overlap, so the boxes need not be compared in pairs.
 
     Args:
-        places: positions of all pieces of one tensor; at least one.
+        places: positions of all pieces of the tensor; at least one.
         owner: name of the checkpoint in error messages.
-
-    Raises:
-        UserError: the pieces overlap, leave elements out, or differ in ``global_shape``.
     """
     boxes: dict[Box, list[Place]] = {}
     for place in places:

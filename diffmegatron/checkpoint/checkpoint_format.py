@@ -1,4 +1,4 @@
-"""The format of a checkpoint. Training, export and evaluation read checkpoints with this module.
+"""The format of a checkpoint, for training, export and evaluation.
 
 A checkpoint is a directory with these files:
 
@@ -10,12 +10,9 @@ A checkpoint is a directory with these files:
 
 A run with another parallel layout can read everything except the random states.
 
-A checkpoint may hold only weights, for example of an imported model. A run can start from such a
-checkpoint but not resume from it. Its weights are also in files ``rank_XXXXX.safetensors``, but the
-number of files follows from a maximum file size and not from the number of ranks.
-
-``sharded.py`` splits tensors into the pieces that each rank stores, ``writing.py`` writes the bytes
-of a file, and ``checkpoint_manifest.py`` lists the files with their checksums.
+A checkpoint may contain only weights, for example those of an imported model. A run can start from
+such a checkpoint but not resume from it. The number of its ``rank_XXXXX.safetensors`` files depends
+on a maximum file size and not on a number of ranks.
 """
 
 import hashlib
@@ -49,9 +46,8 @@ from diffmegatron.errors import UserError
 from diffmegatron.files import MAX_BYTES, format_path, parse_json, read_bytes
 
 STATE = "state.json"
-# Largest accepted size of each of the two files, in bytes. The limits are generous because users
-# choose how many data sources the recipe lists, and how many recent losses the guard against loss
-# spikes stores in the state.
+# Largest accepted file sizes in bytes. They are generous, because users choose how many data
+# sources the recipe lists, and how many recent losses the loss-spike guard stores in the state.
 _MAX_BYTES = {RECIPE: 1 << 24, STATE: MAX_BYTES}
 
 _LIBRARIES = ("torch", "megatron-core", "deepspeed")
@@ -63,11 +59,10 @@ _Steps = Annotated[int, Field(ge=0, le=MAX_STEP)]
 
 
 class _State(BaseModel):
-    """The content of ``state.json``.
+    """The content of ``state.json``: the fields of :class:`Position`, and three more.
 
-    The first four fields are those of :class:`Position`. The data loader defines the content of
-    ``data``, and the guard against loss spikes that of ``guard``. ``world_size`` is the number of
-    rank files, and ``versions`` are the versions of the libraries that wrote the checkpoint.
+    ``world_size`` is the number of rank files. ``versions`` has the version of each library that
+    wrote the checkpoint, by name.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -89,7 +84,7 @@ class Position:
         step: number of steps done, including those that the guard against loss spikes skipped.
         updates: number of optimizer updates applied; Adam's step count.
         data: state of the data loader; None at the beginning.
-        guard: state of this guard; None at the beginning.
+        guard: state of the guard against loss spikes; None at the beginning.
     """
 
     step: int
@@ -106,11 +101,8 @@ class Checkpoint:
     """An opened and verified checkpoint. Tensors are loaded into memory only on demand.
 
     Attributes:
-        directory: directory of the checkpoint.
-        manifest: content of ``manifest.json``.
         recipe: resolved recipe of the run that wrote the checkpoint.
         state: content of ``state.json``.
-        tensors: reader of the tensors in the rank files.
     """
 
     directory: Path
@@ -121,7 +113,7 @@ class Checkpoint:
 
     @property
     def is_weights_only(self) -> bool:
-        """True if the checkpoint has no optimizer state, so that no run can resume from it."""
+        """True if the checkpoint has no optimizer state, so no run can resume from it."""
         return self.state["contents"] == "weights"
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -132,8 +124,8 @@ class Checkpoint:
     def fingerprint(self) -> str:
         """Return a hash of the weights, 16 hex digits, that distinguishes models of the same shape.
 
-        The hash covers only the first row of every layer's linear_qkv weight. Checkpoints with
-        equal weights have equal hashes, even if their runs had different parallel layouts.
+        The hash covers only the first row of every layer's ``linear_qkv`` weight. It does not
+        depend on the parallel layout.
         """
         digest = hashlib.sha256()
         for layer in range(self.recipe.model.num_layers):
@@ -149,9 +141,9 @@ def rank_file(rank: int) -> str:
 
 
 def open_checkpoint(directory: Path, share: tuple[int, int] = (0, 1)) -> Checkpoint:
-    """Open and verify a checkpoint. Every reader of a checkpoint uses this function.
+    """Open and verify a checkpoint.
 
-    It checks that
+    This function checks that
 
     - the files and their sizes match the manifest;
     - the state and the recipe match their checksums and are valid;
@@ -160,14 +152,10 @@ def open_checkpoint(directory: Path, share: tuple[int, int] = (0, 1)) -> Checkpo
       reads every byte).
 
     Args:
-        directory: directory of the checkpoint.
-        share: (i, n), where i is the index of this process among n processes that open the
-            checkpoint together. Process i checks the content of the files i, i + n, i + 2n, and so
-            on. If process i finds a damaged file, only process i raises an error, so the caller
-            must pass the error on to the others. The default checks all files.
-
-    Raises:
-        UserError: the directory is not a checkpoint, or is damaged.
+        share: (i, n) for process i of n processes that open the checkpoint together. Process i
+            checks the content of the rank files i, i + n, i + 2n, and so on. Only process i raises
+            an error about these files, so the caller must inform the other processes. The default
+            checks all files.
     """
     manifest = read_manifest(directory)
     entries = {entry.name: entry for entry in manifest.files}
@@ -192,8 +180,7 @@ def read_recipe(directory: Path) -> Recipe:
     """Read the recipe of a checkpoint, without reading the tensors and the state.
 
     Raises:
-        UserError: the directory is not a checkpoint, the recipe or the manifest is damaged, or the
-            names or sizes of the checkpoint's files differ from the manifest.
+        UserError: the recipe or the manifest is damaged, or a file does not match the manifest.
     """
     _read_small(directory, RECIPE, {each.name: each for each in read_manifest(directory).files})
     return load_resolved(directory / RECIPE)
@@ -235,11 +222,7 @@ def _read_small(directory: Path, name: str, entries: dict[str, FileEntry]) -> by
 
 
 def _rank_files(directory: Path, world_size: int, entries: dict[str, FileEntry]) -> list[str]:
-    """Return the names of the rank files, after a check that there is exactly one per rank.
-
-    ``entries`` are the entries of the manifest by file name. Besides the rank files, only the state
-    and the recipe may be listed.
-    """
+    """Return the names of the rank files; refuse a manifest without exactly one file per rank."""
     files = sorted(entries.keys() - {STATE, RECIPE})
     if len(files) != world_size or files != [rank_file(rank) for rank in range(world_size)]:
         raise UserError(
@@ -255,20 +238,12 @@ def _patterns(recipe: Recipe) -> list[str] | None:
 
 
 def check_same_run(directory: Path, saved_recipe: Recipe, recipe: Recipe) -> None:
-    """Check that a run may resume from a checkpoint with a possibly edited recipe.
+    """Check that a run with ``recipe`` may resume from a checkpoint with ``saved_recipe``.
 
     The network, the tokenizer, the order of the samples and the trained parameters must be equal.
-    Layout, precision, learning rate and number of steps may change. The sampling weights of the
-    data sources may also change, because the loader's state records which sampling weights each
+    Other settings may change, for example the parallel layout, precision and learning rate. The
+    sampling weights of the data sources may change too: the checkpoint records which weights each
     period of the run used.
-
-    Args:
-        directory: directory of the checkpoint.
-        saved_recipe: recipe of the checkpoint.
-        recipe: recipe of the run that resumes.
-
-    Raises:
-        UserError: a key that must be equal differs.
     """
     saved, wanted = (
         model_keys(each.model, each.model.attention)

@@ -1,11 +1,9 @@
 """The manifest of a checkpoint, which lists every file with its size and checksum.
 
-The manifest is written last. A directory that has no manifest, or whose files do not match the
-manifest, does not count as a checkpoint.
+The manifest is written last. A directory is a checkpoint only if its files match its manifest.
 
-:func:`read_manifest` compares names and sizes of the files without reading them, and refuses links
-and other special files. This detects files that are missing, truncated or not listed.
-:func:`~diffmegatron.checkpoint.checkpoint_format.open_checkpoint` also checks their content.
+:func:`read_manifest` checks only the names and sizes of the files.
+:func:`~diffmegatron.checkpoint.checkpoint_format.open_checkpoint` also checks the content.
 """
 
 import json
@@ -60,7 +58,7 @@ class Manifest:
 
     @property
     def size(self) -> int:
-        """Total bytes of all files."""
+        """Total size of all files in bytes."""
         return sum(entry.size for entry in self.files)
 
 
@@ -80,12 +78,11 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """Read the manifest of a checkpoint and compare it with the files, without reading the files.
+    """Read the manifest of a checkpoint, and compare it with the names and sizes of the files.
 
     Raises:
-        UserError: the manifest is missing or damaged, has another format, or has another step than
-            the directory's name; or a file is missing, not listed, not an ordinary file, or of
-            another size.
+        UserError: the manifest is missing or damaged, or its format or step is wrong; or a file is
+            missing, not listed, not an ordinary file, or of another size.
     """
     path = directory / MANIFEST
     status = _status(path)
@@ -105,7 +102,7 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 def _check_files(directory: Path, manifest: Manifest) -> None:
-    """Compare names and sizes of a directory's files with its manifest; refuse special files."""
+    """Compare names and sizes of the files with the manifest; refuse links and special files."""
     listed = {MANIFEST}
     for entry in manifest.files:
         path = directory / entry.name
@@ -158,9 +155,8 @@ def _check_ordinary(path: Path, status: os.stat_result) -> None:
 def _no_checkpoint(directory: Path) -> str:
     """Return the error message for a path that is not a checkpoint.
 
-    Three folders are searched for checkpoints in this order: ``checkpoints`` in the path, the path
-    itself, its parent. The message names the newest checkpoints (up to five) of the first folder
-    that has any.
+    The message lists the newest checkpoints of the first of these folders that has any:
+    ``checkpoints`` in the path, the path itself, its parent.
     """
     kind = "it is a file" if directory.is_file() else f"it has no {MANIFEST}"
     if not directory.exists():

@@ -1,8 +1,7 @@
 """The folder of a run's checkpoints.
 
 A checkpoint is written under a temporary name and renamed to ``step_XXXXXXXX`` when all its files
-are on the disk. An interrupted save therefore never leaves an incomplete directory with a name of
-this form.
+are on the disk. An interrupted save therefore never leaves an incomplete ``step_XXXXXXXX``.
 """
 
 import errno
@@ -42,11 +41,7 @@ class CheckpointStore:
         return self.directory / f"step_{step:08d}{_UNFINISHED}"
 
     def steps(self) -> list[int]:
-        """Return the steps of all checkpoints, including damaged ones, in ascending order.
-
-        Raises:
-            UserError: the folder exists and cannot be read.
-        """
+        """Return the steps of all checkpoints, including damaged ones, in ascending order."""
         try:
             names = [path.name for path in self.directory.iterdir()]
         except (FileNotFoundError, NotADirectoryError):
@@ -74,21 +69,12 @@ class CheckpointStore:
         return found
 
     def latest(self) -> Path | None:
-        """Return the path of the newest complete checkpoint, or None if there is none.
-
-        Log a warning for damaged checkpoints.
-        """
+        """Return the path of the newest complete checkpoint, or None if there is none."""
         complete = self.complete()
         return self.path(complete[-1]) if complete else None
 
     def begin(self, step: int) -> Path:
-        """Create an empty directory for a step's checkpoint.
-
-        The remains of interrupted saves and removals are deleted first.
-
-        Raises:
-            UserError: the directory cannot be created.
-        """
+        """Create a directory for a new save; delete remains of interrupted saves and removals."""
         unfinished = self.unfinished_path(step)
         try:
             for suffix in (_UNFINISHED, _REMOVED):
@@ -102,10 +88,7 @@ class CheckpointStore:
         return unfinished
 
     def commit(self, step: int) -> Path:
-        """Flush a written checkpoint to disk and rename it to its final path.
-
-        An earlier checkpoint at this path is replaced.
-        """
+        """Flush a written checkpoint to disk and rename it; replace an older one of this step."""
         unfinished, final = self.unfinished_path(step), self.path(step)
         for path in (*unfinished.iterdir(), unfinished):
             with _opened(path) as descriptor:
@@ -126,25 +109,21 @@ class CheckpointStore:
         """Rename a checkpoint so that no reader finds it any more, then delete its files.
 
         Raises:
-            OSError: the checkpoint cannot be removed. If its directory is not writable, for example
-                because another user owns it, the checkpoint stays complete under its name.
+            OSError: the checkpoint cannot be removed. If the reason is a directory without write
+                permission, the checkpoint stays unchanged.
         """
         path = self.path(step)
         # Renaming needs write permission on the parent folder only, but deleting the files needs it
-        # on the directory itself. Without this check, a checkpoint could be renamed although its
-        # files cannot be deleted.
+        # on the directory itself. Check this permission before renaming.
         if not os.access(path, os.W_OK | os.X_OK, effective_ids=True):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
         shutil.rmtree(self._rename(step, _REMOVED))
 
     def set_aside(self, step: int) -> Path:
-        """Rename a checkpoint so that no reader finds it any more, but keep its files.
+        """Rename a checkpoint so that no reader finds it, but keep its files; return the new path.
 
-        This is for a run that applied no step between two rollbacks: the second rollback sets the
-        newest checkpoint aside and uses an older one.
-
-        Returns:
-            The new path.
+        If a run applied no step since its previous rollback, the next rollback sets the newest
+        checkpoint aside and loads an older one.
         """
         return self._rename(step, _LEFT)
 
@@ -161,8 +140,7 @@ def prunable(steps: Sequence[int], keep_last: int, keep_every: int | None) -> li
     Args:
         steps: steps of complete checkpoints, ascending.
         keep_last: number of newest checkpoints to keep; at least 1.
-        keep_every: checkpoints at multiples of this step are also kept; None: only the newest
-            checkpoints are kept.
+        keep_every: checkpoints at multiples of this step are also kept.
     """
     return [step for step in steps[:-keep_last] if keep_every is None or step % keep_every]
 

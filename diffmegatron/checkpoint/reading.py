@@ -1,12 +1,11 @@
 """Reader of one safetensors file that :mod:`~diffmegatron.checkpoint.writing` wrote.
 
-Opening a file checks its header. The tensors must be one-dimensional, first all float32 and then
-all uint8 tensors, and must fill the file without gaps. :meth:`TensorFile.check_content` checks the
-content: the checksum, and that all float32 values are finite, in one pass over the file.
+The tensors are one-dimensional. The file contains first all float32 tensors, then all uint8
+tensors, without gaps.
 
-``safetensors.safe_open`` is not used, because it does not return the position of a tensor in the
-file. Without the positions, a pass over the bytes for the checksum could not tell which of them are
-float32 values, and the check for finite values would need a second pass.
+``safetensors.safe_open`` is not used, because it does not return the positions of the tensors in
+the file. This module reads the positions from the header. One pass over the file can then compute
+the checksum and also check that all float32 values are finite.
 """
 
 import zlib
@@ -55,15 +54,11 @@ class _Header(BaseModel):
 
 
 class TensorFile:
-    """An opened safetensors file.
+    """An opened safetensors file, whose header has been checked.
 
     Attributes:
-        path: path of the file.
         metadata: strings of the header's ``__metadata__``.
         tensors: header entry of each tensor by name.
-
-    Raises:
-        UserError: the file cannot be read, or has another format.
     """
 
     def __init__(self, path: Path) -> None:
@@ -86,12 +81,7 @@ class TensorFile:
         return self._content[first:last].view(_DTYPES[tensor.dtype])
 
     def check_content(self, entry: FileEntry) -> None:
-        """Read the whole file once and check its checksum and numbers.
-
-        Raises:
-            UserError: the checksum differs from the entry's, a number is not finite, or the file
-                cannot be read.
-        """
+        """Read the whole file once; check its checksum and that all float32 values are finite."""
         try:
             checksum, is_finite = self._scan()
         except OSError as error:
@@ -126,8 +116,8 @@ class TensorFile:
             beginning = stream.read(_LENGTH_BYTES)
             length = int.from_bytes(beginning, "little")
             if length > min(size - _LENGTH_BYTES, MAX_BYTES):
-                # Look for a pickle only here, where the length is impossible. A possible length can
-                # have the first bytes of a pickle: the length 640 is stored as 80 02 (hex).
+                # Look for a pickle only if the length is impossible. A possible length may have the
+                # first bytes of a pickle: the length 640 is stored as 80 02 (hex).
                 if beginning[:2] in _PICKLES:
                     raise UserError(
                         f"{format_path(self.path)} is a pickle, which can run any program when it "
@@ -139,11 +129,8 @@ class TensorFile:
     def _check_order(self, content_bytes: int) -> int:
         """Check that the tensors fill the file: first float32, then uint8, without gap or overlap.
 
-        Args:
-            content_bytes: size of the file without its header.
-
-        Returns:
-            The number of bytes of the float32 tensors.
+        Return the total size of the float32 tensors in bytes. ``content_bytes`` is the size of the
+        file without its header.
         """
         end = float_bytes = 0
         ordered = sorted(self.tensors.values(), key=lambda each: (each.dtype, each.data_offsets))

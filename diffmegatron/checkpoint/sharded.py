@@ -1,14 +1,13 @@
 """Sharded storage of named tensors, which a run with any parallel layout can read.
 
-Each rank writes the pieces that it owns into one safetensors file. A piece is a contiguous range of
-float32 elements of a flattened box. The box is a rectangular region of a named tensor, namely a
-tensor-parallel shard (:class:`~diffmegatron.model.parameter_shards.Shard`). The range covers those
-elements of the shard that are in the rank's ZeRO partition. The file's header lists the position of
-each piece.
+Each rank writes its pieces into one safetensors file. A piece is a contiguous range of a flattened
+tensor-parallel shard (:class:`~diffmegatron.model.parameter_shards.Shard`), in float32. The range
+covers the part of the shard that is in the rank's ZeRO partition. The file's header lists the
+position of each piece.
 
-A reader assembles any box from the pieces, so tensor, pipeline and data-parallel sizes may differ
-between saving and loading. While reading, a rank's memory holds at most one unsharded tensor in
-addition to the rank's own shards.
+A box is a rectangular region of a named tensor. A reader assembles any box from the pieces, so
+tensor, pipeline and data-parallel sizes may differ between saving and loading. Reading needs memory
+for at most one unsharded tensor, in addition to the rank's own shards.
 
 ``torch.distributed.checkpoint`` is not used, because reading its pickled metadata can run code.
 """
@@ -46,7 +45,6 @@ class Piece:
     """A range of n elements of a flattened shard, which one rank stores.
 
     Attributes:
-        shard: the shard; it is a box of a named tensor.
         start: index of the range's first element in the flattened shard.
         tensors: values of the range for each of :data:`KINDS`, float32 [n] each.
     """
@@ -68,13 +66,11 @@ class _Stored:
 def pieces_of(shards: Iterable[Shard], start: int, tensors: Mapping[str, Tensor]) -> list[Piece]:
     """Split a range of a flattened parameter into pieces, one per shard that the range overlaps.
 
-    Most parameters hold one shard. The parameter of SwiGLU's gate and up projection holds two. In
-    the unsharded tensor, which fuses both projections, all rows of the gate precede all rows of the
-    up projection. With tensor parallelism a rank stores some rows of each, which are not adjacent
-    there.
+    Most parameters have one shard. SwiGLU's fused gate and up projection has two: the rank's rows
+    of the gate, and the rank's rows of the up projection. With tensor parallelism, these two shards
+    are not adjacent in the unsharded tensor.
 
     Args:
-        shards: all shards that the parameter holds.
         start: index of the range's first element in the flattened parameter.
         tensors: values of the range for each of :data:`KINDS`, [n] each for a range of n elements.
     """
@@ -92,15 +88,10 @@ def pieces_of(shards: Iterable[Shard], start: int, tensors: Mapping[str, Tensor]
 def named_tensors(
     pieces: Iterable[Piece], extra: Mapping[str, Tensor]
 ) -> tuple[dict[str, Tensor], str]:
-    """Return the tensors that a rank writes, and the JSON description of its pieces.
+    """Return the tensors that a rank writes, by name, and the JSON description of its pieces.
 
-    Args:
-        pieces: pieces that the rank owns.
-        extra: additional tensors of this rank by name, such as its random states.
-
-    Returns:
-        A mapping from names in the rank's file to tensors, which share memory with the pieces, and
-        the description as a string. :func:`write_pieces` needs both.
+    The tensors share memory with the pieces. ``extra`` has additional tensors by name, such as the
+    rank's random states.
     """
     tensors: dict[str, Tensor] = {}
     described = []
@@ -116,20 +107,13 @@ def named_tensors(
 def write_pieces(path: Path, tensors: Mapping[str, Tensor], description: str) -> FileEntry:
     """Write a rank's file and return its entry for the manifest.
 
-    Args:
-        path: file to write.
-        tensors: tensors from :func:`named_tensors`, on the CPU.
-        description: JSON description of the pieces from :func:`named_tensors`.
+    The tensors and the description are from :func:`named_tensors`. The tensors must be on the CPU.
     """
     return write_safetensors(path, tensors, {_PIECES: description})
 
 
 class ShardedReader:
-    """Reader of named tensors, and of boxes of them, from the files of a checkpoint.
-
-    Args:
-        directory: directory of the checkpoint.
-        files: names of the ranks' files.
+    """Reader of named tensors, and of boxes of them, from the rank files of a checkpoint.
 
     Raises:
         UserError: the header of a file is damaged, or the pieces of all files do not cover every
@@ -149,11 +133,7 @@ class ShardedReader:
             check_tiling(places, format_path(directory))
 
     def check_content(self, entry: FileEntry) -> None:
-        """Read a whole file; check its checksum and that all its numbers are finite.
-
-        Raises:
-            UserError: a check fails, or the file cannot be read.
-        """
+        """Read a whole rank file; check its checksum and that all its numbers are finite."""
         self._files[entry.name].check_content(entry)
 
     def names(self) -> list[str]:
@@ -180,10 +160,8 @@ class ShardedReader:
         """Return the values of a box of a tensor in float32.
 
         Args:
-            kind: kind of values, one of :data:`KINDS`.
-            name: name of the tensor.
+            kind: one of :data:`KINDS`.
             offset: first index of the box in the unsharded tensor, per axis.
-            shape: shape of the box.
 
         Raises:
             UserError: the tensor or its kind is missing, or the box exceeds the tensor.
@@ -211,12 +189,7 @@ class ShardedReader:
         return wanted
 
     def read_rank_tensor(self, file: str, name: str) -> Tensor | None:
-        """Return an additional tensor of a rank, such as a random state; None if it is not stored.
-
-        Args:
-            file: name of the rank's file.
-            name: name of the tensor.
-        """
+        """Return an additional tensor of a rank file, such as a random state; None if missing."""
         if file not in self._files or name not in self._files[file].tensors:
             return None
         return torch.tensor(self._files[file].array(name))
@@ -231,13 +204,9 @@ class ShardedReader:
 
 
 def _places(file: TensorFile) -> list[Place]:
-    """Check which tensors a rank's file holds, and return the positions of the file's pieces.
+    """Return the positions of the pieces in a rank's file, after a check of the file's tensors.
 
-    The file must hold the tensors of its pieces. It may also hold random states, but no other
-    tensors.
-
-    Raises:
-        UserError: the description is damaged, or a tensor is missing, unknown or of another shape.
+    The file must contain exactly the tensors of its pieces, and optionally random states.
     """
     path = format_path(file.path)
     places: list[Place] = parse_json(file.metadata.get(_PIECES, ""), list[Place], path)

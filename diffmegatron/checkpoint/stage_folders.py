@@ -29,7 +29,7 @@ class StageFolder:
 
     @property
     def store(self) -> CheckpointStore:
-        """Checkpoints of the stage, or of the run without stages."""
+        """Checkpoints in this folder."""
         return CheckpointStore(self.run_dir)
 
 
@@ -38,19 +38,15 @@ def stage_folders(
 ) -> list[StageFolder]:
     """Return the stages of a ``run_dir`` whose folders contain ``marker``, in order of training.
 
-    For a run without stages, return its only folder.
-
     Each stage comes after the stage that its ``checkpoint.start_from`` names. Stages that started
-    from the same stage are sorted by name.
+    from the same stage are sorted by name. For a run without stages, the run's folder is returned.
 
     Args:
-        run_dir: ``run_dir`` of a recipe.
-        marker: name of a file or folder in the folder of a run. A folder without it is not counted
-            as a run or stage.
-        recipe: name of the file with the resolved recipe of a run.
+        marker: name of a file or folder.
+        recipe: file name of the resolved recipe in the folder of a stage.
 
     Raises:
-        UserError: ``run_dir`` has no run.
+        UserError: neither ``run_dir`` nor a folder in it contains ``marker``.
     """
     try:
         if (run_dir / marker).exists():
@@ -68,12 +64,12 @@ def stage_folders(
 
 
 def last_stage(run_dir: Path) -> StageFolder:
-    """Return the last stage that has a checkpoint; for a run without stages, its only folder.
+    """Return the last stage that has a checkpoint; for a run without stages, the run's folder.
 
-    A stage is a last one if no other stage with a checkpoint started from it.
+    The last stage is the stage from which no other stage with a checkpoint started.
 
     Raises:
-        UserError: ``run_dir`` has no checkpoint, or more than one last stage.
+        UserError: ``run_dir`` has no checkpoint, or several such last stages.
     """
     begun = [folder for folder in stage_folders(run_dir) if folder.store.steps()]
     if not begun:
@@ -82,7 +78,7 @@ def last_stage(run_dir: Path) -> StageFolder:
 
 
 def only_last(folders: Sequence[StageFolder]) -> StageFolder:
-    """Return the last stage: the stage from which no other stage started.
+    """Return the last stage, from which no other stage started.
 
     Raises:
         UserError: there are several such stages.
@@ -99,7 +95,7 @@ def only_last(folders: Sequence[StageFolder]) -> StageFolder:
 
 
 def is_run_dir(path: Path) -> bool:
-    """Return whether a folder is a ``run_dir``. The folder of a single checkpoint is not one.
+    """Return whether a folder is a ``run_dir``; False for the folder of a single checkpoint.
 
     Raises:
         NotImportedError: the recipe of a stage needs user code (key ``imports``) that was not
@@ -117,25 +113,19 @@ def is_run_dir(path: Path) -> bool:
 def newest_checkpoint(path: Path) -> Path | None:
     """Return the newest complete checkpoint of a run; for a run with stages, of its last stage.
 
-    Returns:
-        None if ``path`` is not a ``run_dir``, or has only damaged checkpoints.
+    The result is None if ``path`` is not a ``run_dir``, or if all checkpoints are damaged.
 
     Raises:
-        UserError: ``path`` is a ``run_dir`` without checkpoints, or with more than one last stage
-            (see :func:`last_stage`).
+        UserError: the run has no checkpoint, or several last stages (see :func:`last_stage`).
     """
     return last_stage(path).store.latest() if is_run_dir(path) else None
 
 
 def _start(run_dir: Path, recipe: str = RECIPE) -> str | None:
-    """Return the name of the stage that a stage started from.
+    """Return the name of the stage from which the stage in the folder ``run_dir`` started.
 
-    The result is None if the stage started from scratch or from weights that are not in a sibling
-    folder of ``run_dir``, or if its recipe cannot be read.
-
-    Args:
-        run_dir: folder of the stage. Its parent folder contains all stages of the recipe.
-        recipe: name of the file with the resolved recipe of the stage.
+    The result is None if the stage did not start from a sibling folder of ``run_dir``, or if its
+    recipe cannot be read.
     """
     try:
         start_from = load_resolved(run_dir / recipe).checkpoint.start_from
@@ -155,8 +145,8 @@ def _in_order(starts: dict[str, str | None]) -> Iterator[str]:
     left = dict(starts)
     while left:
         ready = [name for name, start in left.items() if start not in left]
-        # Recipes that users edited may start from each other in a circle, so that none is ready.
-        # Then yield all stages that are left, sorted by name.
+        # In recipes that a user edited, stages may start from each other in a circle. No stage is
+        # ready then, so yield all that are left.
         for name in ready or list(left):
             del left[name]
             yield name

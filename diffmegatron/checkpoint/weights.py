@@ -36,23 +36,15 @@ def write_checkpoint(
     position: Position = BEGINNING,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> Path:
-    """Write unsharded weights as a checkpoint from which runs can start.
+    """Write unsharded weights as a checkpoint from which runs can start; return its directory.
 
-    No process group and no training engine are needed. The weights are written file by file, so
-    the weights of at most one file are in memory.
+    No process group is needed. The weights of at most one file are in memory at a time.
 
     Args:
-        weights: name and value of every tensor of the network, which are stored in float32.
-        recipe: recipe of the network.
+        weights: name and value of every tensor of the network; stored in float32.
         run_dir: folder in which the folder ``checkpoints`` is created.
         position: progress of the run that trained the weights.
         max_file_bytes: maximum size of a file; a larger tensor gets a file of its own.
-
-    Returns:
-        Directory of the checkpoint.
-
-    Raises:
-        UserError: the checkpoint cannot be written.
     """
     store = CheckpointStore(run_dir)
     directory = store.begin(position.step)
@@ -70,10 +62,7 @@ def write_checkpoint(
 def _split_into_files(
     weights: Iterable[tuple[str, Tensor]], max_bytes: int
 ) -> Iterator[list[Piece]]:
-    """Yield one list of pieces per file; each piece is a complete tensor.
-
-    A list has up to ``max_bytes``, or one tensor that is larger.
-    """
+    """Yield one list of pieces per file; each piece is a complete tensor."""
     pieces: list[Piece] = []
     num_bytes = 0
     for name, tensor in weights:
@@ -92,13 +81,11 @@ def _split_into_files(
 def load_network(checkpoint: Checkpoint, recipe: Recipe, parallel_state: ParallelState) -> Network:
     """Build this rank's shard of a network for inference, with the weights of a checkpoint.
 
-    The weights are rounded to the precision of the run that wrote the checkpoint. Only the
-    parameters that the kind of attention declares as float32 are not rounded.
+    The weights are rounded to the precision of the run that wrote the checkpoint. Parameters that
+    the kind of attention declares as float32 are not rounded.
 
     Args:
-        checkpoint: checkpoint with the weights.
-        recipe: recipe with the network, the parallel layout and the precision of the arithmetic.
-        parallel_state: process groups and coordinates of this rank.
+        recipe: recipe with the network, and the parallel layout and precision of the inference.
 
     Raises:
         UserError: the checkpoint belongs to another network.

@@ -29,13 +29,11 @@ def write_safetensors(
     """Write contiguous CPU tensors, float32 or uint8, and flush them to the disk.
 
     Args:
-        path: file to write.
-        tensors: tensors by name.
         metadata: strings for the header's ``__metadata__``.
 
     Returns:
-        The file's entry for the manifest. The checksum in it is computed from the bytes in memory,
-        so a later check of the file also detects damage on the way to the disk.
+        The file's entry for the manifest. Its checksum is computed from the bytes in memory, so a
+        later check of the file also detects damage on the way to the disk.
     """
     # Put the float32 tensors before the uint8 tensors, so that every float32 tensor starts at a
     # multiple of four bytes.

@@ -10,8 +10,8 @@ from diffmegatron.config.recipe_sections import RecipeSections
 from diffmegatron.errors import UserError
 
 # Optional libraries that estimates assume to be installed when they resolve "auto". Triton comes
-# with the CUDA builds of torch. FlashAttention and flex_head_fa need a separate installation. A run
-# that has them needs less memory and time with "auto" than estimated.
+# with the CUDA builds of torch. FlashAttention and flex_head_fa need a separate installation. With
+# them, a run with "auto" needs less memory and time than estimated.
 PLANNED_LIBRARIES = frozenset({"triton"})
 
 _DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
@@ -20,10 +20,7 @@ _DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 def attention_call(recipe: RecipeSections, attention: Variant, device_type: str) -> Call:
     """Return the properties of a layer's attention call, which determine its possible backends.
 
-    Args:
-        recipe: the recipe.
-        attention: kind of attention of the layer.
-        device_type: "cuda" or "cpu".
+    ``device_type`` is "cuda" or "cpu".
     """
     needs = needed_features(
         documents=bool(recipe.data.reset_attention_mask),
@@ -44,7 +41,7 @@ def planned_backend(
     only :data:`PLANNED_LIBRARIES` were installed.
 
     Raises:
-        UserError: the backend in the recipe cannot run the layer; the message has the reason.
+        UserError: the backend in the recipe cannot run the layer.
     """
     has_two_maps = attention.operation == "differential"
     setting = recipe.training.attention_backend if has_two_maps else "auto"

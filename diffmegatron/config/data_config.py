@@ -11,19 +11,13 @@ from diffmegatron.section import PathText, Section, Seed, Size
 
 
 def _prefix(path: str) -> str:
-    """Return PREFIX for ``PREFIX.parts``, the folder of a corpus that was prepared in parts.
-
-    Any other path is returned unchanged.
-    """
+    """Remove the suffix ``.parts`` of the folder of a corpus that was prepared in parts."""
     named = PurePath(path)
     return str(named.with_suffix("")) if named.suffix == ".parts" else path
 
 
 def _folder(path: str) -> str:
-    """Return the folder of a ``tokenizer.json``, because an export copies the folder's files.
-
-    Any other path or name is returned unchanged.
-    """
+    """Replace the path of a ``tokenizer.json`` by its folder, whose files an export copies."""
     named = PurePath(path)
     return str(named.parent) if named.name == "tokenizer.json" else path
 
@@ -38,10 +32,10 @@ class Source(Section):
 class Upsampling(Section):
     """Length up-sampling (Fu et al., arXiv 2402.10171): a larger share of long documents.
 
-    With the mode ``none`` all documents are kept. With the other two modes, documents of at least
-    ``long_tokens`` tokens are always kept, and shorter documents with probability ``keep_short``.
-    These two modes differ in how the tokens are divided among the sources: ``per_source`` preserves
-    the share of each source; ``global`` raises the shares of sources with long documents.
+    Documents of at least ``long_tokens`` tokens are always kept, and shorter documents with the
+    probability ``keep_short``. The mode ``per_source`` preserves the share of tokens of each
+    source. The mode ``global`` raises the shares of sources with long documents. The mode ``none``
+    keeps all documents.
     """
 
     mode: Literal["none", "per_source", "global"] = "none"

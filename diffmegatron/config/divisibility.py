@@ -1,6 +1,6 @@
 """Check that a parallel layout divides the model and its batches.
 
-Each error names the nearest size, or the settings, that would fit.
+Each error names the nearest size or the settings that would fit.
 """
 
 import math
@@ -12,9 +12,8 @@ from diffmegatron.errors import UserError
 from diffmegatron.files import shorten
 from diffmegatron.section import divisors
 
-# Largest supported number of ranks, about ten times as many as the largest GPU clusters have. The
-# search for layouts (plan/search.py) tries divisors of the number of ranks, and the limit keeps it
-# fast.
+# Largest supported number of ranks, about ten times the size of the largest GPU clusters. The limit
+# keeps the search for layouts (plan/search.py) fast.
 MAX_WORLD_SIZE = 2**20
 
 
@@ -22,8 +21,7 @@ def check_layout(recipe: RecipeSections) -> None:
     """Check those rules of the parallel layout that do not depend on the number of ranks.
 
     Raises:
-        ValueError: a size is not divisible, or a setting does not work with the layout; the message
-            names the nearest layout or setting that fits.
+        ValueError: a size is not divisible, or a setting does not work with the layout.
     """
     _check_tensor(recipe)
     _check_context(recipe)
@@ -36,10 +34,7 @@ def data_parallel_size(recipe: RecipeSections, world_size: int) -> int:
     """Return the data-parallel size on ``world_size`` ranks.
 
     Raises:
-        UserError: ``world_size`` is out of range or not a multiple of tensor x context x pipeline;
-            the global batch cannot be divided into equally many microbatches for each data-parallel
-            rank; or, with ``virtual_pipeline`` above 1, the number of microbatches per
-            data-parallel rank is not a multiple of ``pipeline``.
+        UserError: ``world_size`` or the global batch size does not fit the parallel layout.
     """
     check_ranks(world_size)
     parallel, training = recipe.parallel, recipe.training
@@ -55,7 +50,7 @@ def data_parallel_size(recipe: RecipeSections, world_size: int) -> int:
     per_microbatch = data * training.micro_batch_size
     batch = training.global_batch_size
     if batch % per_microbatch:
-        # The error proposes a smaller microbatch rather than another global batch, because the
+        # Propose a smaller microbatch rather than another global batch if possible, because the
         # global batch often comes from a paper.
         smaller = range(training.micro_batch_size - 1, 0, -1)
         micro = next((size for size in smaller if batch % (data * size) == 0), None)
@@ -82,12 +77,10 @@ def data_parallel_size(recipe: RecipeSections, world_size: int) -> int:
 def context_communication(recipe: RecipeSections) -> Literal["ring", "all_gather", "ulysses"]:
     """Return the communication method of the context-parallel ranks, with ``auto`` resolved.
 
-    ``auto`` prefers Ulysses, which moves the least data (each rank sends its own queries, keys,
-    values and outputs once), and its kernels are as fast as on one rank. Ulysses requires that the
-    context-parallel size divides the number of key-value heads per tensor-parallel rank. If it does
-    not, ``auto`` selects the ring, which works with any number of ranks. ``auto`` never selects
-    ``all_gather``, where each rank saves the keys and values of the whole sequence for the backward
-    pass. With the other two methods, each of P ranks saves 1 / P of them.
+    ``auto`` selects Ulysses if the context-parallel size divides the number of key-value heads per
+    tensor-parallel rank, and the ring otherwise. Ulysses moves the least data, and its kernels are
+    as fast as on one rank. ``auto`` never selects ``all_gather``, because each rank then saves the
+    keys and values of the whole sequence for the backward pass.
     """
     parallel = recipe.parallel
     if parallel.context_communication != "auto":
@@ -126,12 +119,10 @@ def _check_tensor(recipe: RecipeSections) -> None:
 
 
 def _check_context(recipe: RecipeSections) -> None:
-    """Require a sequence length that all ranks can share equally.
+    """Require a sequence length, and for Ulysses a number of heads, that ranks share equally.
 
     In the zigzag order each context-parallel rank has two equal chunks of the sequence. With
-    sequence parallelism, tensor-parallel ranks shard each chunk further. If the recipe selects
-    Ulysses, the context-parallel size must also divide the number of key-value heads per
-    tensor-parallel rank.
+    sequence parallelism, the tensor-parallel ranks shard each chunk.
     """
     parallel, length = recipe.parallel, recipe.training.seq_length
     if parallel.context == 1:
@@ -197,9 +188,9 @@ def _check_pipeline(recipe: RecipeSections) -> None:
 def _check_recompute(recipe: RecipeSections) -> None:
     """Check ``recompute.layers`` against the number of layers of a virtual stage.
 
-    Only full recomputation uses ``recompute.layers``. With the method ``block`` it must not exceed
-    the number of layers. With the method ``uniform`` it is the size of a group and must divide the
-    number of layers, because Megatron-core would go past the last layer in a smaller last group.
+    With the method ``uniform``, ``recompute.layers`` is the size of a group of layers. It must
+    divide the number of layers, because Megatron-core would run past the last layer in a smaller
+    last group.
     """
     recompute, parallel = recipe.recompute, recipe.parallel
     layers = recipe.model.num_layers // (parallel.pipeline * parallel.virtual_pipeline)

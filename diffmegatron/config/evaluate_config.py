@@ -10,9 +10,8 @@ from diffmegatron.section import Count, Section
 class EvaluateConfig(Section):
     """Evaluation of a run with the suite (benchmark) ``suite`` every ``every`` steps.
 
-    Other keys are settings of the suite. They are not checked when the recipe is read but when
-    training starts, because the evaluation package defines them, and the package ``config`` must
-    not import that package.
+    Other keys are settings of the suite. The evaluation package defines them, and the package
+    ``config`` must not import that package. They are therefore checked only when training starts.
     """
 
     model_config = ConfigDict(extra="allow")

@@ -1,12 +1,12 @@
 """Read a :class:`Recipe` from YAML files and ``key=value`` overrides.
 
-``extends`` in a recipe is the path of another recipe, or a list of such paths. A relative path
-starts at the folder of the recipe that contains it. The recipe inherits the values of these
-recipes. If several of them set the same key, the value of the last one in the list is used. The
-recipe's own values take precedence over all inherited ones. Mappings are merged key by key; any
-other value replaces the inherited value. An error about a key names the file or stage that set it,
-or the command line. A text that begins with ``./`` or ``../`` is a path relative to the folder of
-the file that contains it, and is made absolute.
+``extends`` in a recipe is the path of another recipe, or a list of such paths. The recipe inherits
+the values of those files. Mappings are merged key by key, and any other value is replaced. Files
+later in the list take precedence over earlier files. The recipe's own values take precedence over
+all inherited values.
+
+Paths in ``extends``, and values that begin with ``./`` or ``../``, are relative to the folder of
+the file that contains them.
 """
 
 import os
@@ -27,14 +27,12 @@ from diffmegatron.own_code import import_recipe_code, require_imported
 from diffmegatron.validation import describe, first_error
 
 COMMAND_LINE = "the command line"
-# Largest number of files that one recipe may consist of. A file counts once for each file that
-# extends it.
+# Largest number of files of one recipe. A file counts once for each file that extends it.
 MAX_FILES = 32
 
-# Values: the content of one file, or of several files after merging. Origins: for each dotted key,
-# the name of the file that set it, or COMMAND_LINE. Never modify either in place: the merged
-# dictionaries of two files, or two keys that a YAML alias connects, can contain the same nested
-# dictionary object.
+# Values: the content of one file, or of several merged files. Origins: the file or stage that set
+# each dotted key, or COMMAND_LINE. Never modify either in place: after a merge, or with a YAML
+# alias, two dictionaries can contain the same nested dictionary.
 Values = dict[str, Any]
 Origins = dict[str, str]
 
@@ -46,11 +44,10 @@ def load_recipe(
 
     Args:
         path: YAML file.
-        overrides: ``section.key=value`` strings. The value is YAML; a text in it that begins with
-            ``./`` or ``../`` is relative to the working directory.
-        allow_missing_files: whether the files that ``model.attention`` names may be missing. Values
-            are then assumed in place of their content. ``diffmegatron plan`` allows it, because
-            another command may write the files before the training.
+        overrides: ``section.key=value`` strings. The value is YAML. A text in the value that begins
+            with ``./`` or ``../`` is a path relative to the working directory.
+        allow_missing_files: accept missing files that ``model.attention`` names, and assume values
+            in place of their content. ``diffmegatron plan`` needs this before the files exist.
 
     Raises:
         UserError: a file cannot be read or has stages, a key is unknown, or a value does not fit.
@@ -65,23 +62,19 @@ def load_recipe(
 def load_stages(
     path: str | Path, overrides: Sequence[str] = (), *, allow_missing_files: bool = False
 ) -> tuple[Recipe, ...]:
-    """Read a recipe; return one recipe per stage if it has ``stages``.
+    """Read a recipe; return one recipe per stage if it has ``stages``, otherwise the one recipe.
 
-    A stage is a training, which usually starts with the weights of an earlier stage. ``stages`` is
-    a list of mappings. Each mapping has a ``name``, an optional ``start_from`` (the name of an
-    earlier stage; default: the stage before it), and the keys in which the stage differs from the
-    rest of the recipe. The first stage, and a stage with ``start_from: null``, start from no other
-    stage. A stage's ``run_dir`` becomes ``run_dir/name``. If the stage starts from another one, its
-    ``checkpoint.start_from`` becomes the ``run_dir`` of that stage.
+    A stage is a training run that usually starts with the weights of an earlier stage. ``stages``
+    is a list of mappings with these keys:
 
-    Args:
-        path: YAML file.
-        overrides: as for :func:`load_recipe`. ``stages.name.key=value`` changes one stage and takes
-            precedence over an override of all stages.
-        allow_missing_files: as for :func:`load_recipe`.
+    - ``name``: name of the stage. The stage's ``run_dir`` becomes ``run_dir/name``.
+    - ``start_from`` (optional): name of an earlier stage. Its ``run_dir`` becomes the
+      ``checkpoint.start_from`` of this stage. The default is the preceding stage. With null, and by
+      default in the first stage, ``checkpoint.start_from`` is not changed.
+    - all keys in which the stage differs from the rest of the recipe.
 
-    Returns:
-        The recipes of the stages in order; without ``stages``, a tuple of the one recipe.
+    The arguments are those of :func:`load_recipe`. An override ``stages.NAME.key=value`` changes
+    one stage, and takes precedence over an override of all stages.
 
     Raises:
         UserError: a recipe is wrong (:func:`load_recipe`), two stages share a name, or a stage
@@ -141,10 +134,7 @@ def load_resolved(path: Path) -> Recipe:
 def check_recipe(values: Values, name: str, overrides: Sequence[str] = ()) -> Recipe:
     """Check values that do not come from a file, and return their recipe.
 
-    Args:
-        values: values of the recipe.
-        name: name of the values in error messages.
-        overrides: as for :func:`load_recipe`.
+    ``name`` is the name of the values in error messages.
     """
     return _validate(*_overridden(values, {}, overrides), name)
 
@@ -155,7 +145,7 @@ def dump_recipe(recipe: Recipe) -> str:
 
 
 class _Files:
-    """Reader of the files of one recipe, which parses and merges each file once."""
+    """Reader of the files of one recipe; parses and merges each file only once."""
 
     def __init__(self) -> None:
         self._merged: dict[Path, tuple[Values, Origins] | None] = {}
@@ -163,19 +153,11 @@ class _Files:
 
     @property
     def paths(self) -> list[Path]:
-        """Absolute paths of the files that were read, each once, in the order of first reading."""
+        """Absolute paths of the files that were read, in the order of first reading."""
         return [*self._merged]
 
     def read(self, path: Path) -> tuple[Values, Origins]:
-        """Read a file and all files that it extends, and merge its values over theirs.
-
-        Returns:
-            The merged values, and the origin of each key.
-
-        Raises:
-            UserError: a file cannot be read, files extend each other in a circle, or there are too
-                many files.
-        """
+        """Read a file and all files that it extends; return the merged values and their origins."""
         self._read += 1
         if self._read > MAX_FILES:
             raise UserError(f"{format_path(path)}: a recipe may have at most {MAX_FILES} files")
@@ -223,7 +205,7 @@ def _parents(extends: Any, path: Path) -> list[str]:
 
 
 def _with_absolute_paths(value: Any, folder: Path) -> Any:
-    """Replace texts that begin with ``./`` or ``../``, relative to ``folder``, by absolute paths.
+    """Convert texts that begin with ``./`` or ``../`` to absolute paths, starting at ``folder``.
 
     The resolved recipe then has the same meaning in every working directory.
     """
@@ -257,11 +239,7 @@ def _dotted_keys(values: Values, prefix: str = "") -> list[str]:
 def _overridden(
     values: Values, origins: Origins, overrides: Sequence[str], allow_missing_files: bool = False
 ) -> tuple[Values, Origins]:
-    """Apply overrides, import the user's code, and read the files that ``model.attention`` names.
-
-    Returns:
-        The resulting values, and the origin of each key.
-    """
+    """Apply overrides, import user code, and read the files that ``model.attention`` names."""
     for override in overrides:
         key, equals, text = override.partition("=")
         if not equals or not key:
@@ -279,10 +257,9 @@ def _overridden(
 
 
 def _with_files(values: Values, allow_missing_files: bool) -> Values:
-    """Return the values with the content of files in place of their names in ``model.attention``.
+    """Replace names of files in ``model.attention`` by the content of the files.
 
-    If ``model.attention`` is a list of kinds, or has an unknown kind, the values are returned
-    unchanged.
+    Values whose ``model.attention`` is a list of kinds or has an unknown kind are not changed.
     """
     model = values.get("model")
     attention = model.get("attention") if isinstance(model, dict) else None
@@ -291,8 +268,7 @@ def _with_files(values: Values, allow_missing_files: bool) -> Values:
     kind = attention.get("kind")
     if not isinstance(kind, str) or kind not in VARIANTS:
         return values
-    # With model.baseline a standard Transformer replaces this attention, and does not need its
-    # files.
+    # model.baseline replaces this attention by softmax attention, which needs no files.
     may_be_missing = allow_missing_files or model.get("baseline") is True
     read = VARIANTS[kind].with_files(attention, may_be_missing=may_be_missing)
     return _merged(values, {"model": {"attention": dict(read)}})
@@ -301,7 +277,7 @@ def _with_files(values: Values, allow_missing_files: bool) -> Values:
 def _with_stage_paths(values: Values, name: str, before: Recipe | None) -> Values:
     """Return a stage's values with its own ``run_dir`` and ``checkpoint.start_from``.
 
-    ``before`` is the recipe of the stage whose weights this stage starts with. If it is None,
+    ``before`` is the stage whose weights this stage starts with. If it is None,
     ``checkpoint.start_from`` is not changed.
     """
     if isinstance(run_dir := values.get("run_dir"), str):
@@ -345,10 +321,7 @@ def _origin(key: str, origins: dict[str, str], path: str) -> str:
 
 
 def _origin_of_clash(message: str, origins: dict[str, str]) -> str:
-    """Return the origins of the keys that a message names, joined by " and ".
-
-    The result is "" if neither a file nor an override has set any of these keys.
-    """
+    """Return the origins of the keys in a message, joined by " and "; "" if none is known."""
     named = re.findall(r"[a-z_]+(?:\.[a-z_]+)+", message)
     return " and ".join(dict.fromkeys(origins[key] for key in named if key in origins))
 
@@ -366,23 +339,17 @@ def _known_keys(location: tuple[str | int, ...], values: dict[str, Any]) -> set[
 
 
 def _kinds(values: Values) -> list[str]:
-    """Return the kinds of attention in a recipe's values."""
     attention = values["model"]["attention"]
     sections = attention if isinstance(attention, list) else [attention]
     return [each["kind"] for each in sections if isinstance(each, dict) and "kind" in each]
 
 
 def _variants_key(location: tuple[str | int, ...], values: Values) -> str | None:
-    """Return a hint for an unknown key that is a key of at least one kind of ``model.attention``.
+    """Return a hint for an unknown key that some kind of ``model.attention`` has.
 
-    The hint depends on which kinds have the key:
-
-    - The recipe's kind or all kinds have it: the key is in the wrong section, and the hint gives
-      its correct place. If the key already is in ``model.attention``, the result is None.
-    - Only other kinds have it: the hint names these kinds.
-
-    The result is also None if no kind has the key, or if the key is in none of the sections
-    ``model``, ``model.attention`` and ``model.initialization``.
+    The hint names the correct section if the recipe's kind or all kinds have the key. Otherwise it
+    names the kinds that have the key. None: no hint applies, or the key is already in the correct
+    section.
     """
     section, name = location[:-1], str(location[-1])
     if section not in (("model",), ("model", "attention"), ("model", "initialization")):

@@ -13,8 +13,9 @@ class LoraConfig(Section):
     """Low-rank adapters of the projections named by ``targets``.
 
     W x becomes W x + (alpha / rank) B A x, where A is [rank, in] and B is [out, rank]. B starts at
-    zero, and W is frozen. ``linear_qkv`` (queries, keys and values) and ``linear_fc1`` (gate and up
-    projection) are fused projections. Each has a single A and B, as in Megatron Bridge's ``LoRA``.
+    zero, and W is frozen. The fused projections ``linear_qkv`` (queries, keys and values) and
+    ``linear_fc1`` (gate and up projection) each have a single A and B, as in Megatron Bridge's
+    ``LoRA``.
     """
 
     rank: Annotated[Size, Field(le=4096)]

@@ -21,16 +21,15 @@ class Initialization(Section):
     """Initial weights, normally distributed with standard deviation ``std``.
 
     ``scaled`` (default) divides ``std`` by sqrt(2 * num_layers) for the two projections of a layer
-    that write into the residual stream, so that the variance of the stream does not grow with depth
-    (GPT-2, and Megatron-core's default). ``normal`` uses ``std`` for them too. Norm weights start
-    at 1. Each kind of attention defines the initial values of its own parameters.
+    that write into the residual stream. The variance of the stream then does not grow with depth
+    (GPT-2, and Megatron-core's default). ``normal`` uses ``std`` for these projections too. Norm
+    weights start at 1. Each kind of attention defines the initial values of its own parameters.
 
-    The paper of the Differential Transformer does not name a scheme. By default, embeddings start
-    at N(0, 1) and not with ``std``. The reason is that the residual stream adds the output of the
-    attention to the embeddings, and the headwise norm makes this output as large at the first step
-    as after training. Embeddings with a standard deviation of 0.02 would be too small beside it
-    (docs/recipes.md shows the loss). Tied embeddings start with ``std``, because the same matrix is
-    the output layer, whose logits would be too large with N(0, 1).
+    By default, embeddings start at N(0, 1). The residual stream adds the attention output to the
+    embeddings. The headwise norm of differential attention makes this output as large at the first
+    step as after training. Embeddings with a standard deviation of 0.02 would be too small beside
+    the output (docs/recipes.md shows the loss). Tied embeddings start with ``std``, because they
+    are also the output layer, and N(0, 1) would make the logits too large.
     """
 
     scheme: Literal["scaled", "normal"] = "scaled"
@@ -46,9 +45,9 @@ class ModelConfig(Section):
     ``attention`` is the section of one kind of attention. It can also be a list of such sections,
     each with the layers that it applies to (:mod:`diffmegatron.attention.variants.pattern`).
 
-    If ``baseline`` is true, the network is the Transformer that a differential model is compared
-    with: softmax attention of the same width replaces the attention, with the same number of
-    channels for keys and values. The resolved recipe contains this softmax attention.
+    If ``baseline`` is true, the network is the Transformer with which a differential model is
+    compared. Softmax attention of the same width replaces ``attention``, also in the resolved
+    recipe. Keys and values have the same number of channels in both kinds of attention.
     """
 
     num_layers: Size
@@ -80,8 +79,7 @@ class ModelConfig(Section):
     def _sized(cls, attention: Variant, others: ValidationInfo) -> Variant:
         """Fill in sizes that follow from other keys, so that the saved recipe contains them.
 
-        If ``attention`` is a list of kinds with their layers, also check the numbers of these
-        layers against ``num_layers``.
+        Also check that layers listed in ``attention`` fit ``num_layers``.
         """
         if "hidden_size" not in others.data or "baseline" not in others.data:
             return attention
@@ -114,7 +112,7 @@ class ModelConfig(Section):
 
     @property
     def tokens(self) -> int:
-        """Number of rows of the embedding that belong to tokens, without padding rows."""
+        """Number of embedding rows without padding rows."""
         return self.vocab_size - self.vocab_padding
 
     @property

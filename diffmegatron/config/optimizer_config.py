@@ -19,8 +19,8 @@ class Schedule(Section):
 
     ``linear`` and ``cosine`` decay from the end of the warm-up to the last step. ``constant`` never
     decays. ``wsd`` (warm-up, stable, decay: Hu et al., 2024, arXiv 2404.06395) stays at the peak
-    and decays linearly over the last steps. The lengths of the warm-up and of this decay are given
-    in steps or as a share of the run.
+    and decays linearly over the last steps. Warm-up and ``wsd`` decay each have a length, either in
+    steps or as a share (ratio) of the run.
     """
 
     kind: Literal["linear", "cosine", "constant", "wsd"] = "linear"
@@ -55,19 +55,11 @@ class Schedule(Section):
         return self
 
     def warmup(self, total_steps: int) -> int:
-        """Return the number of warm-up steps in a run of ``total_steps``.
-
-        It is ``warmup_steps``, or the share ``warmup_ratio`` of the run rounded to a whole step, or
-        0 if neither is given.
-        """
+        """Return the number of warm-up steps of a run; 0 if no warm-up is configured."""
         return _steps(self.warmup_steps, self.warmup_ratio, total_steps)
 
     def decay(self, total_steps: int) -> int:
-        """Return the number of steps over which ``wsd`` decays at the end of ``total_steps``.
-
-        It is ``decay_steps``, or the share ``decay_ratio`` of the run rounded to a whole step, and
-        at least 1.
-        """
+        """Return the number of decay steps at the end of a ``wsd`` run, at least 1."""
         return max(1, _steps(self.decay_steps, self.decay_ratio, total_steps))
 
 
@@ -80,8 +72,8 @@ class OptimizerConfig(Section):
 
     ``trainable`` is a list of patterns of tensor names; tensors that match none are frozen. A
     pattern may end in a suffix that selects only the query, key or value rows of ``linear_qkv``:
-    ``...linear_qkv.weight:k`` (also ``:q``, ``:v``, ``:[kv]``). ``lr_multipliers`` maps patterns of
-    tensor names, without such a suffix, to factors of the learning rate.
+    ``...linear_qkv.weight:k`` (also ``:q``, ``:v``, ``:[kv]``). ``lr_multipliers`` maps patterns to
+    factors of the learning rate. These patterns cannot have such a suffix.
     """
 
     lr: float = Field(gt=0)

@@ -1,4 +1,4 @@
-"""The layout of a run: how ranks share the work, and which activations are recomputed."""
+"""Sections ``parallel`` and ``recompute``: parallel layout and recomputed activations."""
 
 from typing import Literal, Self
 
@@ -89,13 +89,15 @@ class ParallelConfig(Section):
 
 
 class RecomputeConfig(Section):
-    """Activations that Megatron-core's backward pass computes again instead of keeping.
+    """Activations that Megatron-core recomputes in the backward pass instead of saving them.
 
     ``selective`` recomputes the core attention: scores, softmax and the product with the values. It
-    saves no memory with a fused attention kernel, which never keeps scores and softmax. ``full``
-    recomputes whole layers. Its method ``uniform`` recomputes all layers in groups of ``layers``
-    and keeps only the input of each group; ``block`` recomputes only the first ``layers`` layers of
-    each virtual stage.
+    saves no memory with a fused attention kernel, because such a kernel never saves scores and
+    softmax.
+
+    ``full`` recomputes whole layers. Its method ``uniform`` recomputes all layers in groups of
+    ``layers``, and saves only the input of each group. ``block`` recomputes only the first
+    ``layers`` layers of each virtual stage.
     """
 
     granularity: Literal["none", "selective", "full"] = "none"

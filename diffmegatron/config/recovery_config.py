@@ -8,7 +8,7 @@ from diffmegatron.section import MAX_SIZE, Count, PathText, Section, Size
 
 
 class CheckpointConfig(Section):
-    """Section ``checkpoint``: when a run saves, what it keeps, and which weights it starts with."""
+    """Settings for saving, keeping and loading checkpoints."""
 
     interval: Count = Field(default=1000, description="steps; the last step always saves")
     resume: bool = Field(default=True, description="resume from the newest checkpoint in run_dir")
@@ -29,16 +29,15 @@ class GuardConfig(Section):
     """Reaction to a step whose loss or gradient norm is not finite or is a spike.
 
     A spike is a loss or gradient norm more than ``sigma`` standard deviations above the mean of the
-    last ``window`` applied steps; spikes are detected once half a window of steps has been applied.
+    last ``window`` applied steps. Spikes are detected once half a window of steps has been applied.
 
     To skip a step means not to apply its update. A step that is not finite is always skipped. For a
     spike, ``spikes`` selects: ``ignore`` (do not detect spikes), ``record`` (report the spike and
     apply the update), or ``skip``.
 
-    After ``patience`` skipped steps in a row, of either kind, ``then`` selects what the run does:
-    ``stop`` ends it; ``rollback`` loads the newest intact checkpoint and continues with the data
-    after the skipped steps. A run that has already rolled back ``max_rollbacks`` times stops
-    instead of rolling back again.
+    After ``patience`` skipped steps in a row, ``then`` selects what the run does. ``stop`` ends the
+    run. ``rollback`` loads the newest intact checkpoint and continues with the data after the
+    skipped steps. After ``max_rollbacks`` rollbacks, the run stops instead.
     """
 
     spikes: Literal["ignore", "record", "skip"] = "record"

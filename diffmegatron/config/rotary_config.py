@@ -11,10 +11,11 @@ class RopeScaling(Section):
     """Scaling of the rotary frequencies of ``model.rope_theta``.
 
     ``linear`` divides all frequencies by ``factor`` (position interpolation, arXiv 2306.15595).
-    ``llama3`` (Llama 3.1) depends on the wavelength of a frequency, in tokens. A frequency with a
-    wavelength below ``original_length / high_freq_factor`` is kept. One with a wavelength above
-    ``original_length / low_freq_factor`` is divided by ``factor``. Between the two limits, the
-    result is interpolated between the kept and the divided frequency.
+    ``llama3`` (Llama 3.1) depends on the wavelength of a frequency, in tokens:
+
+    - below ``original_length / high_freq_factor``, the frequency is kept;
+    - above ``original_length / low_freq_factor``, the frequency is divided by ``factor``;
+    - between these two wavelengths, the result is interpolated.
     """
 
     kind: Literal["linear", "llama3"]

@@ -1,7 +1,6 @@
 """The typed recipe: all keys of a run and their checks.
 
-Pydantic checks the recipe when it is read, before any process group starts. Checks that need the
-number of ranks are in :meth:`Recipe.data_parallel`.
+Checks that need the number of ranks are in :meth:`Recipe.data_parallel`.
 """
 
 from typing import Self
@@ -49,8 +48,8 @@ class Recipe(RecipeSections):
     def _check_documents(self) -> None:
         """Refuse positions that restart per document while attention crosses documents.
 
-        Rotary embeddings use the distance between two positions. Between tokens of different
-        documents, restarted positions would give a wrong distance.
+        Rotary embeddings use the distance between two positions. Restarted positions would give a
+        wrong distance between tokens of different documents.
         """
         if self.data.reset_position_ids and not self.data.reset_attention_mask:
             raise ValueError(
@@ -62,14 +61,12 @@ class Recipe(RecipeSections):
         """Return the data-parallel size on ``world_size`` ranks.
 
         Raises:
-            UserError: ``world_size`` is out of range or not a multiple of tensor x context x
-                pipeline; the global batch cannot be divided into equally many microbatches for each
-                data-parallel rank; or, with ``virtual_pipeline`` above 1, the number of
-                microbatches per data-parallel rank is not a multiple of ``pipeline``.
+            UserError: ``world_size`` or the global batch does not fit the parallel layout
+                (:func:`~diffmegatron.config.divisibility.data_parallel_size`).
         """
         return data_parallel_size(self, world_size)
 
     def num_microbatches(self, world_size: int) -> int:
-        """Return the number of microbatches per step that each data-parallel rank processes."""
+        """Return the number of microbatches per step of each data-parallel rank."""
         per_microbatch = self.data_parallel(world_size) * self.training.micro_batch_size
         return self.training.global_batch_size // per_microbatch

@@ -1,4 +1,4 @@
-"""The stages of a recipe: their names, overrides, and checks that one can start from another."""
+"""Stages of a recipe: names, overrides, and checks that one run can start from another."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -27,21 +27,20 @@ _RESERVED_FORMS = re.compile(
     rf"job_\d+\.log|preflight_\d+|({'|'.join(map(re.escape, sorted(RESERVED)))})\..*"
 )
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
-# _FREE: keys of the network that a stage may change, because the weights of an earlier stage fit
-# any value of these keys. _ROTARY: those among them that belong to the rotary embedding.
+# A stage may change the keys in _FREE, because the weights of an earlier stage fit any value of
+# these keys. _ROTARY contains the keys of the rotary embedding.
 _ROTARY = ("model.rope_theta", "model.rope_scaling")
 _FREE = frozenset({*_ROTARY, "model.initialization"})
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One entry of ``stages``: a training that usually starts with the weights of an earlier stage.
+    """One entry of ``stages``: a training run that usually starts with weights of an earlier stage.
 
     Attributes:
-        changes: values of the stage, nested by section. They replace the values that the recipe has
-            outside of ``stages``.
-        start_from: name of the stage whose weights this stage starts with. None: it starts with the
-            weights of ``checkpoint.start_from``, or from scratch if this key is not set.
+        changes: values that replace those outside of ``stages``, nested by section.
+        start_from: name of the stage whose weights this stage starts with. None: the stage starts
+            with the weights of ``checkpoint.start_from``, or from scratch if this key is not set.
     """
 
     changes: dict[str, Any]
@@ -54,9 +53,9 @@ def read_stages(stages: Any, path: str) -> dict[str, Stage]:
     A stage without the key ``start_from`` starts from the stage before it, if there is one.
 
     Raises:
-        UserError: ``stages`` of the file ``path`` is not a list of mappings with valid, different
-            names; ``start_from`` of a stage is neither null nor the name of an earlier stage; or a
-            stage that starts from another stage also sets ``checkpoint.start_from``.
+        UserError: ``stages`` is not a list of mappings with valid, different names; a
+            ``start_from`` is neither null nor an earlier stage; or a stage that starts from an
+            earlier stage also sets ``checkpoint.start_from``.
     """
     if not isinstance(stages, list) or not 1 <= len(stages) <= MAX_STAGES:
         raise UserError(
@@ -88,7 +87,7 @@ def read_stages(stages: Any, path: str) -> dict[str, Stage]:
 
 
 def is_stage_name(name: str) -> bool:
-    """Return whether a stage, and so its folder in ``run_dir``, may have this name."""
+    """Return whether a stage and its folder in ``run_dir`` may have this name."""
     is_reserved = name in RESERVED or _RESERVED_FORMS.fullmatch(name)
     return _NAME.fullmatch(name) is not None and not is_reserved
 
@@ -105,8 +104,8 @@ def by_stage(
 ) -> dict[str, list[str]]:
     """Return the overrides that apply to each stage, by the stage's name.
 
-    An override ``stages.NAME.key=value`` applies to one stage, as ``key=value``. Any other override
-    applies to all stages. In each list, the overrides for all stages precede those for this stage.
+    An override ``stages.NAME.key=value`` applies to one stage, as ``key=value``. All other
+    overrides apply to every stage, and come first in each list.
 
     Raises:
         UserError: no stage has the name NAME, or the override sets ``checkpoint.start_from`` of a
@@ -133,18 +132,17 @@ def by_stage(
 
 
 def check_can_start_from(before: Recipe, before_name: str, now: Recipe, now_name: str) -> None:
-    """Check that a run can start with the weights of another run.
+    """Check that the run ``now`` can start with the weights of the run ``before``.
 
-    The two networks must be equal with these exceptions. The new run may add LoRA. It may change
-    the keys in ``_FREE`` (rotary embedding and initialization) and the ``free_keys`` of its
-    attention. Its kind of attention may extend the kind with which the weights were trained
-    (:meth:`~diffmegatron.attention.variants.base.Variant.foundation`).
+    The two networks and tokenizers must be equal, with these exceptions:
 
-    Args:
-        before: recipe of the run that wrote the weights.
-        before_name: name of ``before`` in error messages.
-        now: recipe of the run that starts with the weights.
-        now_name: name of ``now`` in error messages.
+    - The new run may add LoRA.
+    - It may change the keys in ``_FREE`` (rotary embedding, initialization), and the ``free_keys``
+      of its attention.
+    - Its kind of attention may extend the kind with which the weights were trained
+      (:meth:`~diffmegatron.attention.variants.base.Variant.foundation`).
+
+    Error messages call the two recipes ``before_name`` and ``now_name``.
 
     Raises:
         UserError: the networks or tokenizers differ; the message names the first such key.
@@ -158,8 +156,8 @@ def check_can_start_from(before: Recipe, before_name: str, now: Recipe, now_name
         for recipe, of in ((before, before.model.attention), (now, attention))
     )
     free = _FREE | {f"model.attention.{key}" for key in attention.free_keys}
-    # One recipe may have a relative path, and the other the absolute path of the same tokenizer (as
-    # in the recipe that ``diffmegatron import`` writes), so compare resolved paths.
+    # The path of the same tokenizer can be relative in one recipe and absolute in the other, for
+    # example after ``diffmegatron import``. Therefore compare resolved paths.
     if realpath(was["data.tokenizer"]) == realpath(is_now["data.tokenizer"]):
         free |= {"data.tokenizer"}
     for key, value in is_now.items():
@@ -174,12 +172,8 @@ def check_can_start_from(before: Recipe, before_name: str, now: Recipe, now_name
 def rotary_changes(before: Recipe, now: Recipe) -> list[str]:
     """Return each change of the rotary embedding as one string, ``key old -> new``.
 
-    Such changes are allowed, because training on longer sequences needs them. The caller reports
-    them, because a stage that does not repeat the change of an earlier stage silently undoes it.
-
-    Args:
-        before: recipe of the earlier run or stage.
-        now: recipe of the later run or stage.
+    Such changes are allowed, because training on longer sequences needs them. Callers print them,
+    because a stage that does not repeat the change of an earlier stage silently undoes it.
     """
     was, is_now = (model_keys(each.model, each.model.attention) for each in (before, now))
     return [f"{key} {was[key]} -> {is_now[key]}" for key in _ROTARY if was[key] != is_now[key]]
@@ -188,7 +182,7 @@ def rotary_changes(before: Recipe, now: Recipe) -> list[str]:
 def model_keys(model: ModelConfig, attention: Variant) -> dict[str, Any]:
     """Return the settings of a network as a dict with dotted keys, such as ``model.num_layers``.
 
-    The settings of ``attention`` are used instead of those of ``model.attention``, and come first.
+    The settings of ``attention`` replace those of ``model.attention``.
     """
     others = model.model_dump(exclude={"attention"})
     return {f"model.attention.{key}": value for key, value in attention.keys().items()} | {

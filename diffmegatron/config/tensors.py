@@ -1,7 +1,6 @@
 """Names and shapes of all tensors of a recipe's network, computed without torch.
 
-The names and shapes equal those that :mod:`diffmegatron.model.parameter_shards` reads from the
-built network.
+:mod:`diffmegatron.model.parameter_shards` finds the same names and shapes in the built network.
 """
 
 import math
@@ -24,11 +23,10 @@ class NamedTensor:
     """Name, shape and sharding of a tensor of the network.
 
     Attributes:
-        name: name of the tensor. In the results of :func:`layer_tensors` the name lacks the prefix
-            ``decoder.layers.N.``, which :func:`in_layer` adds.
+        name: full name, or in :func:`layer_tensors` without the prefix ``decoder.layers.N.``.
         shape: shape before sharding.
-        sharded: whether tensor-parallel ranks shard it; otherwise each rank holds a full copy.
-        float32: whether it stays float32 in a bf16 run.
+        sharded: True if tensor-parallel ranks shard the tensor, False if each has a full copy.
+        float32: whether the tensor stays float32 in a bf16 run.
     """
 
     name: str
@@ -37,21 +35,18 @@ class NamedTensor:
     float32: bool = False
 
     def elements(self, tensor_parallel: int) -> int:
-        """Return the number of elements of this tensor that a tensor-parallel rank holds."""
+        """Return the number of elements on one tensor-parallel rank."""
         return math.prod(self.shape) // (tensor_parallel if self.sharded else 1)
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """Names of the parts that are fused along the rows; empty if the tensor is not fused."""
+        """Names of the parts that are fused along the rows; empty if not fused."""
         fused = self.name.endswith(("linear_qkv.weight", "linear_qkv.bias"))
         return ("q", "k", "v") if fused else ()
 
 
 def layer_tensors(model: ModelConfig, kind: Variant) -> list[NamedTensor]:
-    """Return the tensors of a layer with this kind of attention.
-
-    Their names do not have the prefix ``decoder.layers.N.``.
-    """
+    """Return the tensors of a layer with this attention; their names lack ``decoder.layers.N.``."""
     hidden, ffn, heads = model.hidden_size, model.ffn_hidden_size, kind.heads
     attention = "self_attention."
     declared = [
@@ -71,8 +66,8 @@ def layer_tensors(model: ModelConfig, kind: Variant) -> list[NamedTensor]:
 def _lora(model: ModelConfig, projections: list[NamedTensor]) -> Iterator[NamedTensor]:
     """Yield LoRA's matrices A and B of each projection that LoRA adapts.
 
-    B is sharded if the projection shards its rows (output channels). A is sharded if the projection
-    shards its columns.
+    A column-parallel projection shards its rows (output channels), and so B is sharded. A
+    row-parallel projection shards its columns, and so A is sharded.
     """
     if model.lora is None:
         return
@@ -99,9 +94,9 @@ def outer_tensors(model: ModelConfig) -> list[NamedTensor]:
 
 
 def stage_outer_tensors(recipe: RecipeSections, stage: int) -> list[NamedTensor]:
-    """Return the tensors outside the layers that pipeline stage ``stage`` (from 0) holds.
+    """Return the tensors outside the layers in pipeline stage ``stage`` (from 0).
 
-    The first and the last stage each hold a copy of a tied embedding.
+    The first and the last stage each have a copy of a tied embedding.
     """
     last = recipe.parallel.pipeline - 1
     first_has = {EMBEDDING}
@@ -129,7 +124,7 @@ def stage_kinds(recipe: RecipeSections, stage: int) -> list[tuple[Variant, int]]
 
 
 def in_layer(tensor: NamedTensor, layer: int | str) -> NamedTensor:
-    """Return a tensor of :func:`layer_tensors` with the layer's prefix added to its name.
+    """Return a tensor of :func:`layer_tensors` with the prefix of a layer added to its name.
 
     ``layer`` is the number of the layer from 0, or ``*`` for a pattern that matches all layers.
     """
@@ -137,7 +132,7 @@ def in_layer(tensor: NamedTensor, layer: int | str) -> NamedTensor:
 
 
 def layer_number(name: str) -> int:
-    """Return the number (from 0) of the layer that contains the tensor with this full name."""
+    """Return the number (from 0) of the layer in a tensor's full name."""
     return int(name.removeprefix("decoder.layers.").partition(".")[0])
 
 

@@ -20,8 +20,8 @@ from diffmegatron.config.tensors import (
 )
 from diffmegatron.files import shorten
 
-# Largest number of layers of a recipe with patterns. Every pattern is compared with every tensor,
-# so this limits the time of the checks.
+# Largest number of layers of a recipe with patterns. The limit keeps the checks fast, because every
+# pattern is compared with every tensor.
 MAX_LAYERS = 1024
 
 
@@ -43,8 +43,8 @@ def trained_parts(tensor: NamedTensor, recipe: RecipeSections) -> tuple[str, ...
     return _matched_parts(tensor.name, parts, recipe.optimizer.trainable or ())
 
 
-# Cached, because `diffmegatron plan --search` estimates the memory of thousands of layouts, and
-# calls this function with the same arguments for each of them.
+# Cached, because `diffmegatron plan --search` calls this function with the same arguments for
+# thousands of layouts.
 @lru_cache(maxsize=2**14)
 def _matched_parts(name: str, parts: tuple[str, ...], patterns: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(part for part in parts if any(_matches(each, name, part) for each in patterns))
@@ -53,10 +53,7 @@ def _matched_parts(name: str, parts: tuple[str, ...], patterns: tuple[str, ...])
 def is_trained(recipe: RecipeSections, name: str) -> bool:
     """Return whether at least one tensor with the given name has a gradient.
 
-    Args:
-        recipe: recipe of the run.
-        name: full name of a tensor, or a name without the prefix ``decoder.layers.N.``, which
-            stands for the tensors of all layers.
+    A name without the prefix ``decoder.layers.N.`` matches the tensors of all layers.
     """
     return trains_everything(recipe) or any(
         f".{each.name}".endswith(f".{name}") and trained_parts(each, recipe)
@@ -76,23 +73,18 @@ def is_lora(name: str) -> bool:
 
 
 def learning_rate_factor(name: str, recipe: RecipeSections) -> float:
-    """Return the factor by which ``optimizer.lr`` is multiplied for the tensor ``name``.
-
-    It is 1 if no pattern of ``optimizer.lr_multipliers`` matches the name.
-    """
+    """Return the factor of ``optimizer.lr`` for a tensor; 1 if no pattern matches its name."""
     factors = recipe.optimizer.lr_multipliers
     return next((factors[pattern] for pattern in factors if fnmatchcase(name, pattern)), 1.0)
 
 
 def without_replaced_patterns(optimizer: OptimizerConfig, model: ModelConfig) -> OptimizerConfig:
-    """Remove the patterns that match only tensors of the attention that was replaced.
+    """Remove patterns that match only tensors of the attention that ``model.baseline`` replaced.
 
-    ``model.baseline`` replaces a recipe's attention by that of the Transformer to compare with. The
-    new network lacks some tensors of the original one. Patterns that match only such tensors are
-    removed, so that the same recipe is valid with and without ``model.baseline``. A pattern that
-    matches no tensor of either network is kept here, and :func:`check_trainable` refuses it.
-    Above ``MAX_LAYERS`` layers nothing is removed, because :func:`check_trainable` refuses patterns
-    for such a network.
+    The same recipe is then valid with and without ``model.baseline``. A pattern that matches no
+    tensor with either attention is a mistake. It is kept, and :func:`check_trainable` refuses it.
+    Above ``MAX_LAYERS`` layers nothing is removed, because :func:`check_trainable` refuses all
+    patterns.
     """
     if model.replaced is None or model.num_layers > MAX_LAYERS:
         return optimizer
@@ -115,9 +107,9 @@ def check_trainable(recipe: RecipeSections) -> None:
 
     Raises:
         ValueError: a pattern of ``trainable`` matches no tensor, or a pattern of ``lr_multipliers``
-            matches no trained tensor (in both cases the message names the key, the pattern and the
-            nearest name); a stage trains no tensor; several patterns of ``lr_multipliers`` match a
-            trained tensor; or a recipe with patterns or LoRA has more than ``MAX_LAYERS`` layers.
+            no trained tensor; several patterns of ``lr_multipliers`` match one tensor; a pipeline
+            stage trains no tensor; or a recipe with patterns or LoRA has more than ``MAX_LAYERS``
+            layers.
     """
     optimizer, model = recipe.optimizer, recipe.model
     patterns = optimizer.trainable

@@ -77,7 +77,7 @@ class TrainingConfig(Section):
 
     @property
     def total_steps(self) -> int:
-        """Number of optimizer steps of the whole run; ``tokens`` is rounded up to whole batches."""
+        """Number of optimizer steps of the run; ``tokens`` is rounded up to whole batches."""
         if self.steps is not None:
             return self.steps
         assert self.tokens is not None

@@ -1,9 +1,9 @@
-"""Read and write YAML within limits, for the files of recipes and the values of overrides.
+"""Parse and write YAML with limits, for recipe files and the values of overrides.
 
-The data model is JSON's, and numbers follow YAML 1.2. PyYAML implements YAML 1.1, which reads
-``1e-6`` as text, ``1:30`` as 90 and ``2001-01-01`` as a date, so its rules for unquoted text are
-replaced here. ruamel.yaml implements 1.2 and refuses duplicate keys, but importing it and parsing
-with it are slower, and the limits on size and nesting would still need code here.
+Numbers follow YAML 1.2, and may also contain underscores. PyYAML implements YAML 1.1, which parses
+``1e-6`` as text, ``1:30`` as 90 and ``2001-01-01`` as a date. This module therefore replaces
+PyYAML's rules for unquoted text. ruamel.yaml implements YAML 1.2, but is slower, and also lacks
+limits on size and nesting.
 """
 
 import re
@@ -14,16 +14,16 @@ import yaml
 from diffmegatron.errors import UserError
 from diffmegatron.files import shorten
 
-# MAX_BYTES is the limit on the size of a file. A file of this size is parsed within a second. The
-# largest possible recipe has two thirds of this size. MAX_DEPTH is the limit on nested levels.
+# Limit on the size of a file. A file of this size is parsed within a second. The largest possible
+# recipe has two thirds of this size.
 MAX_BYTES = 1 << 18
+# Limit on nested levels.
 MAX_DEPTH = 32
-# Limit on the number of nodes (values and keys) of a file; each alias counts as all the nodes that
-# it repeats.
+# Limit on the number of nodes (values and keys) of a file. An alias counts as all nodes that it
+# repeats.
 MAX_NODES = 5_000
-# Limit on the number of digits of an integer: more than any key needs, and far below 4,300 digits,
-# above which Python's int() raises an error. A longer integer is parsed as text, which no key for a
-# number accepts.
+# Limit on the number of digits of an integer. Python's int() raises an error above 4,300 digits. A
+# longer integer is parsed as text, which no key for a number accepts.
 _DIGITS = 300
 
 _TAG = "tag:yaml.org,2002:"
@@ -62,12 +62,11 @@ class _Loader(_Notation, yaml.SafeLoader):
 
     def __init__(self, stream: str) -> None:
         super().__init__(stream)
-        # Number of levels from the top down to the node that is being composed, and number of
-        # levels found below it so far.
+        # Depth of the current node, and number of levels that were found below it so far.
         self._depth = self._height = 0
         self._nodes = 0
-        # For each node that is composed: number of nodes and number of levels below it. Each alias
-        # of the node adds them to the counts again.
+        # Number of nodes and number of levels below each composed node. An alias of the node adds
+        # these numbers to the counts again.
         self._extents: dict[yaml.Node | None, tuple[int, int]] = {}
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
@@ -92,8 +91,7 @@ class _Loader(_Notation, yaml.SafeLoader):
         node = super().compose_mapping_node(anchor)
         seen: set[tuple[str, str]] = set()
         for key, _ in node.value:
-            # Skip merge keys (<<), which may repeat, and keys that are not scalars, which the
-            # constructor refuses later.
+            # Merge keys (<<) may repeat. The constructor later refuses keys that are not scalars.
             if not isinstance(key, yaml.ScalarNode) or key.value == "<<":
                 continue
             if (key.tag, key.value) in seen:
@@ -123,10 +121,8 @@ _Loader.add_constructor(f"{_TAG}int", _construct_integer)
 def parse_yaml(text: str, name: str) -> Any:
     """Parse YAML into dictionaries, lists, text, numbers, booleans and None.
 
-    Aliases become references to one object, so the result must not be modified.
-
-    Raises:
-        UserError: the text is not YAML within the limits; the message calls it ``name``.
+    Aliases become references to one object, so the result must not be modified. Error messages call
+    the text ``name``.
     """
     try:
         return yaml.load(text, Loader=_Loader)

@@ -14,8 +14,8 @@ from diffmegatron.data.tokenizers import Tokenizer, load_tokenizer
 from diffmegatron.errors import UserError
 from diffmegatron.files import check_replaceable, format_path
 
-# Brackets around tokens that do not count in the loss. These tokens are also printed dim, but a
-# pipe or a file does not keep this style.
+# Brackets around tokens that do not count in the loss. These tokens are also dim, but a pipe or a
+# file does not keep this style.
 _MASKED = "⟦", "⟧"
 
 
@@ -31,11 +31,9 @@ def inspect(
     """Yield the report as paragraphs of text to print.
 
     The paragraphs are the decoded samples, a table of the mixture (the share of samples from each
-    source), a table of document lengths and, if ``lengths`` is given, the path of the written file.
+    source), a table of document lengths, and the path of the PNG if one was written.
 
     Args:
-        recipe: recipe of one run.
-        split: split from which the samples are drawn: ``train``, ``validation`` or ``test``.
         from_step: first optimizer step to inspect.
         samples: number of samples to decode.
         batches: number of global batches, from ``from_step`` on, for the table of the mixture.
@@ -43,7 +41,6 @@ def inspect(
         lengths: PNG file in which to draw the document lengths; None: no file is written.
 
     Raises:
-        UserError: a corpus or the tokenizer cannot be read.
         OSError: the PNG cannot be written.
     """
     if lengths is not None:
@@ -67,10 +64,10 @@ def inspect(
 
 
 def decoded(samples: Samples, index: int, tokenizer: Tokenizer, max_tokens: int) -> Text:
-    """Return the first ``max_tokens`` tokens of a sample as text.
+    """Return a line about a sample, followed by its first ``max_tokens`` tokens as text.
 
-    A line about the sample precedes the text. Tokens that do not count in the loss are dim and in
-    brackets, and each document after the first begins on a new line.
+    Tokens that do not count in the loss are dim and in brackets. Each document after the first
+    begins on a new line.
     """
     sample = samples[index]
     counted = collate([sample], samples.config).loss_mask[0].bool().tolist()
@@ -78,8 +75,8 @@ def decoded(samples: Samples, index: int, tokenizer: Tokenizer, max_tokens: int)
     text = Text(f"sample {index} from {sample.source}", style="bold")
     text.append(f", {len(starts) + 1} documents, {sum(counted)} labels\n", style="not bold")
     run = 0
-    # True for each shown token that counts in the loss as a label. The first token of a sample is
-    # never a label, so it is shown in the style of the second token.
+    # True for each shown token that is a label with loss. The first token of a sample is never a
+    # label, so it is shown in the style of the second token.
     labels = [*counted[:1], *counted][: min(max_tokens, len(sample.tokens))]
     for position in range(1, len(labels) + 1):
         at_end = position == len(labels)
@@ -96,18 +93,13 @@ def decoded(samples: Samples, index: int, tokenizer: Tokenizer, max_tokens: int)
 
 
 def choose_stage(stages: Sequence[Recipe], name: str | None) -> Recipe:
-    """Return the recipe of the training stage that has the given name.
+    """Return the recipe of the training stage with the given name.
 
-    A recipe can have several training stages, which run one after another. The name of a stage is
-    the last folder of its ``run_dir``.
-
-    Args:
-        stages: one recipe per stage; if the recipe has no stages, a list with only this recipe.
-        name: name of a stage; None for a recipe without stages.
+    ``stages`` is the result of :func:`~diffmegatron.config.load.load_stages`. The name of a stage
+    is the last folder of its ``run_dir``.
 
     Raises:
-        UserError: the recipe has several stages, and ``name`` is None or not one of their names.
-            Also if the recipe has no stages, and ``name`` is not None.
+        UserError: no stage has this name, or ``name`` is None and the recipe has several stages.
     """
     if len(stages) == 1 and name is None:
         return stages[0]

@@ -22,7 +22,7 @@ class Batch:
         tokens: int64 ``[b, s]``, input token ids.
         labels: int64 ``[b, s]``, the token after each input token.
         loss_mask: float32 ``[b, s]``, 1 where the label contributes to the loss, else 0.
-        position_ids: int64 ``[b, s]``, position of each token in its row; if the recipe sets
+        position_ids: int64 ``[b, s]``, position of each token in its row; with
             ``data.reset_position_ids``, its position in its document.
         document_ids: int32 ``[b, s]``, number of each token's document within its row, from 0; None
             if attention crosses documents.
@@ -41,8 +41,8 @@ class Batch:
     def cu_seqlens(self) -> torch.Tensor:
         """Cumulative document lengths for varlen attention kernels, int32 ``[documents + 1]``.
 
-        The rows of the batch are concatenated. The values are the start of each document in this
-        concatenation, followed by the number of tokens b * s. ``document_ids`` must not be None.
+        The rows of the batch are concatenated, so the last value is b * s. ``document_ids`` must
+        not be None.
         """
         assert self.document_ids is not None
         changes = torch.ones_like(self.document_ids, dtype=torch.bool)
@@ -54,10 +54,9 @@ class Batch:
 def collate(samples: list[Sample], config: DataConfig) -> Batch:
     """Stack samples of equal length into a microbatch.
 
-    Three options of the section ``data`` have the same meaning as in Megatron:
-    ``reset_position_ids`` changes the position ids, ``reset_attention_mask`` adds the document ids,
-    and ``eod_mask_loss`` removes the loss where the input is an end-of-document token. Labels that
-    a sample's own ``loss_mask`` excludes, such as prompts, have no loss either.
+    ``data.reset_position_ids``, ``data.reset_attention_mask`` and ``data.eod_mask_loss`` have the
+    same meaning as in Megatron. Labels that a sample's own ``loss_mask`` excludes, such as prompts,
+    have no loss either.
     """
     tokens = torch.from_numpy(np.stack([sample.tokens for sample in samples]))
     size, length = tokens.shape[0], tokens.shape[1] - 1
@@ -84,15 +83,9 @@ def collate(samples: list[Sample], config: DataConfig) -> Batch:
 
 
 def _documents(samples: list[Sample], length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return two tensors ``[b, s]`` about the document of each token.
+    """Return the number (int32) and the start (int64) of each token's document, both ``[b, s]``.
 
-    Args:
-        samples: the b samples.
-        length: number s of input tokens per sample.
-
-    Returns:
-        The number of the document within the row (int32), and the position in the row at which the
-        document begins (int64).
+    Number and start are counted within the token's row, from 0.
     """
     numbers, starts = [], []
     for sample in samples:
@@ -123,17 +116,11 @@ class Loader:
 
     Args:
         samples: samples of the run; ``samples[i]`` is sample i.
-        seq_length: number s of input tokens per sample.
+        seq_length: number of input tokens per sample.
         micro_batch_size: samples per microbatch of one rank.
-        global_batch_size: samples per optimizer step, over all ranks.
-        data_parallel_rank: rank in the data-parallel group.
-        data_parallel_size: number of data-parallel ranks.
+        global_batch_size: samples per optimizer step, over all ranks; a multiple of
+            ``micro_batch_size * data_parallel_size``.
         consumed_samples: index of the first sample to read.
-        prefetch: number of steps to read ahead.
-
-    Raises:
-        UserError: ``global_batch_size`` is not a multiple of ``micro_batch_size *
-            data_parallel_size``.
     """
 
     def __init__(
@@ -175,8 +162,7 @@ class Loader:
     def read_step(self, consumed_samples: int) -> list[Batch]:
         """Return this rank's microbatches of one global batch.
 
-        Args:
-            consumed_samples: index of the first sample of the global batch.
+        ``consumed_samples`` is the index of the first sample of the global batch.
         """
         size = self._micro_batch_size
         firsts = (
@@ -205,9 +191,7 @@ class Loader:
         return self._samples.state(self.consumed_samples)
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Resume at a position that :meth:`state` returned.
-
-        The run that saved the position may have had another layout of ranks.
+        """Resume at a position that :meth:`state` returned, possibly with another layout of ranks.
 
         Raises:
             UserError: the saved state belongs to another order of samples.
@@ -230,7 +214,7 @@ class Loader:
 
 
 class _Reader:
-    """Thread that reads steps ahead, and the queue through which it passes them on."""
+    """Thread that reads steps ahead into a queue."""
 
     def __init__(self, loader: Loader, consumed_samples: int, ahead: int) -> None:
         self._queue: queue.Queue[list[Batch] | BaseException] = queue.Queue(max(1, ahead))
@@ -257,11 +241,7 @@ class _Reader:
                 continue
 
     def take(self) -> list[Batch]:
-        """Wait until the thread has read the next step, and return the step's microbatches.
-
-        Raises:
-            BaseException: the thread failed with this error.
-        """
+        """Wait for the next step and return its microbatches, or raise the thread's error."""
         item = self._queue.get()
         if isinstance(item, BaseException):
             self._queue.put(item)  # The next call raises it again instead of waiting.

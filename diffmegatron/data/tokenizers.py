@@ -25,11 +25,10 @@ END_OF_TEXT = "<|endoftext|>"
 BYTES = "bytes"
 CL100K = "cl100k_base"
 CL100K_FILE_SHA256 = "223921b76ee99bde995b7ff738513eef100fb51d18c93597a113bcffe865b2a7"
-# Name of cl100k_base's file in tiktoken's cache: the sha1 of the URL from which tiktoken downloads
-# the file.
+# Name of cl100k_base's file in tiktoken's cache: the sha1 of its download URL.
 CL100K_CACHE_NAME = "9b5ad71b2ce5302211f9c61530b329a4922fc6a4"
-# Pattern with which tiktoken >= 0.9 splits text before it merges bytes. It has possessive
-# quantifiers, but splits text exactly as the pattern of older versions, which has none.
+# Pattern with which tiktoken >= 0.9 splits text before it merges bytes. Older versions have another
+# pattern, without possessive quantifiers, which splits text in the same way.
 CL100K_PATTERN = (
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+"
     r"|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
@@ -54,10 +53,8 @@ class Tokenizer(ABC):
         name: name or path that was passed to :func:`load_tokenizer`.
         vocab_size: highest id plus one, including special tokens.
         end_of_document: id of the token that ends every document.
-        sha256: hash of everything that determines the ids; tokenizers with equal hashes give equal
-            ids.
-        has_chat_tokens: whether ``CHAT_START`` and ``CHAT_END`` are tokens of the vocabulary;
-            otherwise they are encoded as ordinary text.
+        sha256: hash of everything that determines the ids.
+        has_chat_tokens: whether ``CHAT_START`` and ``CHAT_END`` are tokens of the vocabulary.
     """
 
     name: str
@@ -119,7 +116,7 @@ class TiktokenTokenizer(Tokenizer):
 
 
 class _Named(BaseModel):
-    """Token that ``tokenizer_config.json`` contains as an object with its text as ``content``."""
+    """Token that ``tokenizer_config.json`` contains as an object instead of a string."""
 
     content: str
 
@@ -145,13 +142,8 @@ class _Description(BaseModel):
 class HuggingFaceTokenizer(Tokenizer):
     """Fast tokenizer from a Hugging Face folder, for continued training of imported models.
 
-    Attributes:
-        folder: folder with ``tokenizer.json`` and ``tokenizer_config.json``. The end-of-document
-            token is the ``eos_token`` of ``tokenizer_config.json``.
-
-    Raises:
-        UserError: a file is missing or invalid, or ``eos_token`` is not a token of
-            ``tokenizer.json``.
+    The folder contains ``tokenizer.json`` and ``tokenizer_config.json``. The end-of-document token
+    is the ``eos_token`` of ``tokenizer_config.json``.
     """
 
     def __init__(self, folder: str) -> None:
@@ -166,8 +158,7 @@ class HuggingFaceTokenizer(Tokenizer):
                 f"{format_path(self.folder / 'tokenizer.json')} is not a tokenizer: "
                 f"{shorten(str(error))}"
             ) from None
-        # Text of a document that looks like a special token must be encoded as ordinary text. In
-        # the tokenizers library, this is the effect of the value True of this option.
+        # With True, the library encodes text that looks like a special token as ordinary text.
         self._tokenizer.encode_special_tokens = True
         end = self._tokenizer.token_to_id(token) if token else None
         if end is None:
@@ -211,11 +202,10 @@ def load_tokenizer(name_or_path: str) -> Tokenizer:
     Args:
         name_or_path: ``bytes`` (256 bytes and ``<|endoftext|>``), ``cl100k_base`` (see
             :func:`find_cl100k`), a ``.tiktoken`` file, or a Hugging Face folder or its
-            ``tokenizer.json``. A ``.tiktoken`` file contains only tokens and ranks. If a JSON file
-            of the same stem lies beside it, ``pat_str`` and ``special_tokens`` are read from there.
-            If not, the pattern is that of ``cl100k_base``, and ``<|endoftext|>`` is added as the
-            last id. A copy of the file of ``cl100k_base`` under another name is loaded as
-            ``cl100k_base``.
+            ``tokenizer.json``. For a ``.tiktoken`` file, ``pat_str`` and ``special_tokens`` are
+            read from the JSON file of the same stem. If there is no such file, the pattern is that
+            of ``cl100k_base``, and ``<|endoftext|>`` is added as the last id. A copy of the file of
+            ``cl100k_base`` is always loaded as ``cl100k_base``.
 
     Raises:
         UserError: the name is unknown, or its files are missing or damaged.
@@ -245,7 +235,7 @@ def _as_folder(name_or_path: str) -> str:
 def vocabulary_size(name_or_path: str) -> int:
     """Return the vocabulary size of a tokenizer: its highest id plus one.
 
-    For cl100k_base the size is a constant here, because reading its file takes half a second.
+    For ``cl100k_base`` the size is a constant, because loading its file needs half a second.
     """
     if name_or_path == CL100K:
         return max(CL100K_SPECIAL_TOKENS.values()) + 1
@@ -256,7 +246,6 @@ def check_vocabulary(tokenizer: str, used: int, rows: int) -> None:
     """Refuse a model whose embedding has fewer rows than the tokenizer has ids.
 
     Args:
-        tokenizer: name of the tokenizer for the error message.
         used: vocabulary size of the tokenizer.
         rows: number of rows of the embedding, without padding rows.
     """
@@ -269,13 +258,13 @@ def check_vocabulary(tokenizer: str, used: int, rows: int) -> None:
 
 
 def find_cl100k() -> Path:
-    """Find ``cl100k_base.tiktoken`` on this machine.
+    """Find ``cl100k_base.tiktoken`` on this machine; nothing is downloaded.
 
-    The folder named by the environment variable DIFFMEGATRON_TIKTOKEN is searched first, then the
-    folders in which tiktoken keeps its cache.
+    The folder in the environment variable ``DIFFMEGATRON_TIKTOKEN`` is searched first, then the
+    folders of tiktoken's cache.
 
     Raises:
-        UserError: no folder contains the file; nothing is downloaded.
+        UserError: no folder contains the file.
     """
     candidates = [
         folder / file
@@ -302,8 +291,8 @@ def _search_folders() -> list[Path]:
 def _byte_level() -> Tokenizer:
     encoding = tiktoken.Encoding(
         BYTES,
-        # Split text into pieces of at most 64 characters, because the time in which tiktoken
-        # merges the bytes of a piece is superlinear in the length of the piece.
+        # Pieces have at most 64 characters, because the time in which tiktoken merges the bytes of
+        # a piece is superlinear in the length of the piece.
         pat_str=r"[\s\S]{1,64}",
         mergeable_ranks={bytes([byte]): byte for byte in range(256)},
         special_tokens={END_OF_TEXT: 256},
@@ -349,12 +338,7 @@ def _from_file(path: Path) -> Tokenizer:
 
 
 def _parse_ranks(path: Path, content: bytes) -> dict[bytes, int]:
-    """Return the rank of each token, from the lines ``base64(token) rank`` of a ``.tiktoken`` file.
-
-    Raises:
-        UserError: a line has another form, one of the 256 bytes is missing, or ranks are equal or
-            out of range.
-    """
+    """Return the rank of each token of a ``.tiktoken`` file with lines ``base64(token) rank``."""
     try:
         pairs = [line.split() for line in content.splitlines() if line]
         ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}
@@ -375,17 +359,11 @@ def _parse_ranks(path: Path, content: bytes) -> dict[bytes, int]:
 
 
 def _read_description(path: Path, used: set[int]) -> tuple[str, dict[str, int]]:
-    """Read the JSON file beside a ``.tiktoken`` file.
+    """Read the split pattern and the special tokens from the JSON file beside a ``.tiktoken`` file.
 
     Args:
         path: JSON file.
         used: ids of the ordinary tokens, which no special token may have.
-
-    Returns:
-        The split pattern, and the id of each special token.
-
-    Raises:
-        UserError: the file cannot be read, has no ``<|endoftext|>``, or gives an id to two tokens.
     """
     description: _Description = read_json(path, _Description)
     special_tokens = description.special_tokens

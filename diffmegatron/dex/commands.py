@@ -1,8 +1,6 @@
 """``diffmegatron dex``: select the attention heads that DEX extends.
 
-DEX is the differential extension of a pretrained model (Kong, Jang and Kwak, 2025). It multiplies
-the output of each selected head by a trained matrix, and subtracts a multiple of this product from
-the output.
+DEX is the differential extension of a pretrained model (Kong, Jang and Kwak, 2025).
 """
 
 from pathlib import Path

@@ -1,9 +1,4 @@
-"""Picture of the scores of attention heads, with the selected heads marked.
-
-DEX (Kong, Jang and Kwak, 2025) extends selected heads of a pretrained model: it multiplies the
-output of each such head by a trained matrix, and subtracts a multiple of this product from the
-output. The heads are selected by these scores.
-"""
+"""Picture of the scores by which DEX selects attention heads, with the selected heads marked."""
 
 from collections.abc import Sequence
 from pathlib import Path

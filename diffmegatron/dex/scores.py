@@ -1,7 +1,8 @@
 """Scores of attention heads on text: the entropy of their attention, or their importance.
 
-Shapes: s is the number of positions of a sequence on this rank (with context parallelism, of its
-share of the sequence), b the number of sequences of a microbatch, and d the width of a head.
+Shapes: s is the number of positions of a sequence on this rank, b the number of sequences of a
+microbatch, and d the width of a head. With context parallelism, a rank has only a share of the
+positions of a sequence.
 """
 
 import math
@@ -34,11 +35,10 @@ those of this rank.
 
 
 class Score(ABC):
-    """A method to score attention heads, by which DEX selects the heads that get its term.
+    """Method to score the attention heads of a model; DEX extends heads with the best scores.
 
     Attributes:
-        highest: True if DEX selects the heads with the highest scores, False if it selects those
-            with the lowest.
+        highest: True if the highest scores are the best, False if the lowest are.
     """
 
     highest: bool
@@ -49,18 +49,13 @@ class Score(ABC):
     ) -> tuple[Sums, float]:
         """Return this rank's sums of scores, and this rank's contribution to their divisor.
 
-        The caller computes the score of a head: the total of the head's sums over all data- and
-        context-parallel ranks, divided by the total of the contributions of these ranks.
-
-        Args:
-            network: this rank's shard of the network.
-            microbatches: microbatches of this rank.
-            parallel_state: process groups and coordinates of this rank.
+        The caller adds up the sums and the contributions of all data- and context-parallel ranks.
+        The score of a head is its total sum divided by the total contribution.
         """
 
 
 class Entropy(Score):
-    """The entropy in nats of a head's attention, averaged over all queries."""
+    """Entropy in nats of a head's attention, averaged over all queries."""
 
     highest = True
 
@@ -69,10 +64,9 @@ class Entropy(Score):
     ) -> tuple[Sums, float]:
         """Return the sums of the entropies over queries, and the number of this rank's queries.
 
-        Context-parallel ranks gather all queries and keys of a sequence and divide the queries into
-        blocks. Each rank computes the entropies of every n-th block, where n is the number of these
-        ranks. The number of queries in its sums may thus differ from the returned number, but both
-        numbers have the same total over these ranks.
+        With context parallelism, each rank computes the entropies of some blocks of queries of the
+        whole sequence. The number of these queries may differ from the returned number, but the
+        totals over all context-parallel ranks are equal.
         """
         total: Sums = defaultdict(partial(torch.zeros, (), dtype=torch.float64))
 
@@ -87,7 +81,7 @@ class Entropy(Score):
 
 
 class Gradient(Score):
-    """The importance |dL/dxi| of a head (Michel et al., 2019).
+    """Importance |dL/dxi| of a head (Michel et al., 2019).
 
     xi is a factor of value 1 that multiplies the head's output, and L is the mean loss of a
     sequence. The score is the mean of |dL/dxi| over sequences. The backward pass also computes the
@@ -112,26 +106,25 @@ class Gradient(Score):
             )
             by_sequence = by_head.sum((0, 3))
             # The importance is the absolute value of a sum over the whole sequence. Each
-            # context-parallel rank has a share of the sequence, so first add the ranks' sums.
+            # context-parallel rank has only a share of the sequence, so add the sums of all ranks.
             distributed.all_reduce(by_sequence, group=layer.context_group)
             total[layer.layer_number] = total[layer.layer_number] + by_sequence.abs().sum(0).cpu()
 
         with _hooked(network, lambda layer: _add_gradient_hook(layer, partial(add, layer))):
             forward_backward(_EngineWithoutOptimizer(network), microbatches, parallel_state)
         network.zero_grad(set_to_none=True)
-        # The loss of forward_backward is a mean over the global batch, so the gradients already
-        # contain the division by the number of sequences. `scale` removes two other factors. First,
+        # The loss of forward_backward is a mean over the global batch, so the gradients are already
+        # divided by the number of sequences. `scale` removes two other factors. First,
         # forward_backward multiplies the loss by the number of data- and context-parallel ranks,
-        # because DeepSpeed would average the gradients over them. Second, each of the
-        # context-parallel ranks has added the importance of the whole sequence, so it is counted
-        # context_size times.
+        # because DeepSpeed would average the gradients over these ranks. Second, every
+        # context-parallel rank has added the importance of the whole sequence.
         ranks = parallel_state.data_size * parallel_state.context_size
         scale = 1 / (ranks * parallel_state.context_size)
         return {layer: value * scale for layer, value in total.items()}, 1 / ranks
 
 
 class _EngineWithoutOptimizer:
-    """A replacement for the ZeRO engine that only computes gradients, without an optimizer."""
+    """Replacement for the ZeRO engine that only computes gradients, without an optimizer."""
 
     def __init__(self, network: Network) -> None:
         self.network = network
@@ -149,9 +142,7 @@ def _hooked(
 ) -> Iterator[None]:
     """Add a hook to every attention layer, and remove the hooks at the end of the context.
 
-    Args:
-        network: network with the layers.
-        add_hook: function that adds a hook to a layer, and returns a function that removes it.
+    The function ``add_hook`` adds a hook to a layer and returns a function that removes it.
     """
     with ExitStack() as stack:
         for module in network.modules():
@@ -172,11 +163,8 @@ def _add_gradient_hook(
 ) -> Callable[[], object]:
     """Make each backward pass call ``add`` with the outputs of a layer's heads and their gradient.
 
-    Both tensors are [s, b, heads * d] for the heads of this rank. The outputs are those before the
-    output projection of the layer.
-
-    Returns:
-        Function that removes the hook.
+    Both tensors are [s, b, heads * d] for the heads of this rank, before the output projection. The
+    returned function removes the hook.
     """
 
     def hook(_: torch.nn.Module, inputs: tuple[Tensor, ...]) -> None:
@@ -190,18 +178,14 @@ def _add_gradient_hook(
 def _entropy_sums(
     query: Tensor, key: Tensor, documents: Tensor | None, layer: SelfAttention
 ) -> Tensor:
-    """Return, for each head, the sum of the entropies over this rank's share of the queries.
+    """Return the sum of the entropies over this rank's share of the queries, float64 [heads].
 
     Args:
         query: queries [s, b, heads, d].
         key: keys [s, b, key heads, d].
-        documents: boundaries of the packed documents in the concatenated sequences of the batch
-            (whole sequences, also with context parallelism), [number of documents + 1], beginning
-            with 0; None if every sequence is one document.
+        documents: boundaries of the packed documents, [number of documents + 1], in the
+            concatenated whole sequences of the batch; None if every sequence is one document.
         layer: attention layer of the heads.
-
-    Returns:
-        Float64 [heads].
     """
     group = layer.context_group
     if group.size() > 1:

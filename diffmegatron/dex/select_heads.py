@@ -1,7 +1,6 @@
 """Selection of the attention heads that DEX extends, by their scores on text.
 
-DEX (Kong, Jang, Kwak, 2025) multiplies the output of each selected head by a trained matrix, and
-subtracts a multiple of this product from the output.
+DEX is the differential extension of a pretrained model (Kong, Jang and Kwak, 2025).
 """
 
 import json
@@ -53,18 +52,13 @@ def select_heads(
         model: checkpoint, or a ``run_dir``, whose newest checkpoint is used.
         data: prefix of a prepared corpus that was tokenized with the model's tokenizer.
         out: file to create; ``.scores.json`` and ``.png`` of the same name are written beside it.
-        overrides: ``KEY=VALUE`` overrides of the checkpoint's recipe. The recipe's parallel layout
-            is replaced by that of one process before the overrides apply.
-        method: name of the scoring method.
-        share: share of each layer's heads to select. The number of selected heads per layer is
-            rounded, and is at least 1.
+        overrides: ``KEY=VALUE`` overrides of the checkpoint's recipe. Without overrides, the
+            parallel layout is one process.
+        share: share of each layer's heads to select; the rounded number is at least 1.
         sequences: number of sequences to score on, each of ``training.seq_length`` tokens.
 
     Returns:
         On rank 0, a summary such as "8 of 16 heads by entropy"; None on the other ranks.
-
-    Raises:
-        UserError: the checkpoint, the text, the parallel layout or ``out`` cannot be used.
     """
     if not out.name:
         raise UserError(f"--out {format_path(out)} is a folder; give a file, such as heads.yaml")
@@ -117,17 +111,8 @@ def _calibration_recipe(
 ) -> Recipe:
     """Return a checkpoint's recipe, changed for scoring.
 
-    The layout is one process, unless ``overrides`` change it. The recipe has one step, whose global
-    batch consists of ``sequences`` sequences of the text ``data``.
-
-    Args:
-        saved: recipe file of the checkpoint.
-        data: prefix of the prepared corpus.
-        sequences: number of sequences.
-        overrides: ``KEY=VALUE`` overrides of the recipe.
-
-    Raises:
-        UserError: the attention is differential already, or the changed recipe is not valid.
+    The recipe has one step, whose global batch consists of ``sequences`` sequences of the corpus
+    with the prefix ``data``. The layout is one process, unless ``overrides`` change it.
     """
     recipe = load_resolved(saved)
     attention = recipe.model.attention
@@ -163,14 +148,9 @@ def _calibration_recipe(
 def _gather_scores(sums: Sums, weight: float, parallel_state: ParallelState) -> Scores:
     """Return the score of every head as ``scores[layer][head]``, the same on every rank.
 
-    The score of a head is the total of its ``sums`` over all data- and context-parallel ranks,
-    divided by the total of the ``weight`` of these ranks. The heads of a layer are concatenated in
-    the order of the tensor-parallel ranks, and the layers of all pipeline stages are returned.
-
-    Args:
-        sums: layer -> sum of scores for each head of this rank.
-        weight: contribution of this rank to the divisor, such as the number of its queries.
-        parallel_state: process groups of this rank.
+    All heads of all pipeline stages and tensor-parallel ranks are returned. The score of a head is
+    the total of its ``sums`` over all data- and context-parallel ranks, divided by the total of the
+    ``weight`` of these ranks. ``sums`` maps a layer to the sums of this rank's heads.
     """
     coordinates = (parallel_state.data_rank, parallel_state.tensor_rank)
     own = {layer: value.tolist() for layer, value in sums.items()}
@@ -194,9 +174,9 @@ def _files_beside(out: Path) -> tuple[Path, Path]:
 
 
 def _write(out: Path, file: HeadsFile, scores: Scores, origin: dict[str, object]) -> None:
-    """Write the picture, the scores, and last the file of selected heads.
+    """Write the picture, then the scores, and last the file ``out``.
 
-    Because of this order, ``out`` exists only if all three files exist.
+    If ``out`` exists, the other two files therefore exist as well.
     """
     described = file.model_dump(mode="json") | {"calibration": origin, "scores": scores}
     table, picture = _files_beside(out)

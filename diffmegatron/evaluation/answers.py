@@ -21,18 +21,15 @@ def score(
 
     A row of the batch is a context with one of its continuations. The last token of the
     continuation is left out, because no likelihood depends on the prediction after it. Two
-    continuations of a context that differ only in their last token therefore share a row. If some
-    context has several rows and ``network.keeps_all_tokens`` is true, the network first reads each
-    context once, and its keys and values are copied to each of its rows. In all other cases, the
-    network reads the context in every row.
+    continuations of a context that differ only in their last token therefore share a row.
 
-    Args:
-        network: network that reads the rows.
-        requests: contexts, each with its continuations.
+    If some context has several rows and ``network.keeps_all_tokens`` is true, each context is
+    processed once, and its keys and values are copied to its rows. In all other cases, the context
+    is processed in every row.
 
     Returns:
-        For each request, a list with a :class:`Scored` per continuation (the loss of each token,
-        and whether it is the most likely one), or an error if a loss is not finite.
+        For each request, a list with a :class:`Scored` per continuation, or an error if a loss is
+        not finite.
 
     Raises:
         ValueError: a context or a continuation has no tokens.
@@ -48,8 +45,8 @@ def score(
             places += [(row, place) for place in range(-len(continuation), 0)]
             wanted += continuation
     has_shared = len(rows) > len(requests) and network.keeps_all_tokens
-    # Number of tokens of each context that are read once for all of its rows. The last token of
-    # the context is read in every row, because it predicts the first token of the continuation.
+    # Number of tokens of each context that are processed once for all of its rows. The last token
+    # is processed in every row, because it predicts the first token of the continuation.
     kept = [len(context) - 1 if has_shared else 0 for context, _ in requests]
     chunks = [[*requests[number].context[kept[number] :], *more] for number, more in rows]
     if has_shared:
@@ -75,11 +72,9 @@ def score(
 
 
 def check_finite(scored: list[Scored], before: int) -> list[Scored] | NotFiniteError:
-    """Return the scores, or an error if a loss is not finite.
+    """Return the scores of one context's continuations, or an error if a loss is not finite.
 
-    Args:
-        scored: scores of all continuations of one context.
-        before: number of tokens of the context, for the error message.
+    ``before`` is the number of tokens of the context, for the error message.
     """
     for nats, _ in scored:
         bad = (~nats.isfinite()).nonzero()
@@ -90,15 +85,12 @@ def check_finite(scored: list[Scored], before: int) -> list[Scored] | NotFiniteE
 
 
 class WrittenText:
-    """A text that is being generated.
+    """Text that is being generated as the answer to a request.
 
     Attributes:
-        request: request that the text answers.
         found: ids of the tokens generated so far.
         labels: tree of the labels (allowed answers) that are still possible; its keys are the ids
             of the allowed next tokens. None: every token is allowed.
-        has_ended: whether the text is complete.
-        error: error that ended the text; None if there was no error.
     """
 
     def __init__(self, request: Generation) -> None:
@@ -113,7 +105,7 @@ class WrittenText:
         return self.found if self.error is None else self.error
 
     def add(self, token: int, tokenizer: Tokenizer) -> None:
-        """Append ``token``, the most likely next token, and end the text if it is complete.
+        """Append the most likely next token, and end the text if it is complete.
 
         A text with labels is complete when only one label is still possible; the remaining tokens
         of this label are then appended. Any other text is complete at the end-of-document token
@@ -160,13 +152,10 @@ def generate(
     """Generate several texts in one batch by greedy decoding.
 
     Args:
-        network: network that reads the texts.
-        requests: requests with an equal number ``shared``; their first ``shared`` token ids are
-            the same.
-        tokenizer: tokenizer of the network.
+        requests: requests with the same number ``shared`` and the same first ``shared`` token ids.
         read_prefix: function that runs the network on these shared token ids, and returns one row
-            with their keys and values. It is called if there are shared ids and
-            ``network.keeps_all_tokens`` is true; if not, the network reads each prompt in full.
+            with their keys and values. It is called only if there are shared ids and
+            ``network.keeps_all_tokens`` is true.
 
     Returns:
         For each request, the ids of the new tokens, or an error if a logit is not finite.

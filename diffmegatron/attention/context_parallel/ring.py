@@ -3,10 +3,10 @@
 It follows Liu et al., arXiv 2310.01889, for one softmax map or for the two maps of differential
 attention. Each rank has two chunks of the sequence (see `zigzag`). Attention is computed between a
 chunk of queries and a chunk of keys and values, and the results are merged exactly by their
-log-sum-exps. While a rank computes with the keys and values of one rank, it already receives those
-of another rank, which it needs next. For the backward pass a rank saves its own keys and values,
-but not those that it received. The backward pass sends all keys and values around the ring once
-more, together with their gradients.
+log-sum-exps. While a rank computes, it already receives the keys and values that it needs next.
+
+For the backward pass a rank saves only its own keys and values. The backward pass sends all keys
+and values around the ring again, together with their gradients.
 
 Shapes: b is the batch size, s the number of positions on this rank.
 """
@@ -44,14 +44,12 @@ def ring_attention(
 
     Args:
         group: context-parallel ranks.
-        backend: name of the backend (kernel implementation) that computes attention between two
-            chunks, as in `chunk_attention`; or "auto".
+        backend: backend (kernel implementation) of attention between two chunks, as in
+            `chunk_attention`.
         heads: q, k, v or q1, k1, q2, k2, v of this rank's zigzag shard, `[b, s, heads, width]`
             each.
         lambda_: 0-dim factor of the second map; None with one map.
-        norm: headwise norm of the result, or None.
-        cu_seqlens: boundaries of the documents in the whole sequence, [documents + 1] integers, or
-            None.
+        cu_seqlens: boundaries of the documents in the whole sequence, `[documents + 1]` integers.
 
     Returns:
         `[b, s, heads, width]` with the heads of q1 and the width of v, in the dtype of v: the
@@ -67,10 +65,7 @@ def ring_attention(
 
 
 class _Ring(NamedTuple):
-    """The ranks of a ring, and the options of its kernels.
-
-    The fields are the arguments of `ring_attention`; ``documents`` is its ``cu_seqlens``.
-    """
+    """Three arguments of `ring_attention`; ``documents`` is the argument ``cu_seqlens``."""
 
     group: ProcessGroup
     backend: str
@@ -125,15 +120,13 @@ class _RingAttention(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _ChunkPair:
-    """A pair of chunks between which attention is computed.
+    """A chunk of this rank's queries, and a chunk of keys and values that these queries see.
 
-    One chunk has queries of this rank. The other has keys and values that these queries see, which
-    may come from any rank.
+    The keys and values may come from any rank.
 
     Attributes:
-        maps: queries, keys and values of the two chunks.
         query_chunk: number of the query chunk on this rank, 0 or 1.
-        key_chunk: number of the key chunk on its own rank, 0 or 1.
+        key_chunk: number of the key chunk on the rank of the keys, 0 or 1.
         options: positions of the chunks and the backend, as keyword arguments of `chunk_attention`
             and `chunk_gradients`.
     """
@@ -149,8 +142,8 @@ def _visible_chunk_pairs(
 ) -> Iterator[_ChunkPair]:
     """Yield the pairs of a query chunk of this rank and a key chunk of the rank ``source``.
 
-    Pairs in which the queries see none of the keys are left out. ``packed_kv`` contains the keys
-    and values of ``source``.
+    Pairs in which the queries see no key are left out. ``packed_kv`` has the keys and values of
+    ``source``.
     """
     size, length = ring.group.size(), packed_kv.shape[0] // 2
     query_numbers, key_numbers = (rank_chunks(rank, size) for rank in (ring.group.rank(), source))
@@ -165,8 +158,8 @@ def _visible_chunk_pairs(
                 [width * n for n in range(1, len(queries) + 1)], dim=3
             )
             options = {
-                # A causal mask is needed only if queries and keys are of the same chunk. It hides
-                # no key of an earlier chunk, and kernels are faster without a mask.
+                # A causal mask hides no key of an earlier chunk, and kernels are faster without a
+                # mask.
                 "causal": query_number == key_number,
                 "backend": ring.backend,
                 "cu_seqlens": ring.documents,
@@ -179,7 +172,7 @@ def _visible_chunk_pairs(
 def _merge(
     before: list[tuple[Tensor, Tensor]], parts: list[tuple[Tensor, Tensor]]
 ) -> list[tuple[Tensor, Tensor]]:
-    """Merge the attention to one more chunk of keys into the result so far, for every map.
+    """Merge the attention to one more chunk of keys into the result so far.
 
     Both arguments have one (output, log-sum-exp) per map.
     """
@@ -192,10 +185,9 @@ def _merge(
 def _both_query_chunks(
     merged: dict[int, list[tuple[Tensor, Tensor]]],
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Concatenate the results of this rank's two query chunks.
+    """Return the outputs and the log-sum-exps of all maps for this rank's two query chunks.
 
-    ``merged`` has one (output, log-sum-exp) per map for each query chunk. Return the list of the
-    maps' outputs, and the list of their log-sum-exps.
+    ``merged`` has one (output, log-sum-exp) per map for each query chunk.
     """
     first, second = ([list(x) for x in zip(*merged[chunk], strict=True)] for chunk in (0, 1))
     outs, lses = (
@@ -206,11 +198,10 @@ def _both_query_chunks(
 
 
 def _circulate(packed_kv: Tensor, group: ProcessGroup) -> Iterator[tuple[int, Tensor]]:
-    """Yield each rank's number and its keys and values.
+    """Yield, for every rank of the ring, its number and its keys and values.
 
-    Rank r yields its own keys and values first. It then yields the keys and values of the ranks
-    r - 1, r - 2 and so on, modulo the number of ranks. While the caller uses the yielded keys and
-    values, the next ones are received.
+    On rank r the order is r, r - 1, r - 2 and so on, modulo the number of ranks. While the caller
+    uses the yielded keys and values, the next ones are received.
     """
     size, rank = group.size(), group.rank()
     present = packed_kv.contiguous()
@@ -239,10 +230,9 @@ class _RingGradient:
         self._pending: list[Work] = []
 
     def add_and_send(self, part: Tensor) -> None:
-        """Add ``part``, the contribution of this rank's queries, to the received partial gradient.
+        """Add ``part`` to the received partial gradient, and start to send the sum.
 
-        Then start to send the sum to the next rank. The first call sends ``part`` alone, because
-        nothing has been received yet.
+        ``part`` is the contribution of this rank's queries. The first call sends it alone.
         """
         total = part if self._incoming is None else part + self.receive()
         self._sent = total
@@ -252,8 +242,8 @@ class _RingGradient:
     def receive(self) -> Tensor:
         """Wait for the gradient that the previous rank sent, and return it.
 
-        After as many calls of `add_and_send` as there are ranks, it is the complete gradient of
-        this rank's own keys and values.
+        If `add_and_send` was called once per rank, the gradient is the complete gradient of this
+        rank's own keys and values.
         """
         assert self._incoming is not None
         _wait(self._pending)
@@ -261,10 +251,7 @@ class _RingGradient:
 
 
 def _send_and_receive(outgoing: Tensor, incoming: Tensor, group: ProcessGroup) -> list[Work]:
-    """Start to send to the next rank of the ring, and to receive from the previous one.
-
-    Return the pending operations.
-    """
+    """Start to send to the next rank of the ring, and to receive from the previous rank."""
     size, rank = group.size(), group.rank()
     following, previous = (
         distributed.get_global_rank(group, (rank + step) % size) for step in (1, -1)

@@ -1,13 +1,12 @@
-"""Attention to the whole sequence: the functions that a variant's ``forward`` calls.
+"""Attention to the whole sequence: the functions that an attention variant's ``forward`` calls.
 
-A variant is a kind of attention. A sequence that is sharded over context-parallel ranks needs
-communication, and packed documents need boundaries. For these two cases the functions of the
-kernels are wrapped in functions with the same arguments. In all other cases they are used directly.
+The functions of the kernels are wrapped if the sequence is sharded over context-parallel ranks or
+has packed documents. The wrappers accept the same arguments.
 
-A rank holds the zigzag shard of the sequence: one chunk of its first half, and one of its second
+Each rank has a zigzag shard of the sequence: a chunk of its first half, and a chunk of its second
 half (:mod:`~diffmegatron.attention.context_parallel.zigzag`). In the shapes, b is the batch size,
 and s the number of positions on this rank. The arguments ``*heads`` are the tensors q, k, v or q1,
-k1, q2, k2, v.
+k1, q2, k2, v. The results have the shape `[b, s, heads of q, width of v]`.
 """
 
 from collections.abc import Callable
@@ -61,13 +60,12 @@ def whole_sequence(
     """Return the attention functions of a layer.
 
     Args:
-        group: context-parallel ranks, or None. With None or one rank the sequence is not sharded.
-        communication: method of communication between these ranks.
+        group: context-parallel ranks; None is the same as one rank.
         backend: backend (kernel implementation) of differential attention: ``auto``, or a name that
             the command ``diffmegatron doctor`` lists.
         documents: boundaries of packed documents; a query attends only within its own document.
-            They are positions in the concatenation of the batch's unsharded rows, from 0 to its
-            length, as a 1-dim tensor of integers on the CPU. None: no boundaries.
+            1-dim integers on the CPU: positions in the concatenation of the batch's unsharded rows,
+            from 0 to the length of the concatenation. None: no boundaries.
     """
     size = 1 if group is None else group.size()
     # `backend` applies to differential attention only; softmax attention always uses "auto".
@@ -97,10 +95,7 @@ def in_one_row(attend: Attention, documents: Tensor, *heads: Tensor, **options: 
 
 
 def by_row(attend: Attention, documents: Tensor, *heads: Tensor, **options: Any) -> Tensor:
-    """Attend within documents, in one call for each row of the batch.
-
-    Each call receives only the boundaries in its row, as positions from the start of the row.
-    """
+    """Attend within documents, in one call for each row of the batch."""
     rows = zip(*(x.split(1) for x in heads), strict=True)
     bounds = row_boundaries(documents, heads[0].shape[0])
     outs = [
@@ -115,20 +110,14 @@ def ulysses_attention(
     """Attend over the whole sequence; each rank computes the attention of a range of the heads.
 
     The method is Ulysses (Jacobs et al., arXiv 2309.14509), with one all-to-all before the
-    attention and one after it. ``attend`` receives the whole sequence in the order of positions, so
-    it needs no ``query_offset`` (position of the first query). The number of context-parallel
-    ranks must divide the number of key-value heads of a tensor-parallel rank.
+    attention and one after it. ``attend`` receives the whole sequence in the order of positions.
+    The number of context-parallel ranks must divide the number of kv heads of a tensor-parallel
+    rank.
 
     Args:
-        attend: attention function for whole sequences.
-        group: context-parallel ranks.
         heads: this rank's zigzag shard of each tensor, `[b, s, heads, width]`. The heads of each
             tensor are cut into equal ranges, one per rank. The queries of a range must attend to
             the keys and values of the same range.
-        options: options of ``attend``.
-
-    Returns:
-        `[b, s, heads, width]`.
     """
     size = group.size()
     shares = [x.transpose(0, 1).unflatten(2, (size, -1)) for x in heads]
@@ -144,19 +133,13 @@ def gathered_attention(
 ) -> Tensor:
     """Gather all keys and values, and attend twice, once for each of this rank's two chunks.
 
-    This method of context parallelism has the fewest communication steps and the fastest kernels,
-    but it saves the keys and values of the whole sequence for the backward pass. It suits short
-    sequences on many ranks.
+    This method has the fewest communication steps and the fastest kernels, but it saves the keys
+    and values of the whole sequence for the backward pass. It suits short sequences on many ranks.
 
     Args:
         attend: attention function. Its arguments are the queries of one chunk, all keys and values
             up to the end of this chunk, and ``query_offset``, the position of the first query.
-        group: context-parallel ranks.
         heads: this rank's zigzag shard of each tensor, `[b, s, heads, width]`.
-        options: options of ``attend``.
-
-    Returns:
-        `[b, s, heads, width]`.
     """
     maps = QKV.of(*heads)
     local = torch.cat([x.transpose(0, 1).flatten(2) for x in (*maps.keys, maps.v)], dim=2)
@@ -176,13 +159,9 @@ def gathered_attention(
 
 
 def sequence_of_all_ranks(local: Tensor, group: ProcessGroup) -> Tensor:
-    """Gather the sequence from all ranks along dimension 0, in the order of positions.
+    """Gather the zigzag shards `[s, ...]` of all ranks along dimension 0, in order of positions.
 
-    The backward pass returns to each rank the sum of all ranks' gradients of its shard.
-
-    Args:
-        local: this rank's zigzag shard, `[s, ...]`.
-        group: context-parallel ranks.
+    In the backward pass, each rank receives the sum of all ranks' gradients of its shard.
     """
     by_rank = gather_from_sequence_parallel_region(
         local.contiguous(), tensor_parallel_output_grad=True, group=group
@@ -197,16 +176,12 @@ def _unpacked(packed: Tensor, shapes: list[torch.Size]) -> list[Tensor]:
 
 
 def row_boundaries(documents: Tensor, rows: int) -> list[Tensor]:
-    """Return the boundaries of documents in each row of the batch.
+    """Return the boundaries of documents in each row, as positions from the start of the row.
 
     Args:
         documents: boundaries as positions in the concatenation of all rows: 1-dim integers that
             begin with 0 and include the end of each row.
-        rows: number of rows.
-
-    Returns:
-        For each row, its boundaries as positions from the start of the row: 1-dim integers from 0
-        to the length of a row.
+        rows: number of rows in the batch.
     """
     length = int(documents[-1]) // rows
     return [

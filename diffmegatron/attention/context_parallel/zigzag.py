@@ -1,8 +1,8 @@
-"""The shard of a sequence that each context-parallel rank holds: the zigzag order.
+"""Zigzag order: the shards of a sequence on context-parallel ranks.
 
-For P ranks the sequence is cut into 2 * P chunks, and rank r holds chunks r and 2 * P - 1 - r. With
-a causal mask every rank then computes the same number of (query, key) pairs. Megatron-core shards
-its rotary embeddings in the same way (models/common/embeddings/rope_utils.py).
+For P ranks the sequence is cut into 2 * P chunks, and rank r has the chunks r and 2 * P - 1 - r.
+With a causal mask every rank then computes the same number of (query, key) pairs. Megatron-core
+shards its rotary embeddings in the same way (models/common/embeddings/rope_utils.py).
 """
 
 import torch
@@ -10,33 +10,26 @@ from torch import Tensor
 
 
 def rank_chunks(rank: int, size: int) -> tuple[int, int]:
-    """Return the numbers (from 0) of a rank's two chunks, in the order in which it holds them."""
+    """Return the numbers (from 0) of a rank's two chunks, in the order of the rank's shard."""
     return rank, 2 * size - 1 - rank
 
 
 def shard_sequence(whole: Tensor, dim: int, rank: int, size: int) -> Tensor:
     """Return a rank's zigzag shard of the unsharded tensor ``whole`` along ``dim``.
 
-    The length of ``dim`` must be a multiple of 2 * ``size``, where ``size`` is the number of
-    context-parallel ranks.
+    The length of ``dim`` must be a multiple of 2 * ``size``; ``size`` is the number of ranks.
     """
     chunks = whole.chunk(2 * size, dim)
     return torch.cat([chunks[number] for number in rank_chunks(rank, size)], dim)
 
 
 def to_sequence_order(by_rank: Tensor, size: int) -> Tensor:
-    """Reorder the concatenation of all ranks' zigzag shards into the order of the sequence.
-
-    In ``by_rank`` the shards are concatenated along dimension 0 in the order of the ranks.
-    """
+    """Reorder all ranks' shards, concatenated along dimension 0, into the order of the sequence."""
     return _reordered(by_rank, _chunks_by_rank(size).argsort())
 
 
 def to_rank_order(whole: Tensor, size: int) -> Tensor:
-    """Reorder an unsharded tensor along dimension 0 into the concatenation of all zigzag shards.
-
-    The shards are in the order of the ranks. This is the inverse of `to_sequence_order`.
-    """
+    """Reorder a sequence along dimension 0 into the concatenated shards of all ranks."""
     return _reordered(whole, _chunks_by_rank(size))
 
 

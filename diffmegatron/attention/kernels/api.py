@@ -47,36 +47,33 @@ def diff_attention(
     """Return `(softmax(q1 k1^T) - lambda softmax(q2 k2^T)) v` per head (arXiv 2410.05258, eq. 1).
 
     In the shapes b is the batch size, s the number of queries, t the number of keys, h the number
-    of heads of the first map, h_kv the number of kv heads, and d the width of a query. A map is one
-    of the two softmax matrices. A global position is a position in the unsharded sequence.
+    of signal heads (heads of q1), h_kv the number of kv heads, and d the width of a query. A global
+    position is a position in the unsharded sequence.
 
-    The scores are scaled by `softmax_scale`. A signal head is a head of the first map, and a noise
-    head is a head of the second map. In grouped attention (arXiv 2510.06949) r signal heads share a
-    noise head: the second map has h / r heads, and signal head n uses noise head `n // r`, which is
-    computed once. Signal head n and its noise head attend to kv head `n // (h / h_kv)`. The output
-    of a query row without visible keys is zero. Under autocast q, k and v are cast to autocast's
-    dtype.
+    In grouped attention (arXiv 2510.06949) r signal heads share a noise head (head of q2). Signal
+    head n uses noise head `n // r`, and these two heads attend to kv head `n // (h / h_kv)`.
+
+    The output of a query without visible keys is zero. Under autocast q, k and v are cast to
+    autocast's dtype.
 
     Args:
         q1: `[b, s, h, d]`, floating point.
-        q2: `[b, s, h / r, d]`, same dtype and device; r = 1 if every signal head has its own noise
-            head.
+        q2: `[b, s, h / r, d]`, same dtype and device; r = 1 without grouping.
         k1, k2: `[b, t, h_kv, d]`, same dtype and device; h_kv divides h / r.
         v: `[b, t, h_kv, 2d]`, same dtype and device.
         lambda_: 0-dim floating-point tensor on the same device, usually fp32 even if the inputs are
-            bf16. `diff_attention_v2` instead has a lambda per token and head.
-        causal: hide keys at later positions than the query.
+            bf16.
+        causal: whether to hide keys at later positions than the query.
         softmax_scale: factor of the scores, above 0; 1/sqrt(d) by default.
         backend: a name of `registry.DIFFERENTIAL`, or "auto".
         cu_seqlens: `[documents + 1]` integers, the boundaries `[0, end of first, ...]` of packed
             documents in global positions, the same for every batch row. Attention stays within a
             document. If the boundaries of the rows differ, concatenate the batch into one row. Keep
-            the tensor on the CPU: the function reads its values, and would have to wait for a GPU.
+            the tensor on the CPU, because a GPU tensor forces a synchronization.
         query_offset: global position of the first query. By default the last query has the position
-            of the last key. If s < t, the queries are then the end of the sequence (decoding).
+            of the last key.
         key_offset: global position of the first key.
-        norm: headwise RMSNorm to apply to the result. The Triton backend can apply it in its
-            kernel.
+        norm: headwise RMSNorm to apply to the result.
 
     Returns:
         `[b, s, h, 2d]` in v's dtype.
@@ -116,9 +113,6 @@ def softmax_attention(
 
     Returns:
         `[b, s, h, d]` in v's dtype.
-
-    Raises:
-        ValueError: for the same reasons as in `diff_attention`.
     """
     call = AttentionCall.checked(QKV((q,), (k,), v), **options).autocast()
     chosen = installed_backend(backend, call_of(call.op, call.maps.queries[0], call.mask.features))
@@ -136,11 +130,10 @@ def diff_attention_v2(
 ) -> Tensor:
     """Return DIFF V2: softmax attention, then `signal - lambda * noise` per token and signal head.
 
-    The shapes use the letters of `diff_attention`, with h for the number of signal heads.
-
-    The query heads are h / r groups. A group has r signal heads, followed by their noise head. With
-    r = 1 the groups are the pairs (2i, 2i + 1). Query head n attends to kv head
-    `n // ((h + h / r) / h_kv)`, and all heads of a group must share their kv head.
+    The shapes use the letters of `diff_attention`. The query heads form h / r groups. A group has r
+    signal heads, followed by their noise head. With r = 1 the groups are the pairs (2i, 2i + 1).
+    Query head n attends to kv head `n // ((h + h / r) / h_kv)`, and all heads of a group must share
+    their kv head.
 
     Args:
         q: `[b, s, h + h / r, d]`, floating point.
@@ -152,9 +145,6 @@ def diff_attention_v2(
 
     Returns:
         `[b, s, h, d]` in v's dtype.
-
-    Raises:
-        ValueError: for the same reasons as in `diff_attention`.
     """
     check_maps(QKV((q,), (k,), v))
     check_noise_groups("q", q, lambda_, kv_heads=k.shape[2])
@@ -165,21 +155,16 @@ def subtract_noise(heads: Tensor, lambda_: Tensor, *, backend: str = "auto") -> 
     """Return `signal - lambda * noise` of every signal head, the last step of DIFF V2.
 
     The subtraction is computed in fp32 or wider. Only `heads` and `lambda_` are saved for the
-    backward pass. In the shapes b is the batch size, s the number of queries, h the number of
-    signal heads, and d the width of a head.
+    backward pass. The shapes use the letters of `diff_attention`.
 
     Args:
         heads: `[b, s, h + h / r, d]`, groups of r signal heads followed by their noise head;
             floating point.
         lambda_: `[b, s, h]`, floating point, on the same device.
-        backend: a name of `registry.SUBTRACTION`, or "auto", which chooses Triton's kernel on a
-            GPU.
+        backend: a name of `registry.SUBTRACTION`, or "auto".
 
     Returns:
         `[b, s, h, d]` in heads' dtype.
-
-    Raises:
-        ValueError: shapes, dtypes or devices do not fit, or the named backend cannot run.
     """
     check_noise_groups("heads", heads, lambda_)
     return installed_backend(backend, call_of("subtraction", heads)).function()(heads, lambda_)

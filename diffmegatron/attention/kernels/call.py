@@ -31,10 +31,9 @@ class AttentionCall:
         scale: factor of the scores, above 0.
         mask: visible (query, key) pairs.
         lambda_: 0-dim factor of the second map. None with one map, and in `chunk_attention`, which
-            returns the outputs of the two maps without subtracting them.
-        norm: headwise norm (RMSNorm of each head's output), or None. A backend with
-            `fuses_norm` applies the norm itself. For any other backend, `diff_attention` applies
-            the norm to the backend's result.
+            does not subtract the maps.
+        norm: RMSNorm of each head's output, or None. A backend without `fuses_norm` ignores it, and
+            `diff_attention` applies it afterwards.
     """
 
     maps: QKV
@@ -56,11 +55,7 @@ class AttentionCall:
         query_offset: int | None = None,
         key_offset: int = 0,
     ) -> "AttentionCall":
-        """Check tensors and options, as `api.diff_attention` describes them, and return the call.
-
-        Raises:
-            ValueError: shapes, dtypes, devices, head counts or options do not fit.
-        """
+        """Return the call, or raise ValueError if the arguments do not fit `api.diff_attention`."""
         check_maps(maps)
         if lambda_ is not None:
             check_lambda(lambda_, like=maps.queries[0])

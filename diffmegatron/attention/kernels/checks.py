@@ -1,8 +1,7 @@
 """Checks of the arguments of public functions; each error names the argument that is wrong.
 
 A map is the softmax of the scores of one query and one key tensor. Differential attention has two
-maps. The heads of the first map are called signal heads, and the heads of the second map are called
-noise heads.
+maps. Signal heads are the heads of the first map, and noise heads are the heads of the second map.
 """
 
 import math
@@ -62,14 +61,14 @@ def _check_noise_queries(q2: Tensor, q1: Tensor, kv_heads: int) -> None:
 def check_noise_groups(name: str, heads: Tensor, lambda_: Tensor, kv_heads: int = 1) -> None:
     """Raise ValueError unless `heads` consists of equal groups, and `lambda_` fits it.
 
-    A group has r signal heads followed by one noise head. In the shapes b is the batch size, s the
-    length, h the number of signal heads, and d the width of a head.
+    A group has r signal heads followed by one noise head. In the shapes h is the number of signal
+    heads.
 
     Args:
         name: name of `heads` in the message.
-        heads: `[b, s, h + h / r, d]`: queries, or attention's outputs for them.
-        lambda_: `[b, s, h]` on the device of `heads`; any floating-point dtype.
-        kv_heads: number of kv heads; all heads of a group must attend to the same one.
+        heads: `[batch, length, h + h / r, width]`: queries or outputs of attention.
+        lambda_: `[batch, length, h]` on the device of `heads`; any floating-point dtype.
+        kv_heads: number of kv heads; all heads of a group must attend to the same kv head.
     """
     check_tensors(**{name: heads, "lambda_": lambda_})
     if heads.dim() != 4 or 0 in heads.shape or not heads.is_floating_point():
@@ -124,9 +123,8 @@ def resolve_scale(softmax_scale: float | None, head_dim: int) -> float:
     """Return the factor of the scores, by default 1/sqrt(`head_dim`).
 
     Raises:
-        ValueError: the factor is not a finite number above 0. torch's kernels set masked scores to
-            -inf before they multiply by the factor, so a factor of 0 or below would turn these
-            scores into NaN or +inf.
+        ValueError: the factor is not a finite number above 0. torch's kernels multiply masked
+            scores of -inf by the factor. The product with a factor of 0 or below is NaN or +inf.
     """
     if softmax_scale is None:
         return head_dim**-0.5
@@ -139,10 +137,9 @@ def check_layout(*, v: Tensor, value_width: int, **queries_and_keys: Tensor) -> 
     """Raise ValueError unless the shapes of the queries and keys of one map and of v fit together.
 
     Args:
-        v: values.
-        value_width: required width of v, in widths of q: 1 with one map, 2 with two maps.
-        queries_and_keys: two keyword arguments: first the queries, then the keys. Their names, such
-            as q1 and k1, are used in the error messages.
+        value_width: required width of v divided by the width of q: 1 with one map, 2 with two maps.
+        queries_and_keys: first the queries, then the keys. Error messages show the names of these
+            keyword arguments, such as q1 and k1.
     """
     (q_name, q), (k_name, k) = queries_and_keys.items()
     for name, x in ((q_name, q), (k_name, k), ("v", v)):
@@ -188,8 +185,8 @@ def shape_of(x: Tensor) -> list[int]:
 def autocast_dtype(x: Tensor) -> torch.dtype:
     """Return the dtype in which attention computes for inputs like `x`.
 
-    It is autocast's dtype if autocast is on and x is not float64, and the dtype of x otherwise.
-    `scaled_dot_product_attention` follows the same rule.
+    The result is autocast's dtype if autocast is on and `x` is not float64. Otherwise it is the
+    dtype of `x`, as in `scaled_dot_product_attention`.
     """
     device = x.device.type
     if x.dtype != torch.float64 and torch.is_autocast_enabled(device):

@@ -1,7 +1,7 @@
-"""The choice of an attention backend: the order in which `auto` tries backends, and their limits.
+"""Choice of an attention backend: the order in which `auto` tries backends, and their limits.
 
-This module does not import torch. :mod:`.installed_backends` finds the installed libraries and
-calls :func:`choose_backend` with them.
+This module does not import torch, which is slow. :mod:`.installed_backends` finds the installed
+libraries and calls :func:`choose_backend`.
 """
 
 import os
@@ -9,15 +9,14 @@ from dataclasses import replace
 
 from .registry import BACKENDS, FEATURES, Call, Op
 
-# Backends in the order in which "auto" tries them, by operation and device type. The first one that
-# can run is chosen. For attention "triton" comes after all libraries until tests/gpu has passed on
-# a GPU, because so far its kernels have been compiled and interpreted, but never run on a GPU. It
-# is therefore chosen only in ring context parallelism, and there only if documents are packed or
-# the dtype is float32, because no library can run in these two cases. It comes before "blocked", a
-# loop in Python, which would need thousands of small matrix products for 64K positions.
-# For subtraction "triton" comes first, because its kernel is simple: one multiply-add per element,
-# without matrix products. "cudnn_2call" is missing, because it has never been run. A backend that
-# is missing here can still be requested by its name.
+# Backends in the order in which "auto" tries them, by operation and device type. A backend that is
+# missing here can still be requested by its name. "cudnn_2call" is missing, because it has never
+# been run.
+# Attention: "triton" comes after all libraries until tests/gpu has passed, because its kernels have
+# never run on a GPU. So "auto" chooses it only in ring context parallelism with packed documents or
+# float32, which no library can compute. "blocked" is last: it is a loop in Python, which would need
+# thousands of small matrix products for 64K positions.
+# Subtraction: "triton" comes first, because its kernel is simple and has no matrix products.
 AUTO_ORDER: dict[Op, dict[str, tuple[str, ...]]] = {
     "differential": {
         "cpu": ("blocked",),
@@ -34,8 +33,7 @@ def needed_features(*, documents: bool, context: int, communication: str | None)
     Args:
         documents: whether attention stays within packed documents.
         context: number of context-parallel ranks.
-        communication: method of communication between these ranks, "ring", "all_gather" or
-            "ulysses"; None for one rank.
+        communication: "ring", "all_gather" or "ulysses"; None for one rank.
     """
     needs = {"documents"} if documents else set()
     if context > 1 and communication == "ring":
@@ -48,14 +46,14 @@ def needed_features(*, documents: bool, context: int, communication: str | None)
 def why_not(name: str, call: Call, libraries: frozenset[str]) -> str | None:
     """Return the reason why the backend `name` cannot compute a call, or None if it can.
 
-    The reason is a clause without a subject, such as "needs a cuda device, got cpu". While Triton
-    interprets its kernels (`is_interpreting`), a backend that the interpreter can run has no limits
-    of device, dtype and head_dim.
+    The reason is a clause without a subject, such as "needs a cuda device, got cpu". In Triton's
+    interpreter (`is_interpreting`), a backend with `is_interpretable` has no limits of device,
+    dtype and head_dim.
 
     Args:
         name: key of `BACKENDS[call.op]`.
         call: properties of the call.
-        libraries: installed optional libraries, from `installed_backends.importable_libraries`.
+        libraries: usable optional libraries, from `installed_backends.importable_libraries`.
     """
     backend = BACKENDS[call.op][name]
     if backend.is_interpretable and is_interpreting():
@@ -88,11 +86,9 @@ def is_interpreting() -> bool:
 def choose_backend(backend: str, call: Call, libraries: frozenset[str]) -> tuple[str, str]:
     """Return the name of the backend that computes a call, and the reason for the choice.
 
-    Args:
-        backend: a name of `BACKENDS[call.op]`, or "auto" for the first of `AUTO_ORDER` that can
-            run.
-        call: properties of the call.
-        libraries: installed optional libraries, from `installed_backends.importable_libraries`.
+    `backend` is a key of `BACKENDS[call.op]`, or "auto" for the first backend of `AUTO_ORDER` that
+    can run. `libraries` are the usable optional libraries, from
+    `installed_backends.importable_libraries`.
 
     Raises:
         ValueError: the name is unknown, the named backend cannot run the call, or, with "auto",

@@ -1,28 +1,21 @@
 """Attention between chunks of a longer sequence, forward and backward, for a ring of ranks.
 
-A *map* is softmax(Q K^T). A call has one map, or the two maps of differential attention. Shapes use
-the symbols of `maps`: batch b, queries s, keys t, heads h of the first map, width d of a query,
-width e of a value.
+A *map* is softmax(Q K^T). A call has one map, or the two maps of differential attention. In the
+shapes b is the batch size, s the number of queries, h the number of heads of the first map, d the
+width of a query, and e the width of a value.
 
 The forward pass returns the output and the log-sum-exp (lse) of each map over one chunk of keys,
 and `merge_maps` merges the chunks.
 
-The backward pass of a chunk does not repeat its forward pass. It uses two values of attention over
-*all* keys: the log-sum-exps, and the deltas rowsum(gradient * output) (`WholeAttention.deltas`).
-With them, the weights of a map are exp(scores - lse), and the gradients of the chunks add up (Liu
-et al., arXiv 2310.01889, section 3).
+The backward pass of a chunk uses two values of attention over *all* keys: the log-sum-exps, and the
+deltas rowsum(gradient * output) (`WholeAttention.deltas`). With them, the weights of a map are
+exp(scores - lse), and the gradients of the chunks add up (Liu et al., arXiv 2310.01889, section 3).
 
-Both maps are computed in one backward pass, because two of its matrix products are the same for
-both: gradient * V^T, and the gradient of V. If e = 2d and both maps have h heads, the backward pass
-needs this number of multiply-adds per (query, key) pair and head of the first map:
-
-- One kernel for both maps: 10d. The scores, dQ and dK take d each per map (6d), and the two shared
-  products 2d each (4d).
-- One kernel for dK and dV of both maps, and one for dQ of both maps: 14d. The first takes 8d: the
-  scores and dK (2d each for both maps), gradient * V^T and dV (2d each). The second takes 6d: it
-  computes the scores and gradient * V^T again, and dQ (2d each).
-- Autograd of each map of each chunk separately: 20d. Repeating the forward pass takes 6d (3d per
-  map), and the two backward passes take 14d (7d per map).
+Both maps are computed in one backward pass, because they share two matrix products: gradient * V^T,
+and the gradient of V. With e = 2d and h heads per map, one kernel needs 10d multiply-adds per
+(query, key) pair and head. A kernel for dK and dV and another one for dQ need 14d, because both
+kernels compute the scores and gradient * V^T. Autograd of each map and chunk would need 20d,
+because it repeats the forward pass and shares no product.
 """
 
 from dataclasses import replace
@@ -48,15 +41,15 @@ def chunk_attention(
 
     Args:
         maps: a chunk of the queries, and a chunk of the keys and values.
-        backend: a name of `registry.SOFTMAX` with one map or of `registry.DIFFERENTIAL` with two
-            maps, or "auto".
-        options: as in `diff_attention`. If all keys precede the queries, causal=False gives the
-            same result as causal=True, and is faster.
+        backend: "auto", or the name of a backend. For one map the name is a key of
+            `registry.SOFTMAX`, and for two maps a key of `registry.DIFFERENTIAL`.
+        options: as in `diff_attention`. If all keys precede the queries, causal=False is faster and
+            has the same result.
 
     Returns:
-        One pair of tensors per map. The first is the output, `[b, s, heads of the map, e]`, with
-        zeros in a row without visible keys. The second is the log of the sum of exp(scores),
-        `[b, s, heads of the map]`, with -inf in such a row. Both are fp32 (fp64 for fp64 inputs).
+        One pair (output, log-sum-exp) per map, in fp32 (fp64 for fp64 inputs). The output is
+        `[b, s, heads of the map, e]`, with zeros for a query without visible keys. The log-sum-exp
+        of the scores is `[b, s, heads of the map]`, with -inf for such a query.
 
     Raises:
         ValueError: shapes, dtypes or devices do not fit, or the named backend cannot run.
@@ -78,20 +71,18 @@ def chunk_gradients(
 ) -> QKV:
     """Return the contribution of a chunk of keys to the gradients of queries, keys and values.
 
-    The function is not differentiable, and autocast has no effect. The result does not contain the
-    gradient of lambda, which is minus the sum of `whole.deltas(...)[1]`.
+    The function is not differentiable, and autocast has no effect. The gradient of lambda is not
+    returned. It is `-whole.deltas(grad, lambda_)[1].sum()`.
 
     Args:
-        grad: gradient of `whole.out`, `[b, s, h, e]`. It and `whole` may have any floating-point
-            dtype.
+        grad: gradient of `whole.out`, `[b, s, h, e]`, in any floating-point dtype.
         maps: the queries, keys and values that `chunk_attention` received.
-        lambda_: 0-dim floating-point tensor if there are two maps; None if there is one.
-        whole: merged result of attention of these queries to all keys.
-        backend: as in `chunk_attention`.
-        options: the options that `chunk_attention` received.
+        lambda_: 0-dim floating-point tensor; None with one map.
+        whole: merged result of these queries' attention to all keys, in any floating-point dtype.
+        backend, options: as in `chunk_attention`.
 
     Returns:
-        The gradients of `maps`, in its dtype.
+        The gradients of `maps`, in the dtype of `maps`.
 
     Raises:
         ValueError: for the reasons in `chunk_attention`, or grad, lambda_ and whole do not fit the

@@ -21,7 +21,7 @@ class Sizes(NamedTuple):
             heads.
         noise_heads: number of query heads of the second map; 0 with one map.
         kv_heads: number of heads of keys and of values.
-        keys: number of keys that a query sees; the mean if the queries see different numbers.
+        keys: mean number of keys that a query sees.
         is_deterministic: whether the kernels must sum gradients in a fixed order.
     """
 
@@ -46,9 +46,9 @@ Saved = Callable[[Sizes], float]
 def default_one_pass(head_dim: int, deterministic: bool) -> bool:
     """Return whether Triton's backward pass has the one-pass form by default.
 
-    The one-pass form computes dQ in the kernel of dK and dV. It is the default up to a ``head_dim``
-    of 64, where the kernel fits the registers. Deterministic runs need the split form with two
-    kernels, because the one-pass form sums dQ in an order that changes from run to run.
+    The one-pass form computes dQ in the kernel of dK and dV. Up to a ``head_dim`` of 64 this kernel
+    fits the registers. The one-pass form sums dQ in an order that changes from run to run, so
+    deterministic runs need the split form, which has two kernels.
     """
     return head_dim <= 64 and not deterministic
 
@@ -56,10 +56,9 @@ def default_one_pass(head_dim: int, deterministic: bool) -> bool:
 def triton_work(sizes: Sizes, *, one_pass: bool) -> tuple[int, int]:
     """Return the work of the Triton kernels in the one-pass or the split form.
 
-    In the backward pass, the split form computes two values of each (query, key) pair twice: the
-    score, and the gradient dP of the attention weight. Two maps in one kernel share dP and the
-    product for dV. If several signal heads share a noise head, each map has its own kernel, and
-    the maps share no product.
+    In the split form, both backward kernels compute the scores and the gradient dP of the attention
+    weights. Two maps in one kernel share dP and the product for dV. If several signal heads share a
+    noise head, each map has its own kernel, and the maps share no product.
     """
     if sizes.is_grouped:
         return per_head((3, 3), (7, 7) if one_pass else (10, 10))(sizes)
@@ -76,10 +75,8 @@ def default_triton_work(sizes: Sizes) -> tuple[int, int]:
 def per_head(forward: tuple[int, int], backward: tuple[int, int]) -> Work:
     """Return a function that computes the work of all heads.
 
-    Args:
-        forward: multiply-adds of the forward pass per (query, key) pair, divided by ``head_dim``:
-            first of one signal head, then of one noise head.
-        backward: the same two numbers for the backward pass.
+    ``forward`` and ``backward`` are multiply-adds per (query, key) pair, divided by ``head_dim``:
+    first of one signal head, then of one noise head.
     """
 
     def work(sizes: Sizes) -> tuple[int, int]:
@@ -109,8 +106,7 @@ def _noise_outputs(sizes: Sizes) -> int:
 def fused(sizes: Sizes) -> int:
     """Return the bytes that a fused kernel saves: the second map's output and all log-sum-exps.
 
-    The first map's output is not saved, because it follows from the result and the second map's
-    output.
+    The backward pass computes the first map's output from the result and the second map's output.
     """
     return sizes.element * _noise_outputs(sizes) + log_sum_exps(sizes)
 
@@ -129,13 +125,10 @@ def two_calls(sizes: Sizes) -> int:
 def four_calls(sizes: Sizes) -> int:
     """Return the bytes saved by four calls of plain attention: two per map, each with half of V.
 
-    They are the sum of four terms:
-
-    1. The result of `two_calls`.
-    2. A second set of log-sum-exps.
-    3. A copy of V, which both maps share.
-    4. For float32 inputs, the second map's output, whose two halves are concatenated in a new
-       tensor for the gradient of lambda. For narrower inputs, term 1 already includes this tensor.
+    The calls save the bytes of `two_calls`, a second set of log-sum-exps, and a copy of V, which
+    both maps share. For the gradient of lambda, the two halves of the second map's output are
+    joined in a float32 tensor. For inputs narrower than float32, `two_calls` already counts this
+    tensor.
     """
     values = sizes.element * 2 * sizes.head_dim * sizes.kv_heads
     joined = FLOAT32 * _noise_outputs(sizes) if sizes.element == FLOAT32 else 0
@@ -153,11 +146,10 @@ def output_and_log_sum_exps(sizes: Sizes) -> int:
 def reference_saved(sizes: Sizes) -> float:
     """Return the bytes that the `reference` backend saves.
 
-    Per map it saves the softmax, a second tensor of the same size, and the mask. The second tensor
-    is a factor of a later product, such as the one with V, and has zeros in rows without visible
-    keys. The mask has one byte per (query, key) pair, and all heads share it. If several query
-    heads share a kv head, a copy of its keys and values is saved for each query head. One copy per
-    kv head is not counted, because it replaces k and v themselves, which the saved bytes exclude.
+    Per map it saves two tensors of the size of the softmax, and the mask, which has one byte per
+    (query, key) pair for all heads. If several query heads share a kv head, a copy of that head's
+    keys and values is saved for each query head. One copy per kv head is not counted, because it
+    replaces k and v themselves, which the saved bytes exclude.
     """
     kv, maps = sizes.kv_heads, [sizes.signal_heads]
     values = sizes.signal_heads - kv

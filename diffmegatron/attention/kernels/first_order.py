@@ -1,8 +1,4 @@
-"""A decorator for autograd functions that have no second derivative.
-
-An attempt to compute it raises an error, also where torch's ``once_differentiable`` would silently
-return wrong results.
-"""
+"""A decorator for autograd functions that have no second derivative."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -16,17 +12,15 @@ Backward = Callable[..., Gradients]
 
 
 def first_order(backward: Backward) -> Backward:
-    """Decorate the backward of an autograd Function that has no second derivative.
+    """Decorate the backward of an autograd Function so that a second derivative raises an error.
 
-    Computing a second derivative then raises an error. The Function must save its inputs with
-    ``save_for_backward``. Apply this decorator below ``staticmethod``.
+    The Function must save its inputs with ``save_for_backward``. Apply this decorator below
+    ``staticmethod``.
 
-    torch's `once_differentiable` is not enough. It adds a node that raises an error, but only if
-    the incoming gradient requires a gradient, and it links the node only to that incoming gradient,
-    not to the Function's inputs. `autograd.grad` with respect to the inputs therefore never reaches
-    the node, and silently omits the second derivative. This decorator links the returned gradients
-    to the incoming gradients and to all saved tensors, through a function whose backward raises the
-    error.
+    torch's `once_differentiable` is not enough. With it, autograd treats the returned gradients as
+    functions of the incoming gradient, but not of the Function's inputs. `autograd.grad` with
+    respect to the inputs would silently omit the second derivative. With this decorator, the
+    returned gradients are functions of the incoming gradients and of all saved tensors.
     """
 
     @wraps(backward)
@@ -45,8 +39,7 @@ def first_order(backward: Backward) -> Backward:
 class _Refusal(torch.autograd.Function):
     """Copies of the first `count` tensors; differentiating the copies raises an error.
 
-    The values of the other tensors are not used. They are arguments only so that autograd treats
-    the results as functions of them.
+    The other tensors are arguments only so that autograd treats the copies as functions of them.
     """
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""The headwise RMSNorm after differential attention, which is an option of `diff_attention`."""
+"""The headwise RMSNorm after differential attention, an option of `diff_attention`."""
 
 from typing import NamedTuple
 
@@ -23,9 +23,9 @@ class HeadwiseNorm(NamedTuple):
     scale: float
 
     def check(self, v: Tensor) -> None:
-        """Raise ValueError unless eps is at least 0 and the weight fits the values v, `[..., 2d]`.
+        """Raise ValueError unless eps is at least 0 and the weight fits the values v `[..., 2d]`.
 
-        The weight must have the shape `[2d]`, and be on the device of v.
+        The weight must be `[2d]`, and on the device of v.
         """
         if not self.eps >= 0.0:
             raise ValueError(f"norm.eps is {self.eps}; it must be 0 or more")

@@ -21,8 +21,8 @@ LEAST_CAPABILITY = (8, 0)
 def importable_libraries() -> frozenset[str]:
     """Return the optional libraries that are installed, can be imported, and support this GPU.
 
-    Without a GPU the third condition is not checked. For Triton the second condition is not
-    checked. A warning is logged for an installed library that cannot be used.
+    If there is no GPU, the support is not checked. The import of Triton is not checked. A warning
+    is logged for an installed library that cannot be used.
     """
     return frozenset(name for name in LIBRARIES if _is_usable(name))
 
@@ -60,11 +60,8 @@ def _unusable_reason(library: str) -> str | None:
 def call_of(op: Op, q: Tensor, needs: frozenset[str] = frozenset()) -> Call:
     """Return the properties of a call that determine its backend.
 
-    Args:
-        op: the operation.
-        q: tensor `[b, s, heads, d]`, of which only device, dtype and d are used: the queries, or
-            for the operation "subtraction" the attention output with signal and noise heads.
-        needs: features that the backend must support.
+    Of `q` `[b, s, heads, d]` only device, dtype and d are used. It is the tensor of queries, or for
+    "subtraction" the output of attention. `needs` are the features that the backend must support.
     """
     return Call(op, q.device.type, dtype_name(q.dtype), q.shape[3], needs)
 
@@ -78,11 +75,8 @@ def dtype_name(dtype: torch.dtype) -> str:
 def installed_backend(backend: str, call: Call) -> Backend:
     """Return the backend for a call, and log the choice and its reason.
 
-    The result is cached, so each combination of arguments is logged once per process.
-
-    Args:
-        backend: name of a backend, or "auto".
-        call: properties of the call.
+    The result is cached, so each combination of arguments is logged once per process. `backend` is
+    the name of a backend, or "auto".
 
     Raises:
         ValueError: for the same reasons as in `choose_backend.choose_backend`.
@@ -101,15 +95,9 @@ def backend_table(
 ) -> list[tuple[str, bool, str]]:
     """Return one row per backend of an operation, for the command `diffmegatron doctor`.
 
-    Args:
-        op: the operation.
-        device: device type; by default "cuda" if torch finds a GPU, otherwise "cpu".
-        dtype: dtype of queries, keys and values.
-        head_dim: width of a query.
-
-    Returns:
-        A list of tuples: the name of the backend, True if it can run, and a text. The text is the
-        backend's note if it can run, and the reason if it cannot.
+    A row has the name of the backend, True if it can run, and a text. The text is the backend's
+    note if it can run, and otherwise the reason why it cannot. The default device is "cuda" if
+    torch finds a GPU, otherwise "cpu".
     """
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")).type
     call = Call(op, device, dtype_name(dtype), head_dim)

@@ -10,8 +10,7 @@ heads of the first map, h_kv the number of kv heads, d the width of a query, and
 value.
 
 A softmax over all keys is a weighted mean of the softmaxes over chunks of the keys, with the
-weights exp(lse_chunk - lse_all). Here lse is the log-sum-exp of the scores. Context parallelism
-computes attention chunk by chunk, and merges the results exactly.
+weights exp(lse_chunk - lse_all). Here lse is the log-sum-exp of the scores.
 """
 
 from collections.abc import Sequence
@@ -47,15 +46,12 @@ class QKV(NamedTuple):
 
 
 def combine_maps(outs: Sequence[Tensor], lambda_: Tensor | None) -> Tensor:
-    """Return `out1 - lambda out2` from the outputs of both maps, or the output of the only map.
+    """Return `out1 - lambda out2`, or the output of the only map: `[b, s, h, e]`.
 
     Args:
         outs: outputs of the maps, `[b, s, h, e]` and `[b, s, h / r, e]`. The result is computed in
             their dtype.
         lambda_: 0-dim; None with one map.
-
-    Returns:
-        `[b, s, h, e]`.
     """
     if lambda_ is None:
         (out,) = outs
@@ -66,10 +62,9 @@ def combine_maps(outs: Sequence[Tensor], lambda_: Tensor | None) -> Tensor:
 
 
 def map_factors(lambda_: Tensor | None, like: Tensor) -> list[Tensor]:
-    """Return the factors of the maps' outputs in the result of `combine_maps`.
+    """Return the factors of the maps' outputs in the result of `combine_maps`: [1] or [1, -lambda].
 
-    With one map (``lambda_`` is None) the list is [1], with two maps [1, -lambda]. The elements are
-    0-dim tensors without gradients, in the dtype of ``like``.
+    The factors are 0-dim tensors without gradients, in the dtype of ``like``.
     """
     one = like.new_ones(())
     return [one] if lambda_ is None else [one, -lambda_.detach().to(like.dtype)]
@@ -131,17 +126,14 @@ class WholeAttention(NamedTuple):
     def deltas(self, grad: Tensor, lambda_: Tensor | None) -> tuple[Tensor, ...]:
         """Return one delta per map, `[b, s, heads of the map]`, which the softmax gradient needs.
 
-        Here rowsum is the sum over the last dimension, and out1 and out2 are the outputs of the two
-        maps. The delta of the first map is rowsum(grad * out1). That of the second map is the sum
-        of rowsum(grad * out2) over the signal heads that share a noise head. The gradient of lambda
-        is minus the sum of all elements of the second delta.
+        Here out1 and out2 are the outputs of the maps, and rowsum sums over the last dimension. The
+        delta of the first map is rowsum(grad * out1). The delta of the second map is the sum of
+        rowsum(grad * out2) over the signal heads that share a noise head. The gradient of lambda is
+        minus the sum of all elements of the second delta. Deltas have the dtype of `lses`.
 
         Args:
             grad: gradient of `out`, `[b, s, h, e]`.
             lambda_: 0-dim; None with one map.
-
-        Returns:
-            Deltas in the dtype of the log-sum-exps.
         """
         wide = grad.to(self.lses[0].dtype)
         sums = (wide * self.out).sum(-1)
@@ -154,16 +146,10 @@ class WholeAttention(NamedTuple):
 def merge_maps(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
     """Merge the outputs and log-sum-exps of one map over several chunks of keys.
 
-    Args:
-        outs: outputs of the chunks, `[b, s, h, e]` each.
-        lses: log-sum-exps of the chunks, `[b, s, h]` each.
-
-    Returns:
-        The output `[b, s, h, e]` and the log-sum-exp `[b, s, h]` over the keys of all chunks.
+    In each chunk and in the result the output is `[b, s, h, e]`, and the log-sum-exp `[b, s, h]`.
 
     Raises:
-        ValueError: ``outs`` is empty, the chunks differ in shape, or ``outs`` and ``lses`` do not
-            match in number or shape.
+        ValueError: there is no chunk, or the shapes or numbers of ``outs`` and ``lses`` do not fit.
     """
     out_shapes, lse_shapes = ([list(x.shape) for x in of_chunks] for of_chunks in (outs, lses))
     expected = out_shapes[:1] * len(outs)

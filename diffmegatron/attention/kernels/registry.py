@@ -1,8 +1,8 @@
 """The table of backends (implementations of attention), with their supported calls and costs.
 
-This module does not import torch, because the commands that check or plan a recipe import it and
-must start without the slow import of torch. To add a backend, write its module, describe it in
-`BACKENDS`, and add its name to `choose_backend.AUTO_ORDER` if `auto` should choose it.
+This module does not import torch, because commands that check or plan a recipe import it and must
+start fast. To add a backend, write its module, describe it in `BACKENDS`, and add its name to
+`choose_backend.AUTO_ORDER` if `auto` should choose it.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,8 +21,7 @@ Op = Literal["differential", "softmax", "subtraction"]
 
 # Operations with their names for messages. "differential" subtracts two attention maps, and its
 # values are twice as wide as the queries. "softmax" has one map, and values as wide as the queries.
-# "subtraction" divides the heads of a softmax attention's output into signal heads and noise heads,
-# and subtracts the noise heads, times lambda, from the signal heads.
+# "subtraction" is the last step of DIFF V2: signal heads minus lambda times noise heads.
 OPS: dict[Op, str] = {
     "differential": "differential attention",
     "softmax": "softmax attention",
@@ -34,8 +33,8 @@ LIBRARIES = ("triton", "flash_attn", "flex_head_fa", "cudnn")
 SIXTEEN_BIT_NAMES = ("bfloat16", "float16")
 
 # Features that a call may need beyond causal or unmasked attention over whole sequences. The values
-# complete the message "the backend cannot ...". A chunk is a part of the sequence: in ring context
-# parallelism a call computes attention between a chunk of queries and a chunk of keys.
+# complete the message "the backend cannot ...". In ring context parallelism a call computes
+# attention between a chunk of the sequence's queries and a chunk of its keys.
 FEATURES = {
     "documents": "stay within packed documents (cu_seqlens)",
     "offsets": "place queries freely against the keys (query_offset, key_offset)",
@@ -49,7 +48,7 @@ class Call(NamedTuple):
     """Properties of a call that determine, with the installed libraries, the choice of a backend.
 
     Attributes:
-        op: operation, a key of `OPS`.
+        op: key of `OPS`.
         device: device type, as in `tensor.device.type`.
         dtype: torch's name of the dtype of queries, keys and values ("bfloat16").
         head_dim: d, the width of a query.
@@ -78,26 +77,24 @@ class Backend:
             q, k, v and the result.
         saves_bias: whether the mask of packed documents is saved for the backward pass. It has one
             number per pair of a query and a key, which all heads share. `saved` excludes it.
-        saves_values: whether v itself is saved for the backward pass. If this is false, copies of v
-            are saved instead of it, and `saved` includes them.
-        saves_result: whether the result of the attention is saved for the backward pass; with a
-            headwise norm, the result before the norm. `saved` does not include it.
+        saves_values: whether v itself is saved for the backward pass. If not, copies of v are
+            saved, and `saved` includes them.
+        saves_result: whether the result (without the headwise norm) is saved for the backward pass.
+            `saved` excludes it.
         devices, dtypes, head_dims: supported values; None means any.
         library: name of the required library besides torch, or None.
-        computes_hidden_pairs: whether the backend also computes the products of (query, key) pairs
-            that the mask hides. If so, causal attention needs twice the multiply-adds that `work`
-            implies, because `work` is per visible pair.
+        computes_hidden_pairs: whether the backend also computes (query, key) pairs that the mask
+            hides. Causal attention then needs twice the multiply-adds that `work` implies.
         lacks: unsupported members of `FEATURES`.
         chunk_dtypes: device type -> dtypes supported for a call that needs "chunks". On a device
             type that is missing here, all `dtypes` are supported.
-        fuses_norm: whether the backend itself applies the call's norm of the heads' outputs. It
-            does so within its kernel, except if several heads of the first map share a head of the
-            second map: then it applies the norm after the kernel.
+        fuses_norm: whether the backend itself applies the call's norm of the heads' outputs, in its
+            kernel if possible.
         is_interpretable: whether the backend also runs in Triton's interpreter, with any device,
             dtype and head_dim.
-        entry: name of the backend's function in the module. It maps an `AttentionCall` to the
-            result `[b, s, h, e]`, where e is the width of the values. For "subtraction" its
-            arguments are the heads and lambda.
+        entry: name of a function in the module. It maps an `AttentionCall` to the result
+            `[b, s, h, e]`, where e is the width of the values. For "subtraction" its arguments are
+            the heads and lambda.
     """
 
     module: str
@@ -128,8 +125,8 @@ class Backend:
         return function
 
 
-# Functions that create the `Backend` of one library. The arguments given here are the properties
-# that differential and softmax attention of the library share; the tables below add the others.
+# Constructors of `Backend` with the properties that a library's differential and softmax attention
+# share. The tables below add the other properties.
 _triton_attention = partial(
     Backend,
     "triton.triton_attention",
@@ -299,8 +296,5 @@ BACKENDS: dict[Op, dict[str, Backend]] = {
 
 
 def whole_sequence_backends(op: Op) -> frozenset[str]:
-    """Return the names of the operation's backends that ring attention cannot use.
-
-    They compute attention only over whole sequences, and not chunk by chunk.
-    """
+    """Return the names of the backends without "chunks", which ring attention cannot use."""
     return frozenset(name for name, b in BACKENDS[op].items() if "chunks" in b.lacks)

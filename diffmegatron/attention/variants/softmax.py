@@ -67,7 +67,7 @@ class Softmax(Variant):
         return self
 
     def parameters(self, hidden_size: int) -> tuple[Parameter, ...]:
-        """Return the bias and the weights of the norms, if configured."""
+        """Return the bias of ``linear_qkv`` and the weights of the norms, if configured."""
         d, own = (self.head_dim,), []
         if self.qkv_bias:
             channels = (self.heads.qkv_channels,)
@@ -79,29 +79,26 @@ class Softmax(Variant):
         return tuple(own)
 
     def products(self) -> int:
-        """Return the multiply-adds per (query, key) pair: per head d for scores, d for values."""
+        """Return the multiply-adds per (query, key) pair: ``2 * head_dim`` for each query head."""
         return 2 * self.heads.query_channels
 
     def saved_bytes(self, kernels: Kernels) -> tuple[float, float]:
-        """Return the bytes per token that all heads of a layer save for the backward pass.
+        """Return the bytes per token that a layer saves for the backward pass.
 
-        The first number counts q, k, v and the input of the output projection, and the second all
-        tensors in between.
-
-        Without context parallelism, v is a view of the output of the fused q, k and v projection.
-        The whole output therefore stays in memory, in addition to the rotated q and k. The kernel's
-        output is counted once, because it is also the input of the output projection, except where
-        that input is a copy.
+        :meth:`.base.Variant.saved_bytes` defines the two numbers.
         """
         heads, element, backend = self.heads, kernels.element, SOFTMAX[kernels.backend]
         queries = element * heads.query_channels
         projected = 2 * queries + kernels.softmax_keys(heads, backend)
         core: float = FLOAT32 * heads.queries
         if kernels.communication is None:
+            # v is a view of the output of the fused q, k and v projection. The view keeps the whole
+            # output in memory, so the unrotated q and k are counted in addition to the rotated
+            # ones.
             projected += queries + element * heads.key_channels
         if self._copies_output(kernels):
-            # The input of the output projection is a copy of the kernel's output, and both stay in
-            # memory.
+            # `projected` counts the input of the output projection. This input is usually the
+            # kernel's output. Here it is a copy, and both tensors stay in memory.
             core += queries
         if self.qk_norm:
             projected += self._qk_norm_bytes(kernels)
@@ -111,7 +108,7 @@ class Softmax(Variant):
 
     @staticmethod
     def _copies_output(kernels: Kernels) -> bool:
-        """Return whether the kernel's output is copied before anything else reads it."""
+        """Return whether the kernel's output is copied before the next operation."""
         if kernels.communication in ("all_gather", "ulysses"):
             return True
         return kernels.has_mask and SOFTMAX[kernels.backend].saves_bias
@@ -119,9 +116,9 @@ class Softmax(Variant):
     def _qk_norm_bytes(self, kernels: Kernels) -> float:
         """Return the bytes per token that the norms of queries and keys save.
 
-        They save one float32 per query head and one per key head. On a CPU the norms are not fused:
-        they also save their normalised input in float32, and in bf16 runs a float32 copy of their
-        input.
+        The norms save one float32 per query head and per key head. On a CPU they are not fused and
+        also save their normalised input in float32. In bf16 runs on a CPU they save a float32 copy
+        of their input as well.
         """
         heads = self.heads
         kept = FLOAT32 * (heads.queries + heads.keys)
@@ -131,11 +128,12 @@ class Softmax(Variant):
         return kept
 
     def _norm_bytes(self, kernels: Kernels) -> float:
-        """Return the bytes per token that the headwise norm adds to those of attention without it.
+        """Return the bytes per token that the headwise norm adds.
 
-        The norm saves its input in float32 and a float32 per head, and on a CPU also its normalised
-        input in float32. In float32 runs, its input is the output of the attention kernel, which is
-        counted already. The norm's output, which the output projection saves, is a further tensor.
+        The norm saves one float32 per head and its input in float32. In float32 runs this input is
+        the attention kernel's output, which ``saved_bytes`` already counts. On a CPU the norm also
+        saves its normalised input in float32. The norm's output is counted too, because the output
+        projection saves it.
         """
         channels = self.heads.query_channels
         copy = 0 if kernels.element == FLOAT32 else FLOAT32 * channels
@@ -163,28 +161,24 @@ class Softmax(Variant):
         value: "Tensor",
         gate: "Tensor | None",
     ) -> "Tensor":
-        """Return softmax(Q K^T / sqrt(d)) V of every head, normalised if so configured.
-
-        Returns:
-            [b, s, num_heads, d].
-        """
+        """Return softmax(Q K^T / sqrt(d)) V [b, s, num_heads, d], with the headwise norm if set."""
         heads = context.softmax_attention(query, key, value)
         if not self.headwise_norm:
             return heads
         from diffmegatron.attention.kernels.api import HeadwiseNorm
 
         norm = HeadwiseNorm(layer.parameter("head_norm"), layer.norm_eps, 1.0)
-        # The gradient of the norm's weight is a sum over tokens, whose last bits depend on the
-        # order of the tokens. Earlier versions of this package summed in the order [s, b, ...].
-        # Keep this order, so that a run resumed from one of their checkpoints gives the same bits.
+        # The gradient of the norm's weight is a sum over tokens, and their order changes its last
+        # bits. Keep the order [s, b, ...] of earlier versions, so that runs which resume from old
+        # checkpoints stay reproducible.
         return norm.apply_to(heads.transpose(0, 1)).transpose(0, 1)
 
     def hugging_face(self, hidden_size: int) -> hf.HuggingFace:
         """Return the description of the class for these settings: Qwen3, SeedOss, Mistral or Llama.
 
-        For ``qkv_bias`` the class is SeedOss. Qwen2 has the same biases, but transformers 5 always
-        builds Qwen's own tokenizer for a Qwen2 model, which gives other ids than the run's
-        tokenizer. The heads of Qwen2 also have to fill the hidden size.
+        With ``qkv_bias`` the class is SeedOss. Qwen2 has the same biases, but transformers 5 always
+        builds Qwen's own tokenizer for a Qwen2 model. That tokenizer produces other ids than the
+        run's tokenizer.
 
         Raises:
             UserError: no class computes these settings.
@@ -205,10 +199,10 @@ class Softmax(Variant):
         }
         own = {"head_dim": self.head_dim}
         if self.qkv_bias:
-            # An export is a SeedOss model, whose configuration gets the keys of `config` and of
-            # `fixed`. A Qwen2 model (`also`) must compute the same attention from the keys of
-            # `config` alone. If its configuration has no head_dim, the model uses hidden_size /
-            # num_heads instead. Therefore `config` has head_dim only where this default is wrong.
+            # A run that started from a pretrained Qwen2 model exports the model's own config.json,
+            # and adds the values of `config` that this file lacks. The file usually lacks head_dim,
+            # and Qwen2 then uses hidden_size / num_heads. So `config` contains head_dim only if
+            # this default is wrong. A SeedOss export always gets head_dim from `fixed`.
             if self.num_heads * self.head_dim != hidden_size:
                 config |= own
             return hf.HuggingFace(
@@ -227,8 +221,7 @@ class Softmax(Variant):
     @classmethod
     @override
     def from_hugging_face(cls, config: Mapping[str, Any]) -> Self:
-        # If the configuration has no head_dim, the value 0 makes `sized` choose the width with
-        # which the heads fill the hidden size.
+        # With 0, `Variant.sized` chooses the head_dim with which the heads fill the hidden size.
         return cls(
             num_heads=config["num_attention_heads"],
             num_kv_heads=config["num_key_value_heads"],

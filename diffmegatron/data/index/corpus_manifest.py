@@ -1,7 +1,7 @@
 """Manifest of a prepared corpus, ``PREFIX.json``: counts, settings, input files and checksums.
 
 The manifest contains no times and no machine names, so the same input and settings give the same
-bytes. Names of files are converted to UTF-8 text by :func:`~diffmegatron.files.printable`.
+bytes. File names are converted to UTF-8 text by :func:`~diffmegatron.files.printable`.
 """
 
 import hashlib
@@ -27,13 +27,11 @@ CountOrZero = Annotated[int, Field(ge=0, lt=1 << 63)]
 
 
 class TokenizerRecord(Section):
-    """Record of the tokenizer of a corpus.
+    """Tokenizer of a corpus.
 
-    Attributes:
-        name: name or path of the tokenizer.
-        sha256: hash of the tokenizer; tokenizers with equal hashes are interchangeable.
-        vocab_size: highest id plus one, including special tokens.
-        end_of_document: id of the token that ends every document.
+    ``name`` is a name or a path. Tokenizers with equal ``sha256`` are interchangeable.
+    ``vocab_size`` is the highest id plus one, including special tokens. ``end_of_document`` is the
+    id of the token that ends every document.
     """
 
     name: str
@@ -43,13 +41,10 @@ class TokenizerRecord(Section):
 
 
 class FileRecord(Section):
-    """Input or output file of a preparation.
+    """Size and sha256 of an input or output file of a preparation.
 
-    Attributes:
-        path: path as text (:func:`~diffmegatron.files.printable`); for output files and for the
-            token files of parts, only the file name.
-        bytes: number of bytes.
-        sha256: hash of these bytes.
+    ``path`` is printable text (:func:`~diffmegatron.files.printable`). For output files and the
+    token files of parts, it is only the file name.
     """
 
     path: str
@@ -60,11 +55,8 @@ class FileRecord(Section):
 class InputRecord(FileRecord):
     """Input file and the range of it that ``prepare`` read.
 
-    ``bytes`` and ``sha256`` refer to this range.
-
-    Attributes:
-        before: number of bytes of the file before the range.
-        after: number of bytes of the file after the range.
+    ``bytes`` and ``sha256`` refer to this range. ``before`` and ``after`` are the numbers of bytes
+    of the file before and after the range.
     """
 
     before: CountOrZero = 0
@@ -72,12 +64,10 @@ class InputRecord(FileRecord):
 
 
 class PartRecord(Section):
-    """Record of one part of a corpus, written by ``prepare --part K/N``.
+    """Record of part K of N of a corpus, written by ``prepare --part K/N``.
 
-    Attributes:
-        number: number K of the part, counted from 1.
-        of: number N of parts.
-        corpus: hash of the names and sizes of all input files; equal for all parts of one input.
+    ``number`` is K, from 1, and ``of`` is N. ``corpus`` is a hash of the names and sizes of all
+    input files, which is equal for all parts.
     """
 
     number: Annotated[int, Field(ge=1)]
@@ -86,12 +76,10 @@ class PartRecord(Section):
 
 
 class LengthBin(Section):
-    """Bin of a histogram of document lengths, for lengths from L to 2 * L - 1 tokens.
+    """Numbers of documents and tokens in one bin of a histogram of document lengths.
 
-    Attributes:
-        at_least: lower bound L, a power of two. Lengths include the end-of-document token.
-        documents: number of documents in the bin.
-        tokens: number of tokens of these documents.
+    The bin contains lengths from ``at_least`` (a power of two) to ``2 * at_least - 1`` tokens,
+    including the end-of-document token.
     """
 
     at_least: Annotated[CountOrZero, Field(ge=1)]
@@ -103,17 +91,11 @@ class Manifest(Section):
     """Content of ``PREFIX.json``.
 
     Attributes:
-        version: version of the format.
-        tokenizer: tokenizer of the corpus.
-        settings: settings of ``prepare``.
-        documents: number of documents in ``PREFIX.bin``.
-        tokens: number of tokens in ``PREFIX.bin``, including end-of-document tokens.
+        tokens: number of tokens, including end-of-document tokens.
         text_bytes: number of UTF-8 bytes of text that were tokenised.
         rejected: number of records that could not be used.
         empty: number of records without text.
         duplicates: number of documents that were dropped as duplicates.
-        lengths: histogram of document lengths.
-        inputs: input files, or ranges of input files.
         outputs: token file ``PREFIX.bin`` and index ``PREFIX.idx``. For a merged corpus, size and
             hash of ``PREFIX.bin`` are those of the concatenated token files of its parts.
         part: record of this part if ``prepare --part`` wrote the corpus, otherwise None. A part may
@@ -183,10 +165,9 @@ class Manifest(Section):
 
 
 def other_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return a list with a text "NAME VALUE" for each setting that differs.
+    """Return a text "NAME VALUE" for each setting in ``now`` that differs from ``before``.
 
-    A setting in ``now`` differs if ``before`` lacks it or has another value. VALUE is the value in
-    ``before``, or None if it is missing there.
+    VALUE is the value in ``before``, or None if it is missing there.
     """
     return [
         f"{name} {shorten(repr(before.get(name)))}" for name in now if before.get(name) != now[name]
@@ -194,7 +175,7 @@ def other_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[st
 
 
 def manifest_path(prefix: str | Path) -> Path:
-    """Return the path of a corpus's manifest, ``PREFIX.json``."""
+    """Return the path of the manifest, ``PREFIX.json``."""
     return Path(f"{prefix}.json")
 
 
@@ -236,8 +217,7 @@ def hash_file(path: Path, before: int = 0, after: int = 0) -> str:
 def hash_in_parts(path: Path) -> Iterator[str]:
     """Yield the sha256 of the bytes read so far: after every GiB, and at the end of the file.
 
-    The last value is the hash of the whole file. Because the hash comes in parts, the caller can do
-    other work between two values.
+    The caller can do other work between two values. The last value is the hash of the whole file.
     """
     digest, read = hashlib.sha256(), 0
     for piece in pieces(path):
@@ -253,9 +233,6 @@ def pieces(path: Path, before: int = 0) -> Iterator[memoryview]:
     """Yield the bytes of a file in pieces of up to 16 MiB, without its first ``before`` bytes.
 
     All pieces share one buffer, so a piece is valid only until the next piece is requested.
-
-    Raises:
-        UserError: the file cannot be read.
     """
     with open_file(path, buffering=0) as stream:
         stream.seek(before)
@@ -289,17 +266,13 @@ def length_histogram(lengths: np.ndarray, counts: np.ndarray) -> tuple[LengthBin
 
 
 class Histogram:
-    """Histogram of document lengths: numbers of documents and tokens, in a bin per power of two."""
+    """Histogram of document lengths with one bin per power of two."""
 
     def __init__(self) -> None:
         self._documents, self._tokens = np.zeros(64, np.int64), np.zeros(64, np.int64)
 
     def add(self, lengths: np.ndarray) -> None:
-        """Add documents.
-
-        Args:
-            lengths: int ``[documents]``, number of tokens of each document, at least 1.
-        """
+        """Add documents; ``lengths`` (int ``[documents]``) are token counts of at least 1."""
         exponents = np.frexp(lengths.astype(np.float64))[1] - 1
         self._documents += np.bincount(exponents, minlength=64)
         self._tokens += np.bincount(exponents, weights=lengths, minlength=64).astype(np.int64)

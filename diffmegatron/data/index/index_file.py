@@ -1,11 +1,15 @@
 """Index file ``.idx`` of Megatron's IndexedDataset, written and checked in constant memory.
 
-The format is that of ``megatron/core/datasets/indexed_dataset.py`` (``_IndexWriter``): 9 bytes of
-magic, version 1 (u64), code of the token dtype (u8), number of sequences S (u64), number of
-boundaries D (u64), tokens of each sequence int32 ``[S]``, byte offset of each sequence in ``.bin``
-int64 ``[S]``, and document boundaries int64 ``[D]``. The boundaries are the first sequence of each
-document, followed by S. Megatron's own writer keeps all values in Python lists, which need too much
-memory for a billion documents.
+The format is that of ``megatron/core/datasets/indexed_dataset.py`` (``_IndexWriter``):
+
+- 9 bytes of magic, version 1 (u64), code of the token dtype (u8)
+- number of sequences S (u64), number of document boundaries D (u64)
+- tokens of each sequence: int32 ``[S]``
+- byte offset of each sequence in ``.bin``: int64 ``[S]``
+- document boundaries, the first sequence of each document followed by S: int64 ``[D]``
+
+Megatron's own writer keeps all values in Python lists, which need too much memory for a billion
+documents.
 """
 
 import os
@@ -30,10 +34,8 @@ _BUFFER = 1 << 20
 class IndexHeader:
     """Header of an index.
 
-    Attributes:
-        dtype: dtype of the tokens, int32 or uint16.
-        sequences: number S of sequences.
-        boundaries: number D of document boundaries: the number of documents plus one.
+    ``dtype`` is the token dtype, int32 or uint16. ``boundaries`` is the number of document
+    boundaries, which is the number of documents plus one.
     """
 
     dtype: np.dtype
@@ -52,13 +54,11 @@ class IndexHeader:
 
 
 def write_index(path: Path, lengths: np.ndarray, counts: np.ndarray, dtype: np.dtype) -> None:
-    """Write and sync an index.
+    """Write and fsync an index for tokens of ``dtype`` (int32 or uint16).
 
     Args:
-        path: file to write.
         lengths: int32 ``[sequences]``, number of tokens of each sequence; may be memory-mapped.
         counts: int32 ``[documents]``, number of sequences of each document; may be memory-mapped.
-        dtype: dtype of the tokens, int32 or uint16.
     """
     with create_file(path) as stream:
         header = (_MAGIC, 1, _TYPE_CODES[dtype], len(lengths), len(counts) + 1)
@@ -75,15 +75,9 @@ def write_index(path: Path, lengths: np.ndarray, counts: np.ndarray, dtype: np.d
 
 
 def merge_indexes(path: Path, indexes: Sequence[Path]) -> None:
-    """Write and sync one index for the concatenation of several token files.
+    """Write and fsync one index for the concatenation of several token files.
 
-    Args:
-        path: file to write.
-        indexes: index of each token file, in order; all must have the same dtype. An index without
-            documents is skipped.
-
-    Raises:
-        UserError: an index cannot be read.
+    ``indexes`` are the indexes of these files in order; all must have the same token dtype.
     """
     headers = [read_header(index) for index in indexes]
     opened = [
@@ -114,7 +108,7 @@ def merge_indexes(path: Path, indexes: Sequence[Path]) -> None:
 
 
 def _mapped(path: Path, header: IndexHeader) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Memory-map an index, and return its lengths, byte offsets and document boundaries."""
+    """Memory-map an index; return its lengths, byte offsets and document boundaries."""
     place, arrays = _HEADER.size, []
     for dtype, count in (
         (np.int32, header.sequences),
@@ -128,10 +122,7 @@ def _mapped(path: Path, header: IndexHeader) -> tuple[np.ndarray, np.ndarray, np
 
 
 def read_header(path: Path) -> IndexHeader:
-    """Read and check the header of an index.
-
-    The checks compare the numbers of sequences and documents with each other, with the size of the
-    file, and with the last document boundary. Other values of the file are not read.
+    """Read the header of an index; check its counts, the file size and the last document boundary.
 
     Raises:
         UserError: the file is missing, is not an index, or fails a check.
@@ -167,15 +158,9 @@ def read_header(path: Path) -> IndexHeader:
 
 
 def check_boundaries(path: str | Path, boundaries: np.ndarray) -> None:
-    """Refuse document boundaries that do not start at 0 or do not increase.
+    """Raise a ``UserError`` unless document boundaries start at 0 and increase.
 
-    Args:
-        path: path of the index, for the error message.
-        boundaries: int64 ``[documents + 1]``, first sequence of each document, followed by the
-            number of sequences; may be memory-mapped.
-
-    Raises:
-        UserError: the first boundary is not 0, or a document has no sequence.
+    ``boundaries`` is int64 ``[documents + 1]``, and may be memory-mapped.
     """
     if boundaries[0] != 0:
         raise _damaged_boundary(path, boundaries, 0)
@@ -198,7 +183,7 @@ def _buffers(array: np.ndarray) -> Iterator[np.ndarray]:
 
 
 def _sums_before(array: np.ndarray) -> Iterator[np.ndarray]:
-    """Yield, in pieces, the sum of all elements before each element of an array, as int64."""
+    """Yield, in pieces, the exclusive cumulative sum of an array as int64."""
     total = 0
     for part in _buffers(array):
         ends = total + np.cumsum(part, dtype=np.int64)

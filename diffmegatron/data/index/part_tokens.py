@@ -33,19 +33,15 @@ class PartTokens:
     """Concatenation of files of token ids; a file is memory-mapped when it is first read.
 
     A slice within one file is a view, and a slice over several files is a copy. Documents never
-    span two files, so copies are rare.
-
-    Args:
-        files: path and size in bytes of each file.
-        dtype: dtype of a token id.
+    span two files, so copies are rare. ``files`` contains the path and the size in bytes of each
+    file.
     """
 
     def __init__(self, files: Sequence[tuple[Path, int]], dtype: np.dtype) -> None:
         self.dtype = dtype
         filled = [(path, size // dtype.itemsize) for path, size in files if size]
         self._starts = list(itertools.accumulate((length for _, length in filled), initial=0))
-        # The cache belongs to this object. `lru_cache` as a decorator of a method would belong to
-        # the class, and would keep this object and its mapped files alive.
+        # As a decorator of a method, `lru_cache` would keep this object and its mapped files alive.
         self._mapped = lru_cache(_MAPPED_AT_ONCE)(lambda number: _map(*filled[number], dtype))
 
     @property

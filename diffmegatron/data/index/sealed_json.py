@@ -1,8 +1,8 @@
 """JSON files that contain a checksum of their content, for state that users never edit.
 
-Such a file describes other data files, for example how many documents they contain. If a damaged
-disk changes a number in the file, it is still valid JSON. A program that trusted the wrong number
-would skip or repeat documents unnoticed. The checksum reveals the change.
+If a damaged disk changes a number in a JSON file, the file is still valid JSON. A program that used
+a wrong number of documents would skip or repeat documents unnoticed. The checksum reveals the
+change.
 """
 
 import hashlib
@@ -14,25 +14,13 @@ from diffmegatron.files import format_path, parse_json, read_bytes, write_durabl
 
 
 def write_sealed(path: Path, content: str) -> None:
-    """Write JSON and, on the next line, its sha256; the file is replaced atomically.
-
-    Args:
-        path: file to write.
-        content: JSON on one line.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Write one line of JSON and, below it, its sha256; the file is replaced atomically."""
     line = content.encode()
     write_durably(path, line + b"\n" + _seal(line) + b"\n")
 
 
 def read_sealed(path: Path, schema: Any) -> Any:
-    """Read a file written by :func:`write_sealed`, and check its checksum.
-
-    Args:
-        path: file to read.
-        schema: type against which pydantic checks the content.
+    """Read a file written by :func:`write_sealed`; pydantic checks the content against ``schema``.
 
     Raises:
         UserError: the file is missing, was changed, or does not fit the schema.

@@ -26,14 +26,13 @@ class Corpus:
     """Prepared corpus, opened for reading.
 
     The arrays are views of memory-mapped files; only ``lengths`` and ``offsets`` of a fine-tuning
-    corpus are copies. The readers ``index`` and ``dataset`` must live as long as the views, because
-    a reader that is deleted closes its mapping. Reading a view after that is a segmentation fault.
+    corpus are copies. Keep ``index`` and ``dataset`` alive as long as the views. They close their
+    mappings when they are deleted, and reading a view after that is a segmentation fault.
 
     Attributes:
         prefix: path of the corpus without ``.bin``.
         manifest: content of ``PREFIX.json``.
-        tokens: int32 or uint16 ``[tokens]``, token ids of all documents. For a merged corpus
-            they lie in several files, and a ``PartTokens`` gives access to them as one array.
+        tokens: int32 or uint16 ``[tokens]``, token ids of all documents.
         lengths: int32 ``[documents]``, number of tokens of each document, including its
             end-of-document token.
         offsets: int64 ``[documents]``, start of each document in bytes from the start of
@@ -67,19 +66,13 @@ class Corpus:
 
     @property
     def is_fine_tuning(self) -> bool:
-        """True if documents consist of prompts and responses, for supervised fine-tuning.
-
-        Only responses contribute to the loss.
-        """
+        """True if documents consist of prompts and responses, for supervised fine-tuning."""
         return self.manifest.is_fine_tuning
 
     def loss_mask(self, document: int) -> np.ndarray:
         """Return the loss mask of a fine-tuning document, bool ``[tokens]``, True in responses.
 
-        The sequences of such a document are prompts and responses in turn, a prompt first.
-
-        Args:
-            document: number of the document.
+        The sequences of such a document alternate between prompts and responses, a prompt first.
         """
         first, end = self.index.document_indices[document : document + 2]
         segments = self.index.sequence_lengths[first:end]
@@ -87,10 +80,7 @@ class Corpus:
         return np.repeat(np.arange(len(segments)) % 2 == 1, segments)
 
     def check_index(self) -> None:
-        """Check every entry of the index.
-
-        :func:`open_corpus` checks only the end of the last sequence and, in a fine-tuning corpus,
-        the document boundaries.
+        """Check every entry of the index; :func:`open_corpus` checks only some entries.
 
         Raises:
             UserError: a document lies outside the file, overlaps another document, or is empty.
@@ -117,9 +107,8 @@ class Corpus:
 def open_corpus(prefix: str) -> Corpus:
     """Open the manifest, the index and the tokens of a corpus.
 
-    For a corpus of plain documents this takes constant time. For a fine-tuning corpus the time is
-    linear in the number of documents, because a document consists of several sequences, and the
-    lengths of these sequences are summed up.
+    This needs constant time for plain documents. For a fine-tuning corpus the time is linear in the
+    number of documents, because the lengths of each document's sequences are summed.
 
     Raises:
         UserError: a file is missing or truncated, the files do not belong together, or the corpus
@@ -168,7 +157,7 @@ def _shown(prefix: str) -> str:
 
 
 def check_tokenizer(corpus: Corpus, tokenizer: Tokenizer) -> None:
-    """Refuse a tokenizer that differs from the tokenizer with which the corpus was prepared.
+    """Check that a tokenizer is the one with which the corpus was prepared.
 
     Raises:
         UserError: the hashes, the vocabulary sizes or the end-of-document tokens differ.

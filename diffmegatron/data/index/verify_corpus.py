@@ -1,9 +1,8 @@
-"""Verify the tokens and the index of a corpus against its manifest ``PREFIX.json``.
+"""Compare the data files of a corpus with the sizes and hashes in its manifest ``PREFIX.json``.
 
-The manifest records the size and the hash of each file. The index is ``PREFIX.idx``. The tokens are
-in ``PREFIX.bin`` or, for a merged corpus, in the files of the folder ``PREFIX.parts``. The
-comparison of sizes is fast and detects missing and truncated files, and files of another corpus.
-The comparison of hashes reads every byte and detects all other damage, such as flipped bits.
+The index is ``PREFIX.idx``. The tokens are in ``PREFIX.bin`` or, for a merged corpus, in the files
+of the folder ``PREFIX.parts``. Comparing sizes is fast and detects missing and truncated files, and
+files of another corpus. Comparing hashes reads every byte and also detects flipped bits.
 """
 
 from collections.abc import Iterator
@@ -24,17 +23,14 @@ from diffmegatron.files import file_size, format_path
 def data_files(manifest: Manifest) -> tuple[str, ...]:
     """Return the suffixes of the data files, such as ``.bin``; the index ``.idx`` is last.
 
-    PREFIX followed by a suffix is the path of a file.
+    The path of a file is PREFIX followed by its suffix.
     """
     parts = tuple(f".parts/{part.path}" for part in manifest.parts)
     return (*(parts or (".bin",)), ".idx")
 
 
 def check_sizes(prefix: str | Path, manifest: Manifest) -> IndexHeader:
-    """Compare file sizes and the number of documents with the manifest, without reading tokens.
-
-    Returns:
-        The header of the index.
+    """Compare file sizes and the number of documents with the manifest; return the index's header.
 
     Raises:
         UserError: a file is missing, truncated or belongs to another corpus.
@@ -67,18 +63,14 @@ def check_sizes(prefix: str | Path, manifest: Manifest) -> IndexHeader:
 def check_hash(prefix: str | Path, suffix: str) -> Iterator[None]:
     """Compare the hash of one data file with the manifest.
 
-    This generator yields after every GiB, so that the caller can do other work in between.
-
-    Args:
-        prefix: prefix of the corpus.
-        suffix: suffix of the file, one of those that :func:`data_files` returns.
+    ``suffix`` is one of the suffixes that :func:`data_files` returns. This generator yields after
+    every GiB, so that the caller can do other work in between.
 
     Raises:
-        UserError: the file cannot be read, or its sha256 differs from the hash in the manifest.
+        UserError: the file cannot be read, or its hash differs.
     """
     path, manifest = Path(f"{prefix}{suffix}"), read_manifest(prefix)
-    # The files may have been copied to another prefix, so find the recorded hash by the suffix of
-    # the file and not by its name.
+    # The files may have been renamed to another prefix, so find the recorded hash by suffix.
     recorded = {Path(output.path).suffix: output.sha256 for output in manifest.outputs}
     recorded |= {f".parts/{part.path}": part.sha256 for part in manifest.parts}
     sha256 = ""
@@ -93,7 +85,7 @@ def check_hash(prefix: str | Path, suffix: str) -> Iterator[None]:
 
 
 def check_hashes(prefix: str | Path) -> Manifest:
-    """Check first the sizes and then the hashes of all data files, and return the manifest.
+    """Check first the sizes and then the hashes of all data files; return the manifest.
 
     Raises:
         UserError: a file is missing or damaged.

@@ -1,1 +1,1 @@
-"""Convert text files (JSONL, Parquet, plain text) to token files for training."""
+"""Convert a corpus (JSONL, Parquet or plain-text files) to token files for training."""

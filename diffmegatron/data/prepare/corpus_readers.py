@@ -43,12 +43,11 @@ class Record(NamedTuple):
     """One raw document of a file.
 
     Attributes:
-        line: number of the line or row, counted from 1. If only a range of the file is read, the
-            first line of the range is line 1. A plain-text file is one document, at line 1.
-        payload: JSONL: bytes of the line; plain text: bytes of the file; Parquet: values of the
-            row by column, with strings as bytes.
-        problem: reason why the document cannot be read, in which case the payload is empty; None:
-            the document was read.
+        line: number of the line or row, counted from 1 at the start of the range that is read. A
+            plain-text file is one document, at line 1.
+        payload: JSONL: bytes of the line; plain text: bytes of the file; Parquet: values of the row
+            by column, with strings as bytes.
+        problem: reason why the document cannot be read. The payload is then empty.
     """
 
     line: int
@@ -57,13 +56,7 @@ class Record(NamedTuple):
 
 
 class Fingerprint(NamedTuple):
-    """Values from which a change of a file is detected.
-
-    Attributes:
-        size: size in bytes.
-        modified: modification time in ns.
-        inode: inode number.
-    """
+    """Size in bytes, modification time in ns and inode, which reveal a change of a file."""
 
     size: int
     modified: int
@@ -75,11 +68,8 @@ class CorpusFile:
     """Input file, or a range of it if several machines prepare parts of a corpus in parallel.
 
     Attributes:
-        path: path of the file.
-        format: format, derived from the ending of the name.
-        fingerprint: size, modification time and inode of the file when it was found.
-        before: number of bytes at the start of the file that belong to earlier parts (see
-            :mod:`diffmegatron.data.prepare.parts`).
+        fingerprint: fingerprint of the file when it was found.
+        before: number of bytes at the start of the file that belong to earlier parts.
         after: number of bytes at the end of the file that belong to later parts.
     """
 
@@ -100,11 +90,7 @@ class CorpusFile:
         return self.format == "jsonl" and self.path.suffix not in _ARCHIVES
 
     def check_unchanged(self) -> None:
-        """Refuse a file that has changed since it was found.
-
-        Raises:
-            UserError: the file was written, replaced or removed.
-        """
+        """Raise a UserError if the file was changed or removed since it was found."""
         try:
             changed = "was changed" if _fingerprint(self.path.stat()) != self.fingerprint else None
         except OSError:
@@ -119,16 +105,14 @@ class CorpusFile:
 def find_files(inputs: list[Path], pattern: str) -> list[CorpusFile]:
     """Return the files of a corpus, in the order of ``inputs``.
 
-    The files of a folder are sorted by path.
+    Folders are searched recursively, and the files of a folder are sorted by path.
 
     Args:
-        inputs: files, and folders that are searched recursively.
         pattern: glob that selects the files of a folder, such as ``*.py``. It does not apply to
             files that ``inputs`` names directly.
 
     Raises:
-        UserError: the pattern is empty; an input does not exist, is not a regular file or cannot be
-            read; or a folder has no matching file.
+        UserError: the pattern is empty, an input cannot be read, or a folder has no matching file.
     """
     if not pattern:
         raise UserError("--pattern is empty; give one such as '*' or '*.jsonl'")
@@ -173,14 +157,13 @@ def read_records(file: CorpusFile, columns: tuple[str, ...], max_bytes: int) -> 
     """Yield the records of a file in order.
 
     Args:
-        file: file to read.
-        columns: columns to read from a Parquet file; columns that it does not have are ignored.
+        columns: columns to read from a Parquet file; columns that the file does not have are
+            ignored.
         max_bytes: size limit of a payload. A larger record is yielded with an empty payload, and
             its ``problem`` names the limit.
 
     Raises:
-        UserError: the file cannot be read to its end, so that documents would be missing, or it has
-            changed since it was found.
+        UserError: the file cannot be read to its end, or has changed since it was found.
     """
     line = 0
     try:
@@ -247,10 +230,9 @@ def _read_parquet(file: CorpusFile, columns: tuple[str, ...], max_bytes: int) ->
 
 
 def _rows(batch: pyarrow.RecordBatch) -> Iterator[dict[str, Any] | str]:
-    """Yield each row as a dictionary of Python values, or as a string if conversion fails.
+    """Yield each row as a dictionary, or as a string with the reason why its conversion failed.
 
-    The string is the reason: for example, a nested value has invalid UTF-8, or a date is beyond
-    Python's range. If the conversion of the batch fails, its rows are converted one at a time.
+    For example, a nested value has invalid UTF-8, or a date is beyond Python's range.
     """
     try:
         yield from batch.to_pylist()
@@ -287,8 +269,7 @@ def _oversized(line: int, max_bytes: int) -> Record:
 def _open(path: Path) -> Iterator[BinaryIO]:
     """Open a file; a .gz or .zst archive is decompressed while it is read.
 
-    Raises:
-        EOFError: on entering, if an archive is empty; while the caller reads, if it is truncated.
+    An empty or truncated archive raises an EOFError.
     """
     with open_file(path, buffering=_READ_BYTES) as raw:
         if path.suffix not in _ARCHIVES:

@@ -1,4 +1,4 @@
-"""Journal: append-only files with commits, whose committed data survives a kill of the process."""
+"""Append-only files with commits; committed data survives a kill of the process."""
 
 import hashlib
 import os
@@ -20,12 +20,7 @@ State = TypeVar("State", bound=BaseModel)
 
 
 class FileState(BaseModel):
-    """Committed state of a file.
-
-    Attributes:
-        bytes: number of committed bytes.
-        sha256: hash of these bytes.
-    """
+    """Number of committed bytes of a file, and their hash."""
 
     bytes: Annotated[int, Field(ge=0)]
     sha256: str
@@ -36,7 +31,7 @@ class Commit(BaseModel, Generic[State]):
 
     Attributes:
         state: state that the caller passed to :meth:`Journal.commit`.
-        files: name of each file -> its state at the commit.
+        files: state of each file at the commit, by name of the file.
     """
 
     state: State
@@ -44,14 +39,10 @@ class Commit(BaseModel, Generic[State]):
 
 
 def last_commit(folder: Path, schema: type[State]) -> Commit[State] | None:
-    """Return the last commit in ``folder``; None if there is no commit.
-
-    Args:
-        folder: folder of a journal.
-        schema: pydantic model of the committed state.
+    """Return the last commit in the folder of a journal; None if there is no commit.
 
     Raises:
-        UserError: the file of the commit cannot be read, or its content differs from its checksum.
+        UserError: the file of the commit cannot be read or is damaged.
     """
     path = folder / _STATE
     if not os.path.lexists(path):
@@ -63,15 +54,11 @@ def last_commit(folder: Path, schema: type[State]) -> Commit[State] | None:
 class Journal:
     """Folder of append-only files, with a file that records the last commit.
 
-    When a journal is opened, the committed bytes of every file are compared with their hash. Bytes
-    that were appended after the last commit are removed. As a context, the journal closes its files
-    at the end.
+    The constructor compares the committed bytes of every file with their hash. It removes bytes
+    that were appended after the last commit.
 
     Args:
-        folder: folder of the journal, created if it is missing.
-        names: names of the files.
-        commit: result of :func:`last_commit`; None: nothing is committed, so all content is removed
-            from the files.
+        commit: result of :func:`last_commit`; if it is None, all files are emptied.
 
     Raises:
         UserError: a file is not a regular file, is not part of the commit, or does not begin with
@@ -95,11 +82,7 @@ class Journal:
             raise
 
     def _resume(self, name: str, committed: FileState) -> bool:
-        """Truncate a file to its committed bytes.
-
-        Returns:
-            False if these bytes have changed; then the file is not truncated.
-        """
+        """Truncate a file to its committed bytes; return False if these bytes have changed."""
         file, digest, left = self._files[name], self._digests[name], committed.bytes
         while left and (part := file.read(min(left, _BUFFER))):
             digest.update(part)
@@ -120,7 +103,7 @@ class Journal:
         return self._digests[name].hexdigest()
 
     def commit(self, state: BaseModel) -> None:
-        """Write ``state`` and all appended data durably, so that they survive a kill."""
+        """Write ``state`` and all appended data durably."""
         for file in self._files.values():
             file.flush()
             os.fsync(file.fileno())
@@ -155,8 +138,8 @@ def _open(path: Path) -> BinaryIO:
 def remove_journal(folder: Path) -> None:
     """Delete the folder of a journal.
 
-    The file with the last commit is deleted last. If the process is killed earlier,
-    :func:`last_commit` still returns the commit, and the next process can call this function again.
+    The file with the last commit is deleted last. If the process is killed earlier, the next
+    process still finds the commit and can call this function again.
     """
     for path in folder.iterdir():
         if path.name != _STATE:

@@ -1,10 +1,10 @@
 """``diffmegatron data merge``: form one corpus from the parts that ``prepare --part`` wrote.
 
-The merge writes only the index ``PREFIX.idx`` and the manifest ``PREFIX.json``. The index equals
-the index that a single ``prepare`` of all inputs writes. (With ``--deduplicate`` they may differ,
-because ``prepare --part`` finds duplicates only within a part.) The tokens are not copied: the
-merged corpus uses the token files of the parts in the folder ``PREFIX.parts``. The merge reads
-these files once, to verify the checksum of each part and to compute the checksum of all tokens.
+The merge writes only the index ``PREFIX.idx`` and the manifest ``PREFIX.json``. The tokens are not
+copied: the merged corpus uses the token files of the parts in the folder ``PREFIX.parts``.
+
+The index equals the index that a single ``prepare`` of all inputs writes. With ``--deduplicate``
+they may differ, because ``prepare --part`` finds duplicates only within a part.
 """
 
 import hashlib
@@ -43,20 +43,15 @@ def merge(prefix: Path, *, show_progress: bool = True) -> Manifest:
     """Merge the parts of a corpus; if they are merged already, verify the merged corpus.
 
     The manifest ``PREFIX.json`` is written last and shows that the corpus is complete. If a merge
-    is killed, there is no manifest, and the next merge starts from the beginning.
+    is killed, the next merge starts from the beginning.
 
     Args:
         prefix: prefix passed to ``prepare --part``.
-        show_progress: whether to show a progress line on standard error.
-
-    Returns:
-        The manifest of the merged corpus.
 
     Raises:
-        UserError: a part is missing, unfinished or damaged; the parts were prepared with different
-            settings or from different lists of input files; an input file was changed between the
-            preparations of two parts; no part has a document; the existing merged corpus is damaged
-            or has other parts; files of a preparation without parts exist at the prefix; the files
+        UserError: a part is missing, unfinished or damaged; the parts have different settings or
+            input files; an input file was changed between the preparations of two parts; no part
+            has a document; files at the prefix are damaged or belong to another corpus; the files
             cannot be written; or another process holds the lock ``PREFIX.lock``.
     """
     place = f"the parts of {format_path(prefix)}"
@@ -138,11 +133,10 @@ def _check_alike(prefix: Path, parts: Sequence[Part], manifests: Sequence[Manife
 
 
 def _check_cuts(prefix: Path, manifests: Sequence[Manifest]) -> None:
-    """Check that consecutive parts fit together in each input file that was cut between parts.
+    """Check that the parts fit together in each input file that was cut between parts.
 
-    In such a file, each part must begin at the offset at which the part before it ends. If the file
-    was changed between the preparations of the two parts, these offsets may differ, which is an
-    error.
+    In such a file, each part must begin at the offset at which the part before it ends. These
+    offsets may differ if the file was changed between the preparations of the two parts.
     """
     expected: tuple[str, int] | None = None
     for record in (record for manifest in manifests for record in manifest.inputs):
@@ -161,11 +155,7 @@ def _check_cuts(prefix: Path, manifests: Sequence[Manifest]) -> None:
 
 
 def _check_merged(prefix: Path, manifests: Sequence[Manifest]) -> Manifest:
-    """Verify that an existing merged corpus consists of these parts and is undamaged.
-
-    Returns:
-        The manifest of the merged corpus.
-    """
+    """Verify that the existing merged corpus consists of these parts and is undamaged."""
     path = format_path(manifest_path(prefix))
     if read_manifest(prefix).parts != tuple(map(_record, manifests)):
         raise UserError(f"{path} was merged from other parts; delete it to merge these")
@@ -185,7 +175,7 @@ def _check_free(prefix: Path) -> None:
 
 
 def _record(manifest: Manifest) -> FileRecord:
-    """Return the size and hash of a part's token file, as the manifest of the part records them."""
+    """Return the size and hash of a part's token file from the manifest of the part."""
     return manifest.outputs[0]
 
 
@@ -224,7 +214,7 @@ def _write(
 
 
 def _lengths(manifests: Sequence[Manifest]) -> tuple[LengthBin, ...]:
-    """Return the length histogram of all documents: the sum of the histograms of the parts."""
+    """Return the sum of the length histograms of the parts."""
     documents, tokens = Counter[int](), Counter[int]()
     for part in (part for manifest in manifests for part in manifest.lengths):
         documents[part.at_least.bit_length() - 1] += part.documents
@@ -240,8 +230,8 @@ def _hash_tokens(
 ) -> str:
     """Return the sha256 of the concatenated token files, and verify the files of each part.
 
-    Each token file is read once for two hashes: the hash of all tokens, and the hash of this file.
-    They are computed at the same time, in two threads.
+    Each token file is read once. Two threads compute the hash of this file and the hash of all
+    tokens.
     """
     whole, console = hashlib.sha256(), Console(stderr=True)
     numbered = list(zip(prefixes, manifests, strict=True))

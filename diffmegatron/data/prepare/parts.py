@@ -2,8 +2,8 @@
 
 The concatenation of the input files is cut into N ranges of about equal size in bytes. A plain
 JSONL file can be cut between two lines. Any other file (text, Parquet, an archive) belongs to one
-part as a whole. No document is divided, so the parts in the order of their numbers contain the
-documents of the whole corpus in the original order.
+part as a whole. The parts in the order of their numbers contain the documents of the whole corpus
+in the original order.
 """
 
 import hashlib
@@ -35,23 +35,14 @@ _LINE_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Part:
-    """Part K/N of a preparation.
-
-    Attributes:
-        number: number K of the part, counted from 1.
-        of: number N of parts.
-    """
+    """Part K/N of a preparation: ``number`` is K, counted from 1, and ``of`` is N."""
 
     number: int
     of: int
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Parse the text ``K/N``.
-
-        Raises:
-            UserError: the text has another form, or K is not between 1 and N.
-        """
+        """Parse the text ``K/N`` with 1 <= K <= N <= 99,999."""
         found = re.fullmatch(r"([0-9]{1,9})/([0-9]{1,9})", text)
         number, of = map(int, found.groups()) if found else (0, 0)
         if not 1 <= number <= of <= MAX_PARTS:
@@ -76,11 +67,7 @@ class Part:
         return f"{self.number}/{self.of}"
 
     def prefix(self, prefix: Path) -> Path:
-        """Return the prefix of the part's files.
-
-        Args:
-            prefix: prefix of the whole corpus.
-        """
+        """Return the prefix of the part's files from the prefix of the whole corpus."""
         return parts_folder(prefix) / self.name
 
 
@@ -88,7 +75,7 @@ class _Place(NamedTuple):
     """Place in the input.
 
     Attributes:
-        file: index of a file; the number of files for the end of the input.
+        file: index of a file; at the end of the input, the number of files.
         offset: byte offset in this file.
     """
 
@@ -97,21 +84,13 @@ class _Place(NamedTuple):
 
 
 def cut(files: list[CorpusFile], part: Part) -> tuple[list[CorpusFile], PartRecord]:
-    """Return the input files of a part, and the record that identifies the part.
+    """Return the files, or ranges of files, that a part reads, and the record of the part.
 
-    The result depends only on the names and sizes of the files and, where a file is cut, on the
-    positions of its line ends.
+    The result depends only on the names and sizes of the files and on the line ends at which files
+    are cut. A part may have no files.
 
     Args:
         files: all input files.
-        part: the part.
-
-    Returns:
-        The files, or ranges of files, that the part reads; and the record of the part. A part may
-        have no files.
-
-    Raises:
-        UserError: a file that is cut cannot be read.
     """
     starts = list(itertools.accumulate((file.size for file in files), initial=0))
     first, last = (_place(files, starts, part, end) for end in (part.number - 1, part.number))
@@ -130,17 +109,15 @@ def cut(files: list[CorpusFile], part: Part) -> tuple[list[CorpusFile], PartReco
 def _place(files: list[CorpusFile], starts: list[int], part: Part, number: int) -> _Place:
     """Return the place in the input at which the part with a given number ends.
 
-    The parts would have equal sizes if part k of N ended at k/N of the bytes of the input. In a
-    file that can be cut, the returned place is the start of the first line at or after this byte.
-    In any other file, it is the start or the end of the file, whichever is nearer. The end of a
-    file is represented as the start of the next file.
+    Part k of N ideally ends at k/N of the bytes of the input. In a file that can be cut, the
+    returned place is the start of the first line at or after this byte. In any other file, it is
+    the start or the end of the file, whichever is nearer. The end of a file is represented as the
+    start of the next file.
 
     Args:
-        files: all input files.
         starts: first byte of each file in the concatenated input, and the total number of bytes.
         part: any part; only its number N of parts is used.
-        number: number of the part that ends, from 1 to N; for 0 the result is the start of the
-            input.
+        number: number k of the part that ends; for 0 the result is the start of the input.
     """
     if number == 0:
         return _Place(0, 0)
@@ -159,7 +136,7 @@ def _place(files: list[CorpusFile], starts: list[int], part: Part, number: int) 
 def _next_line(file: CorpusFile, offset: int) -> int:
     """Return the byte at which the first line at or after ``offset`` begins.
 
-    If no line begins at or after ``offset``, the size of the file is returned.
+    If there is no such line, the size of the file is returned.
     """
     if not offset:
         return 0
@@ -207,13 +184,11 @@ def check_fits(prefix: Path, part: Part, record: PartRecord, settings: Mapping[s
 
     Args:
         prefix: prefix of the whole corpus.
-        part: part to begin.
-        record: record of this part.
-        settings: settings of this part, as recorded in the manifest.
+        settings: settings of the part, as recorded in the manifest.
 
     Raises:
-        UserError: the existing parts belong to another number N of parts; or the first finished
-            part, apart from ``part`` itself, was prepared with other settings or input files.
+        UserError: the existing parts K/N have another N; or the first finished part, apart from
+            ``part`` itself, was prepared with other settings or input files.
     """
     begun = find_parts(prefix)
     if begun and begun[0].of != part.of:
@@ -234,13 +209,12 @@ def check_fits(prefix: Path, part: Part, record: PartRecord, settings: Mapping[s
 
 
 def difference(manifest: Manifest, settings: Mapping[str, Any], part: PartRecord) -> str:
-    """Describe the first difference between a finished part and a preparation.
+    """Describe the first difference between a finished part and a preparation; "" if there is none.
 
     The text is the end of a sentence that begins "The part was prepared", for example "from other
-    input files". It is "" if there is no difference.
+    input files".
 
     Args:
-        manifest: manifest of the finished part.
         settings: settings of the preparation, as recorded in a manifest.
         part: record of any part of the preparation.
     """

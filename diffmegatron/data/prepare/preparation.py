@@ -1,8 +1,7 @@
 """Encode a corpus, or the rest of it after an interruption, and write the finished files.
 
-The files are written in a *journal*, a folder of append-only files. A commit of the journal records
-the lengths of the files and the position in the input. After an interruption, the preparation
-continues from the last commit.
+The results are appended to the files of a :class:`Journal`. Each commit also records the position
+in the input, at which the preparation continues after an interruption.
 """
 
 import dataclasses
@@ -38,9 +37,8 @@ TOKENS, LENGTHS, COUNTS, DIGESTS = "tokens.bin", "lengths.i32", "counts.i32", "d
 REJECTS = "rejects.jsonl"
 FILES = (TOKENS, LENGTHS, COUNTS, DIGESTS, REJECTS)
 INDEX, MANIFEST = "index.idx", "manifest.json"
-# If at least this many records have become documents or rejects (records that cannot be used), each
-# commit checks the share of rejects. Among fewer records, a single reject is already a large share,
-# so this share is checked only at the end.
+# Each commit checks the share of rejects (unusable records) once there are this many documents and
+# rejects. Among fewer records, a single reject is already a large share.
 _EARLY_CHECK = 1000
 
 
@@ -54,7 +52,6 @@ class Counts:
         text_bytes: number of UTF-8 bytes of tokenised text, including the text of duplicates.
         rejected: number of input records that cannot be used.
         empty: number of input records without text, or whose last response is empty.
-        duplicates: number of documents that were dropped as duplicates.
     """
 
     documents: int = 0
@@ -75,13 +72,12 @@ class Counts:
 
 
 class Identity(Section):
-    """Inputs and settings of a preparation; they must be the same to resume the preparation.
+    """Inputs and settings of a preparation; they must be unchanged to resume the preparation.
 
     Attributes:
         settings: settings, as recorded in the manifest.
         files: path, number of bytes to read and modification time in ns of each input file.
-        part: record of the part of the corpus that this preparation writes (``--part K/N``): K, N
-            and a hash of the list of all input files; None if it writes the whole corpus.
+        part: part that this preparation writes (``--part K/N``); None: it writes the whole corpus.
     """
 
     settings: dict[str, str | bool | int | None]
@@ -93,11 +89,7 @@ class State(Section):
     """Progress of a preparation, which each commit of the journal records.
 
     Attributes:
-        identity: inputs and settings.
-        position: position in the input.
-        counts: totals up to this position.
-        first_reject: description of the first rejected record, one that cannot be used; "" if
-            there is none.
+        first_reject: description of the first record that cannot be used; "" if there is none.
         finished: whether all files are complete and can be renamed to their final names.
     """
 
@@ -113,11 +105,7 @@ class Preparation:
 
     Args:
         prefix: path of the finished files without their endings.
-        files: input files.
-        settings: settings of the preparation.
-        state: state of the journal's last commit, at which the preparation begins; the initial
-            state for a new journal.
-        journal: open journal.
+        state: state of the journal's last commit; for a new journal, the initial state.
     """
 
     def __init__(
@@ -138,9 +126,7 @@ class Preparation:
         )
 
     def encode(self, workers: int, commit_seconds: float, progress: PrepareProgress) -> None:
-        """Tokenise the rest of the corpus.
-
-        The result is committed every ``commit_seconds`` and at the end.
+        """Tokenise the rest of the corpus, and commit every ``commit_seconds`` and at the end.
 
         Raises:
             UserError: an input file cannot be read, a worker process was killed, or the share of
@@ -205,10 +191,9 @@ class Preparation:
         return options[self.settings.layout]
 
     def _columns(self) -> str:
-        """Return the names of all columns of the Parquet file with the first rejected record.
+        """Return all column names of the Parquet file with the first reject, for the error message.
 
-        They become part of the error message and help the user to choose the right column, because
-        the description of the record contains only the columns that were read. The result is "" if
+        The description of the reject contains only the columns that were read. The result is "" if
         the file is not Parquet, cannot be read, or has all required columns.
         """
         required = set(self.settings.required_fields)
@@ -227,8 +212,7 @@ class Preparation:
         """Write the index and the manifest, and commit the journal as finished.
 
         Raises:
-            UserError: the whole corpus has no document. One part of a corpus (``--part K/N``) may
-                have none, because other parts can have documents.
+            UserError: the whole corpus has no document. A single part may have no document.
         """
         if not self.counts.documents and self.identity.part is None:
             self._refuse_empty()

@@ -1,9 +1,9 @@
 """``diffmegatron prepare``: write a corpus as ``PREFIX.bin``, ``PREFIX.idx`` and ``PREFIX.json``.
 
-Unfinished work is in the folder ``PREFIX.partial``, a :class:`Journal`: files that only grow, and a
-record of the last commit, the point up to which their content is complete. At the end the three
-files are renamed to their final names, the manifest (``PREFIX.json``) last. A preparation that was
-killed resumes from its last commit, and writes the same bytes as a preparation that was not killed.
+Unfinished work is in the folder ``PREFIX.partial``, a :class:`Journal` of append-only files with
+commits. A preparation that was killed resumes from the last commit, and writes the same bytes as a
+preparation that was not killed. At the end the three files are renamed to their final names, the
+manifest (``PREFIX.json``) last.
 """
 
 import os
@@ -62,27 +62,22 @@ def prepare(
     verified. The lock ``PREFIX.lock`` ensures that one process at a time works on a prefix.
 
     Args:
-        inputs: JSONL (plain, .gz, .zst), Parquet, plain-text files, or folders of them; a
-            plain-text file is one document.
+        inputs: JSONL, Parquet or plain-text files, or folders of them. JSONL and plain text can be
+            compressed (.gz, .zst). A plain-text file is one document.
         output_prefix: path of the three files without ``.bin``, ``.idx`` and ``.json``; documents
             that cannot be used are listed in ``PREFIX.rejects.jsonl``.
         tokenizer: name or path, see :func:`diffmegatron.data.tokenizers.load_tokenizer`.
-        text_field: key of a JSON line, or column of a Parquet file, that contains the text.
+        text_field: JSON key or Parquet column of the text.
         workers: number of processes that tokenise; 1 uses this process.
         pattern: glob of the files to read in a folder, such as ``*.py``.
         part: prepare only this part of the inputs, in ``PREFIX.parts/``;
-            :func:`diffmegatron.data.prepare.merge_parts.merge` joins the parts. Duplicates
-            are then found only within a part, so a document that is in two parts stays in both.
-            None: prepare all inputs.
+            :func:`diffmegatron.data.prepare.merge_parts.merge` joins the parts. Duplicates are
+            found only within a part. None: prepare all inputs.
         restart: drop results at this prefix that cannot be used: unfinished work that is damaged or
             has other inputs or settings, and damaged finished files.
         commit_seconds: seconds between two commits; a kill loses at most the work since the last
             commit.
-        show_progress: whether to show a progress line on standard error.
         settings: other fields of :class:`PrepareSettings`.
-
-    Returns:
-        The manifest of the corpus.
 
     Raises:
         UserError: an input cannot be read or changes while it is read; the files cannot be written;
@@ -110,8 +105,8 @@ def prepare(
     )
     try:
         if part is not None:
-            # Create the folder here. If FileLock creates it, FileLock also removes it on exit when
-            # it is empty, and another process may be about to write its part into the folder.
+            # On exit, FileLock removes an empty folder that it created. Another process may soon
+            # write its part into the folder, so create the folder before the lock.
             output_prefix.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(Path(f"{output_prefix}.lock"), place, "give another --output"):
             finished = _finished(output_prefix, files, identity, restart=restart)
@@ -152,14 +147,9 @@ def _finished(
 ) -> Manifest | None:
     """Verify a finished corpus at ``prefix`` and return its manifest.
 
-    Returns:
-        The manifest, or None in these cases: there is no finished corpus; the folder of unfinished
-        work still exists; or the corpus is damaged and ``restart`` is true, in which case its
-        manifest file is deleted.
-
-    Raises:
-        UserError: the corpus has other inputs or settings, was merged from parts, or is damaged and
-            ``restart`` is false.
+    The result is None if there is no finished corpus, or if the folder of unfinished work still
+    exists. If the corpus is damaged and ``restart`` is true, its manifest file is deleted and the
+    result is None.
     """
     path = manifest_path(prefix)
     if not os.path.lexists(path) or os.path.lexists(_partial(prefix)):
@@ -200,12 +190,7 @@ def _check_same(
 
 
 def _describe_changed_input(before: tuple[InputRecord, ...], now: list[CorpusFile]) -> list[str]:
-    """Describe how the recorded inputs differ from the present inputs.
-
-    Returns:
-        A list of at most one description: of the first input that differs, or, if all common inputs
-        are equal, of the different number of inputs.
-    """
+    """Return at most one description of how the recorded inputs differ from the present inputs."""
     for record, file in zip(before, now, strict=False):
         name = format_path(file.path)
         if record.path != printable(file.path):
@@ -230,18 +215,8 @@ def _unfinished(folder: Path, identity: Identity, *, restart: bool) -> tuple[Sta
     """Open the journal in ``folder`` at its last commit, or begin a new journal.
 
     A journal that is damaged or belongs to another preparation cannot be resumed. It is replaced by
-    a new journal if ``restart`` is true, or if it is intact but contains no documents.
-
-    Args:
-        folder: folder of the journal.
-        identity: inputs and settings of this preparation.
-        restart: whether to replace every journal that cannot be resumed.
-
-    Returns:
-        The state at the last commit, and the open journal.
-
-    Raises:
-        UserError: the journal cannot be resumed and may not be replaced.
+    a new journal if ``restart`` is true, or if it is intact but contains no documents. In other
+    cases a UserError is raised.
     """
     try:
         commit = last_commit(folder, State)

@@ -19,12 +19,7 @@ class _Totals(Protocol):
 
 
 class PrepareProgress:
-    """Context in which :meth:`update` redraws the progress line on standard error.
-
-    Args:
-        files: input files.
-        show: whether to draw the line at all.
-    """
+    """Context in which :meth:`update` redraws the progress line on standard error."""
 
     def __init__(self, files: list[CorpusFile], show: bool) -> None:
         sizes = [file.size for file in files]
@@ -55,15 +50,10 @@ class PrepareProgress:
         self._progress.stop()
 
     def update(self, place: Position, totals: _Totals) -> None:
-        """Show the progress up to a position in the input.
+        """Show the progress up to ``place``, the position up to which the input is tokenised.
 
         The rates (MB/s and tokens/s) are averages since this object was created. The totals of the
         first call may contain the work of an earlier, interrupted process, so they are subtracted.
-
-        Args:
-            place: position up to which the input is tokenised.
-            totals: totals of the preparation up to this position, including the work of earlier
-                processes.
         """
         first_bytes, first_tokens = self._first = self._first or (totals.text_bytes, totals.tokens)
         seconds = max(1e-9, time.monotonic() - self._started)

@@ -70,8 +70,8 @@ class PrepareSettings:
     def recorded(self) -> dict[str, Any]:
         """Return the settings that the manifest records.
 
-        The tokenizer is not among them, because the manifest identifies it by a hash. Neither is
-        ``max_reject_share``, because it does not change the documents.
+        ``tokenizer`` is omitted, because the manifest identifies the tokenizer by a hash.
+        ``max_reject_share`` is omitted, because it does not change the documents.
         """
         values = asdict(self)
         del values["tokenizer"], values["max_reject_share"]

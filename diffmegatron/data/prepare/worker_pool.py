@@ -49,13 +49,10 @@ def encode_in_order(
 ) -> Iterator[tuple[Position, EncodedBatch]]:
     """Encode the records after ``start`` in batches, and yield each encoded batch.
 
-    Each batch comes with the position in the input after its last record. About three batches per
-    worker are in memory at a time, independent of the size of the corpus.
+    Each batch comes with the position in the input after its last record. At most about three
+    batches per worker are in memory at a time.
 
     Args:
-        files: input files.
-        start: position at which to begin.
-        settings: settings of the preparation.
         workers: number of processes that tokenise; 1 uses this process.
 
     Raises:
@@ -99,14 +96,13 @@ def _delayed_interrupts() -> Iterator[None]:
     """Delay Ctrl-C (SIGINT) in this process, and block it in workers that start in the context.
 
     For Ctrl-C, a terminal sends SIGINT to this process and to all workers. The workers inherit the
-    blocked signal, so they never receive it; this process ends them itself. A starting worker reads
-    its start-up data from a pipe that this process writes, and prints a traceback if the data end
-    early because the signal interrupted the writing. This process therefore handles the signal only
-    at the end of the context.
+    blocked signal and never receive it, so this process ends them. In this process, SIGINT could
+    interrupt the start of a worker. The worker would then receive incomplete start-up data and
+    print a traceback.
 
-    To block the signal in the main thread is not enough for this delay: another thread may receive
-    the signal, and Python then runs the handler in the main thread. A temporary handler therefore
-    records the signal, and the original handler is called at the end.
+    It is not enough to block the signal in the main thread: another thread may receive the signal,
+    and Python then runs the handler in the main thread. A temporary handler therefore records the
+    signal, and the original handler is called at the end.
     """
     received: list[tuple[int, FrameType | None]] = []
     is_main = threading.current_thread() is threading.main_thread()
@@ -141,7 +137,7 @@ def _exit_with_parent() -> None:
     """Wait until the parent process has ended, and then end this worker process.
 
     A worker whose parent was killed would otherwise wait for work forever. The end of the parent
-    does not close the queue of work, because the worker also holds the queue's writing end.
+    does not close the queue of work, because the worker has the queue's writing end open too.
     """
     parent = multiprocessing.parent_process()
     if parent is not None:
@@ -154,8 +150,7 @@ def _read_batches(
 ) -> Iterator[tuple[Position, Batch]]:
     """Yield batches of records, each with the position in the input after its last record.
 
-    A batch ends when it has one MiB or 1024 records, whichever comes first. It may contain records
-    of several files.
+    A batch ends at 1 MiB or 1024 records, and may contain records of several files.
     """
     records: list[tuple[CorpusFile, Record]] = []
     size = 0

@@ -34,8 +34,8 @@ from diffmegatron.section import Section
 
 log = logging.getLogger(__name__)
 
-# Version of the code that computes the arrays, part of every key. Increase it when a change of the
-# code gives other arrays for the same key, so that the old entries are not used.
+# Part of every key. Increase it when changed code computes other arrays for the same key, so that
+# old entries are not used.
 _VERSION = 1
 _CONTENTS = "contents.json"
 _ADVICE = "set data.cache_dir to a folder that all ranks can write"
@@ -45,13 +45,7 @@ Arrays = tuple[dict[str, np.ndarray], Mapping[str, Any]]
 
 
 class ArrayRecord(Section):
-    """Record of a one-dimensional array in the file ``NAME.DTYPE``, which contains only its values.
-
-    Attributes:
-        dtype: dtype of the values.
-        length: number of values.
-        sha256: hash of the file.
-    """
+    """One-dimensional array in the file ``NAME.DTYPE``, which contains only the values."""
 
     dtype: Literal["int32", "int64"]
     length: Annotated[int, Field(ge=0)]
@@ -63,9 +57,7 @@ class Contents(Section):
 
     Attributes:
         key: key of the entry as text. It is compared with the requested key, because the name of
-            the folder is only a hash of it.
-        arrays: record of each array, by its name.
-        summary: summary that was built with the arrays.
+            the folder is only a hash of the key.
     """
 
     key: str
@@ -75,26 +67,20 @@ class Contents(Section):
 
 @dataclass(frozen=True)
 class Cache:
-    """Cache in a folder.
-
-    Attributes:
-        parent: folder of the cache, created with its first entry.
-    """
+    """Cache in the folder ``parent``, which is created with the first entry."""
 
     parent: Path
 
     def open(self, key: tuple[object, ...], build: Callable[[], Arrays]) -> Arrays:
         """Return the entry for a key; build it if it is missing, damaged or unfinished.
 
-        An existing entry is read completely to verify its checksums.
+        The returned arrays are memory-mapped. An existing entry is read completely to verify its
+        checksums.
 
         Args:
             key: all values on which the arrays depend.
             build: function that computes one-dimensional arrays and a summary. It runs under a file
                 lock, so only one process at a time builds an entry.
-
-        Returns:
-            The memory-mapped arrays, and the summary.
 
         Raises:
             UserError: the cache cannot be written, or a new entry cannot be read back.
@@ -124,15 +110,7 @@ class Cache:
 
 
 def _read(folder: Path, name: str) -> Arrays | None:
-    """Return the arrays and summary of an entry, or None.
-
-    Args:
-        folder: folder of the entry.
-        name: text of the key.
-
-    Returns:
-        The entry; None if it is missing, is damaged or belongs to another key.
-    """
+    """Return an entry; None if it is missing, is damaged or belongs to another key."""
     try:
         contents: Contents = read_sealed(folder / _CONTENTS, Contents)
         arrays = {
@@ -160,10 +138,10 @@ def _mapped(path: Path, record: ArrayRecord) -> np.ndarray:
 def _write(folder: Path, name: str, arrays: dict[str, np.ndarray], summary: Any) -> None:
     """Write an entry to a temporary folder, and rename this folder to ``folder``.
 
-    If a damaged entry exists at ``folder``, it is first renamed and finally deleted. Its files are
-    never overwritten, because other ranks may have mapped them. On a network file system without
-    working locks, two machines may write the entry at the same time. Both write the same bytes, so
-    the entry of either machine can be used.
+    A damaged entry at ``folder`` is first renamed and finally deleted. Its files are never
+    overwritten, because other ranks may have mapped them. On a network file system without working
+    locks, two machines may write the entry at the same time. Both write the same bytes, so either
+    result can be used.
     """
     own = f"{os.uname().nodename}.{os.getpid()}"
     temporary, old = folder.with_suffix(f".{own}.tmp"), folder.with_suffix(f".{own}.old")

@@ -22,15 +22,13 @@ class Selection:
     """All values on which the document order of a corpus depends.
 
     Attributes:
-        split: ``train``, ``validation`` or ``test``.
         validation_fraction: share of the documents held out for validation, 0 to 1.
         test_fraction: share of the documents held out for testing, 0 to 1.
         split_seed: seed that determines which documents are held out.
-        seed: seed that determines the order, and which short documents are kept.
-        long_tokens: a document is always kept if it has at least this many tokens; its
-            end-of-document token does not count.
-        keep_short: probability with which a shorter document is kept. A value below 1 up-samples
-            long documents: their share of the tokens grows. 1 keeps all documents.
+        seed: seed of the document order, and of the choice of short documents to keep.
+        long_tokens: minimum length of a long document in tokens, without the end-of-document
+            token. Long documents are always kept.
+        keep_short: probability of keeping each short document; 1 keeps all.
     """
 
     split: Split
@@ -44,15 +42,14 @@ class Selection:
 
 @dataclass(frozen=True)
 class DocumentOrder:
-    """The documents of a split in shuffled order, as a stream of tokens.
+    """Documents of a split in shuffled order, as a stream of n documents.
 
-    The stream has n documents: all documents of the split, without those that length up-sampling
-    dropped. (It raises the share of long documents by dropping short ones at random.)
+    Length up-sampling drops some short documents of the split, which the stream does not contain.
 
     Attributes:
         documents: int64 ``[n]``, index of each document in the corpus, in the order of the stream.
         ends: int64 ``[n]``, number of tokens of the stream up to the end of each document.
-        split_lengths: length histogram of all documents of the split.
+        split_lengths: length histogram of all documents of the split, before up-sampling.
         lengths: length histogram of the n documents of the stream.
     """
 
@@ -73,16 +70,12 @@ class DocumentOrder:
 
 
 def corpus_cache(corpus: Corpus, cache_dir: str | None) -> Cache:
-    """Return the cache in the folder ``cache_dir``; None selects PREFIX.cache of the corpus."""
+    """Return the cache in the folder ``cache_dir``, by default ``PREFIX.cache`` of the corpus."""
     return Cache(Path(cache_dir or f"{corpus.prefix}.cache"))
 
 
 def open_order(corpus: Corpus, selection: Selection, cache: Cache) -> DocumentOrder:
-    """Return the document order of a split from the cache; if it is missing there, build it first.
-
-    Raises:
-        UserError: the index is damaged, or the cache cannot be written.
-    """
+    """Return the document order of a split from the cache; build it first if it is missing."""
     arrays, summary = cache.open(
         ("documents", corpus.manifest.content, selection),
         lambda: build_order(corpus, selection),
@@ -96,11 +89,7 @@ def open_order(corpus: Corpus, selection: Selection, cache: Cache) -> DocumentOr
 
 
 def build_order(corpus: Corpus, selection: Selection) -> Arrays:
-    """Compute a :class:`DocumentOrder`; return its arrays, and its histograms as JSON values.
-
-    Raises:
-        UserError: the index is damaged.
-    """
+    """Compute a :class:`DocumentOrder`; return its arrays, and its histograms as JSON values."""
     corpus.check_index()
     documents = select_split(corpus.num_documents, selection)
     all_lengths = corpus.lengths[documents]
@@ -123,9 +112,9 @@ def select_split(num_documents: int, selection: Selection) -> np.ndarray:
     """Return the document numbers of a split, int64 in ascending order.
 
     The splits are disjoint and together contain all documents. A held-out split with a positive
-    fraction has at least one document, as long as one document remains for training. A corpus of
-    one document therefore has no held-out split. A corpus of two documents has no test split if it
-    has a validation split.
+    fraction has at least one document, but one document always remains for training. In a corpus of
+    one or two documents, a held-out split may therefore be empty. The validation split is filled
+    before the test split.
     """
     chance = uniform(derive_key("split", selection.split_seed), np.arange(num_documents))
     training = np.ones(num_documents, dtype=bool)
@@ -146,8 +135,8 @@ def _lowest(chance: np.ndarray, free: np.ndarray, fraction: float) -> np.ndarray
     Args:
         chance: float64 ``[documents]``, random number of each document.
         free: bool ``[documents]``, True for documents that are not yet in another held-out split.
-        fraction: share of all documents to select. A positive share selects at least one document,
-            but one free document always remains, so nothing is selected if only one is free.
+        fraction: share of all documents to select. If the share is positive and two documents are
+            free, at least one is selected. One free document always remains.
 
     Returns:
         bool ``[documents]``, True for selected documents.
@@ -161,9 +150,9 @@ def _lowest(chance: np.ndarray, free: np.ndarray, fraction: float) -> np.ndarray
 
 
 def _shuffle(documents: np.ndarray, key: int) -> np.ndarray:
-    # Documents are sorted by a hash of their number. Unlike the results of numpy's random
-    # generator, the hash is the same in every version of numpy. It is a bijection, so no two values
-    # are equal, and the result does not depend on the sorting algorithm.
+    # The sort key is a hash of the document number. Unlike random numbers of numpy, the hash is the
+    # same in every version of numpy. No two documents have equal hashes, so the result does not
+    # depend on the sorting algorithm.
     return documents[np.argsort(random_bits(key, documents))]
 
 
@@ -178,11 +167,7 @@ def _bins(saved: list[dict[str, Any]]) -> tuple[LengthBin, ...]:
 
 
 def require_documents(order: DocumentOrder, corpus: Corpus, selection: Selection) -> None:
-    """Refuse settings of up-sampling that keep no document of a source.
-
-    Raises:
-        UserError: the split has documents, and none of them is kept.
-    """
+    """Raise a ``UserError`` if up-sampling drops all documents of a non-empty split."""
     if order.split_lengths and not order.tokens:
         raise UserError(
             f"up-sampling keeps no document of source {corpus.prefix}: all are shorter than "

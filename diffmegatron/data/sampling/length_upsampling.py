@@ -1,9 +1,7 @@
 """Length up-sampling (Fu et al., arXiv 2402.10171): keep all long and a few short documents.
 
 The documents are selected when the document order of a run is built, not when the corpus is
-prepared. Runs with different limits between short and long documents can therefore use the same
-prepared corpus. With ``data.upsampling.mode: global``, samples.py also multiplies the weight of a
-source by the share of its tokens that is kept.
+prepared. Runs with different length limits can therefore use the same prepared corpus.
 """
 
 import numpy as np
@@ -16,18 +14,15 @@ def keep_long(
 ) -> np.ndarray:
     """Return a mask of n documents, bool ``[n]``, which is True for documents that are kept.
 
-    The paper keeps documents below 4096 tokens with probability 0.1, and only estimates their
-    numbers of tokens. In this function ``lengths`` has the exact numbers.
+    The paper uses ``long_tokens`` 4096 and ``keep_short`` 0.1.
 
     Args:
-        lengths: int ``[n]``, number of tokens of each document, including the end-of-document
-            token.
+        lengths: int ``[n]``, number of tokens of each document, with its end-of-document token.
         documents: int ``[n]``, index of each document in the corpus. This index and the seed
             determine whether a short document is kept.
-        long_tokens: a document is always kept if it has at least this many tokens; its
-            end-of-document token does not count.
-        keep_short: probability with which a shorter document is kept; 1 keeps all documents.
-        seed: seed of the random numbers.
+        long_tokens: minimum length of a long document, without its end-of-document token. Long
+            documents are always kept.
+        keep_short: probability of keeping each short document; 1 keeps all.
     """
     if keep_short == 1:
         return np.ones(len(documents), dtype=bool)

@@ -1,11 +1,9 @@
 """Mixture of weighted sources (corpora): the source of each sample of a run.
 
-From the weights and the number of a sample in the run, :class:`Mixture` computes the source of the
-sample and the sample's number within this source. It needs no other state, so samples can be read
-in any order. The computation descends a binary tree over the sources. Among the first n samples,
-for any n, the count of each source deviates from its exact share by at most one sample per level of
-the tree. Megatron's BlendedDataset instead stores the source and the number of every sample of the
-run in two arrays.
+:class:`Mixture` computes the source of a sample from the weights and the number of the sample.
+Unlike Megatron's ``BlendedDataset``, it stores no array with an entry for each sample. The
+computation descends a binary tree over the sources. Among the first n samples, the count of each
+source deviates from its exact share by at most one sample per level of the tree.
 """
 
 from collections.abc import Sequence
@@ -17,13 +15,12 @@ from fractions import Fraction
 class _Node:
     """Inner node of the tree, which divides a stream of samples between two groups of sources.
 
-    With p = ``share``, floor(n * p) of the first n samples of the stream belong to the left group,
-    and the others to the right group. This distributes both groups evenly over the stream.
+    Of the first n samples of the stream, floor(n * ``share``) belong to the left group, and the
+    others to the right group. This distributes both groups evenly over the stream. A group with a
+    single source is stored as the index of this source.
 
     Attributes:
         share: weight of the left group divided by the weight of both groups.
-        left: subtree of the left group, or the index of its single source.
-        right: subtree of the right group, or the index of its single source.
     """
 
     share: Fraction
@@ -35,7 +32,7 @@ class Mixture:
     """Assignment of the samples of a run to its sources (corpora), in proportion to weights.
 
     Args:
-        weights: relative weight of each source; the weights need not sum to 1.
+        weights: relative weight of each source.
 
     Raises:
         ValueError: a weight is negative, or all are zero.
@@ -63,7 +60,7 @@ class Mixture:
         return node, index
 
     def counts(self, samples: int) -> list[int]:
-        """Return, for each source, how many of the first ``samples`` samples of the run it has."""
+        """Return how many of the first ``samples`` samples of the run belong to each source."""
         counts = [0] * self._size
         pending: list[tuple[_Node | int, int]] = [(self._tree, samples)]
         while pending:

@@ -2,9 +2,8 @@
 
 A mixture draws samples from several sources (corpora) in proportion to their weights. A change of
 the weights or sources at sample n begins a new period. The order before sample n stays unchanged,
-and each source continues with its next sample. A checkpoint stores all periods, from which the
-order of the whole run can be computed. A source is identified by the hash of its content, because
-its path may change.
+and each source continues with its next sample. A checkpoint stores all periods. A source is
+identified by the hash of its content, because its path may change.
 """
 
 from bisect import bisect_right
@@ -34,12 +33,7 @@ class SourceWeight:
 
 @dataclass(frozen=True)
 class Period:
-    """Period in which the weights do not change.
-
-    Attributes:
-        from_sample: first sample of the period.
-        sources: sources with their weights.
-    """
+    """Period of a run with constant weights, which begins at the sample ``from_sample``."""
 
     from_sample: int
     sources: tuple[SourceWeight, ...]
@@ -78,22 +72,16 @@ class MixtureHistory:
         return content, self._before[number].get(content, 0) + local
 
     def counts(self, num_samples: int) -> dict[str, int]:
-        """Return how many of the run's first ``num_samples`` samples each source has.
-
-        The result maps the content hash of a source to the number of samples.
-        """
+        """Count each source's samples (by content hash) among the first ``num_samples`` samples."""
         number = max(0, bisect_right(self._starts, num_samples) - 1)
         return self._counts_within(number, num_samples - self._starts[number])
 
     def _counts_within(self, number: int, num_samples: int) -> dict[str, int]:
-        """Return how many samples each source has from sample 0 of the run to a place in a period.
+        """Count samples of each source (by content hash) from sample 0 to a position in a period.
 
         Args:
             number: index of the period.
-            num_samples: number of samples from the start of the period to this place.
-
-        Returns:
-            Content hash of each source -> number of samples.
+            num_samples: number of samples from the start of the period to the position.
         """
         counts = dict(self._before[number])
         within = self._mixtures[number].counts(num_samples)
@@ -102,17 +90,10 @@ class MixtureHistory:
         return counts
 
     def changed(self, from_sample: int, sources: tuple[SourceWeight, ...]) -> "MixtureHistory":
-        """Return a history in which other weights apply from a sample on.
+        """Return a history in which the given weights apply from sample ``from_sample`` on.
 
-        Periods that begin at or after this sample are dropped.
-
-        Args:
-            from_sample: first sample with the new weights.
-            sources: sources with the new weights.
-
-        Returns:
-            The new history. If ``sources`` have the same normalized weights as in the last period,
-            the result is this history itself, with all its periods.
+        Periods that begin at or after this sample are dropped. However, if the normalized weights
+        of ``sources`` are equal to those of the last period, this history itself is returned.
         """
         if _shares(self.periods[-1].sources) == _shares(sources):
             return self
@@ -120,11 +101,7 @@ class MixtureHistory:
         return MixtureHistory([*kept, Period(from_sample, sources)])
 
     def path(self, content: str) -> str:
-        """Return the path that a source has in the last of the periods that contain it.
-
-        Args:
-            content: content hash of the source.
-        """
+        """Return the path of the source with this hash, from the last period that contains it."""
         known = {s.content: s.path for period in self.periods for s in period.sources}
         return known[content]
 

@@ -1,15 +1,14 @@
 """Best-fit packing of documents into sequences with few cuts (Ding et al., ICML 2024).
 
-A document that is longer than a sequence is cut into pieces of the length of a sequence, and the
-rest of the document is a shorter last piece. A document that is not longer is one piece. The pieces
-are placed in descending order of length. Each piece is put into the sequence with the least
-remaining space among those in which it fits, or into a new sequence if it fits in none.
+A document that is longer than a sequence is cut into pieces of the length of a sequence and a
+shorter last piece. Any other document is one piece. Pieces are placed in descending order of
+length. Each piece is put into the fullest sequence that has enough space, or into a new sequence.
 """
 
 import numpy as np
 
-# Maximum number of documents that are packed together; pieces of other documents never share a
-# sequence with them. The limit bounds the memory, and is so large that it hardly adds padding.
+# Maximum number of documents that are packed together. The limit bounds the memory, and is so large
+# that it hardly adds padding.
 _DOCUMENTS_AT_A_TIME = 1 << 22
 
 
@@ -67,13 +66,11 @@ def _cut(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray, np
 def best_fit(sizes: np.ndarray, capacity: int) -> np.ndarray:
     """Assign pieces to bins (sequences) by the algorithm best-fit decreasing.
 
-    All pieces of equal size are placed together. In each step, a group of bins that share the least
-    sufficient remaining space is filled with as many of these pieces as fit. The number of steps
-    depends on the number of distinct sizes, not on the number of pieces.
+    Many pieces of equal size are placed in one step, because a loop over all pieces would be slow.
 
     Args:
         sizes: int ``[n]``, size of each piece, from 1 to ``capacity``.
-        capacity: size of a bin.
+        capacity: size of an empty bin.
 
     Returns:
         int64 ``[n]``, number of the bin of each piece, counted from 0.
@@ -98,11 +95,7 @@ def best_fit(sizes: np.ndarray, capacity: int) -> np.ndarray:
 
 
 class _OpenBins:
-    """Bins that still have space, grouped by their remaining space.
-
-    Args:
-        capacity: size of an empty bin.
-    """
+    """Bins that still have space, grouped by their remaining space."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
@@ -111,16 +104,11 @@ class _OpenBins:
         self._count = 0
 
     def take(self, size: int, pieces: int) -> tuple[int, np.ndarray]:
-        """Remove and return bins for pieces of equal size; create bins if none has enough space.
+        """Remove and return bins for ``pieces`` pieces of size ``size``.
 
-        All returned bins have the same remaining space, the least that suffices for a piece. They
-        come from a single call of :meth:`put`, the latest with this space, so they may be too few
-        for all pieces. The caller then calls this method again for the pieces that are left.
-        Created bins are always enough for all pieces.
-
-        Args:
-            size: size of each piece.
-            pieces: number of pieces.
+        All returned bins have the same remaining space, the least that is sufficient for a piece.
+        They may be too few for all pieces. The caller then calls this method again for the other
+        pieces. If no bin has enough space, new bins are created for all pieces.
 
         Returns:
             The remaining space of each bin, and the numbers of the bins, int64 ``[bins]``.

@@ -2,10 +2,10 @@
 
 The random bits come from the finaliser (the last mixing function) of the generator SplitMix64
 (Steele, Lea and Flood, OOPSLA 2014). A permutation is a Feistel network that uses this finaliser as
-its round function. Such a network permutes the numbers below a power of two, and the wanted size is
-usually smaller. The network is therefore applied repeatedly until the result is below the wanted
-size (Black and Rogaway, CT-RSA 2002). The results are the same on every machine and in every
-version of this package.
+its round function. Such a network permutes the numbers below a power of two, which may exceed the
+wanted size. The network is therefore applied repeatedly until the result is below the wanted size
+(Black and Rogaway, CT-RSA 2002). The results are the same on every machine and in every version of
+this package.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ _ROUNDS = 4
 
 @lru_cache(maxsize=256)
 def derive_key(*parts: str | int) -> int:
-    """Return a 64-bit key that is derived from texts and numbers by sha256."""
+    """Return a 64-bit key, derived from ``parts`` by sha256."""
     digest = hashlib.sha256("\x1f".join(map(str, parts)).encode()).digest()
     return int.from_bytes(digest[:8], "little")
 
@@ -35,8 +35,7 @@ def mix(value: int) -> int:
 def random_bits(key: int, indices: np.ndarray) -> np.ndarray:
     """Return 64 random bits for each of the n indices, uint64 ``[n]``.
 
-    To save memory, all operations are in place on one copy of the indices, because n may be the
-    number of documents of a corpus.
+    The operations are in place, because n may be the number of documents of a corpus.
     """
     value = indices.astype(np.uint64)
     value += np.uint64(1)
@@ -57,13 +56,7 @@ def uniform(key: int, indices: np.ndarray) -> np.ndarray:
 
 
 def permute(index: int, size: int, key: int) -> int:
-    """Return the image of ``index`` under a pseudo-random permutation of ``range(size)``.
-
-    Args:
-        index: number in ``range(size)``.
-        size: size of the range.
-        key: 64-bit key that selects the permutation.
-    """
+    """Return the image of ``index`` under a permutation of ``range(size)`` that ``key`` selects."""
     half = max(1, ((size - 1).bit_length() + 1) // 2)
     low = (1 << half) - 1
     while True:

@@ -1,11 +1,9 @@
 """Samples of a run in a fixed order.
 
-The order is determined by the seed, the sequence length, and settings in the section ``data`` of
-the recipe, such as the sources (corpora) and their weights.
-
-``samples[i]`` does not depend on ranks, batch sizes or workers. The position of a run in its data
-is therefore a single number. The order is infinite with ``data.on_exhausted: repeat``. With
-``stop``, reading a sample that lies after the end of its source raises an error.
+The seed, the sequence length and the section ``data`` of the recipe determine the order. Ranks,
+batch sizes and workers have no effect on ``samples[i]``. The position of a run in its data is
+therefore a single number. The order is infinite with ``data.on_exhausted: repeat``. With ``stop``,
+reading a sample that lies after the end of its source raises an error.
 """
 
 from collections.abc import Mapping
@@ -40,7 +38,7 @@ class Sample:
         starts: int64 ``[n]``, positions at which a document or the padding begins; the first is 0.
         loss_mask: bool ``[s + 1]``, True for tokens that contribute to the loss as labels; None if
             all tokens do.
-        source: prefix of the corpus from which the sample was read.
+        source: prefix of the corpus of the sample.
     """
 
     tokens: np.ndarray
@@ -54,10 +52,9 @@ class SourceSamples:
 
     A block is one sequence of the source (:class:`~diffmegatron.data.sampling.sequences.Blocks`),
     and an epoch is one pass over the documents. The samples of an epoch are the blocks that begin
-    in this epoch, in random order.
+    in this epoch.
 
     Args:
-        corpus: corpus of the source.
         order: documents of the split in shuffled order.
         blocks: sequences built from these documents.
         seq_length: number s of input tokens per sample.
@@ -110,16 +107,13 @@ class SourceSamples:
     def _check_places(self, firsts: np.ndarray, lengths: np.ndarray, filled: int) -> None:
         """Refuse pieces that lie outside the token file or together are longer than a sample.
 
-        A piece is a range of tokens of one document. Wrong pieces are possible if the index of the
-        corpus was damaged after the cache of the document order was built.
+        Such pieces are possible if the index of the corpus was damaged after the cache of the
+        document order was built.
 
         Args:
             firsts: int64 ``[n]``, first token of each piece in the file.
-            lengths: int ``[n]``, number of tokens of each piece.
+            lengths: int ``[n]``, in tokens.
             filled: sum of ``lengths``.
-
-        Raises:
-            UserError: the index is damaged.
         """
         inside = (firsts >= 0) & (lengths > 0) & (firsts + lengths <= len(self.corpus.tokens))
         if not inside.all() or filled > self._seq_length + 1:
@@ -132,7 +126,7 @@ class SourceSamples:
         )
 
     def _check_ids(self, tokens: np.ndarray) -> None:
-        """Refuse ids outside the vocabulary of the tokenizer, which a damaged file may contain.
+        """Refuse ids outside the vocabulary, which a damaged file may contain.
 
         Such an id could lie outside the embedding matrix and cause an error on the GPU.
         """
@@ -165,11 +159,9 @@ class Samples:
     """All samples of a run, from all sources, indexed by the number of the sample in the run.
 
     Attributes:
-        config: section ``data`` of the recipe.
         sources: content hash of each source -> its samples.
         history: weights of the sources during each period of the run.
-        settings: all settings that determine the order, except the sources and their weights. A
-            checkpoint stores them.
+        settings: all settings that determine the order, except the sources and their weights.
     """
 
     def __init__(
@@ -196,13 +188,9 @@ class Samples:
         return source[local]
 
     def require(self, num_samples: int) -> None:
-        """Refuse a run that needs more samples of a source than the source has.
+        """Raise a ``UserError`` if a source has too few samples for a run of ``num_samples``.
 
-        Args:
-            num_samples: number of samples of the run.
-
-        Raises:
-            UserError: ``data.on_exhausted`` is ``stop`` and a source has too few samples.
+        With ``data.on_exhausted: repeat``, no source has too few samples.
         """
         for content, count in self.history.counts(num_samples).items():
             source = self.sources.get(content)
@@ -221,9 +209,8 @@ class Samples:
             "consumed_samples": consumed_samples,
             "settings": self.settings,
             "mixture": self.history.to_json(),
-            # The layouts with which the corpora were prepared, such as text or chat. An export to
-            # Hugging Face depends on whether the model was trained on chats. It reads the layouts
-            # from the checkpoint, because the corpora may be missing at the time of the export.
+            # Layouts of the corpora, such as text or chat. An export to Hugging Face needs to know
+            # whether the model was trained on chats, but may run on a machine without the corpora.
             "layouts": sorted(
                 {str(s.corpus.manifest.settings["layout"]) for s in self.sources.values()}
             ),
@@ -233,8 +220,7 @@ class Samples:
         """Return the samples of a run that resumes from a saved :meth:`state`.
 
         If the weights or sources of the recipe differ from the saved ones, those of the recipe
-        apply from the saved ``consumed_samples`` on. Earlier samples keep their order, so the run
-        can be replayed from any sample.
+        apply from the saved ``consumed_samples`` on. Earlier samples keep their order.
 
         Raises:
             UserError: the state belongs to another order, for instance to another seed.
@@ -265,22 +251,18 @@ def open_samples(
 ) -> Samples:
     """Open the sources of a recipe, and return the samples of a split.
 
-    The first call builds the index cache (document orders and packed sequences), and later calls on
-    any rank read it. The validation and test splits depend on ``config.split_seed`` and not on
-    ``seed``, so runs with different seeds are evaluated on the same documents in the same order.
-    Length up-sampling, which raises the share of long documents by dropping short ones at random,
-    applies only to the training split.
+    The first call builds the index cache (document orders and packed sequences). The validation and
+    test splits do not depend on ``seed``, so runs with different seeds are evaluated on the same
+    documents in the same order. Length up-sampling applies only to the training split.
 
     Args:
         config: section ``data`` of the recipe.
         seq_length: number s of input tokens per sample.
         seed: seed of the order of the training split.
-        split: ``train``, ``validation`` or ``test``.
 
     Raises:
-        UserError: a source is missing, is damaged or was prepared with another tokenizer; two
-            sources hold the same tokens; length up-sampling drops all documents of a source; or
-            the split has no document.
+        UserError: a source cannot be used, two sources hold the same tokens, length up-sampling
+            drops all documents of a source, or the split has no document.
     """
     if split != "train" and not getattr(config, f"{split}_fraction"):
         raise UserError(
@@ -319,7 +301,7 @@ def _selection(config: DataConfig, seed: int, split: Split) -> Selection:
 def _open_sources(
     config: DataConfig, seq_length: int, selection: Selection
 ) -> dict[str, SourceSamples]:
-    """Return a dictionary from content hashes of sources to samples, in the recipe's order."""
+    """Return content hash -> samples of each source, in the recipe's order."""
     tokenizer = load_tokenizer(config.tokenizer)
     sources: dict[str, SourceSamples] = {}
     for source in config.sources:
@@ -342,13 +324,11 @@ def _open_sources(
 
 
 def _weight(config: DataConfig, source: Source, order: DocumentOrder) -> float:
-    """Return the weight of a source in the mixture.
+    """Return the weight of a source in the mixture; 0 if the source has no document in the split.
 
-    1. The weight is 0 if the source has no document in the split.
-    2. In the mode ``global`` of length up-sampling, which drops short documents of each source, it
-       is the weight of the recipe, multiplied by the share of the source's tokens that remain.
-       Sources with long documents thus get a larger share of the mixture.
-    3. In all other cases, it is the weight of the recipe.
+    In the mode ``global`` of length up-sampling, the weight of the recipe is multiplied by the
+    share of the source's tokens that up-sampling keeps. Sources with long documents thus get a
+    larger share of the mixture.
     """
     if not order.tokens:
         return 0.0

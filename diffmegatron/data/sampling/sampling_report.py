@@ -1,8 +1,4 @@
-"""Reports on the samples of a run.
-
-- A table and a picture of document lengths before and after up-sampling.
-- A table of the mixture: the share of samples from each source.
-"""
+"""Tables and a picture of document lengths and of the mixture of sources in a run's samples."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -16,10 +12,9 @@ from diffmegatron.files import write_picture
 def length_table(samples: Samples) -> str:
     """Return a table of document lengths before and after length up-sampling.
 
-    There is a row for each source and each range of lengths from 2**k to 2**(k + 1) - 1 tokens. The
-    row has the number of documents in this range, and their share of the source's tokens: before
-    up-sampling (all documents of the split) and after it (the documents that up-sampling keeps).
-    Lengths include the end-of-document token.
+    Each row is a source and a range of lengths from 2**k to 2**(k + 1) - 1 tokens. Lengths include
+    the end-of-document token. The columns are the number of documents in this range, and the share
+    of the source's tokens in these documents.
     """
     lines = [
         f"{'':<16} {'tokens,':>9} {'documents':>23} {'share of tokens':>17}",
@@ -46,7 +41,7 @@ def _rows(source: SourceSamples) -> list[str]:
 
 def plot_lengths(samples: Samples, path: Path) -> None:
     """Draw the shares of tokens of :func:`length_table` into a PNG file, one panel per source."""
-    # This backend needs no display. It is imported only here, because its import takes a second.
+    # This backend needs no display. The import is slow (one second), so it is not at module level.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -76,13 +71,8 @@ def plot_lengths(samples: Samples, path: Path) -> None:
 def mixture_table(samples: Samples, first: int, number: int) -> str:
     """Return a table with the requested and the actual share of samples from each source.
 
-    The requested share is the source's weight divided by the sum of all weights. If the weights
-    were changed during the run, the newest ones are used.
-
-    Args:
-        samples: samples of a run.
-        first: first sample to count.
-        number: number of samples to count.
+    If the weights changed during the run, the requested share is that of the newest weights. The
+    actual share is counted over ``number`` samples, from the sample ``first`` on.
     """
     actual = Counter(samples[index].source for index in range(first, first + number))
     weights = samples.history.periods[-1].sources
@@ -96,7 +86,7 @@ def mixture_table(samples: Samples, first: int, number: int) -> str:
 
 
 def _binary(exponent: int) -> str:
-    """Return 2**exponent as text in the usual notation of sequence lengths: 512, 4K, 1M."""
+    """Return 2**exponent as text such as 512, 4K or 1M."""
     unit = min(2, exponent // 10)
     return f"{1 << exponent - 10 * unit}{('', 'K', 'M')[unit]}"
 

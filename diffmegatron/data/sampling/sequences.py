@@ -1,7 +1,7 @@
-"""Build sequences from the documents of a source, by concatenation or by packing.
+"""Sequences built from the documents of a source, by concatenation or by packing.
 
-A sequence has s + 1 tokens, where s is ``seq_length``: s inputs and the last label. A sequence of a
-source is called a block. An epoch is one pass over the documents of the source.
+A sequence of a source is called a block. It has s + 1 tokens, where s is ``seq_length``: s inputs
+and the last label. An epoch is one pass over the documents of the source.
 """
 
 from typing import Literal, NamedTuple, Protocol
@@ -54,8 +54,8 @@ class Concatenated(Blocks):
     The concatenated documents are a stream of tokens that repeats forever. Block b consists of the
     tokens b * s to b * s + s of the stream, both included. The last token of a block is only a
     label in this block, so it is also the first token of the next block. Every token is therefore
-    an input exactly once per epoch. A block may begin at the end of one epoch and end in the next,
-    so no token is dropped, and later epochs are cut at other positions.
+    an input exactly once per epoch. A block may begin in one epoch and end in the next, so later
+    epochs are cut at other positions.
     """
 
     def __init__(self, corpus: Corpus, order: DocumentOrder, seq_length: int) -> None:
@@ -96,8 +96,7 @@ class Concatenated(Blocks):
     def _wrapping_places(self, first: int, end: int) -> np.ndarray:
         """Return the places of a block's documents if the block ends in a later epoch.
 
-        A place is an index into ``documents`` of the document order. The last place is followed by
-        place 0, where the next epoch begins.
+        A place is an index into ``DocumentOrder.documents``.
 
         Args:
             first: place of the document in which the block begins.
@@ -112,11 +111,10 @@ class Concatenated(Blocks):
 
 
 class Packed(Blocks):
-    """Blocks built by :func:`pack`, with at most s + 1 tokens each (s = ``seq_length``).
+    """Blocks built once by :func:`pack` and then read from the cache, the same in every epoch.
 
     With the packing ``best_fit`` a block may have pieces of several documents; with ``none`` it has
-    one piece. Blocks are built once and then read from the cache. A block that is shorter than
-    s + 1 tokens is padded when a sample is read. Every epoch has the same blocks.
+    one piece. A block with fewer than ``seq_length`` + 1 tokens is padded when a sample is read.
     """
 
     def __init__(
@@ -174,9 +172,6 @@ def open_blocks(
 ) -> Blocks:
     """Return the blocks of a source.
 
-    Concatenated blocks are computed when they are read. Packed blocks are built on the first call
-    and then read from the cache.
-
     Raises:
         UserError: ``packing`` is ``none`` and no document is longer than ``seq_length``, so that
             every sequence would contain padding.
@@ -189,8 +184,8 @@ def open_blocks(
 
 
 def _check_some_document_fills(corpus: Corpus, order: DocumentOrder, seq_length: int) -> None:
-    # The last bin of the histogram contains the longest documents, of at least `at_least` tokens.
-    # If that is more than seq_length, the slower search through all lengths (below) is not needed.
+    # The last bin of the histogram contains the longest documents. If all of these are longer than
+    # seq_length, the slow search through all lengths is not needed.
     if order.lengths[-1].at_least > seq_length:
         return
     longest = int(corpus.lengths[order.documents].max())

@@ -1,11 +1,12 @@
 """Differential attention in blocks of query rows, in plain PyTorch: the CPU backend.
 
-One block holds both score matrices of a few query rows and all of their visible keys. Both maps P1
-and P2 are normalised and subtracted before the product with V. With queries of width d and values
-of width 2d, the forward pass therefore needs 4d multiply-adds per head and (query, key) pair, and
-the backward pass 10d. These are as many as in a Transformer of equal size, which has two heads of
-width d for one differential head. Two facts keep the backward pass at 10d: both maps share
+One block has both score matrices of a few query rows and all of their visible keys. The maps P1 and
+P2 are normalised and subtracted before the product with V. In the backward pass both maps share
 dP = dO V^T, where dO is the gradient of the output, and dV = (P1 - lambda P2)^T dO is one product.
+
+With queries of width d and values of width 2d, this takes 4d multiply-adds forward and 10d backward
+per head and (query, key) pair. A Transformer of equal size needs as many, because it has two heads
+of width d for each differential head.
 
 Only the inputs are saved, and the backward pass computes the maps again. S_i are the scores of map
 P_i, i = 1 or 2, and * is the elementwise product. With D_i = rowsum(P_i * dP):
@@ -13,8 +14,7 @@ P_i, i = 1 or 2, and * is the elementwise product. With D_i = rowsum(P_i * dP):
     dS1 = P1 * (dP - D1)    dS2 = -lambda P2 * (dP - D2)    dlambda = -sum(D2)
 
 A signal head is a head of the first map, and a noise head is a head of the second map. If r signal
-heads share a noise head, the noise head's P2 is computed once, and its dP is the sum of the dP of
-these signal heads.
+heads share a noise head, the dP of the noise head is the sum of the dP of these signal heads.
 """
 
 from collections.abc import Sequence
@@ -55,8 +55,8 @@ def attend(call: AttentionCall) -> Tensor:
 def attention_with_lse(call: AttentionCall, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     """Return the output and log-sum-exp of one map, for `api.chunk_attention`.
 
-    With b batch rows, s queries, and values of any width e, the output is `[b, s, heads of q, e]`,
-    and the log-sum-exp `[b, s, heads of q]`. The function is not differentiable.
+    The output is `[batch, queries, heads of q, width of v]`, and the log-sum-exp `[batch, queries,
+    heads of q]`. The function is not differentiable.
     """
     v, mask, softmax_scale = call.maps.v, call.mask, call.scale
     q_ = group_queries(q, k.shape[2]) * softmax_scale
@@ -80,8 +80,7 @@ def attention_with_lse(call: AttentionCall, q: Tensor, k: Tensor) -> tuple[Tenso
 def chunk_gradients(call: AttentionCall, grad: Tensor, whole: WholeAttention) -> QKV:
     """Return the contribution of a chunk of keys to the gradients, for `api.chunk_gradients`.
 
-    `grad` is the gradient of the output of attention to all keys, and `whole` holds that output and
-    its log-sum-exps.
+    `whole` is the result of attention to all keys, and `grad` is the gradient of `whole.out`.
     """
     maps, lambda_, mask, softmax_scale = call.maps, call.lambda_, call.mask, call.scale
     batch, kv_heads = maps.v.shape[0], maps.v.shape[2]
@@ -195,8 +194,7 @@ class _BlockedAttention(torch.autograd.Function):
                     dq[heads, :, rows] = product.view_as(dq[heads, :, rows])
                     dk[heads, seen].baddbmm_(dscores.mT, q[heads, :, rows].flatten(1, 2))
             if lambda_ is not None:
-                # The output contains -lambda times the second map. The loop above has left this
-                # factor out of the gradients of the map's queries and keys.
+                # The loop above leaves out the factor -lambda in the gradients of q2 and k2.
                 for x in (dqs[1], dks[1]):
                     x.mul_(-lambda_.to(v_.dtype))
             batch = v.shape[0]
@@ -219,9 +217,6 @@ def _grouped(
 
 
 def _softmax_backward(weights: Tensor, dweights: Tensor) -> Tensor:
-    """Return dS = P * (dP - rowsum(P * dP)), computed by the backward kernel of torch's softmax.
-
-    P is `weights`, dP is `dweights`, and * is the elementwise product.
-    """
+    """Return dS = P * (dP - rowsum(P * dP)) for weights P and their gradient dP."""
     dscores: Tensor = torch.ops.aten._softmax_backward_data(dweights, weights, -1, weights.dtype)
     return dscores

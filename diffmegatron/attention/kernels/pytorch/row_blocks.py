@@ -1,9 +1,8 @@
 """Blocks of query rows for the `blocked` backend: iteration, softmax maps and tensor layouts.
 
-Differential attention has two softmax maps, and the second is subtracted from the first. The query
-heads of the first map are the signal heads, and the query heads of the second map are the noise
-heads. Several signal heads may share a noise head, so the two maps may have different numbers of
-heads. The functions here compute one map per call.
+Differential attention subtracts a second softmax map from the first. The query heads of the first
+map are the signal heads, and the query heads of the second map are the noise heads. Several signal
+heads may share a noise head. The functions here handle one map per call.
 
 In the shapes b is the batch size, s the number of queries, t the number of keys, h the number of
 query heads of this one map, h_kv the number of kv heads, d the width of a query, and e any width.
@@ -38,11 +37,11 @@ ELEMENTS_PER_CORE = 2**17
 def row_blocks(q: Tensor, mask: AttentionMask) -> Iterator[tuple[slice, slice, slice]]:
     """Yield slices (heads, query rows, visible keys) for each block with visible keys.
 
-    Heads are indices into the first dimension of `q` `[b * h_kv, repeats, s, d]`. On a CPU a block
-    has one such head per thread, so that the scores that a core computes stay in its cache. If the
-    rows see few keys, a block has several heads per thread, because the overhead of torch's calls
-    would exceed the computation of a small block. On other devices a block has all heads, so that
-    there are few kernel launches.
+    The slice of heads indexes the first dimension of `q` `[b * h_kv, repeats, s, d]`. On a CPU a
+    block has one head per thread, so that the scores of a thread stay in the cache of its core. If
+    the rows see few keys, a block has several heads per thread, because the overhead of torch's
+    calls would exceed the computation. On other devices a block has all heads, so that there are
+    few kernel launches.
     """
     groups, repeats, length = q.shape[:3]
     rows_per_block = max(ROWS_PER_BLOCK // repeats, 16)
@@ -82,8 +81,8 @@ def block_scores(q: Tensor, k: Tensor, mask: AttentionMask, rows: slice, keys: s
 def rows_without_keys(mask: AttentionMask, rows: slice, keys: slice, like: Tensor) -> Tensor | None:
     """Return a mask `[repeats * rows, 1]`, True for rows without visible keys.
 
-    Return None if all rows see a key. `like` holds the block's queries `[heads, repeats, rows, d]`;
-    only its shape and device are used.
+    Return None if all rows see a key. `like` is the block's queries `[heads, repeats, rows, d]`, of
+    which only the shape and the device are used.
     """
     if mask.unmasked_prefix(rows.start, rows.stop) > 0:
         return None
@@ -124,11 +123,10 @@ def ungroup_keys(x: Tensor, batch: int) -> Tensor:
 
 
 def block_by_noise_head(x: Tensor, noise_heads: int, repeats: int = 1) -> Tensor:
-    """View `[heads, noise_heads * repeats * rows, keys]` in five dimensions.
+    """Split dimension 1 of `[heads, noise_heads * repeats * rows, keys]` into its three factors.
 
-    The result is `[heads, noise_heads, repeats, rows, keys]`. `noise_heads` is the number of noise
-    heads per kv head. `repeats` is the number of signal heads per noise head, unlike in the rest of
-    this module.
+    `noise_heads` is the number of noise heads per kv head. `repeats` is the number of signal heads
+    per noise head, unlike in the rest of this module.
     """
     return x.unflatten(1, (noise_heads, repeats, -1))
 

@@ -35,9 +35,9 @@ class _SubtractNoise(torch.autograd.Function):
 def _by_group(heads: Tensor, lambda_: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return signal heads, noise heads and lambda by group, in fp32 or wider.
 
-    A group is r signal heads, followed by the noise head that they share. For batch b, length s and
-    head width d, the shapes are `[b, s, groups, r, d]`, `[b, s, groups, 1, d]` and
-    `[b, s, groups, r, 1]`.
+    A group is r signal heads, followed by the noise head that they share. The shapes are
+    `[b, s, groups, r, d]`, `[b, s, groups, 1, d]` and `[b, s, groups, r, 1]`, with batch size b,
+    length s and head width d.
     """
     dtype = torch.promote_types(heads.dtype, torch.float32)
     groups = heads.shape[2] - lambda_.shape[2]

@@ -2,25 +2,25 @@
 # The parameters of kernels are values of Triton's compiler, so they have no type annotations.
 """Triton backward kernel for dK and dV; in the one-pass form it also computes dQ.
 
-P_i = softmax(S_i) is map i (1 or 2) with scores S_i = scale Q_i K_i^T and output O_i = P_i V. dO is
-the gradient of O1 - lambda O2, dSi is that of S_i, and * is the elementwise product. Both maps
-share dP = dO V^T:
+Map i (1 or 2) is P_i = softmax(S_i), with scores S_i = scale Q_i K_i^T and output O_i = P_i V. The
+gradient of O_1 - lambda O_2 is dO, the gradient of S_i is dS_i, and * is the elementwise product.
+Both maps share dP = dO V^T:
 
     delta_i = rowsum(dO * O_i)
-    dS1 = P1 * (dP - delta1)      dS2 = -lambda P2 * (dP - delta2)
-    dQi = scale dSi Ki            dKi = scale dSi^T Qi
-    dV = (P1 - lambda P2)^T dO
+    dS_1 = P_1 * (dP - delta_1)     dS_2 = -lambda P_2 * (dP - delta_2)
+    dQ_i = scale dS_i K_i           dK_i = scale dS_i^T Q_i
+    dV = (P_1 - lambda P_2)^T dO
 
-The backward pass has two forms:
+The backward pass has two forms. Their multiply-adds are per (query, key) pair, with queries of
+width d and values of width 2d:
 
-- Split: this kernel computes dK and dV, and the kernel of `backward_dq` computes dQ. Both kernels
-  compute the scores and dP. Together they need 14d multiply-adds per (query, key) pair, where d is
-  the width of a query and 2d the width of a value. The result is deterministic.
-- One-pass: this kernel also sums dQ in memory by atomic additions. It needs 10d multiply-adds.
-  The order of the additions changes from run to run, and so do the last bits of dQ.
+- Split (14d): this kernel computes dK and dV, and the kernel of `backward_dq` computes dQ. Both
+  kernels compute the scores and dP. The result is deterministic.
+- One-pass (10d): this kernel also sums dQ in memory by atomic additions. The order of the additions
+  changes from run to run, and so do the last bits of dQ.
 
 A Triton program handles N keys and loops over blocks of M query rows. D and DV are the widths of
-queries and values, rounded up to powers of 2. MAPS = 1 is the backward pass of one map alone.
+queries and values, rounded up to powers of 2. With MAPS = 1 there is only the first map.
 """
 
 import triton
@@ -81,8 +81,9 @@ def _key_block_gradients(
 
     Blocks of the maps and of their gradients are `[M, N]`. The accumulators are dK `[N, D]` and dV
     `[N, DV]`. With TMA (on Hopper) the accumulators are transposed, `[D, N]` and `[DV, N]`. The
-    products that are added to them then have at least D rows, which two warpgroups share, and both
-    operands of these products stay in shared memory.
+    products that are added to them can then read the blocks of the maps from shared memory.
+    Without the transposition these blocks would be in registers, and too few registers would be
+    left for matrix instructions that overlap with each other.
     """
     for first_row in tl.range(row_begin, row_end, M, disable_licm=not LICM):
         rows = first_row + tl.arange(0, M)
@@ -105,11 +106,11 @@ def _key_block_gradients(
             combined = tl.zeros([M, N], dtype=q1.dtype)
             dscores1 = tl.zeros([M, N], dtype=q1.dtype)
             dscores2 = tl.zeros([M, N], dtype=q1.dtype)
-            # The condition is always true, but the compiler cannot see that. If it saw that the
-            # results of the products in `_map_gradients` are operands of the products below, it
-            # would lay all warps along the rows. One warpgroup multiplies 64 rows, so with M = 64
-            # each of the two warpgroups would compute the whole block. Under a condition the
-            # compiler does not see these uses, and gives each warpgroup half of the columns.
+            # The condition is always true. It hides from the compiler that the products below use
+            # the results of `_map_gradients`. Otherwise the compiler would divide the products in
+            # `_map_gradients` by rows between two warpgroups. A warpgroup computes at least 64
+            # rows, and these products have only N = 64, so both warpgroups would compute all rows.
+            # With the condition, each warpgroup computes half of the columns.
             if first_row < opaque(row_end, INTERPRETED):
                 combined, dscores1, dscores2 = _map_gradients(
                     q1, k1, q2, k2, v, grad, lse1_ptr, lse2_ptr, delta1_ptr, delta2_ptr, lambda_,
@@ -167,7 +168,7 @@ def _map_gradients(
 ):
     """Return P1 - lambda P2, dS1 and dS2 of one block, each `[M, N]` in the inputs' dtype.
 
-    With MAPS = 1 these are P1, dS1 and dS1.
+    With MAPS = 1 the results are P1, dS1 and dS1.
     """
     dmap = _rows_times_keys(grad, v, TRANSPOSED, ACCUMULATE, INTERPRETED)
     # Rows past the last query get a log-sum-exp of +inf, which makes their weights zero.
@@ -194,10 +195,9 @@ def _sum_over_rows(
     ACCUMULATE: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Return `map_block^T @ tile`, which sums over the M query rows of a block.
+    """Return `map_block^T @ tile`: `[M, N], [M, D] -> [N, D]`, the sum over M query rows.
 
-    `map_block` is `[M, N]` and `tile` `[M, D]`. The result is `[N, D]`. With TRANSPOSED the result
-    is its transpose, `[D, N]`.
+    With TRANSPOSED the result is transposed, `[D, N]`.
     """
     if TRANSPOSED:
         product = multiply(tl.trans(tile), map_block, ACCUMULATE, INTERPRETED)
@@ -237,16 +237,10 @@ def _rows_times_keys(
     """Return the product `rows @ keys^T` `[M, N]` of `rows` `[M, D]` and `keys` `[N, D]`.
 
     With TRANSPOSED it computes `keys @ rows^T` and transposes the result, to save shared memory.
-
-    The caller's loop over query rows loads tiles of Q and dO. If a product uses such a tile without
-    transposing it, Triton's pipeliner reserves one more buffer, for the case that the product still
-    runs while the next tile is loaded. This loop does not need the buffer, because it waits for its
-    products before it loads the next tile. With TRANSPOSED every product of the loop uses the
-    transposed tile, and Triton does not reserve the buffer.
-
-    At d = 128, shared memory is large enough to load tiles two iterations ahead only without that
-    buffer. Loading one iteration ahead is not enough: Triton issues the loads at the end of an
-    iteration, so they would not overlap with any product.
+    `rows` is a tile of Q or dO that the loop over query rows loads. If a product uses such a tile
+    without transposing it, Triton's pipeliner reserves one more buffer for the tile. At d = 128 the
+    shared memory is too small for that buffer. The loop does not need the buffer, because it waits
+    for its products before it loads the next tile.
     """
     if TRANSPOSED:
         product = tl.trans(multiply(keys, tl.trans(rows), ACCUMULATE, INTERPRETED))
@@ -273,9 +267,9 @@ def _add_dq(
 ):
     """Add the product dS K of one block to dQ, a contiguous `[batch, length, heads, width]` tensor.
 
-    The factor `scale` is not applied here; `launch_backward` multiplies the complete dQ by it. The
-    atomic additions take the product from registers. A reduction by TMA would take it from shared
-    memory and need another 32 KiB, which are not available at d = 128 with blocks of 64 keys.
+    `launch_backward` multiplies the complete dQ by `scale`. A TMA reduction instead of the atomic
+    additions would need another 32 KiB of shared memory. At d = 128 with blocks of 64 keys, this
+    memory is not available.
     """
     dq = multiply(dscores, k, ACCUMULATE, INTERPRETED)
     rows = opaque(first_row, INTERPRETED) + tl.arange(0, M)
@@ -340,9 +334,9 @@ def dkdv_kernel(
     ACCUMULATE: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Compute dK and dV of N keys of one kv head; with ONE_PASS, add the contribution to dQ.
+    """Compute dK and dV of N keys of one kv head; with ONE_PASS, also add to dQ.
 
-    Grid: (key blocks, batch * kv_heads). The program loops over all query heads of the kv head.
+    Grid: (key blocks, batch * kv_heads). A program loops over all query heads of the kv head.
     """
     first_key = tl.program_id(0) * N
     batch = tl.program_id(1) // kv_heads

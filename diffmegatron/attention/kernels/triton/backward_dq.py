@@ -10,9 +10,8 @@ elementwise product. With dP = dO V^T and delta_i = rowsum(dO * O_i):
     dS_2 = -lambda * P_2 * (dP - delta_2)
     dQ_i = scale * (dS_i K_i)
 
-The kernel of dK and dV is in `backward_dkdv` and runs first. Each program of the kernel in this
-module handles M query rows, and reads the keys in blocks of N. The constants D and DV are the
-widths of queries and values, rounded up to powers of 2.
+A Triton program handles M query rows and loops over blocks of N keys. D and DV are the widths of
+queries and values, rounded up to powers of 2.
 """
 
 import triton
@@ -62,10 +61,10 @@ def _dq_of_block(
     ACCUMULATE: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Add the contributions of the keys [key_begin, key_end) to dQ1 and dQ2, and return both.
+    """Add the contributions of the keys [key_begin, key_end) to dQ1 and dQ2, and return the sums.
 
-    dQ1 and dQ2 are `[M, D]`, here without the factor `scale`, by which the caller multiplies them.
-    Weights (P), `dmap` (dP) and `dscores` (dS) are `[M, N]`. With MASKED, a row sees only its keys
+    dQ1 and dQ2 are `[M, D]`. They lack the factor `scale`, which the caller applies. Weights (P),
+    `dmap` (dP) and `dscores` (dS) are `[M, N]`. With MASKED, a row sees only its keys
     [row_start, row_stop).
     """
     for first_key in tl.range(key_begin, key_end, N, disable_licm=not LICM):
@@ -150,9 +149,9 @@ def dq_kernel(
     ACCUMULATE: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Compute dQ of both maps for M query rows of one head.
+    """Compute dQ of M query rows of one head, for both maps, or with MAPS = 1 for the only map.
 
-    Grid: (blocks of query rows, batch * heads). With MAPS = 1 only the first map exists.
+    Grid: (blocks of query rows, batch * heads).
     """
     first_row = (tl.num_programs(0) - 1 - tl.program_id(0)) * M
     batch = tl.program_id(1) // heads
@@ -188,7 +187,7 @@ def dq_kernel(
     key_end = tl.max(row_stop, 0)
     unmasked_end = key_begin
     if not DOCUMENTS:
-        # Every row sees all keys before `unmasked_end`, so the key blocks up to there need no mask.
+        # Every row sees all keys before `unmasked_end`, so these key blocks need no mask.
         unmasked_end = tl.min(row_stop, 0) // N * N
         dq1, dq2 = _dq_of_block(
             dq1, dq2, q1_tile, q2_tile, grad_tile, k1, k2, v, lse1, lse2, delta1, delta2, lambda_,

@@ -40,10 +40,10 @@ def preprocess_kernel(
 ):
     """Compute the deltas of M query rows of one head; with NORM also the gradients of the norm.
 
-    Grid: (blocks of query rows, batch * heads). Without NORM, `grad_ptr` has dO. With NORM it has
-    the gradient of the normed output, and each program stores two more results: dO of its rows at
-    `grad_out_ptr`; and its rows' contribution to the gradient of the norm's weight, as one row
-    `[value_width]` of `grad_weight_ptr`.
+    Grid: (blocks of query rows, batch * heads). `grad_ptr` has dO, or with NORM the gradient of the
+    normed output. With NORM each program also stores dO of its rows at `grad_out_ptr`, and its
+    rows' contribution to the gradient of the norm's weight as one row `[value_width]` of
+    `grad_weight_ptr`.
     """
     first_row = tl.program_id(0) * M
     batch = tl.program_id(1) // heads
@@ -88,8 +88,8 @@ def preprocess_kernel(
             stride_batch, stride_row, stride_head, value_width, M, DV, False,
         )  # fmt: skip
         delta2 = tl.sum(grad * out2.to(ACCUMULATE), 1)
-        # `delta1` is rowsum(dO * out) so far. Because out1 = out + lambda out2, the delta of the
-        # first map is this sum plus lambda * delta2, and the forward pass need not save out1.
+        # `delta1` is rowsum(dO * out) so far. The delta of the first map is rowsum(dO * out1), and
+        # out1 = out + lambda out2 is not saved.
         delta1 += tl.load(lambda_ptr).to(ACCUMULATE) * delta2
         store_rows(delta2_ptr, delta2, batch, head, first_row, query_length, heads, M)
     store_rows(delta1_ptr, delta1, batch, head, first_row, query_length, heads, M)

@@ -1,10 +1,10 @@
 """Block sizes of the Triton kernels, as plain functions that need no GPU.
 
-The block sizes depend on the width of a head, the dtype and the chip. They were chosen from the
-output of Triton's compiler for sm_90 and sm_80, by two criteria: the loops spill as few registers
-as possible, and two groups of warps never compute the same matrix product. The blocks also fit the
-shared memory of all other chips. tests/kernels/test_triton_compile.py checks the spills of each
-kernel. No block size has been timed on a GPU yet; tools/benchmarks/tune_attention.py can do that.
+The sizes were chosen from the output of Triton's compiler for sm_90 and sm_80, by two criteria: the
+loops spill as few registers as possible, and two groups of warps never compute the same matrix
+product. The blocks also fit the shared memory of all other chips.
+tests/kernels/test_triton_compile.py checks the spills of each kernel. No block size has been timed
+on a GPU yet; tools/benchmarks/tune_attention.py can do that.
 """
 
 from enum import Enum
@@ -16,19 +16,17 @@ import torch
 class Blocks(NamedTuple):
     """Block sizes of one kernel, and the options of its compilation.
 
-    Loads through tensor descriptors overlap with products only if there are three pipeline stages.
-    Triton issues loads at the end of a loop iteration. With two stages these are the loads of the
-    next iteration, which has to wait for them at once. With three stages they are the loads of the
-    iteration after the next.
-
     Attributes:
         M: number of query rows in a block.
         N: number of keys in a block.
-        num_warps, num_stages: launch options of Triton.
+        num_warps, num_stages: launch options of Triton. Loads through tensor descriptors need three
+            stages to overlap with products. Triton issues loads at the end of a loop iteration.
+            With two stages, the next iteration needs the loaded tiles, and waits for them at once.
+            With three stages, the tiles are for the iteration after the next.
         licm: whether the compiler applies loop-invariant code motion. It then computes values that
-            do not change in a loop before the loop, and keeps them in registers. This can cost many
-            registers: for example, the matrix instructions address each shared-memory tile with
-            several descriptors, and all of them are such values.
+            do not change in a loop only once, before the loop. These values occupy registers during
+            the whole loop. On Hopper there are many such values, for example the addresses of
+            shared-memory tiles in matrix instructions.
     """
 
     M: int
@@ -57,13 +55,10 @@ class Target(Enum):
 def target_of(dtype: torch.dtype, capability: tuple[int, int]) -> Target:
     """Return the target for a chip of this compute capability and this dtype.
 
-    1. HOPPER: capability 9.x with a 16-bit dtype.
-    2. LARGE: 8.0, 8.7, 10.x, and 9.x with a wider dtype.
-    3. SMALL: all other chips.
-
-    Only HOPPER uses tensor descriptors. With descriptors for fp32 tiles the backward kernels would
-    spill kilobytes of registers. On Blackwell (10.x) Triton's pipeliner aborts the process if a
-    loop prefetches tiles through descriptors and contains the inline assembly of `tiles.opaque`.
+    With descriptors for fp32 tiles the backward kernels would spill kilobytes of registers. On
+    Blackwell (10.x) Triton's pipeliner aborts the process if a loop prefetches tiles through
+    descriptors and contains the inline assembly of `tiles.opaque`. So only 9.x with 16-bit dtypes
+    uses descriptors.
     """
     if capability[0] == 9 and dtype in SIXTEEN_BITS:
         return Target.HOPPER
@@ -81,16 +76,13 @@ def forward_blocks(head_dim: int, dtype: torch.dtype, target: Target) -> Blocks:
 
 
 def dkdv_blocks(head_dim: int, dtype: torch.dtype, target: Target, one_pass: bool) -> Blocks:
-    """Return the block sizes of `dkdv_kernel`.
-
-    `one_pass` selects the form of the kernel that also computes dQ.
-    """
+    """Return the block sizes of `dkdv_kernel`; with `one_pass` this kernel also computes dQ."""
     is_cramped = target is Target.SMALL and head_dim > 64
     if dtype not in SIXTEEN_BITS:
         return Blocks(16, 16, 2, 1) if is_cramped else Blocks(16, 32, 4, 1)
     if target is Target.HOPPER:
         # At head_dim 128 the one-pass form spills registers with and without loop-invariant code
-        # motion, but fewer with it. So enable it for the one-pass form above head_dim 64.
+        # motion, but with it the loop accesses the spilled registers less often.
         is_full = one_pass and head_dim > 64
         return Blocks(128 if head_dim <= 64 else 64, 64, 8, 3, licm=is_full)
     if is_cramped:
