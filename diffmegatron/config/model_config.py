@@ -46,7 +46,7 @@ class ModelConfig(Section):
     each with the layers that it applies to (:mod:`diffmegatron.attention.variants.pattern`).
 
     If ``baseline`` is true, the network is the Transformer with which a differential model is
-    compared. Softmax attention of the same width replaces ``attention``, also in the resolved
+    compared. The baseline kind of the same width replaces ``attention``, also in the resolved
     recipe. Keys and values have the same number of channels in both kinds of attention.
     """
 
