@@ -25,7 +25,7 @@ from diffmegatron.model.network import Network, declared_parameter
 from diffmegatron.model.parameter_shards import Shard, parameter_shards
 from diffmegatron.parallel.parallel_state import ParallelState
 
-MAX_FILE_BYTES = 1 << 30
+_MAX_FILE_BYTES = 1 << 30
 
 
 def write_checkpoint(
@@ -34,7 +34,6 @@ def write_checkpoint(
     run_dir: Path,
     *,
     position: Position = BEGINNING,
-    max_file_bytes: int = MAX_FILE_BYTES,
 ) -> Path:
     """Write unsharded weights as a checkpoint from which runs can start; return its directory.
 
@@ -44,13 +43,12 @@ def write_checkpoint(
         weights: name and value of every tensor of the network; stored in float32.
         run_dir: folder in which the folder ``checkpoints`` is created.
         position: progress of the run that trained the weights.
-        max_file_bytes: maximum size of a file; a larger tensor gets a file of its own.
     """
     store = CheckpointStore(run_dir)
     directory = store.begin(position.step)
     try:
         entries: list[FileEntry] = []
-        for pieces in _split_into_files(weights, max_file_bytes):
+        for pieces in _split_into_files(weights):
             path = directory / rank_file(len(entries))
             entries.append(write_pieces(path, *named_tensors(pieces, {})))
         finish_checkpoint(store, position, recipe, entries, "weights")
@@ -60,14 +58,14 @@ def write_checkpoint(
 
 
 def _split_into_files(
-    weights: Iterable[tuple[str, Tensor]], max_bytes: int
+    weights: Iterable[tuple[str, Tensor]],
 ) -> Iterator[list[Piece]]:
     """Yield one list of pieces per file; each piece is a complete tensor."""
     pieces: list[Piece] = []
     num_bytes = 0
     for name, tensor in weights:
         values = tensor.detach().to("cpu", torch.float32).contiguous()
-        if pieces and num_bytes + values.nbytes > max_bytes:
+        if pieces and num_bytes + values.nbytes > _MAX_FILE_BYTES:
             yield pieces
             pieces, num_bytes = [], 0
         shape = tuple(values.shape)

@@ -24,7 +24,7 @@ from diffmegatron.config.load import check_recipe, load_stages
 from diffmegatron.data.index.sealed_json import write_sealed
 from diffmegatron.data.index.token_store import open_corpus
 from diffmegatron.data.prepare.corpus_readers import find_files, read_records
-from diffmegatron.data.prepare.encode import Batch, encode_batch
+from diffmegatron.data.prepare.encode import encode_batch
 from diffmegatron.data.prepare.journal import Journal, last_commit
 from diffmegatron.data.prepare.merge_parts import merge
 from diffmegatron.data.prepare.parts import Part
@@ -180,7 +180,7 @@ def archive(suffix: str, pack: Callable[[Path], bytes]) -> Reader:
         def read() -> None:
             (file,) = find_files([path], "*")
             records = list(read_records(file, settings.columns, 1 << 20))
-            found = encode_batch(Batch([(file, record) for record in records]), settings)
+            found = encode_batch([(file, record) for record in records], settings)
             assert len(found.counts) + len(found.rejects) + found.empty == len(records)
 
         return path, read

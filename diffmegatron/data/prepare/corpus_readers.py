@@ -54,6 +54,13 @@ class Record(NamedTuple):
     payload: bytes | dict[str, Any]
     problem: str | None = None
 
+    @property
+    def payload_bytes(self) -> int:
+        """Size of the payload in bytes; of a Parquet row only the strings count."""
+        if isinstance(self.payload, bytes):
+            return len(self.payload)
+        return sum(len(value) for value in self.payload.values() if isinstance(value, bytes))
+
 
 class Fingerprint(NamedTuple):
     """Size in bytes, modification time in ns and inode, which reveal a change of a file."""
@@ -223,8 +230,9 @@ def _read_parquet(file: CorpusFile, columns: tuple[str, ...], max_bytes: int) ->
                 if isinstance(row, str):
                     yield Record(line, b"", row)
                     continue
-                size = sum(len(value) for value in row.values() if isinstance(value, bytes))
-                yield Record(line, row) if size <= max_bytes else _oversized(line, max_bytes)
+                record = Record(line, row)
+                too_large = record.payload_bytes > max_bytes
+                yield _oversized(line, max_bytes) if too_large else record
         if line != table.metadata.num_rows:
             raise EOFError(f"its header has {table.metadata.num_rows} rows")
 

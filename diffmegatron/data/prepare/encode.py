@@ -52,13 +52,6 @@ class Reject(NamedTuple):
         return f"{self.file} line {self.line}{start}: {self.reason}"
 
 
-@dataclass(frozen=True)
-class Batch:
-    """Consecutive records of a corpus, each with its file."""
-
-    records: list[tuple[CorpusFile, Record]]
-
-
 @dataclass
 class EncodedBatch:
     """Encoded documents of one batch.
@@ -94,8 +87,10 @@ def loaded(tokenizer: str) -> Tokenizer:
     return load_tokenizer(tokenizer)
 
 
-def encode_batch(batch: Batch, settings: PrepareSettings) -> EncodedBatch:
-    """Decode, parse and tokenise a batch; each record that cannot be used becomes a reject."""
+def encode_batch(
+    records: list[tuple[CorpusFile, Record]], settings: PrepareSettings
+) -> EncodedBatch:
+    """Decode, parse and tokenise records; each record that cannot be used becomes a reject."""
     tokenizer, dtype = loaded(settings.tokenizer), token_dtype(settings.tokenizer)
     end = np.array([tokenizer.end_of_document], dtype=dtype)
     documents: list[np.ndarray] = []
@@ -103,7 +98,7 @@ def encode_batch(batch: Batch, settings: PrepareSettings) -> EncodedBatch:
     counts: list[int] = []
     rejects: list[Reject] = []
     empty = text_bytes = 0
-    for file, record in batch.records:
+    for file, record in records:
         try:
             texts, ids = _encoded(file, record, settings)
         except UnusableError as error:

@@ -15,7 +15,7 @@ from multiprocessing import resource_tracker
 from types import FrameType
 
 from diffmegatron.data.prepare.corpus_readers import CorpusFile, Record, read_records
-from diffmegatron.data.prepare.encode import Batch, EncodedBatch, encode_batch
+from diffmegatron.data.prepare.encode import EncodedBatch, encode_batch
 from diffmegatron.data.prepare.prepare_settings import PrepareSettings
 from diffmegatron.errors import UserError
 
@@ -147,7 +147,7 @@ def _exit_with_parent() -> None:
 
 def _read_batches(
     files: list[CorpusFile], start: Position, columns: tuple[str, ...], max_bytes: int
-) -> Iterator[tuple[Position, Batch]]:
+) -> Iterator[tuple[Position, list[tuple[CorpusFile, Record]]]]:
     """Yield batches of records, each with the position in the input after its last record.
 
     A batch ends at 1 MiB or 1024 records, and may contain records of several files.
@@ -156,12 +156,12 @@ def _read_batches(
     size = 0
     for position, file, record in _records_after(files, start, columns, max_bytes):
         records.append((file, record))
-        size += _payload_size(record)
+        size += record.payload_bytes
         if size >= _BATCH_BYTES or len(records) >= _BATCH_RECORDS:
-            yield position, Batch(records)
+            yield position, records
             records, size = [], 0
     if records:
-        yield position, Batch(records)
+        yield position, records
 
 
 def _records_after(
@@ -173,11 +173,5 @@ def _records_after(
         offset = start.offset if number == start.file else 0
         for record in itertools.islice(read_records(file, columns, max_bytes), used, None):
             used += 1
-            offset = min(offset + _payload_size(record), file.size)
+            offset = min(offset + record.payload_bytes, file.size)
             yield Position(number, used, offset), file, record
-
-
-def _payload_size(record: Record) -> int:
-    if isinstance(record.payload, bytes):
-        return len(record.payload)
-    return sum(len(value) for value in record.payload.values() if isinstance(value, bytes))

@@ -16,7 +16,7 @@ import zstandard
 from diffmegatron.config.data_config import DataConfig
 from diffmegatron.data.index.corpus_manifest import read_manifest
 from diffmegatron.data.prepare.corpus_readers import find_files, read_records
-from diffmegatron.data.prepare.encode import Batch, encode_batch
+from diffmegatron.data.prepare.encode import encode_batch
 from diffmegatron.data.prepare.journal import Journal, last_commit
 from diffmegatron.data.prepare.preparation import Identity, State
 from diffmegatron.data.prepare.prepare import prepare
@@ -96,7 +96,7 @@ def test_archives(tmp_path: Path, suffix: str, layout: Any) -> None:
     def read() -> None:
         (file,) = find_files([path], "*")
         records = read_records(file, settings.columns, 1 << 20)
-        encode_batch(Batch([(file, record) for record in records]), settings)
+        encode_batch([(file, record) for record in records], settings)
 
     try_all(path, read)
 
@@ -111,7 +111,7 @@ def test_lines_are_documents_or_rejects(tmp_path: Path, layout: Any) -> None:
         path.write_bytes(damaged(good, pick))
         (file,) = find_files([path], "*")
         records = list(read_records(file, settings.columns, 1 << 20))
-        found = encode_batch(Batch([(file, record) for record in records]), settings)
+        found = encode_batch([(file, record) for record in records], settings)
         assert len(found.counts) + len(found.rejects) + found.empty == len(records)
 
 
