@@ -34,10 +34,9 @@ Linear: TypeAlias = type | ModuleSpec
 def available_host(lora: LoraConfig | None = None) -> Host:
     """Return ``transformer_engine`` if it can run and there is no LoRA, and ``local`` if not.
 
-    Transformer Engine can run if Megatron-core has imported it and torch has a CUDA device, because
-    its modules cannot be built without a device. LoRA needs local layers: its low-rank term needs
-    the normalised input of the projection, but Transformer Engine computes the norm and the
-    projection in one module and does not return this input.
+    Transformer Engine's modules cannot be built without a CUDA device. LoRA needs the normalised
+    input of a projection. Transformer Engine computes the norm and the projection in one module and
+    does not return this input.
     """
     is_usable = HAVE_TE and torch.cuda.is_available()
     return "transformer_engine" if is_usable and lora is None else "local"
@@ -55,8 +54,8 @@ def layer_spec(
     Args:
         variant: kind of attention and its sizes.
         host: library of the linear and norm classes.
-        backend: backend (kernel implementation) of differential attention: ``auto``, or a name that
-            the command ``diffmegatron doctor`` lists. For softmax attention, ``auto`` is used.
+        backend: kernel implementation of differential attention: ``auto``, or a name that the
+            command ``diffmegatron doctor`` lists. For softmax attention, ``auto`` is used.
         communication: method of communication between context-parallel ranks.
         lora: LoRA of the projections, for the local host only.
     """
@@ -91,10 +90,7 @@ def _local_layer(attention: dict[str, object], lora: LoraConfig | None) -> Modul
 
 
 def _linear_layers(lora: LoraConfig | None) -> dict[str, Linear]:
-    """Return a dict from the names of a layer's projections to their classes.
-
-    The value of a projection in ``lora.targets`` is the spec of a class with LoRA.
-    """
+    """Return a dict from the names of a layer's projections to their classes or specs."""
     plain: dict[str, Linear] = {
         "linear_qkv": ColumnParallelLinear,
         "linear_proj": RowParallelLinear,
@@ -116,11 +112,9 @@ def _linear_layers(lora: LoraConfig | None) -> dict[str, Linear]:
 def _transformer_engine_layer(attention: dict[str, object]) -> ModuleSpec:
     """Build the spec of a layer whose norms are fused with the projections that follow them.
 
-    There is one exception: a variant that uses the normalised input also outside of ``linear_qkv``
-    (``reads_hidden``) needs the norm before attention as a separate module.
-
-    In a fused class the norm's weight has another name than in the local layer. A map of checkpoint
-    keys gives it the local layer's name, so checkpoints do not depend on the host.
+    A variant with ``reads_hidden`` uses the normalised input also outside of ``linear_qkv``, so its
+    norm before attention is a separate module. The map of checkpoint keys renames the weights of
+    fused norms as in the local layer, so checkpoints do not depend on the host.
     """
     from megatron.core.extensions.transformer_engine import (
         TEColumnParallelLinear,
@@ -163,9 +157,8 @@ def _self_attention(
 def _mlp(column_linear: Linear, row_linear: Linear) -> type[MLP]:
     """Return a class that builds Megatron-core's MLP with these projections.
 
-    Megatron-core's layer accepts a class or a ModuleSpec. This function returns a class, because
-    all supported versions build a class in the same way. With a ModuleSpec, version 0.16 passes
-    additional arguments only to the MLP classes that it lists itself, and version 0.19 emits a
+    All supported versions of Megatron-core build a class in the same way. With a ModuleSpec,
+    version 0.16 passes additional arguments only to its own MLP classes, and version 0.19 emits a
     warning.
     """
 

@@ -1,9 +1,9 @@
 """Megatron-core's parallel linear layers with a low-rank term: W x + (alpha / rank) B A x.
 
-The library ``peft`` cannot be used: it replaces ``torch.nn.Linear``, and supports neither these
-layers nor the communication between A and B. The term follows Hu et al., 2021 (arXiv 2106.09685),
-without dropout. In a column-parallel layer B is sharded by rows like W, and each rank holds all of
-A. In a row-parallel layer A is sharded by columns like W, and each rank holds all of B.
+The term follows Hu et al., 2021 (arXiv 2106.09685), without dropout. In a column-parallel layer B
+is sharded by rows like W, and each rank has the whole A. In a row-parallel layer A is sharded by
+columns like W, and each rank has the whole B. The library ``peft`` supports neither these layers
+nor the communication between A and B.
 """
 
 import torch
@@ -23,12 +23,11 @@ from diffmegatron.config.lora_config import LoraConfig
 
 
 class LoraColumnParallelLinear(ColumnParallelLinear):
-    """LoRA for ``linear_qkv`` and ``linear_fc1``; each rank holds its rows of B, and all of A.
+    """LoRA for ``linear_qkv`` and ``linear_fc1``; each rank has its rows of B, and the whole A.
 
     Args:
-        lora: the rank of the low-rank term and its scale, alpha / rank.
-        gated: whether the rows of W and of B belong to two projections, those of SwiGLU. Each rank
-            then holds rows of both projections.
+        gated: whether W consists of the two projections of SwiGLU. W and B of each rank then have
+            rows of both projections.
     """
 
     def __init__(
@@ -39,15 +38,15 @@ class LoraColumnParallelLinear(ColumnParallelLinear):
         dtype = self.config.params_dtype
         self.lora_a = _parameter(lora.rank, self.input_size, dtype)
         self.lora_b = _parameter(self.output_size_per_partition, lora.rank, dtype)
-        # Under sequence parallelism a rank's gradient of A covers only its shard of the sequence.
-        # This attribute makes optim/tensor_sums.py sum the gradient over the ranks.
+        # Under sequence parallelism the gradient of A on a rank covers only the rank's shard of the
+        # sequence. This attribute makes optim/tensor_sums.py sum the gradient over the ranks.
         self.lora_a.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, input_: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, None]:
         """Project [s, b, in] to [s, b, out / tensor-parallel ranks].
 
         Under sequence parallelism the input is this rank's shard of s, and the output has the whole
-        s. The low-rank term communicates only the output of A, which is as wide as LoRA's rank.
+        s. The low-rank term communicates only the output of A, of width ``lora.rank``.
         """
         output, bias = super().forward(input_, *args, **kwargs)
         low = linear(input_, self.lora_a)
@@ -76,11 +75,7 @@ class LoraColumnParallelLinear(ColumnParallelLinear):
 
 
 class LoraRowParallelLinear(RowParallelLinear):
-    """LoRA for ``linear_proj`` and ``linear_fc2``; each rank holds its columns of A, and all of B.
-
-    Args:
-        lora: the rank of the low-rank term and its scale, alpha / rank.
-    """
+    """LoRA for ``linear_proj`` and ``linear_fc2``; each rank has its columns of A, and all of B."""
 
     def __init__(self, *args: object, lora: LoraConfig, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)

@@ -8,10 +8,9 @@ from torch import Tensor
 class RMSNorm(torch.nn.Module):
     """RMSNorm with a weight and the constructor arguments of Megatron's norms.
 
-    Megatron's own fallback, ``WrappedTorchNorm``, does not support sequence parallelism. Under
-    sequence parallelism each rank applies this weight to its shard of the sequence. The attribute
-    ``sequence_parallel`` marks the weight, so that its gradient is summed over the ranks
-    (:mod:`diffmegatron.optim.tensor_sums`).
+    Megatron's own fallback, ``WrappedTorchNorm``, does not support sequence parallelism. Here the
+    attribute ``sequence_parallel`` of the weight makes :mod:`diffmegatron.optim.tensor_sums` sum
+    its gradient over the ranks, because each rank normalises only its shard of the sequence.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:

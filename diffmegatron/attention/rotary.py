@@ -1,9 +1,9 @@
 """Rotary embedding: the angles of positions, and the rotation of queries and keys by them.
 
-Megatron-core's own rotation writes several tensors to memory: the rotated halves, both products and
-two concatenations, and as many in the backward pass. It also saves sines and cosines in every
-layer. The rotation in this module writes one product and adds to it in place. Its backward pass
-does the same in the other direction. It saves only the angles, which all layers share.
+Megatron-core's own rotation writes several tensors to memory in each pass: the rotated halves, two
+products and two concatenations. It also saves sines and cosines in every layer. The rotation in
+this module writes one product and adds to it in place. It saves only the angles, which all layers
+share.
 """
 
 import math
@@ -30,9 +30,7 @@ def rotary_angles(
         length: number of positions of the whole sequence.
         width: number of channels of a head, d.
         theta: base of the frequencies.
-        scaling: scaling of the frequencies, or None.
         group: context-parallel ranks.
-        device: device of the result.
 
     Returns:
         Float32 [s, 1, 1, d] in radians for the s positions of this rank. Channels i and i + d / 2
@@ -53,13 +51,12 @@ def scaled_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
     The kind ``linear`` divides all frequencies by the factor. The kind ``llama3`` keeps high
     frequencies, divides low frequencies, and interpolates in between.
 
-    The order of operations is that of ``transformers`` (modeling_rope_utils.py), so that float32
-    gives the same bits. Megatron-core's own ``rope_scaling`` is not used, because only its factor
-    can be set; its other values are constants.
+    The operations have the same order as in ``transformers`` (modeling_rope_utils.py), so float32
+    results are equal bit by bit. Megatron-core's own ``rope_scaling`` is not used, because only its
+    factor can be set.
 
     Args:
         frequencies: frequencies without scaling, [d / 2] float32.
-        scaling: section ``model.rope_scaling``.
     """
     lowered = frequencies / scaling.factor
     if scaling.kind == "linear":
@@ -79,11 +76,8 @@ def rotate(query: Tensor, key: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
 
     Args:
         query, key: [s, b, ..., d] for s positions, b sequences and d channels per head; floating
-            point, with the same dtype.
+            point, with the same dtype. The results have the same shapes and dtype.
         angles: [s, 1, 1, d] in radians; channels i and i + d / 2 have the same angle.
-
-    Returns:
-        Contiguous tensors with the shapes and dtype of query and key.
     """
     turned: tuple[Tensor, Tensor] = _Rotation.apply(angles, 1, query, key)
     return turned
@@ -107,7 +101,7 @@ class _Rotation(torch.autograd.Function):
 def _turned(heads: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
     """Return heads [s, b, ..., d], rotated by the angles (direction 1) or back (direction -1).
 
-    ``cos`` has the cosines of the angles, [s, 1, 1, d]. ``sin`` has the sines, [s, 1, 1, d / 2].
+    ``cos`` is [s, 1, 1, d], and ``sin`` is [s, 1, 1, d / 2].
     """
     ones = [1] * (heads.dim() - 2)
     cos, sin = (x.view(x.shape[0], *ones, x.shape[-1]) for x in (cos, sin))

@@ -1,9 +1,9 @@
 """Self-attention in Megatron-core's layers: projections, rotary embedding, the variant's attention.
 
-It replaces Megatron's ``SelfAttention``, whose projections are sized for ordinary heads, and whose
-core attention receives only queries, keys and values. A variant (kind of attention) may also need
-the hidden states, and query heads that have no output of their own (the noise heads of differential
-attention, whose output is subtracted from that of other heads). Decoding is not supported.
+A variant is a kind of attention. Megatron's own ``SelfAttention`` does not fit variants that need
+the hidden states in attention, or that have more query heads than output heads. In differential
+attention, for example, the output of noise heads is subtracted from the output of other heads.
+Decoding is not supported.
 """
 
 from collections.abc import Callable
@@ -40,19 +40,14 @@ from diffmegatron.attention.variants.base import (
     Variant,
 )
 
-# Function that receives the rotated queries and keys of this rank, [s, b, heads, d], and the
-# boundaries of packed documents (None: no boundaries).
+# Function of the rotated queries and keys of this rank, [s, b, heads, d], and of the boundaries of
+# packed documents (None: no boundaries).
 Observer = Callable[[Tensor, Tensor, Tensor | None], None]
 
 
 @dataclass
 class SelfAttentionSubmodules:
-    """Classes or specs of the two projections.
-
-    Attributes:
-        linear_qkv: projection from the hidden states to queries, keys and values.
-        linear_proj: projection from the heads' outputs to the hidden size.
-    """
+    """Classes or specs of the two projections."""
 
     linear_qkv: type | ModuleSpec
     linear_proj: type | ModuleSpec
@@ -68,9 +63,8 @@ class SelfAttention(MegatronModule):
         variant: kind of attention and its sizes.
         layer_number: number of the layer from 1, over all pipeline stages.
         step: number of optimizer steps that produced the weights.
-        observer: function called with queries, keys and the boundaries of documents in each forward
-            pass, or None.
-        observed: numbers of the last forward pass for the log, a dict from name to 0-dim tensor.
+        observer: function to call in each forward pass, or None.
+        observed: dict from name to 0-dim tensor, the last forward pass's numbers for the log.
     """
 
     def __init__(
@@ -128,7 +122,7 @@ class SelfAttention(MegatronModule):
         for declared in self._declared.values():
             parameter = torch.nn.Parameter(self._initial(declared))
             # Autograd's gradient of an unsharded parameter covers only the heads of this rank. The
-            # attribute makes optim/tensor_sums.py sum it over the tensor-parallel ranks.
+            # attribute makes optim/tensor_sums.py sum the gradient over the tensor-parallel ranks.
             parameter.has_partial_gradient = not declared.sharded  # type: ignore[attr-defined]
             if declared.sharded and config.perform_initialization:
                 set_tensor_model_parallel_attributes(parameter, True, 0, 1)
@@ -137,9 +131,8 @@ class SelfAttention(MegatronModule):
     def _initial(self, declared: Parameter) -> Tensor:
         """Return the initial values of a declared parameter, or of this rank's shard of it.
 
-        They are uninitialised if ``config.perform_initialization`` is false. Random values are
-        drawn for the unsharded parameter from torch's CPU generator. Megatron seeds this generator
-        equally on all tensor-parallel ranks, so copies are equal and shards fit together.
+        Every rank draws the random values of the unsharded parameter from torch's CPU generator.
+        Megatron seeds this generator equally on all tensor-parallel ranks, so the ranks agree.
         """
         rows, *others = declared.shape
         own = self.share(rows) if declared.sharded else range(rows)
@@ -173,10 +166,9 @@ class SelfAttention(MegatronModule):
             attention_mask: not used, as in Megatron's flash backends.
             rotary_pos_emb: angles of this rank's positions, [s, 1, 1, d] in radians.
             packed_seq_params: ``cu_seqlens_q`` has the boundaries of packed documents,
-                [documents + 1] integers on the CPU, and attention stays within documents. The
-                boundaries are positions in the concatenation of the batch's unsharded rows, but the
-                tensors themselves are not concatenated (``qkv_format`` is ``sbhd``). None: no
-                boundaries.
+                [documents + 1] integers on the CPU. The boundaries are positions in the
+                concatenation of the batch's unsharded rows, but the tensors are not concatenated
+                (``qkv_format`` is ``sbhd``). None: no boundaries.
 
         Returns:
             Output with the shape of hidden_states, and the bias, which is None.
@@ -203,8 +195,7 @@ class SelfAttention(MegatronModule):
         """Split the output of ``linear_qkv``, [s, b, channels], into queries, keys and values.
 
         The channels consist of groups of heads, and :attr:`Heads.group` is the order of the q, k
-        and v heads in each group. The returned q is a view of ``mixed`` if the query heads of a
-        group are adjacent, and a copy if they are not. The same holds for k and v.
+        and v heads in each group. The result is copied for heads that are not adjacent in a group.
 
         Returns:
             q [s, b, groups, queries per group, d], k [s, b, groups, keys per group, d] and v
@@ -220,7 +211,7 @@ class SelfAttention(MegatronModule):
         return query, key, value.flatten(2, 3)
 
     def share(self, count: int) -> range:
-        """Divide ``count`` items among the tensor-parallel ranks; return this rank's range."""
+        """Return this rank's range of ``count`` items divided among the tensor-parallel ranks."""
         own = count // self.tp_group.size()
         first = self.tp_group.rank() * own
         return range(first, first + own)
@@ -228,11 +219,9 @@ class SelfAttention(MegatronModule):
     def parameter(self, name: str) -> Tensor:
         """Return a declared parameter, or this rank's shard of it.
 
-        The gradient of an unsharded parameter is summed over the tensor-parallel ranks
-        (:mod:`diffmegatron.optim.tensor_sums`). With ZeRO 3 in bf16, a parameter that is declared
-        as float32 is stored in bf16, and its attribute ``exact`` has the float32 value
-        (:mod:`diffmegatron.optim.float32_parameters`). The method then returns the value of
-        ``exact``, and the gradient of the result still reaches the parameter.
+        With ZeRO 3 in bf16, a parameter declared as float32 is stored in bf16, and its attribute
+        ``exact`` has the float32 value (:mod:`diffmegatron.optim.float32_parameters`). The method
+        then returns the float32 value, and the gradient still reaches the parameter.
         """
         parameter = getattr(self, name)
         exact = getattr(parameter, "exact", None)
@@ -243,15 +232,10 @@ class SelfAttention(MegatronModule):
     def project(self, name: str, hidden: Tensor) -> Tensor:
         """Multiply hidden states by a matrix that is sharded by rows.
 
-        Every tensor-parallel rank gathers the whole matrix and multiplies its hidden states by it.
-        Under sequence parallelism the ranks then exchange these products, so that each rank gets
-        the products of its own rows of the matrix with the whole sequence. Without sequence
-        parallelism each rank keeps the products of its own rows.
-
-        The ranks communicate only the matrix, the products and the gradients of both. A
-        column-parallel layer would gather hidden states under sequence parallelism, and without it
-        sum their gradients over the ranks. Hidden states are hundreds of times larger than the
-        products, because the matrix has few rows.
+        Every tensor-parallel rank gathers the whole matrix and multiplies its hidden states by it,
+        so the ranks communicate only the matrix, the products and the gradients of both. A
+        column-parallel layer would communicate hidden states or their gradients, which are hundreds
+        of times larger, because the matrix has few rows.
 
         Args:
             name: name of the declared matrix [rows, hidden].
@@ -286,8 +270,8 @@ class SelfAttention(MegatronModule):
     ) -> dict:
         """Return Megatron's sharded state, corrected for the sharded parameters of the variant.
 
-        Megatron's method treats every parameter that the module itself registers as a copy that is
-        equal on all tensor-parallel ranks. For the sharded ones that would be wrong.
+        Megatron's method treats all parameters that the module itself registers as replicated over
+        the tensor-parallel ranks.
         """
         metadata = ensure_metadata_has_dp_cp_group(metadata)
         state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
@@ -304,8 +288,8 @@ class SelfAttention(MegatronModule):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> torch.nn.Module:
         """Apply ``fn``, but keep the dtype of the parameters that this module itself registers.
 
-        ``fn`` may cast the whole model, for example to bf16, but a variant may declare parameters
-        that must stay in float32. The two projections (submodules) are cast.
+        ``fn`` may cast the model to bf16, but a variant may declare parameters that must stay in
+        float32. The two projections are cast, because they are submodules.
         """
 
         def moved_only(tensor: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """Targets, the models to evaluate.
 
-A target is a Hugging Face folder, or a checkpoint, which is exported to a Hugging Face folder.
+A target is a Hugging Face folder, or a checkpoint that is exported to a Hugging Face folder.
 """
 
 import hashlib
@@ -50,8 +50,7 @@ class Target:
     def folder(self) -> Path:
         """Hugging Face folder of the model.
 
-        For a checkpoint it is the folder of the export. The first access exports the checkpoint,
-        unless the export exists already.
+        The first access exports a checkpoint, unless the export exists already.
 
         Raises:
             UserError: the checkpoint cannot be exported.
@@ -80,11 +79,7 @@ class Target:
 
     @cached_property
     def config(self) -> PretrainedConfig:
-        """Configuration of the model.
-
-        Raises:
-            UserError: ``config.json`` cannot be used.
-        """
+        """Configuration of the model."""
         return load_config(self.folder)
 
     @cached_property
@@ -98,21 +93,13 @@ class Target:
 
     @cached_property
     def start_token(self) -> int:
-        """Id of the token before a text: ``bos_token_id``, or else the end-of-document token.
-
-        Raises:
-            UserError: ``bos_token_id`` is not an id.
-        """
+        """Id of the token before a text: ``bos_token_id``, or else the end-of-document token."""
         beginning = self._number("bos_token_id", 0)
         return self.tokenizer.end_of_document if beginning is None else beginning
 
     @cached_property
     def context(self) -> float:
-        """Largest number of tokens of a text; infinite without ``max_position_embeddings``.
-
-        Raises:
-            UserError: ``max_position_embeddings`` is not a length.
-        """
+        """Largest number of tokens of a text; infinite without ``max_position_embeddings``."""
         limit = self._number("max_position_embeddings", 1)
         return math.inf if limit is None else limit
 
@@ -126,11 +113,7 @@ class Target:
         return value
 
     def check_vocabulary(self) -> None:
-        """Check that the network has an embedding for each id of the tokenizer.
-
-        Raises:
-            UserError: an id has no embedding.
-        """
+        """Check that the network has an embedding for each id of the tokenizer."""
         rows = self._number("vocab_size", 1)
         if rows is not None and self.tokenizer.vocab_size > rows:
             raise UserError(
@@ -168,8 +151,8 @@ class Target:
     def fingerprint(self) -> str:
         """Hash that changes with the weights and the configuration of the model.
 
-        For a Hugging Face folder it is a hash of ``config.json`` and of all bytes of the weights.
-        For a checkpoint it is the hash of the manifest, which has a checksum of every file.
+        For a Hugging Face folder, it is a hash of ``config.json`` and all weight files. For a
+        checkpoint, it is the hash of the manifest, which has a checksum of every file.
         """
         if self.checkpoint is not None:
             return hashlib.sha256(read_bytes(self.checkpoint / MANIFEST)).hexdigest()
@@ -181,8 +164,8 @@ class Target:
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text.
 
-        No special tokens are added, and the name of a special token in the text, such as ``<eos>``,
-        is encoded as plain text.
+        No special tokens are added. The name of a special token in the text, such as ``<eos>``, is
+        encoded as plain text.
         """
         return self.tokenizer.encode(text).tolist()
 
@@ -191,9 +174,9 @@ def find_targets(paths: Sequence[Path], out: Path) -> list[Target]:
     """Return a target for each path of a command line.
 
     Args:
-        paths: Hugging Face folders, checkpoints, or run_dirs. The newest checkpoint of a run_dir is
-            its target.
-        out: directory of the evaluation, which also contains the exports.
+        paths: Hugging Face folders, checkpoints, or run_dirs. The target of a run_dir is its newest
+            checkpoint.
+        out: directory of the evaluation. Exports of checkpoints are below it.
 
     Raises:
         UserError: a path is not a model, or is given twice.

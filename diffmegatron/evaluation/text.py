@@ -70,8 +70,8 @@ def split(ids: list[int], length: int) -> Iterator[list[int]]:
 def named_paths(options: tuple[str, ...]) -> dict[str, Path]:
     """Return a dict: name of each source -> its path.
 
-    An option is ``NAME=PATH`` or ``PATH``. In the second case, the name of the source is the last
-    component of the path without its ending.
+    An option is ``NAME=PATH`` or ``PATH``. Without ``NAME``, the name of the source is the last
+    component of the path without its suffix.
 
     Raises:
         UserError: two sources have the same name.
@@ -93,9 +93,8 @@ def read_texts(path: Path) -> Iterator[str]:
     """Yield the non-empty documents of a source in order.
 
     Args:
-        path: a JSONL file (also .gz or .zst) or a Parquet file, whose rows have a field ``text``; a
-            text file, which is one document; a folder of such files; or the PREFIX of a prepared
-            corpus.
+        path: a file, a folder of files, or the PREFIX of a prepared corpus. Rows of a JSONL file
+            (also .gz or .zst) or a Parquet file have a field ``text``. A text file is one document.
 
     Raises:
         UserError: the source cannot be read, or a record has no text.
@@ -113,9 +112,6 @@ def first_texts(
         options: sources, each as ``NAME=PATH`` or ``PATH``.
         documents: number of documents of each source; None for all.
         characters: number of characters to which longer documents are cut.
-
-    Raises:
-        UserError: two sources have the same name, or a source cannot be read.
     """
     for name, path in named_paths(options).items():
         for text in islice(read_texts(path), documents):
@@ -125,8 +121,8 @@ def first_texts(
 def default_characters(context: int) -> int:
     """Return the default number of characters to which documents are cut.
 
-    It is 8 per token of the context, at least 20,000. Tokens of common vocabularies have 3 to 5
-    characters on average, so the text fills a window of ``context`` tokens.
+    The default is 8 per token of the context, but at least 20,000. Tokens of common vocabularies
+    have 3 to 5 characters on average, so a long document still fills a window after the cut.
     """
     return max(20_000, 8 * context)
 

@@ -19,7 +19,7 @@ from diffmegatron.files import format_path, shorten
 class VllmModel(Model):
     """A target (a model to evaluate) in vLLM on one GPU, loaded at the first request.
 
-    vLLM forms the batches itself, and does not report NaN or infinity in its logits.
+    vLLM forms the batches itself. It does not report NaN or infinity in its logits.
     """
 
     @cached_property
@@ -85,14 +85,9 @@ def check_served(
     """Check that vLLM is installed, and supports the suites (benchmarks), targets and options.
 
     Args:
-        suites: suites of the evaluation.
-        targets: models to evaluate.
-        computing: options of the evaluation. vLLM itself chooses device and batches, so options for
-            these are refused.
+        computing: options of the evaluation. Options for the device and the batches are refused,
+            because vLLM chooses them itself.
         ranks: number of processes. Only one is supported.
-
-    Raises:
-        UserError: vLLM is missing, or does not support a suite, a target or an option.
     """
     _vllm()
     if ranks > 1 or computing.device != "auto" or computing.batch_tokens is not None:
@@ -107,8 +102,8 @@ def check_served(
                 "not support; run it with --engine transformers"
             )
     for target in targets:
-        # Refuse kinds of attention that subtract two attention maps (map_pairs). A model type that
-        # this package has no kind of attention for is not refused, because vLLM may support it.
+        # Refuse kinds of attention that subtract two attention maps (``map_pairs``). Other model
+        # types are not refused, because vLLM may support them.
         has_variant = of_model_type(target.config.model_type) is not None
         layers = target.config.num_hidden_layers
         if has_variant and any(kind.map_pairs for kind, _ in target.variant.by_kind(layers)):

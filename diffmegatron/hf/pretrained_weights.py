@@ -1,4 +1,4 @@
-"""Weights in a pretrained model's folder: safetensors files, read tensor by tensor."""
+"""Reader of the safetensors files in a pretrained model's folder, one tensor at a time."""
 
 import re
 from collections import Counter
@@ -17,8 +17,7 @@ from diffmegatron.errors import UserError
 from diffmegatron.files import file_size, format_path, read_json, shorten
 
 DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
-# Buffers in old files. They are not weights, so they are ignored. Transformers ignores them too,
-# and computes these buffers from the configuration.
+# RoPE buffers that old files contain. They are not weights, and transformers ignores them too.
 _BUFFER = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 _EMBEDDING, _OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 _PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}\.safetensors")
@@ -26,10 +25,7 @@ _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
 class Stored(NamedTuple):
-    """Description of a tensor, from the header of the safetensors file that contains it.
-
-    ``path`` is the path of the file, and ``dtype`` is in the notation of safetensors, such as BF16.
-    """
+    """Description of a tensor from its safetensors file; ``dtype`` is a name such as BF16."""
 
     path: Path
     shape: tuple[int, ...]
@@ -37,21 +33,19 @@ class Stored(NamedTuple):
 
 
 class _Index(BaseModel):
-    """The part of ``model.safetensors.index.json`` that is used: the file of each tensor."""
+    """Content of ``model.safetensors.index.json``: tensor name -> file name."""
 
     weight_map: dict[str, str]
 
 
 class Source:
-    """Tensors in a pretrained model's folder. The constructor reads only the headers of the files.
+    """Tensors in a pretrained model's folder.
 
-    Attributes:
-        folder: folder of the model.
-        tensors: name of each tensor -> its description.
+    The constructor reads only the headers of the files.
 
     Raises:
-        UserError: there are no safetensors files or no tensors, a file is missing or truncated, two
-            files contain the same tensor, or the files differ from the index.
+        UserError: the folder has no safetensors file or no tensor, a file is missing or truncated,
+            two files contain the same tensor, or the files differ from the index.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -79,14 +73,13 @@ class Source:
 
     @property
     def usual_dtype(self) -> str:
-        """The most frequent dtype of the tensors, in the notation of safetensors, such as BF16."""
+        """Name of the most frequent dtype, such as BF16."""
         return Counter(stored.dtype for stored in self.tensors.values()).most_common(1)[0][0]
 
     def check(self, rules: Iterable[WeightRule], *, tied: bool) -> None:
         """Check that the files contain exactly the tensors of the network in ``config.json``.
 
-        Names, shapes and dtypes come from the headers of the files. Values are read only to compare
-        tied matrices. RoPE's buffers in old files are ignored.
+        RoPE buffers in old files are ignored.
 
         Args:
             rules: rules for all weights of the model, from :func:`.weight_mapping.table`.
@@ -94,8 +87,8 @@ class Source:
                 matrices, which must be equal.
 
         Raises:
-            UserError: a tensor is missing or unknown, has another shape, or has a dtype other than
-                F16, BF16 and F32; or tied matrices differ.
+            UserError: a tensor is missing, unknown or of another shape, or its dtype is not F16,
+                BF16 or F32; or the tied matrices differ.
         """
         config, left = "config.json", set(self.tensors)
         for name, shape in (item for rule in rules for item in rule.theirs.items()):
@@ -128,10 +121,12 @@ class Source:
             )
 
     def stream(self, rules: Iterable[WeightRule]) -> Iterator[tuple[str, Tensor]]:
-        """Yield name and value (in its stored dtype) of each tensor in ``rules``, in their order.
+        """Yield the name and the value of each tensor in the order of ``rules``.
+
+        The value has its stored dtype.
 
         Raises:
-            UserError: a tensor cannot be read, or has values that are not finite.
+            UserError: a file cannot be read, or a tensor has NaN or infinite values.
         """
         for name in (name for rule in rules for name in rule.theirs):
             tensor = self.read(name)
@@ -143,11 +138,7 @@ class Source:
             yield name, tensor
 
     def read(self, name: str) -> Tensor:
-        """Return the values of a tensor in its stored dtype.
-
-        Raises:
-            UserError: the file cannot be read.
-        """
+        """Return the values of a tensor in its stored dtype."""
         path = self.tensors[name].path
         try:
             with safe_open(path, framework="pt") as file:
@@ -157,11 +148,7 @@ class Source:
 
 
 def _read_index(folder: Path) -> Mapping[str, str]:
-    """Return the index: name of each tensor -> name of its file; empty for a model in one file.
-
-    Raises:
-        UserError: there is neither an index nor a single file, or the index is damaged.
-    """
+    """Return the index, tensor name -> file name; empty for a model in one file."""
     if (folder / SAFE_WEIGHTS_NAME).exists():
         return {}
     path = folder / SAFE_WEIGHTS_INDEX_NAME

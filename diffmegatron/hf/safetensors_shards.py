@@ -1,7 +1,7 @@
 """Write weights to safetensors files of bounded size (shards), with an index.
 
-huggingface_hub can do this only for a complete state dict, which would have to be in memory. Here
-the weights arrive one by one from a checkpoint, and at most one shard is in memory.
+huggingface_hub needs the complete state dict in memory. Here the weights arrive one by one from a
+checkpoint, and only one shard is in memory.
 """
 
 import json
@@ -16,11 +16,11 @@ from diffmegatron.errors import UserError
 
 
 class ShardWriter:
-    """Writer of weights in the order in which they are added; at most one shard is in memory.
+    """Writer of weights in the order of the :meth:`add` calls.
 
     Args:
         directory: an existing directory.
-        max_shard_bytes: maximum size of a shard; a larger weight gets a shard of its own.
+        max_shard_bytes: maximum bytes of weights in a shard; a larger weight is a shard alone.
     """
 
     def __init__(self, directory: Path, max_shard_bytes: int) -> None:
@@ -31,9 +31,9 @@ class ShardWriter:
         self._total_bytes = 0
 
     def add(self, name: str, tensor: Tensor, dtype: torch.dtype) -> None:
-        """Convert a weight to ``dtype``, and add the copy to the current shard.
+        """Convert a weight to ``dtype`` and add the copy to the current shard.
 
-        If the copy does not fit into this shard, write the shard first and begin another one.
+        A shard without space for the copy is written first.
 
         Raises:
             UserError: the shard cannot be written.
@@ -42,17 +42,16 @@ class ShardWriter:
         held = sum(weight.nbytes for weight in self._pending.values())
         if self._pending and held + size > self._max_shard_bytes:
             self._flush()
-        # Copy always, because a view would keep its whole base tensor in memory, and safetensors
-        # refuses views.
+        # A view would keep its whole base tensor in memory, and safetensors refuses views.
         self._pending[name] = tensor.detach().to(
             "cpu", dtype, copy=True, memory_format=torch.contiguous_format
         )
         self._total_bytes += size
 
     def close(self) -> None:
-        """Write the last shard, and give the files the names that ``transformers`` expects.
+        """Write the last shard, rename the files for ``transformers``, and write an index.
 
-        If there are several shards, write their index too.
+        A single shard needs no index.
         """
         self._flush()
         if len(self._shards) == 1:
@@ -75,8 +74,7 @@ class ShardWriter:
             mode = path.stat().st_mode
             # Older versions of transformers require the framework in the metadata.
             save_file(self._pending, path, metadata={"format": "pt"})
-            # Restore the mode that the umask gives, because safetensors makes the file readable by
-            # its owner only.
+            # safetensors makes the file readable only by its owner, so restore the umask's mode.
             path.chmod(mode)
         except (OSError, SafetensorError) as error:
             raise UserError(f"cannot write {path}: {error}") from error

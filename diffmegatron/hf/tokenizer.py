@@ -4,10 +4,9 @@ A tiktoken encoding becomes a fast Hugging Face tokenizer with the same ids.
 ``transformers.integrations.tiktoken`` cannot do this, for three reasons:
 
 1. It needs the package blobfile.
-2. It renumbers the special tokens, although the ids of cl100k_base have a gap before them that must
-   be kept.
-3. It does not convert the regular expression that splits text (see :func:`oniguruma_pattern`), and
-   splits long numbers differently.
+2. It gives the special tokens other ids. In cl100k_base, unused ids precede the special tokens.
+3. It does not convert the regular expression that splits text, so it splits long numbers
+   differently (see :func:`oniguruma_pattern`).
 """
 
 import json
@@ -49,8 +48,8 @@ _FILES = (
     "merges.txt",
     "chat_template.*",
 )
-# White space with which a response in a test chat begins. A tokenizer could merge it with the
-# newline before the response.
+# White space before the responses of a test chat. A tokenizer could merge it with the newline
+# that precedes a response.
 _SPACE = "\n\n "
 SAMPLE = (
     "The quick brown fox doesn't jump; WE'LL say it's 1 or 22 or 333 or 4444 or 1234567890.",
@@ -74,23 +73,24 @@ def write_tokenizer(
 ) -> None:
     """Write ``tokenizer.json`` and ``tokenizer_config.json``, and check the result.
 
-    A tiktoken encoding is converted; the tokenizer files of a Hugging Face folder are copied.
+    A tiktoken encoding is converted. The tokenizer files of a Hugging Face folder are copied.
     Padding is on the left, as generation requires.
 
+    If a copied tokenizer produces other ids than in training, a warning is logged. For a chat, the
+    template is then not added.
+
     Args:
-        tokenizer: tokenizer of the run. A converted tokenizer uses its end-of-document token as
-            bos, eos and padding token.
+        tokenizer: tokenizer of the run. In a converted tokenizer, the end-of-document token is also
+            the bos, eos and padding token.
         seq_length: maximum length of a text in tokens, which a converted tokenizer records.
-        directory: an existing directory. A ``config.json`` in it is part of the check, because
-            ``AutoTokenizer`` chooses a class by the model type.
-        chat: whether to add the template of :mod:`diffmegatron.hf.chat_template`. It gives a chat
-            the same ids as ``diffmegatron prepare``. If a copied tokenizer cannot give the same
-            ids, a warning is logged and no template is added.
+        directory: an existing directory with ``config.json``. ``AutoTokenizer`` chooses the
+            tokenizer class by the model type in this file.
+        chat: whether to add the template of :mod:`diffmegatron.hf.chat_template`, which encodes a
+            chat to the same ids as ``diffmegatron prepare``.
 
     Raises:
         UserError: the tokenizer is neither a tiktoken encoding nor from a Hugging Face folder, or
-            a converted tokenizer gives other ids or other text for a sample text or a sample chat.
-            If a copied tokenizer gives other ids, a warning is logged instead.
+            a converted tokenizer produces other ids or other text for a sample.
     """
     if isinstance(tokenizer, HuggingFaceTokenizer):
         _write_copied(tokenizer, directory, chat=chat)
@@ -128,10 +128,10 @@ def write_tokenizer(
 def _write_copied(tokenizer: HuggingFaceTokenizer, directory: Path, *, chat: bool) -> None:
     copy_tokenizer(tokenizer.folder, directory)
     config = read_json(directory / CONFIG, dict[str, Any]) | {"padding_side": "left"}
-    # Remove auto_map, because the code that it names is not copied. Training did not use that code.
+    # auto_map names code files that are not copied. Training did not use them.
     config.pop("auto_map", None)
     if chat:
-        # Remove the folder's own template, because training used another one.
+        # Training used another template than the folder's own.
         config.pop("chat_template", None)
         for template in directory.glob("chat_template.*"):
             template.unlink()
@@ -151,10 +151,7 @@ def _write_copied(tokenizer: HuggingFaceTokenizer, directory: Path, *, chat: boo
 
 
 def _first_different_text(tokenizer: HuggingFaceTokenizer, directory: Path) -> str | None:
-    """Return the first sample text to which ``AutoTokenizer`` gives other ids than training did.
-
-    Return None if there is no such text.
-    """
+    """Return the first sample text for which ``AutoTokenizer`` and training have other ids."""
     exported = load_exported(directory)
     for text in SAMPLE:
         ids = exported(text, add_special_tokens=False, verbose=False)["input_ids"]
@@ -166,19 +163,12 @@ def _first_different_text(tokenizer: HuggingFaceTokenizer, directory: Path) -> s
 def _give_template(
     tokenizer: HuggingFaceTokenizer, config: dict[str, Any], directory: Path
 ) -> bool:
-    """Add the chat template to copied tokenizer files, and return whether the export has it.
+    """Add the chat template to copied tokenizer files, and return whether it stays.
 
-    If a chat gets other ids with the template than in training, the template is removed, a warning
-    is logged, and the result is False. If only responses that begin with white space get other ids,
-    the template stays, and a warning is logged.
-
-    Args:
-        tokenizer: tokenizer of the run.
-        config: content of ``tokenizer_config.json``.
-        directory: directory with the copied files, which are changed.
+    The template stays only if chats have the same ids as in training. If only responses that begin
+    with white space have other ids, the template stays and a warning is logged.
     """
-    # Name the class that uses tokenizer.json unchanged. Other classes rebuild parts of it, and
-    # would lose the split around responses that split_responses adds.
+    # Other tokenizer classes rebuild parts of tokenizer.json and lose what split_responses adds.
     _write_config(config | {"tokenizer_class": _CLASS}, directory)
     changed = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
     split_responses(changed)
@@ -213,20 +203,18 @@ def copy_tokenizer(source: Path, directory: Path) -> None:
 def convert(encoding: tiktoken.Encoding) -> tokenizers.Tokenizer:
     """Convert an encoding to byte-level BPE of the ``tokenizers`` library, with the same ids.
 
-    The encoding's regular expression splits text into pieces. Within a piece, ``tokenizers`` joins
-    tokens by a list of merges. tiktoken has no such list: it joins two neighbours if their joined
-    bytes are a token, and first those whose joined token has the lowest rank. The list here
-    therefore contains, for every token in the order of rank, all pairs of tokens whose joined bytes
-    are this token.
+    ``tokenizers`` joins neighbouring tokens by a list of merges. tiktoken has no such list. It
+    joins the two neighbours whose joined bytes are the token with the lowest rank. The list of
+    merges therefore contains, for every token in the order of rank, all pairs of tokens whose
+    joined bytes are this token.
     """
     ranks: dict[bytes, int] = encoding._mergeable_ranks
     special: dict[str, int] = encoding._special_tokens
-    # Put the special tokens into the vocabulary with their ids. As added tokens outside the
-    # vocabulary, they would get the ids directly after the other tokens, but some encodings have a
-    # gap of unused ids there.
+    # Special tokens outside the vocabulary would get the ids directly after the other tokens. Some
+    # encodings have unused ids there.
     vocabulary = {_visible(token): rank for token, rank in ranks.items()} | special
-    # With ignore_merges, a piece of text that is itself a token becomes this token directly, and
-    # the merges are not used for it. tiktoken does the same.
+    # With ignore_merges, a piece of text that is a token becomes this token without merges, as in
+    # tiktoken.
     tokenizer = tokenizers.Tokenizer(models.BPE(vocabulary, _merges(ranks), ignore_merges=True))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -246,7 +234,7 @@ _CHARACTERS: dict[int, str] = bytes_to_unicode()
 
 
 def _visible(token: bytes) -> str:
-    """Return GPT-2's spelling of a token in byte-level BPE: one printable character per byte."""
+    """Return a token in GPT-2's byte-level spelling: one printable character per byte."""
     return "".join(map(_CHARACTERS.__getitem__, token))
 
 
@@ -270,9 +258,9 @@ _REGEX_PART = re.compile(
 def oniguruma_pattern(pattern: str) -> str:
     r"""Translate tiktoken's regular expression (Rust's fancy-regex) for ``tokenizers`` (Oniguruma).
 
-    The possessive ``++``, ``*+`` and ``?+`` have the same meaning in both. Oniguruma reads
-    ``X{1,3}+`` as a repetition of ``X{1,3}`` and not as possessive, so it becomes ``(?>X{1,3})``.
-    ``^`` and ``$`` match at every line in Oniguruma, so they become ``\A`` and ``\z``.
+    The possessive ``++``, ``*+`` and ``?+`` have the same meaning in both. In Oniguruma,
+    ``X{1,3}+`` is not possessive but repeats ``X{1,3}``, so it becomes ``(?>X{1,3})``. ``^`` and
+    ``$`` match at every line in Oniguruma, so they become ``\A`` and ``\z``.
     """
     parts: list[str] = []
     open_groups: list[int] = []

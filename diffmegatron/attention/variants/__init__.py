@@ -19,8 +19,8 @@ from diffmegatron.files import shorten
 __all__ = ["VARIANTS", "Variant", "model_types", "of_model_type", "read_variant", "register"]
 
 VARIANTS: dict[str, type[Variant]] = {}
-# Members of `Variant` that were renamed. The key is the former name, which a user's class may still
-# define. The value is the present name, as the error message prints it.
+# Renamed members of `Variant`: dict from the former name, which a user's class may still define, to
+# the present name in the error message.
 RENAMED = {
     "attend": "forward, whose tensors are [b, s, ...],",
     "normalised": "normalize_qk",
@@ -34,8 +34,8 @@ def register(variant: type[Variant]) -> type[Variant]:
     """Register a variant under the default value of its field ``kind``; usable as a decorator.
 
     Raises:
-        ValueError: another class has the same kind, or the class defines a member under its former
-            name, a key of ``RENAMED``.
+        ValueError: another class has the same kind, or the class defines a member under a former
+            name (a key of ``RENAMED``).
     """
     for former, present in RENAMED.items():
         if former in vars(variant):
@@ -54,10 +54,7 @@ for each in (Softmax, DiffV1, DiffV2, Grouped, Dex):
 
 
 def of_model_type(model_type: object) -> type[Variant] | None:
-    """Return the class of the variant that can import a Hugging Face model of this type.
-
-    The result is None if no variant can import it.
-    """
+    """Return the variant class that can import this Hugging Face model type, or None."""
     return next((kind for kind in _readable() if model_type in kind.model_types), None)
 
 
@@ -74,8 +71,8 @@ def read_variant(section: object) -> Variant:
     """Return the variant of a recipe's section ``model.attention``.
 
     Args:
-        section: mapping with a ``kind``, or a list of such mappings, which gives a ``Pattern`` of
-            several kinds. A ``Variant`` is returned unchanged.
+        section: mapping with a ``kind``, or a list of such mappings for a ``Pattern`` of several
+            kinds. A ``Variant`` is returned unchanged.
 
     Raises:
         ValueError: the section is of another type, or a kind is missing or unknown.

@@ -26,8 +26,8 @@ from diffmegatron.evaluation.suites.throughput import Throughput
 from diffmegatron.files import shorten
 from diffmegatron.validation import validated
 
-# The default of a suite's setting ``context`` is the shortest context of all targets (the models to
-# evaluate), but at most this number of tokens.
+# Upper limit in tokens of the default of a suite's setting ``context``. The default is the shortest
+# context of all targets (the models to evaluate).
 MAX_DEFAULT_CONTEXT = 2048
 SUITES: dict[str, type[Suite]] = {
     each.name: each
@@ -61,17 +61,16 @@ def make_suites(
     """Return the suites of a command line with their settings.
 
     Args:
-        names: names of suites.
-        options: values of the fields ``data``, ``haystack`` and ``data_dir``, for every suite that
-            has such a field.
+        options: values of the fields ``data``, ``haystack`` and ``data_dir``. They are used for
+            every suite that has such a field.
         settings: settings as ``SUITE.KEY=VALUE`` with a YAML value. They take precedence over
             ``options``.
         context: function that returns the default of the field ``context`` in tokens. It is called
-            only if a suite has this field and no setting for it.
+            only if a suite needs this default.
 
     Raises:
-        UserError: a suite is unknown or given twice, a setting has another form or an unknown key,
-            a value is not valid, or a value without a default is missing.
+        UserError: a suite is unknown or given twice, a setting is not valid, or a value without a
+            default is missing.
     """
     if len(set(names)) < len(names):
         raise UserError(f"--suite {','.join(names)} names a suite twice; give each once")

@@ -27,7 +27,7 @@ class AssociativeRecall(TextSuite):
 
     A text has 4 * D tokens: D pairs of a key and a value of one token each, then the same D pairs
     in another order. A value of the second half is predicted correctly if it is the most likely
-    token after its key. One forward pass over the whole text gives all D predictions.
+    token after its key.
     """
 
     name: ClassVar[str] = "associative-recall"
@@ -53,8 +53,7 @@ class AssociativeRecall(TextSuite):
         """Return an item for each text.
 
         Raises:
-            UserError: the two halves of a text do not have the same pairs, a key occurs in two
-                pairs, or a path of ``data`` cannot be read.
+            UserError: the two halves of a text have different pairs, or a key occurs in two pairs.
         """
         found: list[Item] = []
         for source, text in first_texts(self.data, self.documents, sys.maxsize):
@@ -76,17 +75,17 @@ class AssociativeRecall(TextSuite):
     def requests_of(self, target: Target, item: Item) -> ItemGenerator:
         ids = item.content
         half = len(ids) // 2
-        # The context ends with the first key of the second half. The continuation begins with the
-        # value of this key, so the values are at positions 0, 2, 4 and so on of the continuation.
+        # The context ends with the first key of the second half, so the continuation has values at
+        # the positions 0, 2, 4 and so on.
         ((scored,),) = yield [Scoring(ids[: half + 1], [ids[half + 1 :]])]
         right = scored.is_most_likely[::2]
         return {"pairs": len(right), "right": int(right.sum())}
 
     @override
     def means(self, record: Record) -> dict[str, Mean]:
-        """Return a dict: name of each of two accuracies -> the text's contribution to it.
+        """Return the text's contribution to two accuracies.
 
-        One accuracy is over all texts, the other over the texts with the same number of pairs.
+        One accuracy is over all texts. The second one is over texts with the same number of pairs.
         """
         share = Mean(record["right"], record["pairs"], per_token=True)
         return {_ACCURACY: share, _BY_PAIRS.format(record["pairs"]): share}

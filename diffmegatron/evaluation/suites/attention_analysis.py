@@ -1,6 +1,6 @@
-"""Statistics of attention heads, as in the figures of Kong, Jang and Kwak (2025).
+"""Statistics of attention heads, as in the figures of the paper on DEX.
 
-That is the paper on DEX, which makes selected heads of a pretrained model differential.
+DEX (Kong, Jang and Kwak, 2025) makes selected heads of a pretrained model differential.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,15 +33,12 @@ IMPORTANCE = "importance of a head"
 class AttentionAnalysis(TextSuite):
     """Overlap, sparsity, entropy and sign of scores; distance, alignment and importance of heads.
 
-    Scores are the entries of a head's attention map. In differential attention, the map is the one
-    after the subtraction. Two groups of measures use the two softmax maps before the subtraction
-    instead: the overlaps of a head's two maps, and the entropies of the first and of the second
-    map. (The overlap of top tokens of two heads of a layer uses the maps after the subtraction.)
-    Alignment and importance are computed from the outputs of heads, without maps.
+    Scores are the entries of a head's attention map. In differential attention, most measures use
+    the map after the subtraction. Only the overlaps of a head's two maps, and the entropies of the
+    first and of the second map, use the two softmax maps before the subtraction. Alignment and
+    importance are computed from the outputs of heads.
 
     A text is the start token and the beginning of a document, together at most ``length`` tokens.
-    The value of a measure for one text is a mean over layers, over pairs of heads (distance and
-    alignment), or over heads (importance). The report has its mean over texts.
     """
 
     name: ClassVar[str] = "attention-analysis"
@@ -69,10 +66,9 @@ class AttentionAnalysis(TextSuite):
 
     @override
     def items(self, target: Target) -> list[Item]:
-        """Return an item for each text that is long enough; a text is the beginning of a document.
+        """Return an item for each text with at least 4 tokens and at least 1 / ``top`` tokens.
 
-        A text is long enough if it has at least 4 tokens, including the start token, and at least
-        1 / ``top`` tokens, so that its last row has a top token.
+        The start token counts. With fewer than 1 / ``top`` tokens, no row would have a top token.
         """
         # Tokens have less than 16 characters on average, so the first 16 * length characters of a
         # document contain at least `length` tokens.
@@ -88,8 +84,8 @@ class AttentionAnalysis(TextSuite):
     def score(self, model: Model, item: Item) -> Record:
         """Return the measures of a text.
 
-        Distance and alignment have a value for each pair of layers, importance has one for each
-        layer and head, and all other measures have one for each layer.
+        Distance and alignment have a mean and a table [layers, layers]. Importance has a table
+        [layers, heads]. Every other measure has a list [layers].
         """
         seen: list[LayerAttention] = []
         count = model.target.variant.num_heads
@@ -113,10 +109,10 @@ class AttentionAnalysis(TextSuite):
 
     @override
     def means(self, record: Record) -> dict[str, Mean]:
-        """Return a dict: name of each measure -> its mean for one text.
+        """Return the mean of each measure for one text.
 
-        Distance and alignment are averaged over all pairs of heads, and left out if there is no
-        pair. Importance is averaged over all heads, and all other measures over all layers.
+        Distance and alignment are averaged over pairs of heads, and left out if there is no pair.
+        Importance is averaged over heads, and every other measure over layers.
         """
         found = {name: float(np.mean(values)) for name, values in record["layers"].items()}
         for name in (DISTANCE, ALIGNMENT):
@@ -127,10 +123,10 @@ class AttentionAnalysis(TextSuite):
 
     @override
     def draw(self, figure: "Figure", records: Mapping[str, Records]) -> bool:
-        """Draw all measures except importance as lines over the layers, and three as colour maps.
+        """Draw lines over the layers for all measures except importance, and colour maps.
 
-        Each target has three colour maps: distance and alignment of heads by pair of layers, and
-        importance by layer and head.
+        The colour maps show distance and alignment by pair of layers, and importance by layer and
+        head.
         """
         figure.set_size_inches(13, 8 + 3.8 * len(records))
         ratios = (8, 3.8 * len(records))
@@ -152,7 +148,7 @@ class AttentionAnalysis(TextSuite):
         return True
 
 
-# Panels with lines over the layers: the title of a panel -> prefixes of the names of its measures.
+# Panels with lines over the layers: title of the panel -> prefixes of the names of measures.
 _PANELS = {
     "overlap of the top tokens": (heads.TOP,),
     "overlap of scores": (heads.IN_TOP, heads.IN_REST),
@@ -161,7 +157,7 @@ _PANELS = {
     "negative scores": (heads.NEGATIVE, heads.NEGATIVE_MASS),
     "heads of a layer": (DISTANCE, ALIGNMENT),
 }
-# Labels of the y axis for panels whose quantity is not a share; other panels have "share".
+# Labels of the y axis of panels. The default is "share".
 _UNITS = {"entropy": "nats", "heads of a layer": "distance or alignment"}
 _STYLES = ("-", "--", ":")
 
@@ -169,19 +165,15 @@ _STYLES = ("-", "--", ":")
 def _between_layers(pairs: torch.Tensor, count: int) -> dict[str, Any]:
     """Return the mean over all pairs of different heads, and the mean for each pair of layers.
 
-    A pair has two different heads of the network, which may be in the same layer or in two layers.
+    The keys are ``mean``, and ``layers`` for a table [layers, layers]. A mean is None if there is
+    no pair, for example within a layer that has one head.
 
     Args:
         pairs: values of pairs of heads, [layers * count, layers * count].
         count: number of heads of a layer.
 
-    Returns:
-        A dict of "mean", the mean over all pairs; and "layers", a list of rows [layers, layers] of
-        the means over pairs with one head in the row's layer and one in the column's layer. A mean
-        without any pair is None, which happens within a layer that has one head.
-
     Raises:
-        NotFiniteError: a value is not finite.
+        NotFiniteError: a value of two different heads is not finite.
     """
     values = pairs.cpu().numpy()
     different = ~np.eye(len(values), dtype=bool)
@@ -198,10 +190,9 @@ def _between_layers(pairs: torch.Tensor, count: int) -> dict[str, Any]:
 
 
 def _table(records: Records, measure: str) -> np.ndarray:
-    """Return the table of a measure (importance, distance or alignment), averaged over the texts.
+    """Return the table of importance, distance or alignment, averaged over the texts.
 
-    Returns:
-        [layers, heads] for importance, and [layers, layers] for distance and alignment.
+    The shape is [layers, heads] for importance, and [layers, layers] for distance and alignment.
     """
     tables = [
         each[measure] if measure == IMPORTANCE else each[measure]["layers"] for each in records
@@ -210,9 +201,9 @@ def _table(records: Records, measure: str) -> np.ndarray:
 
 
 def _by_layer(records: Records) -> dict[str, np.ndarray]:
-    """Return a dict: name of each measure except importance -> its mean over the texts, [layers].
+    """Return the mean over the texts of each measure except importance, [layers].
 
-    The values of distance and alignment are those between heads of the same layer.
+    Distance and alignment are averaged only over pairs of heads of the same layer.
     """
     found = {
         name: np.mean([each["layers"][name] for each in records], axis=0)
@@ -229,8 +220,8 @@ def _draw_lines(
 ) -> None:
     """Plot the measures whose names begin with one of ``beginnings``, by layer.
 
-    Each target (evaluated model) has a colour, and each measure a line style. If there are no
-    values, or all are zero, the axes show a text with this reason and no lines.
+    Each target (evaluated model) has a colour, and each measure has a line style. Without nonzero
+    values, the axes show a text instead of lines.
     """
     from matplotlib.ticker import MaxNLocator
 

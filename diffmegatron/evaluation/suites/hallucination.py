@@ -1,7 +1,7 @@
 """Contextual hallucination: a judge (another model) compares a model's texts with documents.
 
-The method is that of Differential Transformer (Ye et al.), tables 4 and 5, which follows Chuang et
-al. (2024).
+The method is from Differential Transformer (Ye et al.), tables 4 and 5. It follows Chuang et al.
+(2024).
 """
 
 from collections.abc import Mapping
@@ -64,8 +64,8 @@ class Hallucination(Suite):
     """Share of summaries and answers that the document supports, in the opinion of a judge.
 
     All texts of a target (an evaluated model) are generated and recorded before the first text is
-    judged. Therefore they are not lost if the judge fails, and another judge can judge the same
-    texts. A verdict that cannot be read counts as false.
+    judged, so another judge can judge the same texts. A verdict that cannot be read counts as
+    false.
     """
 
     name: ClassVar[str] = "hallucination"
@@ -121,10 +121,10 @@ class Hallucination(Suite):
 
     @override
     def follow_ups(self, target: Target, records: Records) -> list[Item]:
-        """Return one follow-up item for each generated text; its score is the judge's verdict.
+        """Return an item for each generated text; the record of the item has the judge's verdict.
 
         The key of the item contains the name of the judge, so recorded verdicts are not used for
-        another judge. Without a judge the list is empty.
+        another judge. Without a judge, the list is empty.
         """
         judge = self._judge()
         if judge is None:
@@ -133,10 +133,7 @@ class Hallucination(Suite):
 
     @override
     def requests_of(self, target: Target, item: Item) -> ItemGenerator:
-        """Generate a text, or for a follow-up item, judge a text that was generated before.
-
-        The content of a follow-up item is the record of the text.
-        """
+        """Generate a text; for a follow-up item, judge the recorded text in ``item.content``."""
         if isinstance(item.content, dict):
             return self._judged(item.content)
         name, parts = item.content
@@ -150,8 +147,7 @@ class Hallucination(Suite):
     def means(self, record: Record) -> dict[str, Mean]:
         """Return the contributions of one verdict to two measures of its task.
 
-        The measures are the share of texts that are true, and the share of verdicts that cannot be
-        read. For the record of a generated text, which has no verdict, the result is empty.
+        The record of a generated text has no verdict and contributes nothing.
         """
         if "verdict" not in record:
             return {}
@@ -186,7 +182,7 @@ class Hallucination(Suite):
 
     @override
     def draw(self, figure: "Figure", records: Mapping[str, Records]) -> bool:
-        """Draw a group of bars for each task; draw nothing and return False without any verdict."""
+        """Draw a group of bars for each task, unless there is no verdict."""
         if not any("verdict" in record for each in records.values() for record in each):
             return False
         measures = {task: f"{task}, true" for task in self.tasks}
@@ -211,7 +207,7 @@ class Hallucination(Suite):
     def _prompt(self, target: Target, passage: Passage) -> tuple[list[int], str]:
         """Return the ids of a prompt, and the text of the document in the prompt.
 
-        The middle of the document is left out if the document is too long for ``context``.
+        The middle of a document that is too long for ``context`` is left out.
         """
         task = _QUESTION.format(question=passage.question) if passage.question else _SUMMARY
         before, after = target.encode("Document: "), target.encode(task)
@@ -228,11 +224,7 @@ class Hallucination(Suite):
 
 
 def judge_question(written: Record) -> str:
-    """Return the judge's prompt for a generated text; docs/evaluation.md describes the prompt.
-
-    Args:
-        written: record of the text with its document, question and references.
-    """
+    """Return the judge's prompt for the record of a generated text (see docs/evaluation.md)."""
     question = written["question"]
     return JUDGE_PROMPT.format(
         kind="answer" if question else "summary",

@@ -1,7 +1,4 @@
-"""Tasks of EleutherAI's lm-eval with its prompts, filters and metrics.
-
-The suite needs the package lm-eval (the extra ``evaluation``).
-"""
+"""Tasks of EleutherAI's lm-eval (extra ``evaluation``) with its prompts, filters and metrics."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
@@ -37,9 +34,9 @@ if TYPE_CHECKING:
     from diffmegatron.evaluation.harness import Encoder, Question, Tasks
 
 _TABLE = "3B, 1T tokens, accuracy of a kind that the paper does not name"
-# For each task: an assumed metric, and the accuracy of the 3B model in the paper Differential
-# Transformer (Ye et al.). The paper does not name the metrics. For HellaSwag, models of this size
-# reach the paper's number only with acc_norm, so that metric is assumed.
+# Task -> (assumed metric, accuracy of the 3B model in Differential Transformer, Ye et al.). The
+# paper does not name the metrics. On HellaSwag, models of this size reach the paper's accuracy only
+# with acc_norm.
 _PAPER = {
     "arc_challenge": ("acc", 0.378),
     "arc_easy": ("acc", 0.729),
@@ -100,8 +97,8 @@ class LmEval(Suite):
         """Check that the library, the tasks' data and the tokenizer can be loaded.
 
         Raises:
-            UserError: one of them cannot be loaded, ``shots`` has a number twice, or
-                ``apply_chat_template`` is set and the tokenizer has no chat template.
+            UserError: loading fails, ``shots`` has a number twice, or ``apply_chat_template`` is
+                set and the tokenizer has no chat template.
         """
         _harness()
         if self.shots is not None and len({*self.shots}) < len(self.shots):
@@ -118,10 +115,9 @@ class LmEval(Suite):
     def items(self, target: Target) -> list[Item]:
         """Return an item for each question of each task with each number of examples.
 
-        ``Item.tokens`` is 0 if the question fits into the target's context. A prompt always fits,
-        because it can be cut at its beginning. Only the longest choice, or the longest answer that
-        the task allows, can be too long. ``Item.tokens`` is then the number of tokens that this
-        choice or answer needs.
+        ``Item.tokens`` is 0 if the longest choice, or the longest answer that the task allows, fits
+        into the target's context. Otherwise it is the number of tokens that this choice or answer
+        needs. The prompt does not count, because a long prompt is cut at its beginning.
         """
         encoder = _encoder(target)
         return [
@@ -133,8 +129,8 @@ class LmEval(Suite):
     def requests_of(self, target: Target, item: Item) -> ItemGenerator:
         """Yield the requests of a question, and return its record.
 
-        The record has the model's answers (likelihoods or generated texts), lm-eval's metrics of
-        the question, and ``cut``, which is true if the prompt was cut.
+        The answers in the record are likelihoods or generated texts. ``cut`` is true if the prompt
+        was cut at its beginning.
         """
         question: Question = item.content
         encoder = _encoder(target)
@@ -162,8 +158,8 @@ class LmEval(Suite):
     def totals(self, records: Records) -> dict[str, float | Estimate]:
         """Return metrics that are not means over questions, and all metrics of groups of tasks.
 
-        For each number of shots with which all seven tasks of the paper (``_PAPER``) were measured,
-        the result also has the average of the seven accuracies.
+        For each number of shots for which all tasks of the paper (``_PAPER``) have accuracies, the
+        result also has the average of these accuracies.
         """
         found: dict[str, float | Estimate] = {}
         for name, shots, key, value, stderr in self._results(records):
@@ -226,11 +222,7 @@ class LmEval(Suite):
 
     @override
     def draw(self, figure: "Figure", records: Mapping[str, Records]) -> bool:
-        """Draw bars of the first metric of tasks and groups, in a panel for each number of shots.
-
-        There are bars for each group of tasks that has an aggregate, and for each task that belongs
-        to no such group. The result is False if there is nothing to draw.
-        """
+        """Draw bars of the first metric of tasks and groups, in a panel per number of shots."""
         found = {target: self._bars(each) for target, each in records.items()}
         panels: dict[str, list[str]] = {}
         for shots, name in dict.fromkeys(key for bars in found.values() for key in bars):
@@ -248,8 +240,8 @@ class LmEval(Suite):
     def _bars(self, records: Records) -> dict[tuple[str, str], Estimate]:
         """Return a dict: (shots, name) -> value of the first metric of a group of tasks or a task.
 
-        ``shots`` is a string such as ``5 shots``. The dict has the groups with an aggregate, and
-        the tasks that belong to no such group. For tasks, only means over questions are used.
+        ``shots`` is a string such as ``5 shots``. The dict has every group that aggregates its
+        tasks, and every task outside these groups. For tasks, only means over questions are used.
         """
         groups = [each for each in self._library.groups.values() if each.has_aggregation]
         in_groups = {task.task_name for group in groups for task in group.get_all_tasks()}
@@ -271,7 +263,7 @@ class LmEval(Suite):
         """Yield (name, shots, key, value, standard error) of each metric of each task and group.
 
         The key is metric and filter, such as ``acc,none``. If the setting ``shots`` is null and the
-        tasks differ in their number of shots, groups have ``own`` instead of a number.
+        tasks have different numbers of shots, ``shots`` of a group is ``own``.
         """
         passes: dict[int | None, list[Record]] = {}
         for record in records:
@@ -295,10 +287,8 @@ class LmEval(Suite):
         return tasks
 
     def _questions(self, target: Target) -> "Sequence[Question]":
-        """Return the questions of all tasks, from a cache after the first call.
-
-        The questions are the same for all targets, unless the target's chat template is applied.
-        """
+        """Return the questions of all tasks, from a cache after the first call."""
+        # Questions depend on the target only if its chat template is applied.
         key = target.name if self.apply_chat_template else None
         if key not in self._built:
             template = _encoder(target).apply_chat_template if self.apply_chat_template else None

@@ -22,8 +22,7 @@ BYTE = "bits per byte"
 TOKEN = "nats per token"
 _UP_TO = "nats per token, tokens 1 to {:,}"
 _UP_TO_OWN = _UP_TO + " of windows that have as many"
-# Smallest n for which the mean loss over the first n tokens of windows is measured. If a full
-# window has fewer tokens than this, the only n is the length of a full window.
+# Smallest n in ``Loss.lengths``, unless a full window has fewer tokens.
 _FEWEST = 16
 
 
@@ -31,10 +30,10 @@ class Loss(WindowSuite):
     """Negative log-likelihood of held-out text.
 
     A document is cut into windows that do not overlap. The start token is put before each window,
-    so the loss of the window's first token is measured too. Every byte of the text therefore counts
-    exactly once, and models with different tokenizers can be compared per byte. With ``packed``,
-    the documents of a source (the text of one entry of ``data``) are joined before they are cut,
-    each with the end-of-document token after it. The loss of this token does not count.
+    so the loss of the window's first token counts too. Every byte of the text counts exactly once,
+    so models with different tokenizers can be compared per byte. With ``packed``, the documents of
+    a source (one entry of ``data``) are joined before they are cut, with an end-of-document token
+    after each document. The losses of these tokens do not count.
     """
 
     name: ClassVar[str] = "loss"
@@ -77,8 +76,8 @@ class Loss(WindowSuite):
     def lengths(self) -> list[int]:
         """Numbers n, ascending, for which the mean over the first n tokens of windows is measured.
 
-        The last one is the length of a full window without its start token, ``context - 1``. The
-        others are the powers of two from 16 that are smaller than this length.
+        The last number is ``context - 1``, the length of a full window without its start token. The
+        other numbers are the smaller powers of two from 16.
         """
         full = self.context - 1
         powers = takewhile(lambda n: n < full, (_FEWEST << doublings for doublings in count()))
@@ -88,12 +87,11 @@ class Loss(WindowSuite):
     def requests_of(self, target: Target, item: Item) -> ItemGenerator:
         """Request the loss of every token, and return the sums of a document or packed window.
 
-        The record has the sum of the losses (``nats``), and the numbers of tokens and bytes. The
-        number of bytes is None for packed windows. For each n of :attr:`lengths`, ``beginnings``
-        has a pair: the sum of the losses of the first n tokens of a window, and how many of these n
-        tokens count (all except end-of-document tokens in packed windows). Both are summed over all
-        windows that have at least n tokens. ``full`` has the same pairs, summed only over full
-        windows (``context - 1`` tokens). In both, an n for which no token counts is left out.
+        End-of-document tokens of packed windows are left out of all sums. ``nats`` is the sum of
+        the losses. ``beginnings`` has a pair for each n of :attr:`lengths`: the sum of the losses
+        of the first n tokens, and the number of these tokens. Both are summed over all windows with
+        at least n tokens. ``full`` has the same pairs, summed only over full windows, which have
+        ``context - 1`` tokens. A pair without tokens is left out.
         """
         source, piece = item.content
         end = target.tokenizer.end_of_document
@@ -116,7 +114,7 @@ class Loss(WindowSuite):
                     _add(full[n], sums[n - 1], counts[n - 1])
         return {
             "source": source,
-            # A packed window may begin or end within a character, so its bytes are undefined.
+            # A packed window may begin or end within a character, so it has no number of bytes.
             "bytes": len(piece.encode()) if isinstance(piece, str) else None,
             "nats": nats,
             "tokens": tokens,
@@ -130,9 +128,9 @@ class Loss(WindowSuite):
 
         1. Nats per token of all text, and bits per byte unless documents are packed.
         2. If there are several sources, the same means for the item's source.
-        3. For each n of :attr:`lengths`, two means of nats per token over the first n tokens of
-           windows. One uses only full windows, so the windows are the same for every n. The other
-           uses all windows with n tokens or more, so a larger n has fewer windows.
+        3. For each n of :attr:`lengths`, two means of nats per token over the first n tokens. One
+           uses only full windows, which are the same for every n. The other one uses all windows
+           with n tokens or more.
         """
         own = {TOKEN: Mean(record["nats"], record["tokens"], per_token=True)}
         if not self.packed:
@@ -150,10 +148,7 @@ class Loss(WindowSuite):
 
     @override
     def remarks(self, records: Mapping[str, Records]) -> list[str]:
-        """Return a sentence for each target without a full window, for the report.
-
-        A full window has ``context - 1`` tokens. Without one there is no mean over full windows.
-        """
+        """Return a sentence for each target without a full window (``context - 1`` tokens)."""
         return [
             f"{name}: no window has {self.context - 1:,} tokens, so there is no mean over tokens "
             "1 to n of full windows; lower loss.context, or raise loss.characters"
@@ -200,8 +195,7 @@ class Loss(WindowSuite):
             ylabel=f"{TOKEN}, mean of tokens 1 to n",
             title="Loss of the first n tokens of full windows, 95% intervals",
         )
-        # Put the ticks at the measured lengths. Leave out the powers of two that are close to the
-        # longest length, because their labels would overlap with its label.
+        # Powers of two close to the longest length have no tick, because the labels would overlap.
         axes.set_xscale("log", base=2)
         *powers, full = self.lengths
         axes.set_xticks([*(n for n in powers if n < full / 1.5), full])

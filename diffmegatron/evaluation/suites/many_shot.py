@@ -27,10 +27,9 @@ _MEAN = ", mean over shots"
 class ManyShot(Suite):
     """Accuracy of classification after ``shots`` examples of the training set.
 
-    ``shots`` is a list of numbers of examples. For each number n, the prompt of every test item has
-    the same n examples, the first n of the shuffled training set. The model chooses among all
-    labels of the training set. For each target (model), items are skipped if their prompt with the
-    longest label exceeds the context of this target.
+    For each number n in ``shots``, every prompt has the first n examples of the shuffled training
+    set. The model chooses among all labels of the training set. An item is skipped for a target (an
+    evaluated model) if its prompt with the longest label exceeds the target's context.
     """
 
     name: ClassVar[str] = "many-shot"
@@ -72,7 +71,7 @@ class ManyShot(Suite):
     def means(self, record: Record) -> dict[str, Mean]:
         """Return the item's contribution, 0 or 1, to two accuracies of its task.
 
-        One accuracy is for the item's number of shots, the other is over all numbers of shots.
+        One accuracy is for the item's number of shots. The second one is over all numbers of shots.
         """
         right = Mean(float(record["right"]))
         task, shots = record["task"], record["shots"]
@@ -88,10 +87,10 @@ class ManyShot(Suite):
 
     @override
     def unit(self, key: str, record: Record) -> str:
-        """Return the name of the item's unit, which is the test question of the item.
+        """Return the name of the item's test question.
 
-        Bootstrap resamples draw all items of a unit together. A question is asked once for each
-        number of shots, and the answers to these items are not independent.
+        A question has an item for each number of shots. These items are not independent, so the
+        bootstrap draws them together.
         """
         return f"{record['task']}/{record['question']}"
 

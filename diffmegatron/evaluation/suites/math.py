@@ -1,7 +1,4 @@
-"""Mathematical problems in words. The library math-verify compares answers.
-
-The suite needs math-verify (the extra ``evaluation``).
-"""
+"""Mathematical problems in words, with answers compared by math-verify (extra ``evaluation``)."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -32,8 +29,8 @@ class Mathematics(Suite):
     """Accuracy on mathematical problems, after ``shots`` solved problems as examples.
 
     The examples are the first problems of GSM8K's training set. Decoding is greedy. It ends at the
-    end-of-document token, at the next question, or after ``answer_tokens`` tokens (1,024 or 16,384
-    in Differential Transformer, Ye et al.).
+    end-of-document token, at the beginning of another question, or after ``answer_tokens`` tokens.
+    Differential Transformer (Ye et al.) uses 1,024 or 16,384 ``answer_tokens``.
     """
 
     name: ClassVar[str] = "math"
@@ -73,9 +70,9 @@ class Mathematics(Suite):
             for number, each in enumerate(problems):
                 asked = target.encode(f"{before}Question: {each.question}\nAnswer:")
                 ids = [target.start_token, *asked]
-                # Count the first tokens that all prompts share: the start token and the tokens of
-                # the examples, perhaps without the last one, which the tokenizer may join with the
-                # start of the question. The keys and values of shared tokens are computed once.
+                # Count the tokens that all prompts share, because their keys and values are
+                # computed once. The last token of the examples may not be shared, because the
+                # tokenizer may join it with the question.
                 pairs = zip(ids, demonstrated, strict=False)
                 shared = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
                 content = (name, ids, shared, each.answer, each.choices)
@@ -97,10 +94,7 @@ class Mathematics(Suite):
 
     @override
     def means(self, record: Record) -> dict[str, Mean]:
-        """Return the problem's contribution to its benchmark's accuracy and share of cut texts.
-
-        A text is cut if it reached the limit ``answer_tokens``.
-        """
+        """Return the problem's contribution to its benchmark's accuracy and share of cut texts."""
         name = record["benchmark"]
         return {
             name: Mean(float(record["right"])),
@@ -130,20 +124,14 @@ class Mathematics(Suite):
 def is_right(text: str, answer: str, choices: Sequence[str] = ()) -> bool:
     """Return whether the answer in a text is mathematically equal to the correct answer.
 
-    In a multiple-choice problem, the answer is the choice that occurs last in the text; if no
-    choice occurs, the result is False.
-
-    Args:
-        text: text that the model wrote.
-        answer: correct answer.
-        choices: choices of a multiple-choice problem, otherwise empty.
+    With ``choices`` (a multiple-choice problem), the answer in the text is the choice that occurs
+    last. If no choice occurs, the result is False.
 
     Raises:
         UserError: math-verify is not installed.
     """
     if choices:
-        # If two choices end at the same position, the longer one contains the shorter one, so the
-        # longer one is the answer.
+        # If two choices end at the same position, the longer one contains the shorter one.
         return answer == max(choices, key=lambda choice: (_last(choice, text), len(choice))) and (
             _last(answer, text) >= 0
         )
@@ -154,7 +142,7 @@ def is_right(text: str, answer: str, choices: Sequence[str] = ()) -> bool:
 def _last(choice: str, text: str) -> int:
     """Return the position after the last occurrence of a choice in a text; -1 if there is none.
 
-    A choice occurs only as whole words. Upper and lower case are the same.
+    Only whole words count. Upper and lower case are the same.
     """
     places = re.finditer(rf"(?<!\w){re.escape(choice)}(?!\w)", text, re.IGNORECASE)
     return max((place.end() for place in places), default=-1)

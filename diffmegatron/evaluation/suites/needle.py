@@ -43,8 +43,8 @@ class Retrieval(Suite):
     """Share of hidden numbers that the model finds.
 
     For a pair (N, R), N needles are hidden and the model is asked for R of their numbers. One of
-    these R needles lies at one of ``depths``; all other needles lie at random depths. Decoding is
-    greedy, and a number is found if the first line of the answer contains it.
+    these R needles has a depth of ``depths``, and all other needles have random depths. Decoding is
+    greedy. A number is found if the first line of the answer contains it.
     """
 
     name: ClassVar[str] = "needle"
@@ -77,11 +77,7 @@ class Retrieval(Suite):
 
     @override
     def check(self, target: Target) -> None:
-        """Check that R <= N <= number of cities for every pair (N, R).
-
-        Raises:
-            UserError: a pair does not fulfil this condition.
-        """
+        """Check that R <= N <= number of cities for every pair (N, R)."""
         wrong = [pair for pair in self.pairs if not pair[1] <= pair[0] <= len(CITIES)]
         if wrong:
             raise UserError(
@@ -123,9 +119,9 @@ class Retrieval(Suite):
 
     @override
     def means(self, record: Record) -> dict[str, Mean]:
-        """Return a dict: name of the item's measure -> the item's share of numbers found.
+        """Return the item's share of numbers found.
 
-        There is one measure for each pair (N, R) and length: the mean over all depths and samples.
+        Each pair (N, R) and length has one measure: the mean over all depths and samples.
         """
         needles, asked, length = record["needles"], record["asked"], record["length"]
         return {f"N={needles} R={asked}, {length:,} tokens": Mean(record["found"])}
@@ -168,13 +164,13 @@ def build_prompt(
     """Return the prompt of an item, and the numbers to find.
 
     Args:
-        haystack: path of the text.
+        haystack: path of the text in which needles are hidden.
         target: model whose tokenizer encodes the prompt.
         key: key of the item, which seeds its random choices.
         length: number of tokens of the prompt.
         pair: number of needles to hide, and number of needles to find.
-        depth: position of one needle to find: the share of the text before it, from 0 to 1. The
-            other needles have random positions.
+        depth: share of the text before one needle to find, from 0 to 1. All other needles have
+            random depths.
     """
     count, asked = pair
     draw = random.Random(key)

@@ -34,11 +34,10 @@ class NeedleAttention(Suite):
     """Shares of the last token's attention that fall on the needle and on the rest of the text.
 
     The needle is the sentence in a long text (the haystack) that answers the question of the
-    prompt. A share is a sum of absolute values in the last row of a head's attention map (after the
-    subtraction, in differential attention), divided by the sum over the whole row. ``answer`` is
-    the share of the needle's sentence. ``noise`` is the share of the rest of the haystack,
-    including other needles but not the start token and the question. Measures are means over all
-    heads of all layers.
+    prompt. A share is a sum of absolute values in the last row of a head's attention map, divided
+    by the sum over the whole row. In differential attention, the map after the subtraction is used.
+    ``answer`` is the share of the needle. ``noise`` is the share of the rest of the haystack, with
+    other needles, but without the start token and the question.
     """
 
     name: ClassVar[str] = "needle-attention"
@@ -104,8 +103,7 @@ class NeedleAttention(Suite):
     def means(self, record: Record) -> dict[str, Mean]:
         """Return the item's shares of answer and noise, as means over all layers and heads.
 
-        The measures are means over the items with the same depth of the needle. The depth is the
-        share of the haystack before the needle, and is part of the names of the measures.
+        Each depth of the needle (the share of the haystack before it) has its own measures.
         """
         depth = f"depth {record['depth']:.0%}"
         return {
@@ -118,7 +116,7 @@ class NeedleAttention(Suite):
 
     @override
     def draw(self, figure: "Figure", records: Mapping[str, Records]) -> bool:
-        """Draw the shares of answer and noise by layer and head, averaged over a target's items."""
+        """Draw the shares of answer and noise by layer and head, as means over items."""
         figure.set_size_inches(4.5 * len(records), 7.5)
         panels = figure.subfigures(2, 1, squeeze=False)[:, 0]
         for panel, part in zip(panels, ("answer", "noise"), strict=True):

@@ -32,10 +32,9 @@ _ARRANGEMENTS = ("random", "alternating")
 class Order(Suite):
     """Accuracy of classification after the same examples in different orders.
 
-    The examples have balanced classes. Each of two arrangements has ``permutations`` random orders:
-    ``random`` shuffles all examples; ``alternating`` shuffles the examples of each class, and takes
-    one of each class in turn. The margin is the accuracy of the best order minus the accuracy of
-    the worst order.
+    The examples are chosen from all classes in turn. There are two arrangements, each with
+    ``permutations`` random orders. ``random`` shuffles all examples. ``alternating`` shuffles the
+    examples of each class, and then uses one of each class in turn.
     """
 
     name: ClassVar[str] = "order"
@@ -59,10 +58,7 @@ class Order(Suite):
 
     @override
     def items(self, target: Target) -> list[Item]:
-        """Return an item for every test question and every order of the examples.
-
-        Each of the two arrangements has ``permutations`` orders.
-        """
+        """Return an item for every test question and every order of the examples."""
         found: list[Item] = []
         for name in self.tasks:
             task = EncodedTask(name, self.data_dir, self.samples, target, self.shots)
@@ -85,18 +81,15 @@ class Order(Suite):
 
     @override
     def means(self, record: Record) -> dict[str, Mean]:
-        """Return the answer's contribution, 0 or 1, to the accuracy of its task and arrangement.
-
-        This accuracy is the mean over all questions and permutations.
-        """
+        """Return the answer's contribution, 0 or 1, to the accuracy of its task and arrangement."""
         return {f"{record['task']}, {record['arrangement']}": Mean(float(record["right"]))}
 
     @override
     def unit(self, key: str, record: Record) -> str:
-        """Return the name of the item's unit, which is the test question of the item.
+        """Return the name of the item's test question.
 
-        Bootstrap resamples draw all items of a unit together. A question has one item for each
-        order of the examples, and these items are not independent.
+        A question has an item for each order of the examples. These items are not independent, so
+        the bootstrap draws them together.
         """
         return f"{record['task']}/{record['question']}"
 
@@ -104,9 +97,9 @@ class Order(Suite):
     def totals(self, records: Records) -> dict[str, Estimate]:
         """Return best accuracy, worst accuracy and margin for each task and arrangement.
 
-        The best accuracy is that of the best permutation (order of the examples), and the margin is
-        best minus worst. For the intervals, a resample draws questions, and the best and the worst
-        permutation are determined for each resample separately.
+        The best and the worst accuracy are over all permutations (orders of the examples). The
+        margin is best minus worst. Each bootstrap resample draws questions, and has its own best
+        and worst permutation.
         """
         found: dict[str, Estimate] = {}
         for name, right in _right_by_permutation(records).items():
@@ -153,7 +146,6 @@ def arranged(examples: Sequence[Example], arrangement: str, permutation: int) ->
     """Return the examples in one order of an arrangement.
 
     Args:
-        examples: examples of a prompt.
         arrangement: ``random`` or ``alternating``.
         permutation: number of the order, which seeds the shuffle.
     """
@@ -177,8 +169,8 @@ def _in_turn(examples: Sequence[Example]) -> Iterator[Example]:
 def _right_by_permutation(records: Records) -> dict[str, np.ndarray]:
     """Return a dict: ``TASK, ARRANGEMENT`` -> table with 1 for correct and 0 for wrong answers.
 
-    A table is float64 [questions, permutations]. It contains only questions with an answer for
-    every permutation: some answers are missing if prompts were longer than the context. An empty
+    A table is float64 [questions, permutations]. It has only the questions with an answer for every
+    recorded permutation. Answers are missing where a prompt was longer than the context. An empty
     table is left out.
     """
     right: dict[str, dict[int, dict[int, bool]]] = defaultdict(lambda: defaultdict(dict))

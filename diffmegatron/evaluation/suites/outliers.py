@@ -49,12 +49,11 @@ _BINS, _WITHIN = 1 << 15, 1 << _LOW_BITS
 class Outliers(WindowSuite):
     """Exact largest and median magnitudes of activations over held-out text.
 
-    The activations are attention logits and hidden states. Attention logits are the inputs of the
-    softmax in every query head, without masked entries. Hidden states are the outputs of every
-    layer. There are too many values to store, so the median takes two passes over the text. The
-    first pass counts the magnitudes by the upper 15 bits of their float32 representation: all
-    magnitudes with the same upper bits are one bin. The second pass counts only the magnitudes in
-    the bin that contains the median, by their lower 16 bits.
+    The activations are attention logits (inputs of the softmax in every query head, without masked
+    entries) and hidden states (outputs of every layer). There are too many values to store, so the
+    median needs two passes over the text. The first pass counts magnitudes in bins: a bin has all
+    magnitudes with the same upper 15 bits in float32. The second pass counts only the magnitudes in
+    the bin of the median, by their lower 16 bits.
     """
 
     name: ClassVar[str] = "outliers"
@@ -105,8 +104,7 @@ class Outliers(WindowSuite):
     def score(self, model: Model, item: Item) -> Record:
         """Return counts of the magnitudes of one window, for logits and for hidden states.
 
-        In the first pass, the record has the counts by bin and the 100 largest magnitudes. In the
-        second pass, it has the counts within the bins of the medians.
+        In the first pass, the record also has the 100 largest magnitudes.
         """
         ids, bins = item.content
         counters = {of: _Counter(None if bins is None else bins[of], of) for of in (LOGITS, HIDDEN)}
@@ -131,9 +129,9 @@ class Outliers(WindowSuite):
 
     @override
     def totals(self, records: Records) -> dict[str, float]:
-        """Return the k-th largest magnitude for each k in ``RANKS``, and the median magnitude.
+        """Return the median and k-th largest magnitudes of logits and hidden states.
 
-        There is one set of these numbers for logits and one for hidden states.
+        The numbers k are in ``RANKS``.
         """
         found: dict[str, float] = {}
         for of in (LOGITS, HIDDEN):
@@ -198,10 +196,7 @@ def _summed(packed: Sequence[str], size: int) -> np.ndarray:
 
 
 def _median_bins(counts: np.ndarray) -> list[int]:
-    """Return the bins of the two middle values, whose mean is the median.
-
-    The list has only one bin if both values are in the same bin.
-    """
+    """Return the one or two bins of the two middle values, whose mean is the median."""
     return sorted({_place(counts, rank)[0] for rank in _middle(counts)})
 
 
@@ -231,10 +226,7 @@ def _middle(counts: np.ndarray) -> tuple[int, int]:
 
 
 def _place(counts: np.ndarray, rank: int) -> tuple[int, int]:
-    """Return the bin of the value with the given rank, and the number of values in lower bins.
-
-    The smallest value has rank 0.
-    """
+    """Return the bin of the value with rank ``rank``, and the number of values in lower bins."""
     ends = np.cumsum(counts)
     chosen = int(np.searchsorted(ends, rank, side="right"))
     return chosen, int(ends[chosen] - counts[chosen])

@@ -27,11 +27,10 @@ _BETWEEN_DOCUMENTS = "\n\n"
 class Perplexity(TextSuite):
     """Perplexity as the documentation of ``transformers`` computes it.
 
-    The documents of a source (the text of one entry of ``data``) are joined by empty lines and
-    tokenized as one text, without a start token. Windows of ``context`` tokens begin every
-    ``stride`` tokens. In each window, only tokens that were in no earlier window are scored; the
-    tokens before them are their context. The first token of a window is never scored, because no
-    token precedes it.
+    The documents of a source (one entry of ``data``) are joined by empty lines and tokenized as one
+    text, without a start token. Windows of ``context`` tokens begin every ``stride`` tokens. In
+    each window, only tokens that were in no earlier window are scored, and the tokens before them
+    are their context. The first token of a window is never scored, because no token precedes it.
     """
 
     name: ClassVar[str] = "perplexity"
@@ -53,12 +52,7 @@ class Perplexity(TextSuite):
 
     @override
     def check(self, target: Target) -> None:
-        """Check that every token is in a window.
-
-        Raises:
-            UserError: ``stride`` is larger than ``context``, so tokens between windows would be
-                left out.
-        """
+        """Check that ``stride`` is at most ``context``, so that every token is in a window."""
         if self._stride > self.context:
             raise UserError(
                 f"perplexity.stride {self.stride} exceeds perplexity.context {self.context}, so "
@@ -90,8 +84,7 @@ class Perplexity(TextSuite):
     def means(self, record: Record) -> dict[str, Mean]:
         """Return the window's contribution to the nats per token of all text.
 
-        If there are several sources, the result also has the window's contribution to the nats per
-        token of its source.
+        If there are several sources, the dict also has this measure for the window's source.
         """
         share = Mean(record["nats"], record["tokens"], per_token=True)
         if len(self.data) == 1:
@@ -100,10 +93,7 @@ class Perplexity(TextSuite):
 
     @override
     def totals(self, records: Records) -> dict[str, Estimate]:
-        """Return perplexities with intervals from a bootstrap over windows.
-
-        There is a perplexity of all text, and one of each source if there are several sources.
-        """
+        """Return the perplexities of all text and of sources, with bootstrap intervals."""
         found = {}
         for measure, nats in estimate_measures(self, records).items():
             # The exponential is an increasing function, so it maps the percentiles of the loss to
@@ -134,10 +124,9 @@ class Perplexity(TextSuite):
 
 
 def _windows(ids: Sequence[int], length: int, stride: int) -> Iterator[tuple[Sequence[int], int]]:
-    """Yield windows, each with its number of scored tokens, which are at its end.
+    """Yield windows, each with the number of scored tokens at its end.
 
-    A token is scored in the first window that contains it, unless it is the first token of that
-    window. A window without scored tokens is left out.
+    A window without scored tokens is left out.
     """
     counted = 0
     for first in range(0, len(ids), stride):

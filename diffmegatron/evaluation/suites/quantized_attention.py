@@ -23,10 +23,9 @@ _FULL = "as they are"
 class QuantizedAttention(WindowSuite):
     """Loss on held-out text with unchanged and with rounded attention logits.
 
-    The loss is measured with unchanged logits, and with logits rounded to each number of bits in
-    ``bits``. The logits of all queries, heads and visible keys of a layer are rounded together,
-    relative to the largest absolute value among them (absmax). The paper measures the accuracy on
-    HellaSwag instead of the loss.
+    The logits are rounded to each number of bits in ``bits``. Rounding is relative to the largest
+    absolute value (absmax) of all logits in one call of the attention function. The paper measures
+    the accuracy on HellaSwag instead of the loss.
     """
 
     name: ClassVar[str] = "quantized-attention"
@@ -62,10 +61,9 @@ class QuantizedAttention(WindowSuite):
 
     @override
     def means(self, record: Record) -> dict[str, Mean]:
-        """Return a dict: name of each measure -> a document's contribution to it.
+        """Return the document's contribution to mean losses in nats per token.
 
-        The measures are mean losses in nats per token: the loss with unchanged logits, and for each
-        number of bits the loss with rounded logits and its increase over the loss with unchanged
+        For rounded logits, there is also a measure of the increase over the loss with unchanged
         logits.
         """
         nats, tokens = record["nats"], record["tokens"]

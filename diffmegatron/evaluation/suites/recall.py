@@ -35,8 +35,7 @@ _BUFFER = 1 << 22
 class Recall(WindowSuite):
     """Loss of AR hits and of all other tokens in windows of held-out documents.
 
-    To find which bigrams are rare, their occurrences in the whole training corpus are counted. The
-    corpus is read from the disk 4M tokens at a time.
+    A bigram is rare if it occurs at most ``rare`` times in the training corpus.
     """
 
     name: ClassVar[str] = "recall"
@@ -126,10 +125,7 @@ class Recall(WindowSuite):
 
 
 def count_bigrams(tokens: Tokens, bigrams: set[tuple[int, int]]) -> dict[tuple[int, int], int]:
-    """Return the number of occurrences of each of ``bigrams`` in the sequence ``tokens``.
-
-    The tokens are read into memory in pieces of ``_BUFFER`` tokens.
-    """
+    """Return the number of occurrences of each of ``bigrams`` in the sequence ``tokens``."""
     wanted = sorted(bigrams)
     keys = np.array([_key(*pair) for pair in wanted], dtype=np.int64)
     counts = np.zeros(len(keys), dtype=np.int64)
@@ -147,10 +143,7 @@ def _key(first: Any, second: Any) -> Any:
 
 
 def _repeated(window: list[int]) -> Iterator[tuple[tuple[int, int], int]]:
-    """Yield (bigram, position of its second token) for each repetition of a bigram in a window.
-
-    The first occurrence of a bigram is not a repetition.
-    """
+    """Yield (bigram, position of its second token) for each repetition of a bigram in a window."""
     seen: set[tuple[int, int]] = set()
     for place, pair in enumerate(pairwise(window), start=1):
         if pair in seen:

@@ -1,8 +1,7 @@
 """Scaling curves of runs: power laws of the held-out loss, and ratios of sizes at equal loss.
 
-Differential Transformer (Ye et al., figure 3) fits Kaplan et al.'s power law L(x) = a x^-b in two
-ways: with x the number of parameters of several models, and with x the number of training tokens of
-models of one size.
+Differential Transformer (Ye et al., figure 3) fits the power law L(x) = a x^-b of Kaplan et al. The
+variable x is the number of parameters, or the number of training tokens of models of one size.
 """
 
 import math
@@ -50,8 +49,8 @@ class Scaling(Suite):
 
     With ``against: parameters``, x is the number of parameters. The law is fitted to the last
     held-out loss of every run, so the runs must have several sizes. With ``against: tokens``, x is
-    the number of training tokens. The law is fitted to all held-out losses of every run, so the
-    runs must all have the same size.
+    the number of training tokens. The law is fitted to all held-out losses of every run, so all
+    runs must have the same size.
     """
 
     name: ClassVar[str] = "scaling"
@@ -116,11 +115,10 @@ class Scaling(Suite):
 
     @override
     def across(self, records: Mapping[str, Records]) -> dict[str, float]:
-        """Return a dict: measure -> value, with a and b of each fitted law, and shares.
+        """Return a and b of each kind's law L(x) = a x^-b, and shares of x at equal loss.
 
-        There is a law L(x) = a x^-b for each kind of attention, where x is a number of parameters
-        or tokens. For each kind except the Transformer, and each x of its runs, there is a share
-        x / y, where the Transformer's law has at y the same loss as the kind's law at x.
+        Each kind of attention except the Transformer has a share x / y for each x of its runs. At
+        y, the Transformer's law has the loss that the kind's law has at x.
         """
         found: dict[str, float] = {}
         for kind, (law, sizes, is_baseline) in self._fits(records).items():
@@ -138,7 +136,7 @@ class Scaling(Suite):
 
     @override
     def remarks(self, records: Mapping[str, Records]) -> list[str]:
-        """Return a sentence for each kind of attention whose losses cannot be fitted by a law."""
+        """Return a sentence for each kind of attention without a fitted law."""
         fits = self._fits(records)
         return [
             f"{kind}: no fit; the runs need at least two different numbers of {self.against}, and "
@@ -169,7 +167,7 @@ class Scaling(Suite):
         return True
 
     def _points(self, records: Mapping[str, Records]) -> dict[str, tuple[list[Point], bool]]:
-        """Return kind of attention -> (its points, whether it is the Transformer).
+        """Return a dict: kind of attention -> (points, whether it is the Transformer).
 
         The points are pairs (x, loss), sorted by x.
         """
@@ -186,10 +184,9 @@ class Scaling(Suite):
     def _fits(
         self, records: Mapping[str, Records]
     ) -> dict[str, tuple[PowerLaw, list[float], bool]]:
-        """Return kind of attention -> (law, x of its points, whether it is the Transformer).
+        """Return a dict: kind of attention -> (law, x of points, whether it is the Transformer).
 
-        The x are distinct and ascending. A kind for which :func:`fit_power_law` returns None is
-        left out.
+        The x are distinct and ascending. Kinds without a fitted law are left out.
         """
         found = {}
         for kind, (points, is_baseline) in self._points(records).items():
@@ -200,13 +197,9 @@ class Scaling(Suite):
 
 
 def fit_power_law(points: Sequence[Point]) -> PowerLaw | None:
-    """Fit a power law by least squares to (log x, log L).
+    """Fit a power law by least squares to (log x, log L) of points (x, L), both above 0.
 
-    Args:
-        points: pairs (x, L), both above 0.
-
-    Returns:
-        The law; None if all x are equal, or if the fitted loss does not fall with x.
+    The result is None if all x are equal, or if the fitted loss does not fall with x.
     """
     if len({x for x, _ in points}) < 2:
         return None

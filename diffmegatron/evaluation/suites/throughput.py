@@ -26,9 +26,9 @@ _TABLE = "3B, 4K, H100, table 7"
 class Throughput(Suite):
     """Tokens per second in prefill, decoding and training, with a warm-up before each repetition.
 
-    ``training`` is a forward and backward pass without an optimizer. To compare with table 7
-    of Differential Transformer (Ye et al.), use the ratio of two models' speeds: a speed itself
-    depends on the GPU and the implementation.
+    ``training`` is a forward and backward pass without an optimizer. To compare with table 7 of
+    Differential Transformer (Ye et al.), use the ratio of two models' speeds. Single speeds depend
+    on the GPU and the implementation.
     """
 
     name: ClassVar[str] = "throughput"
@@ -71,8 +71,7 @@ class Throughput(Suite):
     def score(self, model: Model, item: Item) -> Record:
         """Run one repetition of a phase, and return its tokens, seconds and peak memory in bytes.
 
-        A warm-up run of the same phase comes first and is not measured. On a CPU, the peak memory
-        is that of the process since its start.
+        On a CPU, the peak memory is the peak of the process since its start.
         """
         vocabulary = model.target.tokenizer.vocab_size
         ids = torch.randint(
@@ -102,7 +101,7 @@ class Throughput(Suite):
 
     @override
     def totals(self, records: Records) -> dict[str, float]:
-        """Return the peak memory of each phase in GiB, the largest of all repetitions."""
+        """Return the peak memory in GiB of each phase over all repetitions."""
         return {
             f"{phase}, peak memory in GiB": max(
                 record["peak_bytes"] for record in records if record["phase"] == phase

@@ -70,8 +70,8 @@ def open_together(directory: Path, parallel_state: ParallelState) -> Checkpoint:
     """Open a checkpoint on all ranks together; each rank verifies some of the files.
 
     Raises:
-        UserError: On all ranks, if at least one rank found a problem. The message is that of the
-            lowest rank with a problem.
+        UserError: On all ranks, if at least one rank found a problem. All ranks raise the message
+            of the lowest rank that found one.
     """
     with errors_on_all_ranks():
         return open_checkpoint(directory, (parallel_state.rank, parallel_state.world_size))

@@ -171,7 +171,11 @@ Mutation = Callable[[ModelConfig, Rearrange], Rearrange]
 
 
 def _leave_heads_as_they_lie(model: ModelConfig, split: Rearrange) -> Rearrange:
-    """Return a rule that splits ``linear_qkv`` but keeps the order of its heads."""
+    """Return a rule that splits ``linear_qkv`` but keeps the order of its heads.
+
+    In ``linear_qkv`` the heads of the first and the second map alternate, block by block. DiffLlama
+    expects all heads of the first map before all heads of the second.
+    """
     heads = model.attention.heads
     each = [heads.queries // heads.keys, 1, 1]
 

@@ -3,14 +3,13 @@
 """Triton forward kernel of differential attention, the difference of two softmax attention maps.
 
 Each program computes a block of query rows. It computes the two maps one after the other, because
-two accumulators of `[rows, value width]` side by side would not fit the registers. It first
-computes the output of the second map (q2, k2) and stores it in memory, where the backward pass
-needs it anyway. Then it computes the output of the first map (q1, k1), loads the output of the
-second map from memory and subtracts it, multiplied by lambda.
+two accumulators `[rows, value width]` would not fit the registers. The output of the second map
+(q2, k2) is computed first and stored in memory, where the backward pass needs it anyway. Then the
+program computes the output of the first map (q1, k1), and subtracts lambda times the stored output.
 
 A block has M query rows and N keys. D and DV are the widths of queries and values, rounded up to
-powers of 2. q, k and v are pointers, or tensor descriptors if TMA is true (see `load_tile`).
-ACCUMULATE is the dtype of the accumulators, and INTERPRETED is true in Triton's interpreter.
+powers of 2. q, k and v are pointers, or tensor descriptors if TMA is true. ACCUMULATE is the dtype
+of the accumulators, and INTERPRETED is true in Triton's interpreter.
 """
 
 import triton
@@ -54,10 +53,12 @@ def _attend(
 ):
     """Continue the online softmax of M query rows over the keys [key_start, key_stop).
 
-    A score s is q k^T times `scale_log2`, which is softmax_scale * log2(e), because powers of 2
-    replace powers of e. The state of each row has three values: `largest`, the largest s so far;
-    `total`, the sum of 2^(s - largest) over the keys so far; and a row of `accumulator` `[M, DV]`,
-    the sum of 2^(s - largest) * v over the keys so far. With MASKED, a row sees only its keys
+    A score s is q k^T * `scale_log2`. Here `scale_log2` is softmax_scale * log2(e), so that powers
+    of 2 can replace powers of e. For each row and the keys so far:
+
+        largest = max(s)      total = sum(2^(s - largest))      accumulator = sum(2^(s - largest) v)
+
+    `accumulator` is `[M, DV]`, the others are `[M]`. With MASKED, a row sees only its keys
     [row_start, row_stop). LICM allows Triton to move loop-invariant code out of the loop.
     """
     for first_key in tl.range(key_start, key_stop, N, disable_licm=not LICM):
@@ -129,12 +130,11 @@ def _one_map(
 ):
     """Return the output of one map for M query rows, `[M, DV]`, and store their log-sum-exps.
 
-    The output is softmax(softmax_scale * q k^T) v. The log-sum-exp has base 2: log2(sum(2^s)),
-    where the scores s are q k^T times `scale_log2`, which is softmax_scale * log2(e). A row without
+    The log-sum-exp is log2(sum(2^s)) with the scores s = q k^T * `scale_log2`. A row without
     visible keys has an output of zero and a log-sum-exp of -inf.
     """
-    # Rows past the last query get the same visible keys as the last query, so that they do not
-    # widen the range of keys that the block visits.
+    # Rows past the last query get the visible keys of the last query. Other keys would widen the
+    # range of keys that the block visits.
     rows = tl.minimum(first_row + tl.arange(0, M), query_length - 1)
     row_start, row_stop = keys_of_rows(
         rows, query_length, key_length, shift, start_ptr, stop_ptr, CAUSAL, DOCUMENTS
@@ -223,14 +223,13 @@ def forward_kernel(
 ):
     """Compute attention of M query rows of one head.
 
-    Grid: (blocks of query rows, batch * heads). out_i is the output of map i. With MAPS = 2 the
-    kernel stores `out1 - lambda * out2` at `out_ptr`, and `out2` at `out2_ptr`. With MAPS = 1 it
-    stores `out1` at `out_ptr`, and no `out2`. The base-2 log-sum-exps of each map are stored at
-    `lse1_ptr` and `lse2_ptr`. With NORM the kernel also stores the headwise norm of the result,
-    RMSNorm(result) * norm_weight * norm_scale, at `normed_ptr`. The mean square of this norm is
-    taken over the `value_width` channels of a head.
+    Grid: (blocks of query rows, batch * heads). Map i has the output out_i and the base-2
+    log-sum-exps at `lse1_ptr` or `lse2_ptr`. With MAPS = 2 the kernel stores out1 - lambda * out2
+    at `out_ptr`, and out2 at `out2_ptr`. With MAPS = 1 it stores out1 at `out_ptr`. With NORM it
+    also stores RMSNorm(result) * norm_weight * norm_scale at `normed_ptr`, normalised over the
+    `value_width` channels of a head.
     """
-    # With a causal mask the last rows see the most keys and take longest, so they start first.
+    # With a causal mask the last rows see the most keys and need the most time, so start with them.
     first_row = (tl.num_programs(0) - 1 - tl.program_id(0)) * M
     batch = tl.program_id(1) // heads
     head = tl.program_id(1) % heads
@@ -244,8 +243,8 @@ def forward_kernel(
             width, value_width, M, N, D, DV, CAUSAL, DOCUMENTS, TMA, LICM, ACCUMULATE, INTERPRETED,
         )  # fmt: skip
         store_tile(out2_ptr, out2, batch, head, first_row, query_length, heads, value_width, M, DV)
-        # `opaque` makes the second call of _one_map recompute its addresses. Without it, the
-        # compiler would keep the addresses of the first call in registers during both calls.
+        # Without `opaque`, the compiler would keep the addresses of the first call of _one_map in
+        # registers for the second call.
         first_row = opaque(first_row, INTERPRETED)
     out = _one_map(
         q1, k1, v, lse1_ptr, batch, head, kv_head, first_row, heads,
@@ -255,7 +254,7 @@ def forward_kernel(
         width, value_width, M, N, D, DV, CAUSAL, DOCUMENTS, TMA, LICM, ACCUMULATE, INTERPRETED,
     )  # fmt: skip
     if MAPS == 2:
-        # Wait for the other threads, which stored parts of the out2 tile that is loaded next.
+        # Other threads stored parts of the out2 tile that is loaded next, so wait for them.
         tl.debug_barrier()
         out2 = load_tile(
             out2_ptr, batch, head, first_row, query_length,

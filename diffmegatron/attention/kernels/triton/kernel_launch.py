@@ -1,9 +1,8 @@
 """Launch functions of the Triton kernels, with their grids, block sizes and arguments.
 
-Differential attention has two maps. Map i is the softmax of the scores of queries q_i and keys k_i,
-and its output O_i is the product of the map and the common values v. The result is
-O_1 - lambda O_2, and dO is its gradient. With one map the result is O_1. A headwise norm may be
-applied to the result.
+Map i is softmax(q_i k_i^T), and its output O_i is map i times the values v. Differential attention
+has two maps and the result O_1 - lambda O_2. With one map the result is O_1. dO is the gradient of
+the result. A headwise norm may be applied to the result.
 
 In shapes b is the batch size, s the number of query rows and h the number of heads.
 """
@@ -38,8 +37,6 @@ class Problem(NamedTuple):
     """Settings that all kernels of one attention call share.
 
     Attributes:
-        softmax_scale: factor of the scores.
-        mask: visible (query, key) pairs.
         one_pass: whether the backward pass computes dQ in the same kernel as dK and dV.
         target: class of chips that the kernels are compiled for.
     """
@@ -59,9 +56,8 @@ def problem_of(call: AttentionCall, one_pass: bool | None, target: Target | None
     """Return the settings that all kernels of an attention call share.
 
     Args:
-        call: attention call.
-        one_pass: as in `Problem`; None to choose it with `default_one_pass`.
-        target: as in `Problem`; None to choose it with `target_of`.
+        one_pass: None for the result of `default_one_pass`.
+        target: None for the result of `target_of`.
 
     Raises:
         ValueError: batch * heads is larger than ``MOST_HEADS``.
@@ -75,8 +71,8 @@ def problem_of(call: AttentionCall, one_pass: bool | None, target: Target | None
     if one_pass is None:
         one_pass = default_one_pass(q.shape[-1], torch.are_deterministic_algorithms_enabled())
     if target is None:
-        # On a CPU, Triton interprets the kernels, and blocks of any size fit, so any capability
-        # can be assumed.
+        # On a CPU, Triton interprets the kernels and blocks of all sizes fit, so any capability
+        # will do.
         capability = torch.cuda.get_device_capability(q.device) if q.is_cuda else (8, 0)
         target = target_of(q.dtype, capability)
     return Problem(call.scale, call.mask, one_pass, target)
@@ -94,16 +90,13 @@ def launch_forward(
 
     Args:
         inputs: q1, k1, q2, k2, v, each `[b, length, heads, width]`. With one map q2 and k2 are not
-            used, and any tensors like q1 and k1 fit.
-        lambda_: 0-dim factor of the second map; None with one map.
-        outs: tensors that receive O_1 - lambda O_2, and O_2. With one map the first receives O_1,
-            and the second is None.
-        lses: tensors `[b, h, s]` that receive the base-2 log-sum-exps of each map (the second is
-            None with one map).
-        problem: settings of the call.
-        norm: a tuple of the weight of the headwise norm, the tensor that receives the normalised
-            output, eps, and the factor of the normalised output. Without a norm the first two are
-            None.
+            used; pass q1 and k1 twice.
+        lambda_: 0-dim factor of the second map.
+        outs: output tensors for O_1 - lambda O_2 and O_2; with one map, for O_1 and None.
+        lses: output tensors `[b, h, s]` for the base-2 log-sum-exps of each map; the second is None
+            with one map.
+        norm: weight of the headwise norm, output tensor for the normalised result, eps, and factor
+            of the normalised result. Without a norm the weight and the tensor are None.
     """
     q1, k1, _, _, v = inputs
     batch, length, heads, width = q1.shape
@@ -134,16 +127,15 @@ def launch_preprocess(
     """Launch `preprocess_kernel`, the first kernel of the backward pass.
 
     Args:
-        grad: gradient of the final output: of the normalised output if there is a norm, and
-            otherwise of `out`.
-        out: output before the norm, O_1 - lambda O_2.
-        out2: output of the second map, O_2.
-        lambda_: 0-dim factor of the second map.
+        grad: gradient of the normalised output, or dO without a norm.
+        out: O_1 - lambda O_2, before the norm.
+        out2: O_2.
+        lambda_: 0-dim.
         norm: weight (None without a norm), eps and scale of the headwise norm.
 
     Returns:
-        The gradient of `out`, the deltas rowsum(dO * O_i) of both maps `[b, h, s]`, and the
-        gradient of the norm's weight (None without a norm).
+        dO, the deltas rowsum(dO * O_i) of both maps `[b, h, s]`, and the gradient of the norm's
+        weight (None without a norm).
     """
     norm_weight, norm_eps, norm_scale = norm
     delta1, delta2 = row_values(out), row_values(out)
@@ -178,11 +170,10 @@ def launch_backward(
 
     Args:
         inputs: q1, k1, q2, k2, v, as in `launch_forward`.
-        grad: gradient dO of O_1 - lambda O_2, or of O_1 with one map; not of a norm's output.
+        grad: dO, the gradient of the result before the norm.
         lambda_: 0-dim factor of the second map; None if there is only one map.
         lses: base-2 log-sum-exp of each map, `[b, h, s]`; the second is None with one map.
         deltas: rowsum(dO * O_i) of each map, `[b, h, s]`; the second is None with one map.
-        problem: settings of the call.
     """
     q1, k1, _, _, v = inputs
     batch, length, heads, width = q1.shape
@@ -232,7 +223,7 @@ def _scaled(dq: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
 
 
 def _sources(tensors: tuple[Tensor, ...], blocks: Blocks, tma: bool) -> list[Any]:
-    """Return the tensors q1, k1, q2, k2, v (and grad) unchanged, or with TMA as descriptors."""
+    """Return q1, k1, q2, k2, v (and grad) unchanged, or with TMA as tensor descriptors."""
     if not tma:
         return list(tensors)
     rows = (blocks.M, blocks.N, blocks.M, blocks.N, blocks.N, blocks.M)
@@ -267,11 +258,10 @@ def _constants(q: Tensor, v: Tensor, blocks: Blocks, problem: Problem, maps: int
 
 
 def same_strides(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Return the tensors in a memory layout that the kernels and TMA can load.
+    """Return the tensors, or contiguous copies of all if the kernels or TMA cannot load one.
 
-    The tensors are returned unchanged if all have the same strides, the last stride is 1, and the
-    other strides and the addresses are multiples of 16 bytes (no stride is 0), as TMA requires.
-    Otherwise every tensor is copied to contiguous memory.
+    The kernels need the same strides for all tensors, and a last stride of 1. For TMA the other
+    strides and the addresses must be multiples of 16 bytes, and no stride may be 0.
     """
     first = tensors[0]
     step = 16 // first.element_size()
@@ -289,8 +279,7 @@ def same_strides(*tensors: Tensor) -> tuple[Tensor, ...]:
 def row_values(q: Tensor) -> Tensor:
     """Return an uninitialised tensor `[b, h, s]` for one number per head and query row.
 
-    `q` is `[b, s, h, width]`. The dtype of the result is fp64 if `q` is fp64, and fp32 for all
-    other dtypes of `q`.
+    `q` is `[b, s, h, width]`. The result is fp64 if `q` is fp64, and otherwise fp32.
     """
     batch, length, heads, _ = q.shape
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32

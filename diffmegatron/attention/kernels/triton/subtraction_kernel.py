@@ -3,12 +3,12 @@
 """The subtraction of DIFF V2 in Triton: `signal - lambda * noise` per token and signal head.
 
 The heads tensor has the shape `[batch, length, groups * (r + 1), width]`: each group has r signal
-heads, followed by the noise head that they share. Lambda has the shape
-`[batch, length, groups * r]` and is contiguous. A program handles ROWS tokens of one group. It
-loads the noise head once, and sums the noise head's gradient over the signal heads in registers.
+heads, followed by the noise head that they share. Lambda is `[batch, length, groups * r]`. A
+program handles ROWS tokens of one group. It loads the noise head once, and sums the noise head's
+gradient over the signal heads in registers.
 
 In the kernels `M` is ROWS, `ratio` is r, `D` is the width rounded up to a power of 2, and
-`ACCUMULATE` is the dtype of the computation.
+`ACCUMULATE` is the dtype of the computation. The kernels need a contiguous lambda.
 """
 
 from typing import Any
@@ -26,14 +26,12 @@ ROWS = 32
 
 
 def subtract_noise(heads: Tensor, lambda_: Tensor) -> Tensor:
-    """Return `signal - lambda * noise` for each token and signal head.
+    """Return `signal - lambda * noise`, `[batch, length, groups * r, width]`.
 
     Args:
-        heads: `[batch, length, groups * (r + 1), width]`.
+        heads: `[batch, length, groups * (r + 1), width]`; r signal heads and then the noise head in
+            each group.
         lambda_: `[batch, length, groups * r]`.
-
-    Returns:
-        `[batch, length, groups * r, width]`.
     """
     out: Tensor = _SubtractNoise.apply(heads, lambda_)
     return out
@@ -74,10 +72,7 @@ def _dense(x: Tensor) -> Tensor:
 
 
 def _launch(heads: Tensor, lambda_: Tensor) -> tuple[tuple[int], tuple[int, ...], dict[str, Any]]:
-    """Return the grid, the sizes (length, groups, r) and the compile-time constants.
-
-    They are the same for the forward and the backward kernel.
-    """
+    """Return the grid, the sizes (length, groups, r) and the constants of both kernels."""
     batch, length, all_heads, width = heads.shape
     signals = lambda_.shape[2]
     groups = all_heads - signals
@@ -94,11 +89,7 @@ def _launch(heads: Tensor, lambda_: Tensor) -> tuple[tuple[int], tuple[int, ...]
 
 @triton.jit
 def _place(length, groups, M: tl.constexpr):
-    """Return the batch index, the group and the first row (token) of this program.
-
-    Consecutive programs handle all blocks of M rows of one group, then those of the next group with
-    the same batch index.
-    """
+    """Return the batch index, the group and the first row (token) of this program."""
     blocks = tl.cdiv(length, M)
     first_row = (tl.program_id(0) % blocks) * M
     group = (tl.program_id(0) // blocks) % groups
@@ -171,9 +162,9 @@ def subtract_backward_kernel(
 ):
     """Compute the gradients of the heads and of lambda for M rows (tokens) of one group.
 
-    dout is the gradient of the output (`grad_ptr`). For each signal head, dsignal = dout and
-    dlambda = -sum(dout * noise), a sum over the width. dnoise is minus the sum of lambda * dout
-    over the group's signal heads.
+    dout is the gradient of the output (`grad_ptr`). Then dsignal = dout,
+    dlambda = -sum(dout * noise) over the width, and dnoise = -sum(lambda * dout) over the group's
+    signal heads.
     """
     batch, group, first_row = _place(length, groups, M)
     is_row = first_row + tl.arange(0, M) < length

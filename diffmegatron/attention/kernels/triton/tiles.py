@@ -1,17 +1,14 @@
 # mypy: disable-error-code="no-untyped-def"
-# The parameters of the kernels have no type annotations, because they are values of Triton's
-# compiler, which Python types cannot describe.
+# The parameters of kernels are values of Triton's compiler, so they have no type annotations.
 """Functions that the Triton kernels share: loads, stores, products, intervals of visible keys.
 
-Tensors are `[batch, length, heads, width]`. Their last stride is 1, and the other strides are
-arbitrary. A *tile* is `[ROWS, WIDTH]`: ROWS consecutive rows (positions) of one head. WIDTH is
-`width` rounded up to a power of 2, and columns past `width` are read as zero.
+Tensors are `[batch, length, heads, width]` with a last stride of 1. A *tile* is `[ROWS, WIDTH]`:
+ROWS consecutive rows (positions) of one head. WIDTH is `width` rounded up to a power of 2.
 
-A *source* is the argument from which `load_tile` reads: a pointer, or with TMA a tensor descriptor
-that the host creates. The descriptor covers the view `[batch, heads, length, width]` in blocks of
-`[1, 1, ROWS, WIDTH]`. The dimensions of size one come first, because only then the compiler folds
-the reshape to `[ROWS, WIDTH]` into the load and keeps the tile in shared memory. A block of
-`[1, ROWS, 1, WIDTH]` would pass through registers, and registers would spill.
+A *source* is a pointer, or with TMA a tensor descriptor that the host creates. The descriptor
+covers the view `[batch, heads, length, width]` in blocks of `[1, 1, ROWS, WIDTH]`. For this order
+of dimensions the compiler folds the reshape to `[ROWS, WIDTH]` into the load, and the tile stays in
+shared memory. A block of `[1, ROWS, 1, WIDTH]` would pass through registers, which would spill.
 """
 
 import triton
@@ -33,7 +30,7 @@ def load_tile(
     WIDTH: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    """Load ROWS rows of one head, beginning with `first_row`, as a tile `[ROWS, WIDTH]`.
+    """Load ROWS rows of one head, from `first_row` on, as a tile `[ROWS, WIDTH]`.
 
     Rows from `length` on and columns past `width` are zero.
     """
@@ -113,12 +110,11 @@ def multiply(a, b, ACCUMULATE: tl.constexpr, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def opaque(x, INTERPRETED: tl.constexpr):
-    """Return the integer x, without letting the compiler see that the result equals x.
+    """Return the integer x; the compiler cannot see that the result equals x.
 
-    The compiler therefore recomputes values that depend on the result, although it has computed
-    them from x before. If it saw that both are equal, it would compute the addresses of two
-    accesses to the same rows only once, and keep them in registers across the loops in between.
-    With query heads of width 128 the forward kernel has no free registers for these addresses.
+    Code that uses the result instead of x computes its addresses again. If it used x, the compiler
+    would reuse earlier addresses, and keep them in registers across the loops in between. With
+    query heads of width 128 the forward kernel has no free registers for these addresses.
     """
     if INTERPRETED:
         copy = x
@@ -143,9 +139,8 @@ def keys_of_rows(
     """Return the interval of visible keys, [start, stop), of each query row.
 
     With DOCUMENTS the intervals are loaded from two tables `[query_length]`
-    (`AttentionMask.key_intervals`), which already respect causality. Without DOCUMENTS a row sees
-    all keys, or with CAUSAL all keys whose position is not later than that of the row. `shift` is
-    the position of the first query minus the position of the first key.
+    (`AttentionMask.key_intervals`), which already respect causality. `shift` is the position of the
+    first query minus the position of the first key.
     """
     if DOCUMENTS:
         start = tl.load(start_ptr + rows, mask=rows < query_length, other=0)
@@ -171,10 +166,9 @@ def queries_of_keys(
 ):
     """Return the interval of query rows, [start, stop), that see each key.
 
-    A query i sees a key j if j is in the interval that `keys_of_rows` returns for i. An interval
-    with start >= stop is empty. `shift` is the position of the first query minus the position of
-    the first key. With DOCUMENTS the intervals are loaded from two tables `[key_length]`
-    (`AttentionMask.query_intervals`).
+    An interval with start >= stop is empty. With DOCUMENTS the intervals are loaded from two tables
+    `[key_length]` (`AttentionMask.query_intervals`). `shift` is the position of the first query
+    minus the position of the first key.
     """
     if DOCUMENTS:
         start = tl.load(start_ptr + keys, mask=keys < key_length, other=0)

@@ -1,14 +1,15 @@
 """The Triton backend: the kernels as autograd functions.
 
 Differential attention has two maps, softmax(q1 k1^T) and softmax(q2 k2^T), with the outputs `out1`
-and `out2`. It returns `out = out1 - lambda out2`. Softmax attention has one map. The forward pass
-saves the inputs, `out`, `out2` and a log-sum-exp per map. The backward pass computes out1 as
-out + lambda out2. A signal head is a head of the first map, and a noise head is a head of the
-second map. If each signal head has its own noise head, one kernel computes both maps. If several
-signal heads share a noise head, there is one kernel launch per map.
+and `out2`. It returns `out = out1 - lambda out2`. The forward pass saves `out` and `out2`, and the
+backward pass computes out1 as out + lambda out2. Softmax attention has one map.
+
+The heads of the first map are signal heads, and the heads of the second map are noise heads. If
+several signal heads share a noise head, there is one kernel launch per map. Otherwise one kernel
+computes both maps.
 
 In the shapes b is the batch size, s the number of queries, h the number of heads of the first map,
-heads the number of heads of the map in question, and e the width of the values.
+heads the number of heads of one map, and e the width of the values.
 """
 
 from collections.abc import Sequence
@@ -40,11 +41,10 @@ def attend(
     """Compute attention with one or two maps.
 
     Args:
-        call: attention call. If one kernel computes both maps, it also applies the norm of the
-            call. In all other cases the norm is applied to the result of the kernels.
-        one_pass: whether the backward pass adds up dQ in the kernel of dK and dV; by default
-            `default_one_pass` decides.
-        target: class of chips to compile for; by default `target_of` chooses it.
+        call: attention call. A kernel that computes both maps also applies the norm.
+        one_pass: whether the backward pass computes dQ in the kernel of dK and dV; by default the
+            result of `default_one_pass`.
+        target: class of chips to compile for; by default the result of `target_of`.
     """
     problem = problem_of(call, one_pass, target)
     queries, keys, v = call.maps
@@ -63,8 +63,8 @@ def attend(
 def attention_with_lse(call: AttentionCall, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     """Return the output `[b, s, heads, e]` and log-sum-exp `[b, s, heads]` of one map.
 
-    `api.chunk_attention` calls this function, which is not differentiable. The log-sum-exp is a
-    natural logarithm. The values may have any width.
+    The log-sum-exp is a natural logarithm. `api.chunk_attention` calls this function. It is not
+    differentiable.
     """
     out, lse = _one_map(q, k, call.maps.v, problem_of(call, None, None))
     return out, lse.transpose(1, 2) / LOG2_E
@@ -73,9 +73,10 @@ def attention_with_lse(call: AttentionCall, q: Tensor, k: Tensor) -> tuple[Tenso
 def chunk_gradients(call: AttentionCall, grad: Tensor, whole: WholeAttention) -> QKV:
     """Return the contribution of a chunk of keys to the gradients, for `api.chunk_gradients`.
 
-    `call` has some queries, and the keys and values of the chunk. `grad` is the gradient of the
-    output of these queries' attention to all keys, and `whole` holds that output and its
-    log-sum-exps.
+    Args:
+        call: queries, and the keys and values of the chunk.
+        grad: gradient of `whole.out`.
+        whole: result of attention of these queries to the keys of all chunks.
     """
     lses = [by_head(lse * LOG2_E) for lse in whole.lses]
     deltas = whole.deltas(grad, call.lambda_)
@@ -84,10 +85,7 @@ def chunk_gradients(call: AttentionCall, grad: Tensor, whole: WholeAttention) ->
 
 
 class _BothMaps(torch.autograd.Function):
-    """Attention with two maps in one kernel, which also applies the headwise norm if there is one.
-
-    `norm_weight` is None if there is no norm.
-    """
+    """Attention with two maps in one kernel, followed by the headwise norm if there is one."""
 
     @staticmethod
     def forward(
@@ -187,12 +185,10 @@ def _gradients(
     """Return the gradients of queries, keys and values.
 
     Args:
-        grad: gradient of out1 - lambda out2, `[b, s, h, e]`.
-        maps: queries, keys and values.
-        lambda_: 0-dim factor of the second map, or None with one map.
+        grad: gradient of out1 - lambda out2, or of out1 with one map, `[b, s, h, e]`.
+        lambda_: 0-dim; None with one map.
         lses: base-2 log-sum-exp of each map, `[b, heads, s]`.
-        deltas: delta of each map, `[b, s, heads]`, as `WholeAttention.deltas` returns them.
-        problem: settings of the call.
+        deltas: result of `WholeAttention.deltas` for each map, `[b, s, heads]`.
     """
     (v,) = same_strides(maps.v)
     first, last = maps.queries[0], maps.queries[-1]

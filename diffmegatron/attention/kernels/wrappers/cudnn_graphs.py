@@ -1,14 +1,14 @@
 """Plain attention by cuDNN's graphs, through nvidia-cudnn-frontend: V may be wider than Q.
 
 In the backward pass, torch's own cuDNN attention supports a V of at most 128 columns, and cuDNN
-itself at most 256 on Hopper. This module does not check which shapes, masks and chips cuDNN
-supports. If cuDNN does not support a graph, the error contains cuDNN's reason. The code follows the
-interface of nvidia-cudnn-frontend 1.32, called the frontend below.
+itself at most 256 on Hopper. If cuDNN does not support a shape, a mask or a chip, the error
+contains cuDNN's reason. The code follows the interface of nvidia-cudnn-frontend 1.32, called the
+frontend below.
 
 Tensors are contiguous `[b, length, heads, width]`. A graph describes them as
 `[b, heads, length, width]` with the corresponding strides. Packed documents have cuDNN's *ragged*
 layout: for cuDNN every document is a batch row as long as the longest document. The tensors store
-only the tokens that exist, and cuDNN finds those of a document by an offset and a length.
+no padding, and each document has an offset and a length.
 """
 
 from collections.abc import Mapping
@@ -27,8 +27,7 @@ from .two_map_calls import two_calls
 
 # torch dtype -> name of the dtype in the frontend.
 DATA_TYPES = {torch.bfloat16: "BFLOAT16", torch.float16: "HALF"}
-# Maximum number of cached graphs for each direction. A graph holds a compiled plan of a forward or
-# of a backward pass.
+# Maximum number of cached graphs of forward passes, and of cached graphs of backward passes.
 MOST_GRAPHS = 64
 # A ragged tensor must have fewer elements than this, because cuDNN's offsets into it are int32.
 MOST_ELEMENTS = 2**31
@@ -40,10 +39,9 @@ class Problem(NamedTuple):
     Attributes:
         batch: number of batch rows; with packed documents, the number of documents, rounded up to a
             power of two.
-        heads, kv_heads: number of query heads, and of key and value heads.
         rows, keys: number of queries and of keys; with packed documents, the length of the longest
             document, rounded up to a power of two.
-        width, value_width: width of queries and keys, and of values.
+        width: width of a query or key.
         causal: whether keys at later positions than the query are hidden; the last query has the
             position of the last key.
         is_packed: whether the batch rows are documents of different lengths.
@@ -70,7 +68,7 @@ class Graph(NamedTuple):
 
     Attributes:
         graph: the frontend's graph.
-        tensors: name, such as "q" or "lse" -> the graph's tensor.
+        tensors: dict from a name, such as "q" or "lse", to the graph's tensor.
         workspace: size of the workspace in bytes.
     """
 
@@ -82,12 +80,9 @@ class Graph(NamedTuple):
 class Documents(NamedTuple):
     """Lengths and positions of packed documents, as int32 tensors on the device.
 
-    Positions are counted in tokens from the start of the concatenation of all documents.
-
     Attributes:
         lengths: number of tokens of each document, `[documents, 1, 1, 1]`.
-        starts: position of the first token of each document, and then the end of the last document,
-            `[documents + 1, 1, 1, 1]`.
+        starts: cumulative lengths from 0, `[documents + 1, 1, 1, 1]`.
         longest: upper bound of the lengths.
     """
 
@@ -98,7 +93,7 @@ class Documents(NamedTuple):
 
 @lru_cache
 def load_library() -> ModuleType:
-    """Import the frontend, and check that it has attention and finds a cuDNN library.
+    """Import and check nvidia-cudnn-frontend.
 
     Raises:
         ValueError: the frontend is too old, or finds no cuDNN library.
@@ -127,15 +122,14 @@ def attend(call: AttentionCall) -> Tensor:
     mask = call.mask
     if mask.cu_seqlens is None:
         return two_calls(partial(_attend_aligned, call.scale, mask.causal), call)
-    # `cu_seqlens` has the boundaries of the documents in one batch row. They are the same in all
-    # batch rows.
+    # `cu_seqlens` has the boundaries of the documents in each batch row.
     return two_calls(partial(_attend_documents, call.scale, mask.causal, mask.cu_seqlens), call)
 
 
 def _attend_aligned(scale: float, causal: bool, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     blind = max(q.shape[1] - k.shape[1], 0) if causal else 0
-    # The first `blind` query rows see no key. cuDNN does not support such rows, so leave them out
-    # of the call, and set their output to zero.
+    # The first `blind` query rows see no key. cuDNN does not support such rows, so call it without
+    # these rows, and set their output to zero.
     out = _attend(scale, causal, q[:, blind:], k, v, None)
     return torch.nn.functional.pad(out, (0, 0, 0, 0, blind, 0)) if blind else out
 
@@ -148,7 +142,7 @@ def _attend_documents(
     return _attend(scale, causal, q_row, k_row, v_row, documents)[0].unflatten(0, q.shape[:2])
 
 
-# The result is cached, because both maps and all layers use the same documents for a batch.
+# Both maps and all layers use the same documents for a batch, so the result is cached.
 @cached_tensors
 def documents_of(bounds: tuple[int, ...], batch: int, device: torch.device) -> Documents:
     """Return the documents of all batch rows, concatenated row by row.
@@ -157,8 +151,7 @@ def documents_of(bounds: tuple[int, ...], batch: int, device: torch.device) -> D
     the same graph. The additional documents have no tokens.
 
     Args:
-        bounds: cumulative lengths of the documents in one batch row, beginning with 0. All batch
-            rows have the same documents.
+        bounds: cumulative lengths of the documents in each batch row, beginning with 0.
         batch: number of batch rows.
         device: device of the tensors.
     """
@@ -233,11 +226,10 @@ class _Attention(torch.autograd.Function):
 
 
 def _of_documents(problem: Problem, documents: Documents | None) -> dict[str, Tensor]:
-    """Return a dictionary of the graph's inputs that describe the documents.
+    """Return the graph's inputs that describe the documents; an empty dict without documents.
 
-    The input ``lengths`` has the number of tokens of each document. For each tensor, such as "q",
-    the input ``q_starts`` has the offsets at which the documents start in it, in elements. Without
-    documents the dictionary is empty.
+    ``lengths`` has the tokens of each document. ``q_starts`` has the offset of each document in the
+    tensor q, in elements. The tensors k, v, o and lse have such offsets too.
     """
     if documents is None:
         return {}
@@ -248,10 +240,7 @@ def _of_documents(problem: Problem, documents: Documents | None) -> dict[str, Te
 
 
 def _token_sizes(problem: Problem) -> dict[str, int]:
-    """Return a dict from the name of a tensor to its number of elements per token.
-
-    The gradient of a tensor has the same number of elements.
-    """
+    """Return a dict from the name of a tensor to its number of elements per token."""
     return {
         "q": problem.heads * problem.width,
         "k": problem.kv_heads * problem.width,
@@ -321,10 +310,7 @@ def backward_graph(problem: Problem) -> Graph:
 
 
 class _Builder:
-    """A cuDNN graph under construction, for the given properties of attention.
-
-    ``tensors`` is a dict from the names of the graph's tensors to the tensors.
-    """
+    """A cuDNN graph under construction; ``tensors`` has the graph's tensors by name."""
 
     def __init__(self, problem: Problem) -> None:
         self.library = load_library()
@@ -346,10 +332,7 @@ class _Builder:
         return self._placed(name, tensor)
 
     def output(self, name: str, tensor: Any) -> None:
-        """Declare `tensor`, the result of an operation, as the output `name` of the graph.
-
-        `_layout` determines its layout and dtype from `name`.
-        """
+        """Declare `tensor`, the result of an operation, as the output `name` of the graph."""
         dims, strides, dtype = self._layout(name)
         tensor.set_output(True).set_dim(dims).set_stride(strides).set_data_type(dtype)
         self._placed(name, tensor)
@@ -391,9 +374,9 @@ class _Builder:
         return Graph(graph, self.tensors, graph.get_workspace_size())
 
     def _layout(self, name: str) -> tuple[list[int], list[int], Any]:
-        """Return dimensions, strides and dtype of a tensor, such as "q" or its gradient "dq".
+        """Return dimensions `[b, heads, length, width]`, strides and dtype of a tensor.
 
-        The dimensions are `[b, heads, length, width]`.
+        `name` is a tensor, such as "q", or its gradient, such as "dq".
         """
         of = self.problem
         if name == "lse":

@@ -1,8 +1,8 @@
 """Plain attention by FlashAttention 2, or by its fork flex_head_fa, where V may be wider than Q.
 
-Both libraries follow the conventions of this package: the last query is aligned with the last key,
-the output of rows without visible keys is zero, and with h query heads and h_kv kv heads, query
-head n attends to kv head n // (h / h_kv). (Source: flash_attn_interface.py of flash_attn 2.8 and
+Both libraries follow the conventions of this package. The last query is aligned with the last key.
+The output of rows without visible keys is zero. With h query heads and h_kv kv heads, query head n
+attends to kv head n // (h / h_kv). (Source: flash_attn_interface.py of flash_attn 2.8 and
 flex_head_fa 0.1.2.)
 """
 
@@ -62,9 +62,8 @@ def attend_in_four_calls(call: AttentionCall) -> Tensor:
 def plain_attention(library: ModuleType, call: AttentionCall) -> Attend:
     """Return a function that computes plain attention of q, k and v with the call's mask.
 
-    Tensors are `[b, length, heads, width]`. If the mask has documents (`cu_seqlens`), the library's
-    function for variable lengths is used. The mask has one list of document boundaries, which
-    applies to every batch row.
+    Tensors are `[b, length, heads, width]`. The mask's document boundaries (`cu_seqlens`) apply to
+    every batch row.
     """
     mask = call.mask
     options = {

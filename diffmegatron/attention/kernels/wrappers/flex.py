@@ -1,7 +1,7 @@
 """Attention by torch's FlexAttention, compiled on CUDA, in one call per map.
 
 Ordinary attention has one map, softmax(Q K^T); differential attention has two. With two maps each
-call gets V in its full width 2d, where d is the width of a query.
+call receives V in its full width 2d, where d is the width of a query.
 """
 
 from functools import cache
@@ -17,19 +17,19 @@ from ..masks import AttentionMask
 from ..triton.block_sizes import SIXTEEN_BITS, Target, target_of
 from .two_map_calls import Attend, two_calls
 
-# Size of the blocks of a BlockMask: BLOCK queries and BLOCK keys, as FlexAttention's default.
+# Number of queries, and number of keys, in a block of a BlockMask: FlexAttention's default.
 BLOCK = 128
 # Maximum number of compilations for different widths, dtypes and groupings of heads; torch's own
-# limit is eight. With fullgraph=True one more compilation is an error. Without fullgraph torch
-# would then run FlexAttention uncompiled, which stores all scores.
+# limit is eight. With fullgraph=True one more compilation is an error. Without fullgraph, torch
+# would run FlexAttention uncompiled above the limit, and store all scores.
 MOST_COMPILATIONS = 64
 
 
 def attend(call: AttentionCall) -> Tensor:
     """Compute attention by one call per map.
 
-    With one map, FlexAttention chooses its block sizes. With two maps V has the width 2d, and on
-    CUDA `kernel_options` chooses the block sizes.
+    With two maps on CUDA, `kernel_options` chooses the block sizes. In all other cases
+    FlexAttention chooses them.
     """
     if call.lambda_ is None:
         return _plain_attention(call, None)(*call.maps.arguments())
@@ -62,8 +62,8 @@ def block_mask(mask: AttentionMask, device: torch.device) -> BlockMask:
     """Return the same BlockMask as torch's `create_block_mask`, but with less memory.
 
     For s queries and t keys, `create_block_mask` needs several tensors `[s, t]`, of 4 GiB each at
-    64K positions. This function computes the BlockMask from each query's range of visible keys, and
-    needs tensors `[s, t / 128]`.
+    64K positions. This function needs tensors `[s, t / 128]`, because the visible keys of a query
+    are an interval.
     """
     start, stop = mask.key_intervals(device)
     first_key = torch.arange(0, mask.key_length, BLOCK, device=device)
@@ -71,8 +71,8 @@ def block_mask(mask: AttentionMask, device: torch.device) -> BlockMask:
     sees = torch.stack(
         [
             (start[:, None] < end_key) & (stop[:, None] > first_key) & (start < stop)[:, None],
-            # FlexAttention treats a shorter last block as partially masked, so it does not count as
-            # fully visible here.
+            # FlexAttention treats a shorter last block of keys as partially masked, so this block
+            # is not fully visible here.
             (start[:, None] <= first_key) & (stop[:, None] >= end_key),
         ]
     )
@@ -95,12 +95,9 @@ def block_mask(mask: AttentionMask, device: torch.device) -> BlockMask:
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """Return the number of true entries in each row of a table, and the order of its columns.
 
-    Args:
-        blocks: boolean `[query blocks, key blocks]`.
-
-    Returns:
-        As FlexAttention expects them: the numbers, int32 `[1, 1, query blocks]`; and for each row
-        all column indices, first those of true entries, int32 `[1, 1, query blocks, key blocks]`.
+    `blocks` is a boolean table `[query blocks, key blocks]`. The numbers are int32
+    `[1, 1, query blocks]`. The order is int32 `[1, 1, query blocks, key blocks]`: for each row all
+    column indices, with the indices of true entries first.
     """
     order = blocks.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
     return blocks.sum(-1, dtype=torch.int32)[None, None], order.to(torch.int32)[None, None]
@@ -111,17 +108,17 @@ def kernel_options(
 ) -> dict[str, int]:
     """Return FlexAttention's `kernel_options` for a V of width 2d, where d is `head_dim`.
 
-    They set block sizes, warps and pipeline stages, because torch's defaults assume a V as wide as
-    Q. Options that are left out keep torch's defaults. At d = 128, these defaults need more shared
-    memory than a thread block can have (limit in parentheses) on these compute capabilities:
+    The options set block sizes, warps and pipeline stages, because torch's defaults assume a V as
+    wide as Q. At d = 128, the defaults need more shared memory than a thread block can have (limit
+    in parentheses) on these compute capabilities:
 
     - backward in 16 bits: 242 KiB on 9.0 (227), 290 KiB on 10.x (227);
     - forward in 16 bits: 144 KiB on 8.9 (99);
     - forward in fp32: 176 KiB on 8.0 (163), 128 KiB on 12.0 (99).
 
-    At d = 64 in 16 bits both kernels get eight warps. The forward kernel's default is four, whose
-    registers cannot hold its result. All of this was found by compiling torch's code with triton
-    3.7.1; nothing was run.
+    At d = 64 in 16 bits both kernels get eight warps. The forward kernel's default is four warps,
+    which have too few registers for its result. The numbers come from compiling torch's code with
+    triton 3.7.1. No kernel was run.
     """
     backward = _backward_options(head_dim, dtype, target)
     options = {f"bwd_{name}": size for name, size in backward.items()}
@@ -154,12 +151,10 @@ def _backward_options(head_dim: int, dtype: torch.dtype, target: Target) -> dict
 
 @cache
 def _flex_attention(device: str) -> Any:
-    """Return FlexAttention for a device type, compiled for "cuda" and uncompiled for others.
-
-    Uncompiled it stores all scores.
+    """Return FlexAttention, compiled for "cuda"; for other devices uncompiled, storing all scores.
 
     For given widths, dtypes and numbers of heads, torch compiles once for the first sequence
-    length, and once for all other lengths. The boundaries of documents are tensor values, so other
+    length, and once for all other lengths. The boundaries of documents are tensor values, so new
     boundaries cause no compilation.
     """
     if device != "cuda":

@@ -35,8 +35,8 @@ def attention_with_lse(call: AttentionCall, q: Tensor, k: Tensor) -> tuple[Tenso
     """Return the output and log-sum-exp of one map by torch's flash kernels.
 
     `api.chunk_attention` calls this function. It is not differentiable. V is split along its width
-    into pieces that are as wide as Q, because the kernels need equal widths. The mask must be one
-    that torch's argument `is_causal` can express.
+    into pieces as wide as Q, because the kernels need equal widths. Torch's argument `is_causal`
+    must be able to express the mask.
     """
     v = call.maps.v
     dtype = torch.promote_types(v.dtype, torch.float32)
@@ -55,11 +55,10 @@ def chunk_gradients(call: AttentionCall, grad: Tensor, whole: WholeAttention) ->
     torch's own context parallelism, the kernels receive the output and the log-sum-exp of attention
     to the keys of all chunks (`whole`).
 
-    V, the output O and its gradient dO are split along their width into pieces that are as wide as
-    Q, and the kernel is called once per piece. With the attention weights P, a call computes the
-    gradient of the scores as P * (dO V^T - rowsum(dO * O)) from its pieces. Both terms in the
-    parentheses are sums over the width, so the sum of the calls' gradients of q and k is the
-    gradient for the whole width.
+    V, the output O and its gradient dO are split along their width into pieces as wide as Q, and
+    each piece has its own kernel call. The gradient of the scores is
+    P * (dO V^T - rowsum(dO * O)) with the attention weights P. Both terms in the parentheses are
+    sums over the width, so the gradients of q and k can be summed over the calls.
     """
     maps, lambda_ = call.maps, call.lambda_
     kv_heads, width = maps.v.shape[2], maps.queries[0].shape[3]
@@ -91,9 +90,8 @@ def chunk_gradients(call: AttentionCall, grad: Tensor, whole: WholeAttention) ->
 def _flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, ...]:
     """Return (out, log-sum-exp, ...) of the device's flash kernel for q, k, v `[b, h, length, d]`.
 
-    CUDA's kernel has two limits. If it is called directly, and not by
-    `scaled_dot_product_attention`, d must be a multiple of 8. For a row without visible keys it
-    returns a log-sum-exp of +inf, but the chunks here have no such rows.
+    This direct call on CUDA needs a d that is a multiple of 8. For a row without visible keys
+    CUDA's kernel returns a log-sum-exp of +inf, but the chunks here have no such rows.
     """
     outputs: tuple[Tensor, ...]
     if q.is_cuda:
@@ -117,8 +115,8 @@ def _flash_gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     gradients: tuple[Tensor, Tensor, Tensor]
     if q.is_cuda:
-        # The random state (`unused`) is needed only for dropout, and the two cumulative lengths
-        # (None) only for nested tensors.
+        # The random state (`unused`) is only for dropout, and the two cumulative lengths (None) are
+        # only for nested tensors.
         unused = torch.empty(0, dtype=torch.uint64, device=q.device)
         lengths = (None, None, q.shape[2], k.shape[2])
         gradients = aten._scaled_dot_product_flash_attention_backward(
@@ -134,8 +132,8 @@ def _flash_gradients(
 def _pieces(x: Tensor, heads: int, width: int) -> list[Tensor]:
     """Split `x` along its width into n tensors `[b, heads, length, width]`.
 
-    `x` is `[b, length, heads or kv heads, n * width]`: values, outputs or their gradients. Each kv
-    head is repeated for the query heads that share it.
+    `x` is `[b, length, heads or kv heads, n * width]`. Each kv head is repeated for the query heads
+    that share it.
     """
     return list(_per_query_head(x, heads).split(width, -1))
 
@@ -157,8 +155,7 @@ class _Bias(NamedTuple):
     """A mask in the form that torch's kernels accept.
 
     Attributes:
-        scores: 0 or -inf to add to the scores, `[s, t]` in the dtype of the values. The tensor is
-            saved for the backward pass, once for all calls that `attend` makes.
+        scores: 0 or -inf to add to the scores, `[s, t]` in the dtype of the values.
         empty_rows: bool `[s, 1]`, True for queries without visible keys. `scores` is 0 in these
             rows.
     """
@@ -178,8 +175,7 @@ def _attend(
         )
         return out.transpose(1, 2)
     if repeats > 1:
-        # With a mask and `enable_gqa`, CUDA would use the implementation that stores all scores. So
-        # give every query head its own copy of its key and value head.
+        # With a mask and `enable_gqa`, CUDA would use the implementation that stores all scores.
         k, v = (x.repeat_interleave(repeats, dim=1) for x in (k, v))
     out = scaled_dot_product_attention(q, k, v, attn_mask=bias.scores, scale=softmax_scale)
     return out.masked_fill(bias.empty_rows, 0.0).transpose(1, 2)
@@ -192,8 +188,8 @@ def _bias(mask: AttentionMask, v: Tensor) -> _Bias | None:
     hidden = mask.hidden((0, mask.query_length), (0, mask.key_length), v.device)
     if hidden is None:
         return None
-    # The output of a row without visible keys would be NaN. Make all keys visible to such a row
-    # here; `_attend` sets its output to zero.
+    # The output of a row without visible keys would be NaN, so such a row sees all keys. `_attend`
+    # then sets its output to zero.
     empty_rows = hidden.all(-1, keepdim=True)
     scores = torch.zeros_like(hidden, dtype=v.dtype).masked_fill_(hidden & ~empty_rows, -torch.inf)
     return _Bias(scores, empty_rows)

@@ -16,8 +16,8 @@ from torch import Tensor
 from ..call import AttentionCall
 from ..maps import combine_maps
 
-# A function that receives q, k and v of one map, `[batch, length, heads, width]` each, and returns
-# the map's output, with the length and heads of q and the width of v.
+# A function from q, k and v of one map, `[batch, length, heads, width]` each, to the map's output.
+# The output has the length and heads of q, and the width of v.
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -25,9 +25,8 @@ def two_calls(attend: Attend, call: AttentionCall) -> Tensor:
     """Return `attend(q1, k1, v) - lambda attend(q2, k2, v)`, subtracted in fp32 or wider.
 
     A subtraction in bf16 would not be exact enough, because rounding a lambda between 0.5 and 1 to
-    bf16 changes it by up to 2e-3. The heads of the first map are called signal heads, and those of
-    the second map noise heads. Several signal heads may share a noise head; its output is computed
-    once, and subtracted from each of them.
+    bf16 changes it by up to 2e-3. If several heads of q1 share a head of q2, the output of the
+    shared head is computed once.
     """
     (q1, q2), (k1, k2), v = call.maps
     dtype = torch.promote_types(v.dtype, torch.float32)
@@ -38,9 +37,8 @@ def two_calls(attend: Attend, call: AttentionCall) -> Tensor:
 def four_calls(attend: Attend, call: AttentionCall) -> Tensor:
     """Return the same result as `two_calls`, with V in two halves that are as wide as Q.
 
-    Both maps attend to the same contiguous copy of each half, and the copy is saved for the
-    backward pass. A saved view of V would keep more memory alive, because V itself is a view of the
-    output of the fused projection, which has all query, key and value heads.
+    The halves are copied. V is a view of the output of the fused projection, and views of V saved
+    for the backward pass would keep all query, key and value heads alive.
     """
     halves = [half.contiguous() for half in call.maps.v.chunk(2, -1)]
 
