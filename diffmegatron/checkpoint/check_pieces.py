@@ -11,11 +11,11 @@ from typing import Annotated
 
 from pydantic import ConfigDict, Field
 
+from diffmegatron.checkpoint.checkpoint_manifest import CountOrZero
 from diffmegatron.errors import UserError
 from diffmegatron.files import shorten
 
-_Count = Annotated[int, Field(ge=0, lt=2**63)]
-_Axes = Annotated[tuple[_Count, ...], Field(max_length=8)]
+_Axes = Annotated[tuple[CountOrZero, ...], Field(max_length=8)]
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Offset and shape of a rectangular region of a tensor, one number per axis each."""
@@ -41,7 +41,7 @@ class Place:
     global_shape: _Axes
     offset: _Axes
     shape: _Axes
-    start: _Count
+    start: CountOrZero
     numel: Annotated[int, Field(ge=1, lt=2**63)]
 
     def __post_init__(self) -> None:

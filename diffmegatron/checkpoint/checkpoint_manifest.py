@@ -28,6 +28,8 @@ _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _BUFFER = 1 << 22
 _LISTED = 5
 
+CountOrZero = Annotated[int, Field(ge=0, lt=2**63)]
+
 
 def _check_plain(name: str) -> str:
     if not _FILE_NAME.fullmatch(name):
@@ -42,7 +44,7 @@ class FileEntry:
     __pydantic_config__ = ConfigDict(extra="forbid", strict=True)
 
     name: Annotated[str, AfterValidator(_check_plain)]
-    size: Annotated[int, Field(ge=0, lt=2**63)]
+    size: CountOrZero
     crc32: Annotated[int, Field(ge=0, lt=2**32)]
 
 

@@ -11,12 +11,12 @@ the checksum and also check that all float32 values are finite.
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
-from diffmegatron.checkpoint.checkpoint_manifest import FileEntry
+from diffmegatron.checkpoint.checkpoint_manifest import CountOrZero, FileEntry
 from diffmegatron.errors import UserError
 from diffmegatron.files import MAX_BYTES, format_path, os_error_text, parse_json
 
@@ -26,8 +26,6 @@ _BUFFER = 1 << 22
 # First bytes of a pickle (protocols 2 to 5), and of a zip archive, which torch.save writes.
 _PICKLES = (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05", b"PK")
 
-_Count = Annotated[int, Field(ge=0, lt=2**63)]
-
 
 @dataclass(frozen=True)
 class StoredTensor:
@@ -36,8 +34,8 @@ class StoredTensor:
     __pydantic_config__ = ConfigDict(extra="forbid", strict=True)
 
     dtype: Literal["F32", "U8"]
-    shape: tuple[_Count]
-    data_offsets: tuple[_Count, _Count]
+    shape: tuple[CountOrZero]
+    data_offsets: tuple[CountOrZero, CountOrZero]
 
 
 class _Header(BaseModel):

@@ -15,6 +15,8 @@ import numpy as np
 
 _MASK = (1 << 64) - 1
 _GAMMA = 0x9E3779B97F4A7C15
+# Shift and factor of each multiplication in SplitMix64's finaliser.
+_FINALISER = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
 _ROUNDS = 4
 
 
@@ -27,8 +29,8 @@ def derive_key(*parts: str | int) -> int:
 
 def mix(value: int) -> int:
     """Apply SplitMix64's finaliser to a 64-bit integer."""
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+    for shift, factor in _FINALISER:
+        value = ((value ^ (value >> shift)) * factor) & _MASK
     return value ^ (value >> 31)
 
 
@@ -41,7 +43,7 @@ def random_bits(key: int, indices: np.ndarray) -> np.ndarray:
     value += np.uint64(1)
     value *= np.uint64(_GAMMA)
     value += np.uint64(key)
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+    for shift, factor in _FINALISER:
         value ^= value >> np.uint64(shift)
         value *= np.uint64(factor)
     value ^= value >> np.uint64(31)

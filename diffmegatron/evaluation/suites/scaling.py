@@ -121,11 +121,12 @@ class Scaling(Suite):
         y, the Transformer's law has the loss that the kind's law has at x.
         """
         found: dict[str, float] = {}
-        for kind, (law, sizes, is_baseline) in self._fits(records).items():
+        fits = self._fits(records)
+        for kind, (law, sizes, is_baseline) in fits.items():
             found |= {f"{kind}: a of a x^-b": law.a, f"{kind}: b of a x^-b": law.b}
             if is_baseline:
                 continue
-            for other, (base, _, is_base) in self._fits(records).items():
+            for other, (base, _, is_base) in fits.items():
                 if is_base:
                     found |= {
                         f"{kind} at {x:.3g} {self.against}: share of {other}'s at equal loss": x
