@@ -150,9 +150,9 @@ def write_durably(path: Path, content: bytes) -> None:
     """Write a file atomically: write and sync a temporary file, then rename it to ``path``.
 
     Raises:
-        OSError: one of two cases. If ``path`` exists and is not a regular file, or if writing or
-            renaming fails, ``path`` is unchanged. If only the sync of the folder after the rename
-            fails, ``path`` has the new content, but may lose it in a power cut.
+        OSError: ``path`` exists and is not a regular file, or cannot be written; ``path`` is then
+            unchanged. If only the sync of the folder after the rename fails, ``path`` has the new
+            content, but may lose it in a power cut.
     """
     check_replaceable(path)
     temporary = path.with_name(f"{path.name}.tmp")

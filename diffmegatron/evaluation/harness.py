@@ -365,9 +365,9 @@ class Encoder(TemplateLM):
         elif question.instances[0].request_type == "loglikelihood":
             needed = 0
             for prompt, choice in question.arguments:
-                # A token has at least one byte, so a choice of at most `context` bytes fits. Encode
-                # only longer choices, to count their tokens. Spaces at the end of the prompt count
-                # as bytes of the choice, because lm-eval moves them to the choice.
+                # A token has at least one byte, so a choice of at most `context` bytes fits, and
+                # only longer choices must be encoded. lm-eval moves spaces at the end of the prompt
+                # to the choice, so count them as bytes of the choice.
                 if len(prompt.encode()) - len(prompt.rstrip().encode()) + len(choice.encode()) > (
                     self.context
                 ):

@@ -81,8 +81,8 @@ def draw_needles(count: int, depth: float, draw: random.Random) -> list[Needle]:
 def question(cities: Sequence[str]) -> str:
     """Return the question about some cities, followed by the beginning of its answer.
 
-    With the beginning of the answer the model continues with the numbers. Without it, a pretrained
-    model may write anything, and a chat model may end the text at once.
+    Without the beginning of the answer, a pretrained model may write any text, and a chat model may
+    end the text at once.
     """
     listed = " and ".join(cities)
     one = len(cities) == 1

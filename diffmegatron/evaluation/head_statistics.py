@@ -1,9 +1,9 @@
-"""Statistics of a network's heads over one text, as in the figures of Kong, Jang and Kwak (2025).
+"""Statistics of a network's heads over one text, as in the figures of the paper on DEX.
 
-That is the paper on DEX, which makes selected heads of a pretrained model differential. A score is
-an entry of a head's attention map for a query token and a token that it can attend to. In
-differential attention, the map is the one after the subtraction. A row of a map has the scores of
-one query token. docs/evaluation.md defines every measure.
+DEX (Kong, Jang and Kwak, 2025) makes selected heads of a pretrained model differential. A score is
+an entry of a head's attention map, for a query token and a token that the query can attend to. In
+differential attention, scores are from the map after the subtraction. A row of a map has the scores
+of one query token. docs/evaluation.md defines every measure.
 """
 
 import math
@@ -239,9 +239,9 @@ class _Kernels:
 def head_importance(model: Model, ids: Sequence[int], heads: int) -> Tensor:
     """Return the importance |dL / dxi| of every head (Michel et al., 2019).
 
-    xi is a factor with the value 1 by which the head's output is multiplied; each head of each
-    layer has its own. L is the mean loss of the text's tokens after the first. A backward pass with
-    the logits of all tokens must fit into the memory.
+    Each head of each layer has a factor xi = 1, which multiplies the head's output. L is the mean
+    loss of the text's tokens after the first. A backward pass with the logits of all tokens must
+    fit into the memory.
 
     Args:
         model: model that has the heads.

@@ -260,10 +260,10 @@ class _RunModel(Model):
     def _batch(self, ids: Sequence[int], labels: Sequence[int]) -> Batch:
         """Return this rank's shard of a text, padded at its end, as a batch of one row.
 
-        No token of the text attends to the padding. The padded length is a multiple of 2 *
-        context-parallel size * tensor-parallel size: every context-parallel rank holds two chunks
-        of equal length, and sequence parallelism divides them equally among the tensor-parallel
-        ranks.
+        No token of the text attends to the padding. Every context-parallel rank has two chunks of
+        equal length, and sequence parallelism divides each chunk equally among the tensor-parallel
+        ranks. The padded length is therefore a multiple of 2 * context-parallel size *
+        tensor-parallel size.
 
         Args:
             ids: token ids of the text.

@@ -94,8 +94,8 @@ class Model:
         A batch has only requests of one group (:class:`_Size`). Within a group the longest requests
         come first. If the key-value cache of the network does not keep all tokens, each generation
         request is a batch by itself. If a batch does not fit into the GPU's memory, its requests
-        are divided into new batches, and from then on no batch with several requests has more than
-        half as many tokens as that one.
+        are divided into new batches. Later batches with several requests have at most half as many
+        tokens as the batch that did not fit.
 
         Args:
             requests: requests in any order.

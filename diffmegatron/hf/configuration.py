@@ -32,8 +32,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "is_encoder_decoder": (False, None),
     "quantization_config": (None,),
 }
-# For a single model type: values that replace those of the same fields in _NEUTRAL, and values of
-# further fields.
+# Model type -> supported values that replace those in _NEUTRAL, and values of further fields.
 _NEUTRAL_OF: dict[str, dict[str, tuple[Any, ...]]] = {
     "seed_oss": {
         "attention_bias": (True,),
@@ -114,9 +113,8 @@ def hugging_face_class(model: ModelConfig) -> HuggingFace:
 
     A kind of attention returns this description from its method ``hugging_face``. If a kind changes
     the computation of its parent class but inherits this method, the description is wrong, and
-    :meth:`Variant.check_export` refuses the kind. This check runs before ``hugging_face``, because
-    the inherited method could refuse one of the settings. The user would then change the setting,
-    although the kind cannot be exported at all.
+    :meth:`Variant.check_export` refuses the kind. This check is first, because the inherited method
+    could refuse a setting, and the user would change the setting in vain.
 
     Raises:
         UserError: a kind changes the computation of its parent class but inherits its export, or no

@@ -55,7 +55,7 @@ def initial_tensor(name: str, shape: tuple[int, ...], model: ModelConfig, seed: 
 def initial_values(
     name: str, shape: tuple[int, ...], model: ModelConfig
 ) -> float | Constant | Identity:
-    """Return what a tensor is initialized with: fixed values, or a standard deviation.
+    """Return the fixed initial values of a tensor, or the standard deviation of random ones.
 
     Args:
         name: name of the tensor in the network.

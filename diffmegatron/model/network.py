@@ -243,7 +243,7 @@ def _gathered(own: Tensor, group: distributed.ProcessGroup) -> Tensor:
 
 
 def declared_parameter(name: str, model: ModelConfig) -> Parameter | None:
-    """Return what a layer's attention variant declares about one of the layer's tensors.
+    """Return the declaration of a tensor by its layer's attention variant.
 
     Args:
         name: name of the tensor in the network.

@@ -92,10 +92,10 @@ def end(folder: Path, spares: int = 0) -> tuple[Attempt, int, list[str]]:
         spares: number of nodes of the job that have no ranks and can replace failed nodes.
 
     Returns:
-        Three values: the attempt's entry in the ledger; the exit status for the job script, which
-        is 0 (finished), 2 (a mistake of the user), 1 (too many faults), 75 (requeue the job) or 69
-        (begin the next attempt at once); and the hosts that the next attempt must avoid. The status
-        is 69 if spare nodes can replace these hosts; :func:`exit_status` describes all other cases.
+        Three values: the attempt's entry in the ledger, the exit status for the job script, and the
+        hosts that the next attempt must avoid. The status is 0 (finished), 2 (a mistake of the
+        user), 1 (too many faults), 75 (requeue the job) or 69 (begin the next attempt at once). It
+        is 69 if spare nodes can replace the hosts; :func:`exit_status` describes all other cases.
 
     Raises:
         UserError: no attempt has begun in ``folder``.

@@ -2,9 +2,8 @@
 
 One call of DeepSpeed's optimizer computes the gradient norm, clips the gradients and updates the
 weights. For the update it calls :class:`GatedAdamW`, which first calls the gate. At that moment the
-norm is available, and weights and moments are still unchanged. So a refusal costs nothing: it needs
-no additional pass over the gradients, no collective and no synchronization, and nothing has to be
-undone.
+norm is available, and weights and moments are still unchanged, so nothing has to be undone after a
+refusal.
 """
 
 from collections.abc import Callable, Mapping

@@ -1,7 +1,7 @@
 """Patches that let Megatron-core run without CUDA.
 
 Megatron-core uses the device ``cuda`` in a few dozen places. On a machine without a CUDA device,
-:func:`without_cuda` redirects these calls to the CPU; on a machine with one, it changes nothing.
+:func:`without_cuda` redirects these calls to the CPU. With a CUDA device, it changes nothing.
 Apart from ``engine_imports.py``, this is the only module that replaces functions of other
 libraries.
 

@@ -246,10 +246,10 @@ def _ending_new_groups() -> Iterator[None]:
     the garbage collector skips them. DeepSpeed runs the collector before and after each parameter
     group, and without freezing each of these collections takes a quarter of a second.
 
-    A second context in the same process collects garbage before it freezes. The caller may have
-    referred to the first context's network at the end of that context, so that the collection there
-    did not remove it. If the network were frozen, it would never be removed, and the threads of its
-    process groups would run until the process ends.
+    A second context in the same process collects garbage before it freezes. Otherwise it could
+    freeze the network of the first context, if the caller still referred to that network at the end
+    of the first context. A frozen network is never removed, so the threads of its process groups
+    would run until the process ends.
     """
     existing = set(_groups())
     if gc.get_freeze_count() > _FROZEN_AT_START:

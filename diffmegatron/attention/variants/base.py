@@ -35,9 +35,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 FLOAT32 = 4
-# Methods that define the computation of a layer, and methods that map its weights to Hugging Face.
-# `Variant.check_export` compares the class that defines the former with the one that defines the
-# latter.
+# Methods that compute a layer, and methods that map its weights to Hugging Face. A class that
+# overrides a method of the first group must not inherit the second group (`Variant.check_export`).
 COMPUTATION = ("normalize_qk", "gate", "forward", "current_lambda")
 EXPORT = ("hugging_face", "weight_rules", "layer_rules")
 # Name of the bias of the fused projection to queries, keys and values. All other parameters that a
@@ -117,11 +116,10 @@ class Kernels:
         keys: number of keys in a row of scores, including masked keys, averaged over the rank's
             queries. With packed documents, the sequences of a microbatch are concatenated, so a row
             has the keys of the whole microbatch.
-        has_mask: whether attention needs a mask that torch's ``is_causal`` cannot express. There
-            are two such cases. With packed documents, a query sees only keys of its own document.
-            With an all-gather of keys, a call has more keys than queries, and its last query is at
-            the position of its last key; but ``is_causal`` assumes that the first query is at the
-            position of the first key.
+        has_mask: whether attention needs a mask that torch's ``is_causal`` cannot express. This is
+            so with packed documents, and with an all-gather of keys: a call then has more keys than
+            queries, but ``is_causal`` assumes that the first query is at the position of the first
+            key.
         recomputes_core: whether the backward pass computes attention again from q, k and v.
     """
 
@@ -511,13 +509,10 @@ class Variant(Section, ABC):
         """Name of the kind from whose class this class inherits its export to Hugging Face.
 
         The export consists of the weight rules (``layer_rules`` if this class defines it, otherwise
-        ``weight_rules``) and of ``hugging_face``:
-
-        1. If the weight rules are inherited, the result is the kind of the class that defines them.
-        2. If only ``hugging_face`` is inherited, it is the kind of the class that defines this.
-        3. If this class defines both, it is None.
-
-        It is also None if the class found in 1 or 2 is not a :class:`Variant`.
+        ``weight_rules``) and of ``hugging_face``. The result is the kind of the class that defines
+        the weight rules, or if this class defines them itself, of the class that defines
+        ``hugging_face``. It is None if this class defines both, or if the class that was found is
+        not a :class:`Variant`.
         """
         rules = "layer_rules" if "layer_rules" in vars(type(self)) else "weight_rules"
         for name in (rules, "hugging_face"):
@@ -528,10 +523,10 @@ class Variant(Section, ABC):
         return None
 
     def check_export(self) -> None:
-        """Refuse a mapping to Hugging Face that was written for the computation of a parent class.
+        """Refuse an inherited mapping to Hugging Face if the computation is overridden.
 
         Raises:
-            UserError: the class that overrides the computation inherits the mapping.
+            UserError: a class overrides a method of ``COMPUTATION`` and inherits all of ``EXPORT``.
         """
         computing, exporting = (
             next(each for each in type(self).__mro__ if not vars(each).keys().isdisjoint(names))
@@ -547,10 +542,10 @@ class Variant(Section, ABC):
         )
 
     def check_mixed_export(self) -> None:
-        """Refuse a :attr:`mixed_export_kind` that belongs to the computation of a parent class.
+        """Refuse an inherited :attr:`mixed_export_kind` if the computation is overridden.
 
         Raises:
-            UserError: the class that overrides the computation inherits the property.
+            UserError: a class overrides a method of ``COMPUTATION`` and inherits the property.
         """
         computing, replacing = (
             next(each for each in type(self).__mro__ if not vars(each).keys().isdisjoint(names))

@@ -299,11 +299,11 @@ class Dex(Softmax):
     def saved_bytes(self, kernels: Kernels) -> tuple[float, float]:
         """Return the bytes per token that a layer saves for the backward pass, as two numbers.
 
-        :meth:`.base.Variant.saved_bytes` defines the two numbers. They equal the numbers of softmax
-        attention, with two tensors added to the second: O of the selected heads, and O' of all
-        heads, which the output projection saves in place of O. O' is not added if softmax attention
-        counts a tensor that only its output projection saves (the headwise norm's output, or a copy
-        of the kernel's output), because O' replaces this tensor and has the same size.
+        :meth:`.base.Variant.saved_bytes` defines the two numbers. Softmax attention has the same
+        numbers, except that two tensors are added to the second one: O of the selected heads, and
+        O' of all heads, which is the input of the output projection. O' is not added if softmax
+        attention already counts another tensor as this input (the headwise norm's output, or a copy
+        of the kernel's output), because that tensor has the same size.
         """
         projected, core = super().saved_bytes(kernels)
         selected = self._selected_per_layer * self.head_dim

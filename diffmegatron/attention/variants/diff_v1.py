@@ -97,10 +97,9 @@ class DiffV1(Variant):
     def heads(self) -> Heads:
         """Layout of the heads in the rows of ``linear_qkv``.
 
-        There is one block per key-value head. It consists of the signal query heads, the first key
-        and half of the value, followed by the noise query heads, the second key and the other half
-        of the value. With one noise head per signal head, a block has the layout of two of
-        Megatron-core's query groups.
+        There is one block per key-value head. The order in a block is: signal queries, first key,
+        first half of the value, noise queries, second key, second half of the value. With one noise
+        head per signal head, a block has the layout of two of Megatron-core's query groups.
         """
         signal, noise = (n // self.num_kv_heads for n in (self.num_heads, self.noise_heads))
         rows: Rows = (("q", signal), ("k", 1), ("v", 1), ("q", noise), ("k", 1), ("v", 1))
@@ -175,12 +174,12 @@ class DiffV1(Variant):
             # of its value (d): in total 4 * d.
             heads = self.num_heads + self.noise_heads
             return 4 * kernels.element * self.head_dim * heads * kernels.keys_per_query
-        # The keys and the values of one token have the same number of bytes, `keys`.
-        # - The keys are saved without a copy: `keys * whole`.
-        # - Each attention call saves a copy of its values: `keys * kernels.keys_per_query`.
-        #   `Backend.saved` includes one copy per token, so one is subtracted.
-        # - With several context-parallel ranks, keys and values are views of one received tensor.
-        #   It stays in memory, so its values are counted in addition to their copies.
+        # `keys` is the size of one token's keys, and also of its values. The terms of the sum are:
+        # - `keys * whole`: the keys of all received tokens, which are saved without a copy.
+        # - `keys * (kernels.keys_per_query - 1)`: the copies of values that the attention calls
+        #   save, except one copy per token, which `Backend.saved` already includes.
+        # - `arrived`: the received values. They stay in memory, because with several
+        #   context-parallel ranks keys and values are views of one received tensor.
         arrived = 0 if kernels.communication is None else keys * whole
         return keys * (whole + kernels.keys_per_query - 1) + arrived
 

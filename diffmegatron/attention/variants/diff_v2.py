@@ -111,8 +111,8 @@ class DiffV2(Variant):
             projected += queries + element * heads.key_channels
         is_copied = kernels.communication in ("all_gather", "ulysses")
         if is_copied or (kernels.has_mask and backend.saves_bias):
-            # In these cases the subtraction saves a copy of the kernel's output, so memory also
-            # holds the output that the kernel itself saves.
+            # Here the subtraction saves a copy of the kernel's output, and the kernel saves the
+            # output itself.
             core += queries
         return projected, core
 

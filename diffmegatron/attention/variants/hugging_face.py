@@ -57,7 +57,7 @@ class HuggingFace:
         fixed: keys and values that are added to ``config`` when a model is exported as
             ``model_type``. Configurations of the model types in ``also`` do not need them.
         also: other model types whose classes compute the same network from the keys in ``config``.
-            A pretrained model may have such a type, but an export never has it.
+            An export has such a type only if the run started from a pretrained model of this type.
         remote_code: whether the export contains the code of the class, because transformers lacks
             it.
     """

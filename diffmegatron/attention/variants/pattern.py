@@ -216,8 +216,7 @@ class Pattern(Variant):
     def heads(self) -> Heads:
         """Layout of the first kind's heads.
 
-        It stands for all kinds, because Megatron-core reads only the width of a head from it, and
-        all kinds have the same width.
+        Megatron-core uses only the width of a head from it, which is the same for all kinds.
         """
         return self.kinds[0].heads
 
@@ -324,8 +323,8 @@ class Pattern(Variant):
         self._refuse()
 
     def _refuse(self) -> NoReturn:
-        # Callers first get the kinds of the layers from `of_layer` or `by_kind`. A call that
-        # arrives here is therefore a bug and not an error of the user.
+        # Callers must first get the kind of a layer from `of_layer` or `by_kind`, so a call of this
+        # method is a bug.
         raise NotImplementedError("a pattern has no layers itself; call of_layer(layer) first")
 
 

@@ -57,7 +57,7 @@ def stage_activations(recipe: Recipe, stage: int, microbatches: int, device: Dev
     kept = in_flight * virtual_stage_bytes(recipe, stage, device) + shared_bytes(recipe)
     sharded = _hidden_bytes(recipe) * local_tokens(recipe)
     if stage == 0 and not (is_trained(recipe, EMBEDDING) or is_trained(recipe, INPUT_NORM)):
-        # Nothing in the first layer needs its input for a gradient, so no microbatch saves it.
+        # No gradient depends on the input of the first layer, so no microbatch saves this input.
         kept -= _first_layers_in_flight(recipe, in_flight) * sharded
     # ``exchanged`` is the number of tensors of hidden states that are in memory because of pipeline
     # communication. Megatron-core keeps sent hidden states until their gradient arrives. This is
@@ -77,13 +77,17 @@ def stage_activations(recipe: Recipe, stage: int, microbatches: int, device: Dev
 def virtual_stages_in_flight(recipe: Recipe, stage: int, microbatches: int) -> int:
     """Return the largest number of forward passes whose backward pass has not run yet.
 
-    A forward pass takes one microbatch through one virtual stage. Without interleaving, the result
-    is the number of pipeline stages from this stage to the last. With interleaving, before its
-    first backward pass a rank runs two forward passes per later rank. It also runs one round of
-    microbatches (as many as there are pipeline ranks) through each of its virtual stages except the
-    last (``get_pp_rank_microbatches`` in Megatron-core's pipeline_parallel/schedules.py). One more
-    forward pass then directly precedes the first backward pass. In both cases, the result is at
-    most the number of forward passes of this rank in a step.
+    A forward pass runs one microbatch through one virtual stage. Without interleaving, the result
+    is the number of pipeline stages from this stage to the last. With interleaving, it is the
+    number of forward passes before the rank's first backward pass:
+
+    - two per later rank;
+    - one per virtual stage except the last, and per microbatch of a round (a round has as many
+      microbatches as there are pipeline ranks);
+    - one directly before the backward pass.
+
+    In both cases, the result is at most the number of forward passes of this rank in a step. The
+    source is ``get_pp_rank_microbatches`` in Megatron-core's pipeline_parallel/schedules.py.
     """
     size, stages = recipe.parallel.pipeline, recipe.parallel.virtual_pipeline
     if stages == 1:
@@ -95,8 +99,8 @@ def virtual_stages_in_flight(recipe: Recipe, stage: int, microbatches: int) -> i
 def _first_layers_in_flight(recipe: Recipe, in_flight: int) -> int:
     """Return how many of the first stage's forward passes in flight include the first layer.
 
-    With interleaving, a rank takes a round of microbatches (as many as there are pipeline ranks)
-    through one virtual stage after the other before it begins the next round.
+    With interleaving, a rank runs a round of microbatches (as many as there are pipeline ranks)
+    through all its virtual stages, one after the other, before it begins the next round.
     """
     size = recipe.parallel.pipeline
     rounds, rest = divmod(in_flight, size * recipe.parallel.virtual_pipeline)
@@ -124,8 +128,8 @@ def layer_backward(recipe: Recipe, stage: int, device: Device) -> tuple[int, int
     At both moments, memory also holds the gradient of the residual stream and, with recomputation
     or offloading, the activations of the layer that is recomputed or copied from the host. The
     gradient of a tied embedding from the output layer also stays in memory, until the embedding's
-    own gradient is added to it. In the last stage, what the final norm and the output layer saved
-    is already freed; this is counted only on a GPU without offloading.
+    own gradient is added to it. In the last stage, the tensors that the final norm and the output
+    layer saved are already freed. This is counted only on a GPU without offloading.
 
     Returns:
         Bytes in addition to the saved activations, and bytes of the saved activations that are
@@ -201,13 +205,13 @@ def logits_bytes(recipe: Recipe, device: Device) -> int:
     In the output layer's backward pass, up to two more tensors of the size of this rank's hidden
     states are counted:
 
-    1. With chunks, the tensor that collects the gradients of the chunks' hidden states; without
+    1. With chunks, the tensor that collects the gradients of the chunks' hidden states. Without
        chunks but with sequence parallelism, the tensor into which the gradient of the hidden states
-       is reduced. The latter is not counted if the output layer is frozen, because the gradient of
-       the logits is then freed before the reduction.
-    2. With a pipeline, the gradient that the stage sent last, which Megatron-core's schedule keeps;
-       with offloaded activations, the output layer's input after its copy from the host. If both
-       apply, only one tensor is counted.
+       is reduced; it is not counted if the output layer is frozen, because the gradient of the
+       logits is then freed before the reduction.
+    2. With a pipeline, the gradient that the stage sent last, which Megatron-core's schedule keeps.
+       With offloaded activations, the output layer's input after its copy from the host. With both,
+       only one tensor is counted.
     """
     model, training, parallel = recipe.model, recipe.training, recipe.parallel
     element, tokens = BYTES[training.precision], local_tokens(recipe)

@@ -283,9 +283,9 @@ def _pipeline(
 ) -> list[Tensor]:
     """Run Megatron's 1F1B schedule, interleaved if the network has several virtual stages.
 
-    The schedule calls the network itself and not DeepSpeed's engine, because it reads Megatron's
-    configuration from the attribute ``config`` of what it calls. The attribute ``config`` of the
-    engine is DeepSpeed's configuration.
+    The schedule reads Megatron's configuration from the attribute ``config`` of the module that it
+    calls. It must therefore call the network itself: ``config`` of DeepSpeed's engine is
+    DeepSpeed's configuration.
 
     Args:
         network: this rank's virtual pipeline stages.

@@ -192,8 +192,8 @@ def _drop_after(path: Path, last_step: int) -> None:
     entries = [_parsed(line) for line in lines]
     kept = [line for line, each in zip(lines, entries, strict=True) if _is_kept(each, last_step)]
     content = b"".join(kept)
-    # Steps never decrease from line to line. An entry that is not kept but stands before a kept
-    # entry is therefore damaged, even if it can be parsed.
+    # Steps never decrease from line to line. An entry with a step after `last_step` is therefore
+    # damaged if an entry to keep follows it.
     end = max((n for n, each in enumerate(entries, 1) if _is_kept(each, last_step)), default=0)
     damaged = sum(each is None for each in entries[end:]) + end - len(kept)
     damaged += not _LINE_BEGINS.startswith(unfinished[: len(_LINE_BEGINS)])

@@ -21,8 +21,8 @@ def save_warnings(seconds: float, launch: LaunchEnvironment, margin: float) -> d
     Returns:
         Dict with at most two messages. The key "kill wait" is present if the save took longer than
         KillWait. The key "lead" is present if the save took longer than half of the time between
-        the stop of the run and the end of the job. A limit that ``launch`` does not have gives no
-        message.
+        the stop of the run and the end of the job. There is no message about a limit that is None
+        in ``launch``.
     """
     warnings = {}
     if launch.kill_wait is not None and seconds > launch.kill_wait:
