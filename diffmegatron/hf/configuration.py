@@ -114,7 +114,7 @@ def hugging_face_class(model: ModelConfig) -> HuggingFace:
     A kind of attention returns this description from its method ``hugging_face``. If a kind changes
     the computation of its parent class but inherits this method, the description is wrong, and
     :meth:`Variant.check_export` refuses the kind. This check is first, because the inherited method
-    could refuse a setting, and the user would change the setting in vain.
+    could refuse a setting, and changing this setting would not help the user.
 
     Raises:
         UserError: a kind changes the computation of its parent class but inherits its export, or no
