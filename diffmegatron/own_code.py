@@ -1,8 +1,8 @@
 """Import user-defined code, such as a kind of attention or a hook, once and only on request.
 
 The option ``--import`` and the key ``imports`` of a recipe request an import. A checkpoint and a
-``run_dir`` record the imports of their run. A recorded import is not a request, so that reading a
-run of somebody else never executes that person's code.
+``run_dir`` also record the imports of their run, but this record is not a request. So reading
+another person's run never executes that person's code.
 """
 
 import os
@@ -35,9 +35,6 @@ def import_requested(names: Iterable[str]) -> None:
     """Import the code named by ``--import``, and pass the names to child processes.
 
     Code that was named by ``--import`` of the parent process is imported too.
-
-    Args:
-        names: files or modules, as given to ``--import`` of this process.
 
     Raises:
         UserError: the code cannot be read, or raises an error.
@@ -72,8 +69,7 @@ def import_code(name: str) -> None:
     """Import a Python file or a module, unless it is already imported.
 
     Args:
-        name: result of :func:`absolute`; a name that ends with ``.py`` or contains a slash is a
-            file.
+        name: absolute path of a file, or name of a module (see :func:`absolute`).
 
     Raises:
         UserError: the file cannot be read, or its code raises an error; the message names the line.
@@ -119,9 +115,9 @@ def module_name(name: str) -> str:
 def import_recipe_code(values: Mapping[str, Any]) -> dict[str, Any]:
     """Import the code that a recipe and ``--import`` name; return the recipe with all the names.
 
-    In the result, the key ``imports`` lists the names passed to ``--import`` and the recipe's own
-    names, so that checkpoints record both. If ``imports`` has the wrong type, nothing is imported,
-    and the values are returned unchanged.
+    The names from both are listed in the key ``imports`` of the result, so that checkpoints record
+    them. If ``imports`` has the wrong type, nothing is imported, and the values are returned
+    unchanged.
     """
     own = values.get(IMPORTS_KEY) or []
     if not isinstance(own, list) or not all(isinstance(each, str) for each in own):
@@ -133,14 +129,13 @@ def import_recipe_code(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def require_imported(values: Mapping[str, Any], place: str) -> None:
-    """Refuse a recorded run if its recipe names code that is not imported in this process.
+    """Raise an error if a recorded run needs code that is not imported in this process.
 
     Args:
-        values: values of the recipe.
         place: path of the recipe for the error message.
 
     Raises:
-        NotImportedError: some code is not imported; the message shows the option that imports it.
+        NotImportedError: the message shows the option that imports the code.
     """
     names = values.get(IMPORTS_KEY)
     for name in names if isinstance(names, list) else []:

@@ -57,10 +57,10 @@ def default_group(
 ) -> Iterator[None]:
     """Start torch's default process group for the context, unless it already exists.
 
-    :func:`~diffmegatron.parallel.parallel_state.process_groups` enters this context. A process that
-    calls ``process_groups`` several times must enter this context once around all these calls, so
-    that only one default group is started. Under ``torchrun``, torch cannot start a second one: it
-    would find the keys of the first group in the agent's key-value store and wait forever.
+    A process that calls :func:`~diffmegatron.parallel.parallel_state.process_groups` several times
+    must enter this context once around all these calls. Otherwise each call would start its own
+    default group. Under ``torchrun``, a second group would find the keys of the first group in the
+    agent's key-value store, and wait forever.
 
     Args:
         timeout: time limit of a collective.
@@ -96,9 +96,8 @@ def default_group(
 def _prefixing_tracebacks_once() -> Iterator[None]:
     """Prevent torch from wrapping ``sys.excepthook`` again for each default group.
 
-    Torch's wrapper prints the rank before every line of a traceback. It remains after the group is
-    destroyed, and the next group would wrap it once more. This context removes the wrapper of the
-    previous group before torch adds a new one.
+    Torch's wrapper prints the rank before every line of a traceback, and remains after the group is
+    destroyed. Without this context, a second group would add a second wrapper.
     """
     sys.excepthook = wrapped = getattr(sys.excepthook, _WRAPPED, sys.excepthook)
     yield

@@ -13,9 +13,7 @@ _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 def deterministic_algorithms() -> Iterator[None]:
     """Use deterministic algorithms inside the context (``torch.use_deterministic_algorithms``).
 
-    The attention kernels also follow torch's setting. The Triton backward pass computes the
-    gradients of the queries in a separate kernel, without atomic additions. The flash-attention
-    libraries use their deterministic version.
+    The attention kernels also follow torch's setting.
 
     On a GPU, cuBLAS needs the environment variable ``CUBLAS_WORKSPACE_CONFIG`` before its first
     matrix product. It is set inside the context unless the environment already has a value. If that

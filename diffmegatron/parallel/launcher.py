@@ -22,12 +22,11 @@ class LaunchEnvironment:
     """Rank and rendezvous of this process, and time limits of its Slurm job, from the environment.
 
     Attributes:
-        rank: rank of this process, from 0.
         ranks: number of ranks in the run.
         local_rank: rank of this process on its machine, from 0.
         master: host and port of the rendezvous store; None for a single process without launcher.
         agent_store: whether torchrun's agent serves the store at ``master`` and keeps it through
-            restarts of the ranks; otherwise rank 0 serves it.
+            restarts of the ranks; otherwise rank 0 serves the store.
         attempt: number of times that torchrun has restarted this machine's ranks.
         job_end: end time of the Slurm job as known at its start, in seconds since 1970; None if
             unknown.

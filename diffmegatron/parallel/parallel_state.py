@@ -26,18 +26,11 @@ class ParallelState:
     """This rank's place in the parallel layout, and its device.
 
     Attributes:
-        rank: rank among all ranks, from 0.
-        world_size: number of all ranks.
-        device: device of this rank.
-        tensor_size: number of tensor-parallel ranks.
-        tensor_rank: index of this rank among the tensor-parallel ranks.
         pipeline_size: number of pipeline stages.
         pipeline_rank: pipeline stage of this rank, from 0.
         virtual_pipeline_size: number of virtual stages per rank; 1 without interleaving.
-        context_size: number of context-parallel ranks.
-        context_rank: index of this rank among the context-parallel ranks.
-        data_size: number of data-parallel ranks; context-parallel ranks, which share a sequence,
-            count as one.
+        data_size: number of data-parallel ranks. Context-parallel ranks share a sequence and count
+            as one.
         data_rank: index of this rank among the data-parallel ranks.
     """
 
@@ -103,8 +96,8 @@ class ModelParallelUnit:
 
     It has only the methods that DeepSpeed calls for ZeRO. DeepSpeed's data-parallel group is
     Megatron's data x context parallel group. The methods ``get_sequence_parallel_*`` are missing on
-    purpose. If they existed, ZeRO 1 and 2 would sum the gradients over the context-parallel ranks,
-    but ZeRO 3 would average them, so a change of the ZeRO stage would change the training.
+    purpose. With them, ZeRO 1 and 2 would sum the gradients over the context-parallel ranks, but
+    ZeRO 3 would average them.
     """
 
     def get_data_parallel_group(self) -> ProcessGroup:
@@ -141,13 +134,10 @@ class ModelParallelUnit:
 
 
 def fail_together(problem: str | None) -> None:
-    """Raise an error on all ranks if at least one rank has a problem.
+    """Raise an error on all ranks if at least one rank passes a ``problem``, the text of an error.
 
     All ranks must call this function. If only the rank with the problem raised an error, the other
-    ranks would wait for it in the next collective.
-
-    Args:
-        problem: message of this rank's problem; None if it has none.
+    ranks would wait for that rank in the next collective.
 
     Raises:
         UserError: With the message of the lowest rank that has a problem.
@@ -204,7 +194,7 @@ def process_groups(
     torch's default group already exists, it is used and not destroyed.
 
     Args:
-        parallel: ``parallel`` section of the recipe, whose sizes must fit the number of ranks
+        parallel: sizes of the layout, which must fit the number of ranks
             (``Recipe.data_parallel`` checks this).
         seed: seed of Megatron's model-parallel random states.
         timeout: time limit of a collective.
@@ -240,18 +230,16 @@ def _ending_new_groups() -> Iterator[None]:
     Megatron's ``destroy_model_parallel`` only drops its references to some forty groups. Torch
     keeps the groups until the default group is destroyed, with fifty threads per layout under gloo.
     A network also refers to its groups until the garbage collector finds its reference cycles, so
-    the collector runs at the end.
+    the context ends with a collection.
 
-    At the beginning all existing objects, mostly modules, are frozen permanently, which means that
-    the garbage collector skips them. DeepSpeed runs the collector before and after each parameter
-    group, and without freezing each of these collections takes a quarter of a second.
-
-    A second context in the same process collects garbage before it freezes. Otherwise it could
-    freeze the network of the first context, if the caller still referred to that network at the end
-    of the first context. A frozen network is never removed, so the threads of its process groups
-    would run until the process ends.
+    The context begins with ``gc.freeze``: the garbage collector then skips all existing objects,
+    mostly modules. DeepSpeed runs the collector before and after each parameter group, and without
+    freezing each of these collections takes a quarter of a second.
     """
     existing = set(_groups())
+    # The garbage may contain the network of an earlier context, so collect it before freezing. A
+    # frozen network is never removed, and the threads of its process groups would run until the
+    # process ends.
     if gc.get_freeze_count() > _FROZEN_AT_START:
         gc.collect()
     gc.freeze()

@@ -26,16 +26,15 @@ def random_states() -> dict[str, Tensor]:
 def restore_random_states(saved: Callable[[str], Tensor | None]) -> list[str]:
     """Restore the random states of this rank; states that were not saved stay unchanged.
 
-    Megatron's random states are those of the GPU generator, or of the CPU generator on a machine
-    without GPU. If a checkpoint from a machine with GPU is loaded on a machine without GPU, or the
-    reverse, these states cannot be restored, and they stay unchanged.
+    Megatron's random states belong to the GPU generator, or to the CPU generator on a machine
+    without GPU. GPU states cannot be restored on a CPU, nor CPU states on a GPU. In this case the
+    present states stay unchanged.
 
     Args:
         saved: function of a state's name that returns the saved state, or None if it was not saved.
 
     Returns:
-        Names of the states that were not restored, because they belong to the other kind of
-        device.
+        Names of the states that were not restored because they belong to the other kind of device.
 
     Raises:
         UserError: If a saved state has a different size than the state of this torch version.

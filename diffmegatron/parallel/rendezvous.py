@@ -37,17 +37,16 @@ def meet(launch: LaunchEnvironment, seconds: float) -> Store:
             the arrival of all ranks.
 
     Raises:
-        UserError: On every rank that has arrived, if ranks have different values of ``WORLD_SIZE``.
-        MachineError: On every rank that has arrived, if other ranks did not arrive, or if the
-            address of ``MASTER_ADDR`` and ``MASTER_PORT`` cannot be used at the moment.
+        UserError: If ranks have different values of ``WORLD_SIZE``.
+        MachineError: If other ranks did not arrive, or if the address of ``MASTER_ADDR`` and
+            ``MASTER_PORT`` cannot be used at the moment.
     """
     place = _place(launch)
-    # The prefix of the keys must be the same on all ranks. There are two cases:
-    # 1. The store of torchrun's agent survives restarts of the ranks. The number of the restart in
-    #    the prefix hides keys from before the restart. launch/torchrun.sh uses this store on one
-    #    machine only, where one agent counts the restarts for all ranks.
-    # 2. The store of rank 0 is new after every restart, so the prefix needs no number. The numbers
-    #    could differ, because the agent of each machine counts its own restarts.
+    # The prefix of the keys must be the same on all ranks. The store of torchrun's agent survives
+    # restarts, so the number of the restart in the prefix hides older keys. launch/torchrun.sh uses
+    # this store on one machine only, where one agent counts the restarts for all ranks.
+    # The store of rank 0 is new after every restart and needs no number. The number could differ
+    # between machines, because each agent counts its own restarts.
     attempt = launch.attempt if launch.agent_store else 0
     store = PrefixStore(f"attempt_{attempt}", _connected(launch, seconds, place))
     arrivals = [f"arrived/{rank}" for rank in range(launch.ranks)]
@@ -89,7 +88,7 @@ def _wait_for_decision(store: Store, arrivals: Sequence[str], rank: int, seconds
     """Return the problem of the rendezvous, or "" if there is none; runs on all ranks except 0.
 
     Usually this is the text that rank 0 has stored. If rank 0 does not arrive or stores nothing,
-    this rank returns a text about that.
+    the text describes that problem.
     """
     if not _wait_until(lambda: store.check([arrivals[0]]), seconds):
         return _missing_ranks(store, arrivals, seconds)

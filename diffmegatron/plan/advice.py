@@ -20,9 +20,7 @@ def warnings(
     """Return the warnings about a recipe, one sentence each.
 
     Args:
-        recipe: recipe of the run.
-        layout: parallel layout of the recipe.
-        memory: estimated memory of each pipeline stage.
+        memory: estimated memory of a rank, one entry per pipeline stage.
         hardware: name of a GPU in ``ACCELERATORS``.
     """
     return (
@@ -85,17 +83,10 @@ def _memory_warnings(
 
 
 def _remedies(recipe: Recipe, layout: Layout, limit_gib: float) -> Iterator[str]:
-    """Yield a text about each change of the recipe that alone makes it fit into memory.
+    """Yield a text about each change of the recipe that alone makes it fit into ``limit_gib``.
 
     The changes tried are a smaller micro-batch, full recomputation and more data-parallel ranks.
-
-    No change affects the global batch size or the sequence length, because these define the
-    experiment.
-
-    Args:
-        recipe: recipe that does not fit.
-        layout: parallel layout of the recipe.
-        limit_gib: usable memory of a GPU in GiB.
+    The global batch size and the sequence length define the experiment, so they stay unchanged.
     """
     ranks = layout.world_size
     for size in range(recipe.training.micro_batch_size - 1, 0, -1):
@@ -121,14 +112,8 @@ def _fits(recipe: Recipe, ranks: int, limit_gib: float) -> bool:
 def _enough_ranks(recipe: Recipe, layout: Layout, available_gib: float) -> int | None:
     """Return a number of ranks on which the recipe fits, by doubling the data-parallel size.
 
-    The size is doubled as long as it divides the number of microbatches in a global batch, and
-    while an interleaved pipeline gets enough microbatches. The first number of ranks that fits is
-    returned, or None if no number fits.
-
-    Args:
-        recipe: recipe that does not fit.
-        layout: parallel layout of the recipe.
-        available_gib: usable memory of a GPU in GiB.
+    The result is None if the size no longer divides the number of microbatches in a global batch,
+    or if an interleaved pipeline gets too few microbatches.
     """
     training = recipe.training
     most = training.global_batch_size // training.micro_batch_size

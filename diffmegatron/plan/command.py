@@ -30,11 +30,9 @@ def run(
     The JSON is one object, or with several stages a list of one object per stage.
 
     Args:
-        stages: recipes of the stages.
         world_size: number of ranks, which is the same for all stages; None for the smallest number
             that fits the layouts of all stages.
         hardware: name of a GPU in ``diffmegatron.model.accounting.ACCELERATORS``.
-        as_json: whether to print JSON instead of tables.
 
     Raises:
         UserError: If the number of ranks does not fit a stage, or the hardware is unknown.
@@ -65,13 +63,7 @@ def _stage_before(recipe: Recipe, stages: Sequence[Recipe]) -> Recipe | None:
 
 
 def _print_changes(before: Recipe, now: Recipe, console: Console) -> None:
-    """Print how rotary embedding and sequence length change between two stages.
-
-    Args:
-        before: stage whose weights ``now`` starts with.
-        now: the later stage.
-        console: output.
-    """
+    """Print how rotary embedding and sequence length change between two stages."""
     changes = rotary_changes(before, now)
     lengths = (before.training.seq_length, now.training.seq_length)
     if lengths[0] != lengths[1]:
@@ -90,10 +82,7 @@ def run_search(
     """Print, for each stage, the layouts that fit into the memory of the GPUs, fastest first.
 
     Args:
-        stages: recipes of the stages.
-        world_size: number of GPUs.
         hardware: name of a GPU in ``diffmegatron.model.accounting.ACCELERATORS``.
-        as_json: whether to print JSON instead of tables.
 
     Raises:
         UserError: If no layout fits a stage, or the hardware is unknown.

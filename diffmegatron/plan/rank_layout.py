@@ -17,16 +17,9 @@ class Layout:
     """The parallel layout of a recipe on a number of ranks.
 
     Attributes:
-        world_size: number of ranks.
-        tensor: tensor-parallel size.
-        context: context-parallel size.
         context_communication: kind of context-parallel communication; None without context
             parallelism.
-        pipeline: number of pipeline stages.
         virtual_pipeline: number of virtual stages per pipeline rank; 1 without interleaving.
-        data: data-parallel size.
-        sequence_parallel: whether sequence parallelism is on.
-        zero_stage: ZeRO stage, 1 to 3.
         offload_optimizer: whether the optimizer is in host memory.
         recompute: activation recomputation in words, such as ``none`` or ``full, uniform 1``.
         micro_batch_size: number of sequences in a microbatch.

@@ -44,10 +44,8 @@ class Rehearsal:
     """A small recipe with the layout of a real recipe.
 
     Attributes:
-        recipe: the small recipe.
-        world_size: number of CPU ranks for the small recipe.
-        reductions: one sentence for each tensor, context or pipeline size that is smaller than in
-            the real recipe.
+        reductions: one sentence for each parallel size that is smaller than in the real recipe. A
+            smaller data-parallel size is not listed.
     """
 
     recipe: Recipe
@@ -82,12 +80,11 @@ def rehearse(stages: Sequence[Recipe], world_size: int | None = None) -> None:
 def small_recipe(recipe: Recipe, world_size: int | None, folder: Path) -> Rehearsal:
     """Return the rehearsal of a recipe: the smallest network, sequence and batch for its layout.
 
-    The layout is that of the real recipe, with two exceptions. Data parallelism has at most 2
-    ranks. If the layout then still has more than ``MAX_RANKS`` ranks, other sizes are reduced to 2,
-    the largest first, until it has at most that many.
+    The rehearsal has the layout of the real recipe, with two exceptions. Data parallelism has at
+    most 2 ranks. If the layout then still has more than ``MAX_RANKS`` ranks, other sizes are
+    reduced to 2, the largest first.
 
     Args:
-        recipe: the real recipe.
         world_size: number of ranks of the real run; None for the smallest number that fits the
             layout.
         folder: folder for a generated corpus and the run.
@@ -172,16 +169,9 @@ def run_ranks(rehearsal: Rehearsal, folder: Path) -> list[tuple[float, float]]:
 
 
 def _fewer_ranks(recipe: Recipe, data: int) -> tuple[dict[str, int], list[str]]:
-    """Return the sizes of the layout after reducing some of them to 2.
+    """Return the sizes of the layout by name, and one sentence for each reduced size.
 
-    Sizes are reduced, the largest first, until the layout has at most ``MAX_RANKS`` ranks.
-
-    Args:
-        recipe: the real recipe.
-        data: data-parallel size.
-
-    Returns:
-        Sizes by name, and one sentence for each size that is reduced.
+    Sizes are reduced to 2, the largest first, until the layout has at most ``MAX_RANKS`` ranks.
     """
     parallel = recipe.parallel
     sizes = {
@@ -206,9 +196,6 @@ def _shrink_layers(values: dict[str, Any]) -> int:
 
     The number is one, or two if the recipe recomputes groups of several layers. In the second case,
     the size of a group in ``values`` is also set to two.
-
-    Args:
-        values: values of the small recipe by section.
     """
     recompute = values["recompute"]
     if recompute["layers"] == 1:
@@ -220,14 +207,8 @@ def _shrink_layers(values: dict[str, Any]) -> int:
 def _model(recipe: Recipe, sizes: dict[str, int], stage_layers: int) -> dict[str, Any]:
     """Return the ``model`` section's sizes of the tiny network.
 
-    Heads and widths are the smallest that can be divided over the ranks. Query heads per key-value
-    head, and the MLP's width per hidden size, are the same as in the recipe, but at most
-    ``MAX_RATIO``.
-
-    Args:
-        recipe: the real recipe.
-        sizes: sizes of the layout by name.
-        stage_layers: number of layers in a virtual stage.
+    Heads and widths are the smallest that can be divided over the ranks. The real recipe's query
+    heads per key-value head, and its MLP width per hidden size, are kept up to ``MAX_RATIO``.
 
     Raises:
         UserError: If the pipeline's virtual stages need more than ``MAX_LAYERS`` layers.
@@ -261,9 +242,8 @@ def _model(recipe: Recipe, sizes: dict[str, int], stage_layers: int) -> dict[str
 def _trained(recipe: Recipe) -> dict[str, Any]:
     """Return the ``optimizer`` section's settings for trained tensors.
 
-    A tensor that the recipe trains in at least one layer is trained in all layers of the tiny
-    network, because the tiny network may not have the layers whose numbers are in the recipe's
-    patterns. Multipliers of the learning rate are left out.
+    The tiny network may not have the layers whose numbers are in the recipe's patterns. So a tensor
+    that the recipe trains in at least one layer is trained in all layers of the tiny network.
     """
     if recipe.optimizer.trainable is None:
         return {"lr_multipliers": {}}
@@ -276,10 +256,7 @@ def _trained(recipe: Recipe) -> dict[str, Any]:
 
 
 def _training(recipe: Recipe, sizes: dict[str, int]) -> dict[str, Any]:
-    """Return the ``training`` section's settings: short sequences, a small batch, two steps.
-
-    The number of microbatches per step is twice the number of pipeline stages.
-    """
+    """Return the ``training`` section's settings: short sequences, a small batch, two steps."""
     training = recipe.training
     length = 2 * sizes["context"] * sizes["tensor"] * 8
     micro_batch = min(2, training.micro_batch_size)

@@ -46,7 +46,6 @@ class Candidate:
 
     Attributes:
         overrides: command-line overrides that set this layout, such as ``parallel.tensor=2``.
-        layout: the layout.
         peak: estimated peak memory of the rank that needs most, in bytes.
         time: estimated time of a step and of the run.
     """
@@ -63,7 +62,6 @@ def search(recipe: Recipe, world_size: int, hardware: str) -> list[Candidate]:
     For each combination of tensor, context and pipeline sizes, only the fastest layout is returned.
 
     Args:
-        recipe: recipe of the run.
         world_size: number of GPUs.
         hardware: name of a GPU in ``ACCELERATORS``.
 
@@ -101,15 +99,7 @@ def print_search(
     hardware: str,
     console: Console,
 ) -> None:
-    """Print the fastest candidates as a table, their overrides, and the assumptions of the times.
-
-    Args:
-        recipe: recipe of the candidates.
-        candidates: result of :func:`search`.
-        world_size: number of ranks.
-        hardware: name of a GPU in ``ACCELERATORS``.
-        console: output.
-    """
+    """Print the fastest candidates as a table, their overrides, and the assumptions."""
     shown = candidates[:SHOWN]
     title = f"{ranks_in_words(world_size)} of {hardware}: {len(candidates)} layouts fit"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
@@ -154,18 +144,10 @@ def _cells(candidate: Candidate) -> tuple[str, ...]:
 def _fitting(
     recipe: Recipe, world_size: int, hardware: str, available: int
 ) -> tuple[list[Candidate], tuple[int, Recipe] | None]:
-    """Return the layouts that fit into memory, and the layout nearest to fitting.
+    """Return the layouts that fit into GPU memory, and the layout that misses it by the least.
 
-    Args:
-        recipe: recipe of the run.
-        world_size: number of GPUs.
-        hardware: name of a GPU in ``ACCELERATORS``.
-        available: usable memory of a GPU in bytes.
-
-    Returns:
-        The layouts that fit; and, of the layouts that do not fit, the one with the smallest peak
-        memory, as a tuple of the peak in bytes and the recipe. The second result is None if all
-        valid layouts fit, or if no layout is valid.
+    ``available`` is the usable memory of a GPU in bytes. The second value is a tuple of the peak
+    memory in bytes and the recipe. It is None if all valid layouts fit, or if no layout is valid.
     """
     fitting: list[Candidate] = []
     nearest: tuple[int, Recipe] | None = None
@@ -191,13 +173,8 @@ def _valid(recipe: Recipe, layout: Changes, world_size: int) -> Iterator[tuple[C
     A size is valid if the recipe's schema accepts it, and the global batch can be divided into
     micro-batches of this size on all data-parallel ranks.
 
-    Args:
-        recipe: recipe of the run.
-        layout: changes of the recipe that set the layout.
-        world_size: number of GPUs.
-
     Yields:
-        The changes of the recipe, and the changed recipe.
+        The changes of the recipe, including ``layout``, and the changed recipe.
     """
     merged = {name: getattr(recipe, name) for name in Recipe.model_fields}
     for size in MICRO_BATCHES:
@@ -241,10 +218,7 @@ def _layouts(recipe: Recipe, world_size: int) -> Iterator[Changes]:
 def _sizes(recipe: Recipe, world_size: int) -> Iterator[tuple[int, int, int]]:
     """Yield the tensor, context and pipeline sizes to try on ``world_size`` GPUs.
 
-    The product of the three sizes divides the number of ranks. The tensor size divides the number
-    of key-value heads and the number of GPUs in a node. The pipeline size divides the number of
-    layers and is at most ``MOST_STAGES``. With a context size above 1, each context-parallel rank
-    has at least ``SHORTEST_PART`` tokens of a sequence.
+    The product of the three sizes divides ``world_size``. Tensor parallelism stays inside a node.
     """
     layers, length = recipe.model.num_layers, recipe.training.seq_length
     for tensor in range(1, GPUS_PER_NODE + 1):
@@ -279,15 +253,12 @@ def _failure(
 ) -> str:
     """Return the error message of a search that found no layout that fits.
 
-    It contains the reason and, if possible, a larger number of GPUs on which a layout fits.
+    The message contains the reason and, if possible, a larger number of GPUs on which a layout
+    fits.
 
     Args:
-        recipe: recipe of the run.
-        world_size: number of GPUs.
-        hardware: name of a GPU in ``ACCELERATORS``.
         available: usable memory of a GPU in bytes.
-        nearest: peak memory in bytes and recipe of the layout nearest to fitting; None if no layout
-            is valid.
+        nearest: second result of :func:`_fitting`.
     """
     if nearest is None:
         reason = _reason(recipe, world_size)
@@ -309,8 +280,8 @@ def _failure(
 def _reason(recipe: Recipe, world_size: int) -> str:
     """Return the reason why no layout is valid.
 
-    It is the error of the simplest layout, which has only data parallelism. If that layout has no
-    error, the result is a general sentence about the sizes.
+    The reason is the error of the simplest layout, which has only data parallelism. If that layout
+    has no error, the result is a general sentence about the sizes.
     """
     plain = {"parallel": {}, "training": recipe.training.model_dump() | {"micro_batch_size": 1}}
     sections = {name: getattr(recipe, name) for name in Recipe.model_fields}

@@ -36,22 +36,13 @@ class Plan:
     compared. A recipe with ``model.baseline=true`` trains it.
 
     Attributes:
-        run_dir: directory of the run.
         attention: name of the attention variant.
         heads: description of the variant's heads in words.
         num_heads: number of heads of a layer, as the attention variant counts them.
         num_kv_heads: number of key-value heads of a layer, as the attention variant counts them.
         head_dim: channels of a head.
         kv_cache_bytes_per_token: bytes per token of the key-value cache, over all layers.
-        baseline_num_heads: number of heads of the baseline.
-        baseline_parameters: number of parameters of the baseline.
-        baseline_flops_per_token: model FLOPs per token of the baseline.
-        layout: parallel layout.
         parameters: numbers of parameters of the unsharded network.
-        trained_parameters: number of trained parameters.
-        steps: number of steps of the run.
-        tokens_per_step: number of tokens in a global batch.
-        flops_per_token: model FLOPs per token.
         memory: memory of a rank, one entry per pipeline stage.
         traffic: bytes per step that a rank sends, in the pipeline stage that sends most.
         time: estimated time of a step and of the run.
@@ -119,14 +110,12 @@ def plan_recipe(
     """Return the plan of a recipe.
 
     Args:
-        recipe: recipe of the run.
         world_size: number of ranks; None for the smallest number that fits the layout.
         hardware: name of a GPU in ``ACCELERATORS``.
 
     Raises:
-        UserError: If ``world_size`` does not fit the layout, the global batch cannot be divided
-            over the data-parallel ranks, the vocabulary is too small for the tokenizer, or the
-            hardware is not in ``ACCELERATORS``.
+        UserError: If the recipe does not fit ``world_size`` or its tokenizer, or the hardware is
+            unknown.
     """
     model, training = recipe.model, recipe.training
     check_hardware(hardware)

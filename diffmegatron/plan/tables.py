@@ -24,8 +24,8 @@ TRAFFIC = {
     "weights": "ZeRO, weights",
 }
 
-# Names of the parts of a plan. If a recipe has several training stages, a part is not printed again
-# if it equals that of the previous stage.
+# Names of the parts of a plan. A part is not printed if it equals the same part in the plan of the
+# previous training stage.
 _NETWORK, _MEMORY, _TRAFFIC = "the network", "memory per rank", "what is sent"
 _ASSUMPTIONS = "assumptions"
 
@@ -34,11 +34,8 @@ def print_plan(plan: Plan, console: Console, previous: Plan | None = None) -> No
     """Print a plan as tables.
 
     Args:
-        plan: the plan.
-        console: output.
-        previous: plan of the previous training stage, which is printed already; None for the first
-            stage. Warnings and the parts listed in ``_same`` are left out if they are the same as
-            in that plan.
+        previous: plan of the previous training stage, which is already printed; None for the first
+            stage. Warnings and parts (see ``_same``) that are equal in both plans are left out.
     """
     same = [] if previous is None else _same(plan, previous)
     if same and previous is not None:
@@ -170,13 +167,12 @@ def _traffic_table(plan: Plan) -> Table:
 
 
 def _unit(total: int, units: Mapping[str, float]) -> tuple[str, float]:
-    """Return the unit for the sizes in a table, and its number of bytes.
+    """Return the largest unit that does not exceed ``total`` bytes, and its number of bytes.
 
-    The largest unit that does not exceed the total is chosen. If every unit exceeds the total, the
-    smallest unit is chosen, except that a total of 0 gets the largest unit.
+    If every unit exceeds the total, the smallest unit is returned. A total of 0 gets the largest
+    unit.
 
     Args:
-        total: total of the table in bytes.
         units: number of bytes by unit, in decreasing order.
     """
     fitting = [each for each in units.items() if each[1] <= total]

@@ -42,11 +42,7 @@ class Run:
     The constructor loads the newest intact checkpoint in ``run_dir``, or begins a new run.
 
     Attributes:
-        recipe: recipe of the run.
-        parallel_state: parallel layout, and this rank's place in it.
         network: this rank's virtual pipeline stages of the model.
-        engine: ZeRO optimizer of the network.
-        loader: loader of the training batches.
         step: number of the last completed step; 0 before the first step.
         values: metrics of the last completed step by name: loss, gradient norm, learning rates.
         agreed: loss, gradient norm and flags of the last completed step, reduced over all ranks.
@@ -56,8 +52,8 @@ class Run:
         pending_evaluators: names of the evaluators that are due at the last completed step and have
             no result yet. If the run stops now, the resumed run first runs these evaluators.
         broken_reason: text that explains why the present weights may be broken; None if there is no
-            reason. The reason is always a number that is not finite: the loss or gradient norm of
-            the last step, or a loss measured after it (held-out, test or last batch).
+            reason. The reason is a number that is not finite: the loss or gradient norm of the last
+            step, or a loss measured after this step (held-out, test or last batch).
     """
 
     agreed: Agreement
@@ -158,8 +154,7 @@ class Run:
     def forward(self, microbatches: Sequence[Batch]) -> Agreement:
         """Run a forward pass on a global batch in evaluation mode, without gradients.
 
-        Every rank must call this method. The returned agreement has the mean loss of the batch,
-        and flags for whether a rank must stop or is still writing its checkpoint file.
+        Every rank must call this method. The returned agreement has the mean loss of the batch.
 
         Args:
             microbatches: this data-parallel rank's microbatches.
@@ -179,7 +174,7 @@ class Run:
     def rewind_metrics(self) -> None:
         """Drop the metrics of steps after ``self.step``, and restart the speed measurement.
 
-        This method is called after a rollback, in which the run loads an earlier checkpoint.
+        Call this method after a rollback, in which the run loads an earlier checkpoint.
         """
         if self.metrics is not None:
             self.metrics.rewind(self.step)
@@ -190,7 +185,7 @@ class Run:
         """Turn the unfinished save into a checkpoint if its weights are sound; else delete it.
 
         The weights are sound if at least one step after the start of the save had a finite loss and
-        gradient norm. If no save is unfinished, the method has no effect. Every rank must call it.
+        gradient norm. Without an unfinished save nothing is done. Every rank must call this method.
         """
         with self.watchdog.long_limit():
             self.write_metrics(self.saver.complete_or_drop())
@@ -210,8 +205,7 @@ class Run:
     def _begin(self) -> Position:
         """Begin a new run, and return its first position (step 0, no data read).
 
-        If the recipe sets ``checkpoint.start_from``, load the weights of that checkpoint. Otherwise
-        the network keeps its initial weights.
+        The weights of ``checkpoint.start_from`` are loaded if the recipe sets this key.
         """
         source = open_start(self.recipe, self.parallel_state)
         if source is not None:

@@ -43,15 +43,14 @@ def train(
 
     The run writes ``recipe.yaml``, ``metrics.jsonl``, ``tensorboard/`` and ``checkpoints/`` into
     ``run_dir``. Reports of anomalous steps go into ``events/``, and call stacks of a hanging run
-    into ``stacks/``. The run resumes from the newest intact checkpoint in ``run_dir``; if there are
+    into ``stacks/``. The run resumes from the newest intact checkpoint in ``run_dir``. If there are
     checkpoints and ``checkpoint.resume`` is false, an error is raised.
 
     Args:
-        recipe: recipe of the run.
-            :func:`~diffmegatron.training.training_stages.train_stages` has checked that it fits the
-            number of ranks.
+        recipe: recipe of the run, which must fit the number of ranks
+            (:func:`~diffmegatron.training.training_stages.train_stages` checks this).
         record: writer of the files that the job script reads: the progress of the run (heartbeat),
-            and how this rank ended. The run passes each completed step to it.
+            and how this rank ended.
         evaluators: one evaluator per entry of ``training.evaluate``.
         hooks: user-defined hooks, called after the built-in hooks; the same on every rank.
         stop: handler of stop signals, a context manager that the caller has already entered; None

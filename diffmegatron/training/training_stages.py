@@ -33,10 +33,8 @@ def train_stages(
     If there is only one stage, it is never skipped: :func:`train` handles a finished run.
 
     Args:
-        recipes: one recipe per stage.
         record: writer of the files that the job script reads: the progress of the run (heartbeat),
             and how this rank ended.
-        open_evaluators: function that opens the evaluators of a recipe's ``training.evaluate``.
         hooks: user-defined hooks, the same instances in every stage.
 
     Returns:
@@ -81,10 +79,6 @@ def _should_stop(stop: StopRequest, following: Recipe) -> bool:
 
     A rank must stop if it has received a stop signal; rank 0 also if the job soon reaches its time
     limit.
-
-    Args:
-        stop: handler of stop signals on this rank.
-        following: recipe of the next stage.
     """
     pending: list[bool] = [False] * distributed.get_world_size()
     is_pending = stop.is_pending(following.checkpoint.time_limit_margin)
@@ -96,17 +90,9 @@ def _should_stop(stop: StopRequest, following: Recipe) -> bool:
 
 
 def _unfinished(recipes: Sequence[Recipe], names: Sequence[str]) -> list[Recipe]:
-    """Return the recipes of the stages that are not finished.
+    """Return the recipes of the stages that are not finished, and print the finished stages.
 
-    Rank 0 reads the run directories, sends the result to all ranks, and prints the finished stages.
-
-    Args:
-        recipes: one recipe per stage.
-        names: name of each stage, as it is printed.
-
-    Raises:
-        UserError: If a stage has the checkpoint of its last step, and the recipe in this checkpoint
-            differs from the stage's recipe in a part that must stay equal, such as the network.
+    Only rank 0 reads the run directories (:func:`_is_finished`) and prints.
     """
     finished = from_rank_0(lambda: [_is_finished(recipe) for recipe in recipes])
     for recipe, name, is_finished in zip(recipes, names, finished, strict=True):
@@ -118,10 +104,8 @@ def _unfinished(recipes: Sequence[Recipe], names: Sequence[str]) -> list[Recipe]
 def _is_finished(recipe: Recipe) -> bool:
     """Return whether a stage has the checkpoint and all evaluations of its last step.
 
-    If ``checkpoint.resume`` is false, the result is False, so that the stage is passed to
+    If ``checkpoint.resume`` is false, the result is False. The stage is then passed to
     :func:`train`, which refuses to start in a ``run_dir`` that has checkpoints.
-
-    Only small files are read: the manifest and recipe of the checkpoint, and the metrics.
 
     Raises:
         UserError: If the checkpoint of the last step exists, and the recipe in this checkpoint

@@ -24,12 +24,9 @@ def suite_evaluator_name(suite: str) -> str:
 def due_at(recipe: Recipe, step: int) -> list[str]:
     """Return the names of the evaluators that are due at a step.
 
-    - Suites of ``training.evaluate`` are due at step 0, at multiples of their interval, and at the
-      last step.
-    - The held-out loss is due at step 0, at multiples of ``training.eval_interval``, and at the
-      last step, if ``training.eval_batches`` and ``data.validation_fraction`` are not 0.
-    - The test loss is due at the last step only, if ``training.eval_batches`` and
-      ``data.test_fraction`` are not 0.
+    All evaluators are due at the last step. The suites of ``training.evaluate`` and the held-out
+    loss are also due at step 0 and at multiples of their interval. The held-out and test losses are
+    left out if ``training.eval_batches`` or the fraction of their split is 0.
     """
     training = recipe.training
     is_last = step >= training.total_steps
@@ -48,8 +45,6 @@ def unrecorded_at(recipe: Recipe, step: int, run_dir: Path) -> list[str]:
     Only the last entries of ``metrics.jsonl`` are read, so ``step`` must be the newest step there.
 
     Args:
-        recipe: recipe of the run.
-        step: step of the run.
         run_dir: directory of the run. It may differ from ``recipe.run_dir`` if it was moved.
     """
     try:

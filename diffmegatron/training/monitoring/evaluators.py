@@ -1,8 +1,4 @@
-"""Evaluators, which measure a network during training.
-
-This module has their interface, the function that runs them, and the evaluators of the validation
-and test losses.
-"""
+"""Evaluators: measurements of a network during training, such as the held-out losses."""
 
 from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Protocol
@@ -20,7 +16,7 @@ Values = dict[str, float]
 
 
 class Evaluator(Protocol):
-    """Interface of a measurement of the network during training; it leaves the weights unchanged.
+    """Interface of a measurement of the network during training; the weights must stay unchanged.
 
     Attributes:
         name: name of the metric, or prefix of the names of several metrics, such as
@@ -83,8 +79,8 @@ class _SplitLoss:
 def split_losses(recipe: Recipe) -> list[Evaluator]:
     """Return the evaluators of the validation and test losses.
 
-    Both are returned for every recipe; :func:`~diffmegatron.training.monitoring.due.due_at` selects
-    an evaluator only if the recipe assigns documents to its split.
+    Both are returned for every recipe. They run only if
+    :func:`~diffmegatron.training.monitoring.due.due_at` selects them.
     """
     return [_SplitLoss(recipe, "validation", HELD_OUT), _SplitLoss(recipe, "test", TEST)]
 
@@ -98,15 +94,11 @@ def measure(
     """Run evaluators one after the other until ``should_continue`` returns False.
 
     Args:
-        due: evaluators to run.
-        network: network of this rank.
-        parallel_state: parallel layout, and this rank's place in it.
         should_continue: called after every part of a measurement; returns the same value on all
             ranks.
 
     Returns:
-        Values of each evaluator that was completed, by the evaluator's name. An interrupted
-        evaluator has no entry.
+        Values of each evaluator that was completed, by the evaluator's name.
     """
     found: dict[str, Values] = {}
     network.eval()

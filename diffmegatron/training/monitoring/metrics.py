@@ -38,7 +38,7 @@ _LINE_BEGINS = b'{"step": '
 class MetricsWriter:
     """Writer that appends metrics to ``metrics.jsonl`` and to TensorBoard's event files.
 
-    On opening it drops the entries after ``last_step``, because a resumed run trains these steps
+    The constructor drops the entries after ``last_step``, because a resumed run trains these steps
     again.
 
     Write errors are logged and do not end the run. While lines of ``metrics.jsonl`` cannot be
@@ -85,7 +85,7 @@ class MetricsWriter:
 class _TensorBoardEvents:
     """TensorBoard's ``SummaryWriter``; after its first error nothing is written until a restart.
 
-    The ``SummaryWriter`` has a thread that ends when a write fails. All later calls would raise the
+    The thread of the ``SummaryWriter`` ends when a write fails. All later calls would raise the
     same error. :meth:`restart` creates a new ``SummaryWriter``.
     """
 
@@ -96,8 +96,7 @@ class _TensorBoardEvents:
     def _logged(self) -> AbstractContextManager[None]:
         """Return a context that logs any exception of TensorBoard.
 
-        The class of the exceptions is not fixed: if TensorFlow is installed, TensorBoard writes
-        with TensorFlow and raises its errors.
+        If TensorFlow is installed, TensorBoard writes with it and raises TensorFlow's errors.
         """
         return log_write_errors(self._folder, Exception)
 
@@ -154,8 +153,7 @@ def newest_entries(run_dir: Path, max_bytes: int = 1 << 18) -> list[Entry]:
     """Return the last entries of ``metrics.jsonl``, oldest first; damaged lines are ignored.
 
     Args:
-        run_dir: directory of the run.
-        max_bytes: number of bytes to read at the end of the file. The default is enough for some
+        max_bytes: number of bytes to read at the end of the file; the default is enough for some
             hundred entries.
 
     Raises:

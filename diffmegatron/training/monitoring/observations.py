@@ -16,13 +16,12 @@ from diffmegatron.parallel.parallel_state import ParallelState
 def lambdas(network: Network, parallel_state: ParallelState) -> dict[str, float]:
     """Return lambda of every layer of the network as metrics. All ranks must call this function.
 
-    There is one value per layer. If lambda depends on the head and the token, the value is the mean
-    over all heads, and over the tokens that this data-parallel rank processed in the last forward
-    pass.
+    If lambda depends on the head and the token, the value of a layer is a mean. The mean is over
+    all heads, and over the tokens that this data-parallel rank processed in the last forward pass.
 
     Returns:
-        Lambda of each layer. The key is the metric name ``attn/lambda_layer_XX``, where XX is the
-        layer's number (01 is the first layer). Layers of softmax attention have no entry.
+        Lambda by metric name ``attn/lambda_layer_XX``, where XX is the layer's number (01 is the
+        first layer). Layers of softmax attention have no entry.
     """
     own = lambda_by_layer(network)
     if own and parallel_state.tensor_size > 1:

@@ -9,13 +9,8 @@ from datetime import timedelta
 class Progress:
     """Printer of a run's console lines, and meter of its speed.
 
-    A line has the percentage of the run, step, tokens, loss, gradient norm, learning rate, speed,
-    MFU if it is known, and the time left.
-
     Args:
         first_step: step of the run when this object is created.
-        total_steps: number of steps of the run.
-        tokens_per_step: number of tokens in a global batch.
     """
 
     def __init__(self, first_step: int, total_steps: int, tokens_per_step: int) -> None:
@@ -34,11 +29,7 @@ class Progress:
         return (step - marked_step) * self._tokens_per_step / (now - marked_time)
 
     def skip(self, seconds: float) -> None:
-        """Exclude a pause, such as an evaluation or a save, from the next ``tokens_per_second``.
-
-        Args:
-            seconds: duration of the pause.
-        """
+        """Exclude a pause, such as an evaluation or a save, from the next ``tokens_per_second``."""
         step, marked_time = self._marked
         self._marked = (step, marked_time + seconds)
 
@@ -46,7 +37,6 @@ class Progress:
         """Print the console line of a step.
 
         Args:
-            step: number of the step.
             values: metrics of the step by name; ``perf/mfu`` may be missing.
         """
         first_step, first_time = self._first

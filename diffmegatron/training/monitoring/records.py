@@ -12,8 +12,8 @@ from diffmegatron.files import format_path, os_error_text
 
 log = logging.getLogger(__name__)
 
-# Largest number of records held in memory while they cannot be written. It covers several hours of
-# metrics, and an entry of metrics has about a kilobyte, so the records take about 10 MB.
+# Largest number of records kept in memory while they cannot be written. This is enough for several
+# hours of metrics. An entry of metrics has about 1 kB, so the records need about 10 MB.
 _KEPT = 10_000
 
 
@@ -23,7 +23,6 @@ def log_write_errors(path: Path, errors: type[Exception] = OSError) -> Iterator[
 
     Args:
         path: file or folder that the code writes, to name in the log.
-        errors: class of the errors to catch.
     """
     try:
         yield
@@ -34,8 +33,8 @@ def log_write_errors(path: Path, errors: type[Exception] = OSError) -> Iterator[
 class Records:
     """A file to which a run appends records, with a buffer for the time when writing fails.
 
-    While writing fails, for example because the disk is full, the newest 10,000 records are held
-    in memory, and older ones are lost. Each :meth:`append` tries to write all held records. The log
+    While writing fails, for example because the disk is full, the newest 10,000 records are kept
+    in memory, and older ones are lost. Each :meth:`append` tries to write all kept records. The log
     gets one line when writing begins to fail and one line when it works again.
     """
 

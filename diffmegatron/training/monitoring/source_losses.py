@@ -22,10 +22,6 @@ class SourceLosses:
     Each rank sums over its own tokens on its device, without synchronization. :meth:`report`
     reduces the sums over the ranks. With only one source nothing is summed, because the loss of
     the source is the loss of the run.
-
-    Args:
-        data: the ``data`` section.
-        parallel_state: parallel layout, and this rank's place in it.
     """
 
     def __init__(self, data: DataConfig, parallel_state: ParallelState) -> None:
@@ -60,8 +56,7 @@ class SourceLosses:
         """End the present step: add its losses and token counts to the sums, or drop them.
 
         Args:
-            finite: whether the step's loss and gradient norm are finite. If not, the losses and
-                counts of the step are dropped.
+            finite: whether the step's loss and gradient norm are finite; otherwise drop the step.
         """
         for sums in self._step if finite else ():
             self._sums += sums

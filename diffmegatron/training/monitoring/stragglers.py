@@ -29,9 +29,8 @@ class PhaseClock:
     phases.
 
     Attributes:
-        slow_ranks: ranks that were slow in the last report: their time in the phases ``data`` and
-            ``forward_backward`` was more than 1.5 times the median of all ranks. Always empty with
-            pipeline parallelism.
+        slow_ranks: result of :func:`slow` for the phases ``data`` and ``forward_backward`` of the
+            last report; always empty with pipeline parallelism.
     """
 
     def __init__(self) -> None:
@@ -81,10 +80,6 @@ class PhaseClock:
 
 
 def slow(seconds: Sequence[float]) -> tuple[int, ...]:
-    """Return the ranks whose time is more than 1.5 times the median of all ranks.
-
-    Args:
-        seconds: time of each rank.
-    """
+    """Return the ranks with an entry in ``seconds`` above 1.5 times the median of all ranks."""
     usual = statistics.median(seconds)
     return tuple(rank for rank, each in enumerate(seconds) if each > _SLOWER * usual)

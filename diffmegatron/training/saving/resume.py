@@ -70,8 +70,7 @@ def open_together(directory: Path, parallel_state: ParallelState) -> Checkpoint:
     """Open a checkpoint on all ranks together; each rank verifies some of the files.
 
     Raises:
-        UserError: On all ranks, if at least one rank found a problem. All ranks raise the message
-            of the lowest rank that found one.
+        UserError: On all ranks, with the message of the lowest rank that found a problem.
     """
     with errors_on_all_ranks():
         return open_checkpoint(directory, (parallel_state.rank, parallel_state.world_size))
@@ -86,14 +85,11 @@ def newest_good(
     the next older one is tried.
 
     Args:
-        store: checkpoints of the run.
-        parallel_state: parallel layout, and this rank's place in it.
         before: try only checkpoints of steps before this one; None to try all.
 
     Raises:
-        UserError: If ``before`` is None and there are checkpoints, but none is intact. If the
-            function returned None here, the run would start over, and the user would not notice the
-            lost progress.
+        UserError: If ``before`` is None and there are checkpoints, but none is intact. Returning
+            None would start the run over without notice.
     """
     # If every rank listed the directory itself, ranks could find different checkpoints.
     steps = [step for step in from_rank_0(store.steps) if before is None or step < before]
@@ -117,8 +113,6 @@ def rollback_checkpoint(
     """Return the checkpoint to roll back to, or None if there is none; all ranks must call this.
 
     Args:
-        store: checkpoints of the run.
-        parallel_state: parallel layout, and this rank's place in it.
         no_progress: whether no step was applied since the last rollback. In this case the newest
             intact checkpoint is renamed, so that it is never used again, and the next older intact
             one is returned. If there is no older one, the newest is kept and returned.
@@ -141,18 +135,17 @@ def rollback_checkpoint(
 def mixture_change(before: Mapping[str, Any] | None, now: Mapping[str, Any]) -> str | None:
     """Return one line that describes how ``data.sources`` has changed since the checkpoint.
 
+    The result is None for a new run, or if the sources and weights are the same.
+
     Args:
         before: state of the loader in the checkpoint; None for a new run.
         now: state of the loader that the resumed run has opened.
-
-    Returns:
-        The description; None for a new run, or if the sources and weights are the same.
     """
     if before is None:
         return None
     # A mixture is a list of periods. Each period has the sources and weights that are used from a
-    # certain sample on. Compare only the last periods. The saved one was read from JSON, which has
-    # turned its tuple of sources into a list, so convert the new tuple to a list.
+    # certain sample on. Only the last period matters. JSON has turned the saved tuple of sources
+    # into a list.
     period, saved = now["mixture"][-1], before["mixture"][-1]
     if (period["from_sample"], [*period["sources"]]) == (saved["from_sample"], saved["sources"]):
         return None
@@ -205,12 +198,10 @@ def read_fragments(
     ``engine.restore`` afterwards, which applies the new values to the network.
 
     Args:
-        tensors: reader of the checkpoint's tensors.
         kinds: kinds of values to read: the weight, and Adam's moments if wanted. A frozen parameter
             has only its weight.
-        engine: optimizer whose tensors are overwritten.
-        shards: shards of the engine's parameters.
-        should_skip: function of a tensor's name that returns whether to leave it unchanged.
+        should_skip: function of a tensor's name that returns whether to leave the tensor
+            unchanged.
     """
     for fragment in engine.fragments():
         wanted = {kind: fragment.tensors[kind] for kind in kinds if kind in fragment.tensors}

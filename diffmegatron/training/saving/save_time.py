@@ -13,16 +13,16 @@ from diffmegatron.parallel.launcher import LaunchEnvironment
 def save_warnings(seconds: float, launch: LaunchEnvironment, margin: float) -> dict[str, str]:
     """Return the warnings about a save that took too long for Slurm's time limits.
 
+    There is no message about a limit that is None in ``launch``.
+
     Args:
         seconds: duration of the save.
-        launch: environment of this rank, with Slurm's limits.
         margin: ``checkpoint.time_limit_margin`` in seconds.
 
     Returns:
         Dict with at most two messages. The key "kill wait" is present if the save took longer than
         KillWait. The key "lead" is present if the save took longer than half of the time between
-        the stop of the run and the end of the job. There is no message about a limit that is None
-        in ``launch``.
+        the stop of the run and the end of the job.
     """
     warnings = {}
     if launch.kill_wait is not None and seconds > launch.kill_wait:
@@ -38,12 +38,7 @@ def save_warnings(seconds: float, launch: LaunchEnvironment, margin: float) -> d
 
 
 def too_long_for_kill_wait(seconds: float, kill_wait: float) -> str:
-    """Return the warning about a save that takes longer than KillWait.
-
-    Args:
-        seconds: duration of the save.
-        kill_wait: seconds from Slurm's SIGTERM to its SIGKILL.
-    """
+    """Return the warning about a save that takes longer than KillWait (both in seconds)."""
     return (
         f"a save has taken {seconds:.0f} s, and {kill_wait:.0f} s after a SIGTERM Slurm kills "
         "(KillWait): to stop the job use scancel --signal=USR1, never scancel alone"

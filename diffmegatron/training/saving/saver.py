@@ -52,12 +52,6 @@ class Saver:
     All ranks must call the same methods in the same order.
 
     Args:
-        store: checkpoints of the run.
-        engine: ZeRO optimizer of the run; its weights and optimizer state are saved.
-        shards: shards of the engine's parameters.
-        recipe: recipe of the run.
-        parallel_state: parallel layout, and this rank's place in it.
-        launch: environment of this rank, with Slurm's time limits.
         saved_step: step of the checkpoint that the run resumes from; None for a new run.
         run_dir: on rank 0 the open run directory, to detect that it was moved or removed; None on
             other ranks.
@@ -103,17 +97,14 @@ class Saver:
     def step_decided(self, *, finite: bool) -> None:
         """Record whether a step after the start of the open save was finite.
 
-        A step is finite if its loss and gradient norm are. One finite step after the start of the
-        save shows that the saved weights are sound.
+        A step is finite if its loss and gradient norm are finite. One finite step shows that the
+        saved weights are sound.
         """
         self._sound = self._sound or finite
 
     @property
     def is_ready(self) -> bool:
-        """True if a save is open and its weights are sound (see :meth:`step_decided`).
-
-        The save can be completed as soon as every rank has written its file.
-        """
+        """True if a save is open and its weights are sound (see :meth:`step_decided`)."""
         return self.is_open and self._sound
 
     @property
@@ -123,9 +114,6 @@ class Saver:
 
     def start(self, position: Position) -> dict[str, float]:
         """Copy this rank's tensors to host memory, and start the thread that writes them.
-
-        Args:
-            position: step, data position and guard state to save.
 
         Returns:
             Metrics of a failed save if the save cannot begin; otherwise an empty dict.
@@ -162,8 +150,7 @@ class Saver:
         The weights are sound if a step after the start of the save was finite.
 
         Returns:
-            Metrics of the completed or failed save; an empty dict if it was dropped, or if no save
-            is open.
+            Metrics of the save; an empty dict if it was dropped, or if no save is open.
         """
         if not self.is_open:
             return {}
@@ -183,10 +170,7 @@ class Saver:
         """Wait until all ranks have written, and turn the open save into a checkpoint.
 
         This method does not check that the weights are sound. If a rank could not write, the save
-        fails: the error is logged, and no checkpoint is left.
-
-        Returns:
-            Metrics of the completed or failed save.
+        fails: the error is logged, and no checkpoint is left. The metrics of the save are returned.
         """
         position, write = self._position, self._write
         assert position is not None and write is not None
@@ -222,10 +206,7 @@ class Saver:
         }
 
     def save_now(self, position: Position) -> dict[str, float]:
-        """Save and wait for completion, without waiting for a later finite step.
-
-        Returns:
-            Metrics of the save.
+        """Save without waiting for a later finite step, and return the metrics of the save.
 
         Raises:
             UserError: If the save and all its retries failed, or if ``run_dir`` was moved or
@@ -262,15 +243,7 @@ class Saver:
         return {"ckpt/failed": self._failed}
 
     def _warn_if_slow(self, seconds: float) -> None:
-        """Log a warning for each time limit of a Slurm job that is too short for this save.
-
-        There are two limits: Slurm's KillWait (from SIGTERM to SIGKILL), and the time between the
-        stop of the run and the end of the job. Each of the two warnings is logged at most once in
-        this process.
-
-        Args:
-            seconds: duration of the save.
-        """
+        """Log each Slurm time limit that is too short for this save, at most once per process."""
         margin = self._recipe.checkpoint.time_limit_margin
         for kind, warning in save_warnings(seconds, self._launch, margin).items():
             if kind not in self._warned:
@@ -304,8 +277,7 @@ class Saver:
     def _all(self, function: Callable[..., object], *arguments: object, only: bool) -> None:
         """Call ``function(*arguments)`` on the ranks that pass ``only=True``.
 
-        All ranks must call this method. A rank that passes ``only=False`` does nothing but wait. If
-        the call fails on one rank, all ranks raise an error.
+        All ranks must call this method. A rank that passes ``only=False`` only waits.
 
         Raises:
             UserError: On all ranks, if the function failed on one rank.

@@ -53,11 +53,10 @@ class HostCopy:
 
     @property
     def tensors(self) -> tuple[dict[str, Tensor], str]:
-        """The copied tensors, and the description of their places, as a pair.
+        """The last two arguments of :func:`~diffmegatron.checkpoint.sharded.write_pieces`.
 
         The first value is a dict from names in the checkpoint file to host tensors. The second is a
         JSON text with the place of each piece in its parameter. A piece is the range of a
-        parameter's shard that this rank saves. The two values are the last two arguments of
-        :func:`~diffmegatron.checkpoint.sharded.write_pieces`.
+        parameter's shard that this rank saves.
         """
         return self._buffers, self._description

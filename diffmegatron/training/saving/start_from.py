@@ -69,18 +69,14 @@ def _check_made_for(source: Checkpoint, attention: Variant) -> None:
 
     Only the attention kind DEX has such heads: it makes selected heads of a pretrained model
     differential. ``attention.fingerprint`` is a hash of the weights on which the heads were
-    selected, and must equal the hash of the checkpoint's weights. Nothing is checked in two cases:
+    selected. Nothing is checked in two cases:
 
     - ``attention`` has no fingerprint.
-    - The checkpoint has the same kind of attention. In this case its weights have been trained
-      since the heads were selected, so their hash may have changed.
-
-    Args:
-        source: checkpoint to start from.
-        attention: ``model.attention`` of the recipe that starts.
+    - The checkpoint has the same kind of attention. Training since the selection may have changed
+      its weights, and so their hash.
 
     Raises:
-        UserError: If the hashes differ.
+        UserError: If the fingerprint differs from the hash of the checkpoint's weights.
     """
     is_foundation = source.recipe.model.attention.kind != attention.kind
     made_for, found = attention.fingerprint, source.fingerprint() if is_foundation else None
