@@ -1,8 +1,7 @@
 """Turn operating-system errors about paths on the command line into one sentence.
 
-Functions that read or write files report an error themselves where they can add information. The
-remaining errors end a command; :func:`explain_path_errors`, inside which every command runs,
-translates them.
+Every command runs inside :func:`explain_path_errors`. Functions that read or write files report
+an error themselves only where they can add information.
 """
 
 import errno
@@ -30,13 +29,10 @@ _LOOP = "Symlink loop from "
 def explain_path_errors(words: Sequence[str]) -> Iterator[None]:
     """Replace an error about a path among ``words`` by a UserError or MachineError.
 
-    The message of the new error is one sentence. An error about any other file is a defect of the
+    ``words`` are the words of the command line. An error about any other file is a defect of the
     program, and passes unchanged, so that the user sees its traceback. Only pathlib's error for a
-    loop of symbolic links is always replaced: its path is only a part of its message, so it cannot
-    be compared with ``words``.
-
-    Args:
-        words: words of the command line.
+    loop of symbolic links is always replaced, because it has no separate path to compare with
+    ``words``.
 
     Raises:
         UserError: a path among ``words`` is wrong, for instance missing, not readable or not UTF-8.

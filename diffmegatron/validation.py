@@ -16,8 +16,6 @@ def validated(schema: type[Model], values: Any, name: str) -> Model:
     """Check values, and return them as an instance of a pydantic model.
 
     Args:
-        schema: the pydantic model.
-        values: usually a dictionary.
         name: source of the values, such as the path of a file. The error message begins with it.
 
     Raises:

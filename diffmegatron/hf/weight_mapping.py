@@ -1,10 +1,8 @@
 """Conversion between the unsharded weights of our Megatron network and Hugging Face's weights.
 
-A :class:`WeightRule` names some of our weights (``ours``), the equivalent weights of Hugging Face
-(``theirs``), and the conversions in both directions. Each kind of attention defines its own rules.
-:func:`to_hf` and :func:`from_hf` use the same table of rules. RoPE rotates the same pairs of
-channels in both networks (i and i + d / 2 of a head with d channels), so the conversions keep the
-order of the rows within a head.
+Each :class:`WeightRule` converts a few weights in both directions. RoPE rotates the same pairs of
+channels in both networks: i and i + d / 2 of a head with d channels. The conversions therefore keep
+the order of the rows within a head.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -22,19 +20,16 @@ Weights = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 
 
 def table(model: ModelConfig, step: int = 0) -> tuple[WeightRule, ...]:
-    """Return the rules of all weights of the model: embedding, layers, final norm, output layer.
-
-    In each layer, the order is attention, MLP, norms.
+    """Return the rules of all weights of the model.
 
     Args:
         model: section ``model`` of the recipe.
-        step: training step of the weights. It matters for kinds of attention in which a factor
-            changes with the step.
+        step: training step of the weights. A factor of some kinds of attention depends on it.
 
     Raises:
-        UserError: the Hugging Face class of the kind of attention cannot compute the model, a
-            parameter of the kind has no rule, or the kind inherits its export from another kind
-            but overrides the computation of that kind.
+        UserError: no Hugging Face class can compute the model, or a parameter of the attention has
+            no rule. The error is also raised if the kind of attention inherits its export from
+            another kind but overrides that kind's computation.
     """
     hugging_face_class(model)
     norm = (model.hidden_size,)
@@ -69,16 +64,7 @@ def _check_own_parameters(
     """Refuse a kind of attention that declares a parameter for which it has no rule.
 
     This usually happens when a kind inherits its rules from another kind and adds a parameter.
-
-    Args:
-        attention: kind of attention of a layer.
-        hidden_size: hidden size of the network.
-        rules: rules of the layer's attention.
-        ours: prefix of the names of the layer's attention weights in our network.
-
-    Raises:
-        UserError: a parameter has no rule. If the rules are inherited, the message names the kind
-            that they come from.
+    ``ours`` is the prefix of the names of the attention's weights in our network.
     """
     known = {name for rule in rules for name in rule.ours}
     own = [each.name for each in attention.parameters(hidden_size)]
@@ -96,8 +82,8 @@ def _whose(inherited: str | None) -> str:
 def _vocabulary(model: ModelConfig, ours: str, theirs: str) -> WeightRule:
     """Return the rule of the embedding or the output layer, which have one row per token.
 
-    Our matrix ends with ``vocab_padding`` rows that no token uses. The export drops these rows, and
-    the import adds them as zeros.
+    Our matrix ends with ``vocab_padding`` unused rows. The export drops these rows, and the import
+    adds them as zeros.
     """
 
     def drop(weight: Tensor) -> tuple[Tensor, ...]:
@@ -148,12 +134,12 @@ def to_hf(weights: Weights, model: ModelConfig, step: int = 0) -> Iterator[tuple
         step: training step of the weights, as for :func:`table`.
 
     Yields:
-        Name and tensor of each Hugging Face weight. The dtype is that of our weight, or at least
-        float32 if a norm was folded into the weight.
+        Name and tensor of each Hugging Face weight. The dtype is that of our weight. If the export
+        folds another weight into our weight, the dtype is float32 or float64.
 
     Raises:
-        UserError: no Hugging Face class can compute the model, or one of our weights is missing,
-            unknown, duplicate or has another shape than the recipe requires.
+        UserError: no Hugging Face class can compute the model, or the names and shapes of the
+            weights do not match the recipe.
     """
     lines = ((rule.ours, rule.theirs, rule.to_hf) for rule in table(model, step))
     return _convert(weights, lines)
@@ -162,16 +148,16 @@ def to_hf(weights: Weights, model: ModelConfig, step: int = 0) -> Iterator[tuple
 def from_hf(weights: Weights, model: ModelConfig) -> Iterator[tuple[str, Tensor]]:
     """Convert Hugging Face's weights to ours; yield the name and tensor of each of our weights.
 
-    For some kinds of attention, Hugging Face's network has no weight of the headwise norm, because
-    an export folds it into the output projection. The weight of our norm then becomes ones.
+    For some kinds of attention, the export folds the weight of the headwise norm into the output
+    projection. The import of such a network sets the weight of our norm to ones.
 
     Args:
         weights: all weights of Hugging Face's network with their names, in any order.
         model: section ``model`` of the recipe.
 
     Raises:
-        UserError: no Hugging Face class can compute the model, or one of Hugging Face's weights is
-            missing, unknown, duplicate or has another shape than the recipe requires.
+        UserError: no Hugging Face class can compute the model, or the names and shapes of the
+            weights do not match the recipe.
     """
     lines = ((rule.theirs, rule.ours, rule.from_hf) for rule in table(model))
     return _convert(weights, lines)

@@ -72,32 +72,29 @@ def write_export(
 ) -> None:
     """Write a model and its tokenizer for the Hugging Face class that computes the model.
 
-    If ``transformers`` lacks the class, the code of the class is copied into the export, and users
-    load the model with ``trust_remote_code=True``. The files are written to a temporary directory,
-    which is renamed to ``out`` when it is complete and verified, and removed after an error.
+    If ``transformers`` lacks the class, its code is copied into the export. Users then load the
+    model with ``trust_remote_code=True``. The files are written to a temporary directory, which is
+    renamed to ``out`` at the end and removed after an error.
 
     Args:
-        weights: unsharded weights with Megatron's names (see
-            :mod:`diffmegatron.hf.weight_mapping`), in any order. A generator is read one weight at
-            a time.
-        recipe: recipe of the run.
+        weights: unsharded weights with Megatron's names, in any order. A generator is read one
+            weight at a time.
+        recipe: recipe of the run that trained the weights.
         tokenizer: tokenizer of the run.
-        out: directory to create; it may exist and be empty.
+        out: directory to create; an empty directory may exist.
         dtype: dtype of the stored weights. Weights that must not be rounded, such as lambda
             vectors, are stored in fp32. (DiffLlama's ``from_pretrained`` rounds lambda vectors when
             it loads in bf16; no configuration prevents that.)
-        original: files of the pretrained model that the run started from; None for other runs. If
-            the pretrained model's class computes the recipe's network, the export has this class,
-            the original configuration with the recipe's changes, and the original dtype of each
-            tensor (except where this would round a lambda vector). In all other cases ``original``
-            is ignored.
-        step: training step of the weights. In some kinds of attention, a factor of the computation
-            depends on the step.
-        chat: whether the run was trained on chats, so that the tokenizer gets a chat template.
+        original: files of the pretrained model that the run started from. If this model's class can
+            compute the recipe's attention, the export has the same class, configuration and dtypes.
+            The recipe's changes are written to the configuration, and no lambda vector is rounded.
+            In all other cases ``original`` is ignored.
+        step: training step of the weights. In some kinds of attention, a factor depends on it.
+        chat: whether to add a chat template to the tokenizer, for a run trained on chats.
         max_shard_bytes: maximum size of a safetensors file, and of the weights that the writer has
             in memory. A single larger weight gets a file of its own.
-        verify: function that checks the complete directory before the rename; None: no check. An
-            error that it raises ends the export.
+        verify: function that checks the complete directory before the rename. The export fails if
+            the function raises an error.
 
     Raises:
         UserError: no Hugging Face class can compute this model, ``out`` is not empty or cannot be
@@ -133,8 +130,8 @@ def _stored_dtypes(
 ) -> Callable[[str, Tensor], torch.dtype]:
     """Return a function from a tensor's name and value to the dtype in which to store it.
 
-    This is the dtype of the original tensor, or ``dtype`` if ``original`` is None. A tensor that
-    must not be rounded is stored in float32, unless the original dtype stores it exactly.
+    The function returns the original tensor's dtype, or ``dtype`` if ``original`` is None. For a
+    tensor that must not be rounded it returns float32, unless the original dtype is exact.
     """
     keep_fp32 = {name for rule in table(model) if rule.keep_fp32 for name in rule.theirs}
 
@@ -166,8 +163,7 @@ def verify_export(directory: Path, tokens: Tensor, expected: Tensor) -> LogitDif
 
     Args:
         directory: directory that :func:`write_export` wrote, or a pretrained model to import.
-        tokens: ids [batch, length], at most ``MAX_VERIFY_TOKENS`` in total, to limit memory and
-            time.
+        tokens: ids [batch, length]; at most ``MAX_VERIFY_TOKENS`` in total.
         expected: logits of the training model, [batch, length, vocab_size].
 
     Raises:
@@ -177,8 +173,8 @@ def verify_export(directory: Path, tokens: Tensor, expected: Tensor) -> LogitDif
     if tokens.numel() > MAX_VERIFY_TOKENS:
         raise ValueError(f"{tokens.numel()} tokens to verify; at most {MAX_VERIFY_TOKENS}")
     try:
-        # transformers raises no error for missing weights, but fills them with random numbers. So
-        # request the loading report, which lists them.
+        # transformers fills missing weights with random numbers and raises no error. Request the
+        # loading report, which lists the missing weights.
         model, report = AutoModelForCausalLM.from_pretrained(
             directory,
             dtype=torch.float32,
@@ -205,9 +201,9 @@ def verify_export(directory: Path, tokens: Tensor, expected: Tensor) -> LogitDif
 
 
 def _carries_our_code(directory: Path) -> bool:
-    """Return whether this package contains the same code files of the model as the directory.
+    """Return whether the directory's model code is this package's own, so that it can be trusted.
 
-    False for a model that needs no code files.
+    The result is false for a model that needs no code files.
     """
     model_type = read_json(directory / CONFIG_NAME, dict[str, Any])["model_type"]
     ours = remote_files(model_type)
@@ -217,11 +213,8 @@ def _carries_our_code(directory: Path) -> bool:
 
 
 def logit_difference(logits: Tensor, expected: Tensor) -> LogitDifference:
-    """Return the largest absolute difference between two tensors of equal shape.
-
-    The result also contains this difference divided by the largest absolute value of ``expected``.
-    """
+    """Return the largest absolute and relative difference between two tensors of equal shape."""
     absolute = (logits - expected).abs().max()
     relative = absolute / expected.abs().max()
-    # NaN becomes infinity: ``NaN > tolerance`` is false, so a caller could accept it as small.
+    # Return infinity for NaN, because ``NaN > tolerance`` is false and a caller could accept it.
     return LogitDifference(*(math.inf if x.isnan() else x.item() for x in (absolute, relative)))

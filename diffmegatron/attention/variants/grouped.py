@@ -35,8 +35,7 @@ class Grouped(DiffV1):
 
     @override
     def warnings(self, hidden_size: int, parameters: int, lr: float) -> Iterator[str]:
-        # The inherited warnings compare the settings with the models of the paper of DIFF V1, so
-        # they do not apply to this kind.
+        # The inherited warnings compare the settings with the models in the paper of DIFF V1.
         return iter(())
 
     @property
@@ -45,10 +44,7 @@ class Grouped(DiffV1):
         return self
 
     def hugging_face(self, hidden_size: int) -> hf.HuggingFace:
-        """Return the description of the model class in this package.
-
-        transformers does not have this class, so each exported model contains a copy of its code.
-        """
+        """Return the description of this package's own model class, whose code is exported too."""
         return hf.HuggingFace(
             "grouped_diff",
             "GroupedDiffForCausalLM",
@@ -81,10 +77,10 @@ class Grouped(DiffV1):
         )
 
     def weight_rules(self, ours: str, theirs: str, hidden_size: int) -> list[hf.WeightRule]:
-        """Return the rules that convert a layer's weights to those of the exported class and back.
+        """Return the rules that convert a layer's weights to the exported class and back.
 
-        In that class all signal heads precede all noise heads, and all first keys precede all
-        second keys. The two halves of a value stay adjacent.
+        In the exported class, all signal heads precede all noise heads, and all first keys precede
+        all second keys. The two halves of a value stay adjacent.
         """
         vectors = [
             hf.same(f"{ours}.{name}", f"{theirs}.{name}", (self.head_dim,), keep_fp32=True)

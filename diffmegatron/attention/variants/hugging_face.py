@@ -1,6 +1,6 @@
-"""Rules that convert the weights of attention to and from those of a transformers model class.
+"""Rules that convert attention weights between this package and a transformers model class.
 
-Each variant (kind of attention) has such rules. :class:`HuggingFace` describes the model class.
+Each variant (kind of attention) defines such rules. :class:`HuggingFace` describes the model class.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,8 +22,8 @@ class WeightRule(NamedTuple):
     Attributes:
         ours: unsharded shape of each of this package's weights, by name.
         theirs: shape of each weight of the transformers model, by name.
-        to_hf: function from the tensors of ``ours``, in that order, to a tuple of those of
-            ``theirs``.
+        to_hf: function with one tensor argument per name in ``ours``, in that order. It returns one
+            tensor per name in ``theirs``.
         from_hf: inverse of ``to_hf``.
         keep_fp32: whether the weights stay in float32 when an export rounds the other weights to
             bf16. This is for weights whose rounding would noticeably change the model's outputs.
@@ -39,8 +39,8 @@ class WeightRule(NamedTuple):
     def folds(self) -> bool:
         """True if ``to_hf`` multiplies one weight into another.
 
-        In bf16, an export rounds the product, whereas training rounds before it multiplies, so the
-        logits of the two differ slightly.
+        In bf16 the exported model's logits then differ slightly from those in training. The export
+        rounds the product of the weights, but training rounds each weight before the product.
         """
         return len(self.ours) > len(self.theirs)
 
@@ -50,14 +50,15 @@ class HuggingFace:
     """The transformers model class that computes an attention variant, and its configuration.
 
     Attributes:
-        model_type: model type of its configuration.
+        model_type: model type in the configuration of an export, unless the run started from a
+            pretrained model of a type in ``also``.
         architecture: name of the class.
         config: keys and values that the variant requires in the configuration of ``model_type`` and
             of every model type in ``also``.
-        fixed: keys and values that are added to ``config`` when a model is exported as
-            ``model_type``. Configurations of the model types in ``also`` do not need them.
+        fixed: further keys and values for a new configuration of ``model_type``. They are not added
+            if the export keeps the configuration of the pretrained model that the run started from.
         also: other model types whose classes compute the same network from the keys in ``config``.
-            An export has such a type only if the run started from a pretrained model of this type.
+            If a run started from a pretrained model of such a type, its export keeps this type.
         remote_code: whether the export contains the code of the class, because transformers lacks
             it.
     """
@@ -80,18 +81,16 @@ def qkv(
 ) -> WeightRule:
     """Return the rule that splits ``linear_qkv`` into ``q_proj``, ``k_proj`` and ``v_proj``.
 
-    ``linear_qkv`` consists of blocks. Each block consists of several runs of heads, and the heads
-    of a run are all query, all key or all value heads (``Heads.rows``). If a block has two runs of
-    queries, ``q_proj`` has the first runs of all blocks, followed by the second runs of all blocks.
-    The same holds for ``k_proj`` and ``v_proj``. With ``paired_values``, ``v_proj`` instead has all
-    values of the first block, then all values of the second block, and so on.
+    ``linear_qkv`` consists of blocks, and a block consists of runs of query, key or value heads
+    (``Heads.rows``). If a block has two runs of queries, ``q_proj`` has the first run of every
+    block, followed by the second run of every block. ``k_proj`` and ``v_proj`` have the same order.
 
     Args:
         ours: prefix of the names of this package's weights.
         theirs: prefix of the names of the transformers model's weights.
         heads: layout of ``linear_qkv``.
-        hidden_size: hidden size of the network.
-        paired_values: whether ``v_proj`` has the values block by block.
+        paired_values: whether ``v_proj`` instead has all values of the first block, then all values
+            of the second block, and so on.
     """
     d = heads.head_dim
     sizes = {"q": heads.queries, "k": heads.keys, "v": heads.keys}

@@ -1,4 +1,4 @@
-"""Interfaces that a variant's ``forward`` uses: its layer, and attention to the whole sequence.
+"""Protocols for two arguments of a variant's ``forward``: the layer, and the attention functions.
 
 A variant is a kind of attention.
 """
@@ -12,11 +12,11 @@ if TYPE_CHECKING:
 
 
 class Layer(Protocol):
-    """The members of a layer that a variant may use (attention/self_attention.py).
+    """Members of the class ``SelfAttention`` (attention/self_attention.py) that a variant may use.
 
     Attributes:
         layer_number: number of the layer from 1, over all pipeline stages.
-        norm_eps: number that norms add to the mean square.
+        norm_eps: epsilon that norms add to the mean square.
         step: number of optimizer steps that produced the network's weights.
     """
 
@@ -25,38 +25,28 @@ class Layer(Protocol):
     step: int
 
     def share(self, count: int) -> range:
-        """Divide ``count`` items equally among the tensor-parallel ranks.
-
-        Returns:
-            The indices of this rank's items.
-        """
+        """Return this rank's range of ``count`` items divided among the tensor-parallel ranks."""
 
     def parameter(self, name: str) -> "Tensor":
-        """Return the parameter ``name``, which the variant declared, or this rank's shard of it."""
+        """Return the parameter ``name`` that the variant declared, or this rank's shard of it."""
 
     def project(self, name: str, hidden: "Tensor") -> "Tensor":
-        """Multiply hidden states by the declared parameter ``name``, a matrix sharded by rows.
+        """Multiply hidden states [s, b, hidden] by the declared matrix ``name`` [rows, hidden].
 
-        Args:
-            name: name of the matrix, [rows, hidden].
-            hidden: hidden states, [s, b, hidden].
-
-        Returns:
-            [s, b, rows of this rank].
+        The matrix is sharded by rows, and the result is [s, b, rows of this rank].
         """
 
     def observe(self, name: str, value: "Tensor") -> None:
-        """Store the mean over all elements of ``value``, which the log shows under ``name``."""
+        """Store the mean over all elements of ``value`` for the log, under ``name``."""
 
 
 class Context(Protocol):
-    """Causal attention to the whole sequence, on one device or on several ranks.
+    """Causal attention to the whole sequence, which may be sharded over context-parallel ranks.
 
-    If one device has the whole sequence, the methods are the functions of
-    :mod:`diffmegatron.attention.kernels.api`. With context parallelism,
-    :mod:`diffmegatron.attention.context_parallel.whole_sequence` adds the communication. All
-    tensors are `[b, s, heads, width]` of this rank's shard of the sequence, with b sequences and s
-    positions. d is the width of a query, and h the number of heads of Q1.
+    :mod:`diffmegatron.attention.context_parallel.whole_sequence` implements the methods.
+
+    All tensors are `[b, s, heads, width]`, with b sequences and the s positions of this rank. d is
+    the width of a query, and h the number of heads of Q1.
     """
 
     def softmax_attention(self, q: "Tensor", k: "Tensor", v: "Tensor", /) -> "Tensor":
@@ -76,6 +66,7 @@ class Context(Protocol):
     ) -> "Tensor":
         """Return differential attention, `[b, s, h, 2d]`.
 
-        The result is (softmax(Q1 K1^T / sqrt(d)) - lambda softmax(Q2 K2^T / sqrt(d))) V, to which
-        ``norm`` is then applied, if given. ``lambda_`` is a 0-dim tensor, the same for all heads.
+        The result is (softmax(Q1 K1^T / sqrt(d)) - lambda softmax(Q2 K2^T / sqrt(d))) V. If
+        ``norm`` is given, it is applied to the result. ``lambda_`` is a 0-dim tensor, the same for
+        all heads.
         """

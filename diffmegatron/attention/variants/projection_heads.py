@@ -11,20 +11,19 @@ Rows = tuple[tuple[Literal["q", "k", "v"], int], ...]
 class Heads:
     """The heads of one layer in the order of the rows of ``linear_qkv``.
 
-    In this class a head always has ``head_dim`` channels. The rows of ``linear_qkv`` consist of
-    ``num_kv_heads`` equal blocks. A block of the Transformer has one key head, one value head and
-    all query heads that attend to them. In differential attention, a block can have two key heads,
-    one for each map, and two value heads, the halves of a value of double width. Each rank of
-    tensor parallelism or Ulysses holds a contiguous range of whole blocks.
+    The rows consist of ``blocks`` equal blocks, one for each of the ``num_kv_heads`` key-value
+    heads. Each rank of tensor parallelism or Ulysses has a contiguous range of whole blocks.
+
+    A block of the Transformer has one key head, one value head and all query heads that attend to
+    them. In differential attention, a block can have two key heads, one for each map. It then has
+    two value heads, the halves of a value of double width.
 
     Attributes:
-        head_dim: d, number of channels of a head.
-        blocks: number of blocks, ``num_kv_heads``.
+        head_dim: number of channels of a query, key or value head.
         rows: the heads of a block in the order of its rows, as pairs of a kind ("q", "k" or "v")
             and a number of consecutive heads. Example: (("q", 4), ("k", 1), ("v", 1)) has four
             queries per key.
-        outputs: number of channels of the attention's output that come from one block, divided by
-            ``head_dim``.
+        outputs: number of output channels of the attention per block, divided by ``head_dim``.
     """
 
     head_dim: int
@@ -44,8 +43,8 @@ class Heads:
         """Yield the slice of query heads that attend to each key head, in the order of key heads.
 
         ``keys`` is the number of key heads in a contiguous range of blocks, for example in the
-        range of one rank. The heads of this range are numbered from 0. Within a block, queries
-        attend to the key that follows them in the rows.
+        range of one rank. The slices count query heads from the start of this range. Within a
+        block, queries attend to the next key in ``rows``.
         """
         counts = [count for kind, count in self.rows if kind == "q"]
         first = 0
@@ -56,10 +55,10 @@ class Heads:
 
     @property
     def group(self) -> Rows:
-        """Shortest sequence of pairs that, repeated one or more times, gives ``rows``.
+        """Shortest sequence of pairs that, repeated one or more times, equals ``rows``.
 
-        Example: with ``rows`` q, k, v, q, k, v and equal numbers of heads in both halves, the group
-        is q, k, v.
+        Example: if ``rows`` is q, k, v, q, k, v, and both halves have equal numbers of heads, the
+        group is q, k, v.
         """
         lengths = (n for n in range(1, len(self.rows)) if len(self.rows) % n == 0)
         repeated = (n for n in lengths if self.rows == self.rows[:n] * (len(self.rows) // n))
@@ -92,5 +91,5 @@ class Heads:
 
     @property
     def output_channels(self) -> int:
-        """Number of channels of the attention's output, which ``linear_proj`` reads."""
+        """Number of channels of the attention's output, the input of ``linear_proj``."""
         return self.blocks * self.outputs * self.head_dim

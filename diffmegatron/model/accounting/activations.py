@@ -3,17 +3,13 @@
 The functions count bytes on one rank, except where the docstring names another unit. "Saved"
 always means saved for the backward pass.
 
-The values depend on ``device``. On a ``gpu``, norms and SwiGLU are fused. On a ``cpu``, torch also
-saves their intermediate results. The kernel of differential attention depends on the device too.
-
-The following rules hold on both devices:
-
-- Each attention variant has a method that counts the tensors saved by its kernels
-  (``Variant.saved_bytes``).
+- Norms and SwiGLU are fused on a ``gpu``. On a ``cpu``, torch also saves their intermediate
+  results. The attention backend depends on the device too.
+- ``Variant.saved_bytes`` counts the tensors that an attention variant saves.
 - A frozen projection saves its input only if it has LoRA. The narrow activations between LoRA's two
   matrices are not counted.
-- The input of a frozen attention output projection is always counted, because the attention kernel
-  saves it as its result.
+- The input of the attention's output projection is counted even if this projection is frozen,
+  because the attention kernel saves the same tensor as its result.
 """
 
 from typing import Literal
@@ -41,16 +37,10 @@ FLOAT32 = 4
 
 
 def stage_activations(recipe: Recipe, stage: int, microbatches: int, device: Device) -> int:
-    """Return the bytes of activations that a pipeline stage holds at the peak of its schedule.
+    """Return the bytes of a pipeline stage's activations at the peak of its schedule.
 
-    At the peak, all microbatches in flight (those whose backward pass has not run yet) have saved
-    their activations.
-
-    Args:
-        recipe: recipe of the run.
-        stage: number of the pipeline stage, from 0.
-        microbatches: number of microbatches per step.
-        device: device of the layers' operations.
+    At the peak, all microbatches in flight have saved their activations. A microbatch is in flight
+    until its backward pass runs. ``microbatches`` is the number of microbatches per step.
     """
     parallel = recipe.parallel
     in_flight = virtual_stages_in_flight(recipe, stage, microbatches)
@@ -59,35 +49,30 @@ def stage_activations(recipe: Recipe, stage: int, microbatches: int, device: Dev
     if stage == 0 and not (is_trained(recipe, EMBEDDING) or is_trained(recipe, INPUT_NORM)):
         # No gradient depends on the input of the first layer, so no microbatch saves this input.
         kept -= _first_layers_in_flight(recipe, in_flight) * sharded
-    # ``exchanged`` is the number of tensors of hidden states that are in memory because of pipeline
-    # communication. Megatron-core keeps sent hidden states until their gradient arrives. This is
-    # one tensor per forward pass in flight; only the last virtual stage of the network sends none.
+    # ``exchanged`` is the number of tensors of hidden states in memory for pipeline communication.
+    # Megatron-core keeps sent hidden states until their gradient arrives: one tensor per forward
+    # pass in flight. Only the last virtual stage of the network sends none.
     if stage == parallel.pipeline - 1:
-        # Add the inputs of the final norm and the output layer for one microbatch.
         kept += final_norm_bytes(recipe, device)
         exchanged = in_flight - 1
     else:
-        # Add the gradient received from the next stage. With interleaving, the input of the next
-        # forward pass has been received as well, except on the first stage, where that pass begins
-        # with the embedding.
+        # Add the gradient received from the next stage. With interleaving, stages after the first
+        # have also received the input of their next forward pass.
         exchanged = in_flight + (2 if parallel.virtual_pipeline > 1 and stage > 0 else 1)
     return round(kept + exchanged * sharded)
 
 
 def virtual_stages_in_flight(recipe: Recipe, stage: int, microbatches: int) -> int:
-    """Return the largest number of forward passes whose backward pass has not run yet.
+    """Return the largest number of a rank's forward passes whose backward pass has not run yet.
 
-    A forward pass runs one microbatch through one virtual stage. Without interleaving, the result
-    is the number of pipeline stages from this stage to the last. With interleaving, it is the
-    number of forward passes before the rank's first backward pass:
+    A forward pass runs one microbatch through one virtual stage. With p pipeline ranks and v
+    virtual stages per rank, the following number of forward passes run before the rank's first
+    backward pass, unless a step has fewer:
 
-    - two per later rank;
-    - one per virtual stage except the last, and per microbatch of a round (a round has as many
-      microbatches as there are pipeline ranks);
-    - one directly before the backward pass.
+    - without interleaving: p - stage;
+    - with interleaving: 2 (p - stage - 1) + (v - 1) p + 1.
 
-    In both cases, the result is at most the number of forward passes of this rank in a step. The
-    source is ``get_pp_rank_microbatches`` in Megatron-core's pipeline_parallel/schedules.py.
+    Source: ``get_pp_rank_microbatches`` in Megatron-core's pipeline_parallel/schedules.py.
     """
     size, stages = recipe.parallel.pipeline, recipe.parallel.virtual_pipeline
     if stages == 1:
@@ -99,8 +84,8 @@ def virtual_stages_in_flight(recipe: Recipe, stage: int, microbatches: int) -> i
 def _first_layers_in_flight(recipe: Recipe, in_flight: int) -> int:
     """Return how many of the first stage's forward passes in flight include the first layer.
 
-    With interleaving, a rank runs a round of microbatches (as many as there are pipeline ranks)
-    through all its virtual stages, one after the other, before it begins the next round.
+    With interleaving and p pipeline ranks, a rank runs p microbatches through its first virtual
+    stage, then the same p microbatches through its second one, and so on.
     """
     size = recipe.parallel.pipeline
     rounds, rest = divmod(in_flight, size * recipe.parallel.virtual_pipeline)
@@ -119,36 +104,32 @@ def layer_backward(recipe: Recipe, stage: int, device: Device) -> tuple[int, int
     The peak is at one of two moments in the MLP. The function chooses the moment at which the added
     bytes minus the freed bytes are larger:
 
-    - In SwiGLU's backward pass, memory holds the gradients of SwiGLU's output and inputs. The
-      output that was saved for the second projection (fc2) is freed.
-    - In the backward pass of the first projection (fc1), memory holds the gradients of its output,
-      weight and input. Everything that SwiGLU and fc2 saved is freed. On a CPU only this moment is
-      considered.
+    - Backward pass of SwiGLU (only on a GPU): the gradients of SwiGLU's output and inputs are in
+      memory. The output, which was saved as the input of ``linear_fc2``, is freed.
+    - Backward pass of ``linear_fc1``: the gradients of its output, weight and input are in memory.
+      Everything that SwiGLU and ``linear_fc2`` saved is freed.
 
-    At both moments, memory also holds the gradient of the residual stream and, with recomputation
-    or offloading, the activations of the layer that is recomputed or copied from the host. The
-    gradient of a tied embedding from the output layer also stays in memory, until the embedding's
-    own gradient is added to it. In the last stage, the tensors that the final norm and the output
-    layer saved are already freed. This is counted only on a GPU without offloading.
+    At both moments, memory also has the residual stream's gradient, and activations that are
+    recomputed or copied from the host. Without a pipeline, the output layer's gradient of a tied
+    weight is also in memory, until the embedding's gradient is added to it.
 
     Returns:
         Bytes in addition to the saved activations, and bytes of the saved activations that are
         already freed. With full recomputation or offloading, the freed activations of the layer
-        are among the recomputed or copied ones, so they are subtracted from the first number
-        instead.
+        were recomputed or copied. They are therefore subtracted from the first number instead.
     """
     model, parallel = recipe.model, recipe.parallel
     element, tokens = BYTES[recipe.training.precision], local_tokens(recipe)
     ffn = model.ffn_hidden_size / parallel.tensor
     shards = parallel.tensor if parallel.sequence_parallel else 1
-    # ``streams`` is the number of gradients of the residual stream that are counted here. The one
-    # received from the next stage is not among them, because stage_activations counts it.
+    # ``streams`` is the number of gradients of the residual stream that are counted here. If a
+    # gradient is received from the next stage, stage_activations counts it.
     # - First stage of a pipeline: 0.
-    # - Stages in the middle: 1, the gradient that they sent last, which Megatron-core's schedule
-    #   keeps until the next backward pass has ended.
+    # - Stages in the middle: 1, the gradient that the stage sent last. Megatron-core's schedule
+    #   keeps this gradient until the next backward pass has ended.
     # - Last stage, or no pipeline: 1, the gradient that comes from the loss.
-    # - With interleaving and one layer per virtual stage: 1 more, as the training steps that
-    #   tests/simulated_cuda executes show.
+    # - With interleaving and one layer per virtual stage: 1 more. This was observed in the training
+    #   steps of tests/simulated_cuda.
     virtual_stages = parallel.pipeline * parallel.virtual_pipeline
     is_copied = parallel.virtual_pipeline > 1 and model.num_layers == virtual_stages
     streams = (stage > 0 or parallel.pipeline == 1) + is_copied
@@ -168,8 +149,9 @@ def layer_backward(recipe: Recipe, stage: int, device: Device) -> tuple[int, int
     beside, freed = max(moments, key=lambda each: each[0] - each[1])
     if recipe.recompute.granularity == "full" or recipe.training.offload_activations:
         again, freed = again - freed, 0
-    # On a CPU, do not subtract the final norm's freed activations: the temporary results of unfused
-    # operations are not counted and are about as large.
+    # In the last stage, the tensors saved by the final norm and the output layer are already freed.
+    # On a CPU they are not subtracted, because the temporary results of unfused operations are not
+    # counted and are about as large.
     if is_fused and stage == parallel.pipeline - 1 and not recipe.training.offload_activations:
         freed += final_norm_bytes(recipe, device)
     return round(beside + again), round(freed)
@@ -178,9 +160,8 @@ def layer_backward(recipe: Recipe, stage: int, device: Device) -> tuple[int, int
 def _swiglu_bytes(recipe: Recipe, device: Device) -> float:
     """Return the bytes that SwiGLU and the projection after it (fc2) save for one microbatch.
 
-    SwiGLU saves its two inputs, gate and up. fc2 saves the product of silu(gate) and up. Unfused
-    SwiGLU also saves the two factors of this product in new tensors: silu(gate), and the sum of up
-    and Megatron-core's ``glu_linear_offset``, which is 0 here.
+    SwiGLU saves its two inputs, gate and up. Unfused SwiGLU also saves silu(gate) and a copy of up.
+    The copy is the sum of up and Megatron-core's ``glu_linear_offset``, which is 0 here.
     """
     factors = 2 if device == "gpu" else 4
     factors += _keeps_input(recipe, "mlp.linear_fc2")
@@ -191,27 +172,16 @@ def _swiglu_bytes(recipe: Recipe, device: Device) -> float:
 def logits_bytes(recipe: Recipe, device: Device) -> int:
     """Return the temporary bytes of the loss and of the output layer's backward pass.
 
-    The peak is at one of two moments. The function returns the larger one:
+    The result is the larger memory of two moments:
 
-    - In the cross-entropy, memory holds the logits. On a GPU their gradient overwrites them. On a
-      CPU Megatron-core's cross-entropy overwrites float32 logits with probabilities; for bf16
-      logits, the float32 probabilities are another tensor.
-    - In the output layer's backward pass, memory holds the gradients of the logits, of the weight
-      and of the hidden states.
+    - Cross-entropy: the logits are in memory. On a GPU, their gradient overwrites them. On a CPU,
+      Megatron-core's cross-entropy overwrites float32 logits with probabilities. For bf16 logits on
+      a CPU, the float32 probabilities are another tensor.
+    - Backward pass of the output layer: the gradients of the logits, of the weight and of the
+      hidden states are in memory.
 
     If the loss is computed in chunks of tokens (``training.loss_chunk``), only one chunk has logits
     at a time, and a second tensor accumulates the weight gradients of the chunks.
-
-    In the output layer's backward pass, up to two more tensors of the size of this rank's hidden
-    states are counted:
-
-    1. With chunks, the tensor that collects the gradients of the chunks' hidden states. Without
-       chunks but with sequence parallelism, the tensor into which the gradient of the hidden states
-       is reduced; it is not counted if the output layer is frozen, because the gradient of the
-       logits is then freed before the reduction.
-    2. With a pipeline, the gradient that the stage sent last, which Megatron-core's schedule keeps.
-       With offloaded activations, the output layer's input after its copy from the host. With both,
-       only one tensor is counted.
     """
     model, training, parallel = recipe.model, recipe.training, recipe.parallel
     element, tokens = BYTES[training.precision], local_tokens(recipe)
@@ -222,31 +192,30 @@ def logits_bytes(recipe: Recipe, device: Device) -> int:
         per_logit += FLOAT32
     sharded = _hidden_bytes(recipe) * tokens
     hidden_gradient: float = element * model.hidden_size * chunk
+    # If the output layer is frozen, the gradient of the logits is freed before the gradient of the
+    # hidden states is reduced. The result of the reduction then does not raise the peak.
     is_reduced = parallel.sequence_parallel and output_weight(recipe) > 0
     if is_reduced or chunk < tokens:
+        # Add the result of the reduction, or the tensor that collects the gradients of the chunks.
         hidden_gradient += sharded
     gradients = 2 if chunk < tokens else 1
     backward = element * (chunk * vocabulary + gradients * output_weight(recipe)) + hidden_gradient
     if training.offload_activations or parallel.pipeline > 1:
+        # Add the output layer's input, copied from the host, or the gradient that the stage sent
+        # last, which Megatron-core's schedule keeps. If both exist, only one is counted.
         backward += sharded
     return round(max(per_logit * chunk * vocabulary, backward))
 
 
 def output_weight(recipe: Recipe) -> int:
-    """Return the number of elements of the output layer's weight gradient on a rank.
-
-    It is 0 if the weight is frozen.
-    """
+    """Return the number of elements of the output layer's weight on a rank; 0 if it is frozen."""
     if not is_trained(recipe, EMBEDDING if recipe.model.tied_embeddings else OUTPUT):
         return 0
     return vocabulary_elements(recipe)
 
 
 def vocabulary_elements(recipe: Recipe) -> int:
-    """Return the number of elements of a vocabulary matrix on a tensor-parallel rank.
-
-    The embedding and the output layer are vocabulary matrices. They are the largest parameters.
-    """
+    """Return the number of elements of the embedding or the output layer on a rank."""
     return recipe.model.vocab_size * recipe.model.hidden_size // recipe.parallel.tensor
 
 
@@ -261,10 +230,7 @@ def final_norm_bytes(recipe: Recipe, device: Device) -> int:
 
 
 def _keeps_input(recipe: Recipe, projection: str) -> bool:
-    """Return whether the projections with the given name save their input for the backward pass.
-
-    The input is needed for the gradient of the projection's weight, or of its LoRA matrix A.
-    """
+    """Return whether a projection saves its input: its weight or its LoRA matrix A is trained."""
     return is_trained(recipe, f"{projection}.weight") or is_trained(
         recipe, f"{projection}.{LORA_A}"
     )
@@ -273,14 +239,13 @@ def _keeps_input(recipe: Recipe, projection: str) -> bool:
 def embedding_backward(recipe: Recipe, stage: int) -> int:
     """Return the temporary bytes of the embedding's backward pass.
 
-    They are the gradients of the embedding's weight and of its output. Under sequence parallelism,
-    the output's gradient is gathered from another tensor, which is counted too. A tied embedding
-    without a pipeline has two gradients of its weight.
+    The gradients of the embedding's weight and of its output are in memory. Under sequence
+    parallelism, the output's gradient is gathered from a sharded tensor, which is counted too. A
+    tied embedding without a pipeline has two gradients of its weight.
 
     The result is 0 on all pipeline stages except the first, and if the embedding is frozen. It is
-    also 0 for an untied embedding without a pipeline, because the embedding's backward pass then
-    needs less memory than that of the output layer. :func:`embedding_freed` counts the activations
-    that are freed before the embedding's backward pass.
+    also 0 for an untied embedding without a pipeline, because the output layer's backward pass
+    then needs more memory.
     """
     parallel, model = recipe.parallel, recipe.model
     if stage > 0 or not is_trained(recipe, EMBEDDING):
@@ -300,10 +265,9 @@ def embedding_backward(recipe: Recipe, stage: int) -> int:
 def embedding_freed(recipe: Recipe, stage: int, microbatches: int, device: Device) -> int:
     """Return the bytes of saved activations that are freed before the embedding's backward pass.
 
-    Without a pipeline, these are all saved activations except the tensors that all microbatches
-    share. In a pipeline, these are only the activations of the microbatch whose backward pass runs,
-    because other microbatches are in flight. The result is 0 if activations are offloaded to the
-    host.
+    Without a pipeline, all saved activations are freed except the tensors that all microbatches
+    share. In a pipeline, only the activations of one microbatch are freed, because other
+    microbatches are in flight. The result is 0 if activations are offloaded to the host.
     """
     if recipe.training.offload_activations:
         return 0
@@ -315,8 +279,8 @@ def embedding_freed(recipe: Recipe, stage: int, microbatches: int, device: Devic
 def sums_tied_gradients(recipe: Recipe) -> bool:
     """Return whether autograd sums the two gradients of a tied embedding on the same rank.
 
-    The embedding and the output layer each have a gradient of the tied weight. Without a pipeline
-    they are on the same rank. The result is false in a pipeline, and if the embedding is frozen.
+    The embedding and the output layer each compute a gradient of the tied weight. In a pipeline,
+    these two layers are on different ranks.
     """
     is_tied = recipe.model.tied_embeddings and recipe.parallel.pipeline == 1
     return is_tied and is_trained(recipe, EMBEDDING)
@@ -332,9 +296,9 @@ def offloaded_activations(recipe: Recipe, stage: int, microbatches: int, device:
 def virtual_stage_bytes(recipe: Recipe, stage: int, device: Device) -> float:
     """Return the bytes that a virtual stage saves for one microbatch.
 
-    Of fully recomputed layers, only inputs are saved: one per group of layers with the method
-    "uniform", and one per recomputed layer with "block". If the layers of the pipeline stage have
-    different attention variants, the mean over these layers is used.
+    Full recomputation saves one input per group of layers (method "uniform") or per recomputed
+    layer (method "block"). With "block", the other layers save all their activations. If the layers
+    of the pipeline stage have different attention variants, the mean over these layers is used.
     """
     recompute, kinds = recipe.recompute, stage_kinds(recipe, stage)
     count = sum(count for _, count in kinds)
@@ -352,8 +316,8 @@ def virtual_stage_bytes(recipe: Recipe, stage: int, device: Device) -> float:
 def _recomputed_bytes(recipe: Recipe, device: Device) -> float:
     """Return the bytes of the activations that recomputation creates again at one time.
 
-    With the granularity "full" these are the activations of all layers of a group (method
-    "uniform") or of one layer (method "block"). With "selective" they are those of one layer's core
+    Full recomputation creates the activations of a group of layers (method "uniform") or of one
+    layer (method "block"). Selective recomputation creates the activations of one layer's core
     attention. If layers have different attention variants, the largest result counts.
     """
     recompute = recipe.recompute
@@ -383,14 +347,8 @@ def _layer_bytes(
 ) -> float:
     """Return the bytes that one layer saves for one microbatch.
 
-    They are those of the two norms, the projections, attention and SwiGLU. With selective
-    recomputation a layer does not save the activations of its core attention.
-
-    Args:
-        recipe: recipe of the run.
-        device: device of the layer's operations.
-        kind: attention variant of the layer.
-        recomputed: whether the layer is being recomputed. If so, it saves all its activations.
+    With selective recomputation, the core attention saves nothing. If ``recomputed`` is true, the
+    layer is being recomputed and saves all its activations.
     """
     attention, core = attention_bytes_per_token(recipe, device, kind)
     if recomputed or recipe.recompute.granularity != "selective":
@@ -411,10 +369,10 @@ def _hidden_bytes(recipe: Recipe) -> float:
 def _norm_and_projection_input(recipe: Recipe, device: Device) -> float:
     """Return the bytes per token that RMSNorm and the projection after it save.
 
-    A fused RMSNorm saves its input and one float32 per token, and the projection saves its own
-    input. Sequence parallelism shards all of them, because Megatron-core gathers the projection's
+    A fused RMSNorm saves its input and one float32 per token. The projection saves its own input.
+    Sequence parallelism shards all these tensors, because Megatron-core gathers the projection's
     input again in the backward pass. An unfused norm also saves the normalized input in float32. In
-    bf16 it saves its input in float32 instead of bf16.
+    a bf16 run, an unfused norm saves its input in float32 instead of bf16.
     """
     shards = recipe.parallel.tensor if recipe.parallel.sequence_parallel else 1
     per_token = 2 * _hidden_bytes(recipe) + FLOAT32 / shards
@@ -446,8 +404,8 @@ def _kernels(recipe: Recipe, device: Device, kind: Variant) -> Kernels:
     keys: float = rows * recipe.training.seq_length
     if communication == "all_gather":
         # Zigzag sharding splits a sequence into 2 x context chunks. Rank r has chunk r and the r-th
-        # chunk from the end. The keys of each chunk's attention call end with the chunk. On average
-        # over both chunks, this is (2 x context + 1) / (4 x context) of the sequence.
+        # chunk from the end. A chunk attends to the keys from the start of the sequence to the end
+        # of the chunk. The mean over both chunks is (2 x context + 1) / (4 x context) of all keys.
         keys *= (2 * recipe.parallel.context + 1) / (4 * recipe.parallel.context)
     return Kernels(
         element=BYTES[recipe.training.precision],

@@ -17,12 +17,7 @@ from diffmegatron.model.accounting.parameters import (
 
 @dataclass(frozen=True)
 class Flops:
-    """Model FLOPs per token.
-
-    Attributes:
-        forward: FLOPs of the forward pass.
-        training: FLOPs of the forward and the backward pass.
-    """
+    """Model FLOPs per token; ``training`` is the sum of the forward and the backward pass."""
 
     forward: float
     training: float
@@ -35,17 +30,13 @@ def count_flops(model: ModelConfig, seq_length: int, frozen: int = 0) -> Flops:
     pass and 4 in the backward pass. Frozen weights need only 2 in the backward pass, for the
     gradient of their input.
 
-    For each pair of a query and a key, attention needs the FLOPs of its equations when they are
-    computed in the cheapest way. For example, the maps of DIFF V1 are subtracted before the product
-    with the values, so there is one such product and not two. The backward pass of attention needs
-    twice the FLOPs of its forward pass. A query attends to half the sequence on average. Additional
-    FLOPs of a kernel, such as those for recomputed scores, are not counted. A kernel that spends
-    them has a lower model FLOPs utilization.
+    The FLOPs of attention are those of its equations, computed in the cheapest way. For example,
+    the maps of DIFF V1 are subtracted before the product with the values, so one product is needed
+    instead of two. A query attends to half the sequence on average. The backward pass needs twice
+    the FLOPs of the forward pass. Additional FLOPs of a kernel, such as those for recomputed
+    scores, are not counted.
 
-    Args:
-        model: model section of the recipe.
-        seq_length: number of tokens in a sequence.
-        frozen: number of frozen weights in matrix products (:func:`frozen_matrices`).
+    ``frozen`` is the number of frozen weights in matrix products (:func:`frozen_matrices`).
     """
     weights: float = model.vocab_size * model.hidden_size
     attention = 0.0
@@ -60,9 +51,8 @@ def count_flops(model: ModelConfig, seq_length: int, frozen: int = 0) -> Flops:
 def frozen_matrices(recipe: Recipe) -> int:
     """Return the number of elements of all frozen matrices that are used in matrix products.
 
-    A fused matrix, such as the one of queries, keys and values, is counted only if all its parts
-    are frozen. An untied embedding is not counted, because a lookup is not a matrix product. A tied
-    embedding is counted, because it is also the output layer.
+    A fused matrix, such as ``linear_qkv``, is counted only if all its parts are frozen. An untied
+    embedding is not counted, because a lookup is not a matrix product.
     """
     if trains_everything(recipe):
         return 0

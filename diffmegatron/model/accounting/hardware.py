@@ -20,11 +20,10 @@ class Accelerator:
     link_bandwidth: float
 
 
-# Values of GPU models; the key is a part of the name that CUDA reports. The source is NVIDIA's data
-# sheets of A100 80GB, H100, H200 and HGX B200. Where a data sheet lists FLOP/s with sparsity or
-# link bandwidth as the sum of both directions, this table has half of the listed value.
-# `find_accelerator` uses the first key that the name contains. So the key "H100" must come after
-# "H100 PCIe" and "H100 NVL", whose names also contain it.
+# Source: NVIDIA's data sheets of A100 80GB, H100, H200 and HGX B200. If a data sheet lists FLOP/s
+# with sparsity, or link bandwidth as the sum of both directions, this table has half the value.
+# Each key is a part of the name that CUDA reports, and `find_accelerator` uses the first match. The
+# key "H100" must come after "H100 PCIe" and "H100 NVL", because these names also contain "H100".
 ACCELERATORS = {
     "H100 PCIe": Accelerator(756e12, 80, 2.0e12, 300e9),
     "H100 NVL": Accelerator(835e12, 94, 3.9e12, 300e9),
@@ -36,7 +35,7 @@ ACCELERATORS = {
 
 
 def find_accelerator(device_name: str) -> Accelerator | None:
-    """Return the data-sheet values of a GPU by its CUDA name; None if it is not in the table.
+    """Return the data-sheet values of a GPU, or None for an unknown GPU.
 
     Args:
         device_name: name that CUDA reports, such as ``NVIDIA H100 80GB HBM3``.

@@ -17,8 +17,7 @@ from diffmegatron.model.accounting import activations
 from diffmegatron.model.accounting.activations import BYTES, FLOAT32, Device
 from diffmegatron.model.accounting.zero_3 import count_gathers
 
-# Number of elements in the bucket with which ZeRO reduces gradients (DeepSpeed's
-# reduce_bucket_size).
+# DeepSpeed's reduce_bucket_size: elements in the bucket with which ZeRO reduces gradients.
 REDUCE_BUCKET = 50_000_000
 # Bytes per float64 element.
 FLOAT64 = 8
@@ -51,11 +50,10 @@ class StageMemory:
         weights: weights that the forward pass uses; with ZeRO 3 this rank's partition.
         gradients: accumulated gradients; with ZeRO 2 and 3 this rank's partition.
         optimizer: this rank's partition of the float32 master weights and of Adam's moments.
-        communication: buckets for reducing gradients (ZeRO 2's bucket is part of ``layer``
-            instead). With ZeRO 1 or 2 and an offloaded optimizer, also a buffer for the largest
-            parameter.
-        activations: saved activations of all microbatches in flight, after their forward passes,
-            without those offloaded to the host.
+        communication: bucket for reducing gradients (ZeRO 2's bucket is part of ``layer`` instead).
+            With ZeRO 1 or 2 and an offloaded optimizer, also a buffer for the largest parameter.
+        activations: saved activations of all microbatches in flight, without those offloaded to the
+            host.
         loss: memory during the loss and the backward pass of the output layer.
         reduction: memory while DeepSpeed copies or reduces the output layer's gradient.
         layer: memory during the backward pass of one layer.
@@ -101,10 +99,7 @@ def memory_by_stage(
 ) -> tuple[StageMemory, ...]:
     """Return the memory of a rank, for each pipeline stage.
 
-    Args:
-        recipe: recipe of the run.
-        world_size: number of ranks.
-        device: device of the layers' operations, which determines the activations they save.
+    The layers save other activations on a CPU than on a GPU, so the result depends on ``device``.
 
     Raises:
         UserError: If ``world_size`` does not fit the layout, or if the network has too many layers
@@ -121,13 +116,11 @@ def memory_by_stage(
 def peak_memory(recipe: Recipe, world_size: int) -> int:
     """Return the estimated peak memory of a GPU, in the pipeline stage where it is largest.
 
-    Only the first and the last stage are computed. One of them has the largest peak: all stages
-    have the same number of layers, but only these two have a vocabulary matrix. The first stage
-    also saves activations of the most microbatches, and the last has the largest update.
+    Only the first and the last stage are computed, because one of them has the largest peak. All
+    stages have the same number of layers, but only these two have a vocabulary matrix.
 
     Raises:
-        UserError: If ``world_size`` does not fit the layout, or if the network has too many layers
-            for the estimate of ZeRO 3.
+        UserError: as in :func:`memory_by_stage`.
     """
     shards = recipe.data_parallel(world_size) * recipe.parallel.context
     microbatches, last = recipe.num_microbatches(world_size), recipe.parallel.pipeline - 1
@@ -161,15 +154,9 @@ def _stage_memory(
 def _states(recipe: Recipe, stage: int, shards: int, microbatches: int) -> StageMemory:
     """Return the memory of weights, gradients, optimizer state and update, without activations.
 
-    In the result, ``activations`` and the moments of the passes are 0, except ``layer``, which has
-    the bucket for gradients if the run uses ZeRO 2. The few elements with which ZeRO pads its
-    partitions are not counted.
-
-    Args:
-        recipe: recipe of the run.
-        stage: number of the pipeline stage.
-        shards: number of ranks over which ZeRO partitions: data x context parallel.
-        microbatches: number of microbatches per step.
+    With ZeRO 2 the moment ``layer`` has the bucket for gradients. All other moments are 0. The few
+    elements with which ZeRO pads its partitions are not counted. ``shards`` is the number of ranks
+    over which ZeRO partitions (data x context parallel).
     """
     low, high = rank_parameters(recipe, stage)
     trained = sum(trained_parameters(recipe, stage))
@@ -204,8 +191,7 @@ def _zero_1(states: StageMemory, recipe: Recipe, shards: int) -> StageMemory:
 
     No bucket is allocated, because gradients are stored in flat tensors and reduced in place
     (:mod:`diffmegatron.optim.flat_gradients`). In a bf16 run, the update needs no temporary memory.
-    In a float32 run, it copies the gradients of the rank's partition to float64 one after the
-    other, to compute their norms.
+    In a float32 run, the update copies one gradient at a time to float64 to compute its norm.
     """
     if recipe.training.precision == "bf16":
         return replace(states, communication=0, update=0)
@@ -221,13 +207,12 @@ def _float64_norm(states: StageMemory, recipe: Recipe, shards: int) -> int:
 def _zero_2(states: StageMemory, recipe: Recipe, shards: int, microbatches: int) -> StageMemory:
     """Return ``states`` with the changes of ZeRO 2 (DeepSpeed's runtime/zero/stage_1_and_2.py).
 
-    - Gradients are partitioned. They are allocated at the end of the first microbatch. With only
-      one microbatch per step, they exist only during the update, and their size is added to
-      ``update``.
-    - ``update`` is the larger of two sizes. The first is a gradient copied to float64 to compute
-      its norm. The second is the gradients of this rank's partition in the run's precision, which
-      stay in memory until the backward pass ends. At that moment no activations are left, as
-      during the update, so these gradients count as memory of the update.
+    - Gradients are partitioned and allocated at the end of the first microbatch. With one
+      microbatch per step, they exist only during the update, so ``update`` includes them.
+    - ``update`` counts the larger of two tensors. The first is a gradient copied to float64 to
+      compute its norm. The second is this rank's partition of the gradients in the run's precision.
+      This partition exists until the backward pass ends. All activations are freed by then, so the
+      partition is counted as memory of the update.
     """
     norm, elements = _float64_norm(states, recipe, shards), states.gradients // FLOAT32
     update = norm if recipe.training.precision == "bf16" else max(states.update, norm)
@@ -238,8 +223,8 @@ def _zero_2(states: StageMemory, recipe: Recipe, shards: int, microbatches: int)
     return replace(
         states,
         gradients=gradients,
-        # The bucket is allocated with the first gradient, after the loss. So it is added only to
-        # the memory of the layers' backward pass.
+        # The bucket is allocated with the first gradient, which is after the loss. Add the bucket
+        # to the layers' backward pass only.
         communication=0,
         layer=Moment(states.communication),
         update=update,
@@ -247,10 +232,7 @@ def _zero_2(states: StageMemory, recipe: Recipe, shards: int, microbatches: int)
 
 
 def _zero_3(states: StageMemory, recipe: Recipe, shards: int) -> StageMemory:
-    """Return ``states`` with the changes of ZeRO 3 (DeepSpeed's runtime/zero/stage3.py).
-
-    Weights and gradients are partitioned.
-    """
+    """Partition weights and gradients as in ZeRO 3 (DeepSpeed's runtime/zero/stage3.py)."""
     return replace(
         states,
         weights=states.weights // shards,
@@ -259,10 +241,9 @@ def _zero_3(states: StageMemory, recipe: Recipe, shards: int) -> StageMemory:
 
 
 def _gathered_bytes(recipe: Recipe) -> dict[str, int]:
-    """Return a dict: name of a moment -> bytes of gathered weights in memory at that moment.
+    """Return the bytes of gathered weights in memory at the moments "loss", "layer", "embedding".
 
-    The moments are the attributes ``loss``, ``layer`` and ``embedding`` of :class:`StageMemory`.
-    With ZeRO 1 and 2 nothing is gathered, so the bytes are 0.
+    The bytes are 0 with ZeRO 1 and 2.
     """
     if recipe.parallel.zero_stage < 3:
         return dict.fromkeys(("loss", "layer", "embedding"), 0)
@@ -273,16 +254,14 @@ def _gathered_bytes(recipe: Recipe) -> dict[str, int]:
 def _offloaded(states: StageMemory, recipe: Recipe, shards: int) -> StageMemory:
     """Return ``states`` with the optimizer offloaded to host memory.
 
-    - Host memory holds master weights, Adam's moments and the float32 gradients that the update
-      reads (with ZeRO 3, these gradients twice). With ZeRO 1 and 2 it also holds the updated
-      partition in the run's precision, and a buffer for the largest parameter.
-    - With ZeRO 1 and 2, the device also has a buffer for the largest parameter.
-    - With ZeRO 3, the device keeps no gradients, and the update needs no memory on it.
-    - ZeRO 1 still accumulates all gradients on the device in float32, and reduces them in a float32
-      bucket. A gradient that is larger than the bucket is copied; the copy of the largest one is
-      counted in ``update``.
-    - With ZeRO 2, the gradients on the device and the memory of the update are those without
-      offload (see :func:`_zero_2`).
+    - Host: master weights, Adam's moments, and float32 gradients for the update (two copies of the
+      gradients with ZeRO 3). With ZeRO 1 and 2 the host also has the updated partition in the run's
+      precision, and a buffer for the largest parameter.
+    - Device with ZeRO 1 and 2: a buffer for the largest parameter is added.
+    - Device with ZeRO 1: all gradients are accumulated in float32 and reduced in a float32 bucket.
+      Gradients larger than the bucket are copied; ``update`` counts the largest copy.
+    - Device with ZeRO 2: gradients and update need the same memory as without offload.
+    - Device with ZeRO 3: gradients and update need no memory.
     """
     element = BYTES[recipe.training.precision]
     partition = states.optimizer // (3 * FLOAT32)
@@ -311,18 +290,16 @@ def _reduction(
 ) -> Moment:
     """Return the memory while DeepSpeed copies or reduces the output layer's weight gradient.
 
-    The result is 0 if this weight is frozen.
-
-    - ZeRO 1 without offload needs no copy; the result is then 0.
     - ZeRO 1 with offload copies each gradient to float32 to accumulate it.
     - ZeRO 2 with offload allocates its bucket, and copies a gradient larger than the bucket.
-    - ZeRO 2 without offload holds the weight's gradient, if it is larger than the bucket, until the
-      gradient of the final norm is computed. Then it copies and reduces the weight's gradient in
-      pieces. For a smaller gradient, the result is 0.
-    - The copies of ZeRO 3 are not estimated; the result is then 0.
+    - ZeRO 2 without offload keeps a gradient larger than the bucket until the gradient of the final
+      norm is computed. Then it copies and reduces the large gradient in pieces.
 
-    The gradient of a tied embedding is complete, and copied, only at the end of the backward pass.
-    More activations are freed by then.
+    In all other cases, and for a frozen weight, the result is 0. The copies of ZeRO 3 are not
+    estimated.
+
+    Without a pipeline, the gradient of a tied embedding is copied only at the end of the backward
+    pass. More activations are freed by then.
     """
     parallel, element = recipe.parallel, BYTES[recipe.training.precision]
     weight = activations.output_weight(recipe)
@@ -347,7 +324,7 @@ def _reduction(
 
 
 def _reduced_together(recipe: Recipe, stage: int, shards: int) -> int:
-    """Return the size (in elements) of ZeRO 2's largest copy of output-layer gradient pieces.
+    """Return the number of elements in ZeRO 2's largest copy of output-layer gradient pieces.
 
     DeepSpeed splits a gradient into pieces at the boundaries of the ranks' partitions. It collects
     consecutive pieces until they exceed the bucket, copies them into one tensor and reduces it
@@ -368,9 +345,8 @@ def _reduced_together(recipe: Recipe, stage: int, shards: int) -> int:
 def largest_trained(recipe: Recipe, stage: int) -> int:
     """Return the number of elements of a stage's largest trained parameter on a rank.
 
-    If everything is trained, the result is the size of a tensor-parallel rank's shard of a
-    vocabulary matrix. This is too large for stages between the first and the last, which have no
-    such matrix.
+    If everything is trained, a vocabulary matrix is assumed to be the largest parameter. The result
+    is then too large for stages between the first and the last, which have no such matrix.
     """
     if trains_everything(recipe):
         return activations.vocabulary_elements(recipe)
@@ -403,11 +379,8 @@ def rank_parameters(recipe: Recipe, stage: int) -> tuple[int, int]:
 def trained_parameters(recipe: Recipe, stage: int) -> tuple[int, int]:
     """Return the numbers of parameters with optimizer state on a rank, before ZeRO partitions them.
 
-    These are the trained parameters. A fused projection of which only some rows are frozen has
-    optimizer state for all its rows.
-
-    Returns:
-        Two numbers as in :func:`rank_parameters`.
+    A partly frozen fused projection has optimizer state for all its rows. The two numbers are
+    defined as in :func:`rank_parameters`.
     """
     if trains_everything(recipe):
         return rank_parameters(recipe, stage)

@@ -16,8 +16,8 @@ def model_flops_utilization(
     Args:
         tokens_per_second: speed of the whole run, over all GPUs.
         flops_per_token: model FLOPs per token, ``count_flops(...).training``.
-        num_gpus: number of GPUs.
-        accelerator: data-sheet values of the GPUs.
+        num_gpus: number of GPUs of the run.
+        accelerator: type of the GPUs.
     """
     return tokens_per_second * flops_per_token / (num_gpus * accelerator.peak_flops)
 
@@ -28,12 +28,8 @@ def mfu_metric(
     """Return a dict with the metric ``perf/mfu`` of a run.
 
     The dict is empty on a CPU, on a GPU that is not in ``ACCELERATORS``, and for a float32 run.
-
-    Args:
-        recipe: recipe of the run.
-        world_size: number of ranks, with one GPU each.
-        tokens_per_second: speed of the whole run, over all ranks.
-        device_name: name of the GPUs as CUDA reports it; None on a CPU.
+    ``tokens_per_second`` is the speed of the whole run. ``device_name`` is the name that CUDA
+    reports; it is None on a CPU.
     """
     accelerator = None if device_name is None else find_accelerator(device_name)
     if accelerator is None or recipe.training.precision != "bf16":

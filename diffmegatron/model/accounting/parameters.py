@@ -70,7 +70,7 @@ def count_parameters(model: ModelConfig) -> Parameters:
 def count_trained(recipe: Recipe) -> int:
     """Count the trained parameters of the unsharded network.
 
-    Of a fused projection with some frozen rows, only the trained rows count.
+    If some rows of a fused projection are frozen, only its trained rows are counted.
     """
     model = recipe.model
     if trains_everything(recipe):
@@ -93,11 +93,7 @@ def counted_kinds(model: ModelConfig) -> list[tuple[Variant, int]]:
 
 
 def attention_weights(model: ModelConfig, kind: Variant) -> int:
-    """Count the weights of a layer's attention matrices, without biases and LoRA.
-
-    All these weights have the precision of the run, unlike lambda vectors and headwise norms, which
-    are always float32.
-    """
+    """Count the weights of a layer's attention matrices, without biases and LoRA."""
     return projection_weights(model, kind) + own_weights("matrix", model, kind)
 
 
@@ -120,12 +116,6 @@ def lora_weights(model: ModelConfig, kind: Variant) -> int:
 def own_weights(
     role: Literal["matrix", "bias", "norm", "lambda"], model: ModelConfig, kind: Variant
 ) -> int:
-    """Count the parameters of one role that a layer's attention variant adds to the projections.
-
-    Args:
-        role: role of the parameters to count.
-        model: model section of the recipe.
-        kind: attention variant of the layer.
-    """
+    """Count the parameters of one role that a layer's attention has besides its projections."""
     declared = kind.parameters(model.hidden_size)
     return sum(math.prod(each.shape) for each in declared if each.role == role)
