@@ -328,7 +328,7 @@ def _recomputed_bytes(recipe: Recipe, device: Device) -> float:
         cores = (attention_bytes_per_token(recipe, device, kind)[1] for kind in kinds)
         return local_tokens(recipe) * max(cores)
     together = recompute.layers if recompute.method == "uniform" else 1
-    layers = (_layer_bytes(recipe, device, kind, recomputed=True) for kind in kinds)
+    layers = (_layer_bytes(recipe, device, kind) for kind in kinds)
     return together * max(layers)
 
 
@@ -342,16 +342,13 @@ def _offloaded_bytes(recipe: Recipe, device: Device) -> float:
     return max(_layer_bytes(recipe, device, kind) for kind, _ in counted_kinds(recipe.model))
 
 
-def _layer_bytes(
-    recipe: Recipe, device: Device, kind: Variant, *, recomputed: bool = False
-) -> float:
-    """Return the bytes that one layer saves for one microbatch.
+def _layer_bytes(recipe: Recipe, device: Device, kind: Variant) -> float:
+    """Return the bytes that one layer saves for one microbatch, without full recomputation.
 
-    With selective recomputation, the core attention saves nothing. If ``recomputed`` is true, the
-    layer is being recomputed and saves all its activations.
+    With selective recomputation, the core attention saves nothing.
     """
     attention, core = attention_bytes_per_token(recipe, device, kind)
-    if recomputed or recipe.recompute.granularity != "selective":
+    if recipe.recompute.granularity != "selective":
         attention += core
     norms = 2 * _norm_and_projection_input(recipe, device)
     for projection in ("self_attention.linear_qkv", "mlp.linear_fc1"):
