@@ -105,26 +105,22 @@ def _remedies(recipe: Recipe, layout: Layout, limit_gib: float) -> Iterator[str]
 def _fits(recipe: Recipe, ranks: int, limit_gib: float) -> bool:
     try:
         return peak_memory(recipe, ranks) <= limit_gib * GIB
-    except UserError:  # An interleaved pipeline does not allow the new number of microbatches.
+    except UserError:  # An interleaved pipeline does not support the number of microbatches.
         return False
 
 
 def _enough_ranks(recipe: Recipe, layout: Layout, available_gib: float) -> int | None:
     """Return a number of ranks on which the recipe fits, by doubling the data-parallel size.
 
-    The result is None if the size no longer divides the number of microbatches in a global batch,
-    or if an interleaved pipeline gets too few microbatches.
+    The result is None if the recipe does not fit before the size exceeds the number of microbatches
+    in a global batch, or no longer divides it.
     """
     training = recipe.training
     most = training.global_batch_size // training.micro_batch_size
     data = layout.data
     while data <= most and most % data == 0:
         ranks = recipe.parallel.model_ranks * data
-        try:
-            peak = peak_memory(recipe, ranks)
-        except UserError:  # Too few microbatches are left for an interleaved pipeline.
-            return None
-        if peak <= available_gib * GIB:
+        if _fits(recipe, ranks, available_gib):
             return ranks
         data *= 2
     return None
