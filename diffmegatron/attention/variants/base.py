@@ -2,16 +2,16 @@
 
 A variant, or *kind* of attention, is one class in one file of this package. Every layer has two
 projections: the fused projection to queries, keys and values, and the output projection. The class
-defines all other parameters of a layer, the recipe's section with the sizes of the heads, the costs
-in memory and arithmetic, the forward pass of a layer, and the mapping to Hugging Face. No other
-module depends on the name of a kind.
+defines the other parameters of a layer and its forward pass. It also defines the recipe's section
+with the sizes of the heads, the costs in memory and arithmetic, and the mapping to Hugging Face. No
+other module depends on the name of a kind.
 
-A differential kind subtracts a second softmax map from a first one. The query heads of the first
-map are signal heads, and those of the second map are noise heads. In the shapes s is the number of
-tokens, b the number of sequences, and d the number of channels of a query head.
+A differential kind subtracts a second softmax map from a first one. Signal heads are the query
+heads of the first map, and noise heads are the query heads of the second map. In the shapes s is
+the number of tokens, b the number of sequences, and d the number of channels of a query head.
 
-Reading a recipe imports these files and must not wait for the import of torch. Functions that
-compute with tensors therefore import torch themselves.
+Commands that only read a recipe import these files and must start fast. Functions that compute with
+tensors therefore import torch themselves.
 """
 
 import math
@@ -71,18 +71,14 @@ class Parameter:
     """A parameter of a layer's attention, other than the matrices of the two projections.
 
     Attributes:
-        name: name under ``self_attention.``; ``QKV_BIAS`` is the bias of the fused projection to
-            queries, keys and values.
+        name: name under ``self_attention.``, or ``QKV_BIAS``.
         shape: shape of the unsharded parameter.
         initial: standard deviation of normally distributed initial values, or fixed initial values.
             With ``matrix``, initial values are chosen as for the network's other weight matrices.
         role: group for weight decay and for counting parameters.
-        float32: whether a layer computes with its float32 values, whatever the run's precision.
+        float32: whether a layer computes with the parameter's float32 values, even in a bf16 run.
         sharded: whether the first axis is cut into equal ranges, one per tensor-parallel rank in
-            the order of the ranks. If false, each rank holds the whole parameter.
-
-    Raises:
-        UserError: the role is unknown, or the shape has no axis.
+            the order of the ranks. If false, each rank has the whole parameter.
     """
 
     name: str
@@ -110,16 +106,16 @@ class Kernels:
         element: bytes of a number in the run's precision.
         device: device of the operations. Fused operations on a GPU save fewer tensors than the
             separate operations on a CPU.
-        backend: name of the attention backend that runs; "auto" has been resolved.
+        backend: name of the attention backend; never "auto".
         communication: method of communication between context-parallel ranks; None for one rank.
         context: number of context-parallel ranks.
         keys: number of keys in a row of scores, including masked keys, averaged over the rank's
             queries. With packed documents, the sequences of a microbatch are concatenated, so a row
             has the keys of the whole microbatch.
-        has_mask: whether attention needs a mask that torch's ``is_causal`` cannot express. This is
-            so with packed documents, and with an all-gather of keys: a call then has more keys than
-            queries, but ``is_causal`` assumes that the first query is at the position of the first
-            key.
+        has_mask: whether attention needs a mask that torch's ``is_causal`` cannot express. Packed
+            documents need a mask, because a query sees only keys of its own document. An all-gather
+            of keys needs a mask, because ``is_causal`` assumes that the first query and the first
+            key have the same position.
         recomputes_core: whether the backward pass computes attention again from q, k and v.
     """
 
@@ -134,15 +130,12 @@ class Kernels:
 
     @property
     def keys_per_query(self) -> float:
-        """Number of keys that a rank copies for its attention calls, divided by its tokens.
+        """Number of keys that this rank's attention calls receive, divided by its tokens.
 
-        Some kernels save a copy of all keys and values that a call receives. The bytes of one key
-        and value, times this number, are the bytes of these copies per token of the rank.
-
-        Without an all-gather, a rank copies as many keys as it has tokens, and the number is 1.
-        With an all-gather, it makes two calls, one for each of its two chunks of queries. A call
-        receives the gathered keys of all positions up to the end of its chunk, so the two calls
-        copy more keys than the rank has tokens.
+        Some kernels save a copy of all keys and values of a call, so this is also the number of
+        copies per token. Without an all-gather, the number is 1. With an all-gather, a rank makes
+        two calls, one for each of its two chunks of queries. Each call receives the keys of all
+        positions up to the end of its chunk.
         """
         if self.communication != "all_gather":
             return 1.0
@@ -152,18 +145,12 @@ class Kernels:
         return (2 * self.context + 1) / 2
 
     def softmax_keys(self, heads: Heads, backend: Backend) -> float:
-        """Return the bytes per token of the keys and values that softmax attention saves.
-
-        There are two cases:
-
-        1. Torch's kernels run with a mask, and several query heads share a key-value head. These
-           kernels do not support this combination. Each query head then has a copy of its keys and
-           values in each attention call. Only torch's backends have ``saves_bias``.
-        2. In all other cases the keys and values are saved once. After an all-gather these are the
-           gathered ones of all context-parallel ranks.
-        """
+        """Return the bytes per token of the keys and values that softmax attention saves."""
+        # Only torch's backends have `saves_bias`. If there is a mask, they copy the keys and values
+        # for each query head, in each attention call.
         if self.has_mask and backend.saves_bias and heads.queries > heads.keys:
             return 2 * self.element * heads.query_channels * self.keys_per_query
+        # After an all-gather, this rank saves the keys and values of all context-parallel ranks.
         whole = self.context if self.communication == "all_gather" else 1
         return 2 * self.element * heads.key_channels * whole
 
@@ -171,9 +158,9 @@ class Kernels:
 class Variant(Section, ABC):
     """A kind of attention and its sizes: the section ``model.attention`` of a recipe.
 
-    ``num_heads`` and ``num_kv_heads`` count heads of this kind. In DIFF V1, for example, a
-    head has two softmax maps, and a key-value head has two keys. If either ``num_heads`` or
-    ``head_dim`` is missing, it is chosen so that the heads' outputs fill ``hidden_size``.
+    ``num_heads`` and ``num_kv_heads`` count heads of this kind. In DIFF V1, for example, a head has
+    two softmax maps, and a key-value head has two keys. If either ``num_heads`` or ``head_dim`` is
+    missing, it is chosen so that the heads' outputs fill ``hidden_size``.
 
     Attributes:
         title: name of a network of this kind, for reports.
@@ -181,8 +168,8 @@ class Variant(Section, ABC):
         operation: attention function of the kernels. "differential" has two maps and values of
             width 2d. "softmax" has one map; :meth:`forward` may subtract the outputs of some heads
             from the outputs of other heads.
-        reads_hidden: whether the kind reads the layer's normalised input beside q, k and v.
-        model_types: model types of Hugging Face that :meth:`from_hugging_face` reads.
+        reads_hidden: whether :meth:`gate` uses the layer's normalised input.
+        model_types: model types of Hugging Face that :meth:`from_hugging_face` accepts.
         can_mix: whether other layers of the network may have another kind.
         free_keys: keys of the section that a run may change when it starts from existing weights.
     """
@@ -206,11 +193,9 @@ class Variant(Section, ABC):
     ) -> Mapping[str, Any]:
         """Return a recipe's section in which names of files are replaced by the files' content.
 
-        A kind whose section names files overrides this method; the others return the section
-        unchanged.
+        By default the section is returned unchanged.
 
         Args:
-            section: section of the recipe.
             may_be_missing: accept a file that does not exist yet. Values are then assumed for its
                 content, and :attr:`assumption` describes them.
 
@@ -238,8 +223,8 @@ class Variant(Section, ABC):
                     f"model.attention.{name} {size}; give one that divides it, or {missing} too"
                 )
             sizes[missing] = hidden_size // (self.output_width * size)
-        # By default each group of ``ratio`` signal heads has its own key-value head. More are not
-        # possible, because a group and its noise head share one.
+        # By default each group of ``ratio`` signal heads has its own key-value head. This is the
+        # largest possible number, because a group shares its key-value head with its noise head.
         kv_heads = self.num_kv_heads or max(1, sizes["num_heads"] // self.ratio)
         sized = self.model_copy(update=sizes | {"num_kv_heads": kv_heads})
         sized.check()
@@ -251,7 +236,7 @@ class Variant(Section, ABC):
         return 1
 
     def check(self) -> None:
-        """Check that the sizes fit each other; :meth:`sized` calls this after it has set them all.
+        """Check that the sizes fit each other, after :meth:`sized` has filled them in.
 
         Raises:
             ValueError: a size does not fit.
@@ -284,10 +269,10 @@ class Variant(Section, ABC):
 
     @property
     def mixed_export_kind(self) -> "Variant":
-        """Kind under which this kind is exported if the network has layers of several kinds.
+        """Kind that replaces this kind in the export of a network with several kinds.
 
-        The Hugging Face class for such networks supports only some kinds. A kind that it does not
-        support overrides this property with a supported kind that computes the same function.
+        The Hugging Face class for such networks supports only some kinds. A kind that the class
+        does not support overrides this property. The replacement must compute the same function.
         """
         return self
 
@@ -299,15 +284,11 @@ class Variant(Section, ABC):
         return f"{self.num_heads} heads of {self.head_dim}{key_values}"
 
     def keys(self) -> dict[str, Any]:
-        """Return the section as a dict, from the names of its keys to their values."""
+        """Return the keys of the section with their values."""
         return self.model_dump()
 
     def check_layers(self, num_layers: int) -> None:
-        """Check that settings that list layers fit the number of layers; by default do nothing.
-
-        Raises:
-            ValueError: a setting does not fit.
-        """
+        """Raise ValueError if settings that list layers do not fit the number of layers."""
         return
 
     def resized(self, num_layers: int, sizes: Mapping[str, int]) -> "Variant":
@@ -315,10 +296,10 @@ class Variant(Section, ABC):
         return self.model_copy(update=dict(sizes))
 
     def foundation(self) -> "Variant | None":
-        """Return the other kind of attention whose weights a run of this kind may start from.
+        """Return another kind of attention from whose weights a run may start, or None.
 
-        Parameters that only this kind declares then get the initial values of a new run. None: a
-        run may only start from weights of its own kind.
+        A run may always start from weights of its own kind. Parameters that the other kind does not
+        declare get the initial values of a new run.
         """
         return None
 
@@ -326,17 +307,16 @@ class Variant(Section, ABC):
     def fingerprint(self) -> str | None:
         """Hash of the pretrained weights from which values of this section were computed, or None.
 
-        If a run starts from weights of the kind :meth:`foundation`, they must have this hash. None:
-        any weights of that kind are accepted.
+        If a run starts from weights of the kind :meth:`foundation`, these weights must have this
+        hash. With None, their hash is not checked.
         """
         return None
 
     @property
     def assumption(self) -> str | None:
-        """Sentence for the command ``plan`` about values that were assumed for a missing file.
+        """Sentence for ``plan`` about values that :meth:`with_files` assumed for a missing file.
 
-        The values are assumed by :meth:`with_files` with ``may_be_missing``. None: no values were
-        assumed.
+        None if no values were assumed.
         """
         return None
 
@@ -367,33 +347,28 @@ class Variant(Section, ABC):
 
     @abstractmethod
     def products(self) -> int:
-        """Return the multiply-adds of all heads of a layer per (query, key) pair.
+        """Return the multiply-adds of a layer's forward pass per (query, key) pair.
 
-        This is the number in the forward pass, if the equations are computed in the cheapest way. A
-        backward pass needs twice as many.
+        This is the smallest number with which the equations can be computed. The backward pass
+        needs twice as many.
         """
 
     def work(self, backend: str, *, deterministic: bool = False) -> tuple[int, int]:
         """Return the multiply-adds of a backend per (query, visible key) pair, for all heads.
 
         Args:
-            backend: name of a backend for :attr:`operation` in the registry.
+            backend: name of a backend for :attr:`operation`.
             deterministic: whether the backend sums gradients in a fixed order.
 
         Returns:
-            Multiply-adds of the forward pass, and of the backward pass, which computes the scores
-            again.
+            Multiply-adds of the forward pass, and of the backward pass. The backward pass includes
+            the second computation of the scores.
         """
         sizes = self.kernel_sizes(element=2, keys=0)._replace(is_deterministic=deterministic)
         return BACKENDS[self.operation][backend].work(sizes)
 
     def kernel_sizes(self, element: int, keys: float) -> Sizes:
-        """Return the arguments for the cost functions of :attr:`operation`, for all heads.
-
-        Args:
-            element: bytes of a number of q, k and v.
-            keys: number of keys per query.
-        """
+        """Return the sizes for cost functions of kernels; :class:`Sizes` defines the arguments."""
         heads = self.heads
         return Sizes(element, self.head_dim, heads.queries, 0, heads.keys, keys)
 
@@ -434,22 +409,19 @@ class Variant(Section, ABC):
     ) -> "Tensor":
         """Compute the outputs of this rank's heads, [b, s, ...].
 
-        Over all tensor-parallel ranks a token has :attr:`Heads.output_channels` numbers.
+        All tensor-parallel ranks together have :attr:`Heads.output_channels` outputs per token.
 
         Args:
-            layer: layer with its parameters.
-            context: functions that compute attention to the whole sequence, also when it is divided
-                among context-parallel ranks.
             query: rotated queries of this rank, [b, s, query heads, d].
             key, value: keys (rotated) and values of this rank, [b, s, key heads, d].
-            gate: result of :meth:`gate`, [b, s, ...].
+            gate: result of :meth:`gate`, transposed to [b, s, ...].
         """
 
     def current_lambda(self, layer: Layer) -> "Tensor | None":
-        """Return lambda of a layer for the log as a 0-dim float32 tensor.
+        """Return lambda of a layer for the log as a 0-dim float32 tensor, or None.
 
-        The result is None if the kind has no lambda, or if lambda depends on the token. In the
-        second case :meth:`forward` passes lambda to :meth:`Layer.observe`, which logs its mean.
+        If lambda depends on the token, the result is None. Such a kind logs the mean of lambda with
+        :meth:`Layer.observe`.
         """
         return None
 
@@ -463,16 +435,14 @@ class Variant(Section, ABC):
 
     @classmethod
     def from_hugging_face(cls, config: Mapping[str, Any]) -> Self:
-        """Return the kind that a configuration describes, the inverse of :meth:`hugging_face`.
-
-        Raises:
-            ValidationError: a value is not valid for the section.
-        """
+        """Return the kind that a configuration describes, the inverse of :meth:`hugging_face`."""
         # A kind without ``model_types`` does not need this method, so it is not abstract.
         raise NotImplementedError
 
     def subtracted_maps(self, attention: Any, maps: "Tensor", hidden: "Tensor") -> "Tensor":
         """Compute the attention maps after subtraction, for a layer of the Hugging Face class.
+
+        By default the result is ``maps``, because a kind with one map per head subtracts nothing.
 
         Args:
             attention: attention module of the layer.
@@ -481,8 +451,7 @@ class Variant(Section, ABC):
             hidden: input of the attention at the query tokens, [query tokens, hidden_size].
 
         Returns:
-            Maps as float32 [num_heads, query tokens, key tokens]; by default ``maps`` itself,
-            because a kind with one map per head subtracts nothing.
+            Maps as float32 [num_heads, query tokens, key tokens].
         """
         return maps
 
@@ -490,7 +459,7 @@ class Variant(Section, ABC):
     def map_pairs(self) -> tuple[tuple[int, int], ...]:
         """Signal map and noise map of each head, as indices into the query heads.
 
-        The query heads are the first axis of ``maps`` in :meth:`subtracted_maps`. The tuple is
+        The order of the query heads is that of ``maps`` in :meth:`subtracted_maps`. The tuple is
         empty for kinds with one map per head.
         """
         return ()
@@ -499,20 +468,17 @@ class Variant(Section, ABC):
     def weight_rules(self, ours: str, theirs: str, hidden_size: int) -> list[WeightRule]:
         """Return the rules that map the weights of a layer's attention to Hugging Face and back.
 
-        Args:
-            ours, theirs: prefixes of the attention's weights here and at Hugging Face.
-            hidden_size: hidden size of the network.
+        ``ours`` and ``theirs`` are prefixes of the attention's weights here and at Hugging Face.
         """
 
     @property
     def inherited_export(self) -> str | None:
-        """Name of the kind from whose class this class inherits its export to Hugging Face.
+        """Name of the kind from whose class this class inherits its export, or None.
 
-        The export consists of the weight rules (``layer_rules`` if this class defines it, otherwise
-        ``weight_rules``) and of ``hugging_face``. The result is the kind of the class that defines
-        the weight rules, or if this class defines them itself, of the class that defines
-        ``hugging_face``. It is None if this class defines both, or if the class that was found is
-        not a :class:`Variant`.
+        An export consists of weight rules (:meth:`layer_rules` or :meth:`weight_rules`) and of
+        :meth:`hugging_face`. If both are inherited, the result is the kind that defines the weight
+        rules. The result is None if this class defines both, or if the parent class is not a
+        :class:`Variant`.
         """
         rules = "layer_rules" if "layer_rules" in vars(type(self)) else "weight_rules"
         for name in (rules, "hugging_face"):
@@ -564,12 +530,9 @@ class Variant(Section, ABC):
     ) -> list[WeightRule]:
         """Return the rules that map the attention weights of one layer at one step.
 
-        These are :meth:`weight_rules`. A kind whose rules depend on the layer or the step overrides
-        this method.
+        By default these are :meth:`weight_rules`.
 
         Args:
-            ours, theirs: prefixes of the attention's weights here and at Hugging Face.
-            hidden_size: hidden size of the network.
             layer: global number of the layer, from 1.
             step: number of optimizer steps that produced the weights.
         """
@@ -579,7 +542,6 @@ class Variant(Section, ABC):
         """Yield warnings about doubtful settings, one sentence each.
 
         Args:
-            hidden_size: hidden size of the network.
             parameters: number of parameters of the network without embeddings.
             lr: peak learning rate.
         """

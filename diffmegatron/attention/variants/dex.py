@@ -9,9 +9,9 @@ with a = min(1, t / T) and lambda_init = 0.8 - 0.6 exp(-0.3 (l - 1)). In all oth
 is the number of optimizer steps done, and T the number of steps of the annealing. A layer has one
 trained matrix W_D [d, d] and one trained number lambda_learn.
 
-O' is linear in O. A checkpoint of any step therefore equals a Transformer with another output
-projection. The output projection multiplies a head's output by a matrix W of d rows. In the equal
-Transformer, W of each selected head is replaced by (I - lambda W_D) W.
+O' is linear in O, so every checkpoint can be exported as a plain Transformer. The output projection
+multiplies a head's output by a matrix W [d, hidden]. The export replaces W of each selected head by
+(I - lambda W_D) W.
 """
 
 from collections.abc import Callable, Mapping
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 PROJECTION, LAMBDA_LEARN = "dex_projection", "lambda_learn"
 # Share of each layer's heads that ``dex select`` selects by default. ``diffmegatron plan`` assumes
-# this share as long as the file of ``dex select`` does not exist.
+# this share while the file of ``dex select`` does not exist.
 SHARE = 0.5
 Heads = tuple[tuple[int, ...], ...]
 
@@ -60,7 +60,7 @@ Heads = tuple[tuple[int, ...], ...]
 class SelectedOn(Section):
     """The model on which ``dex select`` selected the heads.
 
-    ``fingerprint`` is a hash of the weights of this model.
+    ``fingerprint`` is a hash of the model's weights.
     """
 
     num_layers: Size
@@ -103,7 +103,7 @@ SelectedHeads = Annotated[Heads | Unselected, GetPydanticSchema(_heads_schema), 
 
 
 class ProjectionInit(Section):
-    """Initial values of W_D, which the paper does not state.
+    """Initial values of W_D; the paper does not state them.
 
     ``scale`` is the standard deviation of the kind ``normal``, or the factor by which the kind
     ``identity`` multiplies the identity matrix. The kind ``zero`` has no scale.
@@ -133,17 +133,16 @@ class Dex(Softmax):
     """Softmax attention whose ``selected_heads`` have a differential term.
 
     ``selected_heads`` has one list per layer with the numbers of the selected query heads, from 0.
-    It may also be the path of a file that ``diffmegatron dex select`` wrote; the resolved recipe
-    contains the numbers from the file. If the file is missing, ``plan`` assumes that ``SHARE`` of
-    every layer's heads are selected.
+    It may also be the path of a file that ``diffmegatron dex select`` wrote. The resolved recipe
+    then contains the numbers from the file. If the file is missing, ``plan`` assumes that ``SHARE``
+    of every layer's heads are selected.
 
-    ``annealing_steps`` is T of the module's docstring. If it is null, lambda is lambda_learn from
-    the first step, for example in a run that continues after the annealing.
+    ``annealing_steps`` is T in the module docstring. If it is null, lambda is lambda_learn from the
+    first step, for example in a run that continues after the annealing.
 
     lambda_learn starts at ``lambda_learn_init``. This value should not be zero if W_D starts at
-    zero, because the gradient of lambda_learn is proportional to W_D, and the gradient of W_D is
-    proportional to lambda. If both start at zero, only the lambda_init term of lambda gives W_D a
-    gradient. If ``annealing_steps`` is null, lambda has no such term, and both stay zero.
+    zero. The gradient of lambda_learn is proportional to W_D, and the gradient of W_D is
+    proportional to lambda. If both start at zero and ``annealing_steps`` is null, both stay zero.
     """
 
     can_mix: ClassVar[bool] = False
@@ -165,11 +164,9 @@ class Dex(Softmax):
     def with_files(
         cls, section: Mapping[str, Any], *, may_be_missing: bool = False
     ) -> Mapping[str, Any]:
-        """Return the section with the heads from the file that ``selected_heads`` names.
+        """Replace a path in ``selected_heads`` by the heads in its file, and set ``selected_on``.
 
-        ``selected_on`` is also read from the file. If ``selected_heads`` is not a path, the section
-        is returned unchanged. If the file is missing and ``may_be_missing`` is true, the heads are
-        `Unselected`.
+        If the file is missing and ``may_be_missing`` is true, the heads are `Unselected`.
 
         Raises:
             UserError: the file cannot be read, has another format, or is missing and
@@ -223,8 +220,7 @@ class Dex(Softmax):
     def resized(self, num_layers: int, sizes: Mapping[str, int]) -> Self:
         """Return this section with other sizes, for a rehearsal (a test run with small sizes).
 
-        In every layer, the first ``SHARE`` of the heads (half of them, and at least one) are
-        selected.
+        In every layer, the first half of the heads is selected, and at least one head.
         """
         half = tuple(range(_assumed(sizes["num_heads"])))
         heads = {"selected_heads": (half,) * num_layers, "selected_on": None}
@@ -236,11 +232,7 @@ class Dex(Softmax):
         return Softmax.model_construct(**shared)
 
     def foundation(self) -> Variant:
-        """Return the softmax attention of the pretrained Transformer.
-
-        A run can start from the weights of this Transformer. It adds a new W_D and lambda_learn to
-        each layer.
-        """
+        """Return the softmax attention of a pretrained Transformer that a run can start from."""
         return self.baseline()
 
     @property
@@ -249,10 +241,9 @@ class Dex(Softmax):
         return None if self.selected_on is None else self.selected_on.fingerprint
 
     def parameters(self, hidden_size: int) -> tuple[Parameter, ...]:
-        """Return the parameters of softmax attention, W_D and lambda_learn.
+        """Return the parameters of softmax attention, and W_D and lambda_learn.
 
-        W_D and lambda_learn are not sharded by tensor parallelism. A head's output is a row vector,
-        which is multiplied by W_D from the right.
+        Tensor parallelism does not shard W_D and lambda_learn.
         """
         square = (self.head_dim, self.head_dim)
         return (
@@ -274,11 +265,7 @@ class Dex(Softmax):
         )
 
     def _selected(self, layer: int) -> tuple[int, ...]:
-        """Return the selected heads of the layer with the global number ``layer``, from 1.
-
-        Raises:
-            UserError: the file of the heads does not exist yet.
-        """
+        """Return the selected heads of the layer with the global number ``layer``, from 1."""
         if isinstance(self.selected_heads, Unselected):
             raise _not_selected(self.selected_heads.file)
         return self.selected_heads[layer - 1]
@@ -290,23 +277,21 @@ class Dex(Softmax):
         return sum(map(len, self.selected_heads)) / len(self.selected_heads)
 
     def own_products(self, hidden_size: int) -> float:
-        """Return the multiply-adds per token of O W_D, summed over a layer's selected heads.
-
-        The result is a mean over all layers.
-        """
+        """Return the multiply-adds per token and layer of O W_D, as a mean over all layers."""
         return self._selected_per_layer * self.head_dim**2
 
     def saved_bytes(self, kernels: Kernels) -> tuple[float, float]:
         """Return the bytes per token that a layer saves for the backward pass, as two numbers.
 
-        :meth:`.base.Variant.saved_bytes` defines the two numbers. Softmax attention has the same
-        numbers, except that two tensors are added to the second one: O of the selected heads, and
-        O' of all heads, which is the input of the output projection. O' is not added if softmax
-        attention already counts another tensor as this input (the headwise norm's output, or a copy
-        of the kernel's output), because that tensor has the same size.
+        :meth:`.base.Variant.saved_bytes` defines the two numbers. The second number is larger than
+        in softmax attention. It also counts the copy of O of the selected heads, and usually O' of
+        all heads. The output projection saves O', while the attention kernel saves O.
         """
         projected, core = super().saved_bytes(kernels)
         selected = self._selected_per_layer * self.head_dim
+        # In these two cases softmax attention counts a tensor that only the output projection
+        # saves: the headwise norm's output, or a copy of the kernel's output. O' replaces this
+        # tensor and has the same size.
         replaces_other = self.headwise_norm or self._copies_output(kernels)
         result = 0 if replaces_other else self.heads.query_channels
         return projected, core + kernels.element * (selected + result)
@@ -320,24 +305,22 @@ class Dex(Softmax):
         value: "Tensor",
         gate: "Tensor | None",
     ) -> "Tensor":
-        """Return O' = O - lambda O W_D of the selected heads, and O of the others.
+        """Return O' of the selected heads and O of the others, [b, s, heads of this rank, d].
 
-        The heads are split into runs of neighbours that are all selected or all unselected. They
-        are not gathered by an index tensor, because it would be copied to the device in every
-        layer. A rank without selected heads computes the differential term for zero heads: the
-        gradient of W_D is summed over all tensor-parallel ranks, so every rank must have a
-        gradient, even if it is zero.
+        The heads are split into runs of neighbours that are all selected or all unselected. This
+        avoids an index tensor, which would be copied to the device in every layer.
 
-        Returns:
-            [b, s, heads of this rank, d].
+        A rank without selected heads computes the differential term for zero heads. W_D then has a
+        gradient of zero on this rank. The sum of the gradients over all tensor-parallel ranks needs
+        a gradient from every rank.
         """
         import torch
 
         heads = super().forward(layer, context, query, key, value, gate)
         lengths = self._runs(layer)
-        # The gradient of W_D is a sum over tokens, whose last bits depend on the order of the
-        # tokens. Earlier versions of this package summed in the order [s, b, ...]. Keep this order,
-        # so that a run resumed from one of their checkpoints gives the same bits.
+        # The gradient of W_D is a sum over tokens, and their order changes its last bits. Keep the
+        # order [s, b, ...] of earlier versions, so that runs which resume from old checkpoints stay
+        # reproducible.
         parts = list(heads.transpose(0, 1).split(lengths, dim=2))
         selected = torch.cat(parts[1::2], dim=2)
         projection = (self.current_lambda(layer) * layer.parameter(PROJECTION)).to(selected.dtype)
@@ -372,13 +355,14 @@ class Dex(Softmax):
     def layer_rules(
         self, ours: str, theirs: str, hidden_size: int, *, layer: int, step: int
     ) -> list[hf.WeightRule]:
-        """Return the rules that map a layer's attention weights to a plain Transformer's and back.
+        """Return the rules that map a layer's attention weights to a plain Transformer and back.
 
-        They are the rules of softmax attention, except for the output projection W_O
-        [heads * d, hidden]: the export multiplies the differential term into it, in float64. The
-        stored ``linear_proj.weight`` is W_O transposed, so the columns of a selected head are
-        multiplied from the right by (I - lambda W_D) transposed. The import keeps W_O, and sets W_D
-        and lambda_learn to zero.
+        Only the output projection differs from the rules of softmax attention. The export
+        multiplies (I - lambda W_D) into it, in float64. The stored ``linear_proj.weight`` [hidden,
+        heads * d] is the transposed projection. The columns of a selected head are therefore
+        multiplied from the right by the transpose of (I - lambda W_D).
+
+        The import sets W_D and lambda_learn to zero.
         """
         name, d = f"{ours}.linear_proj.weight", self.head_dim
         selected = self._selected(layer)
@@ -427,11 +411,7 @@ def _not_selected(path: str) -> UserError:
 
 
 def _read_heads(path: Path) -> HeadsFile:
-    """Read a file that ``dex select`` wrote.
-
-    Raises:
-        UserError: the file cannot be read, or has another format.
-    """
+    """Read and check a file that ``dex select`` wrote."""
     from diffmegatron.config.yaml_documents import MAX_BYTES, parse_yaml
 
     content = parse_yaml(read_text(path, max_bytes=MAX_BYTES), format_path(path))

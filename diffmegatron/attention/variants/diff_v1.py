@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 LAMBDA_VECTORS = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
-# Number of parameters above which the paper uses a lower learning rate, and this rate (appendix E).
+# Above LARGE_MODEL parameters the paper uses the lower learning rate LARGE_MODEL_LR (appendix E).
 LARGE_MODEL, LARGE_MODEL_LR = 5e9, 7.5e-5
 
 
@@ -70,11 +70,11 @@ class LambdaInit(Section):
 class DiffV1(Variant):
     """Differential heads, each with two softmax maps and an output of width 2d; d is ``head_dim``.
 
-    The number of heads, h = ``num_heads``, is half that of the Transformer of the same size, which
-    :meth:`baseline` returns. Each of the h_kv = ``num_kv_heads`` key-value heads has two keys of
-    width d and one value of width 2d. A layer has four lambda vectors of length d, whose initial
-    values are normally distributed with standard deviation ``lambda_std``, as in the reference
-    code. ``headwise_norm`` is the RMSNorm over each head's output, whose weight all heads share.
+    ``num_heads`` is half the number of heads of the Transformer of the same size
+    (:meth:`baseline`). Each of the ``num_kv_heads`` key-value heads has two keys of width d and one
+    value of width 2d. A layer has four lambda vectors of length d. Their initial values are
+    normally distributed with standard deviation ``lambda_std``, as in the reference code.
+    ``headwise_norm`` is the RMSNorm over each head's output, whose weight all heads share.
     """
 
     kind: Literal["diff_v1"] = "diff_v1"
@@ -90,16 +90,17 @@ class DiffV1(Variant):
 
     @property
     def noise_heads(self) -> int:
-        """Number of heads of the second map."""
+        """Number of query heads of the second map."""
         return self.num_heads // self.ratio
 
     @property
     def heads(self) -> Heads:
         """Layout of the heads in the rows of ``linear_qkv``.
 
-        There is one block per key-value head. The order in a block is: signal queries, first key,
-        first half of the value, noise queries, second key, second half of the value. With one noise
-        head per signal head, a block has the layout of two of Megatron-core's query groups.
+        There is one block per key-value head, and a block has two halves. The first half has the
+        signal query heads, the first key and the first half of the value. The second half has the
+        noise query heads, the second key and the second half of the value. With one noise head per
+        signal head, each half has the layout of a query group in Megatron-core.
         """
         signal, noise = (n // self.num_kv_heads for n in (self.num_heads, self.noise_heads))
         rows: Rows = (("q", signal), ("k", 1), ("v", 1), ("q", noise), ("k", 1), ("v", 1))
@@ -129,10 +130,10 @@ class DiffV1(Variant):
 
     @override
     def products(self) -> int:
-        # Multiply-adds per pair of a query and a key: each head of either map needs d for its
-        # score, and each differential head 2d for the product of its subtracted maps with the
-        # values. Some kernels multiply both maps with the values before they subtract (paper,
-        # appendix A). Their additional multiply-adds are not counted.
+        # Per (query, key) pair, each query head of either map needs d multiply-adds for its score.
+        # Each differential head needs 2d for the product of its subtracted maps with the values.
+        # Some kernels multiply both maps with the values before they subtract (paper, appendix A).
+        # Their additional multiply-adds are not counted.
         maps = self.num_heads + self.noise_heads
         return (maps + 2 * self.num_heads) * self.head_dim
 
@@ -160,26 +161,29 @@ class DiffV1(Variant):
         return projected + self._keys_bytes(kernels, backend), core
 
     def _keys_bytes(self, kernels: Kernels, backend: Backend) -> float:
-        """Return the bytes per token of saved keys and values that `Backend.saved` leaves out."""
+        """Return the bytes per token of saved keys and values that `Backend.saved` excludes."""
         keys = kernels.element * self.heads.key_channels
         if kernels.communication == "ring":
             return 2 * keys
+        # Number of context-parallel ranks whose keys and values this rank has. An all-gather
+        # collects those of all ranks.
         whole = kernels.context if kernels.communication == "all_gather" else 1
         if backend.saves_values:
             return 2 * keys * whole
         if kernels.has_mask and backend.saves_bias and self.num_heads > self.num_kv_heads:
-            # With a mask, torch's kernels do not support several query heads per key-value head, so
-            # every query head has copies of its key and value. Each query head has two calls, one
-            # for each half of the value. In each call it has a copy of its key (d) and of one half
-            # of its value (d): in total 4 * d.
+            # If there is a mask, torch's backend copies the keys and values for every query head.
+            # Each query head has two calls, one for each half of the value. Each call copies the
+            # key (d) and one half of the value (d), so both calls copy 4 * d.
             heads = self.num_heads + self.noise_heads
             return 4 * kernels.element * self.head_dim * heads * kernels.keys_per_query
-        # `keys` is the size of one token's keys, and also of its values. The terms of the sum are:
-        # - `keys * whole`: the keys of all received tokens, which are saved without a copy.
-        # - `keys * (kernels.keys_per_query - 1)`: the copies of values that the attention calls
-        #   save, except one copy per token, which `Backend.saved` already includes.
-        # - `arrived`: the received values. They stay in memory, because with several
-        #   context-parallel ranks keys and values are views of one received tensor.
+        # In the remaining cases, the backend saves the keys without a copy, and copies of the
+        # values. One token has `keys` bytes of keys, and as many bytes of values. The bytes are:
+        # - `keys * whole` for the keys.
+        # - `keys * (keys_per_query - 1)` for the copies of values. Each attention call copies the
+        #   values that it receives. Per token of this rank, these are `keys_per_query` copies.
+        #   One of them is subtracted, because `Backend.saved` already includes one copy per token.
+        # - `arrived` for the values before the copy. With several context-parallel ranks, keys and
+        #   values are views of one received tensor. The saved keys keep this tensor in memory.
         arrived = 0 if kernels.communication is None else keys * whole
         return keys * (whole + kernels.keys_per_query - 1) + arrived
 
@@ -256,9 +260,9 @@ class DiffV1(Variant):
         """Return q1, k1, q2, k2 and v from heads in the order of :attr:`heads`.
 
         Returns:
-            q1 [b, s, h, d], q2 [b, s, h / r, d], k1 and k2 [b, s, h_kv, d], v [b, s, h_kv, 2d].
-            Here h and h_kv count the heads of this rank, and r (``ratio``) is the number of signal
-            heads per noise head.
+            q1 [b, s, h, d], q2 [b, s, h / r, d], k1 and k2 [b, s, h_kv, d], v [b, s, h_kv, 2d]. h
+            and h_kv count the heads of this rank, and r is the number of signal heads per noise
+            head.
         """
         blocks = key.shape[2] // 2
         noise = query.shape[2] // blocks // (self.ratio + 1)
@@ -273,10 +277,11 @@ class DiffV1(Variant):
         return q1, k1, q2, k2, v
 
     def hugging_face(self, hidden_size: int) -> hf.HuggingFace:
-        """Return the description of Hugging Face's class DiffLlama for the export.
+        """Return the description of Hugging Face's class DiffLlama.
 
         Raises:
-            UserError: lambda_init differs from the paper's, or the headwise norm is off.
+            UserError: lambda_init does not have the policy "exponential", or the headwise norm is
+                off.
         """
         if self.lambda_init.policy != "exponential":
             raise UserError(
@@ -302,10 +307,7 @@ class DiffV1(Variant):
 
     @property
     def mixed_export_kind(self) -> Variant:
-        """Grouped attention with one signal head per noise head, which is equivalent to DIFF V1.
-
-        It replaces DIFF V1 in exports whose layers have several kinds of attention.
-        """
+        """Grouped attention with one signal head per noise head, which is equivalent to DIFF V1."""
         from diffmegatron.attention.variants.grouped import Grouped
 
         return Grouped(signal_per_noise=1, **self.model_dump(exclude={"kind"}))
@@ -327,9 +329,9 @@ class DiffV1(Variant):
         In DiffLlama all signal query heads precede all noise query heads, all first keys precede
         all second keys, and the first halves of all values precede the second halves.
 
-        DiffLlama's headwise norm has no weight. The export therefore multiplies the weight of this
-        package's norm into the output projection, in fp32: weight c scales the column that reads
-        channel c, in every head. The import sets the norm's weight to 1. The lambda vectors stay in
+        DiffLlama's headwise norm has no weight. The export therefore multiplies the norm's weight
+        into the output projection, in fp32. Weight c scales the column that reads channel c of a
+        head, in every head. The import sets the norm's weight to 1. The lambda vectors stay in
         fp32, because rounding to bf16 would change lambda by up to 5e-3.
         """
 

@@ -9,10 +9,10 @@ among the query heads, and noise(m) the index of noise head m. Lambda is sigmoid
 x is the layer's input. There are r signal heads per noise head. V2 has neither a headwise norm nor
 lambda_init.
 
-A group is r signal heads, followed by their noise head. All heads of a group share a key-value
-head, because grouped-query attention assigns consecutive query heads to a key-value head. If all
-signal heads preceded all noise heads, the heads of a group would have different key-value heads.
-The authors use r = 1. Motif-3 uses a larger r, and latent attention, which is not implemented here.
+The query heads are in groups of r signal heads, followed by their noise head. All heads of a group
+must share a key-value head. In grouped-query attention, consecutive query heads share one, so the
+heads of a group are consecutive. The authors use r = 1. Motif-3 uses a larger r with latent
+attention, which is not implemented here.
 """
 
 from collections.abc import Mapping
@@ -43,7 +43,7 @@ class DiffV2(Variant):
 
     h is ``num_heads``, r is ``signal_per_noise``, and d is ``head_dim``. The result has one output
     of width d per signal head. A key-value head has one key and one value of width d, as in softmax
-    attention, so the key-value cache is as large as that of :meth:`baseline`.
+    attention. The key-value cache is therefore as large as that of :meth:`baseline`.
     """
 
     kind: Literal["diff_v2"] = "diff_v2"
@@ -67,8 +67,9 @@ class DiffV2(Variant):
     def heads(self) -> Heads:
         """Layout of the heads in the rows of ``linear_qkv``.
 
-        There is one block per key-value head: the groups of query heads that share it (each is r
-        signal heads, followed by their noise head), and then its key and its value.
+        There is one block per key-value head. A block has the query heads that share this key-value
+        head, then its key and its value. The query heads are in groups of r signal heads, followed
+        by their noise head.
         """
         signal = self.num_heads // self.num_kv_heads
         queries = signal + self.noise_heads // self.num_kv_heads
@@ -76,7 +77,7 @@ class DiffV2(Variant):
         return Heads(self.head_dim, self.num_kv_heads, rows, signal)
 
     def baseline(self) -> Softmax:
-        """Return softmax attention with as many heads as signal heads.
+        """Return softmax attention with as many heads as this kind has signal heads.
 
         The number of key-value heads and the width of a head are the same.
         """
@@ -96,18 +97,16 @@ class DiffV2(Variant):
     def saved_bytes(self, kernels: Kernels) -> tuple[float, float]:
         """Return the bytes per token that softmax attention and the subtraction save.
 
-        Without context parallelism the values are a view of the output of the fused projection.
-        This view keeps the projected q and k in memory beside the rotated q and k.
-
-        Returns:
-            Bytes of q, k, v and the input of the output projection, and bytes of all tensors in
-            between, which selective recomputation computes again.
+        :meth:`.base.Variant.saved_bytes` defines the two numbers.
         """
         heads, element, backend = self.heads, kernels.element, SOFTMAX[kernels.backend]
         queries = element * heads.query_channels
         projected = queries + kernels.softmax_keys(heads, backend) + element * heads.output_channels
         core: float = queries + FLOAT32 * (heads.queries + self.num_heads)
         if kernels.communication is None:
+            # v is a view of the output of the fused q, k and v projection. The view keeps the whole
+            # output in memory, so the unrotated q and k are counted in addition to the rotated
+            # ones.
             projected += queries + element * heads.key_channels
         is_copied = kernels.communication in ("all_gather", "ulysses")
         if is_copied or (kernels.has_mask and backend.saves_bias):
@@ -117,11 +116,7 @@ class DiffV2(Variant):
         return projected, core
 
     def gate(self, layer: Layer, hidden: "Tensor") -> "Tensor":
-        """Return lambda = sigmoid(x W_lambda), in float32 or wider.
-
-        Returns:
-            [s, b, signal heads of this rank].
-        """
+        """Return sigmoid(x W_lambda) as [s, b, signal heads of this rank], in float32 or wider."""
         import torch
 
         logits = layer.project("lambda_proj", hidden)
@@ -140,8 +135,7 @@ class DiffV2(Variant):
     ) -> "Tensor":
         """Return O_n = A_signal(n) - lambda_n * A_noise(n // r) of every signal head n.
 
-        Returns:
-            [b, s, signal heads of this rank, d].
+        The shape is [b, s, signal heads of this rank, d].
         """
         from diffmegatron.attention.kernels.api import subtract_noise
 
@@ -167,7 +161,7 @@ class DiffV2(Variant):
     @classmethod
     @override
     def from_hugging_face(cls, config: Mapping[str, Any]) -> Self:
-        # num_attention_heads in the configuration is the number of signal and noise heads.
+        # num_attention_heads in the configuration counts signal and noise heads together.
         ratio = config["signal_per_noise"]
         return cls(
             num_heads=config["num_attention_heads"] // (ratio + 1) * ratio,

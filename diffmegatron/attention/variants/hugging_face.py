@@ -86,9 +86,7 @@ def qkv(
     block, followed by the second run of every block. ``k_proj`` and ``v_proj`` have the same order.
 
     Args:
-        ours: prefix of the names of this package's weights.
-        theirs: prefix of the names of the transformers model's weights.
-        heads: layout of ``linear_qkv``.
+        ours, theirs: prefixes of weight names in this package and in the transformers model.
         paired_values: whether ``v_proj`` instead has all values of the first block, then all values
             of the second block, and so on.
     """

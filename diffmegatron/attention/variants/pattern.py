@@ -34,18 +34,18 @@ _RANGES = re.compile(r"\d{1,10}(-\d{1,10})?(, *\d{1,10}(-\d{1,10})?)*")
 class Pattern(Variant):
     """Several kinds of attention, each for some of the layers.
 
-    A recipe gives the kinds as a list, each with its layers::
+    A recipe lists the kinds with their layers::
 
         model:
           attention:
             - {kind: diff_v1, num_heads: 4, layers: 5-8}
             - {kind: softmax, num_heads: 8}
 
-    ``layers`` are numbers from 1 and ranges, with commas between them. The entry without ``layers``
-    has all remaining layers.
+    ``layers`` has numbers and ranges, separated by commas. The first layer has number 1. The entry
+    without ``layers`` has all remaining layers.
 
     Attributes:
-        kinds: variants of the entries, in order; none of them is a pattern.
+        kinds: variant of each entry, in the order of the list; never a pattern itself.
         layers: text of each entry's ``layers`` in the recipe; None for the remaining layers.
     """
 
@@ -63,14 +63,13 @@ class Pattern(Variant):
 
         Args:
             entries: sections of kinds, each with a key ``layers``, which one section may omit.
-            read: function that reads the section of a kind.
 
         Returns:
             The pattern, or the kind of a single entry without ``layers``.
 
         Raises:
-            ValueError: the list is empty, a kind cannot be combined with others, layers are not
-                numbers, or several entries have no ``layers``.
+            ValueError: the list is empty, a kind cannot be combined with others, ``layers`` is
+                malformed, or several entries have no ``layers``.
         """
         kinds, layers = [], []
         for entry in entries:
@@ -115,15 +114,13 @@ class Pattern(Variant):
     def ratio(self) -> int:
         """Least common multiple of the ratios of all kinds.
 
-        The ratio of one kind is its number of signal heads (heads of the first softmax map) per
-        noise head (head of the second, subtracted map), and 1 for a kind without noise heads. A
-        kind's ``num_heads`` must be a multiple of its ratio. A multiple of the result is therefore
-        valid as ``num_heads`` of every kind.
+        The ratio of a kind is its number of signal heads per noise head, or 1 without noise heads.
+        A multiple of the result is a valid ``num_heads`` for every kind.
         """
         return math.lcm(*(each.ratio for each in self.kinds))
 
     def keys(self) -> dict[str, Any]:
-        """Return the recipe keys of all entries with their values.
+        """Return the keys and values of all entries.
 
         Each key is prefixed with the layers of its entry, such as ``[5-8].num_heads``.
         """
@@ -145,8 +142,8 @@ class Pattern(Variant):
     def sized(self, hidden_size: int) -> Self:
         """Return the pattern with all sizes of its kinds filled in.
 
-        ``num_heads`` and ``num_kv_heads`` of the pattern are the greatest common divisors over the
-        kinds, because a parallel layout must divide the numbers of every kind.
+        The pattern's own ``num_heads`` and ``num_kv_heads`` are the greatest common divisors over
+        the kinds, because a parallel layout must divide the heads of every kind.
 
         Raises:
             ValueError: the kinds have different values of ``head_dim``.
@@ -168,7 +165,7 @@ class Pattern(Variant):
         )
 
     def check_layers(self, num_layers: int) -> None:
-        """Check that every layer belongs to exactly one entry, and that every entry has layers.
+        """Check that every layer has exactly one entry, and that every entry has layers.
 
         Raises:
             ValueError: a layer does not exist, has two entries or none, or an entry has no layers.
@@ -202,8 +199,8 @@ class Pattern(Variant):
     def resized(self, num_layers: int, sizes: Mapping[str, int]) -> Variant:
         """Return the pattern with other sizes and another number of layers.
 
-        Each entry gets one layer, and the last entry also all remaining layers. If there are fewer
-        layers than entries, the result is the last entry's kind.
+        Each entry gets one layer, and the last entry also gets all remaining layers. If there are
+        fewer layers than entries, the result is the last entry's kind.
         """
         kinds = [each.resized(num_layers, sizes) for each in self.kinds]
         if num_layers < len(kinds):
@@ -221,11 +218,7 @@ class Pattern(Variant):
         return self.kinds[0].heads
 
     def baseline(self) -> Variant:
-        """Return the Transformer to compare with.
-
-        Every kind is replaced by its own baseline. If all baselines are equal, the result is that
-        one variant and not a pattern.
-        """
+        """Return a pattern of the kinds' baselines, or one baseline if all are equal."""
         baselines = tuple(each.baseline() for each in self.kinds)
         if all(each == baselines[0] for each in baselines):
             return baselines[0]
@@ -237,9 +230,7 @@ class Pattern(Variant):
         return iter(dict.fromkeys(sentences))
 
     def hugging_face(self, hidden_size: int) -> hf.HuggingFace:
-        """Return the Hugging Face class with which a network of several kinds is exported.
-
-        This package defines the class, and the export contains its code.
+        """Return the description of this package's class for networks with several kinds.
 
         Raises:
             UserError: the class cannot compute one of the kinds.
@@ -281,8 +272,7 @@ class Pattern(Variant):
     ) -> list[hf.WeightRule]:
         """Return the weight rules of one layer, from the kind of this layer.
 
-        The arguments are those of :meth:`.base.Variant.layer_rules`. ``layer`` counts from 1 here,
-        unlike in :meth:`of_layer`.
+        ``layer`` counts from 1, unlike in :meth:`of_layer`.
         """
         kind = self.of_layer(layer - 1).mixed_export_kind
         return kind.layer_rules(ours, theirs, hidden_size, layer=layer, step=step)
@@ -341,7 +331,7 @@ def _layers_as_text(given: object) -> str | None:
 
 
 def _ranges(text: str) -> tuple[range, ...]:
-    """Return the layers of a text such as "1, 5-8" as ranges; the ranges count layers from 0."""
+    """Return the layers of a text such as "1, 5-8" as ranges that count layers from 0."""
     ranges = []
     for each in text.split(","):
         first, _, last = each.strip().partition("-")
