@@ -33,14 +33,13 @@ class FileLock:
     context is entered without a lock, and a warning is logged.
 
     Args:
-        path: lock file. On entering the context, it is created, and its folder is created if it
-            does not exist. On exit, the file is removed. The folder is removed if this lock created
-            it and it is empty.
+        path: lock file. Entering the context creates the file, and its folder if needed. Leaving
+            the context removes the file. It also removes a folder that this lock created and that
+            is empty.
         place: name of the locked resource in messages, such as ``run_dir runs/quickstart``.
-        advice: what the user can do instead, for messages, such as ``give another run_dir``.
-        patience: largest number of seconds to wait until another process releases the lock; 0: do
-            not wait. If the number is finite, a message on standard error announces the wait. If it
-            is infinite, there is no message.
+        advice: advice for the user in messages, such as ``give another run_dir``.
+        patience: largest number of seconds to wait until another process releases the lock. A
+            finite wait is announced on standard error; an infinite wait is silent.
 
     Raises:
         UserError: the file cannot be created or written, or another process keeps the lock for
@@ -69,11 +68,9 @@ class FileLock:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # Ignore two errors: rmdir fails if the folder is not empty, and unlink or rmdir fails if
-        # somebody else has removed the file or the folder.
+        # The folder may have other files, and another process may have removed the file or folder.
         with suppress(OSError):
-            # Remove only the file that this process opened: if the folder was moved, the file at
-            # this path may be the lock of another process.
+            # If the folder was moved, the file at this path may be the lock of another process.
             if self._is_in_place():
                 self._path.unlink()
                 if self._made:

@@ -1,8 +1,8 @@
 """Read files that may be damaged, and write files atomically.
 
 Any file of a run may have been truncated, overwritten or replaced. All small files (JSON, YAML) are
-read by this module, which refuses a file that is too large, is not a regular file, or nests its
-JSON too deeply.
+read by this module. It refuses a file that is too large, is not a regular file, or has JSON nested
+too deeply.
 """
 
 import errno
@@ -17,8 +17,8 @@ from typing import Any, BinaryIO, Self
 
 from diffmegatron.errors import UserError
 
-# Default of the largest size of a file that is read into memory: 256 MiB. The small files of this
-# package are far smaller: the manifest of a checkpoint of 10,000 ranks has 1.5 MB.
+# Default limit for the size of a file that is read into memory: 256 MiB. Normal files are far
+# smaller: the manifest of a checkpoint of 10,000 ranks has 1.5 MB.
 MAX_BYTES = 1 << 28
 _PIECE = 1 << 20
 _SHOWN = 200
@@ -27,13 +27,9 @@ _SHOWN = 200
 def read_bytes(path: Path, *, max_bytes: int = MAX_BYTES) -> bytes:
     """Return the content of a regular file; symbolic links are followed.
 
-    Args:
-        path: file to read.
-        max_bytes: a larger file is refused; no more than ``max_bytes`` + 1 bytes are read.
-
     Raises:
-        UserError: the file is missing, is not a regular file (reading a FIFO could block forever),
-            is larger than ``max_bytes``, or cannot be read.
+        UserError: the file cannot be read, is larger than ``max_bytes``, or is not a regular file
+            (reading a FIFO could block forever).
     """
     with open_file(path) as stream:
         # Read in pieces, because read(n) allocates n bytes before it reads the first byte.
@@ -52,10 +48,6 @@ def read_bytes(path: Path, *, max_bytes: int = MAX_BYTES) -> bytes:
 
 def open_file(path: Path, *, buffering: int = -1) -> BinaryIO:
     """Open a regular file of any size for reading; symbolic links are followed.
-
-    Args:
-        path: file to open.
-        buffering: buffer size in bytes, as for :func:`open`.
 
     Raises:
         UserError: the file is missing, is not a regular file, or cannot be opened.
@@ -79,11 +71,7 @@ def file_size(path: Path) -> int:
 
 
 def read_text(path: Path, *, max_bytes: int = MAX_BYTES) -> str:
-    """Return the UTF-8 text of a regular file.
-
-    Raises:
-        UserError: the file cannot be read, or is not UTF-8.
-    """
+    """Return the text of a regular file, or raise UserError if it is not UTF-8."""
     try:
         return read_bytes(path, max_bytes=max_bytes).decode()
     except UnicodeDecodeError as error:
@@ -96,14 +84,11 @@ def read_json(path: Path, schema: Any, *, max_bytes: int = MAX_BYTES) -> Any:
     """Return the content of a JSON file as a pydantic model, dataclass or typed collection.
 
     Args:
-        path: file to read.
-        schema: type against which pydantic checks the content, such as a model or ``dict[str,
-            int]``.
-        max_bytes: a larger file is refused; no more than ``max_bytes`` + 1 bytes are read.
+        schema: type of the result, such as a pydantic model or ``dict[str, int]``.
 
     Raises:
-        UserError: the file cannot be read, or its content does not fit the schema. In the second
-            case the message contains ``cannot be used`` and the place of the error in the file.
+        UserError: the file cannot be read, or its content does not fit ``schema``. In the second
+            case, the message contains ``cannot be used``.
     """
     return parse_json(read_bytes(path, max_bytes=max_bytes), schema, format_path(path))
 
@@ -115,12 +100,11 @@ def parse_json(content: bytes | str, schema: Any, name: str) -> Any:
     Python's ``json`` raises a ``RecursionError`` on deep nesting.
 
     Args:
-        content: JSON text.
-        schema: type against which pydantic checks the content.
+        schema: type of the result.
         name: name of the content in the error message, such as a path.
 
     Raises:
-        UserError: the content does not fit the schema.
+        UserError: the content is not valid JSON or does not fit ``schema``.
     """
     from pydantic import TypeAdapter, ValidationError
 
@@ -138,9 +122,7 @@ def parse_json(content: bytes | str, schema: Any, name: str) -> Any:
 def create_file(path: Path) -> BinaryIO:
     """Create or truncate a file, and open it for writing in binary mode.
 
-    Raises:
-        OSError: the file cannot be opened, or ``path`` is a FIFO without a reader. Without
-            ``O_NONBLOCK``, opening such a FIFO would block this process.
+    If ``path`` is a FIFO without a reader, raise OSError instead of waiting for a reader.
     """
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK
     return os.fdopen(os.open(path, flags, 0o666), "wb")
@@ -164,7 +146,7 @@ def write_durably(path: Path, content: bytes) -> None:
             os.fsync(stream.fileno())
         temporary.replace(path)
     except OSError:
-        # Remove the partial file, because on a full disk it takes space that other files need.
+        # On a full disk, the partial file would use space that other files need.
         with suppress(OSError):
             temporary.unlink()
         raise
@@ -174,14 +156,8 @@ def write_durably(path: Path, content: bytes) -> None:
 class HeldFolder:
     """A context that keeps a folder open, to detect that another folder has replaced it.
 
-    Folders are compared by inode number. The number of a removed folder can be reused unless a
-    process keeps the folder open.
-
-    Args:
-        path: folder to open; symbolic links are followed.
-
-    Raises:
-        OSError: on entering, if the folder cannot be opened.
+    Folders are compared by inode number. The file system can reuse the number of a removed folder
+    unless a process keeps the folder open.
     """
 
     def __init__(self, path: Path) -> None:
@@ -197,8 +173,8 @@ class HeldFolder:
     def is_in_place(self) -> bool:
         """Return whether the path still leads to the folder that was opened.
 
-        The result is False only if the folder was certainly moved, removed or replaced. An
-        unrelated error of the file system, such as EIO, gives True.
+        Return False only if the folder was certainly moved, removed or replaced. Return True on an
+        unrelated file system error, such as EIO.
         """
         try:
             return os.path.samestat(self._path.stat(), os.fstat(self._descriptor))
@@ -215,11 +191,7 @@ def write_picture(path: Path, figure: Any, dpi: int = 130) -> None:
 
 
 def check_replaceable(*paths: Path) -> None:
-    """Refuse to replace a path that is not a regular file: a rename would remove a FIFO or device.
-
-    Raises:
-        OSError: one of the paths exists and is not a regular file, or cannot be examined.
-    """
+    """Raise OSError if a path exists and is not a file: a rename would remove a FIFO or device."""
     for path in paths:
         try:
             mode = path.stat().st_mode
@@ -244,11 +216,7 @@ def format_path(path: Path) -> str:
 
 
 def check_utf8(*paths: Path) -> None:
-    """Refuse a path that is not UTF-8, because safetensors and JSON cannot store it.
-
-    Raises:
-        UserError: one of the paths is not UTF-8.
-    """
+    """Raise UserError if a path is not UTF-8, because safetensors and JSON cannot store it."""
     for path in paths:
         try:
             str(path).encode()
@@ -261,9 +229,8 @@ def check_utf8(*paths: Path) -> None:
 def printable(path: str | Path) -> str:
     r"""Return a file's name as UTF-8 text that JSON and every terminal accept.
 
-    File names are bytes. A byte that is not UTF-8 is written as ``\x`` and two hexadecimal digits,
-    and every backslash of the name is doubled. The conversion is reversible, so no two names give
-    the same text.
+    A byte that is not UTF-8 is written as ``\x`` and two hexadecimal digits. Every backslash is
+    doubled. Different names always have different texts.
     """
     return os.fsencode(path).replace(b"\\", b"\\\\").decode(errors="backslashreplace")
 

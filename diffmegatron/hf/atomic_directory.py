@@ -17,9 +17,8 @@ from diffmegatron.files import check_utf8, format_path, os_error_text
 def atomic_directory(out: Path) -> Iterator[Path]:
     """Yield a temporary directory, which is renamed to ``out`` on success and removed otherwise.
 
-    Temporary directories for ``out`` that killed processes left behind are removed first. Every
-    process locks its temporary directory, and the lock ends with the process. A temporary directory
-    without a lock is therefore no longer in use.
+    Temporary directories for ``out`` that killed processes left behind are removed first. A running
+    process keeps its temporary directory locked, so a directory without a lock is not in use.
 
     Raises:
         UserError: ``out`` exists and is not an empty directory, ``out`` cannot be created, or its
@@ -69,13 +68,8 @@ def _remove_left(out: Path) -> None:
 def _locked(directory: Path, *, wait: bool = True) -> Iterator[bool]:
     """Lock a directory (flock) for the duration of the context, and yield whether this succeeded.
 
-    A file system without support for locks always gives False, so directories that killed processes
-    left behind are not removed there.
-
-    Args:
-        directory: directory to lock.
-        wait: whether to wait while another process holds the lock. If False and another process
-            holds it, the context yields False.
+    If another process holds the lock, wait for it, or yield False if ``wait`` is False. Always
+    yield False on a file system that does not support locks.
     """
     descriptor = os.open(directory, os.O_RDONLY)
     try:

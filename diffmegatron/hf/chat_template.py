@@ -35,11 +35,10 @@ CHAT_TEMPLATE = f"""\
 """
 # The tokenizer splits a chat before and after each match of this pattern, so that no token spans
 # the beginning or end of a response. The pattern has two alternatives:
-# 1. If the ChatML markers are ordinary text for the tokenizer, the pattern matches a response with
-#    its <|im_end|>.
-# 2. If the markers are special tokens, the tokenizer has already cut the text at the markers, and
-#    the pattern sees a text that consists of "assistant\n" and the response. It matches
-#    "assistant\n", so the response after it becomes a piece of its own.
+# 1. If the ChatML markers are ordinary text for the tokenizer, the match is a response and its
+#    <|im_end|>.
+# 2. If the markers are special tokens, the tokenizer has already split the text at the markers. The
+#    pattern is then applied to "assistant\n" and the response, and matches "assistant\n".
 _RESPONSE = r"(?<=<\|im_start\|>assistant\n)[\s\S]*?<\|im_end\|>|\Aassistant\n"
 _TEXTS = (
     "What is 12345 + 1?",
@@ -53,10 +52,7 @@ _ROLES = ("system", "user", "assistant", "user", "assistant")
 
 
 def split_responses(tokenizer: Tokenizer) -> None:
-    """Change a tokenizer so that it splits a chat before and after each response.
-
-    These are the boundaries at which ``prepare`` splits chats.
-    """
+    """Make a tokenizer split each chat before and after each response, as ``prepare`` does."""
     split = pre_tokenizers.Split(Regex(_RESPONSE), "isolated")
     before = tokenizer.pre_tokenizer
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, *([before] if before else [])])
@@ -68,17 +64,12 @@ def load_exported(directory: Path) -> Any:
 
 
 def check_chat(tokenizer: TrainingTokenizer, directory: Path, before_response: str = "") -> None:
-    """Check that an exported chat template gives the same token ids as ``prepare``.
-
-    The ids of sample chats of up to 30 messages are compared.
+    """Raise UserError unless an export and ``prepare`` encode sample chats as the same token ids.
 
     Args:
         tokenizer: tokenizer of the training data.
         directory: folder of the export.
         before_response: text to put at the beginning of every response of the sample chats.
-
-    Raises:
-        UserError: the ids differ.
     """
     exported = load_exported(directory)
     roles, texts = itertools.cycle(_ROLES), itertools.cycle(_TEXTS)
@@ -96,8 +87,8 @@ _CHATML = PrepareSettings(layout="chat")
 def _check(chat: list[dict[str, str]], tokenizer: TrainingTokenizer, exported: Any) -> None:
     parts = [tokenizer.encode_chat(text) for text in segments({"messages": chat}, _CHATML)]
     expected = [*np.concatenate(parts).tolist(), tokenizer.end_of_document]
-    # Without verbose=False, transformers would warn of sample chats that are longer than the
-    # seq_length of a small model. Their length does not matter here.
+    # Without verbose=False, transformers would warn if a sample chat is longer than the seq_length
+    # of a small model.
     ids = exported.apply_chat_template(chat, return_dict=False, tokenizer_kwargs={"verbose": False})
     if ids != expected:
         raise UserError(

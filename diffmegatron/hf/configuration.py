@@ -43,8 +43,8 @@ _NEUTRAL_OF: dict[str, dict[str, tuple[Any, ...]]] = {
 # File of a PEFT adapter, which transformers loads with the model if peft is installed.
 _ADAPTER = "adapter_config.json"
 _FULL = "full_attention"
-# Largest accepted number of layers, far above any real model. transformers creates lists with an
-# entry per layer, so a file with a huge number of layers would exhaust the memory.
+# Largest accepted number of layers. transformers creates lists with an entry per layer, so a file
+# with a huge number of layers would exhaust the memory.
 _MAX_LAYERS = 10_000
 # Keys of each kind of RoPE scaling: key in a recipe's rope_scaling -> key in the rope_parameters of
 # config.json. _LLAMA3 has the keys that only the kind llama3 has.
@@ -63,12 +63,11 @@ def to_hf_config(recipe: Recipe, end_of_document: int, dtype: torch.dtype) -> Pr
     """Return the configuration of the Hugging Face class that computes the recipe's network.
 
     Args:
-        recipe: recipe of the run that trained the weights.
         end_of_document: id of the token between training documents, used as bos and eos token.
         dtype: dtype of the exported weights.
 
     Raises:
-        UserError: Hugging Face's class cannot compute this network.
+        UserError: Hugging Face cannot compute this network.
     """
     model = recipe.model
     described = hugging_face_class(model)
@@ -78,10 +77,9 @@ def to_hf_config(recipe: Recipe, end_of_document: int, dtype: torch.dtype) -> Pr
         "initializer_range": model.initialization.std,
         "bos_token_id": end_of_document,
         "eos_token_id": end_of_document,
-        # The padding token is the end-of-document token. Its id is written to the generation and
-        # tokenizer files, but not to config.json: transformers would pass pad_token_id from
-        # config.json to the embedding as padding_idx. The embedding's row of padding_idx gets no
-        # gradient, so fine-tuning could not train the end-of-document token.
+        # The padding token is the end-of-document token. transformers passes pad_token_id from
+        # config.json to the embedding as padding_idx, and this row gets no gradient. Fine-tuning
+        # could then not train the end-of-document token, so omit its id here.
         "pad_token_id": None,
         "dtype": dtype,
         "architectures": [described.architecture],
@@ -94,12 +92,8 @@ def to_hf_config(recipe: Recipe, end_of_document: int, dtype: torch.dtype) -> Pr
 def write_config(config: PretrainedConfig, directory: Path) -> None:
     """Write ``config.json`` so that transformers 5 and 4.57 use the same rotary embedding.
 
-    transformers 5 writes ``rope_parameters``, which 4.57 ignores: it would silently use a theta of
-    10,000. The keys of 4.57, ``rope_theta`` and ``rope_scaling``, are therefore added.
-
-    Args:
-        config: configuration with ``rope_parameters``.
-        directory: an existing directory.
+    transformers 5 writes ``rope_parameters``. transformers 4.57 ignores this key and would silently
+    use a theta of 10,000, so its own keys ``rope_theta`` and ``rope_scaling`` are added.
     """
     config.save_pretrained(directory)
     path = directory / CONFIG_NAME
@@ -111,15 +105,12 @@ def write_config(config: PretrainedConfig, directory: Path) -> None:
 def hugging_face_class(model: ModelConfig) -> HuggingFace:
     """Return the description of the Hugging Face class that computes a recipe's network.
 
-    A kind of attention returns this description from its method ``hugging_face``. If a kind changes
-    the computation of its parent class but inherits this method, the description is wrong, and
-    :meth:`Variant.check_export` refuses the kind. This check is first, because the inherited method
-    could refuse a setting, and changing this setting would not help the user.
-
     Raises:
-        UserError: a kind changes the computation of its parent class but inherits its export, or no
-            class computes these settings.
+        UserError: a kind of attention changes the computation of its parent class but inherits the
+            parent's export, or no Hugging Face class computes the recipe's settings.
     """
+    # Call check_export before hugging_face. An inherited hugging_face could refuse a setting, and
+    # the user would then change the setting, although this kind cannot be exported at all.
     for kind, _ in model.attention.by_kind(model.num_layers):
         kind.check_export()
     return model.attention.hugging_face(model.hidden_size)
@@ -129,7 +120,7 @@ def network_keys(model: ModelConfig) -> dict[str, Any]:
     """Return the keys and values of a Hugging Face configuration that describe a recipe's network.
 
     Raises:
-        UserError: Hugging Face's class cannot compute this network.
+        UserError: Hugging Face cannot compute this network.
     """
     return {
         "vocab_size": model.tokens,
@@ -152,18 +143,14 @@ def _rope_parameters(model: ModelConfig) -> dict[str, Any]:
 
 
 def changed_keys(config: PretrainedConfig, recipe: Recipe) -> dict[str, Any]:
-    """Return the keys whose values differ between a pretrained model and a recipe.
+    """Return the keys that differ between a pretrained model and a recipe, with recipe values.
 
-    ``max_position_embeddings`` is among them only if the run's sequences are longer than the value
-    in ``config``.
+    ``max_position_embeddings`` is returned only if the run's sequences are longer than the value in
+    ``config``.
 
     Args:
-        config: configuration of the pretrained model. Its class must be able to compute the
-            recipe's network.
+        config: configuration whose Hugging Face class can compute the recipe's network.
         recipe: recipe of a run that started from the pretrained model.
-
-    Returns:
-        Key in ``config`` -> the recipe's value.
     """
     changed = {
         key: value
@@ -185,12 +172,12 @@ def _has_value(config: PretrainedConfig, key: str, value: Any) -> bool:
 def load_config(folder: Path) -> PretrainedConfig:
     """Load the configuration of any model that transformers or this package has a class for.
 
-    Code in the folder is never run. If ``config.json`` names an attention function, the name is
-    removed from the result, so transformers makes its own choice when it loads the model.
+    Code in the folder is never run. An attention function that ``config.json`` names is removed
+    from the result, so transformers uses its default.
 
     Raises:
-        UserError: ``config.json`` cannot be read or used, or names an attention function that would
-            be downloaded; or the folder also has a PEFT adapter.
+        UserError: ``config.json`` cannot be used, or names an attention function that would be
+            downloaded; or the folder also has a PEFT adapter.
     """
     path = folder / CONFIG_NAME
     if (folder / _ADAPTER).exists():
@@ -220,8 +207,8 @@ def read_config(folder: Path) -> PretrainedConfig:
     """Load the configuration of a pretrained model whose network a recipe can express.
 
     Raises:
-        UserError: ``config.json`` cannot be read or used, or has a value without an equivalent in a
-            recipe; or the folder also has a PEFT adapter.
+        UserError: ``config.json`` cannot be used, or has a value without an equivalent in a recipe;
+            or the folder also has a PEFT adapter.
     """
     path = folder / CONFIG_NAME
     raw = read_json(path, dict[str, Any])
@@ -254,7 +241,7 @@ def _check_count(path: Path, values: Mapping[str, Any], key: str, most: int) -> 
 
 
 def _check_code(path: Path, raw: Mapping[str, Any]) -> None:
-    """Refuse a model that needs code from its folder, unless the code is this project's."""
+    """Refuse a model that needs code from its folder, unless this package has the same code."""
     code = raw.get("auto_map")
     own = [config().auto_map for config, *_ in CLASSES if config.model_type == raw["model_type"]]
     if code is not None and code not in own:
@@ -280,8 +267,8 @@ def _check_rope(path: Path, raw: Mapping[str, Any], rope: Mapping[str, Any]) -> 
             raise UserError(
                 f"{format_path(path)} has {key} {shorten(repr(rope[key]))}, a text; give a number"
             )
-    # A file may have these keys within the section and also outside it. transformers 4 reads one of
-    # the two places and transformers 5 the other, so the two values must be equal.
+    # A file may have these keys both within and outside the section. transformers 4 and 5 read
+    # different places, so the two values must be equal.
     own = raw.get(section) or {}
     for key in ("rope_theta", "original_max_position_embeddings"):
         if raw.get(key) is not None and raw[key] != own.get(key, rope.get(key)):

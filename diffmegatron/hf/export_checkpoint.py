@@ -1,7 +1,4 @@
-"""``diffmegatron export``: write a checkpoint as a Hugging Face model, and verify its logits.
-
-The run that wrote the checkpoint may have any parallel layout.
-"""
+"""``diffmegatron export``: write a checkpoint as a Hugging Face model, and verify its logits."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,10 +23,10 @@ from diffmegatron.parallel.parallel_state import process_groups
 
 # Largest allowed difference between the logits of the export and of the training network, divided
 # by the largest logit. `_rounded_differently` chooses the key: float32 if the weights of both
-# networks are equal, otherwise the dtype whose rounding makes them different. For example, a bf16
-# export of DIFF V1 multiplies the weight of the headwise norm into the output projection and then
-# rounds the product, whereas training rounds the projection and then multiplies. Each bf16 rounding
-# has a relative error of up to 2^-9.
+# networks are equal, otherwise the dtype whose rounding makes the weights different. For example, a
+# bf16 export of DIFF V1 multiplies the headwise norm's weight into the output projection and then
+# rounds. Training rounds the projection before it multiplies. Each bf16 rounding has a relative
+# error of up to 2^-9.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 _NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 
@@ -47,9 +44,8 @@ def export_checkpoint(
     Args:
         directory: directory of the checkpoint, which may have any parallel layout.
         out: directory to create.
-        verify: whether to load the written files with ``transformers`` and compare the logits with
-            those of the training network. Both models must fit into this process's memory in
-            float32.
+        verify: whether to load the written files with ``transformers`` and compare their logits
+            with the training network's. Both models must fit into this process's memory in float32.
         tokens: ids [b, s] on which the logits are compared, at most 256 ids in total (b * s);
             None: the ids of a short built-in text.
 
@@ -59,8 +55,7 @@ def export_checkpoint(
     Raises:
         UserError: the checkpoint is unusable, Hugging Face cannot compute this network, ``out``
             exists and is not empty, or the logits differ by more than rounding explains. In all
-            these cases nothing is written to ``out``: it is created only after the comparison, by
-            renaming a temporary directory.
+            these cases nothing is written to ``out``.
     """
     transformers_logging.disable_progress_bar()
     # Opening the checkpoint verifies its checksums. The comparison of logits cannot detect damage,
@@ -103,20 +98,17 @@ def export_checkpoint(
 def _rounded_differently(
     recipe: Recipe, dtype: torch.dtype, original: Original | None, step: int
 ) -> torch.dtype:
-    """Return the key of ``TOLERANCE`` with which to compare the export and the training network.
+    """Return the key of ``TOLERANCE`` for comparing the export with the training network.
 
-    - float32 if ``original`` is None and the export multiplies or adds no weights. It then only
-      rearranges them and stores them in the run's dtype. The two networks have equal weights, and
-      only the order of float32 additions differs.
-    - In all other cases, the coarser of the run's dtype and the dtype of the exported weights. The
-      export may then round weights to another dtype, or round products of weights (such as LoRA's).
+    - float32 if ``original`` is None and the export only rearranges weights. The two networks then
+      have equal weights, and only the order of float32 additions differs.
+    - In all other cases, the coarser of the run's dtype and the exported dtype. The export may then
+      round weights to another dtype, or round products of weights (such as LoRA's).
 
     Args:
-        recipe: recipe of the run.
-        dtype: dtype of the run.
-        original: files of the pretrained model that the run started from; its weights are exported
-            in the dtype of this model. None for other runs, which export in ``dtype``.
-        step: training step of the weights.
+        dtype: dtype of the run, which is also the exported dtype if ``original`` is None.
+        original: files of the pretrained model that the run started from, whose dtype is the
+            exported dtype.
     """
     is_folded = recipe.model.lora is not None or any(
         rule.folds for rule in table(recipe.model, step)
@@ -141,8 +133,8 @@ def _difference_reason(dtype: torch.dtype) -> str:
 def _likely_cause(recipe: Recipe) -> str:
     """Return a likely cause of different logits as text; "" if none is known.
 
-    A user's kind of attention may subclass another kind and inherit its export, although it
-    computes something else than the parent kind.
+    A user's kind of attention may inherit the export of its parent class, although it changes the
+    parent's computation.
     """
     kind, inherited = recipe.model.attention.kind, recipe.model.attention.inherited_export
     if inherited is None:
@@ -179,7 +171,6 @@ def training_logits(checkpoint: Checkpoint, tokens: Tensor) -> Tensor:
     The weights are rounded to the precision of the run, and the arithmetic is float32.
 
     Args:
-        checkpoint: checkpoint with the weights.
         tokens: ids [b, s].
 
     Returns:

@@ -38,16 +38,15 @@ def import_model(
 
     - ``recipe.yaml``, which recipes of other runs extend;
     - a checkpoint of step 0 with weights only;
-    - ``hugging_face/`` with the model's files other than the weights. When a run that started from
-      this model is exported, the export contains copies of these files.
+    - ``hugging_face/`` with the model's configuration and tokenizer files. The export of a run that
+      started from this model is based on these files.
 
     Args:
         folder: folder of the model, with ``config.json``, safetensors files, ``tokenizer.json`` and
             ``tokenizer_config.json``.
         out: directory to create.
-        vocab_multiple: the number of rows of the embedding and of the output layer is padded to a
-            multiple of this number, so that tensor-parallel ranks can shard them. No token uses the
-            padding rows, and no export contains them.
+        vocab_multiple: the embedding and the output layer are padded to a multiple of this number
+            of rows, so that tensor-parallel ranks can shard them. Exports have no padding rows.
         verify: whether to compare logits of ``transformers`` and of the training network. Both
             models must fit into this process's memory in float32.
 
@@ -91,15 +90,9 @@ def import_model(
 def _recipe(section: dict[str, Any], source: Source, length: int, out: Path, name: str) -> Recipe:
     """Return a recipe of the model, which recipes of other runs extend.
 
-    The network, tokenizer, precision and sequence length are usable. The data sources, number of
-    steps, batch size and learning rate are placeholders, which the other recipes must replace.
-
-    Args:
-        section: section ``model`` of the recipe.
-        source: tensors of the model, whose most frequent dtype determines the precision.
-        length: sequence length.
-        out: run directory that the import creates.
-        name: description of the recipe for error messages.
+    The data sources, number of steps, batch size and learning rate are placeholders, which the
+    other recipes must replace. ``section`` is the section ``model`` of the recipe, and ``name``
+    describes the recipe in error messages.
     """
     out = out.resolve()
     values = {

@@ -1,8 +1,7 @@
 """Files of the pretrained model that a run started from: config.json, tokenizer and dtypes.
 
-``diffmegatron import`` copies the model's configuration and tokenizer files into the folder that
-the recipe names as ``data.tokenizer``. It adds ``dtypes.json``, the dtypes of the model's weights.
-A tokenizer folder without ``dtypes.json`` was not written by an import.
+``diffmegatron import`` writes these files to a folder, which becomes ``data.tokenizer`` of the
+recipe. Only a folder from an import has ``dtypes.json``, the dtypes of the model's weights.
 """
 
 import shutil
@@ -46,9 +45,7 @@ class Original:
     """Configuration, tokenizer and dtypes of the pretrained model that a run started from.
 
     Attributes:
-        folder: folder of the files.
-        config: content of ``config.json``.
-        dtypes: dtypes of the pretrained model's tensors.
+        folder: folder with ``config.json``, the tokenizer and ``dtypes.json``.
     """
 
     folder: Path
@@ -61,16 +58,11 @@ class Original:
         return DTYPES[self.dtypes.usual]
 
     def dtype(self, name: str) -> torch.dtype:
-        """Return the dtype of a tensor of the pretrained model.
-
-        Args:
-            name: name of the tensor. For a name that the model does not have, the result is
-                ``usual_dtype``.
-        """
+        """Return the dtype of a tensor, or ``usual_dtype`` if the model has no such tensor."""
         return DTYPES[self.dtypes.others.get(name, self.dtypes.usual)]
 
     def can_compute(self, described: HuggingFace) -> bool:
-        """Return whether the pretrained model's class can compute a recipe's kind of attention.
+        """Return whether the pretrained model's class can compute a kind of attention.
 
         Args:
             described: Hugging Face class with which this kind of attention is exported.
@@ -80,12 +72,7 @@ class Original:
     def write_config(self, recipe: Recipe, directory: Path) -> None:
         """Write ``config.json``, changed where the recipe differs from the pretrained model.
 
-        If nothing differs, the file is copied unchanged. ``generation_config.json`` is copied if
-        the model has one.
-
-        Args:
-            recipe: recipe of the run.
-            directory: folder for the files.
+        ``generation_config.json`` is also copied if the model has one.
         """
         if changed := changed_keys(self.config, recipe):
             config = type(self.config).from_dict(self.config.to_dict() | changed)
@@ -99,10 +86,6 @@ class Original:
 
 def keep_original(source: Source, folder: Path) -> None:
     """Copy a model's configuration and tokenizer into a new folder, and add ``dtypes.json``.
-
-    Args:
-        source: tensors of the model, and its folder.
-        folder: folder to create.
 
     Raises:
         UserError: a file cannot be copied or written.
@@ -139,10 +122,6 @@ def find_original(recipe: Recipe) -> Original | None:
 
 
 def read_dtypes(folder: Path) -> Dtypes:
-    """Read ``dtypes.json``, which :func:`keep_original` wrote.
-
-    Args:
-        folder: folder that contains the file.
-    """
+    """Read ``dtypes.json`` from a folder that :func:`keep_original` wrote."""
     dtypes: Dtypes = read_json(folder / DTYPES_NAME, Dtypes)
     return dtypes

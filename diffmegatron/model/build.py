@@ -62,20 +62,20 @@ def transformer_config(recipe: Recipe) -> TransformerConfig:
         context_parallel_size=parallel.context,
         sequence_parallel=parallel.sequence_parallel,
         **_recompute(recipe.recompute),
-        # Fused SwiGLU is off on a CPU, where each compilation takes 19 s. It would be compiled at
-        # its first call, again at the first other sequence length, and again for evaluation.
+        # Fused SwiGLU is off on a CPU, where one compilation needs 19 s. Torch would compile it
+        # three times: at the first call, for another sequence length, and for evaluation.
         bias_activation_fusion=torch.cuda.is_available(),
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
-        # Make the embedding's gradient deterministic. Without this mode CUDA sums it by atomic
-        # additions, in an order that changes from run to run.
+        # Without this mode, CUDA sums the embedding's gradient by atomic additions, in an order
+        # that changes from run to run.
         deterministic_mode=recipe.training.deterministic,
-        # Off without CUDA: with batched sends on gloo, interleaved schedules compute wrong results
-        # and raise no error.
+        # With batched sends on gloo, interleaved schedules compute wrong results and raise no
+        # error. Batched sends are therefore off without CUDA.
         batch_p2p_comm=torch.cuda.is_available(),
         # True would synchronize the device after each exchange. Only old versions of torch need
-        # this, because they did not order batched sends before later kernels.
+        # this synchronization, because they did not order batched sends before later kernels.
         batch_p2p_sync=False,
     )
 
@@ -83,12 +83,10 @@ def transformer_config(recipe: Recipe) -> TransformerConfig:
 def build_model(
     recipe: Recipe, parallel_state: ParallelState, *, initial_weights: bool = True
 ) -> Network:
-    """Build this rank's pipeline stage of the network, with all its virtual stages, on its device.
+    """Build all virtual stages of this pipeline rank on its device.
 
     Args:
-        recipe: recipe with sizes, attention, layout, precision and seed.
-        parallel_state: parallel layout, and this rank's place in it.
-        initial_weights: whether to initialize the weights; otherwise their values are arbitrary.
+        initial_weights: whether to initialize the weights. If False, their values are arbitrary.
 
     Raises:
         UserError: If the recipe's attention backend cannot run on this machine.
@@ -112,10 +110,8 @@ def _build_virtual_stage(
 ) -> VirtualStage:
     """Build the virtual stage with index ``number`` of this pipeline rank.
 
-    A virtual stage is one of the groups of layers on a pipeline rank. In the order of the network's
-    layers, virtual stage 0 of all pipeline ranks comes before virtual stage 1 of the first rank.
-    The first virtual stage of the network has the embedding, and the last one the output layer and
-    the loss.
+    A virtual stage is one of the groups of consecutive layers on a pipeline rank. The layers of
+    virtual stage 0 of all pipeline ranks come before the layers of virtual stage 1.
     """
     model, host = recipe.model, available_host(recipe.model.lora)
     stages = parallel_state.virtual_pipeline_size
@@ -159,10 +155,10 @@ def _recompute(recompute: RecomputeConfig) -> dict[str, Any]:
 
 
 def _check_backend(recipe: Recipe, parallel_state: ParallelState) -> None:
-    """Check, before the first step, that the recipe's attention backend can run on this machine.
+    """Check that the recipe's attention backend can run on this machine.
 
-    The recipe's setting applies only to differential attention, so layers with softmax attention
-    are not checked.
+    The setting applies only to differential attention, so layers with softmax attention are not
+    checked.
 
     Raises:
         UserError: If the attention backend cannot run.
@@ -178,13 +174,13 @@ def _check_backend(recipe: Recipe, parallel_state: ParallelState) -> None:
 
 
 def lambda_by_layer(network: Network) -> dict[int, Tensor]:
-    """Return a dict: global number (from 1) of each layer on this rank -> lambda of the layer.
+    """Return lambda of each layer on this rank, by the layer's number in the network, from 1.
 
     Lambda is the factor of the noise map, the softmax map that differential attention subtracts.
-    Layers of softmax attention have no entry.
+    Each value is a 0-dim tensor. Layers of softmax attention have no entry.
 
-    Lambda is a 0-dim tensor. If it depends on the token, the value is the mean over this rank's
-    heads and the tokens of the last forward pass; before the first forward pass there is no entry.
+    If lambda depends on the token, the value is the mean over this rank's heads and the tokens of
+    the last forward pass. Such a layer has no entry before the first forward pass.
     """
     found = {}
     for module in network.modules():
@@ -197,10 +193,10 @@ def lambda_by_layer(network: Network) -> dict[int, Tensor]:
 
 
 def _mark_tensor_parallel(network: Network) -> None:
-    """Set ``tensor_model_parallel`` on every parameter: whether tensor-parallel ranks shard it.
+    """Set ``tensor_model_parallel`` on every parameter: True if tensor-parallel ranks shard it.
 
-    Gradient norms need the mark, to count replicated parameters once. Megatron sets it in its own
-    initialization, which is not used here.
+    The gradient norm needs this attribute to count replicated parameters once. Megatron sets it in
+    its own initialization, which is not used here.
     """
     for parameter, shards in parameter_shards(network).items():
         whole = math.prod(shards[0].global_shape)

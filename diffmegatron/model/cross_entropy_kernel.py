@@ -2,14 +2,14 @@
 # (The parameters of a Triton kernel are compiler values, which Python types cannot describe.)
 """Cross-entropy in Triton, for logits whose vocabulary is sharded over tensor-parallel ranks.
 
-``language_model_loss.py`` uses it on a GPU. Each logit is read twice, and its gradient is written
-over it in the same dtype. This is 6 bytes of memory traffic per logit in bf16.
+``language_model_loss.py`` uses it on a GPU. The kernels read each logit twice and overwrite it with
+its gradient in the same dtype. In bf16 this is 6 bytes of memory traffic per logit.
 
-Why not another implementation:
+The alternatives have disadvantages:
 
 - Megatron-core's cross-entropy makes a float32 copy of the logits and passes over it seven times.
 - Megatron-core's fused version is compiled at the first step, and again for other shapes.
-- Transformer Engine's version needs that library.
+- Transformer Engine's version needs Transformer Engine, which may not be installed.
 - Liger's version does not support a sharded vocabulary.
 """
 
@@ -40,16 +40,16 @@ def cross_entropy(
 
     Args:
         logits: [rows, v], floating point, where v is the size of this rank's vocabulary shard. The
-            shards are consecutive ranges of ids, in the order of the ranks. Contiguous logits are
-            overwritten with their gradient in the backward pass.
+            shards are consecutive ranges of ids, in the order of the ranks. The backward pass
+            overwrites contiguous logits with their gradient.
         labels: [rows] int64, ids in the whole vocabulary.
         group: tensor-parallel ranks that shard the vocabulary; None if it is not sharded.
-        unpadded_size: number of ids in this rank's shard before its padding. Logits of padding are
-            left out of the softmax, and their gradient is 0. None for no padding.
+        unpadded_size: number of ids in this rank's shard before its padding; None for no padding.
+            The softmax excludes logits of padding, and their gradient is 0.
 
     Returns:
-        Losses [rows], computed in float32 (in float64 for float64 logits), the same on every rank
-        of the group.
+        Losses [rows], the same on every rank of the group. They are float64 for float64 logits, and
+        float32 otherwise.
     """
     losses: Tensor = _CrossEntropy.apply(
         logits, labels, group, logits.shape[1] if unpadded_size is None else unpadded_size
@@ -88,7 +88,8 @@ class _CrossEntropy(torch.autograd.Function):
                 logits, own_labels, log_total, grad.contiguous(), shard_size, ctx.unpadded_size,
                 BLOCK=BLOCK, ACCUMULATE=accumulate(logits), num_warps=WARPS,
             )  # fmt: skip
-        # A second backward pass would read the overwritten logits. Make autograd refuse it.
+        # The saved logits are overwritten now. A new version number makes autograd raise an error
+        # if a second backward pass needs them.
         increment_version(logits)
         return logits, None, None, None
 
@@ -96,10 +97,10 @@ class _CrossEntropy(torch.autograd.Function):
 def _statistics(
     logits: Tensor, own_labels: Tensor, unpadded_size: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the statistics of each row over this rank's vocabulary shard, three tensors [rows].
+    """Return three statistics of each row over this rank's vocabulary shard, as tensors [rows].
 
-    They are the largest logit; the sum of exp(logit - largest logit); and the logit of the label,
-    or 0 if the label is in the shard of another rank.
+    The statistics are the largest logit, the sum of exp(logit - largest logit), and the logit of
+    the label. The last one is 0 if the label is in the shard of another rank.
     """
     rows, shard_size = logits.shape
     dtype = torch.promote_types(logits.dtype, torch.float32)
@@ -117,7 +118,7 @@ def _statistics(
 def _over_ranks(
     largest: Tensor, total: Tensor, of_label: Tensor, group: distributed.ProcessGroup
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Reduce the statistics of all vocabulary shards to those of the whole vocabulary."""
+    """Reduce the statistics of all vocabulary shards to statistics of the whole vocabulary."""
     overall = largest.clone()
     distributed.all_reduce(overall, op=distributed.ReduceOp.MAX, group=group)
     sums = torch.stack([total * (largest - overall).exp(), of_label])
@@ -137,11 +138,7 @@ def statistics_kernel(
     BLOCK: tl.constexpr,
     ACCUMULATE: tl.constexpr,
 ):
-    """Compute the three statistics of one row (see ``_statistics``).
-
-    The sum of exponentials is relative to the largest logit so far, and is rescaled whenever a
-    larger logit is found.
-    """
+    """Compute the three statistics of one row (see ``_statistics``) by online softmax."""
     row = tl.program_id(0)
     first = logits_ptr + row.to(tl.int64) * shard_size
     largest = tl.full([], -float("inf"), ACCUMULATE)
@@ -151,7 +148,7 @@ def statistics_kernel(
         is_token = index < unpadded_size
         logits = tl.load(first + index, mask=is_token, other=-float("inf")).to(ACCUMULATE)
         larger = tl.maximum(largest, tl.max(logits, 0))
-        # If all logits so far are -inf, -inf - (-inf) would be NaN, so subtract 0 instead.
+        # If all logits so far are -inf, the difference -inf - (-inf) is NaN. So subtract 0.
         shift = tl.where(larger == -float("inf"), 0.0, larger)
         total = total * tl.exp(largest - shift) + tl.sum(tl.exp(logits - shift), 0)
         largest = larger

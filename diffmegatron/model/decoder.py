@@ -18,16 +18,14 @@ from torch import Tensor
 class Decoder(MegatronModule):
     """The transformer layers of a virtual stage; each layer is built from its own spec.
 
-    A virtual stage is one of the groups of layers on a pipeline rank (one group without
-    interleaving).
+    A virtual stage is one of the groups of layers on a pipeline rank. Without interleaving, a rank
+    has one group.
 
     Args:
-        config: Megatron-core's sizes, layout and recomputation.
         layer_specs: one spec per layer of this virtual stage, in order.
-        final_norm: class of the norm after the network's last layer; None in all virtual stages
-            without this layer.
-        groups: process groups of the layers.
-        vp_stage: number of the virtual stage on this rank; None without interleaving.
+        final_norm: class of the norm after the network's last layer; None in every virtual stage
+            except the last one of the network.
+        vp_stage: index of the virtual stage on this rank; None without interleaving.
     """
 
     def __init__(
@@ -40,8 +38,8 @@ class Decoder(MegatronModule):
     ) -> None:
         super().__init__(config)
         self.tp_group = groups.tp
-        # Here `layer_number` counts from 1 within this virtual stage. Megatron's layer adds the
-        # number of the network's layers before this virtual stage.
+        # `layer_number` counts from 1 within this virtual stage. Megatron's layer converts it to
+        # its number in the network.
         self.layers: Sequence[TransformerLayer] = torch.nn.ModuleList(  # type: ignore[assignment]
             build_module(
                 spec, config=config, layer_number=number, pg_collection=groups, vp_stage=vp_stage
@@ -58,15 +56,12 @@ class Decoder(MegatronModule):
         """Run the layers, and the final norm in the last virtual stage.
 
         Args:
-            hidden: hidden states [positions, batch, hidden size]; under sequence parallelism only
+            hidden: hidden states [positions, batch, hidden size]. Under sequence parallelism, only
                 the positions of this tensor-parallel rank.
             angles: rotary angles [positions, 1, 1, head width] of all positions of this
                 context-parallel rank, also under sequence parallelism.
-            documents: boundaries of the documents in whole sequences, not in the part that a
-                context-parallel rank has; None if attention crosses documents.
-
-        Returns:
-            Hidden states in the shape of ``hidden``.
+            documents: boundaries of the documents in the whole sequences, also under context
+                parallelism; None if attention crosses documents.
         """
         for layers, is_recomputed in self._groups():
             run = partial(_run, layers, angles, documents)
@@ -77,13 +72,14 @@ class Decoder(MegatronModule):
         return hidden if self.final_layernorm is None else self.final_layernorm(hidden)
 
     def _groups(self) -> Iterator[tuple[Sequence[TransformerLayer], bool]]:
-        """Yield groups of consecutive layers, each with whether the backward pass recomputes it.
+        """Yield groups of consecutive layers, and True if the backward pass recomputes the group.
 
-        Only the input of a recomputed group is saved for backward. With the method "uniform", all
-        groups are recomputed and have ``recompute_num_layers`` layers (the last may have fewer).
-        With "block", each group is one layer, and the first ``recompute_num_layers`` layers are
-        recomputed. Without full recomputation, all layers are one group, which is not recomputed as
-        a whole.
+        Without full recomputation, all layers are one group. Only the input of a recomputed group
+        is saved for the backward pass.
+
+        The method "uniform" recomputes all layers
+        in groups of ``recompute_num_layers``. The method "block" recomputes the first
+        ``recompute_num_layers`` layers of this virtual stage one by one.
         """
         count, method = self.config.recompute_num_layers, self.config.recompute_method
         if self.config.recompute_granularity != "full":
@@ -103,7 +99,7 @@ class Decoder(MegatronModule):
     ) -> dict:
         """Return Megatron-core's sharded state dict of the layers and of the final norm.
 
-        The name of a layer contains its index in the network, from 0. The arguments are Megatron's.
+        The name of a layer contains the layer's index in the network, from 0.
         """
         state: dict = {}
         for layer in self.layers:

@@ -1,10 +1,10 @@
 """Initial weights, which are the same for every parallel layout.
 
-Every named tensor has its own random stream, seeded by ``training.seed`` and the tensor's name.
-Each rank draws the unsharded tensor and keeps its shard. A network therefore starts from the same
-weights for any tensor-parallel and pipeline-parallel size. Two models with the same seed, for
-example with different attention, start with equal values in all tensors that have the same name
-and shape.
+Each tensor has its own random stream, seeded by ``training.seed`` and the name of the tensor. Every
+rank draws the unsharded tensor and keeps its shard.
+
+Two models with the same seed can differ, for example in their attention. They still start with
+equal values in all tensors that have the same name and shape.
 """
 
 import hashlib
@@ -34,14 +34,7 @@ def initialize(network: Network, recipe: Recipe) -> None:
 
 
 def initial_tensor(name: str, shape: tuple[int, ...], model: ModelConfig, seed: int) -> Tensor:
-    """Return the initial value of an unsharded tensor, float32 on the CPU.
-
-    Args:
-        name: name of the tensor in the network.
-        shape: shape of the unsharded tensor.
-        model: model section of the recipe.
-        seed: seed of the run.
-    """
+    """Return the initial value of an unsharded tensor, float32 on the CPU."""
     initial = initial_values(name, shape, model)
     if isinstance(initial, Constant):
         return torch.full(shape, initial.value)
@@ -55,16 +48,9 @@ def initial_tensor(name: str, shape: tuple[int, ...], model: ModelConfig, seed: 
 def initial_values(
     name: str, shape: tuple[int, ...], model: ModelConfig
 ) -> float | Constant | Identity:
-    """Return the fixed initial values of a tensor, or the standard deviation of random ones.
+    """Return the fixed initial values of an unsharded tensor, or a standard deviation.
 
-    Args:
-        name: name of the tensor in the network.
-        shape: shape of the unsharded tensor.
-        model: model section of the recipe.
-
-    Returns:
-        A constant, a scaled identity matrix, or the standard deviation of a normal distribution
-        with mean 0.
+    A standard deviation means random values from a normal distribution with mean 0.
     """
     initialization = model.initialization
     declared = declared_parameter(name, model)
@@ -73,8 +59,8 @@ def initial_values(
     if len(shape) == 1:
         return Constant(1.0)
     if is_lora(name):
-        # LoRA's product is B @ A. B is zero, so the product starts at zero. A has the standard
-        # deviation of the weights in torch's linear layers (Kaiming uniform with a = sqrt(5)).
+        # LoRA's product B @ A starts at zero, because B is zero. A has the standard deviation of
+        # torch's linear layers (Kaiming uniform with a = sqrt(5)).
         return Constant(0.0) if name.endswith(LORA_B) else 1 / math.sqrt(3 * shape[1])
     if name.startswith("embedding."):
         return model.embedding_std

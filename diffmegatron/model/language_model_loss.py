@@ -16,29 +16,24 @@ Losses = Callable[[Tensor, Tensor], Tensor]
 
 
 def chunked_losses(losses: Losses, labels: Tensor, hidden: Tensor, size: int) -> Tensor:
-    """Compute the losses in chunks of ``size`` positions, to limit the memory of the logits.
+    """Compute the losses [b, s] in chunks of ``size`` positions, to limit the memory of the logits.
 
     Only the logits of one chunk exist at a time; the backward pass recomputes them. For example,
     the logits of 65,536 positions with a vocabulary of 100,288 tokens are 26 GB in float32.
 
-    Two alternatives do not fit: Megatron-core's fused linear cross-entropy
-    (``cross_entropy_fusion_impl="linear"``) runs on Blackwell only, and Liger's does not support a
+    Two alternatives are unsuitable. Megatron-core's fused linear cross-entropy
+    (``cross_entropy_fusion_impl="linear"``) runs only on Blackwell. Liger's version supports no
     vocabulary-parallel output layer.
 
-    Under sequence parallelism, each tensor-parallel rank has a range of the sequence's positions,
-    and the output layer gathers these ranges. A chunk therefore consists of some positions from the
-    range of every rank.
+    Under sequence parallelism, each tensor-parallel rank has one range of the positions, and the
+    output layer gathers these ranges. A chunk therefore has positions from the range of every rank.
 
     Args:
-        losses: function that returns the losses of a chunk from its labels and hidden states.
         labels: ids of the next tokens, [b, s].
         hidden: hidden states [s, b, hidden size], or [s / tensor-parallel size, b, hidden size]
             under sequence parallelism.
-        size: number of positions in a chunk; under sequence parallelism it is rounded up to a
+        size: number of positions in a chunk. Under sequence parallelism it is rounded up to a
             multiple of the tensor-parallel size.
-
-    Returns:
-        Loss of each token, [b, s].
     """
     by_rank = labels.unflatten(1, (-1, hidden.shape[0]))
     step = -(-size // by_rank.shape[1])
@@ -64,15 +59,14 @@ def cross_entropy(
 ) -> Tensor:
     """Return the loss of each token, [b, s], from this tensor-parallel rank's logits.
 
-    Logits of vocabulary padding are excluded from the softmax. The reason is pretrained models that
-    are imported from Hugging Face: they were trained without padding, and the import adds rows of
-    zeros to their output layer. The logits of these rows are 0. Most logits of tokens are negative,
-    so the padding would get more probability than most tokens.
+    The softmax excludes logits of vocabulary padding. Models from Hugging Face were trained without
+    padding, and the import adds rows of zeros to their output layer. The logits of these rows are
+    0. Most logits of tokens are negative, so padding would be more probable than most tokens.
 
     Args:
         fallback: Megatron-core's cross-entropy, used if the Triton kernel cannot run.
         labels: ids of the next tokens, [b, s].
-        logits: [s, b, v], where v is the size of this rank's vocabulary shard. They may be
+        logits: [s, b, v], where v is the size of this rank's vocabulary shard. The logits may be
             overwritten.
         group: tensor-parallel ranks, which shard the vocabulary.
         unpadded_size: number of ids in this rank's vocabulary shard before its padding.
@@ -85,8 +79,8 @@ def cross_entropy(
         )
         return losses.view(logits.shape[:2]).T.contiguous()
     if unpadded_size < logits.shape[-1]:
-        # Write in place, because the logits are the largest tensor, and a copy needs as much memory
-        # again. The operation that computed them does not need their values in its backward pass.
+        # Write in place, because a copy of the logits, the largest tensor, would need too much
+        # memory. The backward pass of the output layer does not need the values of the logits.
         logits[..., unpadded_size:] = -torch.inf
     return fallback(labels, logits)
 

@@ -33,23 +33,20 @@ class VirtualStage(LanguageModule):
     layer. Without interleaving, a pipeline stage is one virtual stage. Without pipeline
     parallelism, the network is one virtual stage.
 
-    Submodules and public attributes have Megatron-core's names, because Megatron-core's schedules
-    and the sharded state of tied embeddings read them (tests/unit/model/test_megatron_attributes.py
-    lists them).
+    Megatron-core's schedules and its sharded state of tied embeddings read some attributes of this
+    class, so these attributes have Megatron-core's names
+    (tests/unit/model/test_megatron_attributes.py lists them).
 
     Args:
-        config: Megatron-core's sizes, layout and recomputation.
         layer_specs: one spec per layer of this virtual stage, in order.
         final_norm: class of the norm after the network's last layer.
         vocab_size: number of rows of the unsharded embedding and output layer, with padding.
         vocab_padding: number of padding rows at the end, which are not tokens.
         rope_theta: base of the rotary frequencies.
-        rope_scaling: scaling of the rotary frequencies.
         loss_chunk: number of positions whose logits are in memory at the same time; None for all.
-        tied_embeddings: whether the output layer shares the embedding's weight.
-        pre_process: whether this is the network's first virtual stage, with the embedding.
-        post_process: whether this is the network's last virtual stage, with the loss.
-        vp_stage: number of the virtual stage on this rank; None without interleaving.
+        pre_process: whether this is the network's first virtual stage.
+        post_process: whether this is the network's last virtual stage.
+        vp_stage: index of the virtual stage on this rank; None without interleaving.
     """
 
     def __init__(
@@ -115,8 +112,8 @@ class VirtualStage(LanguageModule):
         """Set the hidden states received from the previous stage; Megatron's schedules call this.
 
         Args:
-            received: list of one tensor [s, b, hidden size]; ``[None]`` in the network's first
-                virtual stage.
+            received: list of one tensor [s, b, hidden size]. In the network's first virtual stage
+                the list is ``[None]``.
         """
         (self._received,) = received
 
@@ -131,13 +128,13 @@ class VirtualStage(LanguageModule):
         """Run the virtual stage, with the arguments in Megatron's order.
 
         :meth:`Network.forward` describes the arguments. Rotary positions count from the first token
-        of each sequence; ``position_ids`` does not change them.
+        of each sequence. ``position_ids`` has no effect on the rotary positions.
 
         Returns:
             1. In every virtual stage except the network's last: hidden states [s, b, hidden size].
-            2. In the last one, with ``labels``: the loss of each token, float32 [b, s].
-            3. In the last one, without ``labels``: this tensor-parallel rank's shard of the logits,
-               [b, s, v].
+            2. In the last stage, with ``labels``: the loss of each token, float32 [b, s].
+            3. In the last stage, without ``labels``: this tensor-parallel rank's shard of the
+               logits, [b, s, v].
         """
         hidden = self.embedding(tokens, position_ids) if self.pre_process else self._received
         assert hidden is not None
@@ -170,11 +167,7 @@ class VirtualStage(LanguageModule):
         )
 
     def _unpadded_size(self, shard_size: int) -> int:
-        """Return the number of ids in this rank's vocabulary shard that are not padding.
-
-        Args:
-            shard_size: number of ids in the shard, with padding.
-        """
+        """Return the number of ids in this rank's vocabulary shard that are not padding."""
         first = self.tp_group.rank() * shard_size
         return min(max(self.unpadded_vocab_size - first, 0), shard_size)
 
@@ -186,8 +179,8 @@ class VirtualStage(LanguageModule):
 
         Returns:
             int64 [b, s], the same on every tensor-parallel rank. Ids of vocabulary padding are
-            never returned. The id is -1 where a logit on any tensor-parallel rank, other than a
-            logit of padding, is not finite.
+            never returned. The id is -1 if any logit of the position is NaN or infinite; logits of
+            padding are not checked.
         """
         group, shard_size = self.tp_group, logits.shape[-1]
         first, unpadded_size = group.rank() * shard_size, self._unpadded_size(shard_size)
@@ -204,8 +197,8 @@ class VirtualStage(LanguageModule):
 class Network(torch.nn.Module):
     """All virtual stages of one pipeline rank.
 
-    Only a network with a single virtual stage can be called. Megatron's schedules call several
-    virtual stages one by one.
+    Only a network with one virtual stage can be called. If there are several virtual stages,
+    Megatron's schedules call each of them separately.
     """
 
     def __init__(self, stages: Sequence[VirtualStage]) -> None:
@@ -221,37 +214,27 @@ class Network(torch.nn.Module):
                 module.step = step
 
     def forward(self, *args: object, **kwargs: object) -> Tensor:
-        """Run the only virtual stage, with the arguments of :meth:`VirtualStage.forward`.
+        """Run the only virtual stage, and return the result of :meth:`VirtualStage.forward`.
 
-        These are ``tokens`` [b, s], ``position_ids`` [b, s], ``attention_mask`` (None, because
-        attention is always causal), ``labels`` [b, s], and ``packed_seq_params`` with the
+        The arguments are ``tokens`` [b, s], ``position_ids`` [b, s], ``attention_mask`` (None,
+        because attention is always causal), ``labels`` [b, s], and ``packed_seq_params`` with the
         boundaries of packed documents.
-
-        Returns:
-            With ``labels``, the loss of each token, float32 [b, s]. Without ``labels``, this
-            tensor-parallel rank's shard of the logits, [b, s, v].
         """
         (stage,) = self.virtual_stages
         return stage(*args, **kwargs)
 
 
 def _gathered(own: Tensor, group: distributed.ProcessGroup) -> Tensor:
-    """Gather a tensor from all ranks of a group, and stack the results to [ranks, ...]."""
+    """Gather a tensor from all ranks of a group, and stack the tensors to [ranks, ...]."""
     found = [torch.empty_like(own) for _ in range(group.size())]
     distributed.all_gather(found, own.contiguous(), group=group)
     return torch.stack(found)
 
 
 def declared_parameter(name: str, model: ModelConfig) -> Parameter | None:
-    """Return the declaration of a tensor by its layer's attention variant.
+    """Return the attention variant's declaration of a tensor, such as its shape and initial value.
 
-    Args:
-        name: name of the tensor in the network.
-        model: model section of the recipe.
-
-    Returns:
-        Declaration with shape and initial value; None if the layer's attention variant does not
-        declare the tensor.
+    The result is None if the attention variant of the tensor's layer does not declare the tensor.
     """
     layer, found, own = name.rpartition(".self_attention.")
     if not found:

@@ -1,9 +1,8 @@
 """Table of the shards of named tensors that each parameter of this rank stores.
 
 A named tensor is an unsharded tensor of the network. Its name and shape do not depend on the
-parallel layout: ``decoder.layers.3.mlp.linear_fc1.weight`` belongs to the network's fourth layer
-for any tensor-parallel and pipeline-parallel size. Initial weights, checkpoints and export all use
-this table. The shapes come from Megatron-core's ``sharded_state_dict``.
+parallel layout. For example, ``decoder.layers.3.mlp.linear_fc1.weight`` always belongs to the
+network's fourth layer. The names and shapes come from Megatron-core's ``sharded_state_dict``.
 """
 
 import math
@@ -16,8 +15,8 @@ from torch import Tensor
 
 from diffmegatron.model.network import Network
 
-# With this option, Megatron-core describes SwiGLU's fused gate and up projection as two blocks of
-# rows on every tensor-parallel rank.
+# Megatron-core's option to name each layer by its index in the network. Only Megatron-core's
+# ``TransformerBlock`` reads the option; ``Decoder`` names the layers in this way without it.
 _METADATA = {"non_homogeneous_layers": True}
 
 
@@ -29,14 +28,11 @@ class Shard:
     tensors or blocks.
 
     Attributes:
-        name: name of the unsharded tensor.
-        global_shape: shape of the unsharded tensor.
-        offset: index of the box's first element in the unsharded tensor, per axis.
-        shape: shape of the box.
+        name, global_shape: name and shape of the unsharded tensor.
+        offset, shape: first index and size of the box along each axis.
         start: index of the box's first element in the flattened parameter of this rank.
-        is_primary: whether this rank saves the box, or its ZeRO partition of the box, in
-            checkpoints. It is False for a copy that is not saved, for example on another
-            tensor-parallel rank.
+        is_primary: whether checkpoints contain this rank's copy of the box, or its ZeRO partition
+            of the copy. Of the copies on several tensor-parallel ranks, one is primary.
     """
 
     name: str
@@ -60,7 +56,7 @@ class Shard:
         """Return the elements of the box as a view in the shape of the box.
 
         Args:
-            parameter: parameter that stores the box, or a tensor with as many elements.
+            parameter: parameter that stores the box, or a tensor with the same number of elements.
         """
         return parameter.reshape(-1)[self.start : self.start + self.numel].view(self.shape)
 
@@ -108,8 +104,7 @@ def _shard(tensor: ShardedTensor, start: int) -> Shard:
         offset=tuple(tensor.global_offset),
         shape=tuple(tensor.local_shape),
         start=start,
-        # ``replica_id``, an integer or a tuple, is zero for the copy to save. The last entry of
-        # a tuple is the data-parallel rank. Ignore it: ZeRO partitions the copies of data-parallel
-        # ranks, so each of these ranks saves its partition.
+        # ``replica_id``, an integer or a tuple, is zero for the copy to save. Ignore the last entry
+        # of a tuple, the data-parallel rank: with ZeRO, every data-parallel rank saves a partition.
         is_primary=replica == 0 or not any(replica[:-1]),
     )

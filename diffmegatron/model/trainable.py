@@ -1,10 +1,11 @@
 """Attributes and hooks of parameters for frozen tensors, frozen rows and learning-rate factors.
 
 A fully frozen parameter has ``requires_grad=False``. It has no optimizer state, and Megatron's
-linear layers save nothing for its gradient. If only some rows of a fused projection are frozen, the
-parameter requires a gradient, and the gradient of the frozen rows is set to 0. Adam's moments and
-updates of these rows are then 0 too. AdamW's weight decay would still change them, so it is applied
-only to the trained rows, which the attribute ``trained_ranges`` lists (diffmegatron.optim.adamw).
+linear layers save no activations for its gradient.
+
+If only some rows of a fused projection are frozen, the gradient of these rows is set to 0. Adam's
+moments and updates of the frozen rows are then 0 too. Weight decay would still change these rows,
+so ``diffmegatron.optim.adamw`` applies it only to the trained rows (``trained_ranges``).
 """
 
 import torch
@@ -31,8 +32,6 @@ def mark_trained(network: Network, recipe: Recipe) -> None:
       with one learning rate.
     - ``trained_ranges``: ranges of the trained rows, as pairs of offsets (first, end) into the
       elements of the flattened parameter. It is set only if some rows are frozen.
-
-    With recomputation, a frozen embedding also gets a hook (:func:`_require_hidden_gradients`).
     """
     if trains_everything(recipe) and not recipe.optimizer.lr_multipliers:
         return
@@ -52,10 +51,9 @@ def _freeze_rows(parameter: torch.nn.Parameter, frozen: tuple[str, ...], heads: 
     """Set the gradient of frozen rows to 0 by a hook, and set ``trained_ranges``.
 
     Args:
-        parameter: ``linear_qkv`` on this rank. Its rows are one or more blocks of the layout in
+        parameter: ``linear_qkv`` on this rank: one or more blocks of rows, each with the layout
             ``heads.rows``.
         frozen: kinds of rows that are frozen, such as "q".
-        heads: kinds of the rows in a block.
     """
     kinds = [kind for kind, count in heads.rows for _ in range(count * heads.head_dim)]
     is_frozen = torch.tensor([kind in frozen for kind in kinds])
@@ -81,9 +79,9 @@ def _runs(rows: Tensor) -> list[tuple[int, int]]:
 def _require_hidden_gradients(network: Network) -> None:
     """Make the output of a frozen embedding require a gradient, which recomputed layers need.
 
-    Megatron's recomputation is an autograd function with the hidden states as its input. If its
-    input does not require a gradient, autograd does not call its backward pass, and the parameters
-    of the recomputed layers get no gradient.
+    Megatron's recomputation is an autograd function with the hidden states as its input. If this
+    input requires no gradient, autograd skips the backward pass of the function. The parameters of
+    the recomputed layers would then get no gradient.
     """
 
     def require_gradient(module: torch.nn.Module, _: object, hidden: Tensor) -> None:

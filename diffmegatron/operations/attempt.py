@@ -1,7 +1,4 @@
-"""Begin and end an attempt (one start of a job's ranks).
-
-The job script does this before and after srun.
-"""
+"""Begin and end an attempt (one start of a job's ranks) for the job script."""
 
 import os
 import shlex
@@ -43,21 +40,20 @@ def begin(
     """Begin an attempt. The job script calls this on the first node of the job.
 
     Args:
-        config: recipe.
         overrides: ``KEY=VALUE`` arguments of the recipe.
         nodes: host names of the job, in the order of the ranks.
-        run_dir: folder of the ledger (the record of all attempts of the run) if ``launch``
-            submitted the job; None otherwise. With None, the folder is found in the recipe, so an
-            attempt that fails because the recipe cannot be read is not recorded.
+        run_dir: folder of the ledger (record of all attempts of the run) if ``launch`` submitted
+            the job. With None, the recipe determines the folder; then an attempt whose recipe
+            cannot be read is not recorded.
 
     Returns:
         Shell lines that export ``DIFFMEGATRON_ATTEMPT``, ``MASTER_ADDR``, ``MASTER_PORT`` and
         ``WORLD_SIZE``.
 
     Raises:
-        UserError: this process is not in a Slurm job, the recipe is wrong, the ranks do not fit it,
-            the ledger cannot be written, or this node has no name that can be resolved or no free
-            port.
+        UserError: this process is not in a Slurm job, the recipe is wrong, the number of ranks does
+            not fit the recipe, the ledger cannot be written, no name of this node can be resolved,
+            or no port is free.
     """
     ranks = _num_ranks()
     job = os.environ.get("SLURM_JOB_ID", "")
@@ -94,8 +90,9 @@ def end(folder: Path, spares: int = 0) -> tuple[Attempt, int, list[str]]:
     Returns:
         Three values: the attempt's entry in the ledger, the exit status for the job script, and the
         hosts that the next attempt must avoid. The status is 0 (finished), 2 (a mistake of the
-        user), 1 (too many faults), 75 (requeue the job) or 69 (begin the next attempt at once). It
-        is 69 if spare nodes can replace the hosts; :func:`exit_status` describes all other cases.
+        user), 1 (too many faults), 75 (requeue the job) or 69 (begin the next attempt at once). The
+        status is 69 if spare nodes replace these hosts; :func:`exit_status` describes the other
+        cases.
 
     Raises:
         UserError: no attempt has begun in ``folder``.
@@ -118,8 +115,7 @@ def end(folder: Path, spares: int = 0) -> tuple[Attempt, int, list[str]]:
 def _may_use_spares(attempt: Attempt) -> bool:
     """Return whether spare nodes may replace hosts after this attempt.
 
-    They may if the attempt ended with a fault, the run is not over, and the fault occurred during
-    training or on a node that failed the preflight checks.
+    A fault during startup is excluded, unless a node failed the preflight checks.
     """
     is_known = attempt.has_trained or bool(attempt.unfit)
     return attempt.cause == Cause.FAULT and not attempt.is_over and is_known
@@ -128,19 +124,12 @@ def _may_use_spares(attempt: Attempt) -> bool:
 def exit_status(attempt: Attempt, bad_hosts: Sequence[str] = ()) -> int:
     """Return the exit status of the job script if no spare node replaces a host.
 
-    :func:`end` lists the statuses. When the run is over, the status is 0, 1 or 2.
+    :func:`end` lists the statuses. If the run is not over, there are two cases:
 
-    When the run is not over, there are two cases:
-
-    - After a fault during training, the script restarts the ranks at once (69), unless the next
-      attempt must avoid a host.
-    - After any other end of the attempt, such as a stop signal or a fault during startup, it
-      requeues the job (75). After a fault during startup, the requeue gives Slurm the minutes that
-      it needs to detect a dead node.
-
-    Args:
-        attempt: the ended attempt.
-        bad_hosts: hosts that the next attempt must avoid.
+    - After a fault during training, the script restarts the ranks at once (69). This requires that
+      ``bad_hosts``, the hosts that the next attempt must avoid, is empty.
+    - In all other cases, the script requeues the job (75). After a fault during startup, Slurm
+      needs some minutes to detect a dead node. The requeue provides this time.
     """
     if not attempt.is_over:
         at_once = attempt.cause == Cause.FAULT and attempt.has_trained and not bad_hosts
@@ -157,10 +146,7 @@ def describe(attempt: Attempt) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Return a dict: name of this package or of an installed library -> its version.
-
-    No library is imported.
-    """
+    """Return the versions of this package and of installed libraries, without importing them."""
     found = {"diffmegatron": diffmegatron.__version__}
     for name in _LIBRARIES:
         try:
@@ -174,7 +160,7 @@ def commit() -> str | None:
     """Return the git commit of this package, with ``-dirty`` if files differ from the commit.
 
     Returns:
-        None if the package does not lie in a git checkout, or git fails.
+        None if the package is not in a git checkout, or git fails.
     """
     folder = Path(diffmegatron.__file__).parent.parent
     if not (folder / ".git").exists():
@@ -198,9 +184,9 @@ def _num_ranks() -> int:
 
 
 def _address(nodes: Sequence[str]) -> str:
-    """Return the first host name of this machine that can be resolved to an address.
+    """Return a host name of this machine, the job's first node, that can be resolved.
 
-    This machine is the first node of the job. The name that Slurm uses for it is tried first.
+    The name that Slurm uses is tried first.
     """
     names = [*nodes[:1], socket.getfqdn(), socket.gethostname()]
     for name in names:
@@ -218,11 +204,8 @@ def _address(nodes: Sequence[str]) -> str:
 def free_port(key: str) -> int:
     """Return a port on which nothing listens, from 20000 to 29999.
 
-    The search begins at a port derived from a hash of ``key``, so that two jobs or attempts on the
-    same node usually choose different ports.
-
-    Args:
-        key: directory of the attempt.
+    The search begins at a port derived from a hash of ``key``, the directory of the attempt. Two
+    jobs or attempts on the same node therefore usually choose different ports.
 
     Raises:
         UserError: every port of the range is in use.

@@ -19,8 +19,8 @@ _TIME = re.compile(r"(?:(\d{1,3})-)?(\d{1,3})(?::(\d{1,2}))?(?::(\d{1,2}))?")
 def _check_is_text(value: object) -> object:
     """Refuse a number or boolean; return any other value unchanged.
 
-    YAML converts unquoted text such as ``010``, ``on`` or ``1e3`` to a number or boolean, which no
-    longer shows how it was written. Such text must be quoted in the file.
+    YAML converts unquoted text such as ``010``, ``on`` or ``1e3`` to a number or boolean, and the
+    original text is lost.
     """
     if isinstance(value, bool | int | float):
         kind = "boolean" if isinstance(value, bool) else "number"
@@ -30,8 +30,8 @@ def _check_is_text(value: object) -> object:
 
 
 _Text = Annotated[str, BeforeValidator(_check_is_text)]
-# Value in a line "#SBATCH --key=value", without spaces, quotes and "#", which sbatch would
-# interpret.
+# Value in a line "#SBATCH --key=value". Spaces, quotes and "#" are refused, because sbatch would
+# interpret them.
 Word = Annotated[_Text, StringConstraints(pattern=r"^[^\s\x00-\x1f\"'#]+$")]
 Line = Annotated[_Text, StringConstraints(pattern=r"^[^\r\n\x00]*$")]
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]

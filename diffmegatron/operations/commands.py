@@ -185,10 +185,10 @@ def _start_torchrun(
     *,
     dry_run: bool,
 ) -> None:
-    """Write a start script for torchrun; for one machine, replace this process by the script.
+    """Write a start script for torchrun, and run it if there is only one machine.
 
-    For several machines, print the command to run on each machine. With ``dry_run``, only print
-    the script: nothing is written or started.
+    For several machines, print the command to run on each machine. With ``dry_run``, only print the
+    script.
     """
     from diffmegatron.operations.torchrun import torchrun_file, write
 

@@ -48,14 +48,13 @@ class Submission:
     """A checked job that can be submitted.
 
     Attributes:
-        job: the job as requested by the user.
         text: text of the job file.
         path: absolute path of the job file.
         plans: estimated memory and time of each training stage of the recipe; empty if the cluster
             file names no GPU.
         remarks: warnings for the user.
-        recipe: text of a complete recipe. It is written beside the job file, and the job reads it.
-            None: the job reads the recipe file that the user named.
+        recipe: text of the job's recipe, which is written beside the job file. None: the job reads
+            the recipe file that the user named.
     """
 
     job: Job
@@ -77,12 +76,10 @@ def prepare_launch(
     """Check a recipe against a cluster and prepare its job; nothing is written.
 
     Args:
-        config: recipe.
         overrides: ``KEY=VALUE`` arguments of the recipe.
         nodes: number of nodes with ranks.
-        cluster_file: cluster file.
         dependency: value of ``sbatch --dependency``; None: the job waits for no other job.
-        spares: number of additional nodes that replace failed ones.
+        spares: number of additional nodes that can replace failed nodes.
 
     Raises:
         UserError: the recipe, the cluster file, the data, the layout or the container is wrong, the
@@ -104,9 +101,9 @@ def prepare_chain(
 ) -> tuple[Submission, ...]:
     """Check a recipe as :func:`prepare_launch` does, and prepare one job per unfinished stage.
 
-    Each job uses the ``run_dir`` of its stage and reads a recipe of this stage alone, which
-    :func:`submit` writes there. The arguments are those of :func:`prepare_launch`; ``dependency``
-    applies only to the first job, because each later job waits for the job before it.
+    Each job reads a recipe of its stage alone, which :func:`submit` writes into the ``run_dir`` of
+    the stage. :func:`prepare_launch` describes the arguments. ``dependency`` applies only to the
+    first job, because each later job waits for the job before it.
 
     Raises:
         UserError: a check fails, the recipe has no stages, or all its stages are finished.
@@ -134,8 +131,8 @@ def prepare_chain(
 
 def _check(recipes: Sequence[Recipe], nodes: int, cluster: Cluster, dependency: str | None) -> None:
     check_fit(recipes, nodes, cluster)
-    # If this job waits for another job, that job may write the checkpoint to start from. So require
-    # the checkpoint to exist now only without such a dependency.
+    # If this job waits for another job, that job may still write the initial checkpoint. The
+    # checkpoint need not exist yet in this case.
     if dependency is None:
         check_starts(recipes)
     check_free(ledger_of(recipes))
@@ -171,15 +168,11 @@ def _launch(
 
 
 def submit(launch: Submission, after: str | None = None) -> str:
-    """Write the job's files into ``run_dir`` and submit the job.
+    """Write the job's files into ``run_dir``, submit the job, and return its Slurm ID.
 
     Args:
-        launch: the checked job.
-        after: Slurm ID of a job that must finish first; if that job fails, Slurm cancels this job.
+        after: Slurm ID of a job that must finish first. If that job fails, Slurm cancels this job.
             None: the job file determines when the job can start.
-
-    Returns:
-        The Slurm ID of the job.
 
     Raises:
         UserError: a file cannot be written, sbatch is not installed, or Slurm rejects the job.
@@ -202,10 +195,7 @@ def submit(launch: Submission, after: str | None = None) -> str:
 
 
 def submit_chain(launches: Sequence[Submission]) -> list[str]:
-    """Submit jobs that run one after another: each job can start when the one before has finished.
-
-    Returns:
-        The Slurm IDs of the jobs.
+    """Submit jobs that run one after another, and return their Slurm IDs.
 
     Raises:
         UserError: a job cannot be submitted; the jobs submitted before it are cancelled.
@@ -241,7 +231,7 @@ def _is_finished(ledger: Ledger) -> bool:
 def check_free(ledger: Ledger) -> None:
     """Check that a ``run_dir`` can be launched: no job uses it, and its run is unfinished.
 
-    A job uses its ``run_dir`` while it waits in Slurm's queue and while it runs.
+    A job that waits in Slurm's queue also uses its ``run_dir``.
 
     Raises:
         UserError: a job uses ``run_dir``, or the run is finished.
@@ -258,8 +248,8 @@ def check_free(ledger: Ledger) -> None:
         last = found.attempts[-1]
         if last.cause == Cause.FINISHED:
             raise UserError(f"{format_path(ledger.run_dir)} is finished; give another run_dir")
-        # The ledger of a job that was cancelled a moment ago still shows the job as running. Only
-        # Slurm's queue shows that it has ended.
+        # Right after a job was cancelled, its ledger still shows it as running. Only Slurm's queue
+        # shows that the job has ended.
         has_left = queue is not None and last.facts.job != "" and last.facts.job not in queue
         if found.exit_status == 0 and not has_left:
             raise UserError(
@@ -269,7 +259,7 @@ def check_free(ledger: Ledger) -> None:
 
 
 def _queue() -> dict[str, str] | None:
-    """Return Slurm's queue as a dict, Slurm ID of a job -> its state; None if squeue fails."""
+    """Return Slurm's queue as a dict, Slurm ID of a job -> state; None if squeue fails."""
     output = _output("squeue", "--noheader", "--format=%A %T")
     if output is None:
         return None
@@ -279,10 +269,9 @@ def _queue() -> dict[str, str] | None:
 def _measured_seconds(recipes: Sequence[Recipe]) -> tuple[float | None, float]:
     """Return the seconds of the longest recorded save, and the median seconds of a step.
 
-    Both come from the newest metrics of all training stages. The metrics have speeds in tokens per
-    second. Each recorded speed, of any stage, is converted to the seconds that a step of the last
-    stage would take at this speed, and the median of these seconds is returned. The first value is
-    None if no save is recorded; the second value is 0 if no speed is recorded.
+    Both values come from the newest metrics of all training stages. A recorded speed (tokens per
+    second) of any stage is converted to the duration of a step of the last stage. The first value
+    is None if no save is recorded. The second value is 0 if no speed is recorded.
     """
     entries = [entry for recipe in recipes for entry in newest_entries(Path(recipe.run_dir))]
     saves = [e["ckpt/total_seconds"] for e in entries if "ckpt/total_seconds" in e]
@@ -296,16 +285,16 @@ def _measured_seconds(recipes: Sequence[Recipe]) -> tuple[float | None, float]:
 
 
 def _signal_seconds(save: float | None, step: float, cluster: Cluster) -> int:
-    """Return how many seconds before the time limit Slurm sends SIGUSR1, so that the ranks save.
+    """Return how many seconds before the job's time limit Slurm sends SIGUSR1.
 
-    If a save has been measured, the value is the time of two saves and two steps, plus a minute. If
-    not, it is ten minutes. In both cases it is at most half of the time limit. Nothing is added for
-    a late signal, because Slurm may send the signal up to a minute early, but never late.
+    The ranks save a checkpoint after SIGUSR1. If a save has been measured, the value is the time of
+    two saves and two steps, plus a minute. Otherwise it is ten minutes. In both cases it is at most
+    half of the time limit. No time is added for a late signal, because Slurm sends it on time or up
+    to a minute early.
 
     Args:
         save: seconds of the longest save; None: not measured.
         step: seconds of a step.
-        cluster: cluster with the time limit.
     """
     measured = round(2 * (save or 0) + 2 * step) + _SLACK_SECONDS
     return min(_SIGNAL_SECONDS if save is None else measured, cluster.seconds // 2)

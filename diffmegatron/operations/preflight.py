@@ -1,8 +1,8 @@
 """``diffmegatron preflight``: check every node of a job before training, in less than a minute.
 
-Each rank checks its own machine. The ranks then gather all findings, so every rank makes the same
-decision. If some machines have a problem, they are unfit, and the next attempt (start of the job's
-ranks) avoids them. If all machines have a problem, the job ends, because a person must solve it.
+Each rank checks its own machine, and then gathers the findings of all ranks. If only some ranks
+have a problem, their machines are unfit, and the next attempt (start of the job's ranks) avoids
+these machines. If all ranks have a problem, the job ends, because a person must solve the problem.
 """
 
 import os
@@ -31,8 +31,7 @@ from diffmegatron.parallel.default_group import default_group
 from diffmegatron.parallel.launcher import read_launch
 from diffmegatron.section import Section
 
-# Timeout of each collective operation. The time until all ranks have connected has another limit
-# (`default_group`).
+# Timeout of each collective operation. `default_group` has another time limit for connecting.
 _TIMEOUT = timedelta(minutes=5)
 # Bytes that each rank writes to the disk.
 _WRITTEN = 1 << 26
@@ -60,13 +59,12 @@ class Findings(Section):
         host: host name.
         problem: sentence about the first check that failed on this machine; empty: none failed.
         memory_free: free share of the GPU's memory, from 0 to 1; 1 without a GPU.
-        product_seconds: seconds of a matrix product, the fastest of twenty.
+        product_seconds: seconds of the fastest of twenty matrix products.
         write_rate: bytes per second written to ``run_dir`` and synced to the disk.
         space: free bytes on the file system of ``run_dir``.
-        clock: seconds since 1970, read by all ranks at the same moment, after a barrier.
+        clock: seconds since 1970, read by all ranks directly after a barrier.
         versions: name of this package or of a library -> its version; "commit" -> git commit.
-        reduce_rate: bytes per second of an all-reduce among all ranks: size of the tensor divided
-            by the shortest of five durations.
+        reduce_rate: bytes of the tensor divided by the seconds of the fastest of five all-reduces.
     """
 
     host: str
@@ -83,16 +81,14 @@ class Findings(Section):
 def check_nodes(recipes: Sequence[Recipe], folder: Path | None) -> None:
     """Check the machines of all ranks, and raise an error if this rank's machine is unfit.
 
-    Every rank calls this function, which checks the rank's own machine and gathers the findings of
-    all ranks.
+    Every rank must call this function, because the ranks exchange their findings.
 
     Args:
-        recipes: stages of a run.
-        folder: directory of this attempt (start of the job's ranks), in which ``preflight.json`` is
-            written; None: it is not written.
+        folder: directory of this attempt (start of the job's ranks) for ``preflight.json``; None:
+            this file is not written.
 
     Raises:
-        UnfitNodeError: this machine has no GPU for this rank; or this rank has another problem, and
+        UnfitNodeError: this machine has no GPU for this rank. Or this rank has another problem, and
             at least one other rank has no problem.
         UserError: all ranks have a problem.
         MachineError: the ranks cannot connect to each other.
@@ -118,19 +114,17 @@ def check_nodes(recipes: Sequence[Recipe], folder: Path | None) -> None:
 
 
 def _needed_space(recipe: Recipe) -> int:
-    """Return the bytes that must be free in ``run_dir``: those of two checkpoints, or of one.
+    """Return the bytes that must be free in ``run_dir`` for the next checkpoints.
 
-    The space of one checkpoint suffices if the run already has a checkpoint and ``keep_last`` is
-    set, because old checkpoints are then removed after each save.
+    With ``keep_last``, old checkpoints are removed after each save. A run that already has a
+    checkpoint then needs the space of one more. Otherwise the space of two checkpoints is needed.
     """
     removes_old = recipe.checkpoint.keep_last and CheckpointStore(Path(recipe.run_dir)).steps()
     return (1 if removes_old else 2) * count_parameters(recipe.model).total * _STATE_BYTES
 
 
 def find_problems(every: Sequence[Findings], space: int, run_dir: str) -> dict[int, str]:
-    """Compare the findings of all ranks, and return a dict: rank -> its first problem.
-
-    Ranks without a problem are not in the dict.
+    """Compare the findings of all ranks, and return a dict: unfit rank -> its first problem.
 
     Args:
         every: findings of all ranks, in the order of the ranks.
@@ -205,8 +199,8 @@ def _versions() -> dict[str, str]:
 def _product_seconds() -> float:
     """Return the seconds of the fastest of several matrix products.
 
-    The matrices are bfloat16 on a GPU and float32 on a CPU. On a CPU, the result is the CPU time of
-    this process, which other processes hardly affect.
+    The matrices are bfloat16 on a GPU and float32 on a CPU. On a CPU, the result is CPU time,
+    because other processes hardly affect it.
     """
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if kind == "cuda" else torch.float32
@@ -231,7 +225,7 @@ def _disk(run_dir: Path) -> tuple[float, int]:
     Raises:
         UserError: a file cannot be written.
     """
-    # If preflight is killed during the check, the file stays. The next preflight overwrites it.
+    # If preflight is killed during the check, the file remains. The next preflight overwrites it.
     path = run_dir / f"preflight_{read_launch().rank:05}"
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -247,7 +241,7 @@ def _disk(run_dir: Path) -> tuple[float, int]:
 
 
 def _measure_collectives() -> dict[str, float]:
-    """Measure the attributes ``clock`` and ``reduce_rate`` of :class:`Findings`, with all ranks."""
+    """Measure ``clock`` and ``reduce_rate`` of :class:`Findings` together with all other ranks."""
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     tensor = torch.ones(_REDUCED[kind] // 4, device=kind)
     distributed.all_reduce(tensor)  # The first all-reduce also opens the connections.

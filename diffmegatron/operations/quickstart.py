@@ -1,7 +1,7 @@
 """``diffmegatron quickstart``: prepare text, then train, export and compare two small models.
 
-A laptop suffices. Every phase except the report runs as a command that a user can type. With GPUs,
-one or two ranks train in bf16 over NCCL. Without a GPU, two ranks train on the CPU.
+A laptop suffices. Every phase except the report runs as a command that a user can type. One or two
+ranks train in bf16 on GPUs. Without a GPU, two ranks train on the CPU.
 """
 
 import os
@@ -32,8 +32,8 @@ def quickstart(attention_kinds: Sequence[str], overrides: Sequence[str]) -> None
     """Run every phase and replace ``runs/quickstart`` in the current directory.
 
     Args:
-        attention_kinds: kinds of attention as ``KIND[,KEY=VALUE...]``; one model is trained for
-            each. Empty: the recipe's kind, and the baseline of this kind.
+        attention_kinds: kinds of attention as ``KIND[,KEY=VALUE...]``. One model is trained for
+            each kind. Empty: the recipe's kind, and the baseline of this kind.
         overrides: ``KEY=VALUE`` overrides for the recipe of every run.
 
     Raises:
@@ -63,8 +63,8 @@ def check(attention_kinds: Sequence[str], overrides: Sequence[str]) -> dict[str,
         Name of each run -> overrides of its recipe.
 
     Raises:
-        UserError: an argument is malformed, or a recipe is invalid, does not fit the number of
-            ranks, or does not measure the held-out loss, which the report needs.
+        UserError: an argument is malformed, a recipe is invalid, the number of ranks does not fit
+            a recipe, or a recipe does not measure the held-out loss, which the report needs.
     """
     if wrong := [each for each in overrides if "=" not in each]:
         raise UserError(f"override {shorten(repr(wrong[0]))} is not of the form section.key=value")
@@ -121,7 +121,7 @@ def ranks() -> int:
 
 
 def with_machine_overrides(overrides: Sequence[str]) -> list[str]:
-    """Put this machine's overrides (tensor-parallel size, precision) before those of the user.
+    """Put overrides for this machine (tensor-parallel size, precision) before the user's overrides.
 
     A later override of the same key takes precedence, so the user can change these values.
     """
@@ -132,27 +132,23 @@ def with_machine_overrides(overrides: Sequence[str]) -> list[str]:
 def torchrun() -> list[str]:
     """Return the Python arguments that start ``diffmegatron`` under torchrun.
 
-    The local address 127.0.0.1 is among them, because torchrun would otherwise use the name of this
-    machine, which the DNS may not resolve.
+    Without ``--local-addr``, torchrun uses the name of this machine, which DNS may not resolve.
     """
     options = ["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={ranks()}"]
     return ["-m", "torch.distributed.run", *options, *CLI]
 
 
 def run(seconds: dict[str, float], phase: str, *arguments: str) -> None:
-    """Run a phase in a Python process, and add its duration to ``seconds``.
+    """Run a phase in a new Python process, and add its duration to ``seconds``.
 
     Args:
-        seconds: duration of each phase in seconds; changed in place.
-        phase: name of the phase.
         arguments: command-line arguments of the Python interpreter.
 
     Raises:
         UserError: the phase failed.
     """
     started = announce(phase)
-    # By default, each of two ranks would start one thread per core. Together they would have more
-    # threads than the machine has cores.
+    # By default, each rank starts one thread per core. Two ranks would have too many threads.
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     result = subprocess.run([sys.executable, *arguments], env=environment, check=False)
     if result.returncode:

@@ -1,10 +1,8 @@
 """Classes of the models that transformers has no class for.
 
-The other files of this folder are the code files of these models. An export of a model contains
-copies of the model's code files, so they import only torch, transformers and each other. They are
-named after ``model_type``: ``configuration_<model_type>.py`` and ``modeling_<model_type>.py``. The
-``auto_map`` of a configuration refers to the code files, so that transformers loads them with
-``trust_remote_code=True``. ``configuration_diff_base.py`` has the configurations' base classes.
+An export contains copies of its model's code files, ``configuration_<model_type>.py`` and
+``modeling_<model_type>.py``. These files import only torch, transformers and each other. The key
+``auto_map`` in ``config.json`` lets transformers load them with ``trust_remote_code=True``.
 """
 
 from pathlib import Path
@@ -28,8 +26,8 @@ CLASSES = (
 def register() -> None:
     """Register the models of this package with transformers' Auto classes.
 
-    After this call, ``save_pretrained`` also writes the code files of such a model, as it does for
-    a model that was loaded with ``trust_remote_code=True``. Repeated calls have no effect.
+    After this call, ``save_pretrained`` also writes the code files of these models. Repeated calls
+    have no effect.
     """
     for config, model, causal_lm in CLASSES:
         AutoConfig.register(config.model_type, config, exist_ok=True)
@@ -43,14 +41,12 @@ def register() -> None:
 def remote_files(model_type: str) -> list[Path]:
     """Return the code files that a model needs in order to load without this package.
 
-    Args:
-        model_type: model type of the configuration. For a type that transformers has a class for,
-            the result is empty.
+    The list is empty for a model type that transformers has a class for.
     """
     own = [config.model_type for config, *_ in CLASSES]
     if model_type not in own:
         return []
-    # The model whose layers have several kinds of attention imports the files of all other models.
+    # The model with several kinds of attention imports the files of all other models.
     types = own if model_type == MixedDiffConfig.model_type else [model_type]
     stems = [f"{part}_{each}" for each in types for part in ("configuration", "modeling")]
     return [Path(__file__).with_name(f"{stem}.py") for stem in (*stems, "configuration_diff_base")]

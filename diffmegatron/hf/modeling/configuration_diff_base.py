@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Base classes for the configurations of exported models with differential attention.
 
-The configuration of each kind of attention is a subclass in another file, with more keys. This file
-imports only transformers, because exported models contain a copy of it.
+This file imports only transformers, because exported models contain a copy of it.
 """
 
 from typing import Any, ClassVar
@@ -10,23 +9,15 @@ from typing import Any, ClassVar
 from transformers import PretrainedConfig
 from transformers.utils.versions import require_version
 
-# 4.57 is the oldest version whose Llama has the functions that the models call. With an older
-# version, this line raises an error.
+# 4.57 is the oldest version whose Llama has the functions that the models call.
 require_version("transformers>=4.57")
 
 
 class DiffBaseConfig(PretrainedConfig):
     """Configuration with Llama's keys, except those for biases and dropout.
 
-    A subclass sets ``AUTO_MAP``, and its constructor sets the keys of its attention before it calls
-    this constructor, which checks them. Arguments that are not listed here have the meaning that
-    they have in ``LlamaConfig``.
-
-    Args:
-        num_attention_heads: number of query heads.
-        num_key_value_heads: number of key heads.
-        head_dim: number of channels of a query and of a key; it must be even.
-        kwargs: arguments of ``PretrainedConfig``.
+    A subclass sets ``AUTO_MAP``. Its constructor must set the keys of its attention before it calls
+    this constructor, which checks the keys. The arguments are those of ``LlamaConfig``.
 
     Raises:
         ValueError: a number is invalid, or ``kwargs`` turn on biases or dropout.
@@ -86,8 +77,8 @@ class DiffBaseConfig(PretrainedConfig):
                     f"{name} is {kwargs[name]!r}; this model has no biases and no dropout"
                 )
         kwargs.setdefault("auto_map", dict(self.AUTO_MAP))
-        # Pass these keys on, because transformers 4 sets them only in this call. Its default for
-        # tie_word_embeddings is True.
+        # transformers 4 sets these keys only in this call. Its default for tie_word_embeddings is
+        # True.
         super().__init__(
             pad_token_id=pad_token_id,
             bos_token_id=bos_token_id,
@@ -97,10 +88,7 @@ class DiffBaseConfig(PretrainedConfig):
         )
 
     def _check_attention(self) -> None:
-        """Raise ValueError if the keys of the attention are invalid.
-
-        Subclasses override this method. It does nothing here, because this class has no such keys.
-        """
+        """Raise ValueError if the keys of the attention are invalid; subclasses override this."""
 
     def _check_sizes(self) -> None:
         for name in (
@@ -124,12 +112,8 @@ class NoiseHeadsConfig(DiffBaseConfig):
     heads.
 
     Args:
-        num_attention_heads: number of all query heads, h + h / r. Each has ``head_dim`` channels.
+        num_attention_heads: number of all query heads, h + h / r.
         signal_per_noise: r, number of signal heads that share a noise head.
-        kwargs: arguments of :class:`DiffBaseConfig`.
-
-    Raises:
-        ValueError: a number is invalid, or ``kwargs`` turn on biases or dropout.
     """
 
     def __init__(
@@ -140,12 +124,12 @@ class NoiseHeadsConfig(DiffBaseConfig):
 
     @property
     def num_noise_heads(self) -> int:
-        """Number of noise heads, h / r. Each forms a group with its r signal heads."""
+        """Number of noise heads, h / r."""
         return self.num_attention_heads // (self.signal_per_noise + 1)
 
     @property
     def num_signal_heads(self) -> int:
-        """Number of signal heads, h, which is also the number of heads in the input of o_proj."""
+        """Number of signal heads, h."""
         return self.num_noise_heads * self.signal_per_noise
 
     def _check_attention(self) -> None:
@@ -166,10 +150,9 @@ def check_positive(name: str, value: object) -> None:
 
 
 def rope_of_transformers_4(rope_parameters: dict[str, Any] | None) -> dict[str, Any]:
-    """Return the keys ``rope_theta`` and ``rope_scaling``.
+    """Return ``rope_theta`` and ``rope_scaling``, which transformers 4 reads.
 
-    transformers 4 reads these two keys instead of ``rope_parameters``. transformers 5 converts them
-    back to ``rope_parameters``, and does not save them.
+    transformers 5 converts these two keys to ``rope_parameters`` and does not save them.
     """
     scaling = dict(rope_parameters or {})
     theta = scaling.pop("rope_theta", 10_000.0)

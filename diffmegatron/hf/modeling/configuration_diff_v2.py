@@ -9,21 +9,16 @@ from .configuration_diff_base import NoiseHeadsConfig
 class DiffV2Config(NoiseHeadsConfig):
     """Llama's configuration with the additional key ``signal_per_noise``.
 
-    DIFF V2 has h signal heads in groups of r. Each group shares one noise head, whose output,
-    multiplied by lambda, is subtracted from the output of each signal head in the group.
+    DIFF V2 has h signal heads in groups of r. Each group shares one noise head. The output of the
+    noise head, multiplied by lambda, is subtracted from the output of each signal head.
 
     Args:
-        num_attention_heads: number of all query heads: h signal heads and h / r noise heads. Each
-            has ``head_dim`` channels. Caches and serving engines use this key as the number of
-            heads of the attention call.
-        signal_per_noise: r, number of signal heads in a group. With r = 1, each signal head has its
-            own noise head.
+        num_attention_heads: number of all query heads, h + h / r. Caches and serving engines use
+            this key as the number of heads of the attention call.
+        signal_per_noise: r, number of signal heads in a group.
         num_key_value_heads: number of key heads, and also of value heads. It must divide h / r,
             the number of groups.
         kwargs: Llama's keys, such as ``hidden_size``, and arguments of ``PretrainedConfig``.
-
-    Raises:
-        ValueError: a number is invalid, or ``kwargs`` turn on biases or dropout.
     """
 
     model_type = "diff_v2"

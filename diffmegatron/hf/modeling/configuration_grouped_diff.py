@@ -11,31 +11,25 @@ class GroupedDiffConfig(NoiseHeadsConfig):
     """Llama's configuration with the keys of grouped differential attention.
 
     Grouped differential attention has h signal heads in groups of r. Each group shares one noise
-    head, whose output, multiplied by lambda, is subtracted from the output of each signal head of
-    the group. Lambda is one number per layer. It is computed from lambda_init and four learned
-    vectors of d channels, where d is ``head_dim``:
+    head. The output of the noise head, multiplied by lambda, is subtracted from the output of each
+    signal head. Lambda is one number per layer, computed from lambda_init and four learned vectors:
 
         lambda = exp(lambda_q1 . lambda_k1) - exp(lambda_q2 . lambda_k2) + lambda_init
 
-    A differential key-value head has a key for its signal heads and a key for their noise heads, of
-    d channels each, and one value of 2d channels for both.
+    There are h_kv differential key-value heads. Each has two keys, one for signal heads and one for
+    noise heads, and one value with twice as many channels as a key.
 
     Args:
-        num_attention_heads: number of all query heads: h signal heads and h / r noise heads. Each
-            has d channels.
+        num_attention_heads: number of all query heads, h + h / r.
         signal_per_noise: r, number of signal heads in a group. With r = 1, the attention is that of
             the Differential Transformer.
-        num_key_value_heads: number of key heads, 2 * h_kv, where h_kv is the number of differential
-            key-value heads. h_kv must divide h / r.
+        num_key_value_heads: number of keys, 2 * h_kv. h_kv must divide h / r.
         lambda_init: "exponential" for 0.8 - 0.6 exp(-0.3 l) in layer l (from 0), or a constant
             between 0 and 1 for all layers.
         lambda_std_dev: standard deviation of the initial values of the four vectors.
-        headwise_norm: whether the result of each signal head after the subtraction (2d channels) is
-            normalized by an RMSNorm (all heads share its weight) and scaled by 1 - lambda_init.
+        headwise_norm: whether the result of each signal head after the subtraction is normalized by
+            an RMSNorm (all heads share its weight) and scaled by 1 - lambda_init.
         kwargs: Llama's keys, such as ``hidden_size``, and arguments of ``PretrainedConfig``.
-
-    Raises:
-        ValueError: a value is invalid, or ``kwargs`` turn on biases or dropout.
     """
 
     model_type = "grouped_diff"
@@ -70,7 +64,7 @@ class GroupedDiffConfig(NoiseHeadsConfig):
         )
 
     def layer_lambda_init(self, layer_idx: int) -> float:
-        """Return lambda_init of the layer with index ``layer_idx``; the first layer has index 0."""
+        """Return lambda_init of a layer; the first layer has index 0."""
         if isinstance(self.lambda_init, str):
             return 0.8 - 0.6 * math.exp(-0.3 * layer_idx)
         return self.lambda_init

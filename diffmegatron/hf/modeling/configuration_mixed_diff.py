@@ -16,19 +16,18 @@ class MixedDiffConfig(DiffBaseConfig):
     """Llama's configuration with a kind of attention for each layer.
 
     Args:
-        layer_kinds: list of mappings, one for each kind of attention, with the keys ``layers``,
-            ``model_type`` and the attention keys of that type. ``layers`` lists layers, counted
-            from 1, as in "1, 5-8". In one mapping it may be None, for all remaining layers. If
-            ``layer_kinds`` is None, all layers have Llama's attention.
+        layer_kinds: list of mappings, one for each kind of attention. A mapping has the keys
+            ``layers``, ``model_type`` and the attention keys of this model type. ``layers`` has
+            layer numbers, counted from 1, as in "1, 5-8". One mapping may have None instead, for
+            all remaining layers. If ``layer_kinds`` is None, all layers have Llama's attention.
         lambda_std_dev: standard deviation of the initial values of the lambda vectors in layers
             with grouped differential attention.
-        kwargs: Llama's keys, such as ``hidden_size``, and arguments of ``PretrainedConfig``. In an
-            export, ``num_attention_heads`` and ``num_key_value_heads`` have the values of the
-            first mapping. They do not affect the layers, which use the values in ``layer_kinds``.
+        kwargs: Llama's keys, such as ``hidden_size``, and arguments of ``PretrainedConfig``.
+            ``num_attention_heads`` and ``num_key_value_heads`` do not affect the layers, which use
+            the values in ``layer_kinds``.
 
     Raises:
-        ValueError: a layer has no kind or several kinds, a mapping has an unknown model type or
-            another ``head_dim`` than the model, or a number in ``kwargs`` is invalid.
+        ValueError: a layer has no kind or several kinds, or a value is invalid.
     """
 
     model_type = "mixed_diff"
@@ -44,21 +43,14 @@ class MixedDiffConfig(DiffBaseConfig):
         lambda_std_dev: float = 0.1,
         **kwargs: Any,
     ) -> None:
-        # transformers creates a configuration without arguments, to save only the keys that differ
-        # from this default configuration. So `layer_kinds` needs a default.
+        # transformers creates a configuration without arguments and saves only the keys that
+        # differ from it, so `layer_kinds` needs a default.
         self.layer_kinds = layer_kinds or [{"layers": None, "model_type": "llama"}]
         self.lambda_std_dev = lambda_std_dev
         super().__init__(**kwargs)
 
     def layer_kind(self, layer_idx: int) -> dict[str, Any]:
-        """Return the entry of ``layer_kinds`` for a layer.
-
-        Args:
-            layer_idx: index of the layer, from 0. The numbers in ``layer_kinds`` begin with 1.
-
-        Raises:
-            ValueError: the layer has no entry or several entries.
-        """
+        """Return the entry of ``layer_kinds`` for the layer with index ``layer_idx`` (from 0)."""
         named = [each for each in self.layer_kinds if layer_idx + 1 in _numbers(each["layers"])]
         rest = [each for each in self.layer_kinds if each["layers"] is None]
         if len(named) > 1 or len(rest) > 1 or not named + rest:
@@ -69,11 +61,7 @@ class MixedDiffConfig(DiffBaseConfig):
         return (named + rest)[0]
 
     def layer_config(self, layer_idx: int) -> PretrainedConfig:
-        """Return a layer's configuration, of the class that belongs to the layer's model type.
-
-        Args:
-            layer_idx: index of the layer, from 0.
-        """
+        """Return the configuration of the layer with index ``layer_idx`` (from 0)."""
         own = dict(self.layer_kind(layer_idx))
         own.pop("layers")
         return KINDS[own.pop("model_type")](

@@ -7,12 +7,11 @@ the hidden state x of a token, and signal head n with its noise head m:
 
     out_n = signal_n(x) - sigmoid(x W_lambda)_n * noise_m(x)
 
-W_lambda is ``lambda_proj``. signal_n and noise_m are the attention outputs of these two heads, for
-the position of the token. Signal and noise heads are query heads: all h + h / r of them
-belong to one softmax attention with grouped queries. Any attention function of transformers or of a
-serving engine can therefore compute them, with an ordinary key-value cache for each layer. Unlike
-in DIFF V1, the output of a head is not normalized. In shapes, b is the batch size and s the number
-of positions.
+W_lambda is ``lambda_proj``. signal_n and noise_m are the attention outputs of the two heads for
+this token. All h + h / r heads are the query heads of one softmax attention with grouped queries.
+Any attention function can therefore compute them, with an ordinary key-value cache. Unlike in
+DIFF V1, the output of a head is not normalized. In shapes, b is the batch size and s the number of
+positions.
 
 This file imports only torch, transformers and ``configuration_diff_v2.py``, because exported models
 contain a copy of the file.
@@ -42,12 +41,10 @@ from .configuration_diff_v2 import DiffV2Config
 class DiffV2Attention(LlamaAttention):
     """DIFF V2 attention over the normalized input of a layer.
 
-    There are h signal heads, and each noise head is shared by r signal heads. The query heads are
-    in h / r groups, each with r signal heads followed by their noise head. (With r = 1, heads 2i
-    and 2i + 1 are a signal head and its noise head.) ``q_proj`` has ``head_dim`` rows per query
-    head, in this order. Each key-value head is shared by the same number of consecutive groups.
-    ``lambda_proj`` has one row, and ``o_proj`` has ``head_dim`` columns, per signal head; both have
-    the h signal heads in the order of ``q_proj``.
+    The rows of ``q_proj`` are in h / r groups. Each group has r signal heads and then their noise
+    head, with ``head_dim`` rows per head. The same number of consecutive groups shares each
+    key-value head. For each signal head, in the same order, ``lambda_proj`` has one row and
+    ``o_proj`` has ``head_dim`` columns.
     """
 
     def __init__(self, config: DiffV2Config, layer_idx: int) -> None:
@@ -72,10 +69,6 @@ class DiffV2Attention(LlamaAttention):
         Args:
             hidden_states: [b, s, hidden].
             position_embeddings: cosines and sines of RoPE, [b, s, head_dim] each.
-            attention_mask: mask in the form of the attention function in use.
-            past_key_values: cache of the keys and values of earlier tokens, to which this call adds
-                those of ``hidden_states``; None: no cache.
-            kwargs: arguments of the attention function.
         """
         input_shape = hidden_states.shape[:-1]
         heads = (*input_shape, -1, self.head_dim)
@@ -106,8 +99,7 @@ class DiffV2Attention(LlamaAttention):
     def _combine(self, attended: Tensor, logits: Tensor) -> Tensor:
         """Return signal - sigmoid(logits) * noise of all h signal heads, [b, s, h * head_dim].
 
-        The computation and the result are in at least float32. Only the caller rounds, to the dtype
-        of the hidden states.
+        The computation and the result are in at least float32.
 
         Args:
             attended: outputs of all query heads, [b, s, h + h / r, head_dim].
@@ -121,10 +113,7 @@ class DiffV2Attention(LlamaAttention):
 
 
 class DiffV2PreTrainedModel(LlamaPreTrainedModel):
-    """Base class of the models of this file, with the class attributes that transformers reads.
-
-    Only those that differ from the attributes of ``LlamaPreTrainedModel`` are set here.
-    """
+    """Base class of the models of this file, with the class attributes that transformers reads."""
 
     config_class = DiffV2Config
     _can_record_outputs: ClassVar = {
@@ -147,8 +136,7 @@ class DiffV2ForCausalLM(DiffV2PreTrainedModel, LlamaForCausalLM):
     """``DiffV2Model`` with the projection of its outputs to the vocabulary."""
 
     def __init__(self, config: DiffV2Config) -> None:
-        # Call the constructor of the base class PreTrainedModel, because LlamaForCausalLM's would
-        # also build a complete LlamaModel, which DiffV2Model replaces.
+        # LlamaForCausalLM's constructor would also build a complete LlamaModel, so skip it.
         PreTrainedModel.__init__(self, config)
         self.model = DiffV2Model(config)
         self.vocab_size = config.vocab_size

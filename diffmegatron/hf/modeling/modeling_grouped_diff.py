@@ -1,21 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """A Llama with grouped differential attention (Motif, arXiv 2510.06949).
 
-There are h signal heads; each group of r signal heads shares a noise head. r = 1 is the
-Differential Transformer (arXiv 2410.05258). For signal head n (from 0), with softmax maps A1 of the
-signal heads and A2 of the noise heads, and the value v of the key-value head:
+There are h signal heads; each group of r signal heads shares a noise head. With r = 1, this is the
+Differential Transformer (arXiv 2410.05258). A1 are the softmax maps of the signal heads, A2 are
+those of the noise heads, and v is the value of the key-value head. For signal head n (from 0):
 
     out_n = (A1_n - lambda * A2_(n // r)) v
     lambda = exp(lambda_q1 . lambda_k1) - exp(lambda_q2 . lambda_k2) + lambda_init
     head_n = (1 - lambda_init) * RMSNorm(out_n), over the 2d channels of out_n
 
-The heads are the input of ``o_proj``. Without ``headwise_norm`` in the configuration, head_n is
-out_n.
+All head_n together are the input of ``o_proj``. If ``headwise_norm`` is False, head_n is out_n.
 
 Here d is the number of channels of a query (``head_dim``). There are h_kv differential key-value
 heads. Each has two keys of d channels, k1 for its signal heads and k2 for their noise heads, and
-one value v of 2d channels. The configuration's ``num_key_value_heads`` is 2 * h_kv, because it is
-the number of keys. In shapes, b is the batch size, s the number of queries and t that of keys.
+one value v of 2d channels. ``num_key_value_heads`` in the configuration is 2 * h_kv, the number of
+keys. In shapes, b is the batch size, s the number of queries and t the number of keys.
 
 Order of the heads in the projections:
 
@@ -24,12 +23,10 @@ Order of the heads in the projections:
     v_proj    rows: h_kv values of 2d rows each
     o_proj    columns: h heads of 2d columns each
 
-**Motif-2's checkpoints** have the same heads in another order. They have 40 query heads, of which 8
-are noise heads, and 16 key heads: h = 32, r = 4, h_kv = 8. Their queries are in groups of r signal
-heads followed by their noise head. In blocks of d rows, block 5 * m + i is signal head 4 * m + i
-for i < 4, and noise head m for i = 4. Their keys alternate: block 2 * j + i is k1 (i = 0) or k2
-(i = 1) of key-value head j. Values and output have the same order as here. Their MLP has another
-activation, PolyNorm.
+**Motif-2's checkpoints** have h = 32, r = 4 and h_kv = 8, with queries and keys in another order.
+In ``q_proj``, block 5 * m + i of d rows is signal head 4 * m + i for i < 4, and noise head m for
+i = 4. In ``k_proj``, block 2 * j + i of d rows is k1 (i = 0) or k2 (i = 1) of key-value head j.
+Values and output have the same order as here. The MLP has another activation, PolyNorm.
 
 This file imports only torch, transformers and ``configuration_grouped_diff.py``, because exported
 models contain a copy of the file.
@@ -59,7 +56,7 @@ from .configuration_grouped_diff import GroupedDiffConfig
 try:
     # transformers 5 can call _init_weights after it has loaded weights. The functions in
     # transformers.initialization leave loaded weights unchanged. transformers 4 lacks this module,
-    # but does not call _init_weights for loaded weights, so torch's functions can be used.
+    # but does not call _init_weights for loaded weights.
     from transformers import initialization
 except ImportError:
     from torch.nn import init as initialization
@@ -69,12 +66,10 @@ FLOAT32 = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2", "subln")
 
 
 class NoiseHeads(nn.Module):
-    """Module without weights that an attention function receives when it computes the noise heads.
+    """Module without weights that is the first argument of the attention call for the noise heads.
 
-    An attention function of transformers has a module as its first argument and reads attributes of
-    this module. For the signal heads, the module is :class:`GroupedDiffAttention`. The noise heads
-    need another module, because their number of query heads per key-value head
-    (``num_key_value_groups``) is smaller if there are fewer noise heads than signal heads.
+    An attention function of transformers reads ``num_key_value_groups``, the number of query heads
+    per key-value head, from this argument. Noise heads can have a smaller number than signal heads.
     """
 
     def __init__(self, config: GroupedDiffConfig, layer_idx: int) -> None:
@@ -86,10 +81,7 @@ class NoiseHeads(nn.Module):
 
 
 class GroupedDiffAttention(LlamaAttention):
-    """Grouped differential attention over the normalized input of a layer.
-
-    The docstring of this module has the order of the heads in the projections.
-    """
+    """Grouped differential attention; the beginning of this file has the order of its heads."""
 
     def __init__(self, config: GroupedDiffConfig, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
@@ -119,18 +111,15 @@ class GroupedDiffAttention(LlamaAttention):
     ) -> tuple[Tensor, Tensor | None]:
         """Return the attention's output [b, s, hidden], and the softmax maps of all query heads.
 
-        The maps are those of all signal heads and then those of all noise heads. They are None if
-        the attention function in use does not return them.
+        The maps of all signal heads precede the maps of all noise heads. The maps are None if the
+        attention function in use does not return them.
 
         Args:
             hidden_states: [b, s, hidden].
             position_embeddings: cosines and sines of RoPE, [b, s, d] each.
-            attention_mask: mask in the form of the attention function in use.
-            past_key_values: cache of the keys and values of earlier tokens, to which this call adds
-                those of ``hidden_states``; None: no cache. The keys are [b, 2 * h_kv, t, d], all k1
-                and then all k2. The values have the same shape: the first d channels of all values,
-                then their last d channels.
-            kwargs: arguments of the attention function.
+            past_key_values: cache to which this call adds the new keys and values. Its keys are
+                [b, 2 * h_kv, t, d]: all k1 and then all k2. Its values have the same shape: the
+                first d channels of all values, and then the last d channels.
 
         Raises:
             NotImplementedError: the caller uses continuous batching.
@@ -175,17 +164,13 @@ class GroupedDiffAttention(LlamaAttention):
         """Compute softmax attention of the signal heads, or of the noise heads.
 
         The attention function is called once for each half of the values' 2d channels, because fast
-        attention functions need values with as many channels as the keys. The cache also has the
-        values in halves.
+        attention functions need values with as many channels as the keys.
 
         Args:
-            module: module whose attributes the attention function reads: ``self`` for the signal
-                heads, ``self.noise`` for the noise heads.
+            module: ``self`` for the signal heads, ``self.noise`` for the noise heads.
             query: [b, heads, s, d].
             key: [b, h_kv, t, d].
             value_halves: first and last d channels of the values, [b, h_kv, t, d] each.
-            attention_mask: mask in the form of the attention function in use.
-            kwargs: arguments of the attention function.
 
         Returns:
             The output [b, s, heads, 2d], and the softmax maps, or None if they are not available.
@@ -202,9 +187,8 @@ class GroupedDiffAttention(LlamaAttention):
     def _combine(self, signal: Tensor, noise: Tensor) -> Tensor:
         """Subtract lambda times the noise from the signal; return [b, s, h, 2d].
 
-        The headwise norm is applied to the difference, if the configuration has one. The
-        computation and the result are in at least float32. Only the caller rounds, to the dtype of
-        the hidden states.
+        The headwise norm, if any, is applied to the difference. The computation and the result are
+        in at least float32.
 
         Args:
             signal: outputs of the signal heads, [b, s, h, 2d].
@@ -224,14 +208,11 @@ class GroupedDiffAttention(LlamaAttention):
 
 
 class GroupedDiffPreTrainedModel(LlamaPreTrainedModel):
-    """Base class of the models of this file, with the class attributes that transformers reads.
-
-    Only those that differ from the attributes of ``LlamaPreTrainedModel`` are set here.
-    """
+    """Base class of the models of this file, with the class attributes that transformers reads."""
 
     config_class = GroupedDiffConfig
-    # Serving engines expect one attention per layer. A layer of this model has two: one for the
-    # signal heads and one for the noise heads, with different keys.
+    # Serving engines expect one attention call per layer. A layer of this model has separate calls
+    # for the signal heads and the noise heads, with different keys.
     _supports_attention_backend = False
     _can_record_outputs: ClassVar = {
         "hidden_states": LlamaDecoderLayer,
@@ -240,9 +221,8 @@ class GroupedDiffPreTrainedModel(LlamaPreTrainedModel):
 
     def post_init(self) -> None:
         """Keep the lambda vectors and the headwise norm in float32, then call Llama's method."""
-        # List only names that parameters have, because transformers 4 refuses others. A model
-        # without the norm lacks some names, and Llama's constructor calls this method before all
-        # parameters exist.
+        # transformers 4 refuses names that no parameter has. A model without the norm lacks some
+        # names, and Llama's constructor calls this method before all parameters exist.
         parts = {part for name, _ in self.named_parameters() for part in name.split(".")}
         self._keep_in_fp32_modules_strict = [name for name in FLOAT32 if name in parts]
         super().post_init()
@@ -269,8 +249,7 @@ class GroupedDiffForCausalLM(GroupedDiffPreTrainedModel, LlamaForCausalLM):
     """``GroupedDiffModel`` with the projection of its outputs to the vocabulary."""
 
     def __init__(self, config: GroupedDiffConfig) -> None:
-        # Call the constructor of the base class PreTrainedModel, because LlamaForCausalLM's would
-        # also build a complete LlamaModel, which GroupedDiffModel replaces.
+        # LlamaForCausalLM's constructor would also build a complete LlamaModel, so skip it.
         PreTrainedModel.__init__(self, config)
         self.model = GroupedDiffModel(config)
         self.vocab_size = config.vocab_size

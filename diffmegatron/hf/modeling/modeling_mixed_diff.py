@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A Llama in which each layer has one of three attentions: Llama's, grouped differential, DIFF V2.
 
-This file imports only torch, transformers and files of this folder, because exported models contain
+This file imports only torch, transformers and files of its folder, because exported models contain
 copies of these files.
 """
 
@@ -28,10 +28,7 @@ ATTENTION = {
 
 
 class MixedDiffPreTrainedModel(GroupedDiffPreTrainedModel):
-    """Base class of the models of this file, with the class attributes that transformers reads.
-
-    Only those that differ from the attributes of ``GroupedDiffPreTrainedModel`` are set here.
-    """
+    """Base class of the models of this file, with the class attributes that transformers reads."""
 
     config_class = MixedDiffConfig  # type: ignore[assignment]
     _can_record_outputs: ClassVar = {
@@ -65,8 +62,7 @@ class MixedDiffForCausalLM(MixedDiffPreTrainedModel, LlamaForCausalLM):
     """``MixedDiffModel`` with the projection of its outputs to the vocabulary."""
 
     def __init__(self, config: MixedDiffConfig) -> None:
-        # Call the constructor of the base class PreTrainedModel, because LlamaForCausalLM's would
-        # also build a complete LlamaModel, which MixedDiffModel replaces.
+        # LlamaForCausalLM's constructor would also build a complete LlamaModel, so skip it.
         PreTrainedModel.__init__(self, config)
         self.model = MixedDiffModel(config)
         self.vocab_size = config.vocab_size

@@ -1,12 +1,12 @@
 """Simulation of the weights that ZeRO 3 gathers and releases during a microbatch.
 
-ZeRO 3 partitions the weights. Before a module is called, DeepSpeed's hooks fetch (all-gather) its
-weights and prefetch those of the next modules; after the call they release them. The simulation
-follows ``PartitionedParameterCoordinator`` of DeepSpeed 0.19.8
+ZeRO 3 partitions the weights. Before each call of a module, DeepSpeed's hooks fetch (all-gather)
+the weights of the module and prefetch the weights of the next modules. After the call the hooks
+release the weights. The simulation follows ``PartitionedParameterCoordinator`` of DeepSpeed 0.19.8
 (runtime/zero/partitioned_param_coordinator.py) with the defaults of runtime/zero/config.py.
 
-The result is for every microbatch except the first one of a run. The first one gathers more,
-because the coordinator has not yet recorded the order of the modules.
+The result is for every microbatch except the first one of a run. In the first one, DeepSpeed has no
+record of the order of the modules. It releases the weights after every call, so it gathers more.
 """
 
 from collections import deque
@@ -19,17 +19,17 @@ from diffmegatron.config.schema import Recipe
 from diffmegatron.config.tensors import EMBEDDING, OUTPUT, layer_tensors, outer_tensors
 from diffmegatron.errors import UserError
 
-# Default value of two limits of DeepSpeed, in elements: stage3_max_live_parameters (gathered
-# elements in memory) and stage3_max_reuse_distance (elements used until the next call of the same
-# module).
+# Default value of two limits of DeepSpeed, in elements. stage3_max_live_parameters limits the
+# gathered elements in memory. stage3_max_reuse_distance: after a call, the weights of its module
+# stay in memory if fewer elements are used before the next call of the module.
 MOST_ELEMENTS = 1_000_000_000
-# Largest number of layers of a network that can be simulated. The simulation follows every call of
-# every layer, which would take too long for more layers.
+# Largest number of layers that can be simulated. Every call of every layer is simulated, so a
+# deeper network would need too much time.
 MOST_LAYERS = 10_000
 # DeepSpeed's stage3_prefetch_bucket_size, in elements.
 PREFETCHED = 50_000_000
-# DeepSpeed's stage3_param_persistence_threshold, in elements. Tensors with at most this number of
-# elements are gathered only once per step and not in every microbatch, so they are not simulated.
+# DeepSpeed's stage3_param_persistence_threshold, in elements. Tensors of at most this size are
+# gathered once per step, not in every microbatch, so they are not simulated.
 PERSISTENT = 100_000
 # Modules of a layer in the order of their forward calls. Modules without large weights, such as
 # norms, are listed too, because every call prefetches weights of later modules.
@@ -49,9 +49,9 @@ class Gathers:
 
     Attributes:
         per_microbatch: number of elements gathered during a microbatch.
-        whole: name of a moment -> number of gathered elements in memory at this moment. The moments
-            are the backward pass of the output layer ("loss"), of the last layer's first MLP
-            projection ("layer"), and of the embedding ("embedding").
+        whole: name of a moment -> number of gathered elements in memory at this moment. Each moment
+            is the backward pass of one module: the output layer ("loss"), the first MLP projection
+            of the last layer ("layer"), or the embedding ("embedding").
     """
 
     per_microbatch: int
@@ -59,9 +59,7 @@ class Gathers:
 
 
 def count_gathers(recipe: Recipe) -> Gathers:
-    """Count the elements that ZeRO 3 gathers in a microbatch, and those in memory at some moments.
-
-    The counts hold for every microbatch except the first one of a run.
+    """Count the weight elements that ZeRO 3 gathers in a microbatch.
 
     Raises:
         UserError: If the network has more than 10,000 layers.
@@ -74,8 +72,8 @@ def count_gathers(recipe: Recipe) -> Gathers:
     modules, forward, backward = _calls(recipe)
     whole, gathered = _follow(modules, (*forward, *backward))
     whole_in_backward = whole[len(forward) :]
-    # Find the backward call of fc1 in the last layer. If the layer is recomputed, its forward calls
-    # come first; but only in the backward calls is fc2 directly before fc1.
+    # Find the backward call of fc1 in the last layer. Recomputed forward calls can come first, but
+    # they call fc1 before fc2. Only the backward calls have fc2 directly before fc1.
     fc1, fc2 = forward[-4:-2]
     in_layer = list(pairwise(backward)).index((fc2, fc1)) + 1
     places = {"loss": 0, "layer": in_layer, "embedding": -1 - _BEFORE}
@@ -85,17 +83,17 @@ def count_gathers(recipe: Recipe) -> Gathers:
 def _calls(recipe: Recipe) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
     """Return the modules of a network and the order of their calls in a microbatch.
 
-    A tied embedding is one module, which is called twice in each pass. One module without weights,
-    with index 0, stands for all small modules outside the layers.
+    A tied embedding is one module, which is called twice in each pass. Module 0 has no weights and
+    represents all small modules outside the layers.
 
     Returns:
         A tuple of three:
 
-        - number of elements of each module's weights on a tensor-parallel rank; of a layer's
-          tensors only those with more than ``PERSISTENT`` elements count;
-        - indices of the modules in the order of the calls in the forward pass;
-        - indices of the modules in the order of the calls in the backward pass, which includes the
-          forward calls of recomputed layers.
+        - number of weight elements of each module on a tensor-parallel rank. In the layers, tensors
+          with at most ``PERSISTENT`` elements are not counted.
+        - indices of the modules in the order of the forward calls.
+        - indices of the modules in the order of the calls in the backward pass. These calls include
+          the forward calls of recomputed layers.
     """
     model, size = recipe.model, recipe.parallel.tensor
     outer = {each.name: each.elements(size) for each in outer_tensors(model)}
@@ -119,14 +117,13 @@ def _calls(recipe: Recipe) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int,
 
 
 def _layers_backward(recipe: Recipe, layers: Sequence[Sequence[int]]) -> Iterator[int]:
-    """Yield the modules' indices in the order of the layers' calls in the backward pass.
+    """Yield the module indices of all layers in the order of the calls in the backward pass.
 
     Layers can be recomputed in groups. All forward calls of a recomputed group come directly before
     the backward calls of the group.
 
     Args:
-        recipe: recipe of the run.
-        layers: indices of each layer's modules, in the order of the forward pass.
+        layers: module indices of each layer, in the order of the forward pass.
     """
     recompute, end = recipe.recompute, len(layers)
     together, recomputed = 1, 0
@@ -147,19 +144,19 @@ def _layers_backward(recipe: Recipe, layers: Sequence[Sequence[int]]) -> Iterato
 def _follow(modules: tuple[int, ...], calls: tuple[int, ...]) -> tuple[list[int], int]:
     """Simulate the fetches and releases of weights during a microbatch.
 
-    A call fetches the weights of its module, unless they are in memory. Then it prefetches the
-    modules of the next calls until the prefetched elements reach ``PREFETCHED`` or the elements in
-    memory reach ``MOST_ELEMENTS``. After the call the module's weights are released, except in two
-    cases: they were also prefetched for a later call, or the calls between this one and the
-    module's next call use fewer than ``MOST_ELEMENTS`` elements.
+    A call fetches the weights of its module, unless they are in memory. Then the weights of the
+    next calls are prefetched, until the prefetched elements reach ``PREFETCHED`` or the elements in
+    memory reach ``MOST_ELEMENTS``. After the call, the weights of its module are released, except
+    in two cases: they were prefetched for a later call, or fewer than ``MOST_ELEMENTS`` elements
+    are used before the next call of the module.
 
     Args:
-        modules: number of elements of each module's weights.
+        modules: number of weight elements of each module.
         calls: indices of the modules in the order of their calls.
 
     Returns:
-        Two values: a list with the number of gathered elements in memory during each call; the
-        number of elements gathered in all calls together.
+        Number of gathered elements in memory during each call, and number of elements gathered in
+        all calls together.
     """
     before = (0, *accumulate(modules[each] for each in calls))
     next_calls = _next_calls(calls)
