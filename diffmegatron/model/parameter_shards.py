@@ -15,10 +15,6 @@ from torch import Tensor
 
 from diffmegatron.model.network import Network
 
-# Megatron-core's option to name each layer by its index in the network. Only Megatron-core's
-# ``TransformerBlock`` reads the option; ``Decoder`` names the layers in this way without it.
-_METADATA = {"non_homogeneous_layers": True}
-
 
 @dataclass(frozen=True)
 class Shard:
@@ -69,7 +65,7 @@ def parameter_shards(network: Network) -> dict[torch.nn.Parameter, list[Shard]]:
     """
     by_storage: dict[int, list[tuple[ShardedTensor, int]]] = {}
     for stage in network.virtual_stages:
-        for tensor, start in _sharded_tensors(stage.sharded_state_dict(metadata=dict(_METADATA))):
+        for tensor, start in _sharded_tensors(stage.sharded_state_dict()):
             base = tensor.data.data_ptr() - start * tensor.data.element_size()
             by_storage.setdefault(base, []).append((tensor, start))
     table = {}
