@@ -72,14 +72,14 @@ class Decoder(MegatronModule):
         return hidden if self.final_layernorm is None else self.final_layernorm(hidden)
 
     def _groups(self) -> Iterator[tuple[Sequence[TransformerLayer], bool]]:
-        """Yield groups of consecutive layers, and True if the backward pass recomputes the group.
+        """Yield groups of consecutive layers, each with True if the backward pass recomputes it.
 
         Without full recomputation, all layers are one group. Only the input of a recomputed group
         is saved for the backward pass.
 
-        The method "uniform" recomputes all layers
-        in groups of ``recompute_num_layers``. The method "block" recomputes the first
-        ``recompute_num_layers`` layers of this virtual stage one by one.
+        The method "uniform" recomputes all layers in groups of ``recompute_num_layers``. The method
+        "block" recomputes the first ``recompute_num_layers`` layers of this virtual stage one by
+        one.
         """
         count, method = self.config.recompute_num_layers, self.config.recompute_method
         if self.config.recompute_granularity != "full":
