@@ -279,7 +279,7 @@ def open_samples(
         raise UserError(
             f"no source with a weight has a document in the {split} split "
             f"(data.validation_fraction {config.validation_fraction:g}, data.test_fraction "
-            f"{config.test_fraction:g}); give more data or a larger fraction"
+            f"{config.test_fraction:g}); give more documents or a larger fraction"
         )
     settings = _order_settings(config, seq_length, selection)
     return Samples(config, sources, MixtureHistory((Period(0, weights),)), settings)
