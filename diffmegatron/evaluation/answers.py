@@ -19,20 +19,14 @@ def score(
 ) -> list[list[Scored] | NotFiniteError]:
     """Compute the likelihoods of the continuations of several contexts in one batch.
 
-    A row of the batch is a context with one of its continuations. The last token of the
-    continuation is left out, because no likelihood depends on the prediction after it. Two
-    continuations of a context that differ only in their last token therefore share a row.
-
-    If some context has several rows and ``network.keeps_all_tokens`` is true, each context is
-    processed once, and its keys and values are copied to its rows. In all other cases, the context
-    is processed in every row.
+    A row of the batch is a context with one of its continuations. The last token of a continuation
+    is left out, because nothing is predicted after it. Two continuations that differ only in their
+    last token therefore share a row. If ``network.keeps_all_tokens``, a context with several rows
+    is processed once, and its keys and values are copied to the rows.
 
     Returns:
         For each request, a list with a :class:`Scored` per continuation, or an error if a loss is
         not finite.
-
-    Raises:
-        ValueError: a context or a continuation has no tokens.
     """
     if not all(context and all(continuations) for context, continuations in requests):
         raise ValueError("a request has a context or a continuation without tokens")
@@ -45,8 +39,8 @@ def score(
             places += [(row, place) for place in range(-len(continuation), 0)]
             wanted += continuation
     has_shared = len(rows) > len(requests) and network.keeps_all_tokens
-    # Number of tokens of each context that are processed once for all of its rows. The last token
-    # is processed in every row, because it predicts the first token of the continuation.
+    # The last token of a context is processed in every row, because it predicts the first token of
+    # the continuation.
     kept = [len(context) - 1 if has_shared else 0 for context, _ in requests]
     chunks = [[*requests[number].context[kept[number] :], *more] for number, more in rows]
     if has_shared:
@@ -72,10 +66,7 @@ def score(
 
 
 def check_finite(scored: list[Scored], before: int) -> list[Scored] | NotFiniteError:
-    """Return the scores of one context's continuations, or an error if a loss is not finite.
-
-    ``before`` is the number of tokens of the context, for the error message.
-    """
+    """Return ``scored``, or an error if a loss is not finite."""
     for nats, _ in scored:
         bad = (~nats.isfinite()).nonzero()
         if len(bad):
@@ -89,8 +80,7 @@ class WrittenText:
 
     Attributes:
         found: ids of the tokens generated so far.
-        labels: tree of the labels (allowed answers) that are still possible; its keys are the ids
-            of the allowed next tokens. None: every token is allowed.
+        labels: tree of the labels (allowed answers) that are still possible; None for free text.
     """
 
     def __init__(self, request: Generation) -> None:
@@ -105,12 +95,7 @@ class WrittenText:
         return self.found if self.error is None else self.error
 
     def add(self, token: int, tokenizer: Tokenizer) -> None:
-        """Append the most likely next token, and end the text if it is complete.
-
-        A text with labels is complete when only one label is still possible; the remaining tokens
-        of this label are then appended. Any other text is complete at the end-of-document token
-        (which is not appended), at a stop string, or at the limit of tokens.
-        """
+        """Append the most likely next token, and end the text if it is complete."""
         if self.labels is not None:
             self._add_label(token)
         elif token == tokenizer.end_of_document:
@@ -126,7 +111,7 @@ class WrittenText:
         assert self.labels is not None
         self.found.append(token)
         self.labels = self.labels[token]
-        # If only one label is still possible, append the rest of it without a forward pass.
+        # If only one label is still possible, the rest of it needs no forward pass.
         rest, labels = list[int](), self.labels
         while len(labels) == 1:
             ((following, labels),) = labels.items()
@@ -154,8 +139,7 @@ def generate(
     Args:
         requests: requests with the same number ``shared`` and the same first ``shared`` token ids.
         read_prefix: function that runs the network on these shared token ids, and returns one row
-            with their keys and values. It is called only if there are shared ids and
-            ``network.keeps_all_tokens`` is true.
+            with their keys and values.
 
     Returns:
         For each request, the ids of the new tokens, or an error if a logit is not finite.
@@ -170,7 +154,7 @@ def generate(
         chunks = [request.ids for request in requests]
         rows = network.with_cache(len(chunks), shared + columns)
     texts = [WrittenText(request) for request in requests]
-    # Text of each row. It differs from `texts` after rows of complete texts were dropped (below).
+    # Text of each remaining row; some rows are dropped below.
     written = texts
     while True:
         ends = [(row, len(chunk) - 1) for row, chunk in enumerate(chunks)]

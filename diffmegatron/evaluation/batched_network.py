@@ -16,15 +16,10 @@ _LOGITS_AT_ONCE = 1024
 
 
 class _ReservedLayer(DynamicLayer):
-    """Key-value cache of one layer in memory that is allocated once.
+    """Key-value cache of one layer for ``columns`` tokens per row; its memory is allocated once.
 
-    The caches of ``transformers`` are slower: ``DynamicCache`` copies all keys and values for each
-    new token, and with ``StaticCache`` attention also computes over the unused part of the memory.
-
-    Shapes: b is the number of rows, one text each, and t the number of new tokens per row.
-
-    Args:
-        columns: largest number of tokens of a row, including padding.
+    ``DynamicCache`` of ``transformers`` copies all keys and values for each new token. With
+    ``StaticCache``, attention also computes over the unused part of the memory.
     """
 
     def __init__(self, columns: int) -> None:
@@ -33,12 +28,6 @@ class _ReservedLayer(DynamicLayer):
         self._reserved: tuple[Tensor, ...] = ()
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Allocate [b, heads, columns, channels] for keys and for values.
-
-        Args:
-            key_states: first keys, [b, heads, t, channels].
-            value_states: first values, [b, heads, t, channels].
-        """
         self.dtype, self.device = key_states.dtype, key_states.device
         self._reserved = tuple(
             each.new_empty((*each.shape[:2], self._columns, each.shape[3]))
@@ -61,7 +50,6 @@ class _ReservedLayer(DynamicLayer):
         return self.keys, self.values
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep only the rows with these indices."""
         length = self.get_seq_length()
         self._reserved = tuple(each[indices] for each in self._reserved)
         self._use(length)
@@ -74,13 +62,9 @@ class _ReservedLayer(DynamicLayer):
 class Rows:
     """State of a batch with one text per row, after the tokens that the network has processed.
 
-    The network processes the texts in chunks: the next tokens of every row, padded to one length.
-
     Attributes:
         cache: keys and values of the tokens processed so far; None if the rows have only one chunk.
-        is_token: True for tokens and False for padding, bool [b, t] for b rows and the t columns
-            that were processed so far.
-        has_padding: whether any column contains padding.
+        is_token: True for tokens and False for padding, bool [rows, columns processed so far].
     """
 
     cache: Cache | None
@@ -98,14 +82,11 @@ class Rows:
 class BatchedNetwork:
     """A causal network that reads several texts at once.
 
-    A batch is read in chunks: the next tokens of every row, padded at their end to the same
-    length. The first chunk needs no mask, because under causal attention no token attends to
-    padding after it. For later chunks, the padding in the cache is masked, and position ids count
-    the tokens of a row without its padding. Each text therefore has the same results as if it were
-    alone.
+    A batch is read in chunks: the next tokens of every row, padded at their end to one length. For
+    chunks after the first, padding in the cache is masked, and position ids count the tokens of a
+    row without its padding. Each text therefore has the same results as if it were alone.
 
     Args:
-        network: network in evaluation mode.
         start: any valid token id, used as padding of empty chunks and as test input.
     """
 
@@ -114,12 +95,10 @@ class BatchedNetwork:
 
     @cached_property
     def keeps_all_tokens(self) -> bool:
-        """True if every layer caches the keys and values of every token.
+        """True if masked padding between tokens has no effect.
 
-        In such a network, masked padding between tokens has no effect. In other networks, padding
-        would shift a sliding window, or change the state of a recurrent layer. The property is also
-        False if the network has no argument ``position_ids``: the caller could then not exclude
-        padding from the positions.
+        Padding would shift a sliding window and change the state of a recurrent layer. Without an
+        argument ``position_ids``, padding could not be excluded from the positions.
         """
         network = self._network
         layers = DynamicCache(config=network.config).layers
@@ -135,19 +114,13 @@ class BatchedNetwork:
         return Rows(None, self._no_columns(count))
 
     def with_cache(self, count: int, columns: int) -> Rows:
-        """Return empty rows with a cache.
-
-        Args:
-            count: number of rows, with one text each.
-            columns: sum of the padded lengths of all chunks that the rows will read, in tokens.
-        """
+        """Return empty rows with a cache for chunks of ``columns`` padded tokens in total."""
         return Rows(self._reserved(columns), self._no_columns(count))
 
     def after(self, prefixes: Rows, index: Sequence[int], columns: int) -> Rows:
-        """Return new rows that continue the texts of the rows ``prefixes``.
+        """Return new rows that continue the texts of the rows ``prefixes``, which do not change.
 
         Args:
-            prefixes: rows with a cache; they do not change.
             index: for each new row, the index of the row in ``prefixes`` that it continues.
             columns: sum of the padded lengths of all chunks after the prefixes, in tokens.
         """
@@ -164,15 +137,13 @@ class BatchedNetwork:
         """Run the network on the next chunk of each row; return its output at given positions.
 
         Args:
-            rows: b rows, which are updated.
+            rows: rows, which are updated.
             chunks: next token ids of each row; a list may be empty.
             places: the n positions to return, each as (row, column within the chunk).
 
         Returns:
-            Output at the n positions, in the network's dtype, for the argument ``found`` of
-            :meth:`logits` and :meth:`score`. If the network computes its logits from the last
-            hidden states by the output embeddings alone, the output is these hidden states,
-            [n, hidden_size]. For other networks it is the logits, [n, vocab_size].
+            Output for :meth:`logits` and :meth:`score`, in the network's dtype: last hidden states
+            [n, hidden_size], or logits [n, vocab_size] if the network scales or caps its logits.
         """
         device = self._network.device
         lengths = [len(chunk) for chunk in chunks]
@@ -210,22 +181,13 @@ class BatchedNetwork:
         return found
 
     def logits(self, found: Tensor) -> Tensor:
-        """Return the logits at n positions.
-
-        Args:
-            found: output of :meth:`read` at these positions.
-
-        Returns:
-            Float32 [n, vocab_size].
-        """
+        """Return float32 logits [n, vocab_size] for the output ``found`` of :meth:`read`."""
         if self._ends_in_projection:
             found = self._network.get_output_embeddings()(found)
         return found.float()
 
     def score(self, found: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
         """Compute the likelihoods of given tokens, each after one of n positions.
-
-        Logits are computed for 1,024 positions at a time.
 
         Args:
             found: output of :meth:`read` at n positions.
@@ -246,11 +208,7 @@ class BatchedNetwork:
 
     @cached_property
     def _ends_in_projection(self) -> bool:
-        """True if the logits are a projection of the last hidden states by the output embeddings.
-
-        It is False for models that also scale or cap the logits. To find this out, the property
-        runs the network on a few tokens and compares both results.
-        """
+        """True if the logits are the projected last hidden states, neither scaled nor capped."""
         project = self._network.get_output_embeddings()
         if project is None:
             return False

@@ -1,9 +1,4 @@
-"""Scoring of many items at once, so that a model can answer their requests in batches.
-
-A suite is a benchmark. An item is a part of a suite that is scored by itself, such as a question.
-The score may need several requests to the model, and a request may depend on the answers to earlier
-ones. The result of scoring is the item's record, a dictionary.
-"""
+"""Scoring of many items at once, so that a model can answer their requests in batches."""
 
 from collections.abc import Iterable, Iterator
 from itertools import islice
@@ -21,15 +16,7 @@ _OPEN_ITEMS = 1024
 
 
 class _OpenItem:
-    """An item whose requests are being answered.
-
-    Attributes:
-        key: key of the item.
-        requests: the latest list of requests that the suite's generator
-            (:meth:`Suite.requests_of`) has yielded; the generator waits for their answers.
-        record: record of the item, or the error that the model returned for a request; None while
-            the item is not complete.
-    """
+    """An item whose requests are being answered; its record is None until it is complete."""
 
     def __init__(self, key: str, generator: ItemGenerator) -> None:
         self.key, self._generator = key, generator
@@ -37,11 +24,6 @@ class _OpenItem:
         self._advance(None)
 
     def receive(self, number: int, answer: Answer) -> None:
-        """Store the answer to request ``number``; after the last one, send all to the generator.
-
-        If an answer is an error, the item is complete: :attr:`record` is the error, and no answers
-        are sent to the generator any more.
-        """
         self._answers[number] = answer
         if isinstance(answer, NotFiniteError):
             self.record = answer
@@ -67,7 +49,6 @@ def score_items(
     Items are yielded in the order in which the model completes them.
 
     Args:
-        model: model, which receives the requests of up to 1,024 items together.
         generators: key and generator (from :meth:`Suite.requests_of`) of each item.
     """
     left = iter(generators)
@@ -75,10 +56,8 @@ def score_items(
         items = []
         for key, generator in window:
             item = _OpenItem(key, generator)
-            # If a generator yields no request, the item is complete already: the suite computed the
-            # record itself, for example by a request to an external model. Yield this record at
-            # once, so that the caller can save it before the external model may fail at the next
-            # item.
+            # Without requests to the model, the item is complete already. The suite may have called
+            # an external model, which may fail at the next item, so let the caller save the record.
             if item.record is not None:
                 yield item.key, item.record
             items.append(item)

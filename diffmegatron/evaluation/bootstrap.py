@@ -1,8 +1,8 @@
 """95% intervals by the paired bootstrap: all targets (models) use the same resamples.
 
-A measure is a number that a suite (a benchmark) computes for a target, such as an accuracy. A unit
-is usually an item of the suite, or a group of items that depend on each other (:meth:`Suite.unit`).
-A resample draws as many units as there are, with replacement.
+A measure is a number such as an accuracy. A unit is an item of a suite (benchmark), or a group of
+items that depend on each other (:meth:`Suite.unit`). A resample draws as many units as there are,
+with replacement. An argument ``shares`` maps each unit to its contribution to the measure.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -13,36 +13,25 @@ from diffmegatron.evaluation.suite import Estimate, Mean
 
 RESAMPLES = 2000
 _SEED = 0
-# Maximum number of elements of an array [resamples, units] that `_resamples` yields. If there are
-# more units than this, each array has a single row.
+# Elements of an array that `_resamples` yields, unless a single row has more.
 _COUNTS_AT_ONCE = 1 << 22
 # Ends of a 95% interval.
 _PERCENTILES = (2.5, 97.5)
 
 
 def estimate(shares: Mapping[str, Mean]) -> Estimate | None:
-    """Return a measure of one target with its interval.
+    """Return a measure of one target with its interval; a single unit has no interval.
 
-    The measure is the sum of the units' totals, divided by the sum of their weights. With a single
-    unit it has no interval. The result is None if there are no units or all weights are 0.
-
-    Args:
-        shares: name of each unit -> its contribution (total and weight) to the measure.
+    The result is None without units, or if all weights are 0.
     """
     return _estimate(_arrays(shares, sorted(shares)))
 
 
 def difference(shares: Mapping[str, Mean], others: Mapping[str, Mean]) -> Estimate | None:
-    """Return a measure of one target minus that of another target, with its interval.
+    """Return a measure of one target minus that of the target ``others``, with its interval.
 
-    Only units that both targets have are used, and a resample draws the same units for both. With a
-    single such unit there is no interval. The result is None if there is no such unit, or if one of
-    the targets has weight 0 in all of them.
-
-    Args:
-        shares: name of each unit -> its contribution to the measure of one target.
-        others: name of each unit -> its contribution to the measure of the target that is
-            subtracted.
+    Only units that both targets have are used, and a resample draws the same units for both. The
+    result is None without such units, or if one target has weight 0 in all of them.
     """
     both = sorted(shares.keys() & others.keys())
     return _estimate(_arrays(shares, both), _arrays(others, both))
@@ -52,8 +41,6 @@ def estimate_of_means(
     values: np.ndarray, statistic: Callable[[np.ndarray], np.ndarray]
 ) -> Estimate:
     """Return a statistic of several means over the same units, with its interval.
-
-    The estimate of a single unit has None for both ends of the interval.
 
     Args:
         values: contribution of each unit to each mean, float64 [units, means].
@@ -69,10 +56,7 @@ def estimate_of_means(
 
 
 def _resamples(units: int) -> Iterator[np.ndarray]:
-    """Yield arrays int64 [resamples, units]: how often each resample draws each unit.
-
-    The resamples are divided among the arrays: together, the arrays have ``RESAMPLES`` rows.
-    """
+    """Yield arrays int64 [some of the resamples, units]: how often a resample draws each unit."""
     random = np.random.default_rng(_SEED)
     left = RESAMPLES
     while left:

@@ -1,8 +1,4 @@
-"""Comparison of runs by their recorded metrics.
-
-The comparison consists of plots (losses, throughput, and lambda, the factor of the subtracted
-attention maps) and a table of final figures (numbers such as the last losses).
-"""
+"""Comparison of runs by their recorded metrics: plots, and a table of figures (final numbers)."""
 
 import json
 import statistics
@@ -37,28 +33,19 @@ _LAST_SHARE = 0.1
 
 @dataclass(frozen=True)
 class RecordedStage:
-    """A stage of a run, and its recorded metrics.
-
-    Stages are trainings that follow each other in one run. A run without stages is represented as
-    one stage.
-
-    Attributes:
-        recipe: resolved recipe of the stage.
-        entries: entries of the stage's ``metrics.jsonl``, each a dictionary with a step and the
-            metrics that were recorded at this step.
-    """
+    """A stage of a run, with its resolved recipe and the entries of ``metrics.jsonl``."""
 
     recipe: Recipe
     entries: Sequence[Entry]
 
     @property
     def last_step(self) -> int:
-        """Number of the last step that has an entry."""
+        """Last step that has an entry."""
         return int(max(entry["step"] for entry in self.entries))
 
     @property
     def tokens(self) -> int:
-        """Number of tokens seen in this stage, up to the last step that has an entry."""
+        """Number of tokens seen in this stage, up to the last entry."""
         return self.last_step * self.recipe.training.tokens_per_step
 
     def series(self, name: str) -> list[tuple[float, float]]:
@@ -79,7 +66,7 @@ class RecordedRun:
 
     @property
     def starts(self) -> list[int]:
-        """For each stage, the number of tokens that the run had seen when the stage began."""
+        """Number of tokens that the run had seen at the start of each stage."""
         return [0, *accumulate(stage.tokens for stage in self.stages[:-1])]
 
     def series(self, name: str) -> list[tuple[float, float]]:
@@ -101,15 +88,9 @@ def compare(run_dirs: Sequence[Path], out: Path) -> Table:
     Args:
         run_dirs: directories of runs of any recipes, finished or not; for a recipe with stages,
             the folder that contains all stages.
-        out: directory, created if it is missing; files of an earlier comparison are replaced.
 
     Returns:
         Table of the final figures, with a row per figure and a column per run.
-
-    Raises:
-        UserError: a run_dir has no recipe or no metrics, has several last stages (stages from which
-            no other stage started), or occurs twice.
-        OSError: ``out`` or a file in it cannot be written.
     """
     runs = dict(zip(short_names(run_dirs), map(read_run, run_dirs), strict=True))
     figures = {name: final_figures(run) for name, run in runs.items()}
@@ -125,12 +106,7 @@ def compare(run_dirs: Sequence[Path], out: Path) -> Table:
 
 
 def read_run(run_dir: Path) -> RecordedRun:
-    """Read the recipe and the metrics of a run, leaving out stages without recorded metrics.
-
-    Raises:
-        UserError: a file is missing or cannot be read, no stage has recorded metrics, or the run
-            has several last stages (stages from which no other stage started).
-    """
+    """Read the recipe and the metrics of a run; stages without recorded metrics are left out."""
     folders = stage_folders(run_dir, RECIPE)
     only_last(folders)
     stages = [_read_stage(folder.run_dir) for folder in folders]
@@ -147,11 +123,7 @@ def _read_stage(run_dir: Path) -> RecordedStage:
 
 
 def short_names(run_dirs: Sequence[Path]) -> list[str]:
-    """Return a name for each run: the shortest end of its path that is unique among the paths.
-
-    Raises:
-        UserError: two paths are the same folder.
-    """
+    """Return a name for each run: the shortest end of its path that is unique among the paths."""
     paths = [path.absolute().resolve() for path in run_dirs]
     if len(set(paths)) < len(paths):
         twice = next(path for n, path in enumerate(run_dirs) if paths[n] in paths[:n])
@@ -171,13 +143,10 @@ def curves_of(run: RecordedRun) -> Curves:
 
 
 def final_figures(run: RecordedRun) -> dict[str, Any]:
-    """Return the final figures (numbers) of a run as a dictionary from names to values.
+    """Return the final figures (numbers) of a run by name, without figures that have no value.
 
-    Figures without a recorded value are left out. Steps and tokens are sums over all stages, and
-    ``stages`` lists the names of all stages if there are several. All other figures describe the
-    last stage:
+    Steps and tokens are sums over all stages. All other figures describe the last stage:
 
-    - Kind of attention, and number of parameters.
     - Training losses: means over the last tenth of the stage's steps.
     - Validation losses and evaluation metrics: the last recorded value of each.
     - Lambda: the last recorded value of each layer, averaged over the layers.
@@ -212,10 +181,7 @@ def final_figures(run: RecordedRun) -> dict[str, Any]:
 
 
 def _source_losses(stage: RecordedStage, after_step: float) -> dict[str, float]:
-    """Return the mean loss per token of each data source, over the steps after ``after_step``.
-
-    The keys are the names of the sources' loss metrics. Sources without tokens are left out.
-    """
+    """Return the mean loss per token of each data source, over the steps after ``after_step``."""
     losses = {}
     for loss in stage.names(SOURCE_LOSS):
         tokens = loss.replace(SOURCE_LOSS, SOURCE_TOKENS, 1)

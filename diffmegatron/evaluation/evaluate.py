@@ -1,8 +1,4 @@
-"""``diffmegatron evaluate``: run every suite on every target, and write a report.
-
-A suite is a benchmark. It consists of items, such as questions or texts, which are scored one by
-one. A target is a model to evaluate: a Hugging Face folder or a checkpoint.
-"""
+"""``diffmegatron evaluate``: run every suite (benchmark) on every target (model)."""
 
 import math
 import sys
@@ -44,26 +40,15 @@ def evaluate(
     settings: Sequence[str],
     computing: Computing | None = None,
 ) -> Path:
-    """Run suites on targets and write the report.
+    """Run suites on targets, write the report, and return the path of ``report.html``.
 
     An interrupted evaluation of the same suites and targets is resumed. If a launcher (torchrun)
     has started several processes, they divide the items of a suite among themselves. For a suite
     whose ``is_parallel`` is false, rank 0 scores all items.
 
     Args:
-        paths: paths of the targets.
-        names: names of the suites.
-        out: directory of the results, created if it is missing.
-        options: name -> value of the suites' fields ``data``, ``haystack`` and ``data_dir``.
+        options: values of the suites' fields ``data``, ``haystack`` and ``data_dir``.
         settings: settings of suites, as ``SUITE.KEY=VALUE``.
-        computing: device, dtype, size of batches and engine; None for the defaults.
-
-    Returns:
-        The path of ``report.html``.
-
-    Raises:
-        UserError: a target is not a model, a suite does not support a target, data are missing,
-            ``out`` has results of other targets or settings, or a path is not UTF-8.
     """
     computing = computing or Computing()
     check_utf8(*paths, out, *(Path(path) for path in _given(options)))
@@ -87,7 +72,6 @@ def evaluate(
 
 
 def _given(options: Mapping[str, Any]) -> Iterator[Path | str]:
-    """Yield every path or ``NAME=PATH`` in the values of ``options``."""
     for value in options.values():
         yield from value if isinstance(value, tuple) else (value,)
 
@@ -131,8 +115,8 @@ def _run(suite: Suite, model: Model, out: Path, ranks: Ranks) -> Measured:
     with SharedRecords(out / suite.name / f"{target.name}.jsonl", header, ranks) as file:
         # Check the records of an earlier run before scoring, which may take hours.
         check_records(file.records.values(), suite.means)
-        # `target.context` loads the network's configuration. The items of suites that read only
-        # training records have 0 tokens, so for them the configuration is not loaded.
+        # Suites that read only training records have items of 0 tokens. For them, do not load the
+        # network's configuration for `target.context`.
         long = [item for item in items if item.tokens and item.tokens > target.context]
         too_long = {item.key for item in long}
         fitting = [item for item in items if item.key not in too_long]
@@ -144,8 +128,7 @@ def _run(suite: Suite, model: Model, out: Path, ranks: Ranks) -> Measured:
                 f"{target.context:,.0f}"
             )
         finite = [file.records[i.key] for i in fitting if NOT_FINITE not in file.records[i.key]]
-        # Follow-ups, the items of a suite's second pass, depend on the records of all items of the
-        # first pass, so skip them if a record has a number that is not finite.
+        # Follow-ups depend on the records of all items.
         if len(finite) == len(fitting):
             more = suite.follow_ups(target, finite)
             _score_items(suite, model, more, file, ranks, suite.passes[1])
@@ -196,12 +179,6 @@ class _Progress:
     """Printer of progress lines to stderr, with the estimated remaining time (ETA).
 
     Only rank 0 prints. It counts its own items, and assumes that all processes are equally fast.
-
-    Args:
-        name: suite, pass and target, printed at the start of each line.
-        total: number of items.
-        left: number of items without a record, over all processes.
-        processes: number of processes that score items.
     """
 
     def __init__(self, name: str, total: int, left: int, processes: int) -> None:
@@ -212,10 +189,6 @@ class _Progress:
             self._print(f"{total - left} of {total} items have records already")
 
     def advance(self) -> None:
-        """Count one more finished item in each process, and print a line in two cases.
-
-        The cases are: no item is left, or the previous line is at least 5 seconds old.
-        """
         self._left = max(0, self._left - self._processes)
         now = time.monotonic()
         if now - self._printed < _SECONDS_BETWEEN_LINES and self._left:

@@ -14,10 +14,8 @@ from diffmegatron.errors import UserError
 if TYPE_CHECKING:
     from diffmegatron.evaluation.targets import Target
 
-# Default values of `batch_tokens`. On a CPU, larger batches do not make the scoring of given texts
-# faster, so the default of 1 token makes each text a batch by itself. Larger batches do make
-# generation faster, because the weights are read once for the new tokens of all texts. On a GPU the
-# default can be large, because a batch that does not fit into the memory is halved.
+# Default values of `batch_tokens`. On a CPU, batches make generation faster but not scoring. On a
+# GPU, a batch that does not fit into the memory is halved.
 _CPU_SCORING, _CPU_GENERATION, _GPU = 1, 4096, 65_536
 
 
@@ -25,11 +23,7 @@ _CPU_SCORING, _CPU_GENERATION, _GPU = 1, 4096, 65_536
 class Computing:
     """Device, precision, batch size and engine of an evaluation.
 
-    ``batch_tokens`` limits the number of tokens of a batch, including padding and tokens to
-    generate. A text that is longer than this limit is a batch by itself.
-
-    Raises:
-        UserError: ``device`` is a GPU, and the machine has none.
+    ``batch_tokens`` counts padding and tokens to generate. A longer text is a batch by itself.
     """
 
     dtype: Annotated[
@@ -67,11 +61,7 @@ class Computing:
         return self.device == "cuda" or (self.device == "auto" and torch.cuda.is_available())
 
     def tokens(self, *, is_generation: bool) -> int:
-        """Return the limit ``batch_tokens``, or if it is None, the default for this device.
-
-        Args:
-            is_generation: whether the batch generates text; if False, it scores given texts.
-        """
+        """Return ``batch_tokens``, or the default for generation or scoring on this device."""
         on_cpu = _CPU_GENERATION if is_generation else _CPU_SCORING
         return self.batch_tokens or (_GPU if self.is_gpu else on_cpu)
 
@@ -104,10 +94,7 @@ class EvaluateSettings(Computing):
     ] = None
 
     def suite_fields(self) -> dict[str, Any]:
-        """Return a dictionary of the options ``data``, ``haystack`` and ``data_dir``.
-
-        Options without a value are left out. The names are also fields of the evaluation suites.
-        """
+        """Return the options ``data``, ``haystack`` and ``data_dir`` that have a value."""
         given = {
             "data": tuple(self.data or ()) or None,
             "haystack": self.haystack and Path(self.haystack),

@@ -1,7 +1,4 @@
-"""Processes of an evaluation: each scores a share of the items, and rank 0 writes the report.
-
-An item is the smallest part of a suite that is scored, such as a question or a document.
-"""
+"""Processes of an evaluation: each scores a share of the items, and rank 0 writes the report."""
 
 import os
 import subprocess
@@ -22,8 +19,7 @@ from diffmegatron.parallel.launcher import read_launch
 
 _Any = TypeVar("_Any")
 
-# Timeout of collectives. It is long because processes may finish their shares of the items at very
-# different times.
+# Processes may finish their shares of the items at very different times.
 _TIMEOUT = timedelta(days=1)
 # Prefixes of the environment variables that a launcher sets.
 _LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "TORCHELASTIC_")
@@ -31,12 +27,7 @@ _LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "TORCHELASTIC_")
 
 @dataclass(frozen=True)
 class Ranks:
-    """The processes of an evaluation, which share a file system.
-
-    Attributes:
-        rank: rank of this process.
-        count: number of processes.
-    """
+    """Rank of this process and number of processes of an evaluation; they share a file system."""
 
     rank: int = 0
     count: int = 1
@@ -58,14 +49,7 @@ class Ranks:
 
 @contextmanager
 def join_ranks() -> Iterator[Ranks]:
-    """Join the processes that a launcher has started, and yield their :class:`Ranks`.
-
-    Without a launcher there is one process.
-
-    Raises:
-        UserError: the launcher's variables are not valid; a process does not join; or this machine
-            has GPUs, but none for this process.
-    """
+    """Join the processes that a launcher has started, if any, and yield their :class:`Ranks`."""
     launch = read_launch()
     if launch.ranks == 1:
         yield Ranks()
@@ -75,15 +59,10 @@ def join_ranks() -> Iterator[Ranks]:
 
 
 def export_targets(targets: Sequence[Target], ranks: Ranks) -> None:
-    """Export every checkpoint among the targets (models to evaluate) to a Hugging Face folder.
+    """Export every checkpoint among the targets to a Hugging Face folder, on rank 0.
 
-    Rank 0 exports the checkpoints that have no export yet, and the other processes wait. An export
-    compares the logits of the checkpoint and of the exported model in process groups of a single
-    rank, so it runs in a new process outside the launcher's group. If there is only one process,
-    this function does nothing, and a checkpoint is exported when it is first used.
-
-    Raises:
-        UserError: an export failed.
+    An export needs process groups of a single rank, so it runs in a new process outside the
+    launcher's group. A single process exports a checkpoint only when it is first used.
     """
     if ranks.count == 1:
         return

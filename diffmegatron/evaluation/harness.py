@@ -42,9 +42,8 @@ from diffmegatron.evaluation.requests import Generation, Request, Scored, Scorin
 from diffmegatron.evaluation.targets import Target
 from diffmegatron.files import format_path, shorten
 
-# Number of bootstrap resamples for metrics whose standard error has no formula.
-# lm-eval draws 100,000 by default, which takes minutes. With 1,000 resamples, the standard error
-# itself has a relative error of about 2%.
+# Resamples for metrics whose standard error has no formula. lm-eval draws 100,000, which takes
+# minutes. With 1,000 resamples, the standard error has a relative error of about 2%.
 _BOOTSTRAP_ITERATIONS = 1000
 # Metrics that are slow to compute. Only 100 resamples are drawn for them, as in lm-eval.
 _SLOW_METRICS = ("bleu", "chrf", "chrf++", "ter")
@@ -58,7 +57,6 @@ class Question:
     """A question of a task (in lm-eval's words, a document), with its requests to the model.
 
     Attributes:
-        task: name of the task.
         shots: number of examples before the question.
         number: position of the question within the task, from 0.
         arguments: arguments of each request. Their form depends on the task's ``OUTPUT_TYPE``:
@@ -75,21 +73,13 @@ class Question:
 
 
 class Tasks:
-    """The tasks of lm-eval that an evaluation uses, and the groups of tasks.
+    """The tasks of lm-eval that an evaluation uses, and the groups of tasks, by name.
 
     Args:
         names: names of tasks, groups and tags.
         include_path: folder with further task configurations, or None.
         data_dir: folder that relative paths in task configurations refer to. A folder in it with
             the name of a data set's repository replaces the repository on Hugging Face's hub.
-
-    Attributes:
-        tasks: tasks by name, including the tasks of groups and tags.
-        groups: groups by name.
-
-    Raises:
-        UserError: a folder does not exist; a name is unknown; or a task cannot be loaded, occurs
-            twice, or needs more than text and greedy decoding.
     """
 
     def __init__(self, names: Sequence[str], include_path: Path | None, data_dir: Path) -> None:
@@ -133,14 +123,9 @@ class Tasks:
         """Return the first questions of every task, with their prompts.
 
         Args:
-            shots: number of examples before each question; None for the number in each task's
-                configuration, or 0 if the configuration has none.
+            shots: number of examples before each question; None for each task's own number.
             samples: number of questions of each task; None for all.
             chat_template: function that renders messages as a prompt; None for plain prompts.
-
-        Raises:
-            UserError: ``shots`` is above 0 and the configuration of a task has 0 examples, or
-                lm-eval cannot build the prompts of a task.
         """
         found: list[Question] = []
         for name, task in self.tasks.items():
@@ -177,15 +162,12 @@ class Tasks:
         return found
 
     def metrics(self, question: Question, answers: Sequence[Any]) -> dict[str, Any]:
-        """Return the values of a question's metrics.
+        """Return the values of a question's metrics by metric and filter, such as ``acc,none``.
+
+        A value is a number, or a list if the metric's aggregation needs several values.
 
         Args:
-            question: a question of :meth:`questions`.
             answers: answer to each request, in the form of :meth:`Encoder.answers`.
-
-        Returns:
-            Value by metric and filter, such as ``acc,none``. Each value is of JSON types: a number,
-            or a list if the metric's aggregation needs several values per question.
 
         Raises:
             NotFiniteError: a value is not finite.
@@ -204,22 +186,13 @@ class Tasks:
         return found
 
     def is_mean(self, task: str, key: str) -> bool:
-        """Return whether a metric of a task is the mean of its values for the task's questions.
-
-        Args:
-            task: name of the task.
-            key: metric and filter, such as ``acc,none``.
-        """
+        """Return whether a metric (``acc,none``) of a task is the mean of its questions' values."""
         return self._aggregation(task, key) is mean
 
     def better(self, name: str, metric: str) -> Literal["higher", "lower"] | None:
-        """Return whether higher or lower values of a metric are better.
+        """Return whether higher or lower values of a metric, such as ``acc``, are better.
 
         The result is None if lm-eval does not define this, or if the tasks of a group disagree.
-
-        Args:
-            name: name of a task or group.
-            metric: name of the metric without a filter, such as ``acc``.
         """
         tasks = self.groups[name].get_all_tasks() if name in self.groups else [self.tasks[name]]
         directions = {task.higher_is_better().get(metric) for task in tasks} - {None}
@@ -239,8 +212,7 @@ class Tasks:
         Returns:
             For every task, and for every group that aggregates its tasks: the number of questions
             (``sample_len``), and the value and standard error of each metric and filter, such as
-            ``acc,none`` and ``acc_stderr,none``. A number that lm-eval does not define is None, for
-            example the standard error if a task has only one question.
+            ``acc,none`` and ``acc_stderr,none``. A number that lm-eval does not define is None.
         """
         found: Results = {}
         for name, metrics in values.items():
@@ -275,18 +247,8 @@ class Tasks:
 class Encoder(TemplateLM):
     """Encoder of lm-eval's requests into token ids, and decoder of a network's answers.
 
-    It derives from lm-eval's model class to inherit the methods that split prompts and
-    continuations into tokens. It does not call a network itself.
-
-    Args:
-        target: model whose tokenizer is used. ``transformers`` loads the tokenizer, as it does in
-            lm-eval's own command.
-
-    Attributes:
-        context: context length of the target in tokens.
-
-    Raises:
-        UserError: ``transformers`` cannot load the tokenizer.
+    It inherits from lm-eval's model class the methods that split prompts and continuations into
+    tokens. ``transformers`` loads the target's tokenizer, as in lm-eval's own command.
     """
 
     def __init__(self, target: Target) -> None:
@@ -309,25 +271,18 @@ class Encoder(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """Id of the token that is put before a scored text if the text has no prompt.
-
-        It is the start token, or the end token if the tokenizer has no start token.
-        """
+        """Id of the start token, or else the end token, before a scored text without a prompt."""
         start = self.tokenizer.bos_token_id
         return self.eot_token_id if start is None else int(start)
 
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **_: object
     ) -> list[int]:
-        """Return the token ids of a text.
-
-        By default the tokenizer adds its special tokens, unless the text already begins with the
-        start token.
-        """
+        """Return the token ids of a text, by default with the tokenizer's special tokens."""
         if add_special_tokens is None and has_bos_prefix(
             string, self.tokenizer.decode(self.prefix_token_id)
         ):
-            # A chat template has written the start token already; do not add a second one.
+            # A chat template has written the start token already.
             add_special_tokens = False
         chosen = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
         ids: list[int] = self.tokenizer.encode(string, verbose=False, **chosen)
@@ -356,18 +311,16 @@ class Encoder(TemplateLM):
     def length(self, question: Question) -> int:
         """Return 0 if a question fits the target's context, otherwise the number of tokens needed.
 
-        A prompt that is too long is cut at its beginning, and a text that is too long is divided
-        into windows, so both always fit. Only a choice (a continuation to score) or the space for a
-        generated answer can be too long, so only their tokens are counted.
+        A long prompt is cut at its beginning, and a long text is divided into windows, so only the
+        tokens of a choice (a continuation to score) or of a generated answer are counted.
         """
         if question.instances[0].request_type == "generate_until":
             needed = max(_decoding(each)["max_gen_toks"] + 1 for each in question.instances)
         elif question.instances[0].request_type == "loglikelihood":
             needed = 0
             for prompt, choice in question.arguments:
-                # A token has at least one byte, so a choice of at most `context` bytes fits, and
-                # only longer choices must be encoded. lm-eval moves spaces at the end of the prompt
-                # to the choice, so count them as bytes of the choice.
+                # A token has at least one byte, so only choices of more bytes must be encoded.
+                # lm-eval moves spaces at the end of the prompt to the choice.
                 if len(prompt.encode()) - len(prompt.rstrip().encode()) + len(choice.encode()) > (
                     self.context
                 ):
@@ -379,12 +332,8 @@ class Encoder(TemplateLM):
     def requests(self, question: Question) -> tuple[list[Request], bool]:
         """Return the requests of a question, and whether a prompt was cut at its beginning.
 
-        The requests depend on the type of the question:
-
-        1. A prompt to continue freely is one request for generation.
-        2. Consecutive choices (continuations to score) after the same context are one request.
-        3. A text whose tokens are all scored is split into windows that fit the target's context,
-           and each window is one request.
+        Consecutive choices (continuations to score) after the same context are one request. A text
+        whose tokens are all scored is split into windows, one request each.
         """
         kind = question.instances[0].request_type
         if kind == "generate_until":
@@ -393,9 +342,8 @@ class Encoder(TemplateLM):
             pairs = self._pairs(question.arguments)
         else:
             pairs = [pair for (text,) in question.arguments for pair in self._windows(text)]
-        # Nothing is predicted after the last token of a continuation, so the network does not
-        # process this token. `before` and `after`, the two parts of a pair, may therefore have
-        # `self.context` + 1 tokens together.
+        # The network does not process the last token of a continuation, after which nothing is
+        # predicted. Both parts of a pair may therefore have `self.context` + 1 tokens together.
         most = [self.context + 1 - len(after) for _, after in pairs]
         cut = any(len(before) > limit for (before, _), limit in zip(pairs, most, strict=True))
         fitting = [
@@ -409,9 +357,7 @@ class Encoder(TemplateLM):
     def answers(self, question: Question, found: Sequence[Any]) -> list[Any]:
         """Convert the answers of a network into the form in which lm-eval's models return them.
 
-        Args:
-            question: question that was answered.
-            found: answer of the network to each request that :meth:`requests` returned.
+        ``found`` has the answer to each request that :meth:`requests` returned.
         """
         kind = question.instances[0].request_type
         if kind == "generate_until":
@@ -426,11 +372,10 @@ class Encoder(TemplateLM):
         return [sum(next(left)[0] for _ in self._windows(text)) for (text,) in question.arguments]
 
     def _pairs(self, arguments: Sequence[tuple[Any, ...]]) -> list[tuple[list[int], list[int]]]:
-        """Return the ids of each context and continuation, as lm-eval's own method splits them.
+        """Return the ids of each context and continuation, as lm-eval splits them.
 
-        lm-eval's ``loglikelihood`` encodes the texts, and passes the ids to
-        :meth:`_loglikelihood_tokens` to score them. This class overrides that method to return the
-        ids without scoring.
+        lm-eval's ``loglikelihood`` passes the ids to :meth:`_loglikelihood_tokens` to be scored.
+        This class overrides that method to return the ids.
         """
         instances = [Instance("loglikelihood", {}, each, 0) for each in arguments]
         found: Any = self.loglikelihood(instances, disable_tqdm=True)
@@ -468,8 +413,7 @@ class Encoder(TemplateLM):
         found: str = postprocess_generated_text(text, list(self._stops(instance)), None)
         return found
 
-    # lm-eval's base class declares the next two methods as abstract. Only lm-eval's own evaluator
-    # calls them, and this module does not use that evaluator.
+    # The next two methods are abstract in lm-eval's class, and only its own evaluator calls them.
     @override
     def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
         raise NotImplementedError("an encoder only encodes; call answers")
@@ -484,16 +428,12 @@ def _index(names: Sequence[str], include_path: Path | None) -> TaskManager:
 
     Reading the 14,000 tasks that come with lm-eval takes many seconds, so they are not read if all
     ``names`` are tasks in ``include_path``.
-
-    Raises:
-        UserError: a name is unknown.
     """
     folder = None if include_path is None else str(include_path.resolve())
     with _quiet():
         if folder is not None:
             index = TaskManager(include_path=folder, include_defaults=False)
-            # Compare with single tasks only: a group or tag may contain tasks that come with
-            # lm-eval, which this index lacks.
+            # A group or tag may contain tasks that come with lm-eval, which this index lacks.
             if set(names) <= set(index.all_subtasks):
                 return index
         index = TaskManager(include_path=folder)
@@ -506,7 +446,6 @@ def _index(names: Sequence[str], include_path: Path | None) -> TaskManager:
 
 
 def _check_supported(name: str, task: Task) -> None:
-    """Raise an error if a task needs more than text and greedy decoding."""
     wrong = None
     if getattr(task, "UNSAFE_CODE", False):
         wrong = "runs code that the model writes"
@@ -532,8 +471,7 @@ def _likelihood(scored: Scored) -> tuple[float, bool]:
 def _stderr(
     aggregation: Callable[[Sequence[Any]], float], values: Sequence[Any], iterations: int
 ) -> float | None:
-    # Compute the bootstrap in this process. By default lm-eval forks the process, which is not safe
-    # because the process has threads and may use a GPU.
+    # By default lm-eval forks, which is not safe in a process with threads or a GPU.
     os.environ.setdefault("DISABLE_MULTIPROC", "1")
     compute = stderr_for_metric(aggregation, iterations) if len(values) > 1 else None
     with _quiet():
@@ -541,11 +479,7 @@ def _stderr(
 
 
 def _plain(value: Any, metric: str) -> Any:
-    """Convert a metric's value to types of JSON.
-
-    Raises:
-        NotFiniteError: the value is NaN or infinite.
-    """
+    """Convert a metric's value to types of JSON, which have no NaN and no infinity."""
     try:
         return json.loads(
             json.dumps(value, allow_nan=False, default=lambda number: number.tolist())
@@ -560,10 +494,7 @@ def _described(error: Exception) -> str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Discard all output to stdout and stderr, and lm-eval's log messages below level ERROR.
-
-    The output is mostly progress bars, and the messages warn about settings that are intended here.
-    """
+    """Discard output to stdout and stderr, and lm-eval's log messages below level ERROR."""
     loggers = [logging.getLogger(name) for name in ("lm_eval", "huggingface_hub", "datasets")]
     levels = [each.level for each in loggers]
     for each in loggers:

@@ -1,6 +1,5 @@
 """Evaluation suites during training (``training.evaluate``), on the network that is trained.
 
-A suite is a benchmark, and an item is the smallest part of it that is scored, such as a question.
 All ranks process the same items in the same order, because every rank takes part in each forward
 pass.
 """
@@ -42,12 +41,7 @@ WITHOUT_VALUES = "without_values"
 
 
 def open_evaluators(recipe: Recipe) -> list["SuiteEvaluator"]:
-    """Read the data of the suites in ``training.evaluate``, and return their evaluators.
-
-    Raises:
-        UserError: a suite is named twice or cannot run during training, a setting is not valid,
-            data are missing or empty, or an item is longer than the run's sequences.
-    """
+    """Read the data of the suites in ``training.evaluate``, and return their evaluators."""
     names = [entry.suite for entry in recipe.training.evaluate]
     if len(set(names)) < len(names):
         raise UserError(f"training.evaluate names a suite twice in {', '.join(names)}")
@@ -85,8 +79,7 @@ def _suite(entry: EvaluateConfig, target: "RunTarget") -> Suite:
 class _ExportTokenizer(Tokenizer):
     """A tokenizer whose ``decode`` skips ids without text, as the exported model's tokenizer does.
 
-    The network's vocabulary may be larger than the tokenizer's. An untrained network may therefore
-    generate ids that the tokenizer does not have.
+    The network's vocabulary may be larger than the tokenizer's, so that it can generate such ids.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -112,12 +105,9 @@ class _ExportTokenizer(Tokenizer):
 
 @dataclass(frozen=True)
 class RunTarget(Target):
-    """A run in training as a target (evaluated model) of suites.
-
-    It encodes text exactly as the tokenizer of the model that is exported from the run.
+    """A run in training as a target (evaluated model); encodes text as the model exported from it.
 
     Attributes:
-        tokenizer_name: name of the recipe's tokenizer.
         bos_token_id: id of the token that the export puts before a text; None for the
             end-of-document token.
         length: length of the run's sequences in tokens.
@@ -155,11 +145,7 @@ def _target(recipe: Recipe) -> RunTarget:
 
 
 class SuiteEvaluator:
-    """A suite that runs during training.
-
-    Attributes:
-        name: prefix of the names of the suite's metrics.
-    """
+    """A suite that runs during training; ``name`` is the prefix of its metrics' names."""
 
     def __init__(self, suite: Suite, items: Sequence[Item], target: RunTarget) -> None:
         self.name = suite_evaluator_name(suite.name)
@@ -168,13 +154,10 @@ class SuiteEvaluator:
     def measure(
         self, network: Network, parallel_state: ParallelState
     ) -> Generator[None, None, Values]:
-        """Score all items, and return the mean of each measure of the suite, such as accuracy.
+        """Score all items, and return the mean of each measure of the suite by the metric's name.
 
-        The keys of the returned dict are the names under which the measures are logged. A measure
-        to which no item contributes is left out. The generator yields None after every item except
-        the last, so that the caller can stop the measurement there. If a value that the network
-        computes is not finite, or if all measures are left out, the dict has only the suite's
-        metric ``without_values``, with the value 1.
+        The generator yields None between items, where the caller may stop. If the network computes
+        NaN or infinity, or no item contributes to any measure, it returns ``without_values`` = 1.
         """
         model = _RunModel(self._target, network, parallel_state)
         sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
@@ -200,16 +183,13 @@ class SuiteEvaluator:
         return found or self._without_values()
 
     def _without_values(self) -> Values:
-        """Return the metric that shows that the suite ran and has no measures."""
         return {metric_name(self._suite.name, WITHOUT_VALUES): 1.0}
 
 
 def metric_name(suite: str, measure: str) -> str:
-    """Return the name of a measure's metric in ``metrics.jsonl`` and TensorBoard.
+    """Return the name of a measure's metric, e.g. ``eval/loss/bits_per_byte``.
 
-    It is the name of the suite's evaluator, a slash, and the measure. Commas of the measure are
-    removed. Each sequence of characters other than letters, digits, ``_``, ``.``, ``=`` and ``%``
-    is replaced by one underscore.
+    Commas are removed. Other characters than letters, digits and ``_.=%`` become underscores.
     """
     return f"{suite_evaluator_name(suite)}/" + re.sub(r"[^\w.=%]+", "_", measure.replace(",", ""))
 
@@ -223,10 +203,7 @@ class _RunModel(Model):
 
     @override
     def answers(self, requests: Sequence[Request]) -> Iterator[tuple[int, Answer]]:
-        """Answer the requests one at a time, without a key-value cache.
-
-        Every new token therefore needs a forward pass over the whole text.
-        """
+        """Answer the requests one at a time; every new token needs a pass over the whole text."""
         for number, request in enumerate(requests):
             if isinstance(request, Scoring):
                 yield number, self._score(request)
@@ -260,14 +237,9 @@ class _RunModel(Model):
     def _batch(self, ids: Sequence[int], labels: Sequence[int]) -> Batch:
         """Return this rank's shard of a text, padded at its end, as a batch of one row.
 
-        No token of the text attends to the padding. Every context-parallel rank has two chunks of
-        equal length, and sequence parallelism divides each chunk equally among the tensor-parallel
-        ranks. The padded length is therefore a multiple of 2 * context-parallel size *
-        tensor-parallel size.
-
-        Args:
-            ids: token ids of the text.
-            labels: label of each token, such as the id of the next token.
+        Every context-parallel rank has two chunks of equal length, and sequence parallelism divides
+        each chunk equally among the tensor-parallel ranks. The padded length is a multiple of
+        2 * context-parallel size * tensor-parallel size.
         """
         unit = 2 * self._parallel_state.context_size * self._parallel_state.tensor_size
         more = -len(ids) % unit

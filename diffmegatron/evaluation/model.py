@@ -1,8 +1,4 @@
-"""The network of a target (a model to evaluate), which answers requests of suites in batches.
-
-A suite is a benchmark. A request is for the loss of given tokens (scoring) or for new tokens
-(generation).
-"""
+"""The network of a target (a model to evaluate), which answers requests of suites in batches."""
 
 import math
 from collections import deque
@@ -26,34 +22,19 @@ from diffmegatron.hf.modeling import register
 
 
 class Model:
-    """A target's network in ``transformers``, which is loaded at its first use.
-
-    Args:
-        target: target with the files of the network.
-        computing: device, dtype and size of batches; None for the defaults.
-    """
+    """A target's network in ``transformers``, which is loaded at its first use."""
 
     def __init__(self, target: Target, computing: Computing | None = None) -> None:
         self.target = target
         self.computing = computing or Computing()
-        # Limit on the number of tokens of a batch, in addition to the limit of `computing`. It is
-        # reduced when a batch does not fit into the memory.
+        # A second limit of a batch, reduced when a batch does not fit into the memory.
         self._batch_tokens: float = math.inf
-        # The tokens with which all prompts of the last generation batch begin, and the keys and
-        # values of these tokens.
+        # The shared tokens of the last generation batch, and their keys and values.
         self._prefix: tuple[list[int], Rows] | None = None
 
     @cached_property
     def network(self) -> PreTrainedModel:
-        """The network in evaluation mode.
-
-        It is loaded with a class of ``transformers`` or of this package. Python code in the
-        target's folder is never run.
-
-        Raises:
-            UserError: transformers cannot load the folder, or its tensors are not exactly those of
-                the model.
-        """
+        """The network in evaluation mode. Python code in the target's folder is never run."""
         register()
         transformers_logging.disable_progress_bar()
         folder = self.target.folder
@@ -89,26 +70,12 @@ class Model:
         return torch.tensor(ids, dtype=torch.int64, device=self.device)[None]
 
     def answers(self, requests: Sequence[Request]) -> Iterator[tuple[int, Answer]]:
-        """Answer requests in batches of similar lengths.
+        """Yield the index and the answer of each request, batch by batch.
 
-        A batch has only requests of one group (:class:`_Size`). Within a group the longest requests
-        come first. If the key-value cache of the network does not keep all tokens, each generation
-        request is a batch by itself. If a batch does not fit into the GPU's memory, its requests
-        are divided into new batches. Later batches with several requests have at most half as many
-        tokens as the batch that did not fit.
-
-        Args:
-            requests: requests in any order.
-
-        Yields:
-            The index of a request and its answer.
-
-        Raises:
-            UserError: a single request does not fit into the memory.
+        A batch has requests of one group (:class:`_Size`) and similar lengths. A batch that does
+        not fit into the GPU's memory is divided, and later batches have at most half of its tokens.
         """
         sizes = _sizes(requests)
-        # Generation requests can begin with the same tokens (``Generation.shared``). Sort these
-        # requests next to each other, so that the keys and values of the tokens are computed once.
         order = sorted(range(len(requests)), key=lambda n: (sizes[n].group, -sizes[n].length))
         left = deque(order)
         while left:
@@ -172,8 +139,7 @@ class Model:
     def _read_prefix(self, ids: Sequence[int]) -> Rows:
         """Run the network on ``ids`` as a batch of one row, and return its keys and values.
 
-        They are kept until the method is called with other ids, so the next batch with the same ids
-        reuses them.
+        They are kept, so that the next call with the same ids returns them again.
         """
         if self._prefix is None or self._prefix[0] != ids:
             self._prefix = None
@@ -187,10 +153,9 @@ class _Size(NamedTuple):
     """The size of a request.
 
     Attributes:
-        group: number of the request's group. A batch has requests of one group only. All scoring
-            requests are one group. Generation requests are in the same group if they have the same
-            shared beginning (the first ``Generation.shared`` tokens, possibly none).
-        is_generation: whether the request is for generation.
+        group: number of the request's group; requests of different groups are never in one batch.
+            All scoring requests are one group. Generation requests are in the same group if they
+            have the same shared beginning (``Generation.shared`` tokens).
         rows: number of rows that the request needs in a batch.
         length: number of tokens of the request's longest row, including tokens to generate.
     """

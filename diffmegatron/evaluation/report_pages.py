@@ -1,9 +1,7 @@
 """The report of an evaluation as Markdown and HTML.
 
-A suite is a benchmark, a target is a model that was evaluated, and an item is an example that a
-suite scores, such as a question. The argument ``outcome`` of the functions is the content of
-``results.json``, as ``make_outcome`` in ``results.py`` returns it; ``suite`` is the entry of one
-suite in it. ``pictures`` maps the name of a suite to its picture as PNG.
+``outcome`` is the content of ``results.json``, and ``suite`` is the entry of one suite (benchmark)
+in it. ``pictures`` maps the name of a suite to its picture as PNG.
 """
 
 import base64
@@ -32,10 +30,9 @@ _NOTE = (
 )
 _ARROWS = {"higher": "↑", "lower": "↓"}
 
-# With fewer items than this, a 95% bootstrap interval is too narrow, and is marked with *. For n
-# normally distributed items, its ends are 1.96 * sqrt((n - 1) / n) standard errors from the mean.
-# By Student's t distribution, such an interval contains the true mean with a probability below 90%
-# if n is below 10.
+# For n normally distributed items, the ends of a 95% bootstrap interval are
+# 1.96 * sqrt((n - 1) / n) standard errors from the mean. By Student's t distribution, it contains
+# the true mean with a probability below 90% if n < 10.
 _FEW_ITEMS = 10
 _NOTE_ON_FEW = (
     f"A measure with * has fewer than {_FEW_ITEMS} items of a target, so its interval is too "
@@ -84,12 +81,7 @@ def to_html(outcome: Mapping[str, Any], pictures: Mapping[str, bytes]) -> str:
 
 
 def _items(suite: Mapping[str, Any]) -> list[str]:
-    """Return a list with one line: the number of items from which the measures are computed.
-
-    Items that the bootstrap draws together (:meth:`Suite.unit`) count as one. If the number differs
-    between measures or targets, the line has the smallest and the largest one. The list is empty if
-    the suite has no measures.
-    """
+    """Return a line with the number of units (:meth:`Suite.unit`), or nothing without measures."""
     counts = {
         found["items"]
         for measure in suite["measures"].values()
@@ -155,13 +147,11 @@ def _measures(suite: Mapping[str, Any], targets: Sequence[str]) -> Table:
 
 
 def _name(suite: Mapping[str, Any], measure: str) -> str:
-    """Return a measure's name, with ↑ if higher values are better and ↓ if lower ones are."""
     better = suite["better"].get(measure)
     return f"{measure} {_ARROWS[better]}" if better else measure
 
 
 def _is_of_few(measure: Mapping[str, Any]) -> bool:
-    """Return whether a measure has fewer than ``_FEW_ITEMS`` items for at least one target."""
     return any(
         each is not None and each["items"] < _FEW_ITEMS for each in measure["targets"].values()
     )
@@ -190,11 +180,10 @@ def _across(suite: Mapping[str, Any]) -> Table:
 
 
 def _decimals(row: Sequence[Mapping[str, Any] | None]) -> int:
-    """Return the number of decimals with which all numbers of a table row are printed.
+    """Return the number of decimals of all numbers of a table row, 0 to 6.
 
-    With this number, the width of the row's narrowest interval (not counting intervals of width 0)
-    has two significant digits. In a row without such intervals, the number with the largest
-    absolute value has four significant digits. The result is at least 0 and at most 6.
+    The narrowest interval gets two significant digits. Without intervals, the largest number gets
+    four.
     """
     known = [each for each in row if each is not None]
     widths = [each["high"] - each["low"] for each in known if each["low"] is not None]
@@ -220,12 +209,7 @@ def _estimate(found: Mapping[str, Any] | None, decimals: int, sign: str = "") ->
 
 
 def _finding(suite: Mapping[str, Any]) -> str:
-    """Return the alternative text of a suite's picture.
-
-    It has the value of the suite's first measure for each target. If the suite has no measures, it
-    has the first number of :meth:`Suite.totals` (numbers of one target that are not means over
-    items).
-    """
+    """Return the alternative text of a suite's picture: its first measure for each target."""
     if suite["measures"]:
         measure, found = next(iter(suite["measures"].items()))
         values = found["targets"]

@@ -1,7 +1,4 @@
-"""Requests of suites (benchmarks) to a model: likelihoods of given tokens, and greedy decoding.
-
-A request may restrict decoding to some allowed answers, called labels.
-"""
+"""Requests of suites (benchmarks) to a model: likelihoods of given tokens, and greedy decoding."""
 
 from collections.abc import Generator, Sequence
 from typing import Any, NamedTuple
@@ -12,28 +9,23 @@ from diffmegatron.errors import NotFiniteError
 
 
 class LabelTree(dict[int, "LabelTree"]):
-    """Prefix tree of the token sequences of labels: maps each possible next token to a subtree.
+    """Prefix tree of labels, the allowed answers of a request: next token id -> subtree.
 
-    Attributes:
-        label: label whose token sequence ends at this node, if the node is a leaf; otherwise None.
+    A leaf has the attribute ``label``.
     """
 
     label: str | None = None
 
     @property
     def depth(self) -> int:
-        """Number of tokens on the longest path from this node to a leaf."""
+        """Number of tokens of the longest label below this node."""
         return 1 + max(each.depth for each in self.values()) if self else 0
 
 
 class Scoring(NamedTuple):
-    """A request for the likelihoods of continuations of one context.
+    """A request for the likelihoods of continuations of a context; all have one token id or more.
 
     The answer is a list with a :class:`Scored` for each continuation.
-
-    Attributes:
-        context: token ids of the context; it has at least one token.
-        continuations: token ids of each continuation; each has at least one token.
     """
 
     context: Sequence[int]
@@ -47,8 +39,7 @@ class Scored(NamedTuple):
         losses: negative log-likelihood in nats of each token given all tokens before it,
             float32 [n].
         is_most_likely: whether each token is the most likely token at its position, bool [n].
-            Empty for suites that run during training: the forward pass there returns losses and no
-            logits, so this value would need a second forward pass.
+            Empty during training, where the forward pass returns losses and no logits.
     """
 
     losses: Tensor
@@ -56,16 +47,12 @@ class Scored(NamedTuple):
 
 
 class Generation(NamedTuple):
-    """A request for greedy decoding after ``ids``.
+    """A request for greedy decoding after ``ids``, the token ids of a prompt.
 
-    The answer is the list of new token ids. With ``labels``, it ends with the last token of a
-    label. Without ``labels``, it ends before an end-of-document token, after ``limit`` tokens, or
-    with the token that completes a string of ``stop``.
+    The answer is the list of new token ids. Without ``labels``, it ends before an end-of-document
+    token, after ``limit`` tokens, or with the token that completes a string of ``stop``.
 
     Attributes:
-        ids: token ids of the prompt, one or more.
-        limit: maximum number of new tokens, 1 or more.
-        stop: strings at which decoding ends.
         shared: number of tokens at the beginning of ``ids`` that other requests share, less than
             ``len(ids)``. The keys and values of shared tokens are computed once.
         labels: labels to choose from, so that the answer is a path from the root to a leaf; None
@@ -80,9 +67,7 @@ class Generation(NamedTuple):
 
 
 Request = Scoring | Generation
-# The answer to Scoring is a list of Scored, and the answer to Generation is a list of token ids. If
-# the model computes a number that is not finite, the answer is a NotFiniteError.
+# For Scoring, Generation, and any request for which the model computes NaN or infinity.
 Answer = list[Scored] | list[int] | NotFiniteError
-# Generator of a suite for one item (an example to score). It yields requests, receives the answers
-# in the same order, and returns the item's record, from which the suite computes its score.
+# Yields requests, receives their answers in the same order, and returns the record of an item.
 ItemGenerator = Generator[Sequence[Request], Sequence[Any], dict[str, Any]]

@@ -1,9 +1,7 @@
-"""Files with a suite's records for a target, one line per item; a restart resumes from them.
+"""Files with the records of a suite (benchmark) for a target (model), one line per item.
 
-A suite is a benchmark, and a target is a model to evaluate. An item is the smallest part of a suite
-that is scored, such as a question, and its record is the result. Every line ends with a checksum.
-Without checksums, a digit that a disk or an editor has changed would change the results without a
-warning.
+A restart resumes from them. Every line ends with a checksum, so that a digit that a disk or an
+editor has changed is an error instead of a wrong result.
 """
 
 import hashlib
@@ -41,7 +39,7 @@ class Measured:
     """The result of a suite on a target.
 
     Attributes:
-        records: key of each item -> the record from which measures are computed.
+        records: key of each item -> its record.
         remarks: sentences for the report about items that were not run or are not used.
     """
 
@@ -50,7 +48,7 @@ class Measured:
 
 
 class _Line(dict[str, Any]):
-    """A record that was read from a file, with the file and line for error messages."""
+    """A record that was read from a file; error messages name the file and line."""
 
     def __init__(self, record: Record, place: str) -> None:
         super().__init__(record)
@@ -68,19 +66,15 @@ class _Line(dict[str, Any]):
 class RecordFile:
     """Context manager that reads the records of a file and appends new records.
 
-    The first line of the file is the header. An unfinished last line is dropped, and a line with a
-    wrong checksum is an error.
+    An unfinished last line is dropped. A wrong checksum or another header is an error.
 
     Args:
         path: path of the file, which is created if it is missing.
-        header: all values on which the records depend, such as the settings, the hash of the items
-            and the hash of the weights.
+        header: first line of the file: all values on which the records depend, such as the
+            settings, the hash of the items and the hash of the weights.
 
     Attributes:
-        records: key of each item -> its record, for the records read from the file and those added.
-
-    Raises:
-        UserError: the file has another header, is damaged, or cannot be written.
+        records: key of each item -> its record, read or added.
     """
 
     def __init__(self, path: Path, header: dict[str, Any]) -> None:
@@ -113,11 +107,7 @@ class RecordFile:
         self._stream.close()
 
     def add(self, key: str, record: Record) -> None:
-        """Append an item's record.
-
-        Raises:
-            UserError: the file cannot be written.
-        """
+        """Append an item's record."""
         line = {"item": key} | record
         content = memoryview(sealed_line(line))
         try:
@@ -171,19 +161,12 @@ class RecordFile:
 class SharedRecords:
     """Context manager with which several processes add records to one shared file.
 
-    Each process writes to a file of its own, in a folder beside the shared file. In :meth:`gather`,
-    rank 0 moves the records of all files in this folder into the shared file, including the files
-    that killed processes left there. If there is only one process, it has no file of its own and
-    writes to the shared file directly.
-
-    Args:
-        path: path of the shared file.
-        header: header for :class:`RecordFile`.
-        ranks: the processes.
+    Each process writes to a file of its own, in a folder beside the shared file; a single process
+    writes to the shared file itself. :meth:`gather` moves the records of all files into the shared
+    file, including files that killed processes left in the folder.
 
     Attributes:
-        records: key of each item -> its record, for all records that the shared file had at the end
-            of the last :meth:`gather`.
+        records: key of each item -> its record in the shared file, after the last :meth:`gather`.
     """
 
     def __init__(self, path: Path, header: dict[str, Any], ranks: Ranks) -> None:
@@ -214,10 +197,6 @@ class SharedRecords:
         Args:
             order: keys of all items that must have a record. New records are appended to the shared
                 file in this order, and after them new records with other keys.
-
-        Raises:
-            UserError: a file is damaged or cannot be written, or the shared file has no record of
-                an item in ``order``.
         """
         self._close()
         self._ranks.barrier()
@@ -259,17 +238,7 @@ class SharedRecords:
 
 
 def check_records(records: Iterable[Record], read: Callable[[Record], object]) -> None:
-    """Call ``read`` on each record that came from a file, to find records with unusable values.
-
-    Records that did not come from a file, and records with :data:`NOT_FINITE`, are skipped.
-
-    Args:
-        records: records to check.
-        read: function that uses the values of a record; its result is ignored.
-
-    Raises:
-        UserError: ``read`` raised an error; the message names the file and line of the record.
-    """
+    """Call ``read`` on each finite record from a file; an error in it names the record's line."""
     for record in records:
         if isinstance(record, _Line) and NOT_FINITE not in record:
             try:
@@ -279,7 +248,7 @@ def check_records(records: Iterable[Record], read: Callable[[Record], object]) -
 
 
 def digest(items: Sequence[Item]) -> str:
-    """Return one SHA-256 hash, as hexadecimal digits, of the ``repr`` of all items."""
+    """Return the SHA-256 hash, in hexadecimal digits, of the ``repr`` of all items."""
     found = hashlib.sha256()
     for item in items:
         found.update(repr(tuple(item)).encode())
@@ -287,11 +256,7 @@ def digest(items: Sequence[Item]) -> str:
 
 
 def sealed_line(entry: dict[str, Any]) -> bytes:
-    """Return an entry as a line of JSON whose last key is the CRC-32 of the bytes before that key.
-
-    Args:
-        entry: nonempty entry without a key ``crc32``.
-    """
+    """Return a nonempty entry as a line of JSON that ends with the CRC-32 of the bytes before."""
     content = _json(entry).removesuffix(b"}")
     return content + b', "crc32": "%s"}\n' % _checksum(content)
 

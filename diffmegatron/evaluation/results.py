@@ -1,8 +1,4 @@
-"""Results of an evaluation: ``results.json``, and the pictures and reports.
-
-A suite is a benchmark, and a target is an evaluated model. A measure is a number of a suite, such
-as an accuracy. An item is an example that a suite scores, such as a question.
-"""
+"""Results of an evaluation: ``results.json``, and the pictures and reports."""
 
 import json
 import math
@@ -31,9 +27,7 @@ REPORT = "report.html"
 
 # Content of ``results.json``.
 Outcome = dict[str, Any]
-# ``shares[measure][unit]`` is the contribution of a unit to a measure. A unit is a set of items
-# that bootstrap resamples draw together, such as all items that ask one question
-# (:meth:`Suite.unit`).
+# ``shares[measure][unit]`` is the contribution of a unit (:meth:`Suite.unit`) to a measure.
 Shares = dict[str, dict[str, Mean]]
 
 
@@ -45,11 +39,7 @@ def make_outcome(
 ) -> Outcome:
     """Return the content of ``results.json``, in types of JSON.
 
-    Args:
-        suites: suites of the evaluation.
-        targets: targets of the evaluation.
-        measured: result of each suite on each target, ``measured[suite name][target name]``.
-        computing: device, dtype and engine of the evaluation.
+    ``measured[suite name][target name]`` is the result of a suite on a target.
     """
     networks = not all(suite.reads_runs for suite in suites)
     same = not networks or have_one_tokenizer(targets)
@@ -68,11 +58,7 @@ def write_outcome(
     suites: Sequence[Suite],
     measured: Mapping[str, Mapping[str, Measured]],
 ) -> None:
-    """Write pictures, ``results.json``, ``report.md`` and ``report.html`` into ``out``.
-
-    Raises:
-        UserError: a file cannot be written.
-    """
+    """Write pictures, ``results.json``, ``report.md`` and ``report.html`` into ``out``."""
     pictures: dict[str, bytes] = {}
     try:
         for suite in suites:
@@ -100,7 +86,6 @@ def _draw(suite: Suite, path: Path, records: Mapping[str, list[Record]]) -> bool
 
 
 def _provenance(computing: Computing) -> dict[str, Any]:
-    """Return the time, the device and the library versions of the evaluation."""
     is_gpu = computing.is_gpu
     libraries = ["diffmegatron", "torch", "transformers"]
     if computing.engine != "transformers":
@@ -114,15 +99,7 @@ def _provenance(computing: Computing) -> dict[str, Any]:
 
 
 def _described(target: Target, computing: Computing | None) -> dict[str, Any]:
-    """Return the properties of a target that the report shows.
-
-    They are the path and the hash of the weights. If a suite used the network, they also include
-    the model type, the context length and the dtype.
-
-    Args:
-        target: target of the evaluation.
-        computing: device and dtype of the target's network; None if no suite used the network.
-    """
+    """Describe a target for the report; ``computing`` is None if no suite used the network."""
     described = {"path": str(target.path), "weights": target.fingerprint}
     if computing is None:
         return described
@@ -185,10 +162,7 @@ def _outcome_of(suite: Suite, measured: Mapping[str, Measured], same: bool) -> d
 
 
 def _shares(suite: Suite, records: Mapping[str, Record]) -> Shares:
-    """Return the contribution of each unit to each measure.
-
-    A unit has one or more items (:meth:`Suite.unit`), whose contributions are added.
-    """
+    """Add up the items' contributions to each measure by unit (:meth:`Suite.unit`)."""
     found: Shares = {}
     for key, record in records.items():
         unit = suite.unit(key, record)
@@ -208,11 +182,6 @@ def _counts_tokens(shares: Mapping[str, Mean]) -> bool:
 
 
 def _total(value: float | Estimate) -> dict[str, Any]:
-    """Return a number of :meth:`Suite.totals` in types of JSON.
-
-    The keys are ``value``, ``low``, ``high`` and ``items`` (the number of units). For a plain
-    number, only ``value`` is not None.
-    """
     found = value if isinstance(value, Estimate) else Estimate(value, None, None, None)
     return _as_json(found)
 

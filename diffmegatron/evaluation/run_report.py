@@ -32,13 +32,7 @@ _NEW_TOKENS = 96
 
 @dataclass(frozen=True)
 class Run:
-    """A finished run.
-
-    Attributes:
-        name: name of the run in ``report.json``.
-        run_dir: folder of the run.
-        export: Hugging Face folder to which the run was exported.
-    """
+    """A finished run, and the Hugging Face folder to which it was exported."""
 
     name: str
     run_dir: Path
@@ -51,16 +45,12 @@ def write_report(
     """Measure exported runs, and write ``report.json`` and ``report.png`` into ``out``.
 
     Args:
-        out: directory of the report.
         runs: finished and exported runs, which differ in their attention only.
         seconds: durations of the caller's earlier phases in seconds, by the name of the phase.
         started: value of ``time.perf_counter`` at the start of the phase that writes the report.
 
     Returns:
         The content of ``report.json``.
-
-    Raises:
-        UserError: a run has no checkpoint.
     """
     transformers_logging.disable_progress_bar()
     register()
@@ -115,17 +105,7 @@ def _held_out(recipe: Recipe) -> torch.Tensor:
 
 
 def _continue(export: Path, prompt: torch.Tensor) -> dict[str, str]:
-    """Return the text of a prompt and the text with which the exported model continues it.
-
-    The continuation is sampled with a fixed seed.
-
-    Args:
-        export: Hugging Face folder of the exported model.
-        prompt: token ids of the prompt, [1, number of tokens].
-
-    Returns:
-        The text of the prompt under the key "prompt", and its continuation under the key "text".
-    """
+    """Return the text of a prompt, ids [1, s], and a continuation sampled with a fixed seed."""
     model = AutoModelForCausalLM.from_pretrained(export, local_files_only=True)
     tokenizer = AutoTokenizer.from_pretrained(export, local_files_only=True)
     torch.manual_seed(0)

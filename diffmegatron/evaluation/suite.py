@@ -1,9 +1,7 @@
-"""The base class of the suites (benchmarks) of an evaluation.
+"""The base class of suites (benchmarks), and the types of their items and results.
 
 A suite is a class in a file of ``suites/``, listed in ``SUITES`` there. Its fields are settings.
-Its methods define the items (such as questions), the requests to a model, and the score of an item.
-Restarts, progress, intervals, comparison and reports are the same for all suites, so a suite does
-not define them. A target is a model to evaluate.
+A target is a model to evaluate.
 """
 
 from abc import ABC, abstractmethod
@@ -28,20 +26,18 @@ Record = dict[str, Any]
 Records = Sequence[Record]
 Direction = Literal["higher", "lower"]
 Window = Annotated[Size, Field(ge=2)]
-"""Number of tokens of a window of text, at least 2: a first token, which is never scored (the start
-token in most suites), and at least one token to score."""
+"""Number of tokens of a window of text; the first, usually the start token, is never scored."""
 
 
 class Item(NamedTuple):
-    """The smallest part of a suite that is scored and recorded, such as a question or a document.
+    """A part of a suite that is scored and recorded by itself, such as a question or a document.
 
     Attributes:
         key: name within the suite; the same for every target.
-        tokens: number of tokens that the model's context must hold; 0 if any context suffices, for
-            example because no model is needed.
+        tokens: context length that the item needs; 0 if any context suffices.
         content: values from which the suite makes the requests. A restarted evaluation uses the
             recorded results only if a hash of the items' ``repr`` is unchanged. Items with
-            different requests must therefore differ in the ``repr`` of these values.
+            different requests must therefore have a different ``repr``.
     """
 
     key: str
@@ -50,16 +46,13 @@ class Item(NamedTuple):
 
 
 class Mean(NamedTuple):
-    """An item's contribution to a measure; a measure is a number such as an accuracy.
-
-    The measure is the sum of the totals of all items divided by the sum of their weights.
+    """An item's contribution to a measure, such as an accuracy: sum of totals / sum of weights.
 
     Attributes:
-        total: contribution to the sum, for example a negative log-likelihood, or 1 for a correct
-            answer.
-        weight: contribution to the divisor, for example the number of tokens.
-        per_token: whether the measure depends on the division of a text into tokens, so that it can
-            only be compared between models with the same tokenizer.
+        total: e.g. a negative log-likelihood, or 1 for a correct answer.
+        weight: e.g. the number of tokens.
+        per_token: whether the measure depends on the tokenizer, so that only models with the same
+            tokenizer can be compared.
     """
 
     total: float
@@ -68,13 +61,11 @@ class Mean(NamedTuple):
 
 
 class Estimate(NamedTuple):
-    """A number with its 95% interval.
+    """A value with its 95% interval.
 
     Attributes:
-        value: value on all items.
-        low, high: ends of the interval; None if there is no interval. For a bootstrap they are the
-            2.5% and 97.5% percentiles of the resamples, and None if there are fewer than 2 units.
-        units: number of units, the groups of items that a resample draws together
+        low, high: ends of the interval; None without an interval, e.g. with fewer than 2 units.
+        units: number of groups of items that a resample of the bootstrap draws together
             (:meth:`Suite.unit`); None if the value is not computed from units.
     """
 
@@ -88,7 +79,6 @@ class Published(NamedTuple):
     """A measure's values in a paper, which the report prints beside the targets' values.
 
     Attributes:
-        measure: name of the suite's measure.
         differential: value of the Differential Transformer.
         transformer: value of the Transformer; None if the paper does not give it.
         source: size of the paper's models, and the table.
@@ -103,26 +93,23 @@ class Published(NamedTuple):
 class Suite(Section, ABC):
     """Base of all suites.
 
-    If a suite has a field ``data``, ``haystack`` or ``data_dir``, the command-line option of the
-    same name sets it. If it has a field ``context``, the command line's default for it is the
-    shortest context of the targets, but at most 2,048 tokens.
+    The command-line options ``data``, ``haystack`` and ``data_dir`` set the fields of these names.
+    The default of a field ``context`` is the shortest context of the targets, but at most 2,048
+    tokens. Arguments ``records`` of type ``Mapping`` map each target's name to its items' records.
 
     Attributes:
-        name: name on the command line.
-        title: the measured quantity, in a line.
+        title: the measured quantity.
         description: the requests and the score, for readers of the report.
         passes: names, for progress lines, of the pass over the items and of the pass over the
-            follow-up items (:meth:`follow_ups`). Both are empty if there are no follow-ups.
-        published: values from papers, for the report.
-        reads_attention: whether the suite reads attention logits or maps, so that it needs a known
-            kind of attention.
+            follow-up items (:meth:`follow_ups`); empty without follow-ups.
+        reads_attention: whether the suite needs attention logits or maps, so that the target must
+            have a known kind of attention.
         reads_runs: whether the suite reads only training records of runs and uses no network.
         is_parallel: whether several processes may score items at the same time.
-        within_training: whether the suite needs only losses and generated tokens, so that it can
-            run during training.
-        follow_up_settings: names of fields that affect only the follow-ups. After a restart with
-            other values of these fields, recorded follow-ups are still used. The key of a follow-up
-            must therefore contain the values on which its record depends.
+        within_training: whether the suite can run during training. It then needs only losses and
+            generated tokens.
+        follow_up_settings: fields that affect only the follow-ups, and may change in a restart. The
+            key of a follow-up must contain the values on which its record depends.
     """
 
     name: ClassVar[str]
@@ -147,22 +134,14 @@ class Suite(Section, ABC):
         return False
 
     def check(self, target: "Target") -> None:
-        """Check, before anything runs, that the suite supports a target.
-
-        Raises:
-            UserError: the suite does not support the target, or data are missing.
-        """
+        """Raise an error if the suite does not support a target; called before anything runs."""
         if self.reads_attention:
             # The property raises an error if the kind of attention is unknown.
             _ = target.variant
 
     @abstractmethod
     def items(self, target: "Target") -> Sequence[Item]:
-        """Return the items for a target, always in the same order.
-
-        Raises:
-            UserError: data are missing or cannot be read.
-        """
+        """Return the items for a target, always in the same order."""
 
     def follow_ups(self, target: "Target", records: Records) -> Sequence[Item]:
         """Return further items to score, which may depend on the records of all items."""
@@ -171,17 +150,14 @@ class Suite(Section, ABC):
     def requests_of(self, target: "Target", item: Item) -> ItemGenerator:
         """Yield lists of requests to the model, and return the record of an item.
 
-        Each ``yield`` receives the answers to its requests, in the same order. The requests of many
-        items are answered in batches. A suite that reads activations of the network overrides
-        :meth:`score` instead, which scores one item at a time.
+        Each ``yield`` receives the answers to its requests, in the same order. A suite that reads
+        activations of the network overrides :meth:`score` instead, which scores one item at a time.
         """
         # Not abstract, because a suite overrides either this method or `score`.
         raise NotImplementedError(f"suite {self.name!r} defines neither requests_of nor score")
 
     def score(self, model: "Model", item: Item) -> Record:
-        """Return the record of an item.
-
-        The record must not depend on other items or on the order of items.
+        """Return the record of an item, which must not depend on other items or on their order.
 
         Raises:
             NotFiniteError: the model computes a number that is not finite.
@@ -196,9 +172,7 @@ class Suite(Section, ABC):
     ) -> Iterator[tuple[str, Record | NotFiniteError]]:
         """Yield the key of each item with its record, or with the error that prevented a record.
 
-        A suite that overrides :meth:`score` yields the items in their order. For the other suites,
-        which define :meth:`requests_of`, the order depends on the batches into which the model
-        divides the requests of all items.
+        Suites that override :meth:`score` yield items in their order, other suites in any order.
         """
         if type(self).score is Suite.score:
             generators = ((item.key, self.requests_of(model.target, item)) for item in items)
@@ -211,62 +185,35 @@ class Suite(Section, ABC):
                 yield item.key, error
 
     def means(self, record: Record) -> Mapping[str, Mean]:
-        """Return a mapping from the name of each measure to the item's contribution to it."""
+        """Return the item's contribution to each measure, by the name of the measure."""
         return {}
 
     def unit(self, key: str, record: Record) -> str:
-        """Return the name of an item's unit; the resamples of the bootstrap draw whole units.
+        """Return the name of an item's unit; the bootstrap draws all items of a unit together.
 
-        By default every item is a unit. A suite whose items are not independent, for example
-        because several items ask the same question, must combine these items into one unit. If
-        resamples drew them one by one, intervals would be too narrow.
+        Items that are not independent, e.g. because they ask the same question, must be one unit.
+        Otherwise intervals would be too narrow.
         """
         return key
 
     def better(self, measure: str) -> Direction | None:
-        """Return "higher" or "lower", whichever values of a measure are better; None if neither.
-
-        Args:
-            measure: name of a number that :meth:`means` or :meth:`totals` defines.
-        """
+        """Return which values of a measure are better; None if neither."""
         return None
 
     def ordered(self, measures: Sequence[str]) -> list[str]:
-        """Return the names of measures in the order of the report.
-
-        Args:
-            measures: names in the order in which they first occur in the items' records.
-        """
+        """Sort the names of measures for the report; by default by first occurrence."""
         return list(measures)
 
     def totals(self, records: Records) -> Mapping[str, float | Estimate]:
-        """Return a dict of numbers of one target that are not means over items.
-
-        Args:
-            records: records of all items of the target.
-
-        Returns:
-            Name of each number -> its value.
-        """
+        """Return numbers of one target that are not means over items, by name."""
         return {}
 
     def across(self, records: Mapping[str, Records]) -> Mapping[str, float]:
-        """Return a dict of numbers that depend on the records of several targets.
-
-        Args:
-            records: name of each target -> records of all its items.
-
-        Returns:
-            Name of each number -> its value.
-        """
+        """Return numbers that depend on the records of several targets, by name."""
         return {}
 
     def details(self, records: Mapping[str, Records]) -> Mapping[str, Any]:
-        """Return further values for ``results.json``, which the report does not show.
-
-        Args:
-            records: name of each target -> records of all its items.
-        """
+        """Return further values for ``results.json``, which the report does not show."""
         return {}
 
     def remarks(self, records: Mapping[str, Records]) -> Sequence[str]:

@@ -1,7 +1,4 @@
-"""Targets, the models to evaluate.
-
-A target is a Hugging Face folder, or a checkpoint that is exported to a Hugging Face folder.
-"""
+"""Targets (models to evaluate): Hugging Face folders, or checkpoints to export to such folders."""
 
 import hashlib
 import math
@@ -48,24 +45,14 @@ class Target:
 
     @cached_property
     def folder(self) -> Path:
-        """Hugging Face folder of the model.
-
-        The first access exports a checkpoint, unless the export exists already.
-
-        Raises:
-            UserError: the checkpoint cannot be exported.
-        """
+        """Hugging Face folder of the model; the first access exports a checkpoint."""
         if self.checkpoint is not None and not self.export.exists():
             export_checkpoint(self.checkpoint, self.export)
         return self.export
 
     @cached_property
     def export(self) -> Path:
-        """Path of the Hugging Face folder; for a checkpoint, the folder may not exist yet.
-
-        Raises:
-            UserError: the checkpoint is incomplete.
-        """
+        """Path of the Hugging Face folder; for a checkpoint, the folder may not exist yet."""
         if self.checkpoint is None:
             return self.path
         step = read_manifest(self.checkpoint).step
@@ -84,11 +71,7 @@ class Target:
 
     @cached_property
     def tokenizer(self) -> HuggingFaceTokenizer:
-        """Tokenizer in the Hugging Face folder of the model.
-
-        Raises:
-            UserError: the folder has no fast tokenizer.
-        """
+        """Tokenizer in the Hugging Face folder of the model."""
         return HuggingFaceTokenizer(str(self.folder))
 
     @cached_property
@@ -124,11 +107,7 @@ class Target:
 
     @property
     def variant(self) -> Variant:
-        """Kind of attention of the model.
-
-        Raises:
-            UserError: the kind is unknown, or its configuration is not valid.
-        """
+        """Kind of attention of the model; an error if it is unknown."""
         model_type = self.config.model_type
         kind = of_model_type(model_type)
         if kind is None:
@@ -149,11 +128,7 @@ class Target:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hash that changes with the weights and the configuration of the model.
-
-        For a Hugging Face folder, it is a hash of ``config.json`` and all weight files. For a
-        checkpoint, it is the hash of the manifest, which has a checksum of every file.
-        """
+        """Hash that changes with the weights and the configuration of the model."""
         if self.checkpoint is not None:
             return hashlib.sha256(read_bytes(self.checkpoint / MANIFEST)).hexdigest()
         found = hashlib.sha256(read_bytes(self.folder / CONFIG_NAME))
@@ -162,11 +137,7 @@ class Target:
         return found.hexdigest()
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of a text.
-
-        No special tokens are added. The name of a special token in the text, such as ``<eos>``, is
-        encoded as plain text.
-        """
+        """Return the token ids of a text; names of special tokens in it are plain text."""
         return self.tokenizer.encode(text).tolist()
 
 
@@ -174,12 +145,8 @@ def find_targets(paths: Sequence[Path], out: Path) -> list[Target]:
     """Return a target for each path of a command line.
 
     Args:
-        paths: Hugging Face folders, checkpoints, or run_dirs. The target of a run_dir is its newest
-            checkpoint.
-        out: directory of the evaluation. Exports of checkpoints are below it.
-
-    Raises:
-        UserError: a path is not a model, or is given twice.
+        paths: Hugging Face folders, checkpoints, or run_dirs, which mean their newest checkpoint.
+        out: directory of the evaluation, below which checkpoints are exported.
     """
     if len({path.resolve() for path in paths}) < len(paths):
         raise UserError(
@@ -196,10 +163,7 @@ def have_one_tokenizer(targets: Sequence[Target]) -> bool:
 
 
 def encode_alike(one: Tokenizer, other: Tokenizer) -> bool:
-    """Return whether two tokenizers have the same hash, or encode sample texts to the same ids.
-
-    Tokenizers with different vocabulary sizes are never alike.
-    """
+    """Return whether two tokenizers have one hash, or one size and one encoding of sample texts."""
     return one.sha256 == other.sha256 or (
         one.vocab_size == other.vocab_size
         and all(one.encode(text).tolist() == other.encode(text).tolist() for text in SAMPLE)
@@ -207,10 +171,7 @@ def encode_alike(one: Tokenizer, other: Tokenizer) -> bool:
 
 
 def _names(paths: Sequence[Path]) -> list[str]:
-    """Return a name for each path: its last components joined by ``-``.
-
-    The number of components is the smallest for which all names are different.
-    """
+    """Return as many last components of each path, joined by ``-``, as make all names different."""
     parts = [path.resolve().parts[1:] for path in paths]
     for count in range(1, max(map(len, parts)) + 1):
         names = ["-".join(each[-count:]) for each in parts]

@@ -17,7 +17,7 @@ from diffmegatron.files import format_path, shorten
 
 
 class VllmModel(Model):
-    """A target (a model to evaluate) in vLLM on one GPU, loaded at the first request.
+    """A target's network in vLLM on one GPU, loaded at the first request.
 
     vLLM forms the batches itself. It does not report NaN or infinity in its logits.
     """
@@ -25,18 +25,12 @@ class VllmModel(Model):
     @cached_property
     @override
     def network(self) -> PreTrainedModel:
-        """Raise an error, because suites cannot read the network inside vLLM."""
         raise UserError(
             f"the network of {self.target.name} is inside vLLM; give --engine transformers"
         )
 
     @override
     def answers(self, requests: Sequence[Request]) -> Iterator[tuple[int, Answer]]:
-        """Yield each request's index and generated tokens without the end token, in request order.
-
-        Raises:
-            UserError: vLLM cannot load the model, or a request is not for free text.
-        """
         sampling_params = _vllm().SamplingParams
         end = self.target.tokenizer.end_of_document
         prompts, settings = [], []
@@ -82,13 +76,7 @@ class VllmModel(Model):
 def check_served(
     suites: Sequence[Suite], targets: Sequence[Target], computing: Computing, ranks: int
 ) -> None:
-    """Check that vLLM is installed, and supports the suites (benchmarks), targets and options.
-
-    Args:
-        computing: options of the evaluation. Options for the device and the batches are refused,
-            because vLLM chooses them itself.
-        ranks: number of processes. Only one is supported.
-    """
+    """Check that vLLM is installed, and supports the suites, targets and options."""
     _vllm()
     if ranks > 1 or computing.device != "auto" or computing.batch_tokens is not None:
         raise UserError(
