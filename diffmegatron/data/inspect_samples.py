@@ -14,8 +14,7 @@ from diffmegatron.data.tokenizers import Tokenizer, load_tokenizer
 from diffmegatron.errors import UserError
 from diffmegatron.files import check_replaceable, format_path
 
-# Brackets around tokens that do not count in the loss. These tokens are also dim, but a pipe or a
-# file does not keep this style.
+# Brackets around tokens without loss. They are also dim, but a pipe or a file loses this style.
 _MASKED = "⟦", "⟧"
 
 
@@ -28,15 +27,12 @@ def inspect(
     max_tokens: int,
     lengths: Path | None,
 ) -> Iterator[Text]:
-    """Yield the report as paragraphs of text to print.
-
-    The paragraphs are the decoded samples, a table of the mixture (the share of samples from each
-    source), a table of document lengths, and the path of the PNG if one was written.
+    """Yield the paragraphs to print: samples, table of the mixture, table of document lengths.
 
     Args:
         from_step: first optimizer step to inspect.
         samples: number of samples to decode.
-        batches: number of global batches, from ``from_step`` on, for the table of the mixture.
+        batches: number of global batches over which the mixture is counted.
         max_tokens: maximum number of tokens to show of each sample.
         lengths: PNG file in which to draw the document lengths; None: no file is written.
 
@@ -66,8 +62,7 @@ def inspect(
 def decoded(samples: Samples, index: int, tokenizer: Tokenizer, max_tokens: int) -> Text:
     """Return a line about a sample, followed by its first ``max_tokens`` tokens as text.
 
-    Tokens that do not count in the loss are dim and in brackets. Each document after the first
-    begins on a new line.
+    Tokens without loss are dim and in brackets. Each document after the first begins a new line.
     """
     sample = samples[index]
     counted = collate([sample], samples.config).loss_mask[0].bool().tolist()
@@ -75,8 +70,7 @@ def decoded(samples: Samples, index: int, tokenizer: Tokenizer, max_tokens: int)
     text = Text(f"sample {index} from {sample.source}", style="bold")
     text.append(f", {len(starts) + 1} documents, {sum(counted)} labels\n", style="not bold")
     run = 0
-    # True for each shown token that is a label with loss. The first token of a sample is never a
-    # label, so it is shown in the style of the second token.
+    # The first token of a sample is never a label, so it is shown in the style of the second token.
     labels = [*counted[:1], *counted][: min(max_tokens, len(sample.tokens))]
     for position in range(1, len(labels) + 1):
         at_end = position == len(labels)
@@ -93,13 +87,9 @@ def decoded(samples: Samples, index: int, tokenizer: Tokenizer, max_tokens: int)
 
 
 def choose_stage(stages: Sequence[Recipe], name: str | None) -> Recipe:
-    """Return the recipe of the training stage with the given name.
+    """Return the recipe of the stage whose ``run_dir`` ends with the folder ``name``.
 
-    ``stages`` is the result of :func:`~diffmegatron.config.load.load_stages`. The name of a stage
-    is the last folder of its ``run_dir``.
-
-    Raises:
-        UserError: no stage has this name, or ``name`` is None and the recipe has several stages.
+    ``stages`` is the result of :func:`~diffmegatron.config.load.load_stages`.
     """
     if len(stages) == 1 and name is None:
         return stages[0]

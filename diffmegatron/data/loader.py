@@ -54,9 +54,9 @@ class Batch:
 def collate(samples: list[Sample], config: DataConfig) -> Batch:
     """Stack samples of equal length into a microbatch.
 
-    ``data.reset_position_ids``, ``data.reset_attention_mask`` and ``data.eod_mask_loss`` have the
-    same meaning as in Megatron. Labels that a sample's own ``loss_mask`` excludes, such as prompts,
-    have no loss either.
+    ``data.reset_position_ids``, ``reset_attention_mask`` and ``eod_mask_loss`` have Megatron's
+    meaning. Labels that a sample's own ``loss_mask`` excludes, such as prompts, have no loss
+    either.
     """
     tokens = torch.from_numpy(np.stack([sample.tokens for sample in samples]))
     size, length = tokens.shape[0], tokens.shape[1] - 1
@@ -85,7 +85,7 @@ def collate(samples: list[Sample], config: DataConfig) -> Batch:
 def _documents(samples: list[Sample], length: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the number (int32) and the start (int64) of each token's document, both ``[b, s]``.
 
-    Number and start are counted within the token's row, from 0.
+    Both are counted within the token's row, from 0.
     """
     numbers, starts = [], []
     for sample in samples:
@@ -105,21 +105,18 @@ def _sources(samples: list[Sample], config: DataConfig) -> torch.Tensor | None:
 class Loader:
     """Iterator over optimizer steps; each item is the list of this rank's microbatches.
 
-    Let G be the global batch size. The global batch of step k consists of the samples k * G to
-    (k + 1) * G - 1. In it, microbatch m of data-parallel rank r begins at sample
-    k * G + (m * data_parallel_size + r) * micro_batch_size. The global batch therefore contains
-    the same samples for every layout of ranks.
+    Let G be the global batch size. In the global batch of step k, microbatch m of data-parallel
+    rank r begins at sample k * G + (m * data_parallel_size + r) * micro_batch_size. The global
+    batch therefore contains the same samples for every layout of ranks.
 
-    A thread reads ``prefetch`` steps ahead, until :meth:`close` is called or the ``with`` block of
-    the loader ends. If the thread fails while it reads a step, the error is raised when this step
-    is requested.
+    A thread reads ``prefetch`` steps ahead until :meth:`close` is called. If the thread fails while
+    it reads a step, the error is raised when this step is requested.
 
     Args:
         samples: samples of the run; ``samples[i]`` is sample i.
         seq_length: number of input tokens per sample.
         micro_batch_size: samples per microbatch of one rank.
-        global_batch_size: samples per optimizer step, over all ranks; a multiple of
-            ``micro_batch_size * data_parallel_size``.
+        global_batch_size: samples per optimizer step, over all ranks.
         consumed_samples: index of the first sample to read.
     """
 
@@ -160,10 +157,7 @@ class Loader:
         return batches
 
     def read_step(self, consumed_samples: int) -> list[Batch]:
-        """Return this rank's microbatches of one global batch.
-
-        ``consumed_samples`` is the index of the first sample of the global batch.
-        """
+        """Return this rank's microbatches of the global batch from ``consumed_samples`` on."""
         size = self._micro_batch_size
         firsts = (
             consumed_samples + (microbatch * self._ranks + self._rank) * size
@@ -191,11 +185,7 @@ class Loader:
         return self._samples.state(self.consumed_samples)
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Resume at a position that :meth:`state` returned, possibly with another layout of ranks.
-
-        Raises:
-            UserError: the saved state belongs to another order of samples.
-        """
+        """Resume at a position that :meth:`state` returned; the layout of ranks may differ."""
         self.close()
         self._samples = self._samples.resumed(state)
         self.consumed_samples = int(state["consumed_samples"])

@@ -1,4 +1,4 @@
-"""Tokenizers that convert text to token ids, loaded from local files without network access."""
+"""Tokenizers: convert text to token ids, loaded from local files without network access."""
 
 import base64
 import hashlib
@@ -27,8 +27,7 @@ CL100K = "cl100k_base"
 CL100K_FILE_SHA256 = "223921b76ee99bde995b7ff738513eef100fb51d18c93597a113bcffe865b2a7"
 # Name of cl100k_base's file in tiktoken's cache: the sha1 of its download URL.
 CL100K_CACHE_NAME = "9b5ad71b2ce5302211f9c61530b329a4922fc6a4"
-# Pattern with which tiktoken >= 0.9 splits text before it merges bytes. Older versions have another
-# pattern, without possessive quantifiers, which splits text in the same way.
+# Pattern of tiktoken >= 0.9. Older versions have another pattern, which splits text equally.
 CL100K_PATTERN = (
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+"
     r"|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
@@ -66,16 +65,14 @@ class Tokenizer(ABC):
     def encode_chat(self, text: str) -> np.ndarray:
         """Return the n token ids of a chat, uint32 ``[n]``.
 
-        If ``has_chat_tokens`` is true, each ``CHAT_START`` and ``CHAT_END`` in the text becomes one
-        token. If it is false, they are encoded as ordinary text.
+        With ``has_chat_tokens``, each ``CHAT_START`` and ``CHAT_END`` becomes one token; without,
+        they are ordinary text.
         """
         return self.encode(text)
 
     @abstractmethod
     def encode(self, text: str) -> np.ndarray:
-        """Return the n token ids of ordinary text, uint32 ``[n]``.
-
-        Text that looks like a special token is encoded as ordinary text.
+        """Return the n token ids, uint32 ``[n]``; special tokens are encoded as ordinary text.
 
         Raises:
             UnicodeEncodeError: the text has a lone surrogate, which UTF-8 cannot represent.
@@ -128,7 +125,6 @@ class _FolderConfig(BaseModel):
 
     @property
     def end(self) -> str | None:
-        """Text of the token that ends a document; None if there is none."""
         return self.eos_token.content if isinstance(self.eos_token, _Named) else self.eos_token
 
 
@@ -142,8 +138,7 @@ class _Description(BaseModel):
 class HuggingFaceTokenizer(Tokenizer):
     """Fast tokenizer from a Hugging Face folder, for continued training of imported models.
 
-    The folder contains ``tokenizer.json`` and ``tokenizer_config.json``. The end-of-document token
-    is the ``eos_token`` of ``tokenizer_config.json``.
+    The end-of-document token is the ``eos_token`` of ``tokenizer_config.json``.
     """
 
     def __init__(self, folder: str) -> None:
@@ -197,18 +192,12 @@ class HuggingFaceTokenizer(Tokenizer):
 
 
 def load_tokenizer(name_or_path: str) -> Tokenizer:
-    """Load the tokenizer of a recipe.
+    """Load the tokenizer ``bytes``, ``cl100k_base``, a ``.tiktoken`` file or a Hugging Face folder.
 
-    Args:
-        name_or_path: ``bytes`` (256 bytes and ``<|endoftext|>``), ``cl100k_base`` (see
-            :func:`find_cl100k`), a ``.tiktoken`` file, or a Hugging Face folder or its
-            ``tokenizer.json``. For a ``.tiktoken`` file, ``pat_str`` and ``special_tokens`` are
-            read from the JSON file of the same stem. If there is no such file, the pattern is that
-            of ``cl100k_base``, and ``<|endoftext|>`` is added as the last id. A copy of the file of
-            ``cl100k_base`` is always loaded as ``cl100k_base``.
-
-    Raises:
-        UserError: the name is unknown, or its files are missing or damaged.
+    ``bytes`` has the 256 bytes and ``<|endoftext|>``. A Hugging Face folder may also be given as
+    its ``tokenizer.json``. For a ``.tiktoken`` file, ``pat_str`` and ``special_tokens`` come from
+    the JSON file of the same stem. Without that file, the pattern of ``cl100k_base`` is used, and
+    ``<|endoftext|>`` is the last id. A copy of cl100k_base's file is loaded as ``cl100k_base``.
     """
     if name_or_path == BYTES:
         return _byte_level()
@@ -227,28 +216,19 @@ def load_tokenizer(name_or_path: str) -> Tokenizer:
 
 
 def _as_folder(name_or_path: str) -> str:
-    """Return the folder of a path to ``tokenizer.json``; return any other argument unchanged."""
     path = Path(name_or_path)
     return str(path.parent) if path.name == "tokenizer.json" else name_or_path
 
 
 def vocabulary_size(name_or_path: str) -> int:
-    """Return the vocabulary size of a tokenizer: its highest id plus one.
-
-    For ``cl100k_base`` the size is a constant, because loading its file needs half a second.
-    """
+    """Return the highest id plus one (for cl100k_base a constant, because it loads slowly)."""
     if name_or_path == CL100K:
         return max(CL100K_SPECIAL_TOKENS.values()) + 1
     return load_tokenizer(name_or_path).vocab_size
 
 
 def check_vocabulary(tokenizer: str, used: int, rows: int) -> None:
-    """Refuse a model whose embedding has fewer rows than the tokenizer has ids.
-
-    Args:
-        used: vocabulary size of the tokenizer.
-        rows: number of rows of the embedding, without padding rows.
-    """
+    """Refuse an embedding with fewer ``rows`` (without padding) than the ``used`` ids."""
     if used > rows:
         raise UserError(
             f"the tokenizer {tokenizer!r} uses {used} ids, but model.vocab_size less "
@@ -258,14 +238,7 @@ def check_vocabulary(tokenizer: str, used: int, rows: int) -> None:
 
 
 def find_cl100k() -> Path:
-    """Find ``cl100k_base.tiktoken`` on this machine; nothing is downloaded.
-
-    The folder in the environment variable ``DIFFMEGATRON_TIKTOKEN`` is searched first, then the
-    folders of tiktoken's cache.
-
-    Raises:
-        UserError: no folder contains the file.
-    """
+    """Find ``cl100k_base.tiktoken`` in the folder $DIFFMEGATRON_TIKTOKEN or in tiktoken's cache."""
     candidates = [
         folder / file
         for folder in _search_folders()
@@ -282,7 +255,6 @@ def find_cl100k() -> Path:
 
 
 def _search_folders() -> list[Path]:
-    """Return the folder in DIFFMEGATRON_TIKTOKEN (if set), then the folders of tiktoken's cache."""
     variables = (SEARCH_VARIABLE, "TIKTOKEN_CACHE_DIR", "DATA_GYM_CACHE_DIR")
     named = [Path(os.environ[variable]) for variable in variables if os.environ.get(variable)]
     return [*named, Path(tempfile.gettempdir()) / "data-gym-cache"]
@@ -291,8 +263,7 @@ def _search_folders() -> list[Path]:
 def _byte_level() -> Tokenizer:
     encoding = tiktoken.Encoding(
         BYTES,
-        # Pieces have at most 64 characters, because the time in which tiktoken merges the bytes of
-        # a piece is superlinear in the length of the piece.
+        # tiktoken's time for a piece is superlinear in its length, so pieces have 64 characters.
         pat_str=r"[\s\S]{1,64}",
         mergeable_ranks={bytes([byte]): byte for byte in range(256)},
         special_tokens={END_OF_TEXT: 256},
@@ -359,12 +330,7 @@ def _parse_ranks(path: Path, content: bytes) -> dict[bytes, int]:
 
 
 def _read_description(path: Path, used: set[int]) -> tuple[str, dict[str, int]]:
-    """Read the split pattern and the special tokens from the JSON file beside a ``.tiktoken`` file.
-
-    Args:
-        path: JSON file.
-        used: ids of the ordinary tokens, which no special token may have.
-    """
+    """Read the split pattern and the special tokens, which must have other ids than ``used``."""
     description: _Description = read_json(path, _Description)
     special_tokens = description.special_tokens
     ids = set(special_tokens.values())

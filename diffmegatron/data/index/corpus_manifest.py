@@ -1,7 +1,7 @@
 """Manifest of a prepared corpus, ``PREFIX.json``: counts, settings, input files and checksums.
 
-The manifest contains no times and no machine names, so the same input and settings give the same
-bytes. File names are converted to UTF-8 text by :func:`~diffmegatron.files.printable`.
+It contains no times and no machine names, so equal inputs and settings give equal bytes. File names
+are UTF-8 text (:func:`~diffmegatron.files.printable`).
 """
 
 import hashlib
@@ -27,11 +27,9 @@ CountOrZero = Annotated[int, Field(ge=0, lt=1 << 63)]
 
 
 class TokenizerRecord(Section):
-    """Tokenizer of a corpus.
+    """Tokenizer of a corpus. Tokenizers with equal ``sha256`` are interchangeable.
 
-    ``name`` is a name or a path. Tokenizers with equal ``sha256`` are interchangeable.
-    ``vocab_size`` is the highest id plus one, including special tokens. ``end_of_document`` is the
-    id of the token that ends every document.
+    ``vocab_size`` is the highest id plus one, including special tokens.
     """
 
     name: str
@@ -41,11 +39,7 @@ class TokenizerRecord(Section):
 
 
 class FileRecord(Section):
-    """Size and sha256 of an input or output file of a preparation.
-
-    ``path`` is printable text (:func:`~diffmegatron.files.printable`). For output files and the
-    token files of parts, it is only the file name.
-    """
+    """Size and sha256 of an input or output file; for outputs, ``path`` is only the file name."""
 
     path: str
     bytes: CountOrZero
@@ -53,10 +47,9 @@ class FileRecord(Section):
 
 
 class InputRecord(FileRecord):
-    """Input file and the range of it that ``prepare`` read.
+    """Range of an input file that ``prepare`` read; ``bytes`` and ``sha256`` refer to the range.
 
-    ``bytes`` and ``sha256`` refer to this range. ``before`` and ``after`` are the numbers of bytes
-    of the file before and after the range.
+    ``before`` and ``after`` are the numbers of bytes of the file before and after the range.
     """
 
     before: CountOrZero = 0
@@ -64,10 +57,9 @@ class InputRecord(FileRecord):
 
 
 class PartRecord(Section):
-    """Record of part K of N of a corpus, written by ``prepare --part K/N``.
+    """Part ``number`` (from 1) of ``of`` parts, written by ``prepare --part``.
 
-    ``number`` is K, from 1, and ``of`` is N. ``corpus`` is a hash of the names and sizes of all
-    input files, which is equal for all parts.
+    ``corpus`` is a hash of the names and sizes of all input files, which is equal for all parts.
     """
 
     number: Annotated[int, Field(ge=1)]
@@ -96,13 +88,11 @@ class Manifest(Section):
         rejected: number of records that could not be used.
         empty: number of records without text.
         duplicates: number of documents that were dropped as duplicates.
-        outputs: token file ``PREFIX.bin`` and index ``PREFIX.idx``. For a merged corpus, size and
-            hash of ``PREFIX.bin`` are those of the concatenated token files of its parts.
-        part: record of this part if ``prepare --part`` wrote the corpus, otherwise None. A part may
-            have no document.
-        parts: token files of a merged corpus in the folder ``PREFIX.parts``, which replace
-            ``PREFIX.bin``; empty for any other corpus.
-        checksum: hash of all other fields; None in manifests written before this field existed.
+        outputs: ``PREFIX.bin`` and ``PREFIX.idx``; for a merged corpus, ``PREFIX.bin`` is the
+            concatenation of the token files of its parts.
+        part: part that this corpus is; None for a whole corpus. Only a part may have no document.
+        parts: token files of a merged corpus in ``PREFIX.parts``; empty for any other corpus.
+        checksum: hash of all other fields; None in old manifests.
     """
 
     version: Literal[1] = 1
@@ -185,11 +175,7 @@ def parts_folder(prefix: str | Path) -> Path:
 
 
 def read_manifest(prefix: str | Path) -> Manifest:
-    """Read the manifest ``PREFIX.json`` of a corpus.
-
-    Raises:
-        UserError: the file is missing, damaged or has another version.
-    """
+    """Read the manifest ``PREFIX.json`` of a corpus."""
     path = manifest_path(prefix)
     if not os.path.lexists(path):
         command = f"prepare INPUT --output {format_path(Path(prefix))}"
@@ -217,7 +203,7 @@ def hash_file(path: Path, before: int = 0, after: int = 0) -> str:
 def hash_in_parts(path: Path) -> Iterator[str]:
     """Yield the sha256 of the bytes read so far: after every GiB, and at the end of the file.
 
-    The caller can do other work between two values. The last value is the hash of the whole file.
+    The caller can do other work between two values.
     """
     digest, read = hashlib.sha256(), 0
     for piece in pieces(path):
@@ -246,9 +232,6 @@ def pieces(path: Path, before: int = 0) -> Iterator[memoryview]:
 
 def length_histogram(lengths: np.ndarray, counts: np.ndarray) -> tuple[LengthBin, ...]:
     """Return a histogram of document lengths, computed in constant memory.
-
-    A document of plain text is one sequence. A document for fine-tuning is several sequences: its
-    prompts and responses.
 
     Args:
         lengths: int32 ``[sequences]``, number of tokens of each sequence.

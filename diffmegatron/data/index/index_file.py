@@ -8,8 +8,7 @@ The format is that of ``megatron/core/datasets/indexed_dataset.py`` (``_IndexWri
 - byte offset of each sequence in ``.bin``: int64 ``[S]``
 - document boundaries, the first sequence of each document followed by S: int64 ``[D]``
 
-Megatron's own writer keeps all values in Python lists, which need too much memory for a billion
-documents.
+Megatron's own writer keeps all values in Python lists.
 """
 
 import os
@@ -32,11 +31,7 @@ _BUFFER = 1 << 20
 
 @dataclass(frozen=True)
 class IndexHeader:
-    """Header of an index.
-
-    ``dtype`` is the token dtype, int32 or uint16. ``boundaries`` is the number of document
-    boundaries, which is the number of documents plus one.
-    """
+    """Header of an index; ``boundaries`` is the number of documents plus one."""
 
     dtype: np.dtype
     sequences: int
@@ -57,8 +52,8 @@ def write_index(path: Path, lengths: np.ndarray, counts: np.ndarray, dtype: np.d
     """Write and fsync an index for tokens of ``dtype`` (int32 or uint16).
 
     Args:
-        lengths: int32 ``[sequences]``, number of tokens of each sequence; may be memory-mapped.
-        counts: int32 ``[documents]``, number of sequences of each document; may be memory-mapped.
+        lengths: int32 ``[sequences]``, number of tokens of each sequence.
+        counts: int32 ``[documents]``, number of sequences of each document.
     """
     with create_file(path) as stream:
         header = (_MAGIC, 1, _TYPE_CODES[dtype], len(lengths), len(counts) + 1)
@@ -75,10 +70,7 @@ def write_index(path: Path, lengths: np.ndarray, counts: np.ndarray, dtype: np.d
 
 
 def merge_indexes(path: Path, indexes: Sequence[Path]) -> None:
-    """Write and fsync one index for the concatenation of several token files.
-
-    ``indexes`` are the indexes of these files in order; all must have the same token dtype.
-    """
+    """Write and fsync one index for the concatenation of token files of one dtype."""
     headers = [read_header(index) for index in indexes]
     opened = [
         _mapped(index, header)
@@ -122,11 +114,7 @@ def _mapped(path: Path, header: IndexHeader) -> tuple[np.ndarray, np.ndarray, np
 
 
 def read_header(path: Path) -> IndexHeader:
-    """Read the header of an index; check its counts, the file size and the last document boundary.
-
-    Raises:
-        UserError: the file is missing, is not an index, or fails a check.
-    """
+    """Read an index's header; check its counts, the file size and the last document boundary."""
     with open_file(path) as stream:
         content = stream.read(_HEADER.size)
         size = stream.seek(0, os.SEEK_END)
@@ -158,10 +146,7 @@ def read_header(path: Path) -> IndexHeader:
 
 
 def check_boundaries(path: str | Path, boundaries: np.ndarray) -> None:
-    """Raise a ``UserError`` unless document boundaries start at 0 and increase.
-
-    ``boundaries`` is int64 ``[documents + 1]``, and may be memory-mapped.
-    """
+    """Refuse document boundaries, int64 ``[documents + 1]``, unless they increase from 0."""
     if boundaries[0] != 0:
         raise _damaged_boundary(path, boundaries, 0)
     for start in range(0, len(boundaries), _BUFFER):

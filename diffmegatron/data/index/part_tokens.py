@@ -12,8 +12,7 @@ import numpy as np
 from diffmegatron.errors import UserError
 from diffmegatron.files import format_path, open_file
 
-# Largest number of files that are memory-mapped at the same time. Each mapping keeps a file open,
-# and the usual limit is 1024 open files per process.
+# Each mapping keeps a file open, and the usual limit is 1024 open files per process.
 _MAPPED_AT_ONCE = 128
 
 
@@ -32,16 +31,15 @@ class Tokens(Protocol):
 class PartTokens:
     """Concatenation of files of token ids; a file is memory-mapped when it is first read.
 
-    A slice within one file is a view, and a slice over several files is a copy. Documents never
-    span two files, so copies are rare. ``files`` contains the path and the size in bytes of each
-    file.
+    ``files`` has the path and the size in bytes of each file. A slice within one file is a view. A
+    slice over several files is a copy, which is rare: a document never spans two files.
     """
 
     def __init__(self, files: Sequence[tuple[Path, int]], dtype: np.dtype) -> None:
         self.dtype = dtype
         filled = [(path, size // dtype.itemsize) for path, size in files if size]
         self._starts = list(itertools.accumulate((length for _, length in filled), initial=0))
-        # As a decorator of a method, `lru_cache` would keep this object and its mapped files alive.
+        # As a decorator of a method, lru_cache would keep this object and its mapped files alive.
         self._mapped = lru_cache(_MAPPED_AT_ONCE)(lambda number: _map(*filled[number], dtype))
 
     @property

@@ -1,8 +1,7 @@
-"""JSON files that contain a checksum of their content, for state that users never edit.
+"""JSON files with a checksum of their content, for state that users never edit.
 
-If a damaged disk changes a number in a JSON file, the file is still valid JSON. A program that used
-a wrong number of documents would skip or repeat documents unnoticed. The checksum reveals the
-change.
+A flipped bit in a number may leave valid JSON. A wrong number of documents, for example, would skip
+or repeat documents unnoticed.
 """
 
 import hashlib
@@ -20,11 +19,7 @@ def write_sealed(path: Path, content: str) -> None:
 
 
 def read_sealed(path: Path, schema: Any) -> Any:
-    """Read a file written by :func:`write_sealed`; pydantic checks the content against ``schema``.
-
-    Raises:
-        UserError: the file is missing, was changed, or does not fit the schema.
-    """
+    """Read a file that :func:`write_sealed` wrote, as the pydantic type ``schema``."""
     line, _, seal = read_bytes(path).removesuffix(b"\n").rpartition(b"\n")
     if seal != _seal(line):
         raise UserError(f"{format_path(path)} is damaged and cannot be used: its checksum differs")

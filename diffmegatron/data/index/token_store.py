@@ -1,7 +1,6 @@
 """Open prepared corpora; their files are memory-mapped.
 
-A corpus can be prepared in parts, for example on several machines. ``diffmegatron data merge``
-joins the parts to a *merged* corpus. Its tokens stay in one file per part.
+The tokens of a corpus that was merged from parts stay in one file per part.
 """
 
 from dataclasses import dataclass
@@ -25,19 +24,15 @@ _BUFFER = 1 << 22
 class Corpus:
     """Prepared corpus, opened for reading.
 
-    The arrays are views of memory-mapped files; only ``lengths`` and ``offsets`` of a fine-tuning
-    corpus are copies. Keep ``index`` and ``dataset`` alive as long as the views. They close their
-    mappings when they are deleted, and reading a view after that is a segmentation fault.
+    Keep ``index`` and ``dataset`` alive as long as the arrays, which are views of their
+    memory-mapped files: reading a view after they are deleted is a segmentation fault.
 
     Attributes:
         prefix: path of the corpus without ``.bin``.
-        manifest: content of ``PREFIX.json``.
         tokens: int32 or uint16 ``[tokens]``, token ids of all documents.
         lengths: int32 ``[documents]``, number of tokens of each document, including its
             end-of-document token.
-        offsets: int64 ``[documents]``, start of each document in bytes from the start of
-            ``tokens``.
-        index: Megatron's reader of the index.
+        offsets: int64 ``[documents]``, byte at which each document begins in ``tokens``.
         dataset: Megatron's reader of index and tokens; None for a merged corpus.
     """
 
@@ -80,11 +75,7 @@ class Corpus:
         return np.repeat(np.arange(len(segments)) % 2 == 1, segments)
 
     def check_index(self) -> None:
-        """Check every entry of the index; :func:`open_corpus` checks only some entries.
-
-        Raises:
-            UserError: a document lies outside the file, overlaps another document, or is empty.
-        """
+        """Check every entry of the index; :func:`open_corpus` checks only some entries."""
         segments = self.index.sequence_lengths
         check_boundaries(f"{self.prefix}.idx", self.index.document_indices)
         expected = 0
@@ -105,15 +96,7 @@ class Corpus:
 
 
 def open_corpus(prefix: str) -> Corpus:
-    """Open the manifest, the index and the tokens of a corpus.
-
-    This needs constant time for plain documents. For a fine-tuning corpus the time is linear in the
-    number of documents, because the lengths of each document's sequences are summed.
-
-    Raises:
-        UserError: a file is missing or truncated, the files do not belong together, or the corpus
-            is a part without documents.
-    """
+    """Open a corpus; for plain text this needs constant time, for fine-tuning linear time."""
     manifest = read_manifest(prefix)
     header = check_sizes(prefix, manifest)
     if not manifest.documents:
@@ -157,11 +140,7 @@ def _shown(prefix: str) -> str:
 
 
 def check_tokenizer(corpus: Corpus, tokenizer: Tokenizer) -> None:
-    """Check that a tokenizer is the one with which the corpus was prepared.
-
-    Raises:
-        UserError: the hashes, the vocabulary sizes or the end-of-document tokens differ.
-    """
+    """Check that a tokenizer is the one with which the corpus was prepared."""
     recorded = corpus.manifest.tokenizer
     if recorded.sha256 != tokenizer.sha256:
         raise UserError(

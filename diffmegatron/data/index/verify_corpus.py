@@ -1,8 +1,7 @@
 """Compare the data files of a corpus with the sizes and hashes in its manifest ``PREFIX.json``.
 
-The index is ``PREFIX.idx``. The tokens are in ``PREFIX.bin`` or, for a merged corpus, in the files
-of the folder ``PREFIX.parts``. Comparing sizes is fast and detects missing and truncated files, and
-files of another corpus. Comparing hashes reads every byte and also detects flipped bits.
+Comparing sizes is fast and detects missing files, truncated files and files of another corpus.
+Comparing hashes reads every byte and also detects flipped bits.
 """
 
 from collections.abc import Iterator
@@ -21,20 +20,13 @@ from diffmegatron.files import file_size, format_path
 
 
 def data_files(manifest: Manifest) -> tuple[str, ...]:
-    """Return the suffixes of the data files, such as ``.bin``; the index ``.idx`` is last.
-
-    The path of a file is PREFIX followed by its suffix.
-    """
+    """Return the suffixes of the data files, such as ``.bin`` or ``.parts/NAME``, ``.idx`` last."""
     parts = tuple(f".parts/{part.path}" for part in manifest.parts)
     return (*(parts or (".bin",)), ".idx")
 
 
 def check_sizes(prefix: str | Path, manifest: Manifest) -> IndexHeader:
-    """Compare file sizes and the number of documents with the manifest; return the index's header.
-
-    Raises:
-        UserError: a file is missing, truncated or belongs to another corpus.
-    """
+    """Compare file sizes and the number of documents with the manifest; return the index header."""
     header = read_header(Path(f"{prefix}.idx"))
     name = format_path(manifest_path(prefix))
     for part in manifest.parts:
@@ -61,13 +53,10 @@ def check_sizes(prefix: str | Path, manifest: Manifest) -> IndexHeader:
 
 
 def check_hash(prefix: str | Path, suffix: str) -> Iterator[None]:
-    """Compare the hash of one data file with the manifest.
+    """Compare the hash of one data file with the manifest; yield after every GiB.
 
-    ``suffix`` is one of the suffixes that :func:`data_files` returns. This generator yields after
-    every GiB, so that the caller can do other work in between.
-
-    Raises:
-        UserError: the file cannot be read, or its hash differs.
+    ``suffix`` is one of the suffixes that :func:`data_files` returns. The caller can do other work
+    between two GiB.
     """
     path, manifest = Path(f"{prefix}{suffix}"), read_manifest(prefix)
     # The files may have been renamed to another prefix, so find the recorded hash by suffix.
@@ -85,11 +74,7 @@ def check_hash(prefix: str | Path, suffix: str) -> Iterator[None]:
 
 
 def check_hashes(prefix: str | Path) -> Manifest:
-    """Check first the sizes and then the hashes of all data files; return the manifest.
-
-    Raises:
-        UserError: a file is missing or damaged.
-    """
+    """Check first the sizes and then the hashes of all data files; return the manifest."""
     manifest = read_manifest(prefix)
     check_sizes(prefix, manifest)
     for suffix in data_files(manifest):

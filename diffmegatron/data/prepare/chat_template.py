@@ -1,18 +1,13 @@
 """Render chats with the template of a Hugging Face tokenizer, and find the assistant's responses.
 
-The whole chat is rendered and encoded as one text, as ``apply_chat_template`` does. The ids
-therefore equal the ids that an inference server sends to the model. Only the assistant's responses
-contribute to the loss. There are two ways to find the responses in the rendered text:
+The whole chat is encoded as one text, as ``apply_chat_template`` does at inference. Blocks ``{%
+generation %}`` of the template are the responses. A template without such blocks also renders the
+messages before each response alone, with ``add_generation_prompt``. This text must be a prefix of
+the chat; the response follows it and ends after the first special token behind its content, or
+where the next message begins.
 
-- If the template contains ``{% generation %}``, these blocks are the responses.
-- Otherwise the messages before a response are rendered alone, with ``add_generation_prompt``. The
-  result must be a prefix of the rendered chat, and the response begins where this prefix ends. The
-  response ends after the first special token that follows its content. If there is no such token,
-  the response ends where the next message begins.
-
-A model that generates a response receives the text before the response, encoded alone. The ids of
-the whole chat must therefore begin with the ids of this text. ``prepare`` rejects a chat that
-violates one of these conditions.
+A model that generates a response receives the text before it, encoded alone. ``prepare`` rejects a
+chat whose ids do not begin with the ids of this text.
 """
 
 import re
@@ -43,23 +38,14 @@ _PROBE = (
 
 
 class _Rendered(NamedTuple):
-    """Rendered chat.
-
-    Attributes:
-        responses: character range ``(start, end)`` of each response in ``text``; ``end`` is
-            exclusive.
-    """
+    """Rendered chat, and the character range of each response (its end is exclusive)."""
 
     text: str
     responses: list[tuple[int, int]]
 
 
 class ChatTemplate:
-    """Chat template in the folder of a Hugging Face tokenizer.
-
-    Raises:
-        UserError: the tokenizer has no template, or the template fails with a simple trial chat.
-    """
+    """Chat template in the folder of a Hugging Face tokenizer; it is tried with a simple chat."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         from transformers import PreTrainedTokenizerFast
@@ -70,8 +56,7 @@ class ChatTemplate:
                 "folder of a Hugging Face tokenizer, and --layout chat works with any tokenizer"
             )
         self._end = tokenizer.end_of_document
-        # Training uses tokenizer.json as it is. AutoTokenizer may select a class that tokenizes
-        # differently from this file, so use the generic class.
+        # AutoTokenizer may select a class that tokenizes differently from tokenizer.json.
         self._tokenizer = PreTrainedTokenizerFast.from_pretrained(
             tokenizer.folder, local_files_only=True
         )
@@ -93,21 +78,13 @@ class ChatTemplate:
             ) from None
 
     def encode(self, messages: Any) -> tuple[str, list[np.ndarray]]:
-        """Render a chat and encode its prompts and responses.
+        """Return the rendered chat and uint32 arrays of ids: prompt, response, prompt, ...
 
-        Args:
-            messages: list of dictionaries with ``role`` and ``content``; at least one message is
-                from the assistant.
-
-        Returns:
-            The rendered text; and a list of uint32 arrays with the ids of the first prompt, the
-            first response, the second prompt, and so on. The list ends with the last response,
-            without the text after this response and without an end-of-document token.
+        The text after the last response and its end-of-document token are omitted.
 
         Raises:
             UnusableError: the messages have another form, the template cannot render them, a
-                response cannot be found, or a token contains both the end of a prompt and the
-                beginning of its response.
+                response cannot be found, or a token spans the beginning of a response.
         """
         checked_messages(messages, self._special)
         rendered = self._rendered(messages)
@@ -174,12 +151,7 @@ class ChatTemplate:
         return text
 
     def _response(self, text: str, messages: list[dict[str, Any]], number: int) -> tuple[int, int]:
-        """Return the character range of a response in the rendered chat; its end is exclusive.
-
-        Args:
-            text: the rendered chat.
-            number: index of the message that is the response.
-        """
+        """Return the character range of ``messages[number]`` in the rendered chat ``text``."""
         before = self._text(messages[:number], prompt=True)
         as_last = self._text(messages[: number + 1])
         shared = takewhile(lambda pair: pair[0] == pair[1], zip(text, as_last, strict=False))

@@ -1,7 +1,6 @@
 """Read corpus files as raw records (one record per document), in a fixed order.
 
-The texts of a record are undecoded bytes. Worker processes decode, parse and tokenise them
-(``encode.py``).
+Texts stay undecoded bytes; worker processes decode, parse and tokenise them (``encode.py``).
 """
 
 import gzip
@@ -34,8 +33,8 @@ _ARCHIVES = (".gz", ".zst")
 # Errors that the libraries raise for a damaged or truncated file.
 _READ_ERRORS = (OSError, EOFError, zlib.error, zstandard.ZstdError, pyarrow.ArrowException)
 _READ_BYTES = 1 << 20
-# Number of compressed bytes that each call of the zstd decompressor receives. A call can return up
-# to 32,768 times as many bytes, so a small number limits the memory for the result.
+# A call of the zstd decompressor can return 32,768 times as many bytes as it receives, so a small
+# number limits the memory.
 _ZSTD_BYTES = 1 << 12
 
 
@@ -43,8 +42,7 @@ class Record(NamedTuple):
     """One raw document of a file.
 
     Attributes:
-        line: number of the line or row, counted from 1 at the start of the range that is read. A
-            plain-text file is one document, at line 1.
+        line: number of the line or row, counted from 1 at the start of the range that is read.
         payload: JSONL: bytes of the line; plain text: bytes of the file; Parquet: values of the row
             by column, with strings as bytes.
         problem: reason why the document cannot be read. The payload is then empty.
@@ -72,12 +70,9 @@ class Fingerprint(NamedTuple):
 
 @dataclass(frozen=True)
 class CorpusFile:
-    """Input file, or a range of it if several machines prepare parts of a corpus in parallel.
+    """Input file, or a range of it without ``before`` bytes at its start and ``after`` at its end.
 
-    Attributes:
-        fingerprint: fingerprint of the file when it was found.
-        before: number of bytes at the start of the file that belong to earlier parts.
-        after: number of bytes at the end of the file that belong to later parts.
+    ``fingerprint`` is that of the whole file when it was found.
     """
 
     path: Path
@@ -88,7 +83,7 @@ class CorpusFile:
 
     @property
     def size(self) -> int:
-        """Number of bytes of the range that is used."""
+        """Number of bytes of the range."""
         return self.fingerprint.size - self.before - self.after
 
     @property
@@ -110,16 +105,9 @@ class CorpusFile:
 
 
 def find_files(inputs: list[Path], pattern: str) -> list[CorpusFile]:
-    """Return the files of a corpus, in the order of ``inputs``.
+    """Return the files of a corpus in the order of ``inputs``; a folder's files are sorted.
 
-    Folders are searched recursively, and the files of a folder are sorted by path.
-
-    Args:
-        pattern: glob that selects the files of a folder, such as ``*.py``. It does not apply to
-            files that ``inputs`` names directly.
-
-    Raises:
-        UserError: the pattern is empty, an input cannot be read, or a folder has no matching file.
+    ``pattern`` is a glob such as ``*.py`` for the files within folders, at any depth.
     """
     if not pattern:
         raise UserError("--pattern is empty; give one such as '*' or '*.jsonl'")
@@ -164,13 +152,8 @@ def read_records(file: CorpusFile, columns: tuple[str, ...], max_bytes: int) -> 
     """Yield the records of a file in order.
 
     Args:
-        columns: columns to read from a Parquet file; columns that the file does not have are
-            ignored.
-        max_bytes: size limit of a payload. A larger record is yielded with an empty payload, and
-            its ``problem`` names the limit.
-
-    Raises:
-        UserError: the file cannot be read to its end, or has changed since it was found.
+        columns: columns to read from a Parquet file; missing columns are ignored.
+        max_bytes: size limit of a payload. A larger record has an empty payload and a ``problem``.
     """
     line = 0
     try:
@@ -220,8 +203,7 @@ def _read_parquet(file: CorpusFile, columns: tuple[str, ...], max_bytes: int) ->
         present = [name for name in columns if name in table.schema_arrow.names]
         line = 0
         if not present:
-            # Arrow yields no rows if no column is read. So yield an empty record for each row;
-            # otherwise the file would seem to be empty.
+            # Arrow yields no rows if no column is read, and the file would seem to be empty.
             yield from (Record(row + 1, {}) for row in range(table.metadata.num_rows))
             return
         for batch in table.iter_batches(batch_size=256, columns=present):
@@ -238,9 +220,9 @@ def _read_parquet(file: CorpusFile, columns: tuple[str, ...], max_bytes: int) ->
 
 
 def _rows(batch: pyarrow.RecordBatch) -> Iterator[dict[str, Any] | str]:
-    """Yield each row as a dictionary, or as a string with the reason why its conversion failed.
+    """Yield each row as a dictionary, or as a text with the reason why its conversion failed.
 
-    For example, a nested value has invalid UTF-8, or a date is beyond Python's range.
+    Examples of reasons: a nested value has invalid UTF-8, or a date is beyond Python's range.
     """
     try:
         yield from batch.to_pylist()
@@ -253,10 +235,7 @@ def _rows(batch: pyarrow.RecordBatch) -> Iterator[dict[str, Any] | str]:
 
 
 def _as_bytes(batch: pyarrow.RecordBatch) -> pyarrow.RecordBatch:
-    """Convert string columns to binary.
-
-    Without this, one string with invalid UTF-8 makes ``to_pylist`` fail for the whole batch.
-    """
+    """Convert strings to binary: invalid UTF-8 makes ``to_pylist`` fail for a whole batch."""
     columns = [
         column.cast(pyarrow.large_binary())
         if pyarrow.types.is_string(column.type) or pyarrow.types.is_large_string(column.type)
@@ -275,10 +254,7 @@ def _oversized(line: int, max_bytes: int) -> Record:
 
 @contextmanager
 def _open(path: Path) -> Iterator[BinaryIO]:
-    """Open a file; a .gz or .zst archive is decompressed while it is read.
-
-    An empty or truncated archive raises an EOFError.
-    """
+    """Open a file; decompress .gz and .zst. An empty or truncated archive raises an EOFError."""
     with open_file(path, buffering=_READ_BYTES) as raw:
         if path.suffix not in _ARCHIVES:
             yield raw
@@ -291,10 +267,9 @@ def _open(path: Path) -> Iterator[BinaryIO]:
 
 
 class _ZstdFile(io.RawIOBase):
-    """Content of a zstd archive, which may consist of several frames.
+    """Content of a zstd archive of one or more frames.
 
-    This class is needed because the reader of the zstandard library ends without an error at a
-    truncated frame.
+    The reader of the zstandard library ends without an error at a truncated frame.
     """
 
     def __init__(self, archive: BinaryIO) -> None:

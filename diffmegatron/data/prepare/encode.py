@@ -29,12 +29,9 @@ class Reject(NamedTuple):
     """Record that cannot be used, with the reason.
 
     Attributes:
-        file: path of the file as text (:func:`~diffmegatron.files.printable`).
-        before: byte offset at which the preparation began to read the file. It is above 0 only if
-            ``prepare --part`` reads a range of the file.
+        before: byte of the file at which reading began; above 0 only for a range of ``--part``.
         line: number of the line or row, counted from 1 at ``before``.
-        id: value of the field that the setting ``id_field`` names, as text; None if there is no
-            such value, or the record cannot be parsed.
+        id: value of the field ``id_field`` as text; None if the record has no such value.
     """
 
     file: str
@@ -44,7 +41,7 @@ class Reject(NamedTuple):
     reason: str
 
     def to_json(self) -> bytes:
-        """Return the line of the rejects file ``PREFIX.rejects.jsonl`` for this record."""
+        """Return the line of ``PREFIX.rejects.jsonl`` for this record."""
         return json.dumps(self._asdict()).encode() + b"\n"
 
     def __str__(self) -> str:
@@ -56,19 +53,16 @@ class Reject(NamedTuple):
 class EncodedBatch:
     """Encoded documents of one batch.
 
-    A document is a series of sequences: one sequence for plain text, or prompts and responses in
-    turn for fine-tuning.
+    A document of plain text is one sequence. A document for fine-tuning alternates prompts and
+    responses.
 
     Attributes:
-        tokens: concatenated ids of all documents, uint16 or int32 ``[tokens]``; every document ends
-            with the end-of-document id.
+        tokens: uint16 or int32 ``[tokens]``, all documents, each with an end-of-document id.
         lengths: int32 ``[sequences]``, number of tokens of each sequence; the end-of-document id
             counts in the last sequence of a document.
         counts: int32 ``[documents]``, number of sequences of each document.
-        digests: 16-byte hash of the ids of each document; empty without the setting
-            ``deduplicate``.
-        empty: number of records without text, or whose last response is empty; they are neither
-            documents nor rejects.
+        digests: 16-byte hash of the ids of each document; empty without ``deduplicate``.
+        empty: number of records without text, or whose last response is empty.
         text_bytes: number of UTF-8 bytes of the encoded text.
     """
 
@@ -133,10 +127,7 @@ def template(tokenizer: str) -> ChatTemplate:
 def _encoded(
     file: CorpusFile, record: Record, settings: PrepareSettings
 ) -> tuple[list[str], list[np.ndarray]]:
-    """Encode a record, and return its texts and one array of ids per sequence of the document.
-
-    Both lists are empty for a blank line of JSONL.
-    """
+    """Return a record's texts, and ids per sequence; both are empty for a blank line."""
     document = _document(file, record, settings)
     if document is None:
         return [], []
@@ -153,7 +144,6 @@ def _encoded(
 
 
 def _document(file: CorpusFile, record: Record, settings: PrepareSettings) -> dict[str, Any] | None:
-    """Return the fields of a record by name, or None for a blank line of JSONL."""
     if record.problem is not None:
         raise UnusableError(record.problem)
     if file.format == "jsonl" and isinstance(record.payload, bytes) and not record.payload.strip():
@@ -177,11 +167,8 @@ def _reject(file: CorpusFile, record: Record, settings: PrepareSettings, reason:
 class Deduplicator:
     """Filter that drops documents whose token ids equal the ids of an earlier document.
 
-    It stores only a 16-byte hash of each document.
-
-    Args:
-        digests: concatenated hashes of the documents that were stored before an interruption; empty
-            for a new preparation.
+    Only a 16-byte hash of each document is stored. ``digests`` are the concatenated hashes of the
+    documents that were stored before an interruption.
     """
 
     def __init__(self, digests: bytes) -> None:

@@ -27,23 +27,14 @@ class FileState(BaseModel):
 
 
 class Commit(BaseModel, Generic[State]):
-    """Last commit of a journal.
-
-    Attributes:
-        state: state that the caller passed to :meth:`Journal.commit`.
-        files: state of each file at the commit, by name of the file.
-    """
+    """Last commit of a journal: the caller's state, and the state of each file by name."""
 
     state: State
     files: dict[str, FileState]
 
 
 def last_commit(folder: Path, schema: type[State]) -> Commit[State] | None:
-    """Return the last commit in the folder of a journal; None if there is no commit.
-
-    Raises:
-        UserError: the file of the commit cannot be read or is damaged.
-    """
+    """Return the last commit in the folder of a journal; None if there is no commit."""
     path = folder / _STATE
     if not os.path.lexists(path):
         return None
@@ -54,15 +45,8 @@ def last_commit(folder: Path, schema: type[State]) -> Commit[State] | None:
 class Journal:
     """Folder of append-only files, with a file that records the last commit.
 
-    The constructor compares the committed bytes of every file with their hash. It removes bytes
-    that were appended after the last commit.
-
-    Args:
-        commit: result of :func:`last_commit`; if it is None, all files are emptied.
-
-    Raises:
-        UserError: a file is not a regular file, is not part of the commit, or does not begin with
-            the committed bytes.
+    The constructor verifies the committed bytes of every file and removes bytes that were appended
+    after the commit. Without a ``commit``, all files are emptied.
     """
 
     def __init__(self, folder: Path, names: tuple[str, ...], commit: Commit[Any] | None) -> None:
@@ -136,11 +120,7 @@ def _open(path: Path) -> BinaryIO:
 
 
 def remove_journal(folder: Path) -> None:
-    """Delete the folder of a journal.
-
-    The file with the last commit is deleted last. If the process is killed earlier, the next
-    process still finds the commit and can call this function again.
-    """
+    """Delete a journal's folder; the commit is last, so that this can be repeated after a kill."""
     for path in folder.iterdir():
         if path.name != _STATE:
             _remove(path)

@@ -1,10 +1,7 @@
 """``diffmegatron data merge``: form one corpus from the parts that ``prepare --part`` wrote.
 
-The merge writes only the index ``PREFIX.idx`` and the manifest ``PREFIX.json``. The tokens are not
-copied: the merged corpus uses the token files of the parts in the folder ``PREFIX.parts``.
-
-The index equals the index that a single ``prepare`` of all inputs writes. With ``--deduplicate``
-they may differ, because ``prepare --part`` finds duplicates only within a part.
+The merge writes only ``PREFIX.idx`` and ``PREFIX.json``; the tokens stay in ``PREFIX.parts``. The
+index equals that of a single ``prepare``, except for duplicates, which are found only within parts.
 """
 
 import hashlib
@@ -42,17 +39,7 @@ _COUNTS = ("documents", "tokens", "text_bytes", "rejected", "empty", "duplicates
 def merge(prefix: Path, *, show_progress: bool = True) -> Manifest:
     """Merge the parts of a corpus; if they are merged already, verify the merged corpus.
 
-    The manifest ``PREFIX.json`` is written last and shows that the corpus is complete. If a merge
-    is killed, the next merge starts from the beginning.
-
-    Args:
-        prefix: prefix passed to ``prepare --part``.
-
-    Raises:
-        UserError: a part is missing, unfinished or damaged; the parts have different settings or
-            input files; an input file was changed between the preparations of two parts; no part
-            has a document; files at the prefix are damaged or belong to another corpus; the files
-            cannot be written; or another process holds the lock ``PREFIX.lock``.
+    ``PREFIX.json`` is written last. If a merge is killed, the next merge starts from the beginning.
     """
     place = f"the parts of {format_path(prefix)}"
     try:
@@ -133,10 +120,9 @@ def _check_alike(prefix: Path, parts: Sequence[Part], manifests: Sequence[Manife
 
 
 def _check_cuts(prefix: Path, manifests: Sequence[Manifest]) -> None:
-    """Check that the parts fit together in each input file that was cut between parts.
+    """Check that in each divided input file, a part begins where the part before it ends.
 
-    In such a file, each part must begin at the offset at which the part before it ends. These
-    offsets may differ if the file was changed between the preparations of the two parts.
+    The offsets differ if the file was changed between the preparations of two parts.
     """
     expected: tuple[str, int] | None = None
     for record in (record for manifest in manifests for record in manifest.inputs):
@@ -155,7 +141,6 @@ def _check_cuts(prefix: Path, manifests: Sequence[Manifest]) -> None:
 
 
 def _check_merged(prefix: Path, manifests: Sequence[Manifest]) -> Manifest:
-    """Verify that the existing merged corpus consists of these parts and is undamaged."""
     path = format_path(manifest_path(prefix))
     if read_manifest(prefix).parts != tuple(map(_record, manifests)):
         raise UserError(f"{path} was merged from other parts; delete it to merge these")
@@ -175,7 +160,6 @@ def _check_free(prefix: Path) -> None:
 
 
 def _record(manifest: Manifest) -> FileRecord:
-    """Return the size and hash of a part's token file from the manifest of the part."""
     return manifest.outputs[0]
 
 
@@ -214,7 +198,6 @@ def _write(
 
 
 def _lengths(manifests: Sequence[Manifest]) -> tuple[LengthBin, ...]:
-    """Return the sum of the length histograms of the parts."""
     documents, tokens = Counter[int](), Counter[int]()
     for part in (part for manifest in manifests for part in manifest.lengths):
         documents[part.at_least.bit_length() - 1] += part.documents
@@ -228,10 +211,9 @@ def _lengths(manifests: Sequence[Manifest]) -> tuple[LengthBin, ...]:
 def _hash_tokens(
     prefixes: Sequence[Path], manifests: Sequence[Manifest], show_progress: bool
 ) -> str:
-    """Return the sha256 of the concatenated token files, and verify the files of each part.
+    """Verify the files of each part, and return the sha256 of the concatenated token files.
 
-    Each token file is read once. Two threads compute the hash of this file and the hash of all
-    tokens.
+    Each token file is read once; two threads compute its own hash and the hash of all tokens.
     """
     whole, console = hashlib.sha256(), Console(stderr=True)
     numbered = list(zip(prefixes, manifests, strict=True))

@@ -1,8 +1,7 @@
 """Parts of a preparation (``prepare --part K/N``), which several machines prepare in parallel.
 
-The concatenation of the input files is cut into N ranges of about equal size in bytes. A plain
-JSONL file can be cut between two lines. Any other file (text, Parquet, an archive) belongs to one
-part as a whole. The parts in the order of their numbers contain the documents of the whole corpus
+The concatenated input files are cut into N ranges of about equal size. Plain JSONL is cut between
+two lines; any other file belongs to one part. All parts together have the documents of the corpus
 in the original order.
 """
 
@@ -72,25 +71,17 @@ class Part:
 
 
 class _Place(NamedTuple):
-    """Place in the input.
-
-    Attributes:
-        file: index of a file; at the end of the input, the number of files.
-        offset: byte offset in this file.
-    """
+    """Index of a file (at the end of the input, the number of files) and byte offset in it."""
 
     file: int
     offset: int
 
 
 def cut(files: list[CorpusFile], part: Part) -> tuple[list[CorpusFile], PartRecord]:
-    """Return the files, or ranges of files, that a part reads, and the record of the part.
+    """Return the files, or ranges of files, that a part reads (possibly none), and its record.
 
-    The result depends only on the names and sizes of the files and on the line ends at which files
-    are cut. A part may have no files.
-
-    Args:
-        files: all input files.
+    The result depends only on the names and sizes of all input ``files`` and on line ends near
+    cuts.
     """
     starts = list(itertools.accumulate((file.size for file in files), initial=0))
     first, last = (_place(files, starts, part, end) for end in (part.number - 1, part.number))
@@ -107,17 +98,11 @@ def cut(files: list[CorpusFile], part: Part) -> tuple[list[CorpusFile], PartReco
 
 
 def _place(files: list[CorpusFile], starts: list[int], part: Part, number: int) -> _Place:
-    """Return the place in the input at which the part with a given number ends.
+    """Return the place in the input at which part ``number`` of ``part.of`` ends.
 
-    Part k of N ideally ends at k/N of the bytes of the input. In a file that can be cut, the
-    returned place is the start of the first line at or after this byte. In any other file, it is
-    the start or the end of the file, whichever is nearer. The end of a file is represented as the
-    start of the next file.
-
-    Args:
-        starts: first byte of each file in the concatenated input, and the total number of bytes.
-        part: any part; only its number N of parts is used.
-        number: number k of the part that ends; for 0 the result is the start of the input.
+    The ideal place is byte ``number / part.of`` of the input. A JSONL file is cut at the next start
+    of a line. Another file is moved to the nearer of its ends. ``starts`` has the first byte of
+    each file and the total size.
     """
     if number == 0:
         return _Place(0, 0)
@@ -134,10 +119,7 @@ def _place(files: list[CorpusFile], starts: list[int], part: Part, number: int) 
 
 
 def _next_line(file: CorpusFile, offset: int) -> int:
-    """Return the byte at which the first line at or after ``offset`` begins.
-
-    If there is no such line, the size of the file is returned.
-    """
+    """Return the byte at which the first line at or after ``offset`` begins, or the file size."""
     if not offset:
         return 0
     try:
@@ -151,17 +133,12 @@ def _next_line(file: CorpusFile, offset: int) -> int:
 
 
 def _corpus(files: list[CorpusFile]) -> str:
-    """Return a hash of the names and sizes of all input files; it is equal for all parts."""
     listed = [(printable(file.path), file.size) for file in files]
     return hashlib.sha256(json.dumps(listed).encode()).hexdigest()
 
 
 def find_parts(prefix: str | Path) -> list[Part]:
-    """Return the parts that have files in ``PREFIX.parts``, in order; they may be unfinished.
-
-    Raises:
-        UserError: the folder contains parts K/N with different N, or it cannot be read.
-    """
+    """Return the parts, finished or not, that have files in ``PREFIX.parts``, in order."""
     folder = parts_folder(prefix)
     try:
         names = [path.name.partition(".")[0] for path in folder.iterdir()]
@@ -182,13 +159,7 @@ def find_parts(prefix: str | Path) -> list[Part]:
 def check_fits(prefix: Path, part: Part, record: PartRecord, settings: Mapping[str, Any]) -> None:
     """Refuse to begin a part that could not be merged with the existing parts.
 
-    Args:
-        prefix: prefix of the whole corpus.
-        settings: settings of the part, as recorded in the manifest.
-
-    Raises:
-        UserError: the existing parts K/N have another N; or the first finished part, apart from
-            ``part`` itself, was prepared with other settings or input files.
+    ``prefix`` is the prefix of the whole corpus. ``settings`` are those for the part's manifest.
     """
     begun = find_parts(prefix)
     if begun and begun[0].of != part.of:
@@ -211,12 +182,7 @@ def check_fits(prefix: Path, part: Part, record: PartRecord, settings: Mapping[s
 def difference(manifest: Manifest, settings: Mapping[str, Any], part: PartRecord) -> str:
     """Describe the first difference between a finished part and a preparation; "" if there is none.
 
-    The text is the end of a sentence that begins "The part was prepared", for example "from other
-    input files".
-
-    Args:
-        settings: settings of the preparation, as recorded in a manifest.
-        part: record of any part of the preparation.
+    The text completes "The part was prepared", e.g. "from other input files".
     """
     if manifest.settings.get("tokenizer_sha256") != settings["tokenizer_sha256"]:
         return f"with tokenizer {shorten(repr(manifest.tokenizer.name))}"

@@ -1,7 +1,6 @@
 """Encode a corpus, or the rest of it after an interruption, and write the finished files.
 
-The results are appended to the files of a :class:`Journal`. Each commit also records the position
-in the input, at which the preparation continues after an interruption.
+Results are appended to a :class:`Journal`. Each commit records the position in the input.
 """
 
 import dataclasses
@@ -37,8 +36,8 @@ TOKENS, LENGTHS, COUNTS, DIGESTS = "tokens.bin", "lengths.i32", "counts.i32", "d
 REJECTS = "rejects.jsonl"
 FILES = (TOKENS, LENGTHS, COUNTS, DIGESTS, REJECTS)
 INDEX, MANIFEST = "index.idx", "manifest.json"
-# Each commit checks the share of rejects (unusable records) once there are this many documents and
-# rejects. Among fewer records, a single reject is already a large share.
+# Number of documents and rejects from which on each commit checks the share of rejects. Among fewer
+# records, a single reject is already a large share.
 _EARLY_CHECK = 1000
 
 
@@ -46,12 +45,8 @@ _EARLY_CHECK = 1000
 class Counts:
     """Running totals of a preparation.
 
-    Attributes:
-        documents: number of documents written, without duplicates.
-        tokens: number of tokens written, including end-of-document tokens.
-        text_bytes: number of UTF-8 bytes of tokenised text, including the text of duplicates.
-        rejected: number of input records that cannot be used.
-        empty: number of input records without text, or whose last response is empty.
+    ``documents`` and ``tokens`` exclude duplicates; ``text_bytes`` (UTF-8) includes them.
+    ``tokens`` includes end-of-document tokens. ``rejected`` and ``empty`` count input records.
     """
 
     documents: int = 0
@@ -72,12 +67,10 @@ class Counts:
 
 
 class Identity(Section):
-    """Inputs and settings of a preparation; they must be unchanged to resume the preparation.
+    """Inputs and settings of a preparation; they must be unchanged to resume it.
 
-    Attributes:
-        settings: settings, as recorded in the manifest.
-        files: path, number of bytes to read and modification time in ns of each input file.
-        part: part that this preparation writes (``--part K/N``); None: it writes the whole corpus.
+    ``files`` has the path, the number of bytes to read and the modification time (ns) of each file.
+    ``part`` is None if the whole corpus is prepared.
     """
 
     settings: dict[str, str | bool | int | None]
@@ -88,9 +81,8 @@ class Identity(Section):
 class State(Section):
     """Progress of a preparation, which each commit of the journal records.
 
-    Attributes:
-        first_reject: description of the first record that cannot be used; "" if there is none.
-        finished: whether all files are complete and can be renamed to their final names.
+    ``first_reject`` describes the first unusable record ("": none). ``finished`` means that all
+    files are complete and can be renamed.
     """
 
     identity: Identity
@@ -126,12 +118,7 @@ class Preparation:
         )
 
     def encode(self, workers: int, commit_seconds: float, progress: PrepareProgress) -> None:
-        """Tokenise the rest of the corpus, and commit every ``commit_seconds`` and at the end.
-
-        Raises:
-            UserError: an input file cannot be read, a worker process was killed, or the share of
-                rejects among documents and rejects is above ``max_reject_share``.
-        """
+        """Tokenise the rest of the corpus; commit every ``commit_seconds`` and at the end."""
         progress.update(self.position, self.counts)
         committed = time.monotonic()
         for position, batch in encode_in_order(self.files, self.position, self.settings, workers):
@@ -191,10 +178,9 @@ class Preparation:
         return options[self.settings.layout]
 
     def _columns(self) -> str:
-        """Return all column names of the Parquet file with the first reject, for the error message.
+        """Return the column names of the Parquet file with the first reject, for the error message.
 
-        The description of the reject contains only the columns that were read. The result is "" if
-        the file is not Parquet, cannot be read, or has all required columns.
+        The result is "" if the file is not Parquet, is unreadable or has all required columns.
         """
         required = set(self.settings.required_fields)
         for file in self.files:
@@ -209,11 +195,7 @@ class Preparation:
         return ""
 
     def finish(self) -> None:
-        """Write the index and the manifest, and commit the journal as finished.
-
-        Raises:
-            UserError: the whole corpus has no document. A single part may have no document.
-        """
+        """Write the index and the manifest, and commit the journal as finished."""
         if not self.counts.documents and self.identity.part is None:
             self._refuse_empty()
         folder = self.journal.folder

@@ -1,9 +1,7 @@
 """``diffmegatron prepare``: write a corpus as ``PREFIX.bin``, ``PREFIX.idx`` and ``PREFIX.json``.
 
-Unfinished work is in the folder ``PREFIX.partial``, a :class:`Journal` of append-only files with
-commits. A preparation that was killed resumes from the last commit, and writes the same bytes as a
-preparation that was not killed. At the end the three files are renamed to their final names, the
-manifest (``PREFIX.json``) last.
+Unfinished work is in the :class:`Journal` ``PREFIX.partial``. A preparation that was killed resumes
+from the last commit and writes the same bytes. At the end the files are renamed, the manifest last.
 """
 
 import os
@@ -58,32 +56,27 @@ def prepare(
 ) -> Manifest:
     """Tokenise a corpus into Megatron's IndexedDataset files and a manifest.
 
-    If finished files of the same inputs and settings already exist at the prefix, they are only
-    verified. The lock ``PREFIX.lock`` ensures that one process at a time works on a prefix.
+    Finished files of the same inputs and settings are only verified. The lock ``PREFIX.lock``
+    ensures that one process at a time works on a prefix.
 
     Args:
         inputs: JSONL, Parquet or plain-text files, or folders of them. JSONL and plain text can be
             compressed (.gz, .zst). A plain-text file is one document.
-        output_prefix: path of the three files without ``.bin``, ``.idx`` and ``.json``; documents
-            that cannot be used are listed in ``PREFIX.rejects.jsonl``.
+        output_prefix: path of the files without ``.bin``, ``.idx`` and ``.json``. Unusable records
+            are listed in ``PREFIX.rejects.jsonl``.
         tokenizer: name or path, see :func:`diffmegatron.data.tokenizers.load_tokenizer`.
         text_field: JSON key or Parquet column of the text.
         workers: number of processes that tokenise; 1 uses this process.
         pattern: glob of the files to read in a folder, such as ``*.py``.
-        part: prepare only this part of the inputs, in ``PREFIX.parts/``;
-            :func:`diffmegatron.data.prepare.merge_parts.merge` joins the parts. Duplicates are
-            found only within a part. None: prepare all inputs.
-        restart: drop results at this prefix that cannot be used: unfinished work that is damaged or
-            has other inputs or settings, and damaged finished files.
-        commit_seconds: seconds between two commits; a kill loses at most the work since the last
-            commit.
+        part: part to prepare in ``PREFIX.parts/``; None: all inputs. Duplicates are found only
+            within a part.
+        restart: whether to drop damaged files, and unfinished work of other inputs or settings.
+        commit_seconds: seconds between two commits; a kill loses the work since the last commit.
         settings: other fields of :class:`PrepareSettings`.
 
     Raises:
-        UserError: an input cannot be read or changes while it is read; the files cannot be written;
-            damaged files, or files of other inputs or settings, exist at the prefix; the inputs
-            have no document, or too many records cannot be used; another process holds the lock; or
-            the part does not match the existing parts.
+        UserError: an input, a setting or an existing file cannot be used, or another process holds
+            the lock.
     """
     _check_prefix(output_prefix)
     chosen = PrepareSettings(tokenizer=tokenizer, text_field=text_field, **settings)
@@ -105,8 +98,8 @@ def prepare(
     )
     try:
         if part is not None:
-            # On exit, FileLock removes an empty folder that it created. Another process may soon
-            # write its part into the folder, so create the folder before the lock.
+            # Create the folder here: FileLock would remove it on exit, if it is empty, while
+            # another process begins its part in it.
             output_prefix.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(Path(f"{output_prefix}.lock"), place, "give another --output"):
             finished = _finished(output_prefix, files, identity, restart=restart)
@@ -120,8 +113,7 @@ def prepare(
                         run.encode(workers, commit_seconds, progress)
                         run.finish()
             _publish(output_prefix)
-            # If an earlier process finished the files and was killed before it renamed all of them,
-            # verify them: they may have been damaged since then.
+            # Files that an earlier, killed process finished may have been damaged since then.
             return _verified(output_prefix) if state.finished else read_manifest(output_prefix)
     except OSError as error:
         raise UserError(
@@ -131,7 +123,6 @@ def prepare(
 
 
 def _check_prefix(prefix: Path) -> None:
-    """Refuse a prefix that is a folder or the name of an output file."""
     name = format_path(prefix)
     if os.path.lexists(prefix) and prefix.is_dir():
         raise UserError(f"--output {name} is a folder; give a name in it, such as {name}/corpus")
@@ -145,12 +136,7 @@ def _check_prefix(prefix: Path) -> None:
 def _finished(
     prefix: Path, files: list[CorpusFile], identity: Identity, *, restart: bool
 ) -> Manifest | None:
-    """Verify a finished corpus at ``prefix`` and return its manifest.
-
-    The result is None if there is no finished corpus, or if the folder of unfinished work still
-    exists. If the corpus is damaged and ``restart`` is true, its manifest file is deleted and the
-    result is None.
-    """
+    """Verify and return a finished corpus; None if it must be prepared (again)."""
     path = manifest_path(prefix)
     if not os.path.lexists(path) or os.path.lexists(_partial(prefix)):
         return None
@@ -190,7 +176,7 @@ def _check_same(
 
 
 def _describe_changed_input(before: tuple[InputRecord, ...], now: list[CorpusFile]) -> list[str]:
-    """Return at most one description of how the recorded inputs differ from the present inputs."""
+    """Return at most one description."""
     for record, file in zip(before, now, strict=False):
         name = format_path(file.path)
         if record.path != printable(file.path):
@@ -212,19 +198,13 @@ def _verified(prefix: Path) -> Manifest:
 
 
 def _unfinished(folder: Path, identity: Identity, *, restart: bool) -> tuple[State, Journal]:
-    """Open the journal in ``folder`` at its last commit, or begin a new journal.
-
-    A journal that is damaged or belongs to another preparation cannot be resumed. It is replaced by
-    a new journal if ``restart`` is true, or if it is intact but contains no documents. In other
-    cases a UserError is raised.
-    """
+    """Open the journal in ``folder`` at its last commit, or begin a new journal."""
     try:
         commit = last_commit(folder, State)
         state = commit.state if commit else State(identity=identity)
         if state.identity == identity:
             return state, Journal(folder, () if state.finished else FILES, commit)
-        # A journal that contains no documents can be dropped without --restart, because no work is
-        # lost. This happens, for instance, if --text-field was wrong and no record had any text.
+        # Without documents (for instance after a wrong --text-field), no work is lost.
         is_lost = bool(state.counts.documents)
         problem = _describe_other_preparation(folder, state.identity, identity)
     except UserError as error:
@@ -246,11 +226,7 @@ def _describe_other_preparation(folder: Path, before: Identity, now: Identity) -
 
 
 def _publish(prefix: Path) -> None:
-    """Rename the finished files to their final names, and remove the journal.
-
-    If the process is killed between two of these steps, the next process can call this function
-    again.
-    """
+    """Rename the finished files and remove the journal; after a kill, this may be repeated."""
     folder = _partial(prefix)
     targets = {TOKENS: ".bin", INDEX: ".idx", MANIFEST: ".json"}
     if (folder / REJECTS).exists() and (folder / REJECTS).stat().st_size:

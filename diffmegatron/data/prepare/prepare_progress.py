@@ -50,10 +50,10 @@ class PrepareProgress:
         self._progress.stop()
 
     def update(self, place: Position, totals: _Totals) -> None:
-        """Show the progress up to ``place``, the position up to which the input is tokenised.
+        """Show the progress up to the input position ``place``.
 
-        The rates (MB/s and tokens/s) are averages since this object was created. The totals of the
-        first call may contain the work of an earlier, interrupted process, so they are subtracted.
+        The rates (MB/s, tokens/s) are averages since this object was created. The totals of the
+        first call are the work of earlier processes and do not count.
         """
         first_bytes, first_tokens = self._first = self._first or (totals.text_bytes, totals.tokens)
         seconds = max(1e-9, time.monotonic() - self._started)

@@ -1,7 +1,4 @@
-"""Settings of ``prepare``, for the command line, the Python function and the saved progress.
-
-This module imports neither pydantic nor numpy, so that ``--help`` stays fast.
-"""
+"""Settings of ``prepare``; this module avoids slow imports, so that ``--help`` stays fast."""
 
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Literal
@@ -68,10 +65,10 @@ class PrepareSettings:
         return self.required_fields + ((self.id_field,) if self.id_field else ())
 
     def recorded(self) -> dict[str, Any]:
-        """Return the settings that the manifest records.
+        """Return the settings for the manifest.
 
-        ``tokenizer`` is omitted, because the manifest identifies the tokenizer by a hash.
-        ``max_reject_share`` is omitted, because it does not change the documents.
+        ``tokenizer`` is omitted, because a hash identifies it. ``max_reject_share`` is omitted,
+        because it does not change the documents.
         """
         values = asdict(self)
         del values["tokenizer"], values["max_reject_share"]

@@ -1,9 +1,8 @@
-"""Convert a raw record to text: a plain document, a prompt with its response, or a chat.
+"""Convert a raw record to a list of texts, called segments.
 
-A document is a list of texts, called segments. A plain document has one segment. A document for
-supervised fine-tuning consists of prompts (no loss) and responses (loss) in turn, and begins with a
-prompt. Each segment is stored as one sequence of a Megatron document. Every second sequence is
-therefore a response, which determines the loss mask.
+Plain text is one segment. A document for fine-tuning alternates prompts (no loss) and responses
+(loss), a prompt first. Each segment becomes a sequence of a Megatron document, so every second
+sequence is a response.
 """
 
 import json
@@ -23,13 +22,11 @@ _LISTED = 8
 
 
 def parse(record: Record, format: Format, settings: PrepareSettings) -> dict[str, Any]:
-    """Return the fields of a raw record as a dictionary from names to values.
-
-    A record of a plain-text file has one field, ``settings.text_field``.
+    """Return the fields of a raw record by name; plain text is the field ``text_field``.
 
     Raises:
-        UnusableError: the record is not UTF-8, is not a JSON object, or lacks a field that the
-            layout requires (``settings.required_fields``).
+        UnusableError: the record is not UTF-8, is not a JSON object, or lacks a field in
+            ``settings.required_fields``.
     """
     if isinstance(record.payload, dict):
         document = {
@@ -48,9 +45,6 @@ def parse(record: Record, format: Format, settings: PrepareSettings) -> dict[str
 def segments(document: dict[str, Any], settings: PrepareSettings) -> list[str]:
     """Return the segments of a document, for every layout except ``template``.
 
-    The layout ``template`` needs a tokenizer, and is implemented in
-    :mod:`diffmegatron.data.prepare.chat_template`.
-
     Raises:
         UnusableError: a field does not have the form that the layout requires.
     """
@@ -64,11 +58,11 @@ def segments(document: dict[str, Any], settings: PrepareSettings) -> list[str]:
 
 
 def _chat(messages: Any) -> list[str]:
-    """Return the prompts and responses of a chat in turn, in the ChatML format.
+    """Return the alternating prompts and responses of a chat in the ChatML format.
 
-    A response is the content of an assistant's message and the end marker. The start marker and the
-    role of this message are the end of the prompt. The text after the last response is dropped. The
-    Hugging Face template in ``diffmegatron.hf.chat_template`` renders the same format.
+    A response is an assistant's content and end marker. Its start marker and role end the prompt.
+    The text after the last response is dropped. The Hugging Face template in
+    ``diffmegatron.hf.chat_template`` renders the same format.
     """
     texts = [""]
     for role, content in checked_messages(messages, (CHAT_START, CHAT_END)):
@@ -81,15 +75,11 @@ def _chat(messages: Any) -> list[str]:
 
 
 def checked_messages(messages: Any, markers: Sequence[str]) -> list[tuple[str, str]]:
-    """Check the messages of a chat, and return the role and content of each message.
-
-    Args:
-        messages: value of the messages field.
-        markers: texts that separate messages and must not occur in a message.
+    """Return the role and content of each message of a chat.
 
     Raises:
-        UnusableError: the value is not a list of messages with the strings ``role`` and
-            ``content``, no message is from the assistant, or a message contains a marker.
+        UnusableError: the value is not a list of messages with a text ``role`` and ``content``, no
+            message is from the assistant, or a message contains one of ``markers``.
     """
     pairs = [_message(message) for message in messages] if isinstance(messages, list) else []
     for marker in markers:

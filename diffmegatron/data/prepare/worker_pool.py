@@ -21,8 +21,7 @@ from diffmegatron.errors import UserError
 
 _BATCH_BYTES = 1 << 20
 _BATCH_RECORDS = 1024
-# Number of queued batches per worker. Results are yielded in order, so the other workers need more
-# batches while the oldest batch is still being encoded.
+# Results are yielded in order, so workers need queued batches while the oldest one is encoded.
 _QUEUED_PER_WORKER = 3
 
 
@@ -30,10 +29,8 @@ _QUEUED_PER_WORKER = 3
 class Position:
     """Position in the input of a preparation.
 
-    Attributes:
-        file: index of the current file; all files before it are done.
-        records: number of records of the current file that are done.
-        offset: approximate number of bytes of these records, used only by the progress line.
+    ``file`` is the index of the current file, and ``records`` the number of its records that are
+    done. ``offset`` is their approximate size in bytes, used only by the progress line.
     """
 
     file: int = 0
@@ -47,16 +44,10 @@ def encode_in_order(
     settings: PrepareSettings,
     workers: int,
 ) -> Iterator[tuple[Position, EncodedBatch]]:
-    """Encode the records after ``start`` in batches, and yield each encoded batch.
+    """Encode the records after ``start``; yield each batch with the position after its last record.
 
-    Each batch comes with the position in the input after its last record. At most about three
+    ``workers`` is the number of processes that tokenise; 1 uses this process. At most about three
     batches per worker are in memory at a time.
-
-    Args:
-        workers: number of processes that tokenise; 1 uses this process.
-
-    Raises:
-        UserError: a file cannot be read to its end or has changed, or a worker process was killed.
     """
     batches = _read_batches(files, start, settings.columns, settings.max_document_bytes)
     if workers == 1:
@@ -95,20 +86,17 @@ def encode_in_order(
 def _delayed_interrupts() -> Iterator[None]:
     """Delay Ctrl-C (SIGINT) in this process, and block it in workers that start in the context.
 
-    For Ctrl-C, a terminal sends SIGINT to this process and to all workers. The workers inherit the
-    blocked signal and never receive it, so this process ends them. In this process, SIGINT could
-    interrupt the start of a worker. The worker would then receive incomplete start-up data and
-    print a traceback.
+    A terminal sends Ctrl-C to this process and to all workers. This process ends the workers, which
+    inherit the blocked signal. If SIGINT interrupted the start of a worker here, the worker would
+    receive incomplete start-up data and print a traceback.
 
-    It is not enough to block the signal in the main thread: another thread may receive the signal,
-    and Python then runs the handler in the main thread. A temporary handler therefore records the
-    signal, and the original handler is called at the end.
+    Blocking SIGINT in the main thread is not enough: if another thread receives the signal, Python
+    still runs the handler in the main thread. A temporary handler therefore records the signal.
     """
     received: list[tuple[int, FrameType | None]] = []
     is_main = threading.current_thread() is threading.main_thread()
-    # The temporary handler must not raise an exception. Modules are imported in the context, and
-    # Python drops an exception that a signal handler raises within a finalizer or a callback of the
-    # import system. The Ctrl-C would then have no effect.
+    # The temporary handler must not raise: Python drops an exception that a signal handler raises
+    # within a finalizer or a callback of the import system, and modules are imported here.
     if is_main:
         handler = signal.signal(signal.SIGINT, lambda *call: received.append(call))
     try:
@@ -128,16 +116,15 @@ def _delayed_interrupts() -> Iterator[None]:
 
 
 def _start_worker() -> None:
-    # An exception in this initializer would be lost and look like a killed worker, so nothing that
-    # can fail is done here.
+    # Do nothing here that can fail: an exception would look like a killed worker.
     threading.Thread(target=_exit_with_parent, daemon=True).start()
 
 
 def _exit_with_parent() -> None:
-    """Wait until the parent process has ended, and then end this worker process.
+    """End this worker process when its parent has ended.
 
-    A worker whose parent was killed would otherwise wait for work forever. The end of the parent
-    does not close the queue of work, because the worker has the queue's writing end open too.
+    Otherwise the worker would wait for work forever: the worker has the writing end of the queue
+    open, so the end of the parent does not close the queue.
     """
     parent = multiprocessing.parent_process()
     if parent is not None:
@@ -148,10 +135,6 @@ def _exit_with_parent() -> None:
 def _read_batches(
     files: list[CorpusFile], start: Position, columns: tuple[str, ...], max_bytes: int
 ) -> Iterator[tuple[Position, list[tuple[CorpusFile, Record]]]]:
-    """Yield batches of records, each with the position in the input after its last record.
-
-    A batch ends at 1 MiB or 1024 records, and may contain records of several files.
-    """
     records: list[tuple[CorpusFile, Record]] = []
     size = 0
     for position, file, record in _records_after(files, start, columns, max_bytes):

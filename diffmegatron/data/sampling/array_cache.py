@@ -1,7 +1,6 @@
 """Cache of arrays on disk, which are built once and memory-mapped by every rank.
 
-Each entry of the cache is a folder. An entry that is damaged, unfinished or belongs to another
-corpus is built again.
+Each entry is a folder. An entry that is damaged, unfinished or of another corpus is built again.
 """
 
 import hashlib
@@ -34,8 +33,7 @@ from diffmegatron.section import Section
 
 log = logging.getLogger(__name__)
 
-# Part of every key. Increase it when changed code computes other arrays for the same key, so that
-# old entries are not used.
+# Part of every key. Increase it when changed code computes other arrays for the same key.
 _VERSION = 1
 _CONTENTS = "contents.json"
 _ADVICE = "set data.cache_dir to a folder that all ranks can write"
@@ -55,9 +53,7 @@ class ArrayRecord(Section):
 class Contents(Section):
     """Table of contents of an entry, written last; an entry without it is unfinished.
 
-    Attributes:
-        key: key of the entry as text. It is compared with the requested key, because the name of
-            the folder is only a hash of the key.
+    ``key`` is compared with the requested key, because the folder's name is only a hash of the key.
     """
 
     key: str
@@ -72,18 +68,14 @@ class Cache:
     parent: Path
 
     def open(self, key: tuple[object, ...], build: Callable[[], Arrays]) -> Arrays:
-        """Return the entry for a key; build it if it is missing, damaged or unfinished.
+        """Return the memory-mapped arrays and the summary for a key; build them if necessary.
 
-        The returned arrays are memory-mapped. An existing entry is read completely to verify its
-        checksums.
+        An existing entry is read completely to verify its checksums.
 
         Args:
             key: all values on which the arrays depend.
             build: function that computes one-dimensional arrays and a summary. It runs under a file
                 lock, so only one process at a time builds an entry.
-
-        Raises:
-            UserError: the cache cannot be written, or a new entry cannot be read back.
         """
         name = repr((_VERSION, *key))
         folder = self.parent / f"{derive_key(name):016x}"
@@ -138,10 +130,9 @@ def _mapped(path: Path, record: ArrayRecord) -> np.ndarray:
 def _write(folder: Path, name: str, arrays: dict[str, np.ndarray], summary: Any) -> None:
     """Write an entry to a temporary folder, and rename this folder to ``folder``.
 
-    A damaged entry at ``folder`` is first renamed and finally deleted. Its files are never
-    overwritten, because other ranks may have mapped them. On a network file system without working
-    locks, two machines may write the entry at the same time. Both write the same bytes, so either
-    result can be used.
+    A damaged entry is renamed and deleted, never overwritten, because other ranks may have mapped
+    its files. On a network file system without working locks, two machines may write the same
+    entry. Their bytes are equal, so either result can be used.
     """
     own = f"{os.uname().nodename}.{os.getpid()}"
     temporary, old = folder.with_suffix(f".{own}.tmp"), folder.with_suffix(f".{own}.old")

@@ -26,9 +26,9 @@ class Selection:
         test_fraction: share of the documents held out for testing, 0 to 1.
         split_seed: seed that determines which documents are held out.
         seed: seed of the document order, and of the choice of short documents to keep.
-        long_tokens: minimum length of a long document in tokens, without the end-of-document
-            token. Long documents are always kept.
-        keep_short: probability of keeping each short document; 1 keeps all.
+        long_tokens: minimum length of a long document in tokens, without the end-of-document token.
+            Long documents are always kept.
+        keep_short: probability of keeping each short document.
     """
 
     split: Split
@@ -44,13 +44,11 @@ class Selection:
 class DocumentOrder:
     """Documents of a split in shuffled order, as a stream of n documents.
 
-    Length up-sampling drops some short documents of the split, which the stream does not contain.
-
     Attributes:
         documents: int64 ``[n]``, index of each document in the corpus, in the order of the stream.
         ends: int64 ``[n]``, number of tokens of the stream up to the end of each document.
         split_lengths: length histogram of all documents of the split, before up-sampling.
-        lengths: length histogram of the n documents of the stream.
+        lengths: length histogram of the n documents that up-sampling keeps.
     """
 
     documents: np.ndarray
@@ -112,9 +110,8 @@ def select_split(num_documents: int, selection: Selection) -> np.ndarray:
     """Return the document numbers of a split, int64 in ascending order.
 
     The splits are disjoint and together contain all documents. A held-out split with a positive
-    fraction has at least one document, but one document always remains for training. In a corpus of
-    one or two documents, a held-out split may therefore be empty. The validation split is filled
-    before the test split.
+    fraction has at least one document, but one document always remains for training. The validation
+    split is filled before the test split.
     """
     chance = uniform(derive_key("split", selection.split_seed), np.arange(num_documents))
     training = np.ones(num_documents, dtype=bool)
@@ -130,16 +127,11 @@ def select_split(num_documents: int, selection: Selection) -> np.ndarray:
 
 
 def _lowest(chance: np.ndarray, free: np.ndarray, fraction: float) -> np.ndarray:
-    """Select documents for a held-out split: the free documents with the lowest random numbers.
+    """Select the share ``fraction`` of all documents, those with the lowest ``chance``.
 
-    Args:
-        chance: float64 ``[documents]``, random number of each document.
-        free: bool ``[documents]``, True for documents that are not yet in another held-out split.
-        fraction: share of all documents to select. If the share is positive and two documents are
-            free, at least one is selected. One free document always remains.
-
-    Returns:
-        bool ``[documents]``, True for selected documents.
+    ``chance`` is float64 ``[documents]``. ``free`` and the result are bool ``[documents]``; only
+    free documents are selected. With a positive fraction, at least one is selected if two are free.
+    One free document always remains.
     """
     number = min(max(1, round(fraction * len(chance))), int(free.sum()) - 1) if fraction else 0
     if number <= 0:
@@ -150,9 +142,8 @@ def _lowest(chance: np.ndarray, free: np.ndarray, fraction: float) -> np.ndarray
 
 
 def _shuffle(documents: np.ndarray, key: int) -> np.ndarray:
-    # The sort key is a hash of the document number. Unlike random numbers of numpy, the hash is the
-    # same in every version of numpy. No two documents have equal hashes, so the result does not
-    # depend on the sorting algorithm.
+    # Unlike numpy's random numbers, these hashes are the same in every version. They are distinct,
+    # so the sorting algorithm does not matter.
     return documents[np.argsort(random_bits(key, documents))]
 
 

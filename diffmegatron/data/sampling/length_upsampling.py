@@ -1,7 +1,7 @@
 """Length up-sampling (Fu et al., arXiv 2402.10171): keep all long and a few short documents.
 
-The documents are selected when the document order of a run is built, not when the corpus is
-prepared. Runs with different length limits can therefore use the same prepared corpus.
+The documents are selected when the document order of a run is built. Runs with different length
+limits can therefore use the same prepared corpus.
 """
 
 import numpy as np
@@ -20,9 +20,8 @@ def keep_long(
         lengths: int ``[n]``, number of tokens of each document, with its end-of-document token.
         documents: int ``[n]``, index of each document in the corpus. This index and the seed
             determine whether a short document is kept.
-        long_tokens: minimum length of a long document, without its end-of-document token. Long
-            documents are always kept.
-        keep_short: probability of keeping each short document; 1 keeps all.
+        long_tokens: minimum length of a long document, without its end-of-document token.
+        keep_short: probability of keeping each short document.
     """
     if keep_short == 1:
         return np.ones(len(documents), dtype=bool)

@@ -1,8 +1,7 @@
 """Mixture of weighted sources (corpora): the source of each sample of a run.
 
-:class:`Mixture` computes the source of a sample from the weights and the number of the sample.
-Unlike Megatron's ``BlendedDataset``, it stores no array with an entry for each sample. The
-computation descends a binary tree over the sources. Among the first n samples, the count of each
+Unlike Megatron's ``BlendedDataset``, :class:`Mixture` stores no array with an entry for each
+sample: it descends a binary tree over the sources. Among the first n samples, the count of each
 source deviates from its exact share by at most one sample per level of the tree.
 """
 
@@ -15,12 +14,8 @@ from fractions import Fraction
 class _Node:
     """Inner node of the tree, which divides a stream of samples between two groups of sources.
 
-    Of the first n samples of the stream, floor(n * ``share``) belong to the left group, and the
-    others to the right group. This distributes both groups evenly over the stream. A group with a
-    single source is stored as the index of this source.
-
-    Attributes:
-        share: weight of the left group divided by the weight of both groups.
+    Of the first n samples of the stream, floor(n * ``share``) belong to the left group. A group
+    with a single source is stored as the index of this source.
     """
 
     share: Fraction
@@ -29,10 +24,7 @@ class _Node:
 
 
 class Mixture:
-    """Assignment of the samples of a run to its sources (corpora), in proportion to weights.
-
-    Args:
-        weights: relative weight of each source.
+    """Assignment of the samples of a run to its sources (corpora), in proportion to ``weights``.
 
     Raises:
         ValueError: a weight is negative, or all are zero.
@@ -46,10 +38,7 @@ class Mixture:
         self._tree = _build([n for n in range(self._size) if exact[n]], exact)
 
     def locate(self, index: int) -> tuple[int, int]:
-        """Return the source of sample ``index`` of the run, and the sample's number in this source.
-
-        The source is returned as the index of its weight in ``weights``.
-        """
+        """Return the index of a sample's source, and the sample's number in this source."""
         node = self._tree
         while isinstance(node, _Node):
             before = _floor(index, node.share)

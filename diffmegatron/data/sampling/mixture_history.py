@@ -1,9 +1,8 @@
 """Mixtures of a run over time: weights and sources may change when a run resumes.
 
-A mixture draws samples from several sources (corpora) in proportion to their weights. A change of
-the weights or sources at sample n begins a new period. The order before sample n stays unchanged,
-and each source continues with its next sample. A checkpoint stores all periods. A source is
-identified by the hash of its content, because its path may change.
+A change of the weights or sources at sample n begins a new period. The order before sample n stays
+unchanged, and each source continues with its next sample. A checkpoint stores all periods. A source
+is identified by the hash of its content, because its path may change.
 """
 
 from bisect import bisect_right
@@ -18,13 +17,7 @@ from diffmegatron.errors import UserError
 
 @dataclass(frozen=True)
 class SourceWeight:
-    """A source (corpus) and its weight in one period.
-
-    Attributes:
-        path: PREFIX of the corpus's files ``PREFIX.bin`` and ``PREFIX.idx``.
-        content: hash of the content of the corpus (``Manifest.content``).
-        weight: relative weight, at least 0.
-    """
+    """PREFIX, content hash and relative weight of a source (corpus) in one period."""
 
     path: str
     content: str
@@ -40,14 +33,7 @@ class Period:
 
 
 class MixtureHistory:
-    """Mixtures of all periods of a run, from which the source of each sample is computed.
-
-    Args:
-        periods: periods in order; the first period begins at sample 0.
-
-    Raises:
-        UserError: the weights of a period are negative or all zero.
-    """
+    """Mixtures of all periods of a run; the first period begins at sample 0."""
 
     def __init__(self, periods: Sequence[Period]) -> None:
         self.periods = tuple(periods)
@@ -77,12 +63,7 @@ class MixtureHistory:
         return self._counts_within(number, num_samples - self._starts[number])
 
     def _counts_within(self, number: int, num_samples: int) -> dict[str, int]:
-        """Count samples of each source (by content hash) from sample 0 to a position in a period.
-
-        Args:
-            number: index of the period.
-            num_samples: number of samples from the start of the period to the position.
-        """
+        """Count as :meth:`counts` does, up to ``num_samples`` samples into period ``number``."""
         counts = dict(self._before[number])
         within = self._mixtures[number].counts(num_samples)
         for content, count in zip(self._contents[number], within, strict=True):
@@ -92,8 +73,8 @@ class MixtureHistory:
     def changed(self, from_sample: int, sources: tuple[SourceWeight, ...]) -> "MixtureHistory":
         """Return a history in which the given weights apply from sample ``from_sample`` on.
 
-        Periods that begin at or after this sample are dropped. However, if the normalized weights
-        of ``sources`` are equal to those of the last period, this history itself is returned.
+        Later periods are dropped. If ``sources`` have the normalized weights of the last period,
+        this history itself is returned.
         """
         if _shares(self.periods[-1].sources) == _shares(sources):
             return self

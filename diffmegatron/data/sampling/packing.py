@@ -1,21 +1,20 @@
 """Best-fit packing of documents into sequences with few cuts (Ding et al., ICML 2024).
 
 A document that is longer than a sequence is cut into pieces of the length of a sequence and a
-shorter last piece. Any other document is one piece. Pieces are placed in descending order of
-length. Each piece is put into the fullest sequence that has enough space, or into a new sequence.
+shorter last piece. Any other document is one piece. In descending order of length, each piece is
+put into the fullest sequence that has enough space, or into a new sequence.
 """
 
 import numpy as np
 
-# Maximum number of documents that are packed together. The limit bounds the memory, and is so large
-# that it hardly adds padding.
+# This limit bounds the memory, and is so large that it hardly adds padding.
 _DOCUMENTS_AT_A_TIME = 1 << 22
 
 
 def pack(
     documents: np.ndarray, lengths: np.ndarray, capacity: int, *, combine: bool
 ) -> dict[str, np.ndarray]:
-    """Assign every token of the documents to exactly one sequence.
+    """Assign every token of the n documents to exactly one sequence.
 
     Args:
         documents: int64 ``[n]``, document numbers.
@@ -51,9 +50,8 @@ def pack(
 def _cut(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Cut documents into pieces of at most ``capacity`` tokens.
 
-    Returns:
-        For each piece: the index of its document in ``lengths``, its first token in the document,
-        and its number of tokens.
+    Return for each piece the index of its document in ``lengths``, its first token in the document,
+    and its number of tokens.
     """
     lengths = lengths.astype(np.int64)
     counts = -(-lengths // capacity)
@@ -66,7 +64,7 @@ def _cut(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray, np
 def best_fit(sizes: np.ndarray, capacity: int) -> np.ndarray:
     """Assign pieces to bins (sequences) by the algorithm best-fit decreasing.
 
-    Many pieces of equal size are placed in one step, because a loop over all pieces would be slow.
+    Pieces of equal size are placed in one step, because a loop over all pieces would be slow.
 
     Args:
         sizes: int ``[n]``, size of each piece, from 1 to ``capacity``.
@@ -104,14 +102,11 @@ class _OpenBins:
         self._count = 0
 
     def take(self, size: int, pieces: int) -> tuple[int, np.ndarray]:
-        """Remove and return bins for ``pieces`` pieces of size ``size``.
+        """Remove bins for ``pieces`` pieces; return their remaining space and numbers, int64 ``[bins]``.
 
         All returned bins have the same remaining space, the least that is sufficient for a piece.
-        They may be too few for all pieces. The caller then calls this method again for the other
-        pieces. If no bin has enough space, new bins are created for all pieces.
-
-        Returns:
-            The remaining space of each bin, and the numbers of the bins, int64 ``[bins]``.
+        They may be too few; call again for the other pieces. If no bin has enough space, create
+        bins for all pieces.
         """
         sufficient = self._open >> size
         if not sufficient:
@@ -129,7 +124,6 @@ class _OpenBins:
         return space, bins[:wanted]
 
     def put(self, space: int, bins: np.ndarray) -> None:
-        """Add bins that all have the remaining space ``space``; full bins (space 0) are ignored."""
         if space and len(bins):
             self._bins.setdefault(space, []).append(bins)
             self._open |= 1 << space

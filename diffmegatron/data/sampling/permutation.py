@@ -1,11 +1,9 @@
 """Pseudo-random numbers and permutations as functions of (key, index), without stored state.
 
 The random bits come from the finaliser (the last mixing function) of the generator SplitMix64
-(Steele, Lea and Flood, OOPSLA 2014). A permutation is a Feistel network that uses this finaliser as
-its round function. Such a network permutes the numbers below a power of two, which may exceed the
-wanted size. The network is therefore applied repeatedly until the result is below the wanted size
-(Black and Rogaway, CT-RSA 2002). The results are the same on every machine and in every version of
-this package.
+(Steele, Lea and Flood, OOPSLA 2014). It is also the round function of a Feistel network, which
+permutes the numbers below a power of two. The network is applied repeatedly until the result is
+below the wanted size (Black and Rogaway, CT-RSA 2002).
 """
 
 import hashlib
@@ -35,10 +33,7 @@ def mix(value: int) -> int:
 
 
 def random_bits(key: int, indices: np.ndarray) -> np.ndarray:
-    """Return 64 random bits for each of the n indices, uint64 ``[n]``.
-
-    The operations are in place, because n may be the number of documents of a corpus.
-    """
+    """Return 64 random bits for each of the n indices, uint64 ``[n]``; computed in place."""
     value = indices.astype(np.uint64)
     value += np.uint64(1)
     value *= np.uint64(_GAMMA)

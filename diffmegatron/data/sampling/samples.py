@@ -1,9 +1,8 @@
 """Samples of a run in a fixed order.
 
-The seed, the sequence length and the section ``data`` of the recipe determine the order. Ranks,
-batch sizes and workers have no effect on ``samples[i]``. The position of a run in its data is
-therefore a single number. The order is infinite with ``data.on_exhausted: repeat``. With ``stop``,
-reading a sample that lies after the end of its source raises an error.
+The seed, the sequence length and the section ``data`` of the recipe determine the order. Ranks and
+batch sizes do not, so the position of a run in its data is a single number. The order is infinite
+with ``data.on_exhausted: repeat``.
 """
 
 from collections.abc import Mapping
@@ -48,11 +47,10 @@ class Sample:
 
 
 class SourceSamples:
-    """Samples of one source, in a new random order for each epoch.
+    """Samples of one source: the blocks of each epoch, in a new random order for each epoch.
 
-    A block is one sequence of the source (:class:`~diffmegatron.data.sampling.sequences.Blocks`),
-    and an epoch is one pass over the documents. The samples of an epoch are the blocks that begin
-    in this epoch.
+    A block is one sequence (:class:`~diffmegatron.data.sampling.sequences.Blocks`). It belongs to
+    the epoch (pass over the documents) in which it begins.
 
     Args:
         order: documents of the split in shuffled order.
@@ -105,15 +103,10 @@ class SourceSamples:
         return Sample(tokens, starts, self._loss_mask(pieces, filled), self.corpus.prefix)
 
     def _check_places(self, firsts: np.ndarray, lengths: np.ndarray, filled: int) -> None:
-        """Refuse pieces that lie outside the token file or together are longer than a sample.
+        """Refuse pieces outside the token file, and pieces that are longer than a sample together.
 
-        Such pieces are possible if the index of the corpus was damaged after the cache of the
-        document order was built.
-
-        Args:
-            firsts: int64 ``[n]``, first token of each piece in the file.
-            lengths: int ``[n]``, in tokens.
-            filled: sum of ``lengths``.
+        Such pieces are possible if the index was damaged after the document order was cached.
+        ``firsts`` and ``lengths`` are in tokens.
         """
         inside = (firsts >= 0) & (lengths > 0) & (firsts + lengths <= len(self.corpus.tokens))
         if not inside.all() or filled > self._seq_length + 1:
@@ -126,10 +119,7 @@ class SourceSamples:
         )
 
     def _check_ids(self, tokens: np.ndarray) -> None:
-        """Refuse ids outside the vocabulary, which a damaged file may contain.
-
-        Such an id could lie outside the embedding matrix and cause an error on the GPU.
-        """
+        """Refuse ids outside the vocabulary, which could cause an error on the GPU."""
         ids = self.corpus.vocab_size
         smallest, largest = int(tokens.min()), int(tokens.max())
         if smallest < 0 or largest >= ids:
@@ -188,10 +178,7 @@ class Samples:
         return source[local]
 
     def require(self, num_samples: int) -> None:
-        """Raise a ``UserError`` if a source has too few samples for a run of ``num_samples``.
-
-        With ``data.on_exhausted: repeat``, no source has too few samples.
-        """
+        """Raise a ``UserError`` if a source has too few samples for a run of ``num_samples``."""
         for content, count in self.history.counts(num_samples).items():
             source = self.sources.get(content)
             if (
@@ -209,8 +196,7 @@ class Samples:
             "consumed_samples": consumed_samples,
             "settings": self.settings,
             "mixture": self.history.to_json(),
-            # Layouts of the corpora, such as text or chat. An export to Hugging Face needs to know
-            # whether the model was trained on chats, but may run on a machine without the corpora.
+            # An export to Hugging Face needs the layouts, such as chat, but may lack the corpora.
             "layouts": sorted(
                 {str(s.corpus.manifest.settings["layout"]) for s in self.sources.values()}
             ),
@@ -220,10 +206,7 @@ class Samples:
         """Return the samples of a run that resumes from a saved :meth:`state`.
 
         If the weights or sources of the recipe differ from the saved ones, those of the recipe
-        apply from the saved ``consumed_samples`` on. Earlier samples keep their order.
-
-        Raises:
-            UserError: the state belongs to another order, for instance to another seed.
+        apply from the saved ``consumed_samples`` on.
         """
         for name, value in self.settings.items():
             if state["settings"].get(name) != value:
@@ -251,18 +234,9 @@ def open_samples(
 ) -> Samples:
     """Open the sources of a recipe, and return the samples of a split.
 
-    The first call builds the index cache (document orders and packed sequences). The validation and
-    test splits do not depend on ``seed``, so runs with different seeds are evaluated on the same
-    documents in the same order. Length up-sampling applies only to the training split.
-
-    Args:
-        config: section ``data`` of the recipe.
-        seq_length: number s of input tokens per sample.
-        seed: seed of the order of the training split.
-
-    Raises:
-        UserError: a source cannot be used, two sources hold the same tokens, length up-sampling
-            drops all documents of a source, or the split has no document.
+    The first call builds the index cache (document orders and packed sequences). ``seed``
+    determines the order of the training split only, so runs with different seeds are evaluated on
+    the same documents. ``seq_length`` is the number of input tokens per sample.
     """
     if split != "train" and not getattr(config, f"{split}_fraction"):
         raise UserError(
@@ -326,9 +300,9 @@ def _open_sources(
 def _weight(config: DataConfig, source: Source, order: DocumentOrder) -> float:
     """Return the weight of a source in the mixture; 0 if the source has no document in the split.
 
-    In the mode ``global`` of length up-sampling, the weight of the recipe is multiplied by the
-    share of the source's tokens that up-sampling keeps. Sources with long documents thus get a
-    larger share of the mixture.
+    In the mode ``global`` of length up-sampling, it is multiplied by the share of the source's
+    tokens that up-sampling keeps. Sources with long documents thus get a larger share of the
+    mixture.
     """
     if not order.tokens:
         return 0.0

@@ -12,9 +12,8 @@ from diffmegatron.files import write_picture
 def length_table(samples: Samples) -> str:
     """Return a table of document lengths before and after length up-sampling.
 
-    Each row is a source and a range of lengths from 2**k to 2**(k + 1) - 1 tokens. Lengths include
-    the end-of-document token. The columns are the number of documents in this range, and the share
-    of the source's tokens in these documents.
+    A row counts the documents of a source with 2**k to 2**(k + 1) - 1 tokens, including the
+    end-of-document token, and the share of the source's tokens in them.
     """
     lines = [
         f"{'':<16} {'tokens,':>9} {'documents':>23} {'share of tokens':>17}",
@@ -41,7 +40,7 @@ def _rows(source: SourceSamples) -> list[str]:
 
 def plot_lengths(samples: Samples, path: Path) -> None:
     """Draw the shares of tokens of :func:`length_table` into a PNG file, one panel per source."""
-    # This backend needs no display. The import is slow (one second), so it is not at module level.
+    # This backend needs no display. The import takes one second.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -71,8 +70,8 @@ def plot_lengths(samples: Samples, path: Path) -> None:
 def mixture_table(samples: Samples, first: int, number: int) -> str:
     """Return a table with the requested and the actual share of samples from each source.
 
-    If the weights changed during the run, the requested share is that of the newest weights. The
-    actual share is counted over ``number`` samples, from the sample ``first`` on.
+    The requested share is that of the newest weights. The actual share is counted over ``number``
+    samples, from the sample ``first`` on.
     """
     actual = Counter(samples[index].source for index in range(first, first + number))
     weights = samples.history.periods[-1].sources

@@ -51,11 +51,10 @@ class Blocks(Protocol):
 class Concatenated(Blocks):
     """Blocks of concatenated documents, cut every s = ``seq_length`` tokens.
 
-    The concatenated documents are a stream of tokens that repeats forever. Block b consists of the
-    tokens b * s to b * s + s of the stream, both included. The last token of a block is only a
-    label in this block, so it is also the first token of the next block. Every token is therefore
-    an input exactly once per epoch. A block may begin in one epoch and end in the next, so later
-    epochs are cut at other positions.
+    The concatenated documents are a stream that repeats forever. Block b consists of its tokens b *
+    s to b * s + s, both included. The last token is only a label, and also the first token of the
+    next block, so every token is an input exactly once per epoch. A block may begin in one epoch
+    and end in the next, so epochs are cut at different positions.
     """
 
     def __init__(self, corpus: Corpus, order: DocumentOrder, seq_length: int) -> None:
@@ -78,8 +77,7 @@ class Concatenated(Blocks):
         order, total = self._order, self._order.tokens
         begin = block * self._seq_length % total
         end = begin + self._seq_length + 1
-        # np.int64 is the dtype of order.ends. For any other type, searchsorted would convert the
-        # whole array.
+        # For a dtype other than that of order.ends, searchsorted would convert the whole array.
         first = int(np.searchsorted(order.ends, np.int64(begin), side="right"))
         if end <= total:
             last = int(np.searchsorted(order.ends, np.int64(end), side="left"))
@@ -94,14 +92,10 @@ class Concatenated(Blocks):
         return Pieces(documents, starts, lengths)
 
     def _wrapping_places(self, first: int, end: int) -> np.ndarray:
-        """Return the places of a block's documents if the block ends in a later epoch.
+        """Return the indices into ``order.documents`` for a block that ends in a later epoch.
 
-        A place is an index into ``DocumentOrder.documents``.
-
-        Args:
-            first: place of the document in which the block begins.
-            end: index of the token after the block, counted from the start of the epoch in which
-                the block begins.
+        The block begins in the document at index ``first``. ``end`` is the token after the block,
+        counted from the start of the epoch in which the block begins.
         """
         order, total = self._order, self._order.tokens
         passes, rest = divmod(end - 1, total)
@@ -114,7 +108,7 @@ class Packed(Blocks):
     """Blocks built once by :func:`pack` and then read from the cache, the same in every epoch.
 
     With the packing ``best_fit`` a block may have pieces of several documents; with ``none`` it has
-    one piece. A block with fewer than ``seq_length`` + 1 tokens is padded when a sample is read.
+    one piece. A block with fewer than s + 1 tokens is padded when a sample is read.
     """
 
     def __init__(
@@ -170,12 +164,7 @@ def open_blocks(
     selection: Selection,
     cache: Cache,
 ) -> Blocks:
-    """Return the blocks of a source.
-
-    Raises:
-        UserError: ``packing`` is ``none`` and no document is longer than ``seq_length``, so that
-            every sequence would contain padding.
-    """
+    """Return the blocks of a source."""
     if packing == "concatenate":
         return Concatenated(corpus, order, seq_length)
     if packing == "none" and order.tokens:
@@ -184,8 +173,7 @@ def open_blocks(
 
 
 def _check_some_document_fills(corpus: Corpus, order: DocumentOrder, seq_length: int) -> None:
-    # The last bin of the histogram contains the longest documents. If all of these are longer than
-    # seq_length, the slow search through all lengths is not needed.
+    # Avoid the slow search through all lengths if the last bin of the histogram suffices.
     if order.lengths[-1].at_least > seq_length:
         return
     longest = int(corpus.lengths[order.documents].max())
