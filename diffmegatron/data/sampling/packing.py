@@ -102,7 +102,7 @@ class _OpenBins:
         self._count = 0
 
     def take(self, size: int, pieces: int) -> tuple[int, np.ndarray]:
-        """Remove bins for ``pieces`` pieces; return their remaining space and numbers, int64 ``[bins]``.
+        """Remove bins for ``pieces`` pieces; return their remaining space and their numbers.
 
         All returned bins have the same remaining space, the least that is sufficient for a piece.
         They may be too few; call again for the other pieces. If no bin has enough space, create
