@@ -21,20 +21,13 @@ from diffmegatron.files import format_path
 
 
 def average_checkpoints(run_dir: Path, last: int, out: Path) -> Path:
-    """Write a checkpoint with the mean weights of a run's newest checkpoints; return its directory.
+    """Write the mean weights of the ``last`` newest checkpoints; return the new checkpoint's path.
 
-    The new checkpoint contains only weights, so a run can start from it but not resume from it. Its
-    step and data position are those of the newest averaged checkpoint. The float32 master weights
-    are summed in float64, one tensor at a time.
+    The result has only weights. Its step and data position are those of the newest checkpoint. In a
+    run with stages, the checkpoints of the last stage are averaged. Sums are float64.
 
     Args:
-        run_dir: folder of the run. If its recipe has stages (trainings that follow each other), the
-            checkpoints of the last stage are averaged.
-        last: number of newest complete checkpoints to average.
-        out: folder for the new checkpoint; it must not contain checkpoints yet.
-
-    Raises:
-        UserError: there are too few checkpoints, or they belong to different networks.
+        out: folder in which ``checkpoints`` is created; it must not contain checkpoints yet.
     """
     if (out / CHECKPOINTS).exists():
         raise UserError(

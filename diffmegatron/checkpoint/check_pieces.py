@@ -1,7 +1,4 @@
-"""Position of each stored piece in its tensor, and the check that the pieces cover the tensor.
-
-A piece is a contiguous range of a tensor-parallel shard, which one rank stores (`sharded.py`).
-"""
+"""Positions of stored pieces in their tensor, and the check that they cover the tensor."""
 
 import math
 from collections.abc import Iterable
@@ -23,16 +20,13 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Place:
-    """The position of a piece: a range of elements in a flattened box of a named tensor.
+    """Position of a piece: elements [start, start + numel) of a flattened box of a named tensor.
 
     Attributes:
         global_shape: shape of the unsharded tensor.
         offset: first index of the box in the unsharded tensor, per axis.
         shape: shape of the box.
-        start: index of the range's first element in the flattened box (row-major order).
-
-    Raises:
-        ValueError: the range exceeds the box, or the box exceeds the tensor.
+        start: index in the flattened box (row-major order).
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid", strict=True)
@@ -55,15 +49,15 @@ class Place:
 
     @property
     def box(self) -> Box:
-        """Offset and shape of the box that contains the range."""
+        """Offset and shape of the box."""
         return self.offset, self.shape
 
 
 def check_tiling(places: Iterable[Place], owner: str) -> None:
     """Check that the pieces of one tensor cover every element exactly once.
 
-    Every parallel layout cuts a tensor along the lines of a grid. This function requires boxes that
-    are the cells of a grid. Cells never overlap, so the boxes need not be compared in pairs.
+    Every parallel layout cuts a tensor along the lines of a grid. The boxes must therefore be the
+    cells of a grid, which cannot overlap.
 
     Args:
         places: positions of all pieces of the tensor; at least one.
@@ -91,7 +85,7 @@ def check_tiling(places: Iterable[Place], owner: str) -> None:
 def _is_grid(boxes: list[Box], shape: tuple[int, ...]) -> bool:
     """Return whether every box extends from one edge of the grid to the next, on every axis.
 
-    The edges of the grid on an axis are the offsets of all boxes, and the size of the tensor.
+    The edges of an axis are the offsets of all boxes, and the size of the tensor.
     """
     for axis, size in enumerate(shape):
         edges = sorted({offset[axis] for offset, _ in boxes} | {size})
@@ -102,7 +96,6 @@ def _is_grid(boxes: list[Box], shape: tuple[int, ...]) -> bool:
 
 
 def _is_gapless(places: list[Place]) -> bool:
-    """Return whether the ranges in one box cover it without gaps and overlaps."""
     end = 0
     for place in sorted(places, key=lambda each: each.start):
         if place.start != end:

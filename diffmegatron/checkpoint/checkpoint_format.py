@@ -1,6 +1,4 @@
-"""The format of a checkpoint, for training, export and evaluation.
-
-A checkpoint is a directory with these files:
+"""The format of a checkpoint, which is a directory with these files:
 
 - ``rank_XXXXX.safetensors``: one rank's shard of the float32 master weights and of Adam's moments,
   and the rank's random states;
@@ -8,11 +6,8 @@ A checkpoint is a directory with these files:
 - ``recipe.yaml``: the resolved recipe;
 - ``manifest.json``: sizes and checksums of the other files.
 
-A run with another parallel layout can read everything except the random states.
-
-A checkpoint may contain only weights, for example those of an imported model. A run can start from
-such a checkpoint but not resume from it. The number of its ``rank_XXXXX.safetensors`` files depends
-on a maximum file size and not on a number of ranks.
+A run with another parallel layout can read everything except the random states. A checkpoint with
+only weights (e.g. of an imported model) can start a run but not resume one.
 """
 
 import hashlib
@@ -46,23 +41,21 @@ from diffmegatron.errors import UserError
 from diffmegatron.files import MAX_BYTES, format_path, parse_json, read_bytes
 
 STATE = "state.json"
-# Largest accepted file sizes in bytes. They are generous, because users choose how many data
-# sources the recipe lists, and how many recent losses the loss-spike guard stores in the state.
+# Largest accepted file sizes in bytes.
 _MAX_BYTES = {RECIPE: 1 << 24, STATE: MAX_BYTES}
 
 _LIBRARIES = ("torch", "megatron-core", "deepspeed")
 _SAMPLE_ORDER_KEYS = ("seq_length", "global_batch_size", "seed")
 
 Contents = Literal["run", "weights"]
-"""Content of a checkpoint: ``weights``, or ``run`` (weights, optimizer and random states)."""
+"""``run`` has weights, optimizer and random states."""
 _Steps = Annotated[int, Field(ge=0, le=MAX_STEP)]
 
 
 class _State(BaseModel):
     """The content of ``state.json``: the fields of :class:`Position`, and three more.
 
-    ``world_size`` is the number of rank files. ``versions`` has the version of each library that
-    wrote the checkpoint, by name.
+    ``world_size`` is the number of rank files. ``versions`` has the versions of libraries, by name.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -98,11 +91,9 @@ BEGINNING = Position(0, 0, None, None)
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """An opened and verified checkpoint. Tensors are loaded into memory only on demand.
+    """An opened and verified checkpoint; tensors are loaded into memory only on demand.
 
-    Attributes:
-        recipe: resolved recipe of the run that wrote the checkpoint.
-        state: content of ``state.json``.
+    ``state`` is the content of ``state.json``.
     """
 
     directory: Path
@@ -124,8 +115,8 @@ class Checkpoint:
     def fingerprint(self) -> str:
         """Return a hash of the weights, 16 hex digits, that distinguishes models of the same shape.
 
-        The hash covers only the first row of every layer's ``linear_qkv`` weight. It does not
-        depend on the parallel layout.
+        It covers only the first row of every ``linear_qkv`` and does not depend on the parallel
+        layout.
         """
         digest = hashlib.sha256()
         for layer in range(self.recipe.model.num_layers):
@@ -141,21 +132,12 @@ def rank_file(rank: int) -> str:
 
 
 def open_checkpoint(directory: Path, share: tuple[int, int] = (0, 1)) -> Checkpoint:
-    """Open and verify a checkpoint.
-
-    This function checks that
-
-    - the files and their sizes match the manifest;
-    - the state and the recipe match their checksums and are valid;
-    - the headers of the rank files describe pieces that form complete float32 tensors;
-    - the content of the rank files matches their checksums and has only finite numbers (this check
-      reads every byte).
+    """Open a checkpoint; read every byte to verify checksums and that all numbers are finite.
 
     Args:
         share: (i, n) for process i of n processes that open the checkpoint together. Process i
-            checks the content of the rank files i, i + n, i + 2n, and so on. Only process i raises
-            an error about these files, so the caller must inform the other processes. The default
-            checks all files.
+            verifies the content of the rank files i, i + n, i + 2n and so on. Only process i raises
+            errors about them.
     """
     manifest = read_manifest(directory)
     entries = {entry.name: entry for entry in manifest.files}
@@ -177,11 +159,7 @@ def open_checkpoint(directory: Path, share: tuple[int, int] = (0, 1)) -> Checkpo
 
 
 def read_recipe(directory: Path) -> Recipe:
-    """Read the recipe of a checkpoint, without reading the tensors and the state.
-
-    Raises:
-        UserError: the recipe or the manifest is damaged, or a file does not match the manifest.
-    """
+    """Read the recipe of a checkpoint, without reading the tensors and the state."""
     _read_small(directory, RECIPE, {each.name: each for each in read_manifest(directory).files})
     return load_resolved(directory / RECIPE)
 
@@ -195,7 +173,7 @@ def finish_checkpoint(
 ) -> None:
     """Write the state, recipe and manifest of a checkpoint, then rename it to its final name.
 
-    One process calls this after all ranks have written their files.
+    One process calls this function after all ranks have written their files.
     """
     directory = store.unfinished_path(position.step)
     state = asdict(position) | {
@@ -222,7 +200,6 @@ def _read_small(directory: Path, name: str, entries: dict[str, FileEntry]) -> by
 
 
 def _rank_files(directory: Path, world_size: int, entries: dict[str, FileEntry]) -> list[str]:
-    """Return the names of the rank files; refuse a manifest without exactly one file per rank."""
     files = sorted(entries.keys() - {STATE, RECIPE})
     if len(files) != world_size or files != [rank_file(rank) for rank in range(world_size)]:
         raise UserError(
@@ -241,9 +218,7 @@ def check_same_run(directory: Path, saved_recipe: Recipe, recipe: Recipe) -> Non
     """Check that a run with ``recipe`` may resume from a checkpoint with ``saved_recipe``.
 
     The network, the tokenizer, the order of the samples and the trained parameters must be equal.
-    Other settings may change, for example the parallel layout, precision and learning rate. The
-    sampling weights of the data sources may change too: the checkpoint records which weights each
-    period of the run used.
+    Other settings may change, e.g. the parallel layout or the sampling weights of the data sources.
     """
     saved, wanted = (
         model_keys(each.model, each.model.attention)

@@ -1,9 +1,6 @@
 """The manifest of a checkpoint, which lists every file with its size and checksum.
 
-The manifest is written last. A directory is a checkpoint only if its files match its manifest.
-
-:func:`read_manifest` checks only the names and sizes of the files.
-:func:`~diffmegatron.checkpoint.checkpoint_format.open_checkpoint` also checks the content.
+It is written last. A directory is a checkpoint only if its files match its manifest.
 """
 
 import json
@@ -80,12 +77,7 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """Read the manifest of a checkpoint, and compare it with the names and sizes of the files.
-
-    Raises:
-        UserError: the manifest is missing or damaged, or its format or step is wrong; or a file is
-            missing, not listed, not an ordinary file, or of another size.
-    """
+    """Read the manifest of a checkpoint; compare it with the names and sizes of the files."""
     path = directory / MANIFEST
     status = _status(path)
     if status is None:
@@ -104,7 +96,6 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 def _check_files(directory: Path, manifest: Manifest) -> None:
-    """Compare names and sizes of the files with the manifest; refuse links and special files."""
     listed = {MANIFEST}
     for entry in manifest.files:
         path = directory / entry.name
@@ -131,12 +122,11 @@ def _check_files(directory: Path, manifest: Manifest) -> None:
 def _names(directory: Path) -> list[str]:
     try:
         return sorted(path.name for path in directory.iterdir())
-    except OSError as error:  # for example, a run removes this checkpoint at the same time
+    except OSError as error:  # e.g. a run removes this checkpoint at the same time
         raise UserError(f"cannot read {format_path(directory)}: {os_error_text(error)}") from None
 
 
 def _status(path: Path) -> os.stat_result | None:
-    """Return the ``lstat`` of a path, without following links; None if the path does not exist."""
     try:
         return path.lstat()
     except (FileNotFoundError, NotADirectoryError):
@@ -155,11 +145,7 @@ def _check_ordinary(path: Path, status: os.stat_result) -> None:
 
 
 def _no_checkpoint(directory: Path) -> str:
-    """Return the error message for a path that is not a checkpoint.
-
-    The message lists the newest checkpoints of the first of these folders that has any:
-    ``checkpoints`` in the path, the path itself, its parent.
-    """
+    """Return the error message for a path that is not a checkpoint; it lists others nearby."""
     kind = "it is a file" if directory.is_file() else f"it has no {MANIFEST}"
     if not directory.exists():
         kind = "it does not exist"

@@ -1,7 +1,7 @@
 """The folder of a run's checkpoints.
 
-A checkpoint is written under a temporary name and renamed to ``step_XXXXXXXX`` when all its files
-are on the disk. An interrupted save therefore never leaves an incomplete ``step_XXXXXXXX``.
+A checkpoint is written under a temporary name, and renamed to ``step_XXXXXXXX`` when all its files
+are on the disk. An interrupted save therefore leaves no incomplete ``step_XXXXXXXX``.
 """
 
 import errno
@@ -27,7 +27,7 @@ _LEFT = ".left"
 
 
 class CheckpointStore:
-    """The folder ``run_dir/checkpoints``, with methods that list, add and remove checkpoints."""
+    """The folder ``run_dir/checkpoints``."""
 
     def __init__(self, run_dir: Path) -> None:
         self.directory = run_dir / CHECKPOINTS
@@ -106,29 +106,28 @@ class CheckpointStore:
         shutil.rmtree(self.unfinished_path(step), ignore_errors=True)
 
     def remove(self, step: int) -> None:
-        """Rename a checkpoint so that no reader finds it any more, then delete its files.
+        """Rename a checkpoint so that no reader finds it, then delete its files.
 
         Raises:
-            OSError: the checkpoint cannot be removed. If the reason is a directory without write
-                permission, the checkpoint stays unchanged.
+            OSError: the checkpoint cannot be removed. It is unchanged if its directory is not
+                writable.
         """
         path = self.path(step)
-        # Renaming needs write permission on the parent folder only, but deleting the files needs it
-        # on the directory itself. Check this permission before renaming.
+        # A rename needs write permission only on the parent folder, but the deletion of the files
+        # needs it on the directory itself.
         if not os.access(path, os.W_OK | os.X_OK, effective_ids=True):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
         shutil.rmtree(self._rename(step, _REMOVED))
 
     def set_aside(self, step: int) -> Path:
-        """Rename a checkpoint so that no reader finds it, but keep its files; return the new path.
+        """Rename a checkpoint so that no reader finds it; return the new path.
 
-        If a run applied no step since its previous rollback, the next rollback sets the newest
-        checkpoint aside and loads an older one.
+        A rollback does this to the newest checkpoint if no step was applied since the previous
+        rollback.
         """
         return self._rename(step, _LEFT)
 
     def _rename(self, step: int, suffix: str) -> Path:
-        """Append ``suffix`` to a checkpoint's name, and return the new path."""
         renamed = self.directory / f"step_{step:08d}{suffix}"
         shutil.rmtree(renamed, ignore_errors=True)
         return self.path(step).rename(renamed)

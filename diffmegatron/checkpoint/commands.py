@@ -181,7 +181,7 @@ def average(
 def _is_folder(path: Path) -> bool:
     try:
         return path.is_dir()
-    except OSError:  # for example, the name is too long
+    except OSError:  # e.g. the name is too long
         return False
 
 

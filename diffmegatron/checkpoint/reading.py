@@ -1,11 +1,7 @@
-"""Reader of one safetensors file that :mod:`~diffmegatron.checkpoint.writing` wrote.
+"""Reader of one safetensors file that ``writing.py`` wrote: 1-D float32 tensors, then 1-D uint8.
 
-The tensors are one-dimensional. The file contains first all float32 tensors, then all uint8
-tensors, without gaps.
-
-``safetensors.safe_open`` is not used, because it does not return the positions of the tensors in
-the file. This module reads the positions from the header. One pass over the file can then compute
-the checksum and also check that all float32 values are finite.
+``safetensors.safe_open`` does not return the positions of tensors in the file. They allow one pass
+over the file for both the checksum and the check that all float32 values are finite.
 """
 
 import zlib
@@ -29,7 +25,7 @@ _PICKLES = (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05", b"PK")
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Entry of a one-dimensional tensor in the header. Offsets are bytes after the header's end."""
+    """Header entry of a one-dimensional tensor; offsets are bytes after the header's end."""
 
     __pydantic_config__ = ConfigDict(extra="forbid", strict=True)
 
@@ -39,7 +35,7 @@ class StoredTensor:
 
 
 class _Header(BaseModel):
-    """The header of a file. Every key except ``__metadata__`` is the name of a tensor."""
+    """The header of a file; every key except ``__metadata__`` is the name of a tensor."""
 
     model_config = ConfigDict(extra="allow", strict=True)
     __pydantic_extra__: dict[str, StoredTensor]
@@ -52,7 +48,7 @@ class _Header(BaseModel):
 
 
 class TensorFile:
-    """An opened safetensors file, whose header has been checked.
+    """An opened safetensors file whose header has been checked.
 
     Attributes:
         metadata: strings of the header's ``__metadata__``.
@@ -79,7 +75,7 @@ class TensorFile:
         return self._content[first:last].view(_DTYPES[tensor.dtype])
 
     def check_content(self, entry: FileEntry) -> None:
-        """Read the whole file once; check its checksum and that all float32 values are finite."""
+        """Read the whole file; check its checksum and that all float32 values are finite."""
         try:
             checksum, is_finite = self._scan()
         except OSError as error:
@@ -114,8 +110,7 @@ class TensorFile:
             beginning = stream.read(_LENGTH_BYTES)
             length = int.from_bytes(beginning, "little")
             if length > min(size - _LENGTH_BYTES, MAX_BYTES):
-                # Look for a pickle only if the length is impossible. A possible length may have the
-                # first bytes of a pickle: the length 640 is stored as 80 02 (hex).
+                # Possible lengths can begin like a pickle: 640 is stored as 80 02 (hex).
                 if beginning[:2] in _PICKLES:
                     raise UserError(
                         f"{format_path(self.path)} is a pickle, which can run any program when it "
@@ -125,10 +120,9 @@ class TensorFile:
             return stream.read(length), size
 
     def _check_order(self, content_bytes: int) -> int:
-        """Check that the tensors fill the file: first float32, then uint8, without gap or overlap.
+        """Check that float32 tensors, then uint8 tensors fill the file without gap or overlap.
 
-        Return the total size of the float32 tensors in bytes. ``content_bytes`` is the size of the
-        file without its header.
+        Return the total size of the float32 tensors in bytes.
         """
         end = float_bytes = 0
         ordered = sorted(self.tensors.values(), key=lambda each: (each.dtype, each.data_offsets))

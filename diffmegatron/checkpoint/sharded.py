@@ -1,13 +1,8 @@
 """Sharded storage of named tensors, which a run with any parallel layout can read.
 
-Each rank writes its pieces into one safetensors file. A piece is a contiguous range of a flattened
-tensor-parallel shard (:class:`~diffmegatron.model.parameter_shards.Shard`), in float32. The range
-covers the part of the shard that is in the rank's ZeRO partition. The file's header lists the
-position of each piece.
-
-A box is a rectangular region of a named tensor. A reader assembles any box from the pieces, so
-tensor, pipeline and data-parallel sizes may differ between saving and loading. Reading needs memory
-for at most one unsharded tensor, in addition to the rank's own shards.
+Each rank writes its pieces into one safetensors file, whose header lists the position of each
+piece. A piece is a contiguous range of a flattened tensor-parallel shard: the part in the rank's
+ZeRO partition. A reader assembles any box (rectangular region of a tensor) from the pieces.
 
 ``torch.distributed.checkpoint`` is not used, because reading its pickled metadata can run code.
 """
@@ -31,12 +26,9 @@ from diffmegatron.model.parameter_shards import Shard
 
 WEIGHT = "weight"
 KINDS = (WEIGHT, "exp_avg", "exp_avg_sq")
-"""Kinds of stored values: the float32 master weight and Adam's two moments.
-
-A frozen parameter has no moments.
-"""
+"""The float32 master weight and Adam's two moments; a frozen parameter has no moments."""
 RANDOM_PREFIX = "random."
-"""Prefix of the names of a rank's random states, which are one-dimensional uint8 tensors."""
+"""Prefix of the names of a rank's random states, which are uint8 [n]."""
 _PIECES = "pieces"
 
 
@@ -45,8 +37,8 @@ class Piece:
     """A range of n elements of a flattened shard, which one rank stores.
 
     Attributes:
-        start: index of the range's first element in the flattened shard.
-        tensors: values of the range for each of :data:`KINDS`, float32 [n] each.
+        start: index of the first element in the flattened shard.
+        tensors: values for each of :data:`KINDS`, float32 [n] each.
     """
 
     shard: Shard
@@ -66,13 +58,12 @@ class _Stored:
 def pieces_of(shards: Iterable[Shard], start: int, tensors: Mapping[str, Tensor]) -> list[Piece]:
     """Split a range of a flattened parameter into pieces, one per shard that the range overlaps.
 
-    Most parameters have one shard. SwiGLU's fused gate and up projection has two: the rank's rows
-    of the gate, and the rank's rows of the up projection. With tensor parallelism, these two shards
-    are not adjacent in the unsharded tensor.
+    Most parameters have one shard. SwiGLU's fused gate and up projection has two (the rank's rows
+    of each), which are not adjacent in the unsharded tensor.
 
     Args:
         start: index of the range's first element in the flattened parameter.
-        tensors: values of the range for each of :data:`KINDS`, [n] each for a range of n elements.
+        tensors: values of the range for each of :data:`KINDS`, [n] each.
     """
     numel = next(iter(tensors.values())).numel()
     pieces = []
@@ -90,8 +81,7 @@ def named_tensors(
 ) -> tuple[dict[str, Tensor], str]:
     """Return the tensors that a rank writes, by name, and the JSON description of its pieces.
 
-    The tensors share memory with the pieces. ``extra`` has additional tensors by name, such as the
-    rank's random states.
+    The tensors share memory with the pieces. ``extra`` has further tensors, such as random states.
     """
     tensors: dict[str, Tensor] = {}
     described = []
@@ -105,19 +95,14 @@ def named_tensors(
 
 
 def write_pieces(path: Path, tensors: Mapping[str, Tensor], description: str) -> FileEntry:
-    """Write a rank's file and return its entry for the manifest.
-
-    The tensors and the description are from :func:`named_tensors`. The tensors must be on the CPU.
-    """
+    """Write the result of :func:`named_tensors`, with tensors on the CPU, into a rank's file."""
     return write_safetensors(path, tensors, {_PIECES: description})
 
 
 class ShardedReader:
-    """Reader of named tensors, and of boxes of them, from the rank files of a checkpoint.
+    """Reader of named tensors and their boxes from the rank files of a checkpoint.
 
-    Raises:
-        UserError: the header of a file is damaged, or the pieces of all files do not cover every
-            tensor exactly once.
+    The constructor checks that the pieces of all files cover every tensor exactly once.
     """
 
     def __init__(self, directory: Path, files: Iterable[str]) -> None:
@@ -150,21 +135,18 @@ class ShardedReader:
         return _kinds(stored.file, stored.index)
 
     def read_tensor(self, kind: str, name: str) -> Tensor:
-        """Return the values of an unsharded tensor in float32; ``kind`` is one of :data:`KINDS`."""
+        """Return an unsharded tensor in float32; ``kind`` is one of :data:`KINDS`."""
         shape = self.shape(name)
         return self.read_box(kind, name, (0,) * len(shape), shape)
 
     def read_box(
         self, kind: str, name: str, offset: tuple[int, ...], shape: tuple[int, ...]
     ) -> Tensor:
-        """Return the values of a box of a tensor in float32.
+        """Return a box of a tensor in float32.
 
         Args:
             kind: one of :data:`KINDS`.
             offset: first index of the box in the unsharded tensor, per axis.
-
-        Raises:
-            UserError: the tensor or its kind is missing, or the box exceeds the tensor.
         """
         whole = self.shape(name)
         if len(shape) != len(whole) or any(
@@ -204,10 +186,7 @@ class ShardedReader:
 
 
 def _places(file: TensorFile) -> list[Place]:
-    """Return the positions of the pieces in a rank's file, after a check of the file's tensors.
-
-    The file must contain exactly the tensors of its pieces, and optionally random states.
-    """
+    """Return the pieces in a file; check that it has exactly their tensors and random states."""
     path = format_path(file.path)
     places: list[Place] = parse_json(file.metadata.get(_PIECES, ""), list[Place], path)
     wanted = {
@@ -228,13 +207,11 @@ def _places(file: TensorFile) -> list[Place]:
 
 
 def _kinds(file: TensorFile, index: int) -> tuple[str, ...]:
-    """Return the :data:`KINDS` that a file has for a piece: all of them, or only the weight."""
     is_trained = any(f"{kind}.{index}" in file.tensors for kind in KINDS if kind != WEIGHT)
     return KINDS if is_trained else (WEIGHT,)
 
 
 def _join(kind: str, shape: tuple[int, ...], pieces: list[_Stored]) -> Tensor:
-    """Assemble a box of the given shape, in float32, from the pieces that cover it."""
     flat = torch.empty(math.prod(shape))
     values = flat.numpy()
     for piece in pieces:

@@ -38,15 +38,11 @@ def stage_folders(
 ) -> list[StageFolder]:
     """Return the stages of a ``run_dir`` whose folders contain ``marker``, in order of training.
 
-    Each stage comes after the stage that its ``checkpoint.start_from`` names. Stages that started
-    from the same stage are sorted by name. For a run without stages, the run's folder is returned.
+    A run without stages has one entry. Stages that start from the same stage are sorted by name.
 
     Args:
         marker: name of a file or folder.
         recipe: file name of the resolved recipe in the folder of a stage.
-
-    Raises:
-        UserError: neither ``run_dir`` nor a folder in it contains ``marker``.
     """
     try:
         if (run_dir / marker).exists():
@@ -64,13 +60,7 @@ def stage_folders(
 
 
 def last_stage(run_dir: Path) -> StageFolder:
-    """Return the last stage that has a checkpoint; for a run without stages, the run's folder.
-
-    The last stage is the stage from which no other stage with a checkpoint started.
-
-    Raises:
-        UserError: ``run_dir`` has no checkpoint, or several such last stages.
-    """
+    """Return the last stage that has a checkpoint (see :func:`only_last`)."""
     begun = [folder for folder in stage_folders(run_dir) if folder.store.steps()]
     if not begun:
         raise UserError(f"{format_path(run_dir)} has no finished checkpoint yet")
@@ -78,11 +68,7 @@ def last_stage(run_dir: Path) -> StageFolder:
 
 
 def only_last(folders: Sequence[StageFolder]) -> StageFolder:
-    """Return the last stage, from which no other stage started.
-
-    Raises:
-        UserError: there are several such stages.
-    """
+    """Return the stage from which no other stage started; raise UserError if there are several."""
     starts = {_start(folder.run_dir) for folder in folders}
     ends = [folder for folder in folders if folder.name is None or folder.name not in starts]
     if len(ends) > 1:
@@ -98,8 +84,8 @@ def is_run_dir(path: Path) -> bool:
     """Return whether a folder is a ``run_dir``; False for the folder of a single checkpoint.
 
     Raises:
-        NotImportedError: the recipe of a stage needs user code (key ``imports``) that was not
-            imported in this process.
+        NotImportedError: the recipe of a stage has the key ``imports``, and its code is not
+            imported.
     """
     try:
         stage_folders(path)
@@ -113,30 +99,26 @@ def is_run_dir(path: Path) -> bool:
 def newest_checkpoint(path: Path) -> Path | None:
     """Return the newest complete checkpoint of a run; for a run with stages, of its last stage.
 
-    The result is None if ``path`` is not a ``run_dir``, or if all checkpoints are damaged.
-
-    Raises:
-        UserError: the run has no checkpoint, or several last stages (see :func:`last_stage`).
+    Return None if ``path`` is not a ``run_dir``, or if all checkpoints are damaged.
     """
     return last_stage(path).store.latest() if is_run_dir(path) else None
 
 
 def _start(run_dir: Path, recipe: str = RECIPE) -> str | None:
-    """Return the name of the stage from which the stage in the folder ``run_dir`` started.
+    """Return the name of the stage from which the stage in ``run_dir`` started.
 
-    The result is None if the stage did not start from a sibling folder of ``run_dir``, or if its
-    recipe cannot be read.
+    Return None if it did not start from a sibling folder, or if its recipe cannot be read.
     """
     try:
         start_from = load_resolved(run_dir / recipe).checkpoint.start_from
     except NotImportedError:
         raise
-    except UserError:  # the recipe may be truncated by a full disk, or edited
+    except UserError:  # e.g. truncated on a full disk
         return None
     if start_from is None:
         return None
     start = Path(os.path.normpath(start_from))
-    # Compare names instead of paths, because the whole run_dir may have been moved.
+    # Paths may differ, because the whole run_dir may have been moved.
     is_beside = start.parent.name == run_dir.resolve().parent.name
     return start.name if is_beside and start.name != run_dir.name else None
 
@@ -145,8 +127,7 @@ def _in_order(starts: dict[str, str | None]) -> Iterator[str]:
     left = dict(starts)
     while left:
         ready = [name for name, start in left.items() if start not in left]
-        # In recipes that a user edited, stages may start from each other in a circle. No stage is
-        # ready then, so yield all that are left.
+        # In edited recipes, stages may start from each other in a circle, and none is ready.
         for name in ready or list(left):
             del left[name]
             yield name

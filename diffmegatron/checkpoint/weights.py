@@ -79,14 +79,11 @@ def _split_into_files(
 def load_network(checkpoint: Checkpoint, recipe: Recipe, parallel_state: ParallelState) -> Network:
     """Build this rank's shard of a network for inference, with the weights of a checkpoint.
 
-    The weights are rounded to the precision of the run that wrote the checkpoint. Parameters that
-    the kind of attention declares as float32 are not rounded.
+    The weights are rounded to the precision of the run that wrote the checkpoint, except parameters
+    that the kind of attention declares as float32.
 
     Args:
         recipe: recipe with the network, and the parallel layout and precision of the inference.
-
-    Raises:
-        UserError: the checkpoint belongs to another network.
     """
     precision = DTYPES[checkpoint.recipe.training.precision]
     network = build_model(recipe, parallel_state, initial_weights=False).eval()

@@ -1,11 +1,7 @@
-"""Writer of one safetensors file, which streams it to the disk and computes its checksum.
+"""Writer of one safetensors file (https://github.com/huggingface/safetensors#format).
 
-``safetensors.torch.save_file`` is not used for two reasons. It holds Python's global interpreter
-lock while it writes, which would stall the training during a background save. Its file would also
-have to be read again for the checksum.
-
-A file consists of the header's length in eight bytes, a JSON header, and the bytes of the tensors
-(https://github.com/huggingface/safetensors#format).
+``safetensors.torch.save_file`` holds Python's global interpreter lock while it writes, which would
+stall training during a background save. Its file would have to be read again for the checksum.
 """
 
 import json
@@ -26,17 +22,12 @@ _BUFFER = 1 << 24
 def write_safetensors(
     path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
 ) -> FileEntry:
-    """Write contiguous CPU tensors, float32 or uint8, and flush them to the disk.
+    """Write contiguous float32 or uint8 CPU tensors to the disk; return the file's manifest entry.
 
-    Args:
-        metadata: strings for the header's ``__metadata__``.
-
-    Returns:
-        The file's entry for the manifest. Its checksum is computed from the bytes in memory, so a
-        later check of the file also detects damage on the way to the disk.
+    The checksum is that of the bytes in memory, so later checks detect damage on the way to the
+    disk.
     """
-    # Put the float32 tensors before the uint8 tensors, so that every float32 tensor starts at a
-    # multiple of four bytes.
+    # float32 first, so that every float32 tensor starts at a multiple of four bytes.
     ordered = dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))
     checksum, size, advised = 0, 0, 0
     with path.open("wb") as stream:
@@ -45,8 +36,8 @@ def write_safetensors(
             stream.write(block)
             size += len(block)
             if size - advised >= _BUFFER:
-                # This call makes Linux write the pages while the next checksum is computed.
-                # Without it, fsync would write all pages at the end.
+                # Linux then writes the pages while the next checksum is computed. Without this
+                # call, fsync would write all pages at the end.
                 os.posix_fadvise(stream.fileno(), advised, size - advised, os.POSIX_FADV_DONTNEED)
                 advised = size
         stream.flush()

@@ -17,12 +17,8 @@ from diffmegatron.files import check_utf8, format_path, os_error_text
 def atomic_directory(out: Path) -> Iterator[Path]:
     """Yield a temporary directory, which is renamed to ``out`` on success and removed otherwise.
 
-    Temporary directories for ``out`` that killed processes left behind are removed first. A running
-    process keeps its temporary directory locked, so a directory without a lock is not in use.
-
-    Raises:
-        UserError: ``out`` exists and is not an empty directory, ``out`` cannot be created, or its
-            name is not UTF-8.
+    ``out`` must be new or empty. A running process keeps its temporary directory locked. Unlocked
+    ones for ``out``, which killed processes left behind, are removed first.
     """
     out = out.resolve()
     check_utf8(out)
@@ -33,8 +29,7 @@ def atomic_directory(out: Path) -> Iterator[Path]:
                     f"{format_path(out)} exists already; give a directory that is new or empty"
                 )
             out.parent.mkdir(parents=True, exist_ok=True)
-            # Hold a lock on the parent directory, so that no other process removes `partial`
-            # between its creation and its own lock.
+            # Without the parent's lock, another process could remove `partial` before it is locked.
             with _locked(out.parent):
                 _remove_left(out)
                 partial = out.with_name(f".{out.name}.{uuid.uuid4().hex[:8]}.partial")
@@ -55,7 +50,6 @@ def atomic_directory(out: Path) -> Iterator[Path]:
 
 
 def _remove_left(out: Path) -> None:
-    """Remove the temporary directories for ``out`` whose writers have ended."""
     name = re.compile(rf"\.{re.escape(out.name)}\.[0-9a-f]{{8}}\.partial")
     for path in out.parent.iterdir():
         if name.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
@@ -66,10 +60,9 @@ def _remove_left(out: Path) -> None:
 
 @contextmanager
 def _locked(directory: Path, *, wait: bool = True) -> Iterator[bool]:
-    """Lock a directory (flock) for the duration of the context, and yield whether this succeeded.
+    """Lock a directory (flock) within the context; yield False if that fails.
 
-    If another process holds the lock, wait for it, or yield False if ``wait`` is False. Always
-    yield False on a file system that does not support locks.
+    With ``wait``, wait for another process's lock. Some file systems do not support locks.
     """
     descriptor = os.open(directory, os.O_RDONLY)
     try:

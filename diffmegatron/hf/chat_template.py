@@ -1,8 +1,7 @@
 """A Hugging Face chat template that matches the training data, and the tokenizer change it needs.
 
-``diffmegatron prepare`` writes chats in the ChatML format. It encodes prompts and responses
-separately, so no token spans a boundary between them. Hugging Face encodes a whole chat as one
-text, so the tokenizer must split that text at the same boundaries.
+``diffmegatron prepare`` encodes ChatML prompts and responses separately, so no token spans their
+boundary. Hugging Face encodes a chat as one text, which the tokenizer must split there.
 """
 
 import itertools
@@ -33,12 +32,9 @@ CHAT_TEMPLATE = f"""\
 {{{{- '{CHAT_START}assistant\\n' -}}}}
 {{%- endif -%}}
 """
-# The tokenizer splits a chat before and after each match of this pattern, so that no token spans
-# the beginning or end of a response. The pattern has two alternatives:
-# 1. If the ChatML markers are ordinary text for the tokenizer, the match is a response and its
-#    <|im_end|>.
-# 2. If the markers are special tokens, the tokenizer has already split the text at the markers. The
-#    pattern is then applied to "assistant\n" and the response, and matches "assistant\n".
+# The tokenizer splits a chat before and after each match. If the ChatML markers are ordinary text,
+# a match is a response and its <|im_end|>. If they are special tokens, the text is already split at
+# the markers, and the match in "assistant\n" + response is "assistant\n".
 _RESPONSE = r"(?<=<\|im_start\|>assistant\n)[\s\S]*?<\|im_end\|>|\Aassistant\n"
 _TEXTS = (
     "What is 12345 + 1?",
@@ -66,10 +62,7 @@ def load_exported(directory: Path) -> Any:
 def check_chat(tokenizer: TrainingTokenizer, directory: Path, before_response: str = "") -> None:
     """Raise UserError unless an export and ``prepare`` encode sample chats as the same token ids.
 
-    Args:
-        tokenizer: tokenizer of the training data.
-        directory: folder of the export.
-        before_response: text to put at the beginning of every response of the sample chats.
+    ``before_response`` is put at the beginning of every response.
     """
     exported = load_exported(directory)
     roles, texts = itertools.cycle(_ROLES), itertools.cycle(_TEXTS)
@@ -87,8 +80,7 @@ _CHATML = PrepareSettings(layout="chat")
 def _check(chat: list[dict[str, str]], tokenizer: TrainingTokenizer, exported: Any) -> None:
     parts = [tokenizer.encode_chat(text) for text in segments({"messages": chat}, _CHATML)]
     expected = [*np.concatenate(parts).tolist(), tokenizer.end_of_document]
-    # Without verbose=False, transformers would warn if a sample chat is longer than the seq_length
-    # of a small model.
+    # verbose=True would warn of chats longer than a small model's seq_length.
     ids = exported.apply_chat_template(chat, return_dict=False, tokenizer_kwargs={"verbose": False})
     if ids != expected:
         raise UserError(
@@ -98,7 +90,7 @@ def _check(chat: list[dict[str, str]], tokenizer: TrainingTokenizer, exported: A
 
 
 def first_difference(ids: list[int], expected: list[int]) -> str:
-    """Describe the first difference of two unequal lists of token ids, for an error message."""
+    """Describe the first difference of two unequal lists of token ids."""
     pairs = enumerate(itertools.zip_longest(ids, expected))
     first = next(place for place, (one, other) in pairs if one != other)
     return f"{ids[first : first + 4]} instead of {expected[first : first + 4]} at place {first}"

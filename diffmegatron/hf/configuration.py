@@ -20,8 +20,7 @@ from diffmegatron.hf.modeling.configuration_diff_base import rope_of_transformer
 from diffmegatron.section import MAX_SIZE
 from diffmegatron.validation import describe, first_error
 
-# Fields of config.json, each with the values that our networks support. Error messages name the
-# first value.
+# Fields of config.json with the supported values. Error messages name the first value.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
     "attention_bias": (False, None),
@@ -32,7 +31,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "is_encoder_decoder": (False, None),
     "quantization_config": (None,),
 }
-# Model type -> supported values that replace those in _NEUTRAL, and values of further fields.
+# Model type -> changes of _NEUTRAL.
 _NEUTRAL_OF: dict[str, dict[str, tuple[Any, ...]]] = {
     "seed_oss": {
         "attention_bias": (True,),
@@ -40,14 +39,12 @@ _NEUTRAL_OF: dict[str, dict[str, tuple[Any, ...]]] = {
         "residual_dropout": (0,),
     }
 }
-# File of a PEFT adapter, which transformers loads with the model if peft is installed.
+# transformers loads this file of a PEFT adapter with the model if peft is installed.
 _ADAPTER = "adapter_config.json"
 _FULL = "full_attention"
-# Largest accepted number of layers. transformers creates lists with an entry per layer, so a file
-# with a huge number of layers would exhaust the memory.
+# transformers creates lists with an entry per layer, so a huge number would exhaust the memory.
 _MAX_LAYERS = 10_000
-# Keys of each kind of RoPE scaling: key in a recipe's rope_scaling -> key in the rope_parameters of
-# config.json. _LLAMA3 has the keys that only the kind llama3 has.
+# Kind of RoPE scaling -> {key in a recipe's rope_scaling: key in rope_parameters of config.json}.
 _LLAMA3 = {
     "low_freq_factor": "low_freq_factor",
     "high_freq_factor": "high_freq_factor",
@@ -65,9 +62,6 @@ def to_hf_config(recipe: Recipe, end_of_document: int, dtype: torch.dtype) -> Pr
     Args:
         end_of_document: id of the token between training documents, used as bos and eos token.
         dtype: dtype of the exported weights.
-
-    Raises:
-        UserError: Hugging Face cannot compute this network.
     """
     model = recipe.model
     described = hugging_face_class(model)
@@ -77,9 +71,8 @@ def to_hf_config(recipe: Recipe, end_of_document: int, dtype: torch.dtype) -> Pr
         "initializer_range": model.initialization.std,
         "bos_token_id": end_of_document,
         "eos_token_id": end_of_document,
-        # The padding token is the end-of-document token. transformers passes pad_token_id from
-        # config.json to the embedding as padding_idx, and this row gets no gradient. Fine-tuning
-        # could then not train the end-of-document token, so omit its id here.
+        # The padding token is the end-of-document token. With its id here, transformers would make
+        # it the embedding's padding_idx, and fine-tuning could not train its row.
         "pad_token_id": None,
         "dtype": dtype,
         "architectures": [described.architecture],
@@ -92,8 +85,8 @@ def to_hf_config(recipe: Recipe, end_of_document: int, dtype: torch.dtype) -> Pr
 def write_config(config: PretrainedConfig, directory: Path) -> None:
     """Write ``config.json`` so that transformers 5 and 4.57 use the same rotary embedding.
 
-    transformers 5 writes ``rope_parameters``. transformers 4.57 ignores this key and would silently
-    use a theta of 10,000, so its own keys ``rope_theta`` and ``rope_scaling`` are added.
+    transformers 4.57 ignores ``rope_parameters`` of transformers 5, and would use a theta of
+    10,000. Its own keys ``rope_theta`` and ``rope_scaling`` are therefore added.
     """
     config.save_pretrained(directory)
     path = directory / CONFIG_NAME
@@ -103,25 +96,15 @@ def write_config(config: PretrainedConfig, directory: Path) -> None:
 
 
 def hugging_face_class(model: ModelConfig) -> HuggingFace:
-    """Return the description of the Hugging Face class that computes a recipe's network.
-
-    Raises:
-        UserError: a kind of attention changes the computation of its parent class but inherits the
-            parent's export, or no Hugging Face class computes the recipe's settings.
-    """
-    # Call check_export before hugging_face. An inherited hugging_face could refuse a setting, and
-    # the user would then change the setting, although this kind cannot be exported at all.
+    """Return the description of the Hugging Face class that computes a recipe's network."""
+    # hugging_face may refuse a setting of a kind that cannot be exported at all, so check first.
     for kind, _ in model.attention.by_kind(model.num_layers):
         kind.check_export()
     return model.attention.hugging_face(model.hidden_size)
 
 
 def network_keys(model: ModelConfig) -> dict[str, Any]:
-    """Return the keys and values of a Hugging Face configuration that describe a recipe's network.
-
-    Raises:
-        UserError: Hugging Face cannot compute this network.
-    """
+    """Return the keys of a Hugging Face configuration that describe a recipe's network."""
     return {
         "vocab_size": model.tokens,
         "hidden_size": model.hidden_size,
@@ -145,12 +128,8 @@ def _rope_parameters(model: ModelConfig) -> dict[str, Any]:
 def changed_keys(config: PretrainedConfig, recipe: Recipe) -> dict[str, Any]:
     """Return the keys that differ between a pretrained model and a recipe, with recipe values.
 
-    ``max_position_embeddings`` is returned only if the run's sequences are longer than the value in
-    ``config``.
-
-    Args:
-        config: configuration whose Hugging Face class can compute the recipe's network.
-        recipe: recipe of a run that started from the pretrained model.
+    ``max_position_embeddings`` changes only if the run's sequences are longer. The class of
+    ``config`` must be able to compute the recipe's network.
     """
     changed = {
         key: value
@@ -172,12 +151,7 @@ def _has_value(config: PretrainedConfig, key: str, value: Any) -> bool:
 def load_config(folder: Path) -> PretrainedConfig:
     """Load the configuration of any model that transformers or this package has a class for.
 
-    Code in the folder is never run. An attention function that ``config.json`` names is removed
-    from the result, so transformers uses its default.
-
-    Raises:
-        UserError: ``config.json`` cannot be used, or names an attention function that would be
-            downloaded; or the folder also has a PEFT adapter.
+    Code in the folder is never run. The attention function that ``config.json`` names is dropped.
     """
     path = folder / CONFIG_NAME
     if (folder / _ADAPTER).exists():
@@ -204,12 +178,7 @@ def load_config(folder: Path) -> PretrainedConfig:
 
 
 def read_config(folder: Path) -> PretrainedConfig:
-    """Load the configuration of a pretrained model whose network a recipe can express.
-
-    Raises:
-        UserError: ``config.json`` cannot be used, or has a value without an equivalent in a recipe;
-            or the folder also has a PEFT adapter.
-    """
+    """Load the configuration of a pretrained model whose network a recipe can express."""
     path = folder / CONFIG_NAME
     raw = read_json(path, dict[str, Any])
     known = model_types()
@@ -267,8 +236,7 @@ def _check_rope(path: Path, raw: Mapping[str, Any], rope: Mapping[str, Any]) -> 
             raise UserError(
                 f"{format_path(path)} has {key} {shorten(repr(rope[key]))}, a text; give a number"
             )
-    # A file may have these keys both within and outside the section. transformers 4 and 5 read
-    # different places, so the two values must be equal.
+    # transformers 4 and 5 read these keys at different places, so the values must be equal.
     own = raw.get(section) or {}
     for key in ("rope_theta", "original_max_position_embeddings"):
         if raw.get(key) is not None and raw[key] != own.get(key, rope.get(key)):
@@ -291,9 +259,6 @@ def model_section(config: PretrainedConfig, vocab_padding: int) -> dict[str, Any
     Args:
         config: configuration from :func:`read_config`.
         vocab_padding: number of padding rows to add to the embedding.
-
-    Raises:
-        UserError: a value of the configuration is not valid in a recipe.
     """
     values = config.to_dict()
     rope = dict(values["rope_parameters"])

@@ -21,12 +21,10 @@ from diffmegatron.hf.write_export import SUMMATION, Verified, verify_export, wri
 from diffmegatron.model.build import DTYPES
 from diffmegatron.parallel.parallel_state import process_groups
 
-# Largest allowed difference between the logits of the export and of the training network, divided
-# by the largest logit. `_rounded_differently` chooses the key: float32 if the weights of both
-# networks are equal, otherwise the dtype whose rounding makes the weights different. For example, a
-# bf16 export of DIFF V1 multiplies the headwise norm's weight into the output projection and then
-# rounds. Training rounds the projection before it multiplies. Each bf16 rounding has a relative
-# error of up to 2^-9.
+# Largest allowed difference of the logits, divided by the largest logit. The key is the dtype in
+# which the networks round differently. For example, an export of DIFF V1 multiplies the norm's
+# weight into the output projection before it rounds, and training rounds first. Each bf16 rounding
+# has a relative error of up to 2^-9.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 _NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 
@@ -44,22 +42,20 @@ def export_checkpoint(
     Args:
         directory: directory of the checkpoint, which may have any parallel layout.
         out: directory to create.
-        verify: whether to load the written files with ``transformers`` and compare their logits
-            with the training network's. Both models must fit into this process's memory in float32.
-        tokens: ids [b, s] on which the logits are compared, at most 256 ids in total (b * s);
-            None: the ids of a short built-in text.
+        verify: whether to compare the logits of ``transformers`` and of the training network. Both
+            models must fit into this process's memory in float32.
+        tokens: ids [b, s] for the comparison, at most 256; None: the ids of a short built-in text.
 
     Returns:
         The comparison; None without ``verify``.
 
     Raises:
         UserError: the checkpoint is unusable, Hugging Face cannot compute this network, ``out``
-            exists and is not empty, or the logits differ by more than rounding explains. In all
-            these cases nothing is written to ``out``.
+            exists and is not empty, or the logits differ too much. Nothing is then written to
+            ``out``.
     """
     transformers_logging.disable_progress_bar()
-    # Opening the checkpoint verifies its checksums. The comparison of logits cannot detect damage,
-    # because both models would have the damaged weights.
+    # This verifies the checksums. In the comparison, both models would have the damaged weights.
     checkpoint = open_checkpoint(directory)
     recipe = checkpoint.recipe
     tokenizer = load_tokenizer(recipe.data.tokenizer)
@@ -100,15 +96,8 @@ def _rounded_differently(
 ) -> torch.dtype:
     """Return the key of ``TOLERANCE`` for comparing the export with the training network.
 
-    - float32 if ``original`` is None and the export only rearranges weights. The two networks then
-      have equal weights, and only the order of float32 additions differs.
-    - In all other cases, the coarser of the run's dtype and the exported dtype. The export may then
-      round weights to another dtype, or round products of weights (such as LoRA's).
-
-    Args:
-        dtype: dtype of the run, which is also the exported dtype if ``original`` is None.
-        original: files of the pretrained model that the run started from, whose dtype is the
-            exported dtype.
+    It is float32 if the export only rearranges weights, so that both networks have equal weights.
+    In all other cases it is the coarser of the run's ``dtype`` and the exported dtype.
     """
     is_folded = recipe.model.lora is not None or any(
         rule.folds for rule in table(recipe.model, step)
@@ -120,7 +109,6 @@ def _rounded_differently(
 
 
 def _difference_reason(dtype: torch.dtype) -> str:
-    """Return why logits may differ, as text; ``dtype`` is from :func:`_rounded_differently`."""
     if dtype not in _NAMES:
         return SUMMATION
     name = _NAMES[dtype]
@@ -133,8 +121,7 @@ def _difference_reason(dtype: torch.dtype) -> str:
 def _likely_cause(recipe: Recipe) -> str:
     """Return a likely cause of different logits as text; "" if none is known.
 
-    A user's kind of attention may inherit the export of its parent class, although it changes the
-    parent's computation.
+    A user's kind of attention may inherit an export, although it computes something else.
     """
     kind, inherited = recipe.model.attention.kind, recipe.model.attention.inherited_export
     if inherited is None:
@@ -143,16 +130,13 @@ def _likely_cause(recipe: Recipe) -> str:
 
 
 def _was_trained_on_chats(checkpoint: Checkpoint) -> bool:
-    """Return whether the training data had chats, and all of them were in ChatML."""
+    """Return whether the training data had chats, all of them in ChatML."""
     layouts = (checkpoint.state["data"] or {}).get("layouts")
     return isinstance(layouts, list) and "chat" in layouts and "template" not in layouts
 
 
 def merged_weights(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
-    """Yield the name and unsharded float32 value of each weight, with LoRA's update added to it.
-
-    The LoRA matrices themselves are not yielded.
-    """
+    """Yield the name and unsharded float32 value of each weight; LoRA's update is added to it."""
     lora, tensors = checkpoint.recipe.model.lora, checkpoint.tensors
     adapted = {name.removesuffix(LORA_A) for name in tensors.names() if name.endswith(LORA_A)}
     for name, weight in checkpoint.weights():
@@ -187,8 +171,7 @@ def training_logits(checkpoint: Checkpoint, tokens: Tensor) -> Tensor:
 
 
 def _single_process(recipe: Recipe) -> Recipe:
-    # On a GPU, the Triton attention kernels compute float32 products in TF32, whose error is above
-    # the tolerance, so use the reference implementation.
+    # On a GPU, the Triton kernels compute float32 products in TF32, which exceeds the tolerance.
     exact = {"precision": "fp32", "attention_backend": "reference"}
     training = recipe.training.model_copy(update=exact)
     return recipe.model_copy(

@@ -22,9 +22,8 @@ from diffmegatron.hf.weight_mapping import from_hf, table
 from diffmegatron.hf.write_export import SUMMATION, Verified, verify_export
 
 FOLDER = "hugging_face"
-# Largest allowed difference between the logits of transformers and of the training network, divided
-# by the largest logit. Both networks compute in float32 with the same weights, so only the order of
-# summation differs.
+# Largest allowed difference of the logits, divided by the largest logit. Both networks compute in
+# float32 with equal weights, so only the order of summation differs.
 TOLERANCE = 1e-4
 _SEQ_LENGTH = 2048
 
@@ -38,8 +37,8 @@ def import_model(
 
     - ``recipe.yaml``, which recipes of other runs extend;
     - a checkpoint of step 0 with weights only;
-    - ``hugging_face/`` with the model's configuration and tokenizer files. The export of a run that
-      started from this model is based on these files.
+    - ``hugging_face/`` with the model's configuration and tokenizer, which exports of those runs
+      keep.
 
     Args:
         folder: folder of the model, with ``config.json``, safetensors files, ``tokenizer.json`` and
@@ -47,7 +46,7 @@ def import_model(
         out: directory to create.
         vocab_multiple: the embedding and the output layer are padded to a multiple of this number
             of rows, so that tensor-parallel ranks can shard them. Exports have no padding rows.
-        verify: whether to compare logits of ``transformers`` and of the training network. Both
+        verify: whether to compare the logits of ``transformers`` and of the training network. Both
             models must fit into this process's memory in float32.
 
     Returns:
@@ -55,8 +54,8 @@ def import_model(
 
     Raises:
         UserError: the model's files cannot be used, a recipe cannot express its network, ``out``
-            exists and is not empty, or the logits differ by more than ``TOLERANCE``. In all these
-            cases nothing is written to ``out``.
+            exists and is not empty, or the logits differ too much. Nothing is then written to
+            ``out``.
     """
     transformers_logging.disable_progress_bar()
     config, source = read_config(folder), Source(folder)
@@ -90,9 +89,11 @@ def import_model(
 def _recipe(section: dict[str, Any], source: Source, length: int, out: Path, name: str) -> Recipe:
     """Return a recipe of the model, which recipes of other runs extend.
 
-    The data sources, number of steps, batch size and learning rate are placeholders, which the
-    other recipes must replace. ``section`` is the section ``model`` of the recipe, and ``name``
-    describes the recipe in error messages.
+    The data sources, number of steps, batch size and learning rate are placeholders.
+
+    Args:
+        section: section ``model`` of the recipe.
+        name: name of the recipe in error messages.
     """
     out = out.resolve()
     values = {

@@ -1,7 +1,7 @@
 """Files of the pretrained model that a run started from: config.json, tokenizer and dtypes.
 
-``diffmegatron import`` writes these files to a folder, which becomes ``data.tokenizer`` of the
-recipe. Only a folder from an import has ``dtypes.json``, the dtypes of the model's weights.
+``diffmegatron import`` writes them into a folder, which becomes ``data.tokenizer`` of the recipe.
+Only a folder from an import has ``dtypes.json``.
 """
 
 import shutil
@@ -31,7 +31,7 @@ class Dtypes(BaseModel):
 
     Attributes:
         usual: most frequent dtype of the model's tensors.
-        others: name of each tensor whose dtype is not ``usual`` -> its dtype.
+        others: name of each tensor with another dtype -> its dtype.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -42,10 +42,9 @@ class Dtypes(BaseModel):
 
 @dataclass(frozen=True)
 class Original:
-    """Configuration, tokenizer and dtypes of the pretrained model that a run started from.
+    """Configuration and dtypes of the pretrained model that a run started from.
 
-    Attributes:
-        folder: folder with ``config.json``, the tokenizer and ``dtypes.json``.
+    ``folder`` contains them as ``config.json`` and ``dtypes.json``, and the tokenizer.
     """
 
     folder: Path
@@ -64,15 +63,14 @@ class Original:
     def can_compute(self, described: HuggingFace) -> bool:
         """Return whether the pretrained model's class can compute a kind of attention.
 
-        Args:
-            described: Hugging Face class with which this kind of attention is exported.
+        ``described`` is the Hugging Face class with which this kind of attention is exported.
         """
         return self.config.model_type in (described.model_type, *described.also)
 
     def write_config(self, recipe: Recipe, directory: Path) -> None:
         """Write ``config.json``, changed where the recipe differs from the pretrained model.
 
-        ``generation_config.json`` is also copied if the model has one.
+        ``generation_config.json`` is copied if the model has one.
         """
         if changed := changed_keys(self.config, recipe):
             config = type(self.config).from_dict(self.config.to_dict() | changed)
@@ -85,11 +83,7 @@ class Original:
 
 
 def keep_original(source: Source, folder: Path) -> None:
-    """Copy a model's configuration and tokenizer into a new folder, and add ``dtypes.json``.
-
-    Raises:
-        UserError: a file cannot be copied or written.
-    """
+    """Copy a model's configuration and tokenizer into a new folder, and add ``dtypes.json``."""
     folder.mkdir()
     try:
         for name in (CONFIG_NAME, GENERATION_CONFIG_NAME):
@@ -110,10 +104,7 @@ def keep_original(source: Source, folder: Path) -> None:
 def find_original(recipe: Recipe) -> Original | None:
     """Return the files of the pretrained model that a run started from.
 
-    Return None if the recipe's tokenizer folder was not written by ``diffmegatron import``.
-
-    Raises:
-        UserError: the files exist but cannot be used.
+    Return None if the recipe's tokenizer folder is not from ``diffmegatron import``.
     """
     folder = Path(recipe.data.tokenizer)
     if not (folder / DTYPES_NAME).is_file():

@@ -41,11 +41,7 @@ class _Index(BaseModel):
 class Source:
     """Tensors in a pretrained model's folder.
 
-    The constructor reads only the headers of the files.
-
-    Raises:
-        UserError: the folder has no safetensors file or no tensor, a file is missing or truncated,
-            two files contain the same tensor, or the files differ from the index.
+    The constructor reads only the headers of the files, and compares them with the index.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -79,16 +75,10 @@ class Source:
     def check(self, rules: Iterable[WeightRule], *, tied: bool) -> None:
         """Check that the files contain exactly the tensors of the network in ``config.json``.
 
-        RoPE buffers in old files are ignored.
-
         Args:
             rules: rules for all weights of the model, from :func:`.weight_mapping.table`.
             tied: whether the embedding is also the output layer. The files may then contain both
                 matrices, which must be equal.
-
-        Raises:
-            UserError: a tensor is missing, unknown or of another shape, or its dtype is not F16,
-                BF16 or F32; or the tied matrices differ.
         """
         config, left = "config.json", set(self.tensors)
         for name, shape in (item for rule in rules for item in rule.theirs.items()):
@@ -121,9 +111,7 @@ class Source:
             )
 
     def stream(self, rules: Iterable[WeightRule]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the name and the value of each tensor in the order of ``rules``.
-
-        The value has its stored dtype.
+        """Yield each tensor's name and value, in its stored dtype, in the order of ``rules``.
 
         Raises:
             UserError: a file cannot be read, or a tensor has NaN or infinite values.
@@ -178,7 +166,7 @@ def _no_weights(folder: Path) -> UserError:
 
 
 def _read_header(path: Path) -> Iterator[tuple[str, Stored]]:
-    file_size(path)  # Raises a clear error if the file is missing or is not a regular file.
+    file_size(path)  # raises a clear error if the file is missing or not regular
     try:
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 - The file cannot be iterated.

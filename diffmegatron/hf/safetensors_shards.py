@@ -1,7 +1,6 @@
 """Write weights to safetensors files of bounded size (shards), with an index.
 
-huggingface_hub needs the complete state dict in memory. Here the weights arrive one by one from a
-checkpoint, and only one shard is in memory.
+huggingface_hub needs the whole state dict in memory; here only one shard is.
 """
 
 import json
@@ -16,11 +15,9 @@ from diffmegatron.errors import UserError
 
 
 class ShardWriter:
-    """Writer of weights in the order of the :meth:`add` calls.
+    """Writer of weights in the order of the :meth:`add` calls into an existing directory.
 
-    Args:
-        directory: an existing directory.
-        max_shard_bytes: maximum bytes of weights in a shard; a larger weight is a shard alone.
+    A shard has at most ``max_shard_bytes`` bytes of weights; a larger weight is a shard alone.
     """
 
     def __init__(self, directory: Path, max_shard_bytes: int) -> None:
@@ -31,13 +28,7 @@ class ShardWriter:
         self._total_bytes = 0
 
     def add(self, name: str, tensor: Tensor, dtype: torch.dtype) -> None:
-        """Convert a weight to ``dtype`` and add the copy to the current shard.
-
-        A shard without space for the copy is written first.
-
-        Raises:
-            UserError: the shard cannot be written.
-        """
+        """Convert a weight to ``dtype``, and add the copy to the current or the next shard."""
         size = tensor.numel() * dtype.itemsize
         held = sum(weight.nbytes for weight in self._pending.values())
         if self._pending and held + size > self._max_shard_bytes:
@@ -49,10 +40,7 @@ class ShardWriter:
         self._total_bytes += size
 
     def close(self) -> None:
-        """Write the last shard, rename the files for ``transformers``, and write an index.
-
-        A single shard needs no index.
-        """
+        """Write the last shard, rename the files for ``transformers``, and index several shards."""
         self._flush()
         if len(self._shards) == 1:
             self._path(1).rename(self._directory / "model.safetensors")

@@ -1,12 +1,8 @@
 """Write the tokenizer of a run into an export: convert a tiktoken encoding, or copy a tokenizer.
 
 A tiktoken encoding becomes a fast Hugging Face tokenizer with the same ids.
-``transformers.integrations.tiktoken`` cannot do this, for three reasons:
-
-1. It needs the package blobfile.
-2. It gives the special tokens other ids. In cl100k_base, unused ids precede the special tokens.
-3. It does not convert the regular expression that splits text, so it splits long numbers
-   differently (see :func:`oniguruma_pattern`).
+``transformers.integrations.tiktoken`` cannot do this: it needs blobfile, gives special tokens other
+ids if unused ids precede them, and splits long numbers differently.
 """
 
 import json
@@ -48,8 +44,7 @@ _FILES = (
     "merges.txt",
     "chat_template.*",
 )
-# White space before the responses of a test chat. A tokenizer could merge it with the newline
-# that precedes a response.
+# A tokenizer could merge white space at the beginning of a response with the newline before it.
 _SPACE = "\n\n "
 SAMPLE = (
     "The quick brown fox doesn't jump; WE'LL say it's 1 or 22 or 333 or 4444 or 1234567890.",
@@ -73,11 +68,9 @@ def write_tokenizer(
 ) -> None:
     """Write ``tokenizer.json`` and ``tokenizer_config.json``, and check the result.
 
-    A tiktoken encoding is converted. The tokenizer files of a Hugging Face folder are copied.
-    Padding is on the left, as generation requires.
-
-    If a copied tokenizer produces other ids than in training, a warning is logged. For a chat, the
-    template is then not added.
+    A tiktoken encoding is converted. The tokenizer files of a Hugging Face folder are copied. If a
+    copied tokenizer has other ids than in training, a warning is logged, and a chat gets no
+    template.
 
     Args:
         tokenizer: tokenizer of the run. In a converted tokenizer, the end-of-document token is also
@@ -85,12 +78,11 @@ def write_tokenizer(
         seq_length: maximum length of a text in tokens, which a converted tokenizer records.
         directory: an existing directory with ``config.json``. ``AutoTokenizer`` chooses the
             tokenizer class by the model type in this file.
-        chat: whether to add the template of :mod:`diffmegatron.hf.chat_template`, which encodes a
-            chat to the same ids as ``diffmegatron prepare``.
+        chat: whether to add the template of :mod:`diffmegatron.hf.chat_template`.
 
     Raises:
-        UserError: the tokenizer is neither a tiktoken encoding nor from a Hugging Face folder, or
-            a converted tokenizer produces other ids or other text for a sample.
+        UserError: the tokenizer is neither a tiktoken encoding nor from a Hugging Face folder, or a
+            converted tokenizer produces other ids or other text for a sample.
     """
     if isinstance(tokenizer, HuggingFaceTokenizer):
         _write_copied(tokenizer, directory, chat=chat)
@@ -163,10 +155,9 @@ def _first_different_text(tokenizer: HuggingFaceTokenizer, directory: Path) -> s
 def _give_template(
     tokenizer: HuggingFaceTokenizer, config: dict[str, Any], directory: Path
 ) -> bool:
-    """Add the chat template to copied tokenizer files, and return whether it stays.
+    """Add the chat template to copied files; return whether chats have the ids of training.
 
-    The template stays only if chats have the same ids as in training. If only responses that begin
-    with white space have other ids, the template stays and a warning is logged.
+    Responses that begin with white space may have other ids; a warning is then logged.
     """
     # Other tokenizer classes rebuild parts of tokenizer.json and lose what split_responses adds.
     _write_config(config | {"tokenizer_class": _CLASS}, directory)
@@ -203,18 +194,15 @@ def copy_tokenizer(source: Path, directory: Path) -> None:
 def convert(encoding: tiktoken.Encoding) -> tokenizers.Tokenizer:
     """Convert an encoding to byte-level BPE of the ``tokenizers`` library, with the same ids.
 
-    ``tokenizers`` joins neighbouring tokens by a list of merges. tiktoken has no such list. It
-    joins the two neighbours whose joined bytes are the token with the lowest rank. The list of
-    merges therefore contains, for every token in the order of rank, all pairs of tokens whose
-    joined bytes are this token.
+    tiktoken joins the two neighbours whose joined bytes are the token with the lowest rank.
+    ``tokenizers`` needs a list of merges: for every token in the order of rank, all pairs of tokens
+    whose joined bytes are this token.
     """
     ranks: dict[bytes, int] = encoding._mergeable_ranks
     special: dict[str, int] = encoding._special_tokens
-    # Special tokens outside the vocabulary would get the ids directly after the other tokens. Some
-    # encodings have unused ids there.
+    # Special tokens outside the vocabulary would get the next ids, which some encodings skip.
     vocabulary = {_visible(token): rank for token, rank in ranks.items()} | special
-    # With ignore_merges, a piece of text that is a token becomes this token without merges, as in
-    # tiktoken.
+    # With ignore_merges, a text that is a token becomes this token without merges, as in tiktoken.
     tokenizer = tokenizers.Tokenizer(models.BPE(vocabulary, _merges(ranks), ignore_merges=True))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -258,9 +246,8 @@ _REGEX_PART = re.compile(
 def oniguruma_pattern(pattern: str) -> str:
     r"""Translate tiktoken's regular expression (Rust's fancy-regex) for ``tokenizers`` (Oniguruma).
 
-    The possessive ``++``, ``*+`` and ``?+`` have the same meaning in both. In Oniguruma,
-    ``X{1,3}+`` is not possessive but repeats ``X{1,3}``, so it becomes ``(?>X{1,3})``. ``^`` and
-    ``$`` match at every line in Oniguruma, so they become ``\A`` and ``\z``.
+    In Oniguruma, ``X{1,3}+`` is not possessive but repeats ``X{1,3}``, so it becomes
+    ``(?>X{1,3})``. ``^`` and ``$`` match at every line, so they become ``\A`` and ``\z``.
     """
     parts: list[str] = []
     open_groups: list[int] = []
@@ -279,17 +266,13 @@ def oniguruma_pattern(pattern: str) -> str:
 
 
 def check_tokenizer(encoding: tiktoken.Encoding, directory: Path) -> None:
-    """Compare ``AutoTokenizer.from_pretrained(directory)`` with the encoding on sample texts.
-
-    Raises:
-        UserError: ids differ, or decoding does not return the text.
-    """
+    """Check that an export's ``AutoTokenizer`` has the encoding's ids and texts for samples."""
     exported = load_exported(directory)
     specials = sorted(encoding.special_tokens_set)
     texts = [*SAMPLE, "\n\n".join(SAMPLE), *specials, " a\n".join(specials), "".join(specials)]
     for text in texts:
         expected = encoding.encode(text, allowed_special="all")
-        # The text may be longer than a small model's seq_length; verbose=True would warn of that.
+        # verbose=True would warn of texts longer than a small model's seq_length.
         ids = exported(text, verbose=False)["input_ids"]
         if ids != expected:
             raise UserError(

@@ -1,8 +1,7 @@
 """Conversion between the unsharded weights of our Megatron network and Hugging Face's weights.
 
-Each :class:`WeightRule` converts a few weights in both directions. RoPE rotates the same pairs of
-channels in both networks: i and i + d / 2 of a head with d channels. The conversions therefore keep
-the order of the rows within a head.
+RoPE rotates the same pairs of channels in both networks: i and i + d / 2 of a head with d channels.
+The conversions therefore keep the order of the rows within a head.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -24,12 +23,7 @@ def table(model: ModelConfig, step: int = 0) -> tuple[WeightRule, ...]:
 
     Args:
         model: section ``model`` of the recipe.
-        step: training step of the weights. A factor of some kinds of attention depends on it.
-
-    Raises:
-        UserError: no Hugging Face class can compute the model, or a parameter of the attention has
-            no rule. The error is also raised if the kind of attention inherits its export from
-            another kind but overrides that kind's computation.
+        step: training step of the weights, on which a factor of some kinds of attention depends.
     """
     hugging_face_class(model)
     norm = (model.hidden_size,)
@@ -63,7 +57,6 @@ def _check_own_parameters(
 ) -> None:
     """Refuse a kind of attention that declares a parameter for which it has no rule.
 
-    This usually happens when a kind inherits its rules from another kind and adds a parameter.
     ``ours`` is the prefix of the names of the attention's weights in our network.
     """
     known = {name for rule in rules for name in rule.ours}
@@ -82,8 +75,7 @@ def _whose(inherited: str | None) -> str:
 def _vocabulary(model: ModelConfig, ours: str, theirs: str) -> WeightRule:
     """Return the rule of the embedding or the output layer, which have one row per token.
 
-    Our matrix ends with ``vocab_padding`` unused rows. The export drops these rows, and the import
-    adds them as zeros.
+    Our matrix ends with ``vocab_padding`` unused rows: zeros after an import, dropped by an export.
     """
 
     def drop(weight: Tensor) -> tuple[Tensor, ...]:
@@ -124,22 +116,14 @@ def _join_halves(gate: Tensor, up: Tensor) -> tuple[Tensor, ...]:
 
 
 def to_hf(weights: Weights, model: ModelConfig, step: int = 0) -> Iterator[tuple[str, Tensor]]:
-    """Convert our weights to Hugging Face's.
+    """Convert our weights to Hugging Face's; yield a name and tensor once its inputs are read.
 
-    A weight is yielded as soon as all weights from which it is computed have been read.
+    The dtype is that of our weight, or float32 or float64 if another weight is folded into it.
 
     Args:
         weights: all unsharded weights of the model with their names, in any order.
         model: section ``model`` of the recipe.
         step: training step of the weights, as for :func:`table`.
-
-    Yields:
-        Name and tensor of each Hugging Face weight. The dtype is that of our weight. If the export
-        folds another weight into our weight, the dtype is float32 or float64.
-
-    Raises:
-        UserError: no Hugging Face class can compute the model, or the names and shapes of the
-            weights do not match the recipe.
     """
     lines = ((rule.ours, rule.theirs, rule.to_hf) for rule in table(model, step))
     return _convert(weights, lines)
@@ -148,16 +132,12 @@ def to_hf(weights: Weights, model: ModelConfig, step: int = 0) -> Iterator[tuple
 def from_hf(weights: Weights, model: ModelConfig) -> Iterator[tuple[str, Tensor]]:
     """Convert Hugging Face's weights to ours; yield the name and tensor of each of our weights.
 
-    For some kinds of attention, the export folds the weight of the headwise norm into the output
-    projection. The import of such a network sets the weight of our norm to ones.
+    If the export folds the weight of the headwise norm into the output projection, the import sets
+    the weight of our norm to ones.
 
     Args:
         weights: all weights of Hugging Face's network with their names, in any order.
         model: section ``model`` of the recipe.
-
-    Raises:
-        UserError: no Hugging Face class can compute the model, or the names and shapes of the
-            weights do not match the recipe.
     """
     lines = ((rule.theirs, rule.ours, rule.from_hf) for rule in table(model))
     return _convert(weights, lines)

@@ -25,7 +25,7 @@ from diffmegatron.hf.weight_mapping import Weights, table, to_hf
 
 MAX_SHARD_BYTES = 4 * 2**30
 MAX_VERIFY_TOKENS = 256
-# Printed reason why two float32 networks with equal weights have slightly different logits.
+# Reason for different logits of two float32 networks with equal weights.
 SUMMATION = "float32 sums depend on their order"
 
 
@@ -34,21 +34,21 @@ class LogitDifference(NamedTuple):
 
     absolute: float
     relative: float
-    """``absolute`` divided by the largest absolute value of the expected logits."""
 
 
 class Verified(NamedTuple):
     """Result of a comparison of logits that passed; ``str`` gives the line that commands print.
 
-    ``absolute`` and ``relative`` are those of :class:`LogitDifference`.
+    Attributes:
+        relative: ``absolute`` divided by the largest absolute value of the expected logits.
+        tolerance: largest allowed ``relative`` difference.
+        reason: why the logits may differ, as text.
     """
 
     absolute: float
     relative: float
     tolerance: float
-    """Largest allowed ``relative`` difference."""
     reason: str
-    """Why the logits may differ, as text."""
 
     def __str__(self) -> str:
         return (
@@ -73,8 +73,7 @@ def write_export(
     """Write a model and its tokenizer for the Hugging Face class that computes the model.
 
     If ``transformers`` lacks the class, its code is copied into the export. Users then load the
-    model with ``trust_remote_code=True``. The files are written to a temporary directory, which is
-    renamed to ``out`` at the end and removed after an error.
+    model with ``trust_remote_code=True``. ``out`` is written completely or not at all.
 
     Args:
         weights: unsharded weights with Megatron's names, in any order. A generator is read one
@@ -83,22 +82,16 @@ def write_export(
         tokenizer: tokenizer of the run.
         out: directory to create; an empty directory may exist.
         dtype: dtype of the stored weights. Weights that must not be rounded, such as lambda
-            vectors, are stored in fp32. (DiffLlama's ``from_pretrained`` rounds lambda vectors when
-            it loads in bf16; no configuration prevents that.)
-        original: files of the pretrained model that the run started from. If this model's class can
-            compute the recipe's attention, the export has the same class, configuration and dtypes.
-            The recipe's changes are written to the configuration, and no lambda vector is rounded.
-            In all other cases ``original`` is ignored.
+            vectors, are float32. (DiffLlama's ``from_pretrained`` rounds them when it loads in
+            bf16; no configuration prevents that.)
+        original: files of the pretrained model that the run started from. If its class can compute
+            the recipe's attention, the export has its class, its configuration with the recipe's
+            changes, and its dtypes. Otherwise ``original`` is ignored.
         step: training step of the weights. In some kinds of attention, a factor depends on it.
         chat: whether to add a chat template to the tokenizer, for a run trained on chats.
         max_shard_bytes: maximum size of a safetensors file, and of the weights that the writer has
             in memory. A single larger weight gets a file of its own.
-        verify: function that checks the complete directory before the rename. The export fails if
-            the function raises an error.
-
-    Raises:
-        UserError: no Hugging Face class can compute this model, ``out`` is not empty or cannot be
-            written, the weights do not match the recipe, or the tokenizer has no exact conversion.
+        verify: check of the complete directory; an error prevents the export.
     """
     described = hugging_face_class(recipe.model)
     if original is not None and not original.can_compute(described):
@@ -130,8 +123,7 @@ def _stored_dtypes(
 ) -> Callable[[str, Tensor], torch.dtype]:
     """Return a function from a tensor's name and value to the dtype in which to store it.
 
-    The function returns the original tensor's dtype, or ``dtype`` if ``original`` is None. For a
-    tensor that must not be rounded it returns float32, unless the original dtype is exact.
+    A tensor that must not be rounded is float32, unless its original dtype is exact.
     """
     keep_fp32 = {name for rule in table(model) if rule.keep_fp32 for name in rule.theirs}
 
@@ -165,27 +157,22 @@ def verify_export(directory: Path, tokens: Tensor, expected: Tensor) -> LogitDif
         directory: directory that :func:`write_export` wrote, or a pretrained model to import.
         tokens: ids [batch, length]; at most ``MAX_VERIFY_TOKENS`` in total.
         expected: logits of the training model, [batch, length, vocab_size].
-
-    Raises:
-        UserError: transformers cannot load the files, or a weight is missing or unknown.
-        ValueError: there are too many tokens, or the logits differ in shape.
     """
     if tokens.numel() > MAX_VERIFY_TOKENS:
         raise ValueError(f"{tokens.numel()} tokens to verify; at most {MAX_VERIFY_TOKENS}")
     try:
-        # transformers fills missing weights with random numbers and raises no error. Request the
-        # loading report, which lists the missing weights.
+        # transformers fills missing weights with random numbers. Only the report lists them.
         model, report = AutoModelForCausalLM.from_pretrained(
             directory,
             dtype=torch.float32,
-            # Without this, config.json could name an attention kernel that would be downloaded.
+            # Without this, config.json could name an attention kernel to download.
             attn_implementation="sdpa",
             local_files_only=True,
             trust_remote_code=_carries_our_code(directory),
             output_loading_info=True,
             use_safetensors=True,
         )
-    except Exception as error:  # transformers raises many classes of exceptions here.
+    except Exception as error:  # transformers raises many classes here
         raise UserError(
             f"{format_path(directory)} does not load as a model: {shorten(str(error))}"
         ) from None
@@ -201,10 +188,7 @@ def verify_export(directory: Path, tokens: Tensor, expected: Tensor) -> LogitDif
 
 
 def _carries_our_code(directory: Path) -> bool:
-    """Return whether the directory's model code is this package's own, so that it can be trusted.
-
-    The result is false for a model that needs no code files.
-    """
+    """Return whether a directory has this package's model code; False if it needs no code."""
     model_type = read_json(directory / CONFIG_NAME, dict[str, Any])["model_type"]
     ours = remote_files(model_type)
     return bool(ours) and all(
@@ -216,5 +200,5 @@ def logit_difference(logits: Tensor, expected: Tensor) -> LogitDifference:
     """Return the largest absolute and relative difference between two tensors of equal shape."""
     absolute = (logits - expected).abs().max()
     relative = absolute / expected.abs().max()
-    # Return infinity for NaN, because ``NaN > tolerance`` is false and a caller could accept it.
+    # ``NaN > tolerance`` is false, so a caller could accept NaN.
     return LogitDifference(*(math.inf if x.isnan() else x.item() for x in (absolute, relative)))

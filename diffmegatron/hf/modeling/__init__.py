@@ -1,8 +1,8 @@
 """Classes of the models that transformers has no class for.
 
-An export contains copies of its model's code files, ``configuration_<model_type>.py`` and
-``modeling_<model_type>.py``. These files import only torch, transformers and each other. The key
-``auto_map`` in ``config.json`` lets transformers load them with ``trust_remote_code=True``.
+An export contains the files ``configuration_<model_type>.py`` and ``modeling_<model_type>.py`` of
+its model, which import only torch, transformers and each other. ``auto_map`` in ``config.json``
+lets transformers load them with ``trust_remote_code=True``.
 """
 
 from pathlib import Path
@@ -26,8 +26,7 @@ CLASSES = (
 def register() -> None:
     """Register the models of this package with transformers' Auto classes.
 
-    After this call, ``save_pretrained`` also writes the code files of these models. Repeated calls
-    have no effect.
+    ``save_pretrained`` then also writes the code files of these models.
     """
     for config, model, causal_lm in CLASSES:
         AutoConfig.register(config.model_type, config, exist_ok=True)
@@ -39,14 +38,11 @@ def register() -> None:
 
 
 def remote_files(model_type: str) -> list[Path]:
-    """Return the code files that a model needs in order to load without this package.
-
-    The list is empty for a model type that transformers has a class for.
-    """
+    """Return the code files with which a model loads without this package; [] if it needs none."""
     own = [config.model_type for config, *_ in CLASSES]
     if model_type not in own:
         return []
-    # The model with several kinds of attention imports the files of all other models.
+    # The mixed model imports the files of all other models.
     types = own if model_type == MixedDiffConfig.model_type else [model_type]
     stems = [f"{part}_{each}" for each in types for part in ("configuration", "modeling")]
     return [Path(__file__).with_name(f"{stem}.py") for stem in (*stems, "configuration_diff_base")]

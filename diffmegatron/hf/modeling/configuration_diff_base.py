@@ -16,11 +16,8 @@ require_version("transformers>=4.57")
 class DiffBaseConfig(PretrainedConfig):
     """Configuration with Llama's keys, except those for biases and dropout.
 
-    A subclass sets ``AUTO_MAP``. Its constructor must set the keys of its attention before it calls
-    this constructor, which checks the keys. The arguments are those of ``LlamaConfig``.
-
-    Raises:
-        ValueError: a number is invalid, or ``kwargs`` turn on biases or dropout.
+    A subclass sets ``AUTO_MAP``, and the keys of its attention before it calls this constructor,
+    which checks them. The arguments are those of ``LlamaConfig``.
     """
 
     AUTO_MAP: ClassVar[dict[str, str]] = {}
@@ -77,8 +74,7 @@ class DiffBaseConfig(PretrainedConfig):
                     f"{name} is {kwargs[name]!r}; this model has no biases and no dropout"
                 )
         kwargs.setdefault("auto_map", dict(self.AUTO_MAP))
-        # transformers 4 sets these keys only in this call. Its default for tie_word_embeddings is
-        # True.
+        # transformers 4 sets these keys only here; it ties embeddings by default.
         super().__init__(
             pad_token_id=pad_token_id,
             bos_token_id=bos_token_id,
@@ -88,7 +84,7 @@ class DiffBaseConfig(PretrainedConfig):
         )
 
     def _check_attention(self) -> None:
-        """Raise ValueError if the keys of the attention are invalid; subclasses override this."""
+        """Raise ValueError if a key of the attention is invalid; subclasses override this."""
 
     def _check_sizes(self) -> None:
         for name in (

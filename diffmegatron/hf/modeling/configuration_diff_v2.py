@@ -9,15 +9,11 @@ from .configuration_diff_base import NoiseHeadsConfig
 class DiffV2Config(NoiseHeadsConfig):
     """Llama's configuration with the additional key ``signal_per_noise``.
 
-    DIFF V2 has h signal heads in groups of r. Each group shares one noise head. The output of the
-    noise head, multiplied by lambda, is subtracted from the output of each signal head.
-
     Args:
         num_attention_heads: number of all query heads, h + h / r. Caches and serving engines use
             this key as the number of heads of the attention call.
-        signal_per_noise: r, number of signal heads in a group.
-        num_key_value_heads: number of key heads, and also of value heads. It must divide h / r,
-            the number of groups.
+        signal_per_noise: r, number of signal heads that share a noise head.
+        num_key_value_heads: number of key heads, and also of value heads. It must divide h / r.
         kwargs: Llama's keys, such as ``hidden_size``, and arguments of ``PretrainedConfig``.
     """
 

@@ -10,25 +10,22 @@ from .configuration_diff_base import NoiseHeadsConfig
 class GroupedDiffConfig(NoiseHeadsConfig):
     """Llama's configuration with the keys of grouped differential attention.
 
-    Grouped differential attention has h signal heads in groups of r. Each group shares one noise
-    head. The output of the noise head, multiplied by lambda, is subtracted from the output of each
-    signal head. Lambda is one number per layer, computed from lambda_init and four learned vectors:
+    Lambda is one number per layer, computed from lambda_init and four learned vectors:
 
         lambda = exp(lambda_q1 . lambda_k1) - exp(lambda_q2 . lambda_k2) + lambda_init
 
-    There are h_kv differential key-value heads. Each has two keys, one for signal heads and one for
-    noise heads, and one value with twice as many channels as a key.
-
     Args:
         num_attention_heads: number of all query heads, h + h / r.
-        signal_per_noise: r, number of signal heads in a group. With r = 1, the attention is that of
-            the Differential Transformer.
-        num_key_value_heads: number of keys, 2 * h_kv. h_kv must divide h / r.
+        signal_per_noise: r, number of signal heads that share a noise head. r = 1 is the attention
+            of the Differential Transformer.
+        num_key_value_heads: number of keys, 2 * h_kv. Each of the h_kv differential key-value heads
+            has a key for signal heads, a key for noise heads, and one value with twice as many
+            channels. h_kv must divide h / r.
         lambda_init: "exponential" for 0.8 - 0.6 exp(-0.3 l) in layer l (from 0), or a constant
             between 0 and 1 for all layers.
         lambda_std_dev: standard deviation of the initial values of the four vectors.
-        headwise_norm: whether the result of each signal head after the subtraction is normalized by
-            an RMSNorm (all heads share its weight) and scaled by 1 - lambda_init.
+        headwise_norm: whether the difference of each signal head is normalized by an RMSNorm (all
+            heads share its weight) and scaled by 1 - lambda_init.
         kwargs: Llama's keys, such as ``hidden_size``, and arguments of ``PretrainedConfig``.
     """
 
@@ -38,8 +35,7 @@ class GroupedDiffConfig(NoiseHeadsConfig):
         "AutoModel": "modeling_grouped_diff.GroupedDiffModel",
         "AutoModelForCausalLM": "modeling_grouped_diff.GroupedDiffForCausalLM",
     }
-    # There is no tensor-parallel plan for the attention, because the rows of q_proj and k_proj that
-    # belong to a rank are not contiguous.
+    # The attention has no plan, because a rank's rows of q_proj and k_proj are not contiguous.
     base_model_tp_plan: ClassVar = {
         "layers.*.mlp.gate_proj": "colwise",
         "layers.*.mlp.up_proj": "colwise",

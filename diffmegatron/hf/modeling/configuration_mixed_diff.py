@@ -18,16 +18,12 @@ class MixedDiffConfig(DiffBaseConfig):
     Args:
         layer_kinds: list of mappings, one for each kind of attention. A mapping has the keys
             ``layers``, ``model_type`` and the attention keys of this model type. ``layers`` has
-            layer numbers, counted from 1, as in "1, 5-8". One mapping may have None instead, for
-            all remaining layers. If ``layer_kinds`` is None, all layers have Llama's attention.
+            layer numbers from 1, e.g. "1, 5-8", or None for all remaining layers. The default is
+            Llama's attention in all layers.
         lambda_std_dev: standard deviation of the initial values of the lambda vectors in layers
             with grouped differential attention.
-        kwargs: Llama's keys, such as ``hidden_size``, and arguments of ``PretrainedConfig``.
-            ``num_attention_heads`` and ``num_key_value_heads`` do not affect the layers, which use
-            the values in ``layer_kinds``.
-
-    Raises:
-        ValueError: a layer has no kind or several kinds, or a value is invalid.
+        kwargs: Llama's keys, such as ``hidden_size``, and arguments of ``PretrainedConfig``. The
+            numbers of heads are not used, because ``layer_kinds`` has them for each layer.
     """
 
     model_type = "mixed_diff"
@@ -43,8 +39,7 @@ class MixedDiffConfig(DiffBaseConfig):
         lambda_std_dev: float = 0.1,
         **kwargs: Any,
     ) -> None:
-        # transformers creates a configuration without arguments and saves only the keys that
-        # differ from it, so `layer_kinds` needs a default.
+        # transformers saves the differences from a configuration without arguments.
         self.layer_kinds = layer_kinds or [{"layers": None, "model_type": "llama"}]
         self.lambda_std_dev = lambda_std_dev
         super().__init__(**kwargs)

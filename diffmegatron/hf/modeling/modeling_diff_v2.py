@@ -1,17 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """A Llama whose attention is DIFF V2 (Microsoft, 2026).
 
-There are h signal heads in groups of r. The signal heads of a group share one noise head.
-Microsoft's DIFF V2 has r = 1; the language model Motif-3 uses the same attention with r > 1. For
-the hidden state x of a token, and signal head n with its noise head m:
+There are h signal heads, and each group of r signal heads shares a noise head. Microsoft's DIFF V2
+has r = 1; Motif-3 uses r > 1. For the hidden state x of a token, and signal head n with its noise
+head m:
 
     out_n = signal_n(x) - sigmoid(x W_lambda)_n * noise_m(x)
 
 W_lambda is ``lambda_proj``. signal_n and noise_m are the attention outputs of the two heads for
-this token. All h + h / r heads are the query heads of one softmax attention with grouped queries.
-Any attention function can therefore compute them, with an ordinary key-value cache. Unlike in
-DIFF V1, the output of a head is not normalized. In shapes, b is the batch size and s the number of
-positions.
+this token. All h + h / r heads are the query heads of one grouped-query attention with an ordinary
+key-value cache. In shapes, b is the batch size and s the number of positions.
 
 This file imports only torch, transformers and ``configuration_diff_v2.py``, because exported models
 contain a copy of the file.
@@ -41,10 +39,9 @@ from .configuration_diff_v2 import DiffV2Config
 class DiffV2Attention(LlamaAttention):
     """DIFF V2 attention over the normalized input of a layer.
 
-    The rows of ``q_proj`` are in h / r groups. Each group has r signal heads and then their noise
-    head, with ``head_dim`` rows per head. The same number of consecutive groups shares each
-    key-value head. For each signal head, in the same order, ``lambda_proj`` has one row and
-    ``o_proj`` has ``head_dim`` columns.
+    The rows of ``q_proj`` are in h / r groups: r signal heads and then their noise head, each with
+    ``head_dim`` rows. Consecutive groups share a key-value head. ``lambda_proj`` has one row and
+    ``o_proj`` has ``head_dim`` columns for each signal head, in the same order.
     """
 
     def __init__(self, config: DiffV2Config, layer_idx: int) -> None:
@@ -113,7 +110,7 @@ class DiffV2Attention(LlamaAttention):
 
 
 class DiffV2PreTrainedModel(LlamaPreTrainedModel):
-    """Base class of the models of this file, with the class attributes that transformers reads."""
+    """Base class of the models of this file."""
 
     config_class = DiffV2Config
     _can_record_outputs: ClassVar = {

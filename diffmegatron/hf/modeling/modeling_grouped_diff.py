@@ -9,27 +9,23 @@ those of the noise heads, and v is the value of the key-value head. For signal h
     lambda = exp(lambda_q1 . lambda_k1) - exp(lambda_q2 . lambda_k2) + lambda_init
     head_n = (1 - lambda_init) * RMSNorm(out_n), over the 2d channels of out_n
 
-All head_n together are the input of ``o_proj``. If ``headwise_norm`` is False, head_n is out_n.
-
-Here d is the number of channels of a query (``head_dim``). There are h_kv differential key-value
-heads. Each has two keys of d channels, k1 for its signal heads and k2 for their noise heads, and
-one value v of 2d channels. ``num_key_value_heads`` in the configuration is 2 * h_kv, the number of
-keys. In shapes, b is the batch size, s the number of queries and t the number of keys.
-
-Order of the heads in the projections:
+The heads are the input of ``o_proj``. If ``headwise_norm`` is False, head_n is out_n. There are
+h_kv = ``num_key_value_heads`` / 2 differential key-value heads. Order of the heads, with d channels
+(``head_dim``) per query:
 
     q_proj    rows: h signal heads of d rows each, then h / r noise heads of d rows each
-    k_proj    rows: k1 of all h_kv key-value heads, d rows each, then k2 of all of them
+    k_proj    rows: h_kv keys for signal heads (k1) of d rows each, then h_kv for noise heads (k2)
     v_proj    rows: h_kv values of 2d rows each
     o_proj    columns: h heads of 2d columns each
 
 **Motif-2's checkpoints** have h = 32, r = 4 and h_kv = 8, with queries and keys in another order.
 In ``q_proj``, block 5 * m + i of d rows is signal head 4 * m + i for i < 4, and noise head m for
 i = 4. In ``k_proj``, block 2 * j + i of d rows is k1 (i = 0) or k2 (i = 1) of key-value head j.
-Values and output have the same order as here. The MLP has another activation, PolyNorm.
+Values and output have the order above. The MLP has another activation, PolyNorm.
 
-This file imports only torch, transformers and ``configuration_grouped_diff.py``, because exported
-models contain a copy of the file.
+In shapes, b is the batch size, s the number of queries and t the number of keys. This file imports
+only torch, transformers and ``configuration_grouped_diff.py``, because exported models contain a
+copy of the file.
 """
 
 from collections.abc import Callable
@@ -54,9 +50,8 @@ from transformers.models.llama.modeling_llama import (
 from .configuration_grouped_diff import GroupedDiffConfig
 
 try:
-    # transformers 5 can call _init_weights after it has loaded weights. The functions in
-    # transformers.initialization leave loaded weights unchanged. transformers 4 lacks this module,
-    # but does not call _init_weights for loaded weights.
+    # transformers 5 calls _init_weights after it has loaded weights. These functions then leave
+    # loaded weights unchanged. transformers 4 lacks them and does not call it for loaded weights.
     from transformers import initialization
 except ImportError:
     from torch.nn import init as initialization
@@ -66,10 +61,10 @@ FLOAT32 = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2", "subln")
 
 
 class NoiseHeads(nn.Module):
-    """Module without weights that is the first argument of the attention call for the noise heads.
+    """First argument of the attention call for the noise heads; it has no weights.
 
-    An attention function of transformers reads ``num_key_value_groups``, the number of query heads
-    per key-value head, from this argument. Noise heads can have a smaller number than signal heads.
+    Attention functions of transformers read ``num_key_value_groups``, the number of query heads per
+    key-value head, from this argument.
     """
 
     def __init__(self, config: GroupedDiffConfig, layer_idx: int) -> None:
@@ -93,8 +88,7 @@ class GroupedDiffAttention(LlamaAttention):
         d = self.head_dim
         self.o_proj = nn.Linear(config.num_signal_heads * 2 * d, config.hidden_size, bias=False)
         self.lambda_init = config.layer_lambda_init(layer_idx)
-        # These vectors stay float32 in a bf16 model, because rounding would change lambda by up to
-        # 5e-3.
+        # float32 also in a bf16 model, because rounding would change lambda by up to 5e-3.
         self.lambda_q1 = nn.Parameter(torch.zeros(d, dtype=torch.float32))
         self.lambda_k1 = nn.Parameter(torch.zeros(d, dtype=torch.float32))
         self.lambda_q2 = nn.Parameter(torch.zeros(d, dtype=torch.float32))
@@ -111,18 +105,15 @@ class GroupedDiffAttention(LlamaAttention):
     ) -> tuple[Tensor, Tensor | None]:
         """Return the attention's output [b, s, hidden], and the softmax maps of all query heads.
 
-        The maps of all signal heads precede the maps of all noise heads. The maps are None if the
-        attention function in use does not return them.
+        The maps of signal heads precede those of noise heads. They are None if the attention
+        function in use does not return them.
 
         Args:
             hidden_states: [b, s, hidden].
             position_embeddings: cosines and sines of RoPE, [b, s, d] each.
-            past_key_values: cache to which this call adds the new keys and values. Its keys are
-                [b, 2 * h_kv, t, d]: all k1 and then all k2. Its values have the same shape: the
-                first d channels of all values, and then the last d channels.
-
-        Raises:
-            NotImplementedError: the caller uses continuous batching.
+            past_key_values: cache with keys [b, 2 * h_kv, t, d] (all k1 and then all k2) and values
+                of the same shape (the first d channels of all values, and then the last d
+                channels).
         """
         if kwargs.get("cache") is not None:
             raise NotImplementedError(
@@ -163,8 +154,8 @@ class GroupedDiffAttention(LlamaAttention):
     ) -> tuple[Tensor, Tensor | None]:
         """Compute softmax attention of the signal heads, or of the noise heads.
 
-        The attention function is called once for each half of the values' 2d channels, because fast
-        attention functions need values with as many channels as the keys.
+        There is one call for each half of the values' 2d channels, because fast attention functions
+        need values with as many channels as the keys.
 
         Args:
             module: ``self`` for the signal heads, ``self.noise`` for the noise heads.
@@ -185,10 +176,9 @@ class GroupedDiffAttention(LlamaAttention):
         return torch.cat([output for output, _ in halves], dim=-1), halves[0][1]
 
     def _combine(self, signal: Tensor, noise: Tensor) -> Tensor:
-        """Subtract lambda times the noise from the signal; return [b, s, h, 2d].
+        """Return signal - lambda * noise after the headwise norm, if any, [b, s, h, 2d].
 
-        The headwise norm, if any, is applied to the difference. The computation and the result are
-        in at least float32.
+        The computation and the result are in at least float32.
 
         Args:
             signal: outputs of the signal heads, [b, s, h, 2d].
@@ -208,11 +198,11 @@ class GroupedDiffAttention(LlamaAttention):
 
 
 class GroupedDiffPreTrainedModel(LlamaPreTrainedModel):
-    """Base class of the models of this file, with the class attributes that transformers reads."""
+    """Base class of the models of this file."""
 
     config_class = GroupedDiffConfig
-    # Serving engines expect one attention call per layer. A layer of this model has separate calls
-    # for the signal heads and the noise heads, with different keys.
+    # Serving engines expect one attention call per layer, but signal and noise heads have calls
+    # with different keys.
     _supports_attention_backend = False
     _can_record_outputs: ClassVar = {
         "hidden_states": LlamaDecoderLayer,
@@ -221,8 +211,8 @@ class GroupedDiffPreTrainedModel(LlamaPreTrainedModel):
 
     def post_init(self) -> None:
         """Keep the lambda vectors and the headwise norm in float32, then call Llama's method."""
-        # transformers 4 refuses names that no parameter has. A model without the norm lacks some
-        # names, and Llama's constructor calls this method before all parameters exist.
+        # transformers 4 refuses names without a parameter. Llama's constructor calls this method
+        # before all parameters exist.
         parts = {part for name, _ in self.named_parameters() for part in name.split(".")}
         self._keep_in_fp32_modules_strict = [name for name in FLOAT32 if name in parts]
         super().post_init()

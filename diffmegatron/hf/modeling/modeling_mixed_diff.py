@@ -28,7 +28,7 @@ ATTENTION = {
 
 
 class MixedDiffPreTrainedModel(GroupedDiffPreTrainedModel):
-    """Base class of the models of this file, with the class attributes that transformers reads."""
+    """Base class of the models of this file."""
 
     config_class = MixedDiffConfig  # type: ignore[assignment]
     _can_record_outputs: ClassVar = {
@@ -51,8 +51,7 @@ def _attention(config: MixedDiffConfig, layer_idx: int) -> LlamaAttention:
     own = config.layer_config(layer_idx)
     attention = ATTENTION[own.model_type](own, layer_idx)
     for module in attention.modules():
-        # All modules must share the model's configuration object, because transformers changes the
-        # attention function in that object.
+        # transformers changes the attention function in the model's configuration object.
         if hasattr(module, "config"):
             module.config = config
     return attention
