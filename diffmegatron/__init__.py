@@ -37,8 +37,7 @@ __all__ = [
     "train",
 ]
 
-# Exported name -> module that defines it. A module is imported when one of its names is first used.
-# Some of these modules import torch, which is slow and which most commands do not need.
+# Exported name -> its module, which is imported on first use because some import torch.
 _MODULES = {
     "Hook": "training.hook",
     "Recipe": "config.schema",
@@ -56,9 +55,8 @@ _MODULES = {
     "train": "api",
 }
 
-# (message pattern, module pattern) of library warnings that a user cannot act on. Some appear while
-# Megatron-core is imported, so the filters are set earlier, in this file. With an option -W of
-# Python, no filter is set. `diffmegatron doctor` reports missing libraries and a missing GPU.
+# Message and module patterns of library warnings that a user cannot act on. Some appear while
+# Megatron-core is imported, so they are set here. Python's option -W turns them off.
 _LIBRARY_WARNINGS = (
     (r"(Transformer Engine and )?Apex (is|are) not installed\. Falling back", r"megatron\.core"),
     (r"full scope is deprecated", r"megatron\.core"),
@@ -72,8 +70,7 @@ _LIBRARY_WARNINGS = (
 if not sys.warnoptions:
     for _message, _module in _LIBRARY_WARNINGS:
         warnings.filterwarnings("ignore", _message, module=_module)
-    # When DeepSpeed is imported on a machine without a GPU, torch looks for a CUDA compiler and
-    # logs that it found no CUDA runtime. Hide this message.
+    # DeepSpeed's import makes torch look for a CUDA compiler, and log that there is none.
     logging.getLogger("torch.utils.cpp_extension").addFilter(
         lambda record: "No CUDA runtime is found" not in record.getMessage()
     )

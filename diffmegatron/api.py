@@ -1,7 +1,6 @@
 """Public functions that train, export and evaluate from Python; docs/python.md describes them.
 
-Each function makes its quick checks before it imports torch, Megatron-core and DeepSpeed, because
-these imports are slow.
+Quick checks come first, because the imports of torch, Megatron-core and DeepSpeed are slow.
 """
 
 from collections.abc import Sequence

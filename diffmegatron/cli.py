@@ -113,8 +113,7 @@ def plan(
     if search is not None and gpus is not None:
         raise UserError(f"--search {search} ranks layouts of that many GPUs; drop --gpus {gpus}")
     stages = load_stages(config, overrides or [], allow_missing_files=True)
-    # The plan makes assumptions about files that do not exist yet. Print them to standard error,
-    # because standard output may be JSON.
+    # Standard output may be JSON, so print assumptions about missing files to standard error.
     for sentence in dict.fromkeys(stage.model.attention.assumption for stage in stages):
         if sentence is not None:
             print(f"assumed: {sentence}", file=sys.stderr)
@@ -205,8 +204,6 @@ def train(config: Config, overrides: Overrides = None) -> None:
 
     with RankRecord.of_environment() as record, exit_on_stop_signal(record):
         stages = load_stages(config, overrides or [])
-        # `api.train` imports torch, Megatron-core and DeepSpeed, which needs seconds. Load the
-        # recipe first, so that a mistyped key is reported at once.
         if not api.train(stages, record=record):
             raise typer.Exit(EXIT_STOPPED)
 

@@ -8,13 +8,10 @@ from typing import Any, get_type_hints
 
 
 def with_options(kind: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Return a decorator for a command function with a parameter ``settings`` of type ``kind``.
+    """Return a decorator that gives a command one option per field of the dataclass ``kind``.
 
-    On the command line, the command has one option for each field of ``kind``. The decorated
-    function receives the values of these options as one instance of ``kind``.
-
-    Args:
-        kind: dataclass; the type of each field is ``Annotated`` with a ``typer.Option``.
+    The function has a parameter ``settings`` of type ``kind``. The type of each field is
+    ``Annotated`` with a ``typer.Option``.
     """
     types = get_type_hints(kind, include_extras=True)
     options = [

@@ -48,7 +48,7 @@ LAUNCH_VARIABLES = (
     "NCCL_DEBUG",
     "NCCL_SOCKET_IFNAME",
 )
-# Head dimension of the shipped large recipes. The choice of attention kernels depends on it.
+# Head dimension of the shipped large recipes.
 HEAD_DIM = 128
 # Compute capability of Ampere, the first generation with bf16.
 BF16_CAPABILITY = (8, 0)
@@ -56,13 +56,7 @@ BF16_CAPABILITY = (8, 0)
 
 @dataclass(frozen=True)
 class Finding:
-    """One row of the report.
-
-    Attributes:
-        name: package, device or setting that was examined.
-        value: what was found, such as a version.
-        note: purpose of a package, memory and peak of a GPU, or reason for the value; may be empty.
-    """
+    """One row of the report: what was examined, what was found, and why or what for."""
 
     name: str
     value: str
@@ -71,13 +65,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Report:
-    """Findings about this machine.
-
-    Attributes:
-        sections: title of each table -> rows of the table.
-        missing: one sentence for each package, GPU capability or tokenizer file that is missing or
-            cannot be used.
-    """
+    """Tables of findings by title, and one sentence for everything that is missing or unusable."""
 
     sections: Mapping[str, tuple[Finding, ...]]
     missing: tuple[str, ...]
@@ -149,16 +137,11 @@ def _gpus() -> tuple[Finding, ...]:
 
 
 def _layer_host() -> tuple[Finding, tuple[str, ...]]:
-    """Find the library that provides the transformer layers, and problems with its import.
-
-    The second result is a sentence for ``Report.missing`` if Transformer Engine is installed but
-    cannot be imported. In all other cases it is empty.
-    """
+    """Return the library of the transformer layers, and a sentence for ``Report.missing`` or ()."""
     if find_spec("transformer_engine") is None:
         return Finding("layers", "local", "transformer-engine is not installed"), ()
     try:
-        # Megatron-core imports the same module of Transformer Engine, and catches only ImportError.
-        # Any other error here therefore means that Megatron-core cannot be imported either.
+        # Megatron-core imports the same module, and catches only ImportError.
         import_module("transformer_engine.pytorch.fp8")
     except ImportError as error:
         return _unusable_transformer_engine(error, "local", "the layers are Megatron-core's own")

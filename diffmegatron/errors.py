@@ -2,10 +2,11 @@
 
 
 class UserError(ValueError):
-    """Error for the user, usually a mistake in a recipe, a path, a file or a layout.
+    """Error that the user can correct, usually in a recipe, a path, a file or a layout.
 
-    The message is one sentence that names what is wrong, its value and a correct value. The command
-    line prints the message without a traceback and exits with ``exit_status``.
+    Any function of this package may raise it, so docstrings mention it only where it surprises. The
+    message is one sentence that names what is wrong, its value and a correct value. The command
+    line prints it without a traceback and exits with ``exit_status``.
     """
 
     exit_status = 2
@@ -14,17 +15,17 @@ class UserError(ValueError):
 class MachineError(UserError):
     """Temporary failure, such as a missing rank; the same command may succeed later.
 
-    Launch scripts restart a job that ended with this ``exit_status``, EX_UNAVAILABLE of sysexits.h.
+    Launch scripts restart the job. The ``exit_status`` is EX_UNAVAILABLE of sysexits.h.
     """
 
     exit_status = 69
 
 
 class UnfitNodeError(MachineError):
-    """Failure of one machine; the job may succeed on other machines.
+    """Failure of one machine; the job may succeed on others.
 
-    After this ``exit_status`` (EX_OSERR of sysexits.h), ``launch/slurm.sh`` restarts the job. The
-    script excludes this machine if enough others remain.
+    ``launch/slurm.sh`` restarts the job without this machine if enough others remain. The
+    ``exit_status`` is EX_OSERR of sysexits.h.
     """
 
     exit_status = 71

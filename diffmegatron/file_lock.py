@@ -1,8 +1,7 @@
 """File lock that the kernel releases when the process that holds the lock ends.
 
-This module replaces the package filelock, which uses the same system call (flock). That package
-does not report which process holds a lock, leaves its lock file behind, and raises an error if the
-file system does not support locks.
+The package filelock uses the same system call, but does not name the holder of a lock, leaves its
+file behind, and fails on file systems without locks.
 """
 
 import fcntl
@@ -28,22 +27,16 @@ _POLL_SECONDS = 0.2
 class FileLock:
     """A context that only one process at a time can enter for the same file.
 
-    The lock is advisory (flock). The kernel releases it when the process ends, so a lock file that
-    a crash left behind never blocks a restart. On a file system that does not support locks, the
-    context is entered without a lock, and a warning is logged.
+    On a file system that does not support locks, the context is entered with a warning.
 
     Args:
-        path: lock file. Entering the context creates the file, and its folder if needed. Leaving
-            the context removes the file. It also removes a folder that this lock created and that
-            is empty.
+        path: lock file, created with its folder and removed again.
         place: name of the locked resource in messages, such as ``run_dir runs/quickstart``.
         advice: advice for the user in messages, such as ``give another run_dir``.
-        patience: largest number of seconds to wait until another process releases the lock. A
-            finite wait is announced on standard error; an infinite wait is silent.
+        patience: seconds to wait for another process. A finite wait is announced on standard error.
 
     Raises:
-        UserError: the file cannot be created or written, or another process keeps the lock for
-            longer than ``patience``.
+        UserError: the file cannot be written, or another process keeps the lock.
     """
 
     def __init__(self, path: Path, place: str, advice: str, patience: float = 0.0) -> None:
@@ -68,7 +61,7 @@ class FileLock:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # The folder may have other files, and another process may have removed the file or folder.
+        # The folder may have other files, or may already be removed.
         with suppress(OSError):
             # If the folder was moved, the file at this path may be the lock of another process.
             if self._is_in_place():
@@ -113,8 +106,7 @@ class FileLock:
                 error,
             )
             return True
-        # The previous holder may have removed the file between open and flock. A lock on a removed
-        # file excludes nobody, so open the path again.
+        # The previous holder may have removed the file between open and flock, so open it again.
         if self._is_in_place():
             return True
         os.close(self._descriptor)
@@ -122,7 +114,6 @@ class FileLock:
         return self._taken()
 
     def _is_in_place(self) -> bool:
-        """Return whether the path still leads to the file that this process opened."""
         try:
             return os.path.samestat(self._path.stat(), os.fstat(self._descriptor))
         except FileNotFoundError:

@@ -1,8 +1,7 @@
 """Read files that may be damaged, and write files atomically.
 
-Any file of a run may have been truncated, overwritten or replaced. All small files (JSON, YAML) are
-read by this module. It refuses a file that is too large, is not a regular file, or has JSON nested
-too deeply.
+Files of a run may have been truncated or replaced. This module therefore reads all small files, and
+refuses files that are too large, not regular, or JSON nested too deeply.
 """
 
 import errno
@@ -17,22 +16,16 @@ from typing import Any, BinaryIO, Self
 
 from diffmegatron.errors import UserError
 
-# Default limit for the size of a file that is read into memory: 256 MiB. Normal files are far
-# smaller: the manifest of a checkpoint of 10,000 ranks has 1.5 MB.
+# The largest normal file is the manifest of a checkpoint: 1.5 MB for 10,000 ranks.
 MAX_BYTES = 1 << 28
 _PIECE = 1 << 20
 _SHOWN = 200
 
 
 def read_bytes(path: Path, *, max_bytes: int = MAX_BYTES) -> bytes:
-    """Return the content of a regular file; symbolic links are followed.
-
-    Raises:
-        UserError: the file cannot be read, is larger than ``max_bytes``, or is not a regular file
-            (reading a FIFO could block forever).
-    """
+    """Return the content of a regular file of at most ``max_bytes``."""
     with open_file(path) as stream:
-        # Read in pieces, because read(n) allocates n bytes before it reads the first byte.
+        # read(n) allocates n bytes before it reads the first byte, so read in pieces.
         pieces, left = [], max_bytes + 1
         try:
             while piece := stream.read(min(left, _PIECE)):
@@ -47,11 +40,7 @@ def read_bytes(path: Path, *, max_bytes: int = MAX_BYTES) -> bytes:
 
 
 def open_file(path: Path, *, buffering: int = -1) -> BinaryIO:
-    """Open a regular file of any size for reading; symbolic links are followed.
-
-    Raises:
-        UserError: the file is missing, is not a regular file, or cannot be opened.
-    """
+    """Open a regular file of any size for reading."""
     try:
         # Without O_NONBLOCK, opening a FIFO blocks until another process writes to it.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
@@ -71,7 +60,7 @@ def file_size(path: Path) -> int:
 
 
 def read_text(path: Path, *, max_bytes: int = MAX_BYTES) -> str:
-    """Return the text of a regular file, or raise UserError if it is not UTF-8."""
+    """Return the text of a regular file in UTF-8."""
     try:
         return read_bytes(path, max_bytes=max_bytes).decode()
     except UnicodeDecodeError as error:
@@ -83,28 +72,16 @@ def read_text(path: Path, *, max_bytes: int = MAX_BYTES) -> str:
 def read_json(path: Path, schema: Any, *, max_bytes: int = MAX_BYTES) -> Any:
     """Return the content of a JSON file as a pydantic model, dataclass or typed collection.
 
-    Args:
-        schema: type of the result, such as a pydantic model or ``dict[str, int]``.
-
-    Raises:
-        UserError: the file cannot be read, or its content does not fit ``schema``. In the second
-            case, the message contains ``cannot be used``.
+    ``schema`` is the type of the result. The error for content that does not fit it contains
+    ``cannot be used``.
     """
     return parse_json(read_bytes(path, max_bytes=max_bytes), schema, format_path(path))
 
 
 def parse_json(content: bytes | str, schema: Any, name: str) -> Any:
-    """Parse JSON as a pydantic model, dataclass or typed collection.
+    """Parse JSON as ``schema``, a pydantic model, dataclass or typed collection.
 
-    pydantic's parser is used because it limits nesting and the length of integers. The parser of
-    Python's ``json`` raises a ``RecursionError`` on deep nesting.
-
-    Args:
-        schema: type of the result.
-        name: name of the content in the error message, such as a path.
-
-    Raises:
-        UserError: the content is not valid JSON or does not fit ``schema``.
+    Python's own parser raises a ``RecursionError`` on deep nesting; pydantic's limits it.
     """
     from pydantic import TypeAdapter, ValidationError
 
@@ -120,10 +97,7 @@ def parse_json(content: bytes | str, schema: Any, name: str) -> Any:
 
 
 def create_file(path: Path) -> BinaryIO:
-    """Create or truncate a file, and open it for writing in binary mode.
-
-    If ``path`` is a FIFO without a reader, raise OSError instead of waiting for a reader.
-    """
+    """Create or truncate a file for writing; a FIFO without a reader is an OSError."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK
     return os.fdopen(os.open(path, flags, 0o666), "wb")
 
@@ -132,9 +106,8 @@ def write_durably(path: Path, content: bytes) -> None:
     """Write a file atomically: write and sync a temporary file, then rename it to ``path``.
 
     Raises:
-        OSError: ``path`` exists and is not a regular file, or cannot be written; ``path`` is then
-            unchanged. If only the sync of the folder after the rename fails, ``path`` has the new
-            content, but may lose it in a power cut.
+        OSError: ``path`` is not a regular file or cannot be written, and is unchanged. If only the
+            last sync of its folder fails, ``path`` already has the new content.
     """
     check_replaceable(path)
     temporary = path.with_name(f"{path.name}.tmp")
@@ -146,7 +119,7 @@ def write_durably(path: Path, content: bytes) -> None:
             os.fsync(stream.fileno())
         temporary.replace(path)
     except OSError:
-        # On a full disk, the partial file would use space that other files need.
+        # On a full disk, other files need the space.
         with suppress(OSError):
             temporary.unlink()
         raise
@@ -156,8 +129,8 @@ def write_durably(path: Path, content: bytes) -> None:
 class HeldFolder:
     """A context that keeps a folder open, to detect that another folder has replaced it.
 
-    Folders are compared by inode number. The file system can reuse the number of a removed folder
-    unless a process keeps the folder open.
+    Folders are compared by inode number, which the file system can reuse once no process has the
+    folder open.
     """
 
     def __init__(self, path: Path) -> None:
@@ -173,8 +146,8 @@ class HeldFolder:
     def is_in_place(self) -> bool:
         """Return whether the path still leads to the folder that was opened.
 
-        Return False only if the folder was certainly moved, removed or replaced. Return True on an
-        unrelated file system error, such as EIO.
+        Only a folder that was certainly moved, removed or replaced is not; an error such as EIO is
+        ignored.
         """
         try:
             return os.path.samestat(self._path.stat(), os.fstat(self._descriptor))
@@ -202,7 +175,7 @@ def check_replaceable(*paths: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Sync a folder to the disk, so that the renames in it survive a power cut."""
+    """Sync a folder to the disk, so that renames in it survive a power cut."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -211,7 +184,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def format_path(path: Path) -> str:
-    """Return a path as text for a message: shortened, and with undecodable bytes escaped."""
+    """Return a path for a message: shortened, with undecodable bytes escaped."""
     return shorten(str(path).encode(errors="backslashreplace").decode())
 
 
@@ -227,10 +200,9 @@ def check_utf8(*paths: Path) -> None:
 
 
 def printable(path: str | Path) -> str:
-    r"""Return a file's name as UTF-8 text that JSON and every terminal accept.
+    r"""Return a file's name as UTF-8 text; bytes that are not UTF-8 become ``\xNN``.
 
-    A byte that is not UTF-8 is written as ``\x`` and two hexadecimal digits. Every backslash is
-    doubled. Different names always have different texts.
+    Every backslash is doubled, so different names always have different texts.
     """
     return os.fsencode(path).replace(b"\\", b"\\\\").decode(errors="backslashreplace")
 
@@ -238,7 +210,7 @@ def printable(path: str | Path) -> str:
 def shortest_ends(paths: Sequence[PurePath]) -> list[str]:
     """Return for each path its shortest ending that no other path has.
 
-    For ``runs/a/hf`` and ``runs/b/hf`` the endings are ``a/hf`` and ``b/hf``. A path without
+    Example: ``runs/a/hf`` and ``runs/b/hf`` have the endings ``a/hf`` and ``b/hf``. A path without
     such an ending is returned whole, such as ``hf`` beside ``runs/hf``.
     """
     every = Counter(end for path in paths for end in _ends(path))
@@ -249,18 +221,17 @@ def shortest_ends(paths: Sequence[PurePath]) -> list[str]:
 
 
 def _ends(path: PurePath) -> list[tuple[str, ...]]:
-    """Return all endings of a path as tuples of its components, the shortest ending first."""
     return [path.parts[-length:] for length in range(1, len(path.parts) + 1)]
 
 
 def shorten(text: str) -> str:
-    """Return text for a message: on one line, without its middle if it exceeds 200 characters."""
+    """Return text on one line, without its middle if it exceeds 200 characters."""
     line = "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
     return line if len(line) <= _SHOWN else f"{line[:120]}...{line[-60:]}"
 
 
 def os_error_text(error: Exception) -> str:
-    """Return the operating system's text for an error, without the error number and the path."""
+    """Return the operating system's text for an error, without its number and path."""
     return error.strerror or str(error) if isinstance(error, OSError) else str(error)
 
 

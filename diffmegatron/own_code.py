@@ -1,8 +1,7 @@
 """Import user-defined code, such as a kind of attention or a hook, once and only on request.
 
-The option ``--import`` and the key ``imports`` of a recipe request an import. A checkpoint and a
-``run_dir`` also record the imports of their run, but this record is not a request. So reading
-another person's run never executes that person's code.
+Requests are the option ``--import`` and the key ``imports`` of a recipe. Checkpoints and run
+directories only record the imports of their run, so reading a run never executes its code.
 """
 
 import os
@@ -19,10 +18,7 @@ from diffmegatron.errors import UserError
 from diffmegatron.files import format_path, read_text, shorten
 
 IMPORTS = "DIFFMEGATRON_IMPORTS"
-"""Name of the environment variable that holds the files and modules passed to ``--import``.
-
-They are separated by ``os.pathsep``. Child processes inherit the variable.
-"""
+"""Environment variable with the files and modules of ``--import``, for child processes."""
 IMPORTS_KEY = "imports"
 """Key of a recipe with the list of files and modules to import."""
 
@@ -32,13 +28,7 @@ class NotImportedError(UserError):
 
 
 def import_requested(names: Iterable[str]) -> None:
-    """Import the code named by ``--import``, and pass the names to child processes.
-
-    Code that was named by ``--import`` of the parent process is imported too.
-
-    Raises:
-        UserError: the code cannot be read, or raises an error.
-    """
+    """Import the code named by ``--import`` here or in the parent process; tell child processes."""
     asked = dict.fromkeys([*requested_imports(), *map(absolute, names)])
     for name in asked:
         import_code(name)
@@ -66,21 +56,14 @@ def absolute(name: str) -> str:
 
 
 def import_code(name: str) -> None:
-    """Import a Python file or a module, unless it is already imported.
-
-    Args:
-        name: absolute path of a file, or name of a module (see :func:`absolute`).
-
-    Raises:
-        UserError: the file cannot be read, or its code raises an error; the message names the line.
-    """
+    """Import a Python file (an absolute path) or a module, unless it is already imported."""
     if is_imported(name):
         return
     module = module_name(name)
     if module == name:
         _run(name, lambda: import_module(name))
         return
-    read_text(Path(name))  # Raises an error for a FIFO, on which Python's import would block.
+    read_text(Path(name))  # Python's import would block on a FIFO.
     spec = spec_from_file_location(module, name)
     if spec is None or spec.loader is None:
         raise UserError(
@@ -103,7 +86,7 @@ def is_imported(name: str) -> bool:
 def module_name(name: str) -> str:
     """Return the key of a file or module in ``sys.modules``.
 
-    The key of a file contains a hash of its path, which distinguishes files of the same name.
+    The key of a file has a hash of its path, because several files can share a name.
     """
     if absolute(name) == name and os.sep not in name:
         return name
@@ -113,11 +96,9 @@ def module_name(name: str) -> str:
 
 
 def import_recipe_code(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Import the code that a recipe and ``--import`` name; return the recipe with all the names.
+    """Import the code that a recipe and ``--import`` name.
 
-    The names from both are listed in the key ``imports`` of the result, so that checkpoints record
-    them. If ``imports`` has the wrong type, nothing is imported, and the values are returned
-    unchanged.
+    Return the recipe with all the names in its key ``imports``, so that checkpoints record them.
     """
     own = values.get(IMPORTS_KEY) or []
     if not isinstance(own, list) or not all(isinstance(each, str) for each in own):
@@ -129,13 +110,9 @@ def import_recipe_code(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def require_imported(values: Mapping[str, Any], place: str) -> None:
-    """Raise an error if a recorded run needs code that is not imported in this process.
+    """Raise NotImportedError if a recorded run needs code that is not imported in this process.
 
-    Args:
-        place: path of the recipe for the error message.
-
-    Raises:
-        NotImportedError: the message shows the option that imports the code.
+    ``place`` is the path of the recipe for the error message.
     """
     names = values.get(IMPORTS_KEY)
     for name in names if isinstance(names, list) else []:

@@ -1,8 +1,7 @@
 """Base class of the sections of a recipe, and the types of their values.
 
-The upper bounds of sizes, counts and names are far above those of any real run. They ensure that
-a product of sizes does not overflow to infinity when it is computed as a float, every count and
-seed fits in 64 bits, and file systems accept every name.
+The upper bounds are far above any real run. They keep products of sizes finite as floats, counts
+and seeds within 64 bits, and names valid in file systems.
 """
 
 import math
@@ -14,8 +13,7 @@ from pydantic_core import PydanticCustomError
 
 MAX_SIZE = 2**31 - 1
 MAX_COUNT = 2**62
-# File systems accept names of 255 bytes. The limit is lower, because endings such as ".cache" or
-# ".rejects.jsonl" are appended to a name.
+# File systems accept 255 bytes, and endings such as ".rejects.jsonl" are appended to a name.
 _NAME_BYTES = 200
 _PATH_BYTES = 512
 _NO_TEXT = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")
@@ -28,7 +26,6 @@ class Section(BaseModel):
 
 
 def _check_path(text: str) -> str:
-    """Return a path unchanged; raise a validation error if file systems may not accept it."""
     problem = None
     if not text:
         problem = "it is empty; give a path"

@@ -9,8 +9,7 @@ _PACKAGE = Path(__file__).resolve().parent
 def shipped_folder(name: Literal["configs", "launch"]) -> Path:
     """Return the folder of the shipped recipes or launch scripts.
 
-    In an installed wheel the folder lies inside the package. In a git checkout it lies beside the
-    package.
+    It lies inside an installed package, and beside the package in a git checkout.
     """
     installed = _PACKAGE / name
     return installed if installed.is_dir() else _PACKAGE.parent / name

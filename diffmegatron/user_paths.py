@@ -1,7 +1,6 @@
 """Turn operating-system errors about paths on the command line into one sentence.
 
-Every command runs inside :func:`explain_path_errors`. Functions that read or write files report
-an error themselves only where they can add information.
+Functions that read or write files report an error themselves only if they can add information.
 """
 
 import errno
@@ -14,30 +13,24 @@ from pathlib import Path
 from diffmegatron.errors import MachineError, UserError
 from diffmegatron.files import check_utf8, format_path, os_error_text
 
-# Numbers (errno) of the errors that a wrong path causes. All other errors, such as a full disk, are
-# failures of the machine.
+# Errors that a wrong path causes. All others, such as a full disk, are failures of the machine.
 _USER_ERRNOS = {
     *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENOTEMPTY, errno.ELOOP),
     *(errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENXIO, errno.EINVAL),
 }
-# Start of the message of a loop of symbolic links. Before Python 3.13, pathlib raises a
-# RuntimeError with this message instead of an OSError.
+# Before Python 3.13, pathlib raises a RuntimeError with this message for a loop of links.
 _LOOP = "Symlink loop from "
 
 
 @contextmanager
 def explain_path_errors(words: Sequence[str]) -> Iterator[None]:
-    """Replace an error about a path among ``words`` by a UserError or MachineError.
+    """Replace an error about a path among ``words``, the command line, by one sentence.
 
-    ``words`` are the words of the command line. An error about any other file is a defect of the
-    program, and passes unchanged, so that the user sees its traceback. Only pathlib's error for a
-    loop of symbolic links is always replaced, because it has no separate path to compare with
-    ``words``.
+    An error about any other file is a defect of the program, and passes unchanged.
 
     Raises:
-        UserError: a path among ``words`` is wrong, for instance missing, not readable or not UTF-8.
-        MachineError: a path among ``words`` failed for another reason, such as a full disk; the
-            same command may succeed later.
+        UserError: a path is wrong, for instance missing, not readable or not UTF-8.
+        MachineError: a path failed for another reason, such as a full disk.
     """
     try:
         yield
@@ -69,8 +62,8 @@ def escape_undecodable_output() -> None:
 def _is_named(path: object, words: Sequence[str]) -> bool:
     """Return whether ``path`` belongs to a path on the command line.
 
-    It does if it begins with a path in ``words`` (``PREFIX.bin`` belongs to ``PREFIX``), or if it
-    is a parent folder of one. A word ``KEY=VALUE`` also counts as the path ``VALUE``.
+    It may begin with that path (``PREFIX.bin`` with ``PREFIX``) or be one of its parent folders. A
+    word ``KEY=VALUE`` also counts as the path ``VALUE``.
     """
     if not isinstance(path, str | bytes | os.PathLike):
         return False

@@ -13,14 +13,7 @@ Model = TypeVar("Model", bound=BaseModel)
 
 
 def validated(schema: type[Model], values: Any, name: str) -> Model:
-    """Check values, and return them as an instance of a pydantic model.
-
-    Args:
-        name: source of the values, such as the path of a file. The error message begins with it.
-
-    Raises:
-        UserError: If a key is unknown or missing, or a value does not fit.
-    """
+    """Return values as a pydantic model; error messages begin with ``name``, their source."""
     try:
         return schema.model_validate(values)
     except ValidationError as error:
@@ -30,9 +23,7 @@ def validated(schema: type[Model], values: Any, name: str) -> Model:
 def first_error(error: ValidationError) -> Any:
     """Return the error to report: an unknown key if there is one, otherwise the first error.
 
-    A mistyped required key causes two errors. For example, ``tokeniser`` instead of ``tokenizer``
-    causes a missing key ``tokenizer`` and an unknown key ``tokeniser``. Only the second error shows
-    the mistake.
+    A mistyped required key causes two errors, and only the unknown key shows the mistake.
     """
     errors = error.errors(include_url=False)
     return min(errors, key=lambda each: each["type"] != "extra_forbidden")
@@ -41,10 +32,7 @@ def first_error(error: ValidationError) -> Any:
 def describe(error: Any, known_keys: Collection[str]) -> str:
     """Return one pydantic error as text: the key, its value, and the correct form.
 
-    Args:
-        error: result of :func:`first_error`.
-        known_keys: valid keys. For an unknown key, the text suggests the most similar valid key, or
-            lists all of them if none is similar.
+    ``known_keys`` are the valid keys, of which the text suggests the one nearest to an unknown key.
     """
     key = shorten(".".join(map(str, error["loc"]))) or "the content"
     if error["type"] == "extra_forbidden":

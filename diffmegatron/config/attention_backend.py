@@ -9,19 +9,14 @@ from diffmegatron.config.divisibility import context_communication
 from diffmegatron.config.recipe_sections import RecipeSections
 from diffmegatron.errors import UserError
 
-# Optional libraries that estimates assume to be installed when they resolve "auto". Triton comes
-# with the CUDA builds of torch. FlashAttention and flex_head_fa need a separate installation. With
-# them, a run with "auto" needs less memory and time than estimated.
+# Optional libraries that estimates assume to be installed. CUDA builds of torch include Triton.
 PLANNED_LIBRARIES = frozenset({"triton"})
 
 _DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 
 
 def attention_call(recipe: RecipeSections, attention: Variant, device_type: str) -> Call:
-    """Return the properties of a layer's attention call, which determine its possible backends.
-
-    ``device_type`` is "cuda" or "cpu".
-    """
+    """Return the properties of a layer's attention call; ``device_type`` is "cuda" or "cpu"."""
     needs = needed_features(
         documents=bool(recipe.data.reset_attention_mask),
         context=recipe.parallel.context,
@@ -37,11 +32,7 @@ def planned_backend(
     """Return the name of the backend for which a layer's memory and time are estimated.
 
     ``training.attention_backend`` applies to differential attention; softmax attention always uses
-    "auto". A backend that the recipe names is assumed to be installed. "auto" is resolved as if
-    only :data:`PLANNED_LIBRARIES` were installed.
-
-    Raises:
-        UserError: the backend in the recipe cannot run the layer.
+    "auto". A backend that the recipe names is assumed to be installed.
     """
     has_two_maps = attention.operation == "differential"
     setting = recipe.training.attention_backend if has_two_maps else "auto"

@@ -32,10 +32,9 @@ class Source(Section):
 class Upsampling(Section):
     """Length up-sampling (Fu et al., arXiv 2402.10171): a larger share of long documents.
 
-    Documents of at least ``long_tokens`` tokens are always kept, and shorter documents with the
-    probability ``keep_short``. The mode ``per_source`` preserves the share of tokens of each
-    source. The mode ``global`` raises the shares of sources with long documents. The mode ``none``
-    keeps all documents.
+    Shorter documents than ``long_tokens`` are kept with the probability ``keep_short``.
+    ``per_source`` preserves the share of tokens of each source. ``global`` raises the shares of
+    sources with long documents.
     """
 
     mode: Literal["none", "per_source", "global"] = "none"

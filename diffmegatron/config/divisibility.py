@@ -1,7 +1,4 @@
-"""Check that a parallel layout divides the model and its batches.
-
-Each error names the nearest size or the settings that would fit.
-"""
+"""Check that a parallel layout divides the model and its batches; errors name the nearest fit."""
 
 import math
 from typing import Literal
@@ -12,17 +9,12 @@ from diffmegatron.errors import UserError
 from diffmegatron.files import shorten
 from diffmegatron.section import divisors
 
-# Largest supported number of ranks, about ten times the size of the largest GPU clusters. The limit
-# keeps the search for layouts (plan/search.py) fast.
+# Largest number of ranks; the limit keeps the search for layouts (plan/search.py) fast.
 MAX_WORLD_SIZE = 2**20
 
 
 def check_layout(recipe: RecipeSections) -> None:
-    """Check those rules of the parallel layout that do not depend on the number of ranks.
-
-    Raises:
-        ValueError: a size is not divisible, or a setting does not work with the layout.
-    """
+    """Check the rules of the parallel layout that do not depend on the number of ranks."""
     _check_tensor(recipe)
     _check_context(recipe)
     _check_ring(recipe)
@@ -31,11 +23,7 @@ def check_layout(recipe: RecipeSections) -> None:
 
 
 def data_parallel_size(recipe: RecipeSections, world_size: int) -> int:
-    """Return the data-parallel size on ``world_size`` ranks.
-
-    Raises:
-        UserError: ``world_size`` or the global batch size does not fit the parallel layout.
-    """
+    """Return the data-parallel size on ``world_size`` ranks."""
     check_ranks(world_size)
     parallel, training = recipe.parallel, recipe.training
     if world_size % parallel.model_ranks:
@@ -50,8 +38,7 @@ def data_parallel_size(recipe: RecipeSections, world_size: int) -> int:
     per_microbatch = data * training.micro_batch_size
     batch = training.global_batch_size
     if batch % per_microbatch:
-        # Propose a smaller microbatch rather than another global batch if possible, because the
-        # global batch often comes from a paper.
+        # The global batch often comes from a paper, so propose another microbatch if possible.
         smaller = range(training.micro_batch_size - 1, 0, -1)
         micro = next((size for size in smaller if batch % (data * size) == 0), None)
         nearest = max(1, round(batch / per_microbatch)) * per_microbatch
@@ -77,10 +64,8 @@ def data_parallel_size(recipe: RecipeSections, world_size: int) -> int:
 def context_communication(recipe: RecipeSections) -> Literal["ring", "all_gather", "ulysses"]:
     """Return the communication method of the context-parallel ranks, with ``auto`` resolved.
 
-    ``auto`` selects Ulysses if the context-parallel size divides the number of key-value heads per
-    tensor-parallel rank, and the ring otherwise. Ulysses moves the least data, and its kernels are
-    as fast as on one rank. ``auto`` never selects ``all_gather``, because each rank then saves the
-    keys and values of the whole sequence for the backward pass.
+    ``auto`` selects Ulysses if the ranks can share the key-value heads equally, because Ulysses
+    moves the least data. Otherwise ``auto`` selects the ring.
     """
     parallel = recipe.parallel
     if parallel.context_communication != "auto":
@@ -119,11 +104,7 @@ def _check_tensor(recipe: RecipeSections) -> None:
 
 
 def _check_context(recipe: RecipeSections) -> None:
-    """Require a sequence length, and for Ulysses a number of heads, that ranks share equally.
-
-    In the zigzag order each context-parallel rank has two equal chunks of the sequence. With
-    sequence parallelism, the tensor-parallel ranks shard each chunk.
-    """
+    """Require a sequence length, and for Ulysses a number of heads, that ranks share equally."""
     parallel, length = recipe.parallel, recipe.training.seq_length
     if parallel.context == 1:
         return
@@ -150,7 +131,6 @@ def _check_context(recipe: RecipeSections) -> None:
 
 
 def _check_ring(recipe: RecipeSections) -> None:
-    """Require a backend that can attend to chunks, if differential attention runs over a ring."""
     backend = recipe.training.attention_backend
     kinds = recipe.model.attention.by_kind(recipe.model.num_layers)
     if (
@@ -188,9 +168,7 @@ def _check_pipeline(recipe: RecipeSections) -> None:
 def _check_recompute(recipe: RecipeSections) -> None:
     """Check ``recompute.layers`` against the number of layers of a virtual stage.
 
-    With the method ``uniform``, ``recompute.layers`` is the size of a group of layers. It must
-    divide the number of layers, because Megatron-core would run past the last layer in a smaller
-    last group.
+    Megatron-core would run past the last layer in a smaller last group of the method ``uniform``.
     """
     recompute, parallel = recipe.recompute, recipe.parallel
     layers = recipe.model.num_layers // (parallel.pipeline * parallel.virtual_pipeline)

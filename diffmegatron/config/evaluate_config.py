@@ -10,8 +10,8 @@ from diffmegatron.section import Count, Section
 class EvaluateConfig(Section):
     """Evaluation of a run with the suite (benchmark) ``suite`` every ``every`` steps.
 
-    Other keys are settings of the suite. The evaluation package defines them, and the package
-    ``config`` must not import that package. They are therefore checked only when training starts.
+    Other keys are settings of the suite. They are checked when training starts, because ``config``
+    must not import ``evaluation``.
     """
 
     model_config = ConfigDict(extra="allow")
@@ -21,5 +21,5 @@ class EvaluateConfig(Section):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Settings of the suite by name: all keys except ``suite`` and ``every``."""
+        """Settings of the suite: all keys except ``suite`` and ``every``."""
         return dict(self.model_extra or {})

@@ -1,12 +1,8 @@
 """Read a :class:`Recipe` from YAML files and ``key=value`` overrides.
 
-``extends`` in a recipe is the path of another recipe, or a list of such paths. The recipe inherits
-the values of those files. Mappings are merged key by key, and any other value is replaced. Files
-later in the list take precedence over earlier files. The recipe's own values take precedence over
-all inherited values.
-
-Paths in ``extends``, and values that begin with ``./`` or ``../``, are relative to the folder of
-the file that contains them.
+``extends`` names one or more other recipes, whose values are inherited. Mappings are merged key by
+key. Later files replace values of earlier files, and the recipe's own values replace both. Paths in
+``extends``, and values that begin with ``./`` or ``../``, are relative to the file with them.
 """
 
 import os
@@ -30,9 +26,8 @@ COMMAND_LINE = "the command line"
 # Largest number of files of one recipe. A file counts once for each file that extends it.
 MAX_FILES = 32
 
-# Values: the content of one file, or of several merged files. Origins: the file or stage that set
-# each dotted key, or COMMAND_LINE. Never modify either in place: after a merge, or with a YAML
-# alias, two dictionaries can contain the same nested dictionary.
+# Content of files, and the file or stage that set each dotted key. Both can share nested
+# dictionaries after a merge, so never modify them in place.
 Values = dict[str, Any]
 Origins = dict[str, str]
 
@@ -43,11 +38,9 @@ def load_recipe(
     """Read, merge and check a recipe.
 
     Args:
-        path: YAML file.
-        overrides: ``section.key=value`` strings. The value is YAML. A text in the value that begins
-            with ``./`` or ``../`` is a path relative to the working directory.
-        allow_missing_files: accept missing files that ``model.attention`` names, and assume values
-            in place of their content. ``diffmegatron plan`` needs this before the files exist.
+        overrides: ``section.key=value`` strings; the value is YAML.
+        allow_missing_files: assume a content for missing files that ``model.attention`` names, as
+            ``diffmegatron plan`` does.
 
     Raises:
         UserError: a file cannot be read or has stages, a key is unknown, or a value does not fit.
@@ -62,23 +55,22 @@ def load_recipe(
 def load_stages(
     path: str | Path, overrides: Sequence[str] = (), *, allow_missing_files: bool = False
 ) -> tuple[Recipe, ...]:
-    """Read a recipe; return one recipe per stage if it has ``stages``, otherwise the one recipe.
+    """Read a recipe, and return one recipe per stage, or the one recipe if it has no ``stages``.
 
     A stage is a training run that usually starts with the weights of an earlier stage. ``stages``
     is a list of mappings with these keys:
 
-    - ``name``: name of the stage. The stage's ``run_dir`` becomes ``run_dir/name``.
-    - ``start_from`` (optional): name of an earlier stage. Its ``run_dir`` becomes the
-      ``checkpoint.start_from`` of this stage. The default is the preceding stage. With null, and by
-      default in the first stage, ``checkpoint.start_from`` is not changed.
+    - ``name``: the stage's ``run_dir`` becomes ``run_dir/name``.
+    - ``start_from``: earlier stage whose ``run_dir`` becomes this stage's
+      ``checkpoint.start_from``. By default this is the preceding stage. With null,
+      ``checkpoint.start_from`` stays as it is.
     - all keys in which the stage differs from the rest of the recipe.
 
     The arguments are those of :func:`load_recipe`. An override ``stages.NAME.key=value`` changes
-    one stage, and takes precedence over an override of all stages.
+    only the stage NAME.
 
     Raises:
-        UserError: a recipe is wrong (:func:`load_recipe`), two stages share a name, or a stage
-            cannot start with the weights of its ``start_from``.
+        UserError: a recipe is wrong, or a stage cannot start from its ``start_from``.
     """
     file = format_path(Path(path))
     values, origins = _Files().read(Path(path))
@@ -104,23 +96,14 @@ def load_stages(
 
 
 def recipe_files(path: Path) -> list[Path]:
-    """Return the absolute paths, with links resolved, of a recipe and all files that it extends.
-
-    Raises:
-        UserError: a file cannot be read, or files extend each other in a circle.
-    """
+    """Return the absolute paths, with links resolved, of a recipe and all files that it extends."""
     files = _Files()
     files.read(path)
     return files.paths
 
 
 def load_resolved(path: Path) -> Recipe:
-    """Read a recipe that :func:`dump_recipe` wrote: one file without ``extends`` and ``stages``.
-
-    Raises:
-        UserError: the file cannot be read or is not such a recipe, or its ``imports`` (user code)
-            were not requested with ``--import`` in this process.
-    """
+    """Read a recipe that :func:`dump_recipe` wrote: one file without ``extends`` and ``stages``."""
     values = _parse_mapping(read_text(path, max_bytes=MAX_BYTES), path)
     for key in ("extends", "stages"):
         if key in values:
@@ -132,10 +115,7 @@ def load_resolved(path: Path) -> Recipe:
 
 
 def check_recipe(values: Values, name: str, overrides: Sequence[str] = ()) -> Recipe:
-    """Check values that do not come from a file, and return their recipe.
-
-    ``name`` is the name of the values in error messages.
-    """
+    """Check values that do not come from a file; error messages call them ``name``."""
     return _validate(*_overridden(values, {}, overrides), name)
 
 
@@ -145,7 +125,7 @@ def dump_recipe(recipe: Recipe) -> str:
 
 
 class _Files:
-    """Reader of the files of one recipe; parses and merges each file only once."""
+    """Reader of the files of one recipe, which parses each file only once."""
 
     def __init__(self) -> None:
         self._merged: dict[Path, tuple[Values, Origins] | None] = {}
@@ -157,7 +137,7 @@ class _Files:
         return [*self._merged]
 
     def read(self, path: Path) -> tuple[Values, Origins]:
-        """Read a file and all files that it extends; return the merged values and their origins."""
+        """Return the merged values of a file and all files that it extends, and their origins."""
         self._read += 1
         if self._read > MAX_FILES:
             raise UserError(f"{format_path(path)}: a recipe may have at most {MAX_FILES} files")
@@ -205,10 +185,7 @@ def _parents(extends: Any, path: Path) -> list[str]:
 
 
 def _with_absolute_paths(value: Any, folder: Path) -> Any:
-    """Convert texts that begin with ``./`` or ``../`` to absolute paths, starting at ``folder``.
-
-    The resolved recipe then has the same meaning in every working directory.
-    """
+    """Make texts that begin with ``./`` or ``../`` absolute, starting at ``folder``."""
     if isinstance(value, dict):
         return {key: _with_absolute_paths(each, folder) for key, each in value.items()}
     if isinstance(value, list):
@@ -257,10 +234,7 @@ def _overridden(
 
 
 def _with_files(values: Values, allow_missing_files: bool) -> Values:
-    """Replace names of files in ``model.attention`` by the content of the files.
-
-    Values whose ``model.attention`` is a list of kinds or has an unknown kind are not changed.
-    """
+    """Replace names of files in ``model.attention`` by the content of the files."""
     model = values.get("model")
     attention = model.get("attention") if isinstance(model, dict) else None
     if not isinstance(model, dict) or not isinstance(attention, dict):
@@ -275,11 +249,7 @@ def _with_files(values: Values, allow_missing_files: bool) -> Values:
 
 
 def _with_stage_paths(values: Values, name: str, before: Recipe | None) -> Values:
-    """Return a stage's values with its own ``run_dir`` and ``checkpoint.start_from``.
-
-    ``before`` is the stage whose weights this stage starts with. If it is None,
-    ``checkpoint.start_from`` is not changed.
-    """
+    """Return a stage's values with its own ``run_dir`` and ``checkpoint.start_from``."""
     if isinstance(run_dir := values.get("run_dir"), str):
         values = values | {"run_dir": f"{run_dir}/{name}"}
     if before is not None and isinstance(values.get("checkpoint", {}), dict):
@@ -288,7 +258,6 @@ def _with_stage_paths(values: Values, name: str, before: Recipe | None) -> Value
 
 
 def _validate(values: Values, origins: Origins, path: str, stage: str = "") -> Recipe:
-    """Check values and return their recipe; ``path`` and ``stage`` are names for error messages."""
     try:
         return Recipe.model_validate(values)
     except ValidationError as error:
@@ -345,12 +314,7 @@ def _kinds(values: Values) -> list[str]:
 
 
 def _variants_key(location: tuple[str | int, ...], values: Values) -> str | None:
-    """Return a hint for an unknown key that some kind of ``model.attention`` has.
-
-    The hint names the correct section if the recipe's kind or all kinds have the key. Otherwise it
-    names the kinds that have the key. None: no hint applies, or the key is already in the correct
-    section.
-    """
+    """Return a hint for a misplaced key of ``model.attention``, or None."""
     section, name = location[:-1], str(location[-1])
     if section not in (("model",), ("model", "attention"), ("model", "initialization")):
         return None

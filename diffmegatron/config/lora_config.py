@@ -12,10 +12,8 @@ Target = Literal["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
 class LoraConfig(Section):
     """Low-rank adapters of the projections named by ``targets``.
 
-    W x becomes W x + (alpha / rank) B A x, where A is [rank, in] and B is [out, rank]. B starts at
-    zero, and W is frozen. The fused projections ``linear_qkv`` (queries, keys and values) and
-    ``linear_fc1`` (gate and up projection) each have a single A and B, as in Megatron Bridge's
-    ``LoRA``.
+    W x becomes W x + (alpha / rank) B A x, with A [rank, in] and B [out, rank]. B starts at zero,
+    and W is frozen. Fused projections have one A and one B, as in Megatron Bridge's ``LoRA``.
     """
 
     rank: Annotated[Size, Field(le=4096)]

@@ -18,18 +18,13 @@ from diffmegatron.section import Section, Size, SizeOrZero
 
 
 class Initialization(Section):
-    """Initial weights, normally distributed with standard deviation ``std``.
+    """Initial weights, normally distributed with standard deviation ``std``; norms start at 1.
 
-    ``scaled`` (default) divides ``std`` by sqrt(2 * num_layers) for the two projections of a layer
-    that write into the residual stream. The variance of the stream then does not grow with depth
-    (GPT-2, and Megatron-core's default). ``normal`` uses ``std`` for these projections too. Norm
-    weights start at 1. Each kind of attention defines the initial values of its own parameters.
+    ``scaled`` divides ``std`` by sqrt(2 * num_layers) for the two projections that write into the
+    residual stream, as GPT-2 and Megatron-core do. ``normal`` does not.
 
-    By default, embeddings start at N(0, 1). The residual stream adds the attention output to the
-    embeddings. The headwise norm of differential attention makes this output as large at the first
-    step as after training. Embeddings with a standard deviation of 0.02 would be too small beside
-    the output (docs/recipes.md shows the loss). Tied embeddings start with ``std``, because they
-    are also the output layer, and N(0, 1) would make the logits too large.
+    Untied embeddings start at N(0, 1): beside the output of the headwise norm, 0.02 would be too
+    small (docs/recipes.md shows the loss).
     """
 
     scheme: Literal["scaled", "normal"] = "scaled"
@@ -42,12 +37,9 @@ class Initialization(Section):
 class ModelConfig(Section):
     """The network.
 
-    ``attention`` is the section of one kind of attention. It can also be a list of such sections,
-    each with the layers that it applies to (:mod:`diffmegatron.attention.variants.pattern`).
-
-    If ``baseline`` is true, the network is the Transformer with which a differential model is
-    compared. The baseline kind of the same width replaces ``attention``, also in the resolved
-    recipe. Keys and values have the same number of channels in both kinds of attention.
+    ``attention`` is the section of one kind of attention, or a list of such sections with the
+    layers of each (:mod:`diffmegatron.attention.variants.pattern`). ``baseline`` replaces it by the
+    Transformer's attention of the same width, also in the resolved recipe.
     """
 
     num_layers: Size
@@ -77,10 +69,7 @@ class ModelConfig(Section):
     @field_validator("attention", mode="after")
     @classmethod
     def _sized(cls, attention: Variant, others: ValidationInfo) -> Variant:
-        """Fill in sizes that follow from other keys, so that the saved recipe contains them.
-
-        Also check that layers listed in ``attention`` fit ``num_layers``.
-        """
+        """Fill in sizes that follow from other keys, so that the saved recipe contains them."""
         if "hidden_size" not in others.data or "baseline" not in others.data:
             return attention
         sized = attention.sized(others.data["hidden_size"])

@@ -18,9 +18,7 @@ class Schedule(Section):
     """Learning rate over a run: linear warm-up, then a decay to ``final_lr`` according to ``kind``.
 
     ``linear`` and ``cosine`` decay from the end of the warm-up to the last step. ``constant`` never
-    decays. ``wsd`` (warm-up, stable, decay: Hu et al., 2024, arXiv 2404.06395) stays at the peak
-    and decays linearly over the last steps. Warm-up and ``wsd`` decay each have a length, either in
-    steps or as a share (ratio) of the run.
+    decays. ``wsd`` (warm-up, stable, decay: arXiv 2404.06395) decays linearly over the last steps.
     """
 
     kind: Literal["linear", "cosine", "constant", "wsd"] = "linear"
@@ -55,7 +53,7 @@ class Schedule(Section):
         return self
 
     def warmup(self, total_steps: int) -> int:
-        """Return the number of warm-up steps of a run; 0 if no warm-up is configured."""
+        """Return the number of warm-up steps of a run."""
         return _steps(self.warmup_steps, self.warmup_ratio, total_steps)
 
     def decay(self, total_steps: int) -> int:
@@ -70,10 +68,10 @@ def _steps(steps: int | None, ratio: float | None, total_steps: int) -> int:
 class OptimizerConfig(Section):
     """AdamW (Loshchilov and Hutter, 2019) under DeepSpeed ZeRO, and the tensors that it trains.
 
-    ``trainable`` is a list of patterns of tensor names; tensors that match none are frozen. A
-    pattern may end in a suffix that selects only the query, key or value rows of ``linear_qkv``:
-    ``...linear_qkv.weight:k`` (also ``:q``, ``:v``, ``:[kv]``). ``lr_multipliers`` maps patterns to
-    factors of the learning rate. These patterns cannot have such a suffix.
+    ``trainable`` has patterns of tensor names; tensors that match none are frozen. The suffix
+    ``:q``, ``:k``, ``:v`` or ``:[kv]`` of a pattern selects rows of ``linear_qkv``, such as
+    ``*.linear_qkv.weight:k``. ``lr_multipliers`` maps patterns without suffix to factors of the
+    learning rate.
     """
 
     lr: float = Field(gt=0)

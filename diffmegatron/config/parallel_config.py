@@ -33,7 +33,7 @@ class ParallelConfig(Section):
 
     @property
     def overlaps_gradients(self) -> bool:
-        """True if gradients are summed over ranks during the last microbatch's backward pass."""
+        """Whether gradients are summed over ranks during the last microbatch's backward pass."""
         if self.overlap_gradients is not None:
             return self.overlap_gradients
         return self.pipeline == 1 and self.zero_stage == 1 and not self.offload_optimizer
@@ -91,13 +91,11 @@ class ParallelConfig(Section):
 class RecomputeConfig(Section):
     """Activations that Megatron-core recomputes in the backward pass instead of saving them.
 
-    ``selective`` recomputes the core attention: scores, softmax and the product with the values. It
-    saves no memory with a fused attention kernel, because such a kernel never saves scores and
-    softmax.
+    ``selective`` recomputes the core attention: scores, softmax and the product with the values.
+    Fused kernels never save these, so it saves memory only without them.
 
-    ``full`` recomputes whole layers. Its method ``uniform`` recomputes all layers in groups of
-    ``layers``, and saves only the input of each group. ``block`` recomputes only the first
-    ``layers`` layers of each virtual stage.
+    ``full`` recomputes whole layers: ``uniform`` all layers in groups of ``layers``, of which only
+    the input is saved; ``block`` the first ``layers`` layers of each virtual stage.
     """
 
     granularity: Literal["none", "selective", "full"] = "none"

@@ -28,16 +28,13 @@ class CheckpointConfig(Section):
 class GuardConfig(Section):
     """Reaction to a step whose loss or gradient norm is not finite or is a spike.
 
-    A spike is a loss or gradient norm more than ``sigma`` standard deviations above the mean of the
-    last ``window`` applied steps. Spikes are detected once half a window of steps has been applied.
+    A spike exceeds the mean of the last ``window`` applied steps by ``sigma`` standard deviations.
+    Spikes are detected after half a window. ``record`` reports a spike, and ``skip`` also drops its
+    update. A step that is not finite is always skipped.
 
-    To skip a step means not to apply its update. A step that is not finite is always skipped. For a
-    spike, ``spikes`` selects: ``ignore`` (do not detect spikes), ``record`` (report the spike and
-    apply the update), or ``skip``.
-
-    After ``patience`` skipped steps in a row, ``then`` selects what the run does. ``stop`` ends the
-    run. ``rollback`` loads the newest intact checkpoint and continues with the data after the
-    skipped steps. After ``max_rollbacks`` rollbacks, the run stops instead.
+    After ``patience`` skipped steps in a row, ``stop`` ends the run. ``rollback`` loads the newest
+    intact checkpoint and continues with the data after the skipped steps, ``max_rollbacks`` times
+    at most.
     """
 
     spikes: Literal["ignore", "record", "skip"] = "record"

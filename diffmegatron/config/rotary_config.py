@@ -11,11 +11,9 @@ class RopeScaling(Section):
     """Scaling of the rotary frequencies of ``model.rope_theta``.
 
     ``linear`` divides all frequencies by ``factor`` (position interpolation, arXiv 2306.15595).
-    ``llama3`` (Llama 3.1) depends on the wavelength of a frequency, in tokens:
-
-    - below ``original_length / high_freq_factor``, the frequency is kept;
-    - above ``original_length / low_freq_factor``, the frequency is divided by ``factor``;
-    - between these two wavelengths, the result is interpolated.
+    ``llama3`` (Llama 3.1) divides those with a wavelength above ``original_length /
+    low_freq_factor`` tokens, keeps those below ``original_length / high_freq_factor``, and
+    interpolates between.
     """
 
     kind: Literal["linear", "llama3"]

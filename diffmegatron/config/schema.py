@@ -1,7 +1,4 @@
-"""The typed recipe: all keys of a run and their checks.
-
-Checks that need the number of ranks are in :meth:`Recipe.data_parallel`.
-"""
+"""The typed recipe: all keys of a run and their checks."""
 
 from typing import Self
 
@@ -46,11 +43,7 @@ class Recipe(RecipeSections):
             )
 
     def _check_documents(self) -> None:
-        """Refuse positions that restart per document while attention crosses documents.
-
-        Rotary embeddings use the distance between two positions. Restarted positions would give a
-        wrong distance between tokens of different documents.
-        """
+        # Rotary embeddings would compute a wrong distance between tokens of different documents.
         if self.data.reset_position_ids and not self.data.reset_attention_mask:
             raise ValueError(
                 "data.reset_position_ids is on and data.reset_attention_mask is off; rotary "
@@ -58,12 +51,7 @@ class Recipe(RecipeSections):
             )
 
     def data_parallel(self, world_size: int) -> int:
-        """Return the data-parallel size on ``world_size`` ranks.
-
-        Raises:
-            UserError: ``world_size`` or the global batch does not fit the parallel layout
-                (:func:`~diffmegatron.config.divisibility.data_parallel_size`).
-        """
+        """Return the data-parallel size on ``world_size`` ranks."""
         return data_parallel_size(self, world_size)
 
     def num_microbatches(self, world_size: int) -> int:

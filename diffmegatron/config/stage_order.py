@@ -15,32 +15,29 @@ from diffmegatron.files import shorten
 MAX_STAGES = 64
 # Prefix of an override that changes only one stage: stages.NAME.key=value.
 STAGES = "stages."
-# Files and folders that a run and its jobs write into run_dir. Stages cannot have these names,
-# because the folders of stages are also in run_dir.
+# Names that a run and its jobs write into run_dir. The folders of stages are in run_dir too.
 RESERVED = frozenset(
     {"attempts", "checkpoints", "events", "job.sh", "job.yaml", "job_number", "lock", "profile"}
     | {"metrics.jsonl", "recipe.yaml", "stacks", "tensorboard", "torchrun.sh", "wandb_id"}
 )
-# More names that stages cannot have: numbered files of jobs, and temporary files that are renamed
-# to a reserved name.
+# Numbered files of jobs, and temporary files that are renamed to a reserved name.
 _RESERVED_FORMS = re.compile(
     rf"job_\d+\.log|preflight_\d+|({'|'.join(map(re.escape, sorted(RESERVED)))})\..*"
 )
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
-# A stage may change the keys in _FREE, because the weights of an earlier stage fit any value of
-# these keys. _ROTARY contains the keys of the rotary embedding.
+# A stage may change these keys, because the weights of an earlier stage fit any value of them.
 _ROTARY = ("model.rope_theta", "model.rope_scaling")
 _FREE = frozenset({*_ROTARY, "model.initialization"})
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One entry of ``stages``: a training run that usually starts with weights of an earlier stage.
+    """One entry of ``stages``.
 
     Attributes:
         changes: values that replace those outside of ``stages``, nested by section.
-        start_from: name of the stage whose weights this stage starts with. None: the stage starts
-            with the weights of ``checkpoint.start_from``, or from scratch if this key is not set.
+        start_from: earlier stage whose weights this stage starts with; None: the value of
+            ``checkpoint.start_from`` decides.
     """
 
     changes: dict[str, Any]
@@ -48,15 +45,7 @@ class Stage:
 
 
 def read_stages(stages: Any, path: str) -> dict[str, Stage]:
-    """Return the stages of a recipe by name, in order.
-
-    A stage without the key ``start_from`` starts from the stage before it, if there is one.
-
-    Raises:
-        UserError: ``stages`` is not a list of mappings with valid, different names; a
-            ``start_from`` is neither null nor an earlier stage; or a stage that starts from an
-            earlier stage also sets ``checkpoint.start_from``.
-    """
+    """Return the stages of a recipe by name, in order."""
     if not isinstance(stages, list) or not 1 <= len(stages) <= MAX_STAGES:
         raise UserError(
             f"{path}: stages is {shorten(repr(stages))}; give a list of 1 to {MAX_STAGES} "
@@ -102,14 +91,9 @@ def _starts_elsewhere(origin: str, start: Any) -> UserError:
 def by_stage(
     overrides: Sequence[str], stages: Mapping[str, Stage], path: str
 ) -> dict[str, list[str]]:
-    """Return the overrides that apply to each stage, by the stage's name.
+    """Return the overrides of each stage by its name, those of all stages first.
 
-    An override ``stages.NAME.key=value`` applies to one stage, as ``key=value``. All other
-    overrides apply to every stage, and come first in each list.
-
-    Raises:
-        UserError: no stage has the name NAME, or the override sets ``checkpoint.start_from`` of a
-            stage that starts from an earlier stage.
+    An override ``stages.NAME.key=value`` becomes ``key=value`` of the stage NAME.
     """
     shared = [each for each in overrides if not each.startswith(STAGES)]
     own: dict[str, list[str]] = {name: [] for name in stages}
@@ -117,7 +101,7 @@ def by_stage(
         if not override.startswith(STAGES):
             continue
         rest = override.removeprefix(STAGES)
-        # Names may contain dots and may be prefixes of each other, so the longest match is chosen.
+        # Names may contain dots, so one can be a prefix of another; choose the longest.
         name = max((each for each in stages if rest.startswith(f"{each}.")), key=len, default=None)
         if name is None:
             raise UserError(
@@ -134,18 +118,9 @@ def by_stage(
 def check_can_start_from(before: Recipe, before_name: str, now: Recipe, now_name: str) -> None:
     """Check that the run ``now`` can start with the weights of the run ``before``.
 
-    The two networks and tokenizers must be equal, with these exceptions:
-
-    - The new run may add LoRA.
-    - It may change the keys in ``_FREE`` (rotary embedding, initialization), and the ``free_keys``
-      of its attention.
-    - Its kind of attention may extend the kind with which the weights were trained
-      (:meth:`~diffmegatron.attention.variants.base.Variant.foundation`).
-
-    Error messages call the two recipes ``before_name`` and ``now_name``.
-
-    Raises:
-        UserError: the networks or tokenizers differ; the message names the first such key.
+    The networks and tokenizers must be equal, but the new run may add LoRA, change the keys in
+    ``_FREE`` and the ``free_keys`` of its attention, and its kind of attention may extend that of
+    ``before`` (:meth:`~diffmegatron.attention.variants.base.Variant.foundation`).
     """
     attention = now.model.attention
     foundation = attention.foundation()
@@ -156,8 +131,7 @@ def check_can_start_from(before: Recipe, before_name: str, now: Recipe, now_name
         for recipe, of in ((before, before.model.attention), (now, attention))
     )
     free = _FREE | {f"model.attention.{key}" for key in attention.free_keys}
-    # The path of the same tokenizer can be relative in one recipe and absolute in the other, for
-    # example after ``diffmegatron import``. Therefore compare resolved paths.
+    # ``diffmegatron import`` writes absolute paths, so compare resolved ones.
     if realpath(was["data.tokenizer"]) == realpath(is_now["data.tokenizer"]):
         free |= {"data.tokenizer"}
     for key, value in is_now.items():
@@ -170,17 +144,17 @@ def check_can_start_from(before: Recipe, before_name: str, now: Recipe, now_name
 
 
 def rotary_changes(before: Recipe, now: Recipe) -> list[str]:
-    """Return each change of the rotary embedding as one string, ``key old -> new``.
+    """Return each change of the rotary embedding as ``key old -> new``.
 
-    Such changes are allowed, because training on longer sequences needs them. Callers print them,
-    because a stage that does not repeat the change of an earlier stage silently undoes it.
+    Callers print the changes, because a stage that does not repeat an earlier change silently
+    undoes it.
     """
     was, is_now = (model_keys(each.model, each.model.attention) for each in (before, now))
     return [f"{key} {was[key]} -> {is_now[key]}" for key in _ROTARY if was[key] != is_now[key]]
 
 
 def model_keys(model: ModelConfig, attention: Variant) -> dict[str, Any]:
-    """Return the settings of a network as a dict with dotted keys, such as ``model.num_layers``.
+    """Return the settings of a network by dotted key, such as ``model.num_layers``.
 
     The settings of ``attention`` replace those of ``model.attention``.
     """

@@ -25,7 +25,7 @@ class NamedTensor:
     Attributes:
         name: full name, or in :func:`layer_tensors` without the prefix ``decoder.layers.N.``.
         shape: shape before sharding.
-        sharded: True if tensor-parallel ranks shard the tensor, False if each has a full copy.
+        sharded: whether tensor-parallel ranks shard the tensor, or each has a full copy.
         float32: whether the tensor stays float32 in a bf16 run.
     """
 
@@ -64,11 +64,7 @@ def layer_tensors(model: ModelConfig, kind: Variant) -> list[NamedTensor]:
 
 
 def _lora(model: ModelConfig, projections: list[NamedTensor]) -> Iterator[NamedTensor]:
-    """Yield LoRA's matrices A and B of each projection that LoRA adapts.
-
-    A column-parallel projection shards its rows (output channels), and so B is sharded. A
-    row-parallel projection shards its columns, and so A is sharded.
-    """
+    """Yield LoRA's matrices A and B of each projection that LoRA adapts."""
     if model.lora is None:
         return
     for projection in projections:
@@ -76,6 +72,7 @@ def _lora(model: ModelConfig, projections: list[NamedTensor]) -> Iterator[NamedT
         target = place.rpartition(".")[2]
         if target in model.lora.targets:
             rows, columns = projection.shape
+            # A row-parallel projection shards its columns and so A, a column-parallel one B.
             is_row_parallel = target in ("linear_proj", "linear_fc2")
             rank = model.lora.rank
             yield NamedTensor(f"{place}.{LORA_A}", (rank, columns), is_row_parallel)
@@ -124,10 +121,7 @@ def stage_kinds(recipe: RecipeSections, stage: int) -> list[tuple[Variant, int]]
 
 
 def in_layer(tensor: NamedTensor, layer: int | str) -> NamedTensor:
-    """Return a tensor of :func:`layer_tensors` with the prefix of a layer added to its name.
-
-    ``layer`` is the number of the layer from 0, or ``*`` for a pattern that matches all layers.
-    """
+    """Return a tensor of :func:`layer_tensors` with its full name; ``layer`` can be ``*``."""
     return replace(tensor, name=f"decoder.layers.{layer}.{tensor.name}")
 
 

@@ -20,22 +20,19 @@ from diffmegatron.config.tensors import (
 )
 from diffmegatron.files import shorten
 
-# Largest number of layers of a recipe with patterns. The limit keeps the checks fast, because every
-# pattern is compared with every tensor.
+# Every pattern is compared with every tensor, so limit the layers of a recipe with patterns.
 MAX_LAYERS = 1024
 
 
 def trains_everything(recipe: RecipeSections) -> bool:
-    """Return whether a recipe freezes no tensor: it has no ``trainable`` patterns and no LoRA."""
+    """Return whether a recipe has neither ``trainable`` patterns nor LoRA."""
     return recipe.optimizer.trainable is None and recipe.model.lora is None
 
 
 def trained_parts(tensor: NamedTensor, recipe: RecipeSections) -> tuple[str, ...]:
-    """Return which fused parts of a tensor (such as q, k and v of ``linear_qkv``) are trained.
+    """Return which fused parts of a tensor (q, k and v of ``linear_qkv``) are trained.
 
-    Returns:
-        Names from :attr:`NamedTensor.parts`; ("",) for a trained tensor that is not fused; () for a
-        frozen tensor.
+    The result is ("",) for a trained tensor that is not fused, and () for a frozen tensor.
     """
     parts = _parts(tensor)
     if trains_everything(recipe) or is_lora(tensor.name):
@@ -43,17 +40,16 @@ def trained_parts(tensor: NamedTensor, recipe: RecipeSections) -> tuple[str, ...
     return _matched_parts(tensor.name, parts, recipe.optimizer.trainable or ())
 
 
-# Cached, because `diffmegatron plan --search` calls this function with the same arguments for
-# thousands of layouts.
+# Cached, because `plan --search` repeats the same calls for thousands of layouts.
 @lru_cache(maxsize=2**14)
 def _matched_parts(name: str, parts: tuple[str, ...], patterns: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(part for part in parts if any(_matches(each, name, part) for each in patterns))
 
 
 def is_trained(recipe: RecipeSections, name: str) -> bool:
-    """Return whether at least one tensor with the given name has a gradient.
+    """Return whether a tensor with this name is trained, in any layer.
 
-    A name without the prefix ``decoder.layers.N.`` matches the tensors of all layers.
+    The name may lack its prefix, such as ``decoder.layers.N.``.
     """
     return trains_everything(recipe) or any(
         f".{each.name}".endswith(f".{name}") and trained_parts(each, recipe)
@@ -81,10 +77,7 @@ def learning_rate_factor(name: str, recipe: RecipeSections) -> float:
 def without_replaced_patterns(optimizer: OptimizerConfig, model: ModelConfig) -> OptimizerConfig:
     """Remove patterns that match only tensors of the attention that ``model.baseline`` replaced.
 
-    The same recipe is then valid with and without ``model.baseline``. A pattern that matches no
-    tensor with either attention is a mistake. It is kept, and :func:`check_trainable` refuses it.
-    Above ``MAX_LAYERS`` layers nothing is removed, because :func:`check_trainable` refuses all
-    patterns.
+    The same recipe is then valid with and without ``model.baseline``.
     """
     if model.replaced is None or model.num_layers > MAX_LAYERS:
         return optimizer
@@ -103,14 +96,7 @@ def without_replaced_patterns(optimizer: OptimizerConfig, model: ModelConfig) ->
 
 
 def check_trainable(recipe: RecipeSections) -> None:
-    """Check that every pattern matches a tensor, and that every pipeline stage trains a tensor.
-
-    Raises:
-        ValueError: a pattern of ``trainable`` matches no tensor, or a pattern of ``lr_multipliers``
-            no trained tensor; several patterns of ``lr_multipliers`` match one tensor; a pipeline
-            stage trains no tensor; or a recipe with patterns or LoRA has more than ``MAX_LAYERS``
-            layers.
-    """
+    """Check that every pattern matches a tensor, and that every pipeline stage trains a tensor."""
     optimizer, model = recipe.optimizer, recipe.model
     patterns = optimizer.trainable
     if trains_everything(recipe) and not optimizer.lr_multipliers:
@@ -192,8 +178,7 @@ def _no_match(key: str, pattern: str, recipe: RecipeSections) -> ValueError:
 def _likeness(pattern: str, name: str) -> float:
     """Return the similarity of a pattern and a tensor name, from 0 to 1.
 
-    A leading wildcard stands for the beginning of the name, so the rest of the pattern is compared
-    with the end of the name.
+    The pattern without its leading wildcard is compared with the end of the name.
     """
     end = pattern.lstrip("*.")
     if end != pattern:

@@ -1,9 +1,7 @@
 """Parse and write YAML with limits, for recipe files and the values of overrides.
 
-Numbers follow YAML 1.2, and may also contain underscores. PyYAML implements YAML 1.1, which parses
-``1e-6`` as text, ``1:30`` as 90 and ``2001-01-01`` as a date. This module therefore replaces
-PyYAML's rules for unquoted text. ruamel.yaml implements YAML 1.2, but is slower, and also lacks
-limits on size and nesting.
+Numbers follow YAML 1.2: PyYAML's own rules (YAML 1.1) parse ``1e-6`` as text and ``1:30`` as 90.
+ruamel.yaml implements YAML 1.2, but is slower and has no limits on size and nesting.
 """
 
 import re
@@ -14,21 +12,16 @@ import yaml
 from diffmegatron.errors import UserError
 from diffmegatron.files import shorten
 
-# Limit on the size of a file. A file of this size is parsed within a second. The largest possible
-# recipe has two thirds of this size.
+# A file of this size is parsed within a second. The largest possible recipe is smaller.
 MAX_BYTES = 1 << 18
-# Limit on nested levels.
 MAX_DEPTH = 32
-# Limit on the number of nodes (values and keys) of a file. An alias counts as all nodes that it
-# repeats.
+# Limit on values and keys of a file. An alias counts as all nodes that it repeats.
 MAX_NODES = 5_000
-# Limit on the number of digits of an integer. Python's int() raises an error above 4,300 digits. A
-# longer integer is parsed as text, which no key for a number accepts.
+# Python's int() refuses more than 4,300 digits. A longer integer is parsed as text.
 _DIGITS = 300
 
 _TAG = "tag:yaml.org,2002:"
-# For each type that unquoted text can have: a regular expression for the text, and the possible
-# first characters.
+# Type of unquoted text -> its regular expression, and its possible first characters.
 _NOTATION = {
     "null": (r"~|null|Null|NULL|", ["~", "n", "N", ""]),
     "bool": (r"(?i:true|false|yes|no|on|off)", list("tTfFyYnNoO")),
@@ -62,11 +55,10 @@ class _Loader(_Notation, yaml.SafeLoader):
 
     def __init__(self, stream: str) -> None:
         super().__init__(stream)
-        # Depth of the current node, and number of levels that were found below it so far.
+        # Depth of the current node, and levels found below it so far.
         self._depth = self._height = 0
         self._nodes = 0
-        # Number of nodes and number of levels below each composed node. An alias of the node adds
-        # these numbers to the counts again.
+        # Nodes and levels below each composed node, which every alias of the node adds again.
         self._extents: dict[yaml.Node | None, tuple[int, int]] = {}
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
@@ -121,13 +113,11 @@ _Loader.add_constructor(f"{_TAG}int", _construct_integer)
 def parse_yaml(text: str, name: str) -> Any:
     """Parse YAML into dictionaries, lists, text, numbers, booleans and None.
 
-    Aliases become references to one object, so the result must not be modified. Error messages call
-    the text ``name``.
+    Do not modify the result: aliases refer to one object. Error messages call the text ``name``.
     """
     try:
         return yaml.load(text, Loader=_Loader)
-    # PyYAML raises ValueError or OverflowError for an escape beyond Unicode, and for a %YAML
-    # directive with a very long version number.
+    # ValueError and OverflowError: an escape beyond Unicode, or a huge %YAML version.
     except (yaml.YAMLError, ValueError, OverflowError) as error:
         raise UserError(f"{name} is not valid YAML: {shorten(_message(error))}") from None
 
