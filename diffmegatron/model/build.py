@@ -29,8 +29,8 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 def transformer_config(recipe: Recipe) -> TransformerConfig:
     """Return Megatron-core's configuration for a recipe.
 
-    Only Megatron-core's checks use the numbers of heads in this configuration. The attention layers
-    use the variant's :class:`~diffmegatron.attention.variants.base.Heads`.
+    Only Megatron-core's checks use its numbers of heads. The attention layers use the variant's
+    :class:`~diffmegatron.attention.variants.base.Heads`.
     """
     model, parallel = recipe.model, recipe.parallel
     heads = model.attention.heads
@@ -62,8 +62,7 @@ def transformer_config(recipe: Recipe) -> TransformerConfig:
         context_parallel_size=parallel.context,
         sequence_parallel=parallel.sequence_parallel,
         **_recompute(recipe.recompute),
-        # Fused SwiGLU is off on a CPU, where one compilation needs 19 s. Torch would compile it
-        # three times: at the first call, for another sequence length, and for evaluation.
+        # On a CPU, each of three compilations of the fused SwiGLU needs 19 s.
         bias_activation_fusion=torch.cuda.is_available(),
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
@@ -71,11 +70,9 @@ def transformer_config(recipe: Recipe) -> TransformerConfig:
         # Without this mode, CUDA sums the embedding's gradient by atomic additions, in an order
         # that changes from run to run.
         deterministic_mode=recipe.training.deterministic,
-        # With batched sends on gloo, interleaved schedules compute wrong results and raise no
-        # error. Batched sends are therefore off without CUDA.
+        # With batched sends on gloo, interleaved schedules silently compute wrong results.
         batch_p2p_comm=torch.cuda.is_available(),
-        # True would synchronize the device after each exchange. Only old versions of torch need
-        # this synchronization, because they did not order batched sends before later kernels.
+        # Only old versions of torch need to synchronize the device after batched sends.
         batch_p2p_sync=False,
     )
 
@@ -85,11 +82,7 @@ def build_model(
 ) -> Network:
     """Build all virtual stages of this pipeline rank on its device.
 
-    Args:
-        initial_weights: whether to initialize the weights. If False, their values are arbitrary.
-
-    Raises:
-        UserError: If the recipe's attention backend cannot run on this machine.
+    Without ``initial_weights``, the values of the weights are arbitrary.
     """
     _check_backend(recipe, parallel_state)
     config = transformer_config(recipe)
@@ -108,11 +101,6 @@ def build_model(
 def _build_virtual_stage(
     recipe: Recipe, config: TransformerConfig, parallel_state: ParallelState, number: int
 ) -> VirtualStage:
-    """Build the virtual stage with index ``number`` of this pipeline rank.
-
-    A virtual stage is one of the groups of consecutive layers on a pipeline rank. The layers of
-    virtual stage 0 of all pipeline ranks come before the layers of virtual stage 1.
-    """
     model, host = recipe.model, available_host(recipe.model.lora)
     stages = parallel_state.virtual_pipeline_size
     backend, communication = recipe.training.attention_backend, context_communication(recipe)
@@ -138,11 +126,6 @@ def _build_virtual_stage(
 
 
 def _recompute(recompute: RecomputeConfig) -> dict[str, Any]:
-    """Return the arguments of Megatron-core's ``TransformerConfig`` for recomputation.
-
-    With the method "uniform", ``recompute_num_layers`` is the number of layers in a group that is
-    recomputed together. With "block", it is the number of recomputed layers in a virtual stage.
-    """
     if recompute.granularity == "none":
         return {}
     if recompute.granularity == "selective":
@@ -155,14 +138,7 @@ def _recompute(recompute: RecomputeConfig) -> dict[str, Any]:
 
 
 def _check_backend(recipe: Recipe, parallel_state: ParallelState) -> None:
-    """Check that the recipe's attention backend can run on this machine.
-
-    The setting applies only to differential attention, so layers with softmax attention are not
-    checked.
-
-    Raises:
-        UserError: If the attention backend cannot run.
-    """
+    """Check that differential attention's backend can run on this machine."""
     for attention, _ in recipe.model.attention.by_kind(recipe.model.num_layers):
         if attention.operation == "softmax":
             continue
@@ -174,13 +150,11 @@ def _check_backend(recipe: Recipe, parallel_state: ParallelState) -> None:
 
 
 def lambda_by_layer(network: Network) -> dict[int, Tensor]:
-    """Return lambda of each layer on this rank, by the layer's number in the network, from 1.
+    """Return lambda of each differential layer on this rank; keys are layer numbers, from 1.
 
-    Lambda is the factor of the noise map, the softmax map that differential attention subtracts.
-    Each value is a 0-dim tensor. Layers of softmax attention have no entry.
-
-    If lambda depends on the token, the value is the mean over this rank's heads and the tokens of
-    the last forward pass. Such a layer has no entry before the first forward pass.
+    Lambda is the factor of the softmax map that differential attention subtracts, 0-dim. If lambda
+    depends on the token, the value is the mean over this rank's heads and the tokens of the last
+    forward pass, and it is missing before the first one.
     """
     found = {}
     for module in network.modules():
@@ -195,8 +169,8 @@ def lambda_by_layer(network: Network) -> dict[int, Tensor]:
 def _mark_tensor_parallel(network: Network) -> None:
     """Set ``tensor_model_parallel`` on every parameter: True if tensor-parallel ranks shard it.
 
-    The gradient norm needs this attribute to count replicated parameters once. Megatron sets it in
-    its own initialization, which is not used here.
+    The gradient norm then counts replicated parameters once. Megatron sets the attribute only in
+    its own initialization.
     """
     for parameter, shards in parameter_shards(network).items():
         whole = math.prod(shards[0].global_shape)

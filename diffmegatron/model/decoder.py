@@ -16,15 +16,12 @@ from torch import Tensor
 
 
 class Decoder(MegatronModule):
-    """The transformer layers of a virtual stage; each layer is built from its own spec.
-
-    A virtual stage is one of the groups of layers on a pipeline rank. Without interleaving, a rank
-    has one group.
+    """The transformer layers of a virtual stage (a group of layers on a pipeline rank).
 
     Args:
-        layer_specs: one spec per layer of this virtual stage, in order.
-        final_norm: class of the norm after the network's last layer; None in every virtual stage
-            except the last one of the network.
+        layer_specs: one spec per layer, in order.
+        final_norm: class of the norm after the network's last layer; None in all other virtual
+            stages.
         vp_stage: index of the virtual stage on this rank; None without interleaving.
     """
 
@@ -38,8 +35,7 @@ class Decoder(MegatronModule):
     ) -> None:
         super().__init__(config)
         self.tp_group = groups.tp
-        # `layer_number` counts from 1 within this virtual stage. Megatron's layer converts it to
-        # its number in the network.
+        # Megatron's layer converts `layer_number` to the layer's number in the network.
         self.layers: Sequence[TransformerLayer] = torch.nn.ModuleList(  # type: ignore[assignment]
             build_module(
                 spec, config=config, layer_number=number, pg_collection=groups, vp_stage=vp_stage
@@ -59,9 +55,9 @@ class Decoder(MegatronModule):
             hidden: hidden states [positions, batch, hidden size]. Under sequence parallelism, only
                 the positions of this tensor-parallel rank.
             angles: rotary angles [positions, 1, 1, head width] of all positions of this
-                context-parallel rank, also under sequence parallelism.
-            documents: boundaries of the documents in the whole sequences, also under context
-                parallelism; None if attention crosses documents.
+                context-parallel rank.
+            documents: boundaries of the documents in the whole sequences; None if attention crosses
+                documents.
         """
         for layers, is_recomputed in self._groups():
             run = partial(_run, layers, angles, documents)
@@ -74,12 +70,8 @@ class Decoder(MegatronModule):
     def _groups(self) -> Iterator[tuple[Sequence[TransformerLayer], bool]]:
         """Yield groups of consecutive layers, each with True if the backward pass recomputes it.
 
-        Without full recomputation, all layers are one group. Only the input of a recomputed group
-        is saved for the backward pass.
-
-        The method "uniform" recomputes all layers in groups of ``recompute_num_layers``. The method
-        "block" recomputes the first ``recompute_num_layers`` layers of this virtual stage one by
-        one.
+        The method "uniform" recomputes groups of ``recompute_num_layers`` layers. The method
+        "block" recomputes the first ``recompute_num_layers`` layers one by one.
         """
         count, method = self.config.recompute_num_layers, self.config.recompute_method
         if self.config.recompute_granularity != "full":
@@ -97,10 +89,7 @@ class Decoder(MegatronModule):
         sharded_offsets: tuple[tuple[int, int, int], ...] = (),
         metadata: dict | None = None,
     ) -> dict:
-        """Return Megatron-core's sharded state dict of the layers and of the final norm.
-
-        The name of a layer contains the layer's index in the network, from 0.
-        """
+        """Return Megatron-core's sharded state dict, with each layer's index in the network."""
         state: dict = {}
         for layer in self.layers:
             name = f"{prefix}layers.{layer.layer_number - 1}."

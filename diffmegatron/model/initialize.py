@@ -1,10 +1,7 @@
 """Initial weights, which are the same for every parallel layout.
 
-Each tensor has its own random stream, seeded by ``training.seed`` and the name of the tensor. Every
-rank draws the unsharded tensor and keeps its shard.
-
-Two models with the same seed can differ, for example in their attention. They still start with
-equal values in all tensors that have the same name and shape.
+The seed of a tensor's random values depends only on ``training.seed`` and the tensor's name. So two
+different models start with equal values in tensors of the same name and shape.
 """
 
 import hashlib
@@ -24,7 +21,7 @@ from diffmegatron.model.parameter_shards import parameter_shards
 
 @torch.no_grad()
 def initialize(network: Network, recipe: Recipe) -> None:
-    """Initialize every parameter of this rank's virtual pipeline stages in place."""
+    """Initialize every parameter of this rank in place."""
     for parameter, shards in parameter_shards(network).items():
         for shard in shards:
             whole = initial_tensor(
@@ -48,10 +45,7 @@ def initial_tensor(name: str, shape: tuple[int, ...], model: ModelConfig, seed: 
 def initial_values(
     name: str, shape: tuple[int, ...], model: ModelConfig
 ) -> float | Constant | Identity:
-    """Return the fixed initial values of an unsharded tensor, or a standard deviation.
-
-    A standard deviation means random values from a normal distribution with mean 0.
-    """
+    """Return the fixed initial values of a tensor, or the standard deviation of random values."""
     initialization = model.initialization
     declared = declared_parameter(name, model)
     if declared is not None and declared.initial != "matrix":
@@ -59,8 +53,7 @@ def initial_values(
     if len(shape) == 1:
         return Constant(1.0)
     if is_lora(name):
-        # LoRA's product B @ A starts at zero, because B is zero. A has the standard deviation of
-        # torch's linear layers (Kaiming uniform with a = sqrt(5)).
+        # A has the standard deviation of torch's linear layers (Kaiming uniform with a = sqrt(5)).
         return Constant(0.0) if name.endswith(LORA_B) else 1 / math.sqrt(3 * shape[1])
     if name.startswith("embedding."):
         return model.embedding_std

@@ -18,22 +18,18 @@ Losses = Callable[[Tensor, Tensor], Tensor]
 def chunked_losses(losses: Losses, labels: Tensor, hidden: Tensor, size: int) -> Tensor:
     """Compute the losses [b, s] in chunks of ``size`` positions, to limit the memory of the logits.
 
-    Only the logits of one chunk exist at a time; the backward pass recomputes them. For example,
-    the logits of 65,536 positions with a vocabulary of 100,288 tokens are 26 GB in float32.
+    Only the logits of one chunk exist at a time; the backward pass recomputes them. Megatron-core's
+    fused linear cross-entropy runs only on Blackwell, and Liger's has no vocabulary-parallel output
+    layer.
 
-    Two alternatives are unsuitable. Megatron-core's fused linear cross-entropy
-    (``cross_entropy_fusion_impl="linear"``) runs only on Blackwell. Liger's version supports no
-    vocabulary-parallel output layer.
-
-    Under sequence parallelism, each tensor-parallel rank has one range of the positions, and the
-    output layer gathers these ranges. A chunk therefore has positions from the range of every rank.
+    Under sequence parallelism, the output layer gathers the positions of all tensor-parallel ranks.
+    A chunk therefore has positions of every rank, and ``size`` is rounded up to a multiple of their
+    number.
 
     Args:
         labels: ids of the next tokens, [b, s].
         hidden: hidden states [s, b, hidden size], or [s / tensor-parallel size, b, hidden size]
             under sequence parallelism.
-        size: number of positions in a chunk. Under sequence parallelism it is rounded up to a
-            multiple of the tensor-parallel size.
     """
     by_rank = labels.unflatten(1, (-1, hidden.shape[0]))
     step = -(-size // by_rank.shape[1])
@@ -59,14 +55,13 @@ def cross_entropy(
 ) -> Tensor:
     """Return the loss of each token, [b, s], from this tensor-parallel rank's logits.
 
-    The softmax excludes logits of vocabulary padding. Models from Hugging Face were trained without
-    padding, and the import adds rows of zeros to their output layer. The logits of these rows are
-    0. Most logits of tokens are negative, so padding would be more probable than most tokens.
+    The softmax excludes vocabulary padding. Without this, the zero logits of padding would be more
+    probable than most tokens of an imported Hugging Face model.
 
     Args:
         fallback: Megatron-core's cross-entropy, used if the Triton kernel cannot run.
         labels: ids of the next tokens, [b, s].
-        logits: [s, b, v], where v is the size of this rank's vocabulary shard. The logits may be
+        logits: [s, b, v], where v is the size of this rank's vocabulary shard. They may be
             overwritten.
         group: tensor-parallel ranks, which shard the vocabulary.
         unpadded_size: number of ids in this rank's vocabulary shard before its padding.
@@ -79,12 +74,11 @@ def cross_entropy(
         )
         return losses.view(logits.shape[:2]).T.contiguous()
     if unpadded_size < logits.shape[-1]:
-        # Write in place, because a copy of the logits, the largest tensor, would need too much
-        # memory. The backward pass of the output layer does not need the values of the logits.
+        # Write in place, because a copy of the logits would need too much memory. The backward pass
+        # of the output layer does not need their values.
         logits[..., unpadded_size:] = -torch.inf
     return fallback(labels, logits)
 
 
 def _has_kernel(logits: Tensor) -> bool:
-    """Return whether the Triton kernel can run: the logits are on a GPU and Triton is installed."""
     return logits.is_cuda and importlib.util.find_spec("triton") is not None

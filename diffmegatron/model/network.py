@@ -30,15 +30,12 @@ class VirtualStage(LanguageModule):
     """Consecutive layers of the network on one pipeline rank.
 
     The first virtual stage of the network also has the embedding, and the last one the output
-    layer. Without interleaving, a pipeline stage is one virtual stage. Without pipeline
-    parallelism, the network is one virtual stage.
-
-    Megatron-core's schedules and its sharded state of tied embeddings read some attributes of this
-    class, so these attributes have Megatron-core's names
-    (tests/unit/model/test_megatron_attributes.py lists them).
+    layer. Without interleaving, a pipeline stage is one virtual stage. Some attributes have
+    Megatron-core's names, because its schedules read them
+    (tests/unit/model/test_megatron_attributes.py).
 
     Args:
-        layer_specs: one spec per layer of this virtual stage, in order.
+        layer_specs: one spec per layer, in order.
         final_norm: class of the norm after the network's last layer.
         vocab_size: number of rows of the unsharded embedding and output layer, with padding.
         vocab_padding: number of padding rows at the end, which are not tokens.
@@ -84,8 +81,7 @@ class VirtualStage(LanguageModule):
             self.embedding = LanguageModelEmbedding(
                 config,
                 vocab_size,
-                # Learned positions are not used with rotary embeddings.
-                max_sequence_length=0,
+                max_sequence_length=0,  # Only learned position embeddings use it.
                 position_embedding_type="rope",
                 tp_group=self.tp_group,
             )
@@ -109,11 +105,10 @@ class VirtualStage(LanguageModule):
             )
 
     def set_input_tensor(self, received: list[Tensor | None]) -> None:
-        """Set the hidden states received from the previous stage; Megatron's schedules call this.
+        """Set the hidden states from the previous stage; Megatron's schedules call this.
 
-        Args:
-            received: list of one tensor [s, b, hidden size]. In the network's first virtual stage
-                the list is ``[None]``.
+        ``received`` is a list of one tensor [s, b, hidden size], or ``[None]`` in the first virtual
+        stage.
         """
         (self._received,) = received
 
@@ -125,16 +120,13 @@ class VirtualStage(LanguageModule):
         labels: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """Run the virtual stage, with the arguments in Megatron's order.
-
-        :meth:`Network.forward` describes the arguments. Rotary positions count from the first token
-        of each sequence. ``position_ids`` has no effect on the rotary positions.
+        """Run the virtual stage; :meth:`Network.forward` describes the arguments.
 
         Returns:
             1. In every virtual stage except the network's last: hidden states [s, b, hidden size].
             2. In the last stage, with ``labels``: the loss of each token, float32 [b, s].
             3. In the last stage, without ``labels``: this tensor-parallel rank's shard of the
-               logits, [b, s, v].
+              logits, [b, s, v].
         """
         hidden = self.embedding(tokens, position_ids) if self.pre_process else self._received
         assert hidden is not None
@@ -178,9 +170,8 @@ class VirtualStage(LanguageModule):
             logits: this tensor-parallel rank's shard of the logits, [b, s, v].
 
         Returns:
-            int64 [b, s], the same on every tensor-parallel rank. Ids of vocabulary padding are
-            never returned. The id is -1 if any logit of the position is NaN or infinite; logits of
-            padding are not checked.
+            int64 [b, s], the same on every tensor-parallel rank, without ids of vocabulary padding.
+            The id is -1 if a logit of the position (except padding) is not finite.
         """
         group, shard_size = self.tp_group, logits.shape[-1]
         first, unpadded_size = group.rank() * shard_size, self._unpadded_size(shard_size)
@@ -195,11 +186,7 @@ class VirtualStage(LanguageModule):
 
 
 class Network(torch.nn.Module):
-    """All virtual stages of one pipeline rank.
-
-    Only a network with one virtual stage can be called. If there are several virtual stages,
-    Megatron's schedules call each of them separately.
-    """
+    """All virtual stages of one pipeline rank."""
 
     def __init__(self, stages: Sequence[VirtualStage]) -> None:
         super().__init__()
@@ -216,9 +203,10 @@ class Network(torch.nn.Module):
     def forward(self, *args: object, **kwargs: object) -> Tensor:
         """Run the only virtual stage, and return the result of :meth:`VirtualStage.forward`.
 
-        The arguments are ``tokens`` [b, s], ``position_ids`` [b, s], ``attention_mask`` (None,
-        because attention is always causal), ``labels`` [b, s], and ``packed_seq_params`` with the
-        boundaries of packed documents.
+        The arguments are ``tokens`` [b, s], ``position_ids`` [b, s] (without effect on rotary
+        positions), ``attention_mask`` (None, because attention is always causal), ``labels`` [b,
+        s], and ``packed_seq_params`` with the boundaries of packed documents. With several virtual
+        stages, Megatron's schedules call each of them instead.
         """
         (stage,) = self.virtual_stages
         return stage(*args, **kwargs)
@@ -232,7 +220,7 @@ def _gathered(own: Tensor, group: distributed.ProcessGroup) -> Tensor:
 
 
 def declared_parameter(name: str, model: ModelConfig) -> Parameter | None:
-    """Return the attention variant's declaration of a tensor, such as its shape and initial value.
+    """Return the attention variant's declaration of a tensor, with its shape and initial value.
 
     The result is None if the attention variant of the tensor's layer does not declare the tensor.
     """

@@ -1,7 +1,6 @@
 """Table of the shards of named tensors that each parameter of this rank stores.
 
-A named tensor is an unsharded tensor of the network. Its name and shape do not depend on the
-parallel layout. For example, ``decoder.layers.3.mlp.linear_fc1.weight`` always belongs to the
+A named tensor is an unsharded tensor, e.g. ``decoder.layers.3.mlp.linear_fc1.weight`` of the
 network's fourth layer. The names and shapes come from Megatron-core's ``sharded_state_dict``.
 """
 
@@ -20,15 +19,15 @@ from diffmegatron.model.network import Network
 class Shard:
     """A box of a named tensor that this rank stores as a contiguous range of a parameter.
 
-    A box is a range of indices along each axis. A parameter has several shards if it fuses several
-    tensors or blocks.
+    A box is a range of indices along each axis. A parameter that fuses several tensors or blocks
+    has several shards.
 
     Attributes:
         name, global_shape: name and shape of the unsharded tensor.
         offset, shape: first index and size of the box along each axis.
         start: index of the box's first element in the flattened parameter of this rank.
         is_primary: whether checkpoints contain this rank's copy of the box, or its ZeRO partition
-            of the copy. Of the copies on several tensor-parallel ranks, one is primary.
+            of the copy. One of the copies on several tensor-parallel ranks is primary.
     """
 
     name: str
@@ -49,20 +48,12 @@ class Shard:
         return tuple(slice(o, o + n) for o, n in zip(self.offset, self.shape, strict=True))
 
     def view(self, parameter: Tensor) -> Tensor:
-        """Return the elements of the box as a view in the shape of the box.
-
-        Args:
-            parameter: parameter that stores the box, or a tensor with the same number of elements.
-        """
+        """Return the elements of the box in a parameter, or a tensor of its size, as a view."""
         return parameter.reshape(-1)[self.start : self.start + self.numel].view(self.shape)
 
 
 def parameter_shards(network: Network) -> dict[torch.nn.Parameter, list[Shard]]:
-    """Return the shards of every parameter on this rank, in the order of ``named_parameters``.
-
-    Raises:
-        RuntimeError: If Megatron's sharded state lacks a parameter.
-    """
+    """Return the shards of every parameter on this rank, in the order of ``named_parameters``."""
     by_storage: dict[int, list[tuple[ShardedTensor, int]]] = {}
     for stage in network.virtual_stages:
         for tensor, start in _sharded_tensors(stage.sharded_state_dict()):
@@ -78,10 +69,7 @@ def parameter_shards(network: Network) -> dict[torch.nn.Parameter, list[Shard]]:
 
 
 def _sharded_tensors(state: dict) -> Iterator[tuple[ShardedTensor, int]]:
-    """Yield each sharded tensor of a state dict, and its start index in the flattened parameter.
-
-    A ``ShardedTensorFactory`` splits one parameter into several sharded tensors.
-    """
+    """Yield each sharded tensor of a state dict, and its start index in the flattened parameter."""
     for entry in state.values():
         if isinstance(entry, ShardedTensor):
             yield entry, 0
@@ -100,7 +88,7 @@ def _shard(tensor: ShardedTensor, start: int) -> Shard:
         offset=tuple(tensor.global_offset),
         shape=tuple(tensor.local_shape),
         start=start,
-        # ``replica_id``, an integer or a tuple, is zero for the copy to save. Ignore the last entry
-        # of a tuple, the data-parallel rank: with ZeRO, every data-parallel rank saves a partition.
+        # ``replica_id``, an integer or a tuple, is zero for the copy to save. The last entry of a
+        # tuple is the data-parallel rank. With ZeRO, each of these ranks saves a partition.
         is_primary=replica == 0 or not any(replica[:-1]),
     )

@@ -1,11 +1,7 @@
 """Attributes and hooks of parameters for frozen tensors, frozen rows and learning-rate factors.
 
-A fully frozen parameter has ``requires_grad=False``. It has no optimizer state, and Megatron's
-linear layers save no activations for its gradient.
-
-If only some rows of a fused projection are frozen, the gradient of these rows is set to 0. Adam's
-moments and updates of the frozen rows are then 0 too. Weight decay would still change these rows,
-so ``diffmegatron.optim.adamw`` applies it only to the trained rows (``trained_ranges``).
+If only some rows of a fused projection are frozen, their gradient is set to 0. Adam's updates of
+these rows are then 0 too. ``diffmegatron.optim.adamw`` applies weight decay only to the other rows.
 """
 
 import torch
@@ -28,10 +24,10 @@ def mark_trained(network: Network, recipe: Recipe) -> None:
     """Set attributes of the parameters from the recipe's training patterns.
 
     - ``requires_grad``: False for a fully frozen parameter.
-    - ``lr_factor``: factor of the learning rate. It is missing if the recipe trains everything
-      with one learning rate.
-    - ``trained_ranges``: ranges of the trained rows, as pairs of offsets (first, end) into the
-      elements of the flattened parameter. It is set only if some rows are frozen.
+    - ``lr_factor``: factor of the learning rate; missing if the recipe trains everything with one
+      rate.
+    - ``trained_ranges``: ranges (first, end) of the trained rows' elements in the flattened
+      parameter; set only if some rows are frozen.
     """
     if trains_everything(recipe) and not recipe.optimizer.lr_multipliers:
         return
@@ -50,10 +46,8 @@ def mark_trained(network: Network, recipe: Recipe) -> None:
 def _freeze_rows(parameter: torch.nn.Parameter, frozen: tuple[str, ...], heads: Heads) -> None:
     """Set the gradient of frozen rows to 0 by a hook, and set ``trained_ranges``.
 
-    Args:
-        parameter: ``linear_qkv`` on this rank: one or more blocks of rows, each with the layout
-            ``heads.rows``.
-        frozen: kinds of rows that are frozen, such as "q".
+    ``parameter`` is ``linear_qkv`` on this rank: blocks of rows with the layout ``heads.rows``.
+    ``frozen`` has the kinds of frozen rows, such as "q".
     """
     kinds = [kind for kind, count in heads.rows for _ in range(count * heads.head_dim)]
     is_frozen = torch.tensor([kind in frozen for kind in kinds])
@@ -77,11 +71,11 @@ def _runs(rows: Tensor) -> list[tuple[int, int]]:
 
 
 def _require_hidden_gradients(network: Network) -> None:
-    """Make the output of a frozen embedding require a gradient, which recomputed layers need.
+    """Make the output of a frozen embedding require a gradient.
 
-    Megatron's recomputation is an autograd function with the hidden states as its input. If this
-    input requires no gradient, autograd skips the backward pass of the function. The parameters of
-    the recomputed layers would then get no gradient.
+    Megatron's recomputation is an autograd function of the hidden states. If they require no
+    gradient, autograd skips its backward pass, and the parameters of the recomputed layers get no
+    gradient.
     """
 
     def require_gradient(module: torch.nn.Module, _: object, hidden: Tensor) -> None:

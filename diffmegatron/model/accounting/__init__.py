@@ -1,11 +1,7 @@
-"""Parameters, FLOPs and memory of a recipe, computed without torch, processes or a GPU.
+"""Parameters, FLOPs and memory of a recipe, computed without torch or a GPU.
 
-- Parameters are those of the network that :func:`~diffmegatron.model.build.build_model` builds.
-- FLOPs are model FLOPs: the minimum that the model's equations need, without recomputation.
-- Memory of weights, gradients and optimizer state is the number of bytes that DeepSpeed 0.19.8
-  allocates, except the few bytes with which ZeRO pads its partitions.
-- Temporary memory (activations, logits, the backward pass of one layer, the optimizer's update) is
-  an estimate without the overhead of the allocator.
+Weights, gradients and optimizer state are the bytes that DeepSpeed 0.19.8 allocates, without ZeRO's
+padding. Temporary memory is an estimate without the allocator's overhead.
 """
 
 from diffmegatron.model.accounting.flops import Flops, count_flops, frozen_matrices

@@ -1,15 +1,7 @@
-"""Estimate of the activations saved for backward, and of the temporary memory of backward passes.
+"""Estimate of saved activations and of the temporary memory of backward passes.
 
-The functions count bytes on one rank, except where the docstring names another unit. "Saved"
-always means saved for the backward pass.
-
-- Norms and SwiGLU are fused on a ``gpu``. On a ``cpu``, torch also saves their intermediate
-  results. The attention backend depends on the device too.
-- ``Variant.saved_bytes`` counts the tensors that an attention variant saves.
-- A frozen projection saves its input only if it has LoRA. The narrow activations between LoRA's two
-  matrices are not counted.
-- The input of the attention's output projection is counted even if this projection is frozen,
-  because the attention kernel saves the same tensor as its result.
+Functions return bytes on one rank, except where they name another unit. "Saved" means saved for the
+backward pass. Not counted are the narrow activations between LoRA's two matrices.
 """
 
 from typing import Literal
@@ -30,17 +22,16 @@ from diffmegatron.config.trainable_patterns import is_trained
 from diffmegatron.model.accounting.parameters import counted_kinds
 
 Device = Literal["gpu", "cpu"]
-# Bytes per element, by the value of training.precision.
+# Bytes per element, by the value of training.precision, and of a float32 tensor.
 BYTES = {"bf16": 2, "fp32": 4}
-# Bytes per float32 element.
 FLOAT32 = 4
 
 
 def stage_activations(recipe: Recipe, stage: int, microbatches: int, device: Device) -> int:
     """Return the bytes of a pipeline stage's activations at the peak of its schedule.
 
-    At the peak, all microbatches in flight have saved their activations. A microbatch is in flight
-    until its backward pass runs. ``microbatches`` is the number of microbatches per step.
+    At the peak, every microbatch whose backward pass has not run has saved its activations.
+    ``microbatches`` is the number of microbatches per step.
     """
     parallel = recipe.parallel
     in_flight = virtual_stages_in_flight(recipe, stage, microbatches)
@@ -49,9 +40,8 @@ def stage_activations(recipe: Recipe, stage: int, microbatches: int, device: Dev
     if stage == 0 and not (is_trained(recipe, EMBEDDING) or is_trained(recipe, INPUT_NORM)):
         # No gradient depends on the input of the first layer, so no microbatch saves this input.
         kept -= _first_layers_in_flight(recipe, in_flight) * sharded
-    # ``exchanged`` is the number of tensors of hidden states in memory for pipeline communication.
-    # Megatron-core keeps sent hidden states until their gradient arrives: one tensor per forward
-    # pass in flight. Only the last virtual stage of the network sends none.
+    # ``exchanged`` counts tensors of hidden states for pipeline communication. Megatron-core keeps
+    # sent hidden states until their gradient arrives.
     if stage == parallel.pipeline - 1:
         kept += final_norm_bytes(recipe, device)
         exchanged = in_flight - 1
@@ -65,14 +55,8 @@ def stage_activations(recipe: Recipe, stage: int, microbatches: int, device: Dev
 def virtual_stages_in_flight(recipe: Recipe, stage: int, microbatches: int) -> int:
     """Return the largest number of a rank's forward passes whose backward pass has not run yet.
 
-    A forward pass runs one microbatch through one virtual stage. With p pipeline ranks and v
-    virtual stages per rank, the following number of forward passes run before the rank's first
-    backward pass, unless a step has fewer:
-
-    - without interleaving: p - stage;
-    - with interleaving: 2 (p - stage - 1) + (v - 1) p + 1.
-
-    Source: ``get_pp_rank_microbatches`` in Megatron-core's pipeline_parallel/schedules.py.
+    A forward pass runs one microbatch through one virtual stage. Source:
+    ``get_pp_rank_microbatches`` in Megatron-core's pipeline_parallel/schedules.py.
     """
     size, stages = recipe.parallel.pipeline, recipe.parallel.virtual_pipeline
     if stages == 1:
@@ -82,11 +66,7 @@ def virtual_stages_in_flight(recipe: Recipe, stage: int, microbatches: int) -> i
 
 
 def _first_layers_in_flight(recipe: Recipe, in_flight: int) -> int:
-    """Return how many of the first stage's forward passes in flight include the first layer.
-
-    With interleaving and p pipeline ranks, a rank runs p microbatches through its first virtual
-    stage, then the same p microbatches through its second one, and so on.
-    """
+    """Return how many of the first stage's forward passes in flight include the first layer."""
     size = recipe.parallel.pipeline
     rounds, rest = divmod(in_flight, size * recipe.parallel.virtual_pipeline)
     return rounds * size + min(rest, size)
@@ -101,35 +81,22 @@ def local_tokens(recipe: Recipe) -> int:
 def layer_backward(recipe: Recipe, stage: int, device: Device) -> tuple[int, int]:
     """Return the temporary memory of one layer's backward pass.
 
-    The peak is at one of two moments in the MLP. The function chooses the moment at which the added
-    bytes minus the freed bytes are larger:
-
-    - Backward pass of SwiGLU (only on a GPU): the gradients of SwiGLU's output and inputs are in
-      memory. The output, which was saved as the input of ``linear_fc2``, is freed.
-    - Backward pass of ``linear_fc1``: the gradients of its output, weight and input are in memory.
-      Everything that SwiGLU and ``linear_fc2`` saved is freed.
-
-    At both moments, memory also has the residual stream's gradient, and activations that are
-    recomputed or copied from the host. Without a pipeline, the output layer's gradient of a tied
-    weight is also in memory, until the embedding's gradient is added to it.
+    The peak is during the backward pass of SwiGLU or of ``linear_fc1``. The function chooses the
+    moment with the larger difference between added and freed bytes.
 
     Returns:
-        Bytes in addition to the saved activations, and bytes of the saved activations that are
-        already freed. With full recomputation or offloading, the freed activations of the layer
-        were recomputed or copied. They are therefore subtracted from the first number instead.
+        Bytes added to the saved activations, and bytes of the saved activations that are already
+        freed. With full recomputation or offloading, the freed bytes were recomputed or copied from
+        the host, so they are subtracted from the first number instead.
     """
     model, parallel = recipe.model, recipe.parallel
     element, tokens = BYTES[recipe.training.precision], local_tokens(recipe)
     ffn = model.ffn_hidden_size / parallel.tensor
     shards = parallel.tensor if parallel.sequence_parallel else 1
-    # ``streams`` is the number of gradients of the residual stream that are counted here. If a
-    # gradient is received from the next stage, stage_activations counts it.
-    # - First stage of a pipeline: 0.
-    # - Stages in the middle: 1, the gradient that the stage sent last. Megatron-core's schedule
-    #   keeps this gradient until the next backward pass has ended.
-    # - Last stage, or no pipeline: 1, the gradient that comes from the loss.
-    # - With interleaving and one layer per virtual stage: 1 more. This was observed in the training
-    #   steps of tests/simulated_cuda.
+    # ``streams`` counts gradients of the residual stream, except one received from the next stage.
+    # Stages in the middle keep the gradient that they sent last. The last stage has the gradient
+    # of the loss. With interleaving and one layer per virtual stage, tests/simulated_cuda showed
+    # one more.
     virtual_stages = parallel.pipeline * parallel.virtual_pipeline
     is_copied = parallel.virtual_pipeline > 1 and model.num_layers == virtual_stages
     streams = (stage > 0 or parallel.pipeline == 1) + is_copied
@@ -150,19 +117,14 @@ def layer_backward(recipe: Recipe, stage: int, device: Device) -> tuple[int, int
     if recipe.recompute.granularity == "full" or recipe.training.offload_activations:
         again, freed = again - freed, 0
     # In the last stage, the tensors saved by the final norm and the output layer are already freed.
-    # On a CPU they are not subtracted, because the temporary results of unfused operations are not
-    # counted and are about as large.
+    # A CPU needs about as many bytes for temporary results of unfused operations.
     if is_fused and stage == parallel.pipeline - 1 and not recipe.training.offload_activations:
         freed += final_norm_bytes(recipe, device)
     return round(beside + again), round(freed)
 
 
 def _swiglu_bytes(recipe: Recipe, device: Device) -> float:
-    """Return the bytes that SwiGLU and the projection after it (fc2) save for one microbatch.
-
-    SwiGLU saves its two inputs, gate and up. Unfused SwiGLU also saves silu(gate) and a copy of up.
-    The copy is the sum of up and Megatron-core's ``glu_linear_offset``, which is 0 here.
-    """
+    """Return the bytes that SwiGLU and the projection after it (fc2) save for one microbatch."""
     factors = 2 if device == "gpu" else 4
     factors += _keeps_input(recipe, "mlp.linear_fc2")
     element, ffn = BYTES[recipe.training.precision], recipe.model.ffn_hidden_size
@@ -172,16 +134,10 @@ def _swiglu_bytes(recipe: Recipe, device: Device) -> float:
 def logits_bytes(recipe: Recipe, device: Device) -> int:
     """Return the temporary bytes of the loss and of the output layer's backward pass.
 
-    The result is the larger memory of two moments:
-
-    - Cross-entropy: the logits are in memory. On a GPU, their gradient overwrites them. On a CPU,
-      Megatron-core's cross-entropy overwrites float32 logits with probabilities. For bf16 logits on
-      a CPU, the float32 probabilities are another tensor.
-    - Backward pass of the output layer: the gradients of the logits, of the weight and of the
-      hidden states are in memory.
-
-    If the loss is computed in chunks of tokens (``training.loss_chunk``), only one chunk has logits
-    at a time, and a second tensor accumulates the weight gradients of the chunks.
+    The result is the larger memory of two moments. The cross-entropy needs the logits, which their
+    gradient or the probabilities overwrite. The output layer's backward pass needs the gradients of
+    the logits, of the weight and of the hidden states. With ``training.loss_chunk``, only one chunk
+    of tokens has logits at a time.
     """
     model, training, parallel = recipe.model, recipe.training, recipe.parallel
     element, tokens = BYTES[training.precision], local_tokens(recipe)
@@ -193,7 +149,7 @@ def logits_bytes(recipe: Recipe, device: Device) -> int:
     sharded = _hidden_bytes(recipe) * tokens
     hidden_gradient: float = element * model.hidden_size * chunk
     # If the output layer is frozen, the gradient of the logits is freed before the gradient of the
-    # hidden states is reduced. The result of the reduction then does not raise the peak.
+    # hidden states is reduced.
     is_reduced = parallel.sequence_parallel and output_weight(recipe) > 0
     if is_reduced or chunk < tokens:
         # Add the result of the reduction, or the tensor that collects the gradients of the chunks.
@@ -202,7 +158,7 @@ def logits_bytes(recipe: Recipe, device: Device) -> int:
     backward = element * (chunk * vocabulary + gradients * output_weight(recipe)) + hidden_gradient
     if training.offload_activations or parallel.pipeline > 1:
         # Add the output layer's input, copied from the host, or the gradient that the stage sent
-        # last, which Megatron-core's schedule keeps. If both exist, only one is counted.
+        # last. If both exist, only one counts.
         backward += sharded
     return round(max(per_logit * chunk * vocabulary, backward))
 
@@ -230,22 +186,16 @@ def final_norm_bytes(recipe: Recipe, device: Device) -> int:
 
 
 def _keeps_input(recipe: Recipe, projection: str) -> bool:
-    """Return whether a projection saves its input: its weight or its LoRA matrix A is trained."""
     return is_trained(recipe, f"{projection}.weight") or is_trained(
         recipe, f"{projection}.{LORA_A}"
     )
 
 
 def embedding_backward(recipe: Recipe, stage: int) -> int:
-    """Return the temporary bytes of the embedding's backward pass.
+    """Return the temporary bytes of the embedding's backward pass; 0 if it cannot be the peak.
 
-    The gradients of the embedding's weight and of its output are in memory. Under sequence
-    parallelism, the output's gradient is gathered from a sharded tensor, which is counted too. A
-    tied embedding without a pipeline has two gradients of its weight.
-
-    The result is 0 on all pipeline stages except the first, and if the embedding is frozen. It is
-    also 0 for an untied embedding without a pipeline, because the output layer's backward pass
-    then needs more memory.
+    The gradients of the embedding's weight and of its output are in memory. Without a pipeline, the
+    output layer's backward pass needs more memory than that of an untied embedding.
     """
     parallel, model = recipe.parallel, recipe.model
     if stage > 0 or not is_trained(recipe, EMBEDDING):
@@ -263,12 +213,7 @@ def embedding_backward(recipe: Recipe, stage: int) -> int:
 
 
 def embedding_freed(recipe: Recipe, stage: int, microbatches: int, device: Device) -> int:
-    """Return the bytes of saved activations that are freed before the embedding's backward pass.
-
-    Without a pipeline, all saved activations are freed except the tensors that all microbatches
-    share. In a pipeline, only the activations of one microbatch are freed, because other
-    microbatches are in flight. The result is 0 if activations are offloaded to the host.
-    """
+    """Return the bytes of saved activations that are freed before the embedding's backward pass."""
     if recipe.training.offload_activations:
         return 0
     if recipe.parallel.pipeline > 1:
@@ -279,8 +224,7 @@ def embedding_freed(recipe: Recipe, stage: int, microbatches: int, device: Devic
 def sums_tied_gradients(recipe: Recipe) -> bool:
     """Return whether autograd sums the two gradients of a tied embedding on the same rank.
 
-    The embedding and the output layer each compute a gradient of the tied weight. In a pipeline,
-    these two layers are on different ranks.
+    In a pipeline, the embedding and the output layer are on different ranks.
     """
     is_tied = recipe.model.tied_embeddings and recipe.parallel.pipeline == 1
     return is_tied and is_trained(recipe, EMBEDDING)
@@ -296,15 +240,12 @@ def offloaded_activations(recipe: Recipe, stage: int, microbatches: int, device:
 def virtual_stage_bytes(recipe: Recipe, stage: int, device: Device) -> float:
     """Return the bytes that a virtual stage saves for one microbatch.
 
-    Full recomputation saves one input per group of layers (method "uniform") or per recomputed
-    layer (method "block"). With "block", the other layers save all their activations. If the layers
-    of the pipeline stage have different attention variants, the mean over these layers is used.
+    Layers with different attention variants count with their mean over the pipeline stage.
     """
     recompute, kinds = recipe.recompute, stage_kinds(recipe, stage)
     count = sum(count for _, count in kinds)
     layers = count // recipe.parallel.virtual_pipeline
     whole = sum(count * _layer_bytes(recipe, device, kind) for kind, count in kinds) / count
-    # Bytes of the input of a recomputed layer, which sequence parallelism shards.
     entrance = _hidden_bytes(recipe) * local_tokens(recipe)
     if recompute.granularity != "full":
         return layers * whole
@@ -314,12 +255,7 @@ def virtual_stage_bytes(recipe: Recipe, stage: int, device: Device) -> float:
 
 
 def _recomputed_bytes(recipe: Recipe, device: Device) -> float:
-    """Return the bytes of the activations that recomputation creates again at one time.
-
-    Full recomputation creates the activations of a group of layers (method "uniform") or of one
-    layer (method "block"). Selective recomputation creates the activations of one layer's core
-    attention. If layers have different attention variants, the largest result counts.
-    """
+    """Return the bytes of the activations that exist again at one time because of recomputation."""
     recompute = recipe.recompute
     if recompute.granularity == "none":
         return 0
@@ -333,20 +269,14 @@ def _recomputed_bytes(recipe: Recipe, device: Device) -> float:
 
 
 def _offloaded_bytes(recipe: Recipe, device: Device) -> float:
-    """Return the bytes of one layer's offloaded activations while they are back on the device.
-
-    If layers have different attention variants, the largest result counts.
-    """
+    """Return the bytes of one layer's offloaded activations while they are back on the device."""
     if not recipe.training.offload_activations:
         return 0
     return max(_layer_bytes(recipe, device, kind) for kind, _ in counted_kinds(recipe.model))
 
 
 def _layer_bytes(recipe: Recipe, device: Device, kind: Variant) -> float:
-    """Return the bytes that one layer saves for one microbatch, without full recomputation.
-
-    With selective recomputation, the core attention saves nothing.
-    """
+    """Return the bytes that one layer saves for one microbatch, without full recomputation."""
     attention, core = attention_bytes_per_token(recipe, device, kind)
     if recipe.recompute.granularity != "selective":
         attention += core
@@ -364,13 +294,7 @@ def _hidden_bytes(recipe: Recipe) -> float:
 
 
 def _norm_and_projection_input(recipe: Recipe, device: Device) -> float:
-    """Return the bytes per token that RMSNorm and the projection after it save.
-
-    A fused RMSNorm saves its input and one float32 per token. The projection saves its own input.
-    Sequence parallelism shards all these tensors, because Megatron-core gathers the projection's
-    input again in the backward pass. An unfused norm also saves the normalized input in float32. In
-    a bf16 run, an unfused norm saves its input in float32 instead of bf16.
-    """
+    """Return the bytes per token that RMSNorm and the projection after it save."""
     shards = recipe.parallel.tensor if recipe.parallel.sequence_parallel else 1
     per_token = 2 * _hidden_bytes(recipe) + FLOAT32 / shards
     if device == "cpu":
@@ -384,8 +308,8 @@ def attention_bytes_per_token(recipe: Recipe, device: Device, kind: Variant) -> 
     """Return the bytes per token that the attention of one layer saves.
 
     Returns:
-        Bytes of q, k, v and the output projection's input; and bytes that the core attention saves
-        in addition, including a dense mask if the kernels save one.
+        Bytes of q, k, v and the output projection's input; and additional bytes of the core
+        attention, including a dense mask if the kernels save one.
     """
     kernels = _kernels(recipe, device, kind)
     projected, core = (each / recipe.parallel.tensor for each in kind.saved_bytes(kernels))
@@ -400,9 +324,8 @@ def _kernels(recipe: Recipe, device: Device, kind: Variant) -> Kernels:
     rows = recipe.training.micro_batch_size if has_documents else 1
     keys: float = rows * recipe.training.seq_length
     if communication == "all_gather":
-        # Zigzag sharding splits a sequence into 2 x context chunks. Rank r has chunk r and the r-th
-        # chunk from the end. A chunk attends to the keys from the start of the sequence to the end
-        # of the chunk. The mean over both chunks is (2 x context + 1) / (4 x context) of all keys.
+        # A rank has chunks r and 2 context - 1 - r of 2 context zigzag chunks. A chunk attends to
+        # all keys up to its end, so the mean is (2 context + 1) / (4 context) of all keys.
         keys *= (2 * recipe.parallel.context + 1) / (4 * recipe.parallel.context)
     return Kernels(
         element=BYTES[recipe.training.precision],
@@ -424,8 +347,8 @@ def context_communication(recipe: Recipe) -> ContextCommunication | None:
 def shared_bytes(recipe: Recipe) -> int:
     """Return the bytes of the tensors that layers and microbatches share.
 
-    These are the rotary angles, one tensor per virtual stage. Under sequence parallelism there is
-    also one buffer into which Megatron-core gathers the hidden states of the tensor-parallel ranks.
+    The rotary angles are one float32 tensor per virtual stage. Under sequence parallelism,
+    Megatron-core also has one buffer for gathered hidden states.
     """
     parallel = recipe.parallel
     positions = recipe.training.seq_length // parallel.context

@@ -1,4 +1,4 @@
-"""Model FLOPs of a network, computed from the recipe without torch."""
+"""Model FLOPs of a network."""
 
 import math
 from dataclasses import dataclass
@@ -24,19 +24,12 @@ class Flops:
 
 
 def count_flops(model: ModelConfig, seq_length: int, frozen: int = 0) -> Flops:
-    """Return the model FLOPs per token of causal training.
+    """Return the model FLOPs per token of causal training, without recomputation.
 
-    Matrix products, including the output layer, need 2 FLOPs per weight and token in the forward
-    pass and 4 in the backward pass. Frozen weights need only 2 in the backward pass, for the
-    gradient of their input.
-
-    The FLOPs of attention are those of its equations, computed in the cheapest way. For example,
-    the maps of DIFF V1 are subtracted before the product with the values, so one product is needed
-    instead of two. A query attends to half the sequence on average. The backward pass needs twice
-    the FLOPs of the forward pass. Additional FLOPs of a kernel, such as those for recomputed
-    scores, are not counted.
-
-    ``frozen`` is the number of frozen weights in matrix products (:func:`frozen_matrices`).
+    A weight needs 2 FLOPs in the forward pass and 4 in the backward pass; a frozen weight needs 2
+    in the backward pass. ``frozen`` is the result of :func:`frozen_matrices`. The FLOPs of
+    attention are those of its equation, computed in the cheapest way. A query attends to half the
+    sequence on average.
     """
     weights: float = model.vocab_size * model.hidden_size
     attention = 0.0
@@ -51,8 +44,7 @@ def count_flops(model: ModelConfig, seq_length: int, frozen: int = 0) -> Flops:
 def frozen_matrices(recipe: Recipe) -> int:
     """Return the number of elements of all frozen matrices that are used in matrix products.
 
-    A fused matrix, such as ``linear_qkv``, is counted only if all its parts are frozen. An untied
-    embedding is not counted, because a lookup is not a matrix product.
+    A fused matrix, such as ``linear_qkv``, counts only if all its parts are frozen.
     """
     if trains_everything(recipe):
         return 0

@@ -20,10 +20,9 @@ class Accelerator:
     link_bandwidth: float
 
 
-# Source: NVIDIA's data sheets of A100 80GB, H100, H200 and HGX B200. If a data sheet lists FLOP/s
-# with sparsity, or link bandwidth as the sum of both directions, this table has half the value.
-# Each key is a part of the name that CUDA reports, and `find_accelerator` uses the first match. The
-# key "H100" must come after "H100 PCIe" and "H100 NVL", because these names also contain "H100".
+# NVIDIA's data sheets of A100 80GB, H100, H200 and HGX B200. FLOP/s with sparsity and the sum of
+# both directions' link bandwidth are halved. A key is a part of the name that CUDA reports. The
+# first match counts, so "H100" must come after the longer names.
 ACCELERATORS = {
     "H100 PCIe": Accelerator(756e12, 80, 2.0e12, 300e9),
     "H100 NVL": Accelerator(835e12, 94, 3.9e12, 300e9),
@@ -35,9 +34,5 @@ ACCELERATORS = {
 
 
 def find_accelerator(device_name: str) -> Accelerator | None:
-    """Return the data-sheet values of a GPU, or None for an unknown GPU.
-
-    Args:
-        device_name: name that CUDA reports, such as ``NVIDIA H100 80GB HBM3``.
-    """
+    """Return the values of a GPU from the name that CUDA reports; None for an unknown GPU."""
     return next((gpu for name, gpu in ACCELERATORS.items() if name in device_name), None)

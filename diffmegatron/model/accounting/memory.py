@@ -1,7 +1,4 @@
-"""Estimate of each rank's memory: weights, gradients, optimizer state and temporary memory.
-
-All sizes are bytes on one rank. "Saved activations" are those saved for the backward pass.
-"""
+"""Estimate of each rank's memory, in bytes."""
 
 from dataclasses import dataclass, replace
 
@@ -19,7 +16,6 @@ from diffmegatron.model.accounting.zero_3 import count_gathers
 
 # DeepSpeed's reduce_bucket_size: elements in the bucket with which ZeRO reduces gradients.
 REDUCE_BUCKET = 50_000_000
-# Bytes per float64 element.
 FLOAT64 = 8
 
 
@@ -29,8 +25,8 @@ class Moment:
 
     Attributes:
         beside: temporary memory in addition to the saved activations.
-        freed: part of the saved activations that is already freed at this moment.
-        gathered: weights that ZeRO 3 has gathered from the ranks and not yet released.
+        freed: saved activations that are already freed.
+        gathered: weights that ZeRO 3 has gathered from the ranks.
     """
 
     beside: int = 0
@@ -42,18 +38,13 @@ class Moment:
 class StageMemory:
     """Memory of each rank of a pipeline stage, in bytes.
 
-    DeepSpeed allocates ``weights``, ``gradients``, ``optimizer`` and ``communication`` for the
-    whole run. The attributes from ``activations`` to ``update`` are estimates of temporary memory.
-
     Attributes:
-        stage: number of the pipeline stage, from 0.
-        weights: weights that the forward pass uses; with ZeRO 3 this rank's partition.
+        weights: weights for the forward pass; with ZeRO 3 this rank's partition.
         gradients: accumulated gradients; with ZeRO 2 and 3 this rank's partition.
         optimizer: this rank's partition of the float32 master weights and of Adam's moments.
-        communication: bucket for reducing gradients (ZeRO 2's bucket is part of ``layer`` instead).
+        communication: bucket for reducing gradients. ZeRO 2's bucket is part of ``layer`` instead.
             With ZeRO 1 or 2 and an offloaded optimizer, also a buffer for the largest parameter.
-        activations: saved activations of all microbatches in flight, without those offloaded to the
-            host.
+        activations: saved activations of all microbatches in flight, except those on the host.
         loss: memory during the loss and the backward pass of the output layer.
         reduction: memory while DeepSpeed copies or reduces the output layer's gradient.
         layer: memory during the backward pass of one layer.
@@ -88,7 +79,7 @@ class StageMemory:
 
     @property
     def total(self) -> int:
-        """Estimated peak memory: ``allocated`` plus the largest temporary memory."""
+        """Estimated peak memory."""
         most = self.passes
         passes = self.activations - most.freed + most.beside + most.gathered
         return self.allocated + max(passes, self.update)
@@ -97,14 +88,7 @@ class StageMemory:
 def memory_by_stage(
     recipe: Recipe, world_size: int, device: Device = "gpu"
 ) -> tuple[StageMemory, ...]:
-    """Return the memory of a rank, for each pipeline stage.
-
-    The layers save other activations on a CPU than on a GPU, so the result depends on ``device``.
-
-    Raises:
-        UserError: If ``world_size`` does not fit the layout, or if the network has too many layers
-            for the estimate of ZeRO 3.
-    """
+    """Return the memory of a rank, for each pipeline stage."""
     shards = recipe.data_parallel(world_size) * recipe.parallel.context
     microbatches = recipe.num_microbatches(world_size)
     return tuple(
@@ -114,14 +98,7 @@ def memory_by_stage(
 
 
 def peak_memory(recipe: Recipe, world_size: int) -> int:
-    """Return the estimated peak memory of a GPU, in the pipeline stage where it is largest.
-
-    Only the first and the last stage are computed, because one of them has the largest peak. All
-    stages have the same number of layers, but only these two have a vocabulary matrix.
-
-    Raises:
-        UserError: as in :func:`memory_by_stage`.
-    """
+    """Return the estimated peak memory of a GPU, in the pipeline stage where it is largest."""
     shards = recipe.data_parallel(world_size) * recipe.parallel.context
     microbatches, last = recipe.num_microbatches(world_size), recipe.parallel.pipeline - 1
     ends = {0, last}
@@ -154,9 +131,7 @@ def _stage_memory(
 def _states(recipe: Recipe, stage: int, shards: int, microbatches: int) -> StageMemory:
     """Return the memory of weights, gradients, optimizer state and update, without activations.
 
-    With ZeRO 2 the moment ``layer`` has the bucket for gradients. All other moments are 0. The few
-    elements with which ZeRO pads its partitions are not counted. ``shards`` is the number of ranks
-    over which ZeRO partitions (data x context parallel).
+    ``shards`` is the number of ranks over which ZeRO partitions (data x context parallel).
     """
     low, high = rank_parameters(recipe, stage)
     trained = sum(trained_parameters(recipe, stage))
@@ -187,12 +162,7 @@ def _states(recipe: Recipe, stage: int, shards: int, microbatches: int) -> Stage
 
 
 def _zero_1(states: StageMemory, recipe: Recipe, shards: int) -> StageMemory:
-    """Return ``states`` with the changes of ZeRO 1 without offload.
-
-    No bucket is allocated, because gradients are stored in flat tensors and reduced in place
-    (:mod:`diffmegatron.optim.flat_gradients`). In a bf16 run, the update needs no temporary memory.
-    In a float32 run, the update copies one gradient at a time to float64 to compute its norm.
-    """
+    """Return ``states`` with the changes of ZeRO 1 without offload."""
     if recipe.training.precision == "bf16":
         return replace(states, communication=0, update=0)
     return replace(states, communication=0, update=_float64_norm(states, recipe, shards))
@@ -205,15 +175,7 @@ def _float64_norm(states: StageMemory, recipe: Recipe, shards: int) -> int:
 
 
 def _zero_2(states: StageMemory, recipe: Recipe, shards: int, microbatches: int) -> StageMemory:
-    """Return ``states`` with the changes of ZeRO 2 (DeepSpeed's runtime/zero/stage_1_and_2.py).
-
-    - Gradients are partitioned and allocated at the end of the first microbatch. With one
-      microbatch per step, they exist only during the update, so ``update`` includes them.
-    - ``update`` counts the larger of two tensors. The first is a gradient copied to float64 to
-      compute its norm. The second is this rank's partition of the gradients in the run's precision.
-      This partition exists until the backward pass ends. All activations are freed by then, so the
-      partition is counted as memory of the update.
-    """
+    """Return ``states`` with the changes of ZeRO 2 (DeepSpeed's runtime/zero/stage_1_and_2.py)."""
     norm, elements = _float64_norm(states, recipe, shards), states.gradients // FLOAT32
     update = norm if recipe.training.precision == "bf16" else max(states.update, norm)
     left = BYTES[recipe.training.precision] * elements // shards
@@ -223,8 +185,7 @@ def _zero_2(states: StageMemory, recipe: Recipe, shards: int, microbatches: int)
     return replace(
         states,
         gradients=gradients,
-        # The bucket is allocated with the first gradient, which is after the loss. Add the bucket
-        # to the layers' backward pass only.
+        # The bucket is allocated with the first gradient, which is after the loss.
         communication=0,
         layer=Moment(states.communication),
         update=update,
@@ -232,7 +193,6 @@ def _zero_2(states: StageMemory, recipe: Recipe, shards: int, microbatches: int)
 
 
 def _zero_3(states: StageMemory, recipe: Recipe, shards: int) -> StageMemory:
-    """Partition weights and gradients as in ZeRO 3 (DeepSpeed's runtime/zero/stage3.py)."""
     return replace(
         states,
         weights=states.weights // shards,
@@ -241,10 +201,7 @@ def _zero_3(states: StageMemory, recipe: Recipe, shards: int) -> StageMemory:
 
 
 def _gathered_bytes(recipe: Recipe) -> dict[str, int]:
-    """Return the bytes of gathered weights in memory at the moments "loss", "layer", "embedding".
-
-    The bytes are 0 with ZeRO 1 and 2.
-    """
+    """Return the bytes of gathered weights at the moments "loss", "layer" and "embedding"."""
     if recipe.parallel.zero_stage < 3:
         return dict.fromkeys(("loss", "layer", "embedding"), 0)
     element, gathers = BYTES[recipe.training.precision], count_gathers(recipe)
@@ -252,17 +209,7 @@ def _gathered_bytes(recipe: Recipe) -> dict[str, int]:
 
 
 def _offloaded(states: StageMemory, recipe: Recipe, shards: int) -> StageMemory:
-    """Return ``states`` with the optimizer offloaded to host memory.
-
-    - Host: master weights, Adam's moments, and float32 gradients for the update (two copies of the
-      gradients with ZeRO 3). With ZeRO 1 and 2 the host also has the updated partition in the run's
-      precision, and a buffer for the largest parameter.
-    - Device with ZeRO 1 and 2: a buffer for the largest parameter is added.
-    - Device with ZeRO 1: all gradients are accumulated in float32 and reduced in a float32 bucket.
-      Gradients larger than the bucket are copied; ``update`` counts the largest copy.
-    - Device with ZeRO 2: gradients and update need the same memory as without offload.
-    - Device with ZeRO 3: gradients and update need no memory.
-    """
+    """Return ``states`` with the optimizer offloaded to host memory."""
     element = BYTES[recipe.training.precision]
     partition = states.optimizer // (3 * FLOAT32)
     gradients = FLOAT32 * partition
@@ -290,16 +237,7 @@ def _reduction(
 ) -> Moment:
     """Return the memory while DeepSpeed copies or reduces the output layer's weight gradient.
 
-    - ZeRO 1 with offload copies each gradient to float32 to accumulate it.
-    - ZeRO 2 with offload allocates its bucket, and copies a gradient larger than the bucket.
-    - ZeRO 2 without offload keeps a gradient larger than the bucket until the gradient of the final
-      norm is computed. Then it copies and reduces the large gradient in pieces.
-
-    In all other cases, and for a frozen weight, the result is 0. The copies of ZeRO 3 are not
-    estimated.
-
-    Without a pipeline, the gradient of a tied embedding is copied only at the end of the backward
-    pass. More activations are freed by then.
+    The copies of ZeRO 3 are not estimated.
     """
     parallel, element = recipe.parallel, BYTES[recipe.training.precision]
     weight = activations.output_weight(recipe)
@@ -318,19 +256,17 @@ def _reduction(
         return Moment()
     if activations.sums_tied_gradients(recipe):
         freed = activations.embedding_freed(recipe, stage, microbatches, device)
-    # Offloaded activations are not on the device, so freeing them frees no memory of the device.
     is_offloaded = recipe.training.offload_activations
     return Moment(element * weight + copy + hidden, 0 if is_offloaded else freed)
 
 
 def _reduced_together(recipe: Recipe, stage: int, shards: int) -> int:
-    """Return the number of elements in ZeRO 2's largest copy of output-layer gradient pieces.
+    """Return the number of elements in ZeRO 2's largest copy of gradient pieces (output layer).
 
-    DeepSpeed splits a gradient into pieces at the boundaries of the ranks' partitions. It collects
-    consecutive pieces until they exceed the bucket, copies them into one tensor and reduces it
+    DeepSpeed splits a gradient at the boundaries of the ranks' partitions. It copies consecutive
+    pieces into one tensor when they exceed the bucket, and reduces this tensor
     (``allreduce_and_scatter`` in runtime/zero/stage_1_and_2.py). A single piece that exceeds the
-    bucket is not copied. The output layer's gradient is the last matrix in the flat gradient, so
-    the size of its first piece depends on the matrices before it.
+    bucket is not copied.
     """
     weight, matrices = activations.output_weight(recipe), trained_parameters(recipe, stage)[0]
     piece = -(-matrices // shards)
@@ -345,8 +281,8 @@ def _reduced_together(recipe: Recipe, stage: int, shards: int) -> int:
 def largest_trained(recipe: Recipe, stage: int) -> int:
     """Return the number of elements of a stage's largest trained parameter on a rank.
 
-    If everything is trained, a vocabulary matrix is assumed to be the largest parameter. The result
-    is then too large for stages between the first and the last, which have no such matrix.
+    If everything is trained, this is a vocabulary matrix. For the stages in the middle, which have
+    none, the result is then too large.
     """
     if trains_everything(recipe):
         return activations.vocabulary_elements(recipe)

@@ -1,7 +1,4 @@
-"""Model FLOPs utilization (MFU): achieved model FLOP/s divided by the GPUs' bf16 peak.
-
-Definition: PaLM (arXiv 2204.02311), appendix B.
-"""
+"""Model FLOPs utilization (MFU), as in appendix B of PaLM (arXiv 2204.02311)."""
 
 from diffmegatron.config.schema import Recipe
 from diffmegatron.model.accounting.flops import count_flops, frozen_matrices
@@ -11,13 +8,9 @@ from diffmegatron.model.accounting.hardware import Accelerator, find_accelerator
 def model_flops_utilization(
     tokens_per_second: float, flops_per_token: float, num_gpus: int, accelerator: Accelerator
 ) -> float:
-    """Return the MFU, a number from 0 to 1.
+    """Return the achieved model FLOP/s divided by the GPUs' bf16 peak, a number from 0 to 1.
 
-    Args:
-        tokens_per_second: speed of the whole run, over all GPUs.
-        flops_per_token: model FLOPs per token, ``count_flops(...).training``.
-        num_gpus: number of GPUs of the run.
-        accelerator: type of the GPUs.
+    ``tokens_per_second`` is the speed of the whole run.
     """
     return tokens_per_second * flops_per_token / (num_gpus * accelerator.peak_flops)
 
@@ -25,11 +18,10 @@ def model_flops_utilization(
 def mfu_metric(
     recipe: Recipe, world_size: int, tokens_per_second: float, device_name: str | None
 ) -> dict[str, float]:
-    """Return a dict with the metric ``perf/mfu`` of a run.
+    """Return ``{"perf/mfu": MFU}``; empty on a CPU, on an unknown GPU and in a float32 run.
 
-    The dict is empty on a CPU, on a GPU that is not in ``ACCELERATORS``, and for a float32 run.
     ``tokens_per_second`` is the speed of the whole run. ``device_name`` is the name that CUDA
-    reports; it is None on a CPU.
+    reports; None on a CPU.
     """
     accelerator = None if device_name is None else find_accelerator(device_name)
     if accelerator is None or recipe.training.precision != "bf16":

@@ -1,4 +1,4 @@
-"""Numbers of parameters of a network, computed from the recipe without torch."""
+"""Numbers of parameters of a network."""
 
 import math
 from collections.abc import Callable
@@ -18,13 +18,10 @@ class Parameters:
     """Numbers of parameters of the unsharded network.
 
     Attributes:
-        embedding: embedding matrix.
         attention: attention matrices with their biases, without LoRA.
         lambdas: parameters from which lambda is computed.
         headwise_norms: attention's norms over the channels of a head.
         norms: norms over the hidden size, including the final norm.
-        mlp: gate, up and down projections.
-        lora: LoRA matrices.
         output: output layer; 0 if it is tied to the embedding.
     """
 
@@ -68,10 +65,7 @@ def count_parameters(model: ModelConfig) -> Parameters:
 
 
 def count_trained(recipe: Recipe) -> int:
-    """Count the trained parameters of the unsharded network.
-
-    If some rows of a fused projection are frozen, only its trained rows are counted.
-    """
+    """Count the trained parameters of the unsharded network; frozen rows do not count."""
     model = recipe.model
     if trains_everything(recipe):
         return count_parameters(model).total
@@ -98,7 +92,7 @@ def attention_weights(model: ModelConfig, kind: Variant) -> int:
 
 
 def projection_weights(model: ModelConfig, kind: Variant) -> int:
-    """Count the weights of a layer's attention projections, ``linear_qkv`` and ``linear_proj``."""
+    """Count the weights of a layer's ``linear_qkv`` and ``linear_proj``."""
     heads = kind.heads
     return (heads.qkv_channels + heads.output_channels) * model.hidden_size
 

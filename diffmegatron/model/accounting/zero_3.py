@@ -1,12 +1,9 @@
 """Simulation of the weights that ZeRO 3 gathers and releases during a microbatch.
 
-ZeRO 3 partitions the weights. Before each call of a module, DeepSpeed's hooks fetch (all-gather)
-the weights of the module and prefetch the weights of the next modules. After the call the hooks
-release the weights. The simulation follows ``PartitionedParameterCoordinator`` of DeepSpeed 0.19.8
-(runtime/zero/partitioned_param_coordinator.py) with the defaults of runtime/zero/config.py.
-
-The result is for every microbatch except the first one of a run. In the first one, DeepSpeed has no
-record of the order of the modules. It releases the weights after every call, so it gathers more.
+Before each call of a module, DeepSpeed fetches (all-gathers) its weights and prefetches those of
+the next modules. After the call it releases the weights. The simulation follows
+``PartitionedParameterCoordinator`` of DeepSpeed 0.19.8 with the defaults of runtime/zero/config.py.
+It describes every microbatch except a run's first one, in which DeepSpeed gathers more.
 """
 
 from collections import deque
@@ -19,20 +16,18 @@ from diffmegatron.config.schema import Recipe
 from diffmegatron.config.tensors import EMBEDDING, OUTPUT, layer_tensors, outer_tensors
 from diffmegatron.errors import UserError
 
-# Default value of two limits of DeepSpeed, in elements. stage3_max_live_parameters limits the
-# gathered elements in memory. stage3_max_reuse_distance: after a call, the weights of its module
-# stay in memory if fewer elements are used before the next call of the module.
+# DeepSpeed's stage3_max_live_parameters and stage3_max_reuse_distance. A module's weights stay in
+# memory after a call if fewer elements than this are used before its next call.
 MOST_ELEMENTS = 1_000_000_000
-# Largest number of layers that can be simulated. Every call of every layer is simulated, so a
-# deeper network would need too much time.
+# Largest number of layers that can be simulated in a short time.
 MOST_LAYERS = 10_000
 # DeepSpeed's stage3_prefetch_bucket_size, in elements.
 PREFETCHED = 50_000_000
-# DeepSpeed's stage3_param_persistence_threshold, in elements. Tensors of at most this size are
-# gathered once per step, not in every microbatch, so they are not simulated.
+# DeepSpeed's stage3_param_persistence_threshold. Tensors of at most this many elements are gathered
+# once per step, not in every microbatch, so they are not simulated.
 PERSISTENT = 100_000
-# Modules of a layer in the order of their forward calls. Modules without large weights, such as
-# norms, are listed too, because every call prefetches weights of later modules.
+# Modules of a layer in the order of their forward calls. Modules without large weights are listed
+# too, because every call prefetches weights of later modules.
 _LAYER = (
     "", "input_layernorm", "self_attention", "self_attention.linear_qkv",
     "self_attention.core_attention", "self_attention.linear_proj", "pre_mlp_layernorm", "mlp",
@@ -49,9 +44,9 @@ class Gathers:
 
     Attributes:
         per_microbatch: number of elements gathered during a microbatch.
-        whole: name of a moment -> number of gathered elements in memory at this moment. Each moment
-            is the backward pass of one module: the output layer ("loss"), the first MLP projection
-            of the last layer ("layer"), or the embedding ("embedding").
+        whole: number of gathered elements in memory during the backward pass of the output layer
+            ("loss"), of the last layer's first MLP projection ("layer") and of the embedding
+            ("embedding").
     """
 
     per_microbatch: int
@@ -59,11 +54,7 @@ class Gathers:
 
 
 def count_gathers(recipe: Recipe) -> Gathers:
-    """Count the weight elements that ZeRO 3 gathers in a microbatch.
-
-    Raises:
-        UserError: If the network has more than 10,000 layers.
-    """
+    """Count the weight elements that ZeRO 3 gathers in a microbatch."""
     if recipe.model.num_layers > MOST_LAYERS:
         raise UserError(
             f"model.num_layers is {recipe.model.num_layers:,}; the memory of ZeRO 3 is estimated "
@@ -72,8 +63,8 @@ def count_gathers(recipe: Recipe) -> Gathers:
     modules, forward, backward = _calls(recipe)
     whole, gathered = _follow(modules, (*forward, *backward))
     whole_in_backward = whole[len(forward) :]
-    # Find the backward call of fc1 in the last layer. Recomputed forward calls can come first, but
-    # they call fc1 before fc2. Only the backward calls have fc2 directly before fc1.
+    # Find the backward call of fc1 in the last layer: only there fc2 comes directly before fc1.
+    # Recomputed forward calls have the opposite order.
     fc1, fc2 = forward[-4:-2]
     in_layer = list(pairwise(backward)).index((fc2, fc1)) + 1
     places = {"loss": 0, "layer": in_layer, "embedding": -1 - _BEFORE}
@@ -83,17 +74,12 @@ def count_gathers(recipe: Recipe) -> Gathers:
 def _calls(recipe: Recipe) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
     """Return the modules of a network and the order of their calls in a microbatch.
 
-    A tied embedding is one module, which is called twice in each pass. Module 0 has no weights and
-    represents all small modules outside the layers.
+    Module 0 has no weights and represents all small modules outside the layers.
 
     Returns:
-        A tuple of three:
-
-        - number of weight elements of each module on a tensor-parallel rank. In the layers, tensors
-          with at most ``PERSISTENT`` elements are not counted.
-        - indices of the modules in the order of the forward calls.
-        - indices of the modules in the order of the calls in the backward pass. These calls include
-          the forward calls of recomputed layers.
+        Number of weight elements of each module on a rank; indices of the modules in the order of
+        the forward calls; the same for the backward pass, with the forward calls of recomputed
+        layers.
     """
     model, size = recipe.model, recipe.parallel.tensor
     outer = {each.name: each.elements(size) for each in outer_tensors(model)}
@@ -119,11 +105,7 @@ def _calls(recipe: Recipe) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int,
 def _layers_backward(recipe: Recipe, layers: Sequence[Sequence[int]]) -> Iterator[int]:
     """Yield the module indices of all layers in the order of the calls in the backward pass.
 
-    Layers can be recomputed in groups. All forward calls of a recomputed group come directly before
-    the backward calls of the group.
-
-    Args:
-        layers: module indices of each layer, in the order of the forward pass.
+    All forward calls of a recomputed group come directly before its backward calls.
     """
     recompute, end = recipe.recompute, len(layers)
     together, recomputed = 1, 0
@@ -144,15 +126,8 @@ def _layers_backward(recipe: Recipe, layers: Sequence[Sequence[int]]) -> Iterato
 def _follow(modules: tuple[int, ...], calls: tuple[int, ...]) -> tuple[list[int], int]:
     """Simulate the fetches and releases of weights during a microbatch.
 
-    A call fetches the weights of its module, unless they are in memory. Then the weights of the
-    next calls are prefetched, until the prefetched elements reach ``PREFETCHED`` or the elements in
-    memory reach ``MOST_ELEMENTS``. After the call, the weights of its module are released, except
-    in two cases: they were prefetched for a later call, or fewer than ``MOST_ELEMENTS`` elements
-    are used before the next call of the module.
-
-    Args:
-        modules: number of weight elements of each module.
-        calls: indices of the modules in the order of their calls.
+    ``modules`` has the number of weight elements of each module, and ``calls`` the module of each
+    call.
 
     Returns:
         Number of gathered elements in memory during each call, and number of elements gathered in
