@@ -1,4 +1,1 @@
-"""The optimizer: DeepSpeed ZeRO (``zero.py``), learning rate (``schedule.py``), and the guard.
-
-The guard (``guard.py``) decides whether a training step updates the weights.
-"""
+"""The optimizer: ZeRO engine (``zero.py``), learning rate (``schedule.py``) and ``guard.py``."""

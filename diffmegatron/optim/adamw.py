@@ -1,9 +1,7 @@
 """AdamW with a gate, a callback that can refuse a step after the gradient norm is computed.
 
-One call of DeepSpeed's optimizer computes the gradient norm, clips the gradients and updates the
-weights. For the update it calls :class:`GatedAdamW`, which first calls the gate. At that moment the
-norm is available, and weights and moments are still unchanged, so nothing has to be undone after a
-refusal.
+DeepSpeed's step computes the gradient norm, clips the gradients and calls :class:`GatedAdamW`. The
+gate runs first, before weights and moments change.
 """
 
 from collections.abc import Callable, Mapping
@@ -34,7 +32,7 @@ class Gate:
         self.answer: bool | None = None
 
     def __call__(self) -> bool:
-        """Return the result of ``allow``; later calls return the result of the first call."""
+        """Return whether the step is applied."""
         if self.answer is None:
             self.answer = self._allow(self._zero_optimizer._global_grad_norm)
         return self.answer
@@ -45,9 +43,8 @@ class GatedAdamW(torch.optim.AdamW):
 
     Attributes:
         gate: function that returns whether the present step is applied.
-        decaying_rows: rows to which weight decay applies in parameters with frozen and trained
-            rows. These are the trained rows; the frozen rows must not change. A key is a flat
-            master tensor (float32 weights, flattened), and its value is a list of views into it.
+        decaying_rows: flat master tensor (float32) -> views of the trained rows of those parameters
+            that also have frozen rows. Weight decay must not change the frozen rows.
     """
 
     gate: Callable[[], bool]
@@ -56,8 +53,6 @@ class GatedAdamW(torch.optim.AdamW):
     def step(self, closure: Any = None) -> Any:
         """Update the weights of ``self.param_groups`` if the gate allows it.
 
-        The weight decay of :attr:`decaying_rows` is applied first. Then torch's AdamW updates all
-        parameters, including the weight decay of parameters without frozen rows.
         DeepSpeed may call this once per parameter group, with only that group in ``param_groups``.
         """
         if not self.gate():
@@ -70,7 +65,7 @@ class GatedAdamW(torch.optim.AdamW):
 
 
 def create_adamw(network: Network, recipe: Recipe) -> GatedAdamW:
-    """Return the optimizer of a recipe for the trained parameters of this rank's network.
+    """Return the optimizer for the trained parameters of this rank.
 
     Its attributes ``gate`` and ``decaying_rows`` must be set before the first step.
     """
@@ -85,16 +80,9 @@ def create_adamw(network: Network, recipe: Recipe) -> GatedAdamW:
 
 
 def decaying_rows(partition: Partition, network: torch.nn.Module) -> dict[Tensor, list[Tensor]]:
-    """Return the trained rows of those parameters that have both frozen and trained rows.
+    """Return this rank's trained rows of parameters that also have frozen rows.
 
-    Only the elements in this rank's ZeRO partition are returned.
-
-    Args:
-        partition: location of the master weights.
-        network: network of this rank.
-
-    Returns:
-        For each flat master tensor with such rows, the views of the rows in it.
+    The result maps each flat master tensor with such rows to the views of the rows in it.
     """
     found: dict[Tensor, list[Tensor]] = {}
     for parameter in network.parameters():

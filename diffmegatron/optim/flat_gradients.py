@@ -1,13 +1,9 @@
 """Flat float32 gradients for ZeRO 1: one 1-dim tensor per parameter group.
 
 The backward pass accumulates gradients directly in the flat tensors, so the reduction over ranks
-needs no copy. DeepSpeed's own reduction copies the gradients:
-
-- In bf16 it concatenates all gradients of the rank (``buffered_allreduce_fallback`` in
-  runtime/engine.py).
-- In float32 it copies every gradient into a bucket, back, and into two more buffers
-  (``reduce_gradients`` in runtime/zero/stage_1_and_2.py). On a CPU these copies are most of the
-  time of an update of a small model.
+needs no copy. DeepSpeed's own reduction concatenates all bf16 gradients
+(``buffered_allreduce_fallback`` in runtime/engine.py). It copies float32 gradients three times
+(``reduce_gradients`` in runtime/zero/stage_1_and_2.py).
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,9 +20,8 @@ class FlatGroup:
     """The gradients of a parameter group in one tensor.
 
     Attributes:
-        flat: float32 [n], the flattened gradients of ``parameters`` one after the other, with
-            padding at the end.
-        parameters: parameters of the group, in the order of ``flat``.
+        flat: float32 [n], the flattened gradients of ``parameters`` in order, with padding at the
+            end.
     """
 
     flat: Tensor
@@ -41,10 +36,7 @@ class FlatGroup:
 
 
 class FlatGradients(Protocol):
-    """Interface of the accumulated gradients of a rank.
-
-    All ranks of a data-parallel group have the gradients in the same order.
-    """
+    """Interface of a rank's accumulated gradients, in the same order on all data-parallel ranks."""
 
     @property
     def groups(self) -> Sequence[FlatGroup]:
@@ -70,12 +62,10 @@ def flat_gradients(zero_optimizer: Any) -> FlatGradients | None:
 
 
 class _Bf16Gradients:
-    """Gradients of a bf16 model.
+    """DeepSpeed's own flat float32 gradients of a bf16 model, with other hooks.
 
-    DeepSpeed's BF16_Optimizer already has flat float32 gradients, which are used here. Only its
-    hooks are replaced. DeepSpeed's hooks copy a bf16 gradient to float32 before they add it, which
-    needs 4 bytes per element of the largest matrix during the backward pass. The hooks here add the
-    bf16 gradient directly. The result is bitwise the same, because both add in float32.
+    DeepSpeed's hooks copy a bf16 gradient to float32 before they add it, which needs 4 bytes per
+    element of the largest matrix. The hooks here add it directly, with the same result.
     """
 
     def __init__(self, zero_optimizer: Any) -> None:
@@ -87,8 +77,7 @@ class _Bf16Gradients:
         ]
         for hook in zero_optimizer._grad_acc_hooks:
             hook.remove()
-        # Put the new hooks into DeepSpeed's list. DeepSpeed's engine removes the hooks in this list
-        # when it is destroyed.
+        # DeepSpeed's engine removes the hooks in this list when it is destroyed.
         zero_optimizer._grad_acc_hooks[:] = [
             parameter.register_post_accumulate_grad_hook(
                 partial(_add, zero_optimizer, (number, place), gradient)
@@ -107,15 +96,10 @@ class _Bf16Gradients:
 def _add(
     zero_optimizer: Any, place: tuple[int, int], total: Tensor, parameter: torch.nn.Parameter
 ) -> None:
-    """Add a parameter's new bf16 gradient to the float32 one, and free the bf16 gradient.
+    """Add a parameter's new bf16 gradient to the float32 ``total``, and free the bf16 gradient.
 
-    This replaces DeepSpeed's hook and sets the same attributes.
-
-    Args:
-        zero_optimizer: DeepSpeed's optimizer, which records the parameters that have a gradient.
-        place: index of the parameter group, and index of the parameter in the group.
-        total: accumulated float32 gradient in the parameter's shape.
-        parameter: parameter with a new gradient in ``parameter.grad``.
+    This sets the same attributes as DeepSpeed's hook. ``place`` is the index of the parameter
+    group, and the index of the parameter in the group.
     """
     assert parameter.grad is not None
     total.add_(parameter.grad)
@@ -126,18 +110,13 @@ def _add(
 
 
 class _Float32Gradients:
-    """Gradients of a float32 model.
-
-    Each ``parameter.grad`` is a view of a flat tensor, so autograd accumulates in the flat tensors.
-    """
+    """Gradients of a float32 model; each ``parameter.grad`` is a view of a flat tensor."""
 
     def __init__(self, zero_optimizer: Any) -> None:
         self._optimizer = zero_optimizer
-        # DeepSpeed's search for gradients that are not finite is not needed, because the gradient
-        # norm shows the same: it is summed in float64, so it is finite if and only if all gradients
-        # are finite.
+        # The norm, summed in float64, is finite if and only if all gradients are finite.
         zero_optimizer.check_grad_overflow = False
-        # Remove DeepSpeed's hooks, which count gradients and allocate buckets. Neither is used.
+        # DeepSpeed's hooks count gradients and allocate buckets, which are not used.
         for hook in zero_optimizer._grad_acc_hooks:
             hook.remove()
         zero_optimizer._grad_acc_hooks.clear()
@@ -164,17 +143,12 @@ class _Float32Gradients:
         """Return DeepSpeed's buffer object for this rank's partition of a group's gradients.
 
         Its storage is replaced by this rank's slice of the flat tensor.
-
-        Args:
-            number: index of the parameter group.
         """
         own = self._optimizer._build_compact_grad_partition_buffer(number)
         rank = self._optimizer.real_dp_process_group[number].rank()
         size = own.flat_partition.numel()
         own.flat_partition = self.groups[number].flat[rank * size : (rank + 1) * size]
-        # `own` is a list of views into the old tensor. This method of DeepSpeed replaces them by
-        # views into the new one. It can also move the tensor to another device; here the device
-        # stays the same.
+        # Replace the views into the old tensor by views into the new one, on the same device.
         own.move_flat_partition(own.flat_partition.device)
         return own
 

@@ -1,11 +1,8 @@
-"""Parameters that must be float32 in a bf16 model under ZeRO 3.
+"""Parameters that must be float32 in a bf16 model under ZeRO 3: lambda vectors and headwise norms.
 
-These parameters are the lambda vectors and headwise norms of differential attention. ZeRO 3
-supports only one dtype, because DeepSpeed flattens the partitions of all parameters into one buffer
-(``defragment`` in runtime/zero/stage3.py). So these parameters are stored like all others: in bf16,
-with a partitioned float32 master weight. In addition, every rank has an unpartitioned copy of the
-float32 master weight in the attribute ``parameter.exact``, and the core attention computes with
-this copy.
+ZeRO 3 flattens all partitions into one buffer (``defragment`` in runtime/zero/stage3.py), so it
+stores these parameters in bf16 too. Every rank also has a copy of the float32 master weight in the
+attribute ``parameter.exact``, with which the core attention computes.
 """
 
 from collections.abc import Mapping
@@ -18,15 +15,12 @@ from diffmegatron.optim.partition import Partition
 
 
 class ExactValues:
-    """Copies of the float32 master weights of a few small parameters, not partitioned by ZeRO.
-
-    The copy of a parameter is in its attribute ``exact``.
+    """Copies of the float32 master weights of a few small parameters, in their attribute ``exact``.
 
     Args:
-        values: float32 values of the parameters before DeepSpeed rounded them to bf16.
-        partition: this rank's partition of the master weights, which DeepSpeed has computed from
-            the rounded parameters. For trained parameters, the constructor overwrites it with
-            ``values``.
+        values: float32 values of the parameters before DeepSpeed rounded them to bf16. The
+            constructor writes them into the master weights of trained parameters.
+        partition: this rank's partition of the master weights.
         group: ranks over which ZeRO partitions the master weights.
     """
 
@@ -37,7 +31,6 @@ class ExactValues:
         group: ProcessGroup,
     ) -> None:
         self._partition, self._group = partition, group
-        # Parameters to refresh after an update. Frozen ones never change.
         self._parameters = [parameter for parameter in values if parameter.requires_grad]
         for parameter, value in values.items():
             parameter.exact = value.clone()  # type: ignore[attr-defined]
@@ -47,10 +40,9 @@ class ExactValues:
                 held.flat.data[held.where] = value.flatten()[held.start : held.start + size]
 
     def refresh(self) -> None:
-        """Set ``exact`` of each trained parameter to its master weight.
+        """Set ``exact`` of each trained parameter to its master weight; call it on all ranks.
 
-        One all-reduce sums the partitions of all ranks, each padded with zeros. All ranks must call
-        this method after the master weights have changed.
+        One all-reduce sums the partitions, each padded with zeros.
         """
         if not self._parameters:
             return

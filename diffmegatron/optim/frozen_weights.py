@@ -1,8 +1,8 @@
 """Access to frozen weights for checkpoints.
 
-Trained weights are saved from the optimizer's master weights. Frozen weights have no optimizer
-state, so they are saved from the network. The ranks of a data-parallel group divide each frozen
-weight into equal ranges, and each rank saves and loads its range.
+Frozen weights have no optimizer state, so they are saved from the network. The ranks of a
+data-parallel group divide each frozen weight into equal ranges; each rank saves and loads its
+range.
 """
 
 from collections.abc import Iterator
@@ -15,10 +15,7 @@ from torch.distributed import ProcessGroup
 class FrozenWeights:
     """Frozen weights of a network, divided into one range per rank of a data-parallel group.
 
-    Args:
-        network: network that DeepSpeed has initialized.
-        group: data-parallel group over which ZeRO partitions the master weights. Its ranks train
-            the same shard of the model.
+    ``network`` is initialized by DeepSpeed, and ``group`` are the ranks that train the same shard.
     """
 
     def __init__(self, network: torch.nn.Module, group: ProcessGroup) -> None:
@@ -26,13 +23,11 @@ class FrozenWeights:
         self._group = group
 
     def ranges(self) -> Iterator[tuple[torch.nn.Parameter, int, Tensor]]:
-        """Yield this rank's range of each frozen parameter.
+        """Yield this rank's range of each frozen parameter, unless the range is empty.
 
         Yields:
             The parameter; the index of the range's first element in the flattened parameter; and
-            the values of the range [n], a view. Parameters whose range on this rank is empty are
-            left out. If every rank has a full copy of a weight, writing to the view changes only
-            this rank's copy until :meth:`refresh` is called.
+            the values of the range [n], a view. After writing to the views, call :meth:`refresh`.
         """
         for parameter in self._parameters:
             weight = _full_weight(parameter)
@@ -49,12 +44,11 @@ class FrozenWeights:
     def refresh(self) -> None:
         """Copy every rank's range to all ranks, for weights of which each rank has a full copy.
 
-        All ranks must call this method after values were written to the views of :meth:`ranges`.
-        Weights of which each rank has only a ZeRO 3 partition stay unchanged.
+        All ranks must call this method.
         """
         for parameter in self._parameters:
             weight = _full_weight(parameter)
-            if weight is None:  # ZeRO 3 stores only the ranges, and gathers them before each use.
+            if weight is None:  # ZeRO 3 gathers the ranges before each use.
                 continue
             ranks = distributed.get_world_size(self._group)
             padded = weight.new_zeros(ranks * self._range_size(weight))
@@ -70,12 +64,7 @@ class FrozenWeights:
 
 
 def _full_weight(parameter: torch.nn.Parameter) -> Tensor | None:
-    """Return the unpartitioned weight; None if this rank stores only its ZeRO 3 partition.
-
-    In a bf16 model, ZeRO 3 rounds and partitions even the parameters that must be float32. So every
-    rank also stores the unrounded, unpartitioned value of such a parameter in its attribute
-    ``exact`` (:mod:`~diffmegatron.optim.float32_parameters`). This value is returned.
-    """
+    """Return the unpartitioned weight; None if this rank stores only its ZeRO 3 partition."""
     exact: Tensor | None = getattr(parameter, "exact", None)
     if exact is not None:
         return exact

@@ -1,8 +1,4 @@
-"""Settings of DeepSpeed's gradient clipping, and norms of single gradients on a rank.
-
-DeepSpeed does the clipping: it computes the norm of all gradients over all ranks, and scales the
-gradients before AdamW's update.
-"""
+"""Settings of DeepSpeed's gradient clipping, and norms of single gradients on a rank."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -17,11 +13,10 @@ from diffmegatron.optim.partition import Partition
 def clipping_settings(optimizer: OptimizerConfig) -> dict[str, Any]:
     """Return the entries of DeepSpeed's configuration for gradient clipping.
 
-    In the norm, a parameter that is replicated on several ranks must count once. This needs no
-    entry: DeepSpeed recognizes replicas by two attributes of the parameters, which other modules
-    set. ``tensor_model_parallel`` is true for parameters that are sharded over the tensor-parallel
-    ranks; all others count on the first of these ranks only. ``ds_pipe_replicated`` is true for the
-    last pipeline stage's copy of a tied embedding, which does not count.
+    A replicated parameter must count once in the norm. DeepSpeed recognizes replicas by attributes
+    of the parameters. Without ``tensor_model_parallel``, only the first tensor-parallel rank
+    counts. With ``ds_pipe_replicated``, set on the last stage's copy of a tied embedding, the copy
+    does not count.
     """
     return {"gradient_clipping": optimizer.clip_grad_norm}
 
@@ -31,18 +26,13 @@ def local_gradient_norms(
 ) -> tuple[list[torch.nn.Parameter], Tensor]:
     """Return the norm of each gradient that this rank stores before the optimizer step.
 
-    Where ZeRO partitions gradients, it is the norm of this rank's partition of the gradient.
-
-    Args:
-        partition: this rank's ZeRO partition; it yields the gradients that DeepSpeed's optimizer
-            stores itself, in lists and not on the parameters.
-        network: network of this rank; the gradients that are stored on its parameters are included.
-        device: device of the result. With an offloaded optimizer, some gradients are in host
-            memory.
+    Gradients are on the network's parameters, or in lists of DeepSpeed's optimizer, which
+    ``partition`` yields. Where ZeRO partitions a gradient, the norm is that of this rank's
+    partition.
 
     Returns:
-        The n parameters, and the norms of their gradients, float32 [n] on ``device``. The norms may
-        still be in computation there: the function does not synchronize the device.
+        The n parameters, and the norms of their gradients, float32 [n] on ``device``. The device is
+        not synchronized.
     """
     held = [*_on_parameters(network), *partition.gradients()]
     if not held:
@@ -53,10 +43,7 @@ def local_gradient_norms(
 
 
 def accumulated_gradient(parameter: torch.nn.Parameter) -> Tensor | None:
-    """Return the gradient that ZeRO 1 has accumulated for a parameter; None if there is none.
-
-    DeepSpeed stores it in different attributes for different dtypes.
-    """
+    """Return the gradient that ZeRO 1 has accumulated for a parameter; None if there is none."""
     for name in ("_hp_grad", "grad_accum", "grad"):
         gradient = getattr(parameter, name, None)
         if gradient is not None:

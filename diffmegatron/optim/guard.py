@@ -1,15 +1,12 @@
 """The guard, which decides from loss and gradient norm whether a training step is applied.
 
-- A step is finite if its loss and gradient norm are finite. Other steps are never applied.
-- A spike is a step whose loss or gradient norm is far above those of recent steps.
-  ``guard.spikes`` of the recipe selects whether spikes are ignored, applied and recorded, or
-  skipped.
-- After several skipped steps in a row, the run stops or rolls back. In a rollback it loads a
-  checkpoint and skips the batches that led to the anomaly, as in the training of PaLM (Chowdhery et
-  al. 2022, section 5.1).
+- A step whose loss or gradient norm is not finite is never applied.
+- A spike is a step whose loss or gradient norm is far above those of recent steps. ``guard.spikes``
+  of the recipe selects whether spikes are ignored, recorded, or skipped.
+- After several skipped steps in a row, the run stops or rolls back. A rollback loads a checkpoint
+  and skips the batches that led to the anomaly, as in PaLM (Chowdhery et al. 2022, section 5.1).
 
-All ranks make the same decision without communication, because its inputs are the same on every
-rank.
+All ranks have the same inputs, so they decide the same without communication.
 """
 
 import math
@@ -20,17 +17,13 @@ from typing import Any
 
 from diffmegatron.config.recovery_config import GuardConfig
 
-# Lower bound of the standard deviation, as a fraction of the mean. If the recent values are nearly
-# constant, their standard deviation is only rounding error. Without the bound, even a change of 1%
-# of the mean would then be many standard deviations, and count as a spike.
+# Lower bound of the standard deviation, as a fraction of the mean. Without the bound, a tiny change
+# of nearly constant values would count as a spike.
 _LEAST_SPREAD = 0.01
 
 
 class Action(Enum):
-    """Next action of a run after a step.
-
-    After an anomalous step, the value of the action is written to the report of the step.
-    """
+    """Next action of a run after a step; its value is written to reports of anomalous steps."""
 
     CONTINUE = "continue"
     ROLL_BACK = "roll_back"
@@ -43,10 +36,9 @@ class StepDecision:
 
     Attributes:
         applied: whether the optimizer updates the weights.
-        action: next action of the run.
         reason: description of the anomaly; None for a normal step.
-        finite: whether loss and gradient norm are finite. If they are, the weights with which they
-            were computed are sound.
+        finite: whether loss and gradient norm are finite. If so, the weights that computed them are
+            sound.
     """
 
     applied: bool
@@ -58,11 +50,8 @@ class StepDecision:
 class Guard:
     """The guard of a run, which compares each step with the recent applied steps.
 
-    Attributes:
-        skipped: number of steps since the run began that were not applied.
-        spikes: number of spikes since the run began; always 0 if the recipe sets ``guard.spikes``
-            to ignore them.
-        rollbacks: number of rollbacks since the run began.
+    The attributes ``skipped`` (steps that were not applied), ``spikes`` and ``rollbacks`` count
+    since the run began.
     """
 
     def __init__(self, config: GuardConfig) -> None:
@@ -76,15 +65,7 @@ class Guard:
         self.rollbacks = 0
 
     def decide(self, loss: float, gradient_norm: float) -> StepDecision:
-        """Decide whether a step is applied, before the optimizer changes anything.
-
-        1. A step that is not finite is skipped.
-        2. A spike is skipped or applied, as ``guard.spikes`` of the recipe selects.
-        3. Any other step is applied.
-
-        Loss and gradient norm of an applied step are added to the recent steps. After several
-        skipped steps in a row, the decision's action is a rollback or a stop.
-        """
+        """Decide whether a step is applied, before the optimizer changes anything."""
         values = {"loss": loss, "gradient norm": gradient_norm}
         broken = [f"{name} is {value}" for name, value in values.items() if not _finite(value)]
         if broken:
@@ -119,14 +100,9 @@ class Guard:
         self.rollbacks = int(state["rollbacks"])
 
     def rolled_back(self, state: dict[str, Any]) -> None:
-        """Restore the recent steps after a rollback to a checkpoint, and count the rollback.
+        """Restore the recent steps from a checkpoint's ``state``, and count the rollback.
 
-        The counts of skipped steps, spikes and rollbacks are not restored. If they were, every
-        rollback would undo the count of the one before it, and the run would never reach its limit
-        on rollbacks.
-
-        Args:
-            state: state of the guard in the checkpoint.
+        The counts are not restored. Otherwise the run would never reach its limit on rollbacks.
         """
         counts = (self.skipped, self.spikes, self.rollbacks + 1)
         self.restore(state)

@@ -16,11 +16,9 @@ def parameter_groups(network: Network, recipe: Recipe) -> list[dict[str, Any]]:
 
     - Weight decay: matrices have it and norms do not. For embeddings and lambda vectors the recipe
       decides.
-    - Dtype: ZeRO flattens a group into one buffer, and a bf16 model has some attention parameters
-      in float32.
-    - Whether some rows are frozen. AdamW's ``weight_decay`` would also change the frozen rows, so
-      it is 0 for a parameter with frozen rows. For such a parameter ``row_decay`` is the weight
-      decay of the trained rows (:class:`~diffmegatron.optim.adamw.GatedAdamW`).
+    - Dtype: ZeRO flattens a group into one buffer.
+    - Whether some rows are frozen. AdamW's ``weight_decay`` is then 0, and ``row_decay`` is the
+      weight decay of the trained rows (:class:`~diffmegatron.optim.adamw.GatedAdamW`).
     - ``lr_factor``: number by which the learning rate of the step is multiplied.
     """
     groups: dict[tuple[object, ...], dict[str, Any]] = {}

@@ -1,7 +1,6 @@
 """Location of a parameter's float32 master weights in DeepSpeed's optimizer, for each ZeRO stage.
 
-Each rank has flat master tensors: 1-dim float32 tensors that are the keys of the Adam state. The
-ZeRO stage determines which elements of each parameter they contain.
+Each rank has flat master tensors: 1-dim float32 tensors that are the keys of the Adam state.
 """
 
 from collections.abc import Iterator
@@ -41,17 +40,13 @@ class Partition(Protocol):
         """Set the network's weights from the master weights of all ranks."""
 
     def clean_up(self) -> None:
-        """Complete what DeepSpeed omits after it has dropped the gradients of a step.
-
-        All ranks must call this method, because it may communicate.
-        """
+        """Complete what DeepSpeed omits after it has dropped gradients; call it on all ranks."""
 
     def gradients(self) -> Iterator[tuple[torch.nn.Parameter, Tensor]]:
         """Yield (parameter, gradient) for each gradient in the lists of DeepSpeed's optimizer.
 
         The gradient has only the elements in this rank's partition. Gradients that DeepSpeed stores
-        on the parameters themselves, as ZeRO 1 does while it accumulates them (``grad``,
-        ``grad_accum`` or ``_hp_grad``), are not yielded.
+        on the parameters themselves (``grad``, ``grad_accum``, ``_hp_grad``) are not yielded.
         """
 
 
@@ -63,11 +58,7 @@ def partition_of(zero_optimizer: Any) -> Partition:
 
 
 class _GroupPartition:
-    """Partition of ZeRO 1 and 2.
-
-    A parameter group is flattened into one tensor, and each rank stores an equal slice of it in one
-    flat master tensor.
-    """
+    """Partition of ZeRO 1 and 2: each rank stores an equal slice of each flattened group."""
 
     def __init__(self, zero_optimizer: Any) -> None:
         self._optimizer = zero_optimizer
@@ -91,16 +82,15 @@ class _GroupPartition:
         self._optimizer.update_lp_params()
 
     def clean_up(self) -> None:
-        # With an offloaded optimizer in bf16, DeepSpeed 0.19.8 accumulates gradients in these
-        # float32 buffers, and keeps them when it drops a step. All later gradients would be added
-        # to those that are not finite. DeepSpeed's BF16_Optimizer (ZeRO 1 in bf16 without
-        # offloading) has no such buffers.
+        # DeepSpeed 0.19.8 keeps these float32 buffers of an offloaded bf16 optimizer when it drops
+        # a step. Later gradients would be added to values that are not finite. BF16_Optimizer
+        # has no such buffers.
         buffers = getattr(self._optimizer, "averaged_gradients", {})
         buffers.update(dict.fromkeys(buffers))
 
     def gradients(self) -> Iterator[tuple[torch.nn.Parameter, Tensor]]:
-        # ZeRO 2 stores gradients in averaged_gradients, or in all_grad_tensors if they accumulate
-        # in the model's dtype. Both lists also contain padding tensors, which are skipped.
+        # ZeRO 2 stores gradients in all_grad_tensors if they accumulate in the model's dtype. Both
+        # lists also contain padding tensors.
         for group, parameters in enumerate(getattr(self._optimizer, "params_in_partition", [])):
             gradients = self._optimizer.averaged_gradients.get(group)
             if gradients is None:
@@ -110,11 +100,7 @@ class _GroupPartition:
 
 
 class _ParameterPartition:
-    """Partition of ZeRO 3.
-
-    Each parameter is divided into equal ranges, one per rank, and the last ranges are padded where
-    the parameter has no more elements.
-    """
+    """Partition of ZeRO 3: each rank stores an equal, padded range of each parameter."""
 
     def __init__(self, zero_optimizer: Any) -> None:
         self._optimizer = zero_optimizer
@@ -137,9 +123,8 @@ class _ParameterPartition:
         self.clean_up()
 
     def clean_up(self) -> None:
-        # Small parameters stay gathered between steps. DeepSpeed releases them at the beginning of
-        # its step, and gathers them again only if it does not drop the step. The report of the step
-        # reads lambda from them.
+        # Small parameters stay gathered between steps, but after a dropped step DeepSpeed does not
+        # gather them again. The report of the step reads lambda from them.
         persistent = self._optimizer.persistent_parameters
         if persistent:
             persistent[0].all_gather(persistent)

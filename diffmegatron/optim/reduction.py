@@ -1,12 +1,8 @@
-"""Reduction of ZeRO 1's gradients over the data-parallel ranks, bucket by bucket.
+"""Reduction of ZeRO 1's gradients over the data-parallel ranks, in float32 and in place.
 
-The reduction runs once per step, in float32 and in place. During the backward pass of the last
-microbatch, a bucket is reduced as soon as its gradients are complete, while the backward pass
-continues with earlier layers.
-
-The buckets and their order depend only on the network. So all ranks reduce the same bucket next,
-even if their gradients are computed in different orders. The sums are bitwise the same with and
-without overlap.
+During the last microbatch's backward pass, a bucket is reduced as soon as its gradients are
+complete. The buckets and their order depend only on the network, so all ranks reduce the same
+bucket next. The sums are bitwise the same with and without overlap.
 """
 
 from collections import Counter
@@ -27,7 +23,7 @@ class Bucket:
     """Gradients of consecutive parameters that are reduced in one all-reduce.
 
     Attributes:
-        flat: flattened gradients, float32, one-dimensional.
+        flat: flattened gradients, float32 [n].
         gradients: gradient of each parameter, a view into ``flat``.
         missing: parameters whose gradient is not yet complete in this backward pass.
         work: handle of the running all-reduce; None if none is running.
@@ -43,7 +39,6 @@ class GradientReduction:
     """Averaging of flat gradients over data-parallel ranks, which replaces DeepSpeed's reduction.
 
     Args:
-        gradients: gradients of this rank. Every rank has the same parameters in the same order.
         network: network whose ``named_parameters`` are in the order of the forward pass.
         process_group: ranks to average over.
         bucket_size: maximum number of elements in a bucket. A larger parameter has its own bucket.
@@ -59,19 +54,18 @@ class GradientReduction:
         self._gradients, self._process_group = gradients, process_group
         self._names = {parameter: name for name, parameter in network.named_parameters()}
         place = {parameter: number for number, parameter in enumerate(self._names)}
-        # Sort the buckets in the order in which the backward pass completes them: from the end of
-        # the network to its beginning.
+        # Sort the buckets in the order in which the backward pass completes them.
         self._buckets = sorted(
             (bucket for group in gradients.groups for bucket in _buckets(group, bucket_size)),
             key=lambda bucket: -min(place[parameter] for parameter in bucket.gradients),
         )
         self._bucket_of = {each: bucket for bucket in self._buckets for each in bucket.gradients}
-        # One tensor per bucket whose reduction has begun: the norms of the bucket's gradients.
+        # Norms of the gradients of each bucket whose reduction has begun.
         self._norms: list[Tensor] = []
         self._overlaps = False
-        # Number of times that the overlapped backward pass of the previous step (_expected) and of
-        # the present step (_arrived) has added to each parameter's gradient. It is more than 1 if
-        # several recomputed parts of the network use the same parameter.
+        # Number of additions to each gradient in the overlapped backward pass of the previous step
+        # (_expected) and of the present step (_arrived). It is more than 1 if several recomputed
+        # parts of the network use the same parameter.
         self._expected: Counter[torch.nn.Parameter] = Counter()
         self._arrived: Counter[torch.nn.Parameter] = Counter()
         self._hooks = [
@@ -82,13 +76,9 @@ class GradientReduction:
     def overlapping(self) -> Iterator[None]:
         """Reduce each bucket as soon as the backward pass inside this context completes it.
 
-        Use it for the backward pass of the last microbatch. A gradient counts as complete when the
-        backward pass has added to it as often as in the previous step. In the first step this
-        number is unknown, so all buckets are reduced when the context ends.
-
-        Raises:
-            UserError: If a gradient arrives for a bucket that is already being reduced, because
-                the parameter gets more gradients than in the previous step.
+        Use it for the last microbatch. A gradient counts as complete when the backward pass has
+        added to it as often as in the previous step. In the first step, the reduction starts when
+        the context ends.
         """
         self._expected, self._arrived = self._arrived, Counter()
         for bucket in self._buckets:
@@ -130,15 +120,7 @@ class GradientReduction:
             hook.remove()
 
     def _arrive(self, parameter: torch.nn.Parameter) -> None:
-        """Record an addition to a gradient, and start the reduction of complete buckets.
-
-        This method is the hook of every parameter, and does nothing outside of :meth:`overlapping`.
-        A bucket is complete if all its gradients are complete. Buckets are reduced in their fixed
-        order: a complete one waits until all before it are complete.
-
-        Raises:
-            UserError: If the bucket of the parameter is already being reduced.
-        """
+        """Record an addition to a gradient, and reduce the next buckets that are complete."""
         if not self._overlaps:
             return
         bucket = self._bucket_of[parameter]
@@ -157,10 +139,7 @@ class GradientReduction:
         self._start(ready)
 
     def _start(self, stop: int) -> None:
-        """Start to reduce every bucket before index ``stop`` whose reduction has not started yet.
-
-        The norm of each gradient is computed first, because the all-reduce is in place.
-        """
+        """Start to reduce the buckets before index ``stop`` that are not yet being reduced."""
         for bucket in self._buckets[len(self._norms) : stop]:
             norms = torch._foreach_norm(list(bucket.gradients.values()))
             self._norms.append(torch.stack(list(norms)))

@@ -6,7 +6,7 @@ from diffmegatron.config.optimizer_config import OptimizerConfig
 
 
 def learning_rate(step: int, total_steps: int, optimizer: OptimizerConfig) -> float:
-    """Return the learning rate of a training step.
+    """Return the learning rate of a training step, from 1.
 
     During the warm-up it rises linearly to ``lr``. After the warm-up it depends on
     ``schedule.kind``:
@@ -17,10 +17,7 @@ def learning_rate(step: int, total_steps: int, optimizer: OptimizerConfig) -> fl
     - ``wsd`` (warm-up, stable, decay): it stays at ``lr``, and falls linearly to ``final_lr`` over
       the last ``schedule.decay(total_steps)`` steps.
 
-    Args:
-        step: number of the step, from 1. After ``total_steps`` the result is that of the last step.
-        total_steps: number of steps of the run.
-        optimizer: ``optimizer`` section of the recipe.
+    After ``total_steps`` the result is that of the last step.
     """
     schedule = optimizer.schedule
     warmup = schedule.warmup(total_steps)

@@ -1,10 +1,8 @@
 """The ZeRO engine: DeepSpeed ZeRO around this rank's network.
 
-Every parallel layout uses it: with ZeRO 1 under pipeline parallelism, and with ZeRO 1, 2 or 3
-otherwise. ZeRO 0 is never used, because its results are wrong in bf16 under tensor parallelism.
-
-DeepSpeed's own checkpoints are not used, because they can only be loaded with the same layout. This
-package writes its own checkpoints of the tensors that :meth:`ZeroEngine.fragments` yields.
+Every layout uses ZeRO 1, 2 or 3, because ZeRO 0 is wrong in bf16 with tensor parallelism.
+DeepSpeed's own checkpoints fit only one layout, so checkpoints are written from
+:meth:`ZeroEngine.fragments`.
 """
 
 import io
@@ -51,12 +49,11 @@ class Fragment:
     """A range of one parameter's elements that this rank saves and restores.
 
     Attributes:
-        parameter: parameter of the network.
         start: index of the range's first element in the flattened parameter.
-        tensors: values of the range by kind, one-dimensional: float32 master weight (``weight``)
-            and Adam moments (``exp_avg``, ``exp_avg_sq``). A frozen parameter has only ``weight``,
-            in the network's dtype. The tensors are views, so writing to them changes the
-            optimizer's state or the frozen weight.
+        tensors: values of the range, one-dimensional: float32 master weight (``weight``) and Adam
+            moments (``exp_avg``, ``exp_avg_sq``). A frozen parameter has only ``weight``, in the
+            network's dtype. Writing to these views changes the optimizer's state or the frozen
+            weight.
     """
 
     parameter: torch.nn.Parameter
@@ -65,13 +62,7 @@ class Fragment:
 
 
 class ZeroEngine:
-    """AdamW with gradient clipping; its state is partitioned over the data-parallel ranks.
-
-    Args:
-        network: network of this rank.
-        recipe: recipe of the run.
-        parallel_state: parallel layout, and this rank's place in it.
-    """
+    """AdamW with gradient clipping; its state is partitioned over the data-parallel ranks."""
 
     def __init__(self, network: Network, recipe: Recipe, parallel_state: ParallelState) -> None:
         deepspeed = import_deepspeed()
@@ -115,10 +106,9 @@ class ZeroEngine:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Destroy the engine. Leave this context before the engine's process groups are destroyed.
+        """Destroy the engine, before its process groups are destroyed.
 
-        If the engine were not destroyed, DeepSpeed's hooks would keep it and the threads of its
-        process groups alive: about fifty threads per run, which keep a CPU core busy.
+        Otherwise DeepSpeed's hooks would keep about fifty threads per run alive.
         """
         if self._reduction is not None:
             self._reduction.close()
@@ -127,8 +117,8 @@ class ZeroEngine:
     def __call__(self, *args: object, **kwargs: object) -> Tensor:
         """Run the network's forward pass for training, through DeepSpeed's engine.
 
-        ZeRO 3 counts microbatches by the forward passes of DeepSpeed's engine. If the network were
-        called directly, ZeRO 3 would keep only the gradients of the last microbatch.
+        If the network were called directly, ZeRO 3 would keep only the gradients of the last
+        microbatch.
         """
         return self._engine(*args, **kwargs)
 
@@ -148,12 +138,10 @@ class ZeroEngine:
         """Reduce the gradients, update the weights if ``allow`` returns True, clear the gradients.
 
         Args:
-            learning_rate: learning rate of this step, which each parameter group multiplies by its
-                factor.
-            allow: called once on every rank, before the weights or the optimizer state change. Its
-                argument is the gradient norm over all ranks before clipping, 0-dim float32. On a
-                rank where a gradient is not finite, it is infinite, and ``allow`` must return False
-                on all ranks.
+            learning_rate: learning rate, which each parameter group multiplies by its factor.
+            allow: called once on every rank with the gradient norm over all ranks before clipping,
+                0-dim float32. The norm is infinite on a rank where a gradient is not finite.
+                ``allow`` must then return False on all ranks.
         """
         if self._reduction is None:
             self._local_norms = local_gradient_norms(
@@ -173,20 +161,16 @@ class ZeroEngine:
             self._reduction.reset()
         self._exact.refresh()
         if gate.answer is None:
-            # A gradient was not finite: DeepSpeed dropped all gradients and did not call the
-            # optimizer. Call ``allow`` to record the step.
+            # A gradient was not finite, so DeepSpeed dropped all gradients.
             self._partition.clean_up()
             allow(torch.tensor(torch.inf, device=self._parallel_state.device))
         elif not gate.answer:
-            # If ``allow`` has refused every update so far, Adam's moments do not exist yet. Create
-            # them with zeros, as torch would in its first update.
             self._create_moments()
 
     def _checked(self, norm: Tensor) -> Tensor:
         """Return the norm, or infinity if a gradient on this rank is not finite.
 
-        DeepSpeed's norm can be finite although a gradient is not: for a parameter that all
-        tensor-parallel ranks have, it includes only the gradient on the first of these ranks.
+        DeepSpeed's norm ignores replicated parameters except on the first tensor-parallel rank.
         """
         assert self._local_norms is not None
         _, norms = self._local_norms
@@ -195,12 +179,9 @@ class ZeroEngine:
     def local_gradient_norms(self) -> dict[torch.nn.Parameter, float]:
         """Return the norm of each gradient on this rank at the beginning of the last :meth:`step`.
 
-        With ZeRO 1 and no offloaded optimizer, they are the norms before the reduction over
-        data-parallel and tensor-parallel ranks, so they show on which rank a gradient is not
-        finite. Only the gradient of a tied embedding is already summed over its two pipeline
-        stages. In all other cases they are the norms of the gradients that this rank stores; with
-        ZeRO 2 and 3 these are its partition after the reduction. Before the first :meth:`step` the
-        result is empty.
+        With ZeRO 1 and no offloaded optimizer, they are the norms before the reduction over ranks,
+        so they show on which rank a gradient is not finite. In all other cases they are the norms
+        of the gradients that this rank stores. Before the first step the result is empty.
         """
         if self._local_norms is None:
             return {}
@@ -208,11 +189,7 @@ class ZeroEngine:
         return dict(zip(parameters, norms.tolist(), strict=True))
 
     def fragments(self) -> Iterator[Fragment]:
-        """Yield this rank's range of each parameter that has elements on this rank.
-
-        Trained parameters come first, with master weight and Adam moments, and then frozen
-        parameters, with their weight only.
-        """
+        """Yield this rank's range of each parameter that it stores, trained parameters first."""
         self._create_moments()
         for parameter in self.network.parameters():
             held = self._partition.range_of(parameter) if parameter.requires_grad else None
@@ -232,13 +209,9 @@ class ZeroEngine:
         return int(self._optimizer.optimizer.state[self._partition.flats[0]]["step"].item())
 
     def restore(self, updates: int) -> None:
-        """Apply the values that were written into the tensors of :meth:`fragments`.
+        """Apply the values that were written into :meth:`fragments`; call it on all ranks.
 
-        The network's weights are set from the new master weights. All ranks must call this method,
-        because it communicates.
-
-        Args:
-            updates: number of updates so far, for Adam's bias correction.
+        ``updates`` is the number of updates so far, for Adam's bias correction.
         """
         for flat in self._partition.flats:
             self._optimizer.optimizer.state[flat]["step"].fill_(updates)
@@ -247,10 +220,7 @@ class ZeroEngine:
         self._frozen.refresh()
 
     def _create_moments(self) -> None:
-        """Create Adam's state with zeros, if it does not exist.
-
-        Torch creates it in the first update, but saving and loading need it earlier.
-        """
+        """Create Adam's state with zeros, as torch would in its first update."""
         for flat in self._partition.flats:
             state = self._optimizer.optimizer.state[flat]
             if "step" not in state:
@@ -269,13 +239,7 @@ class ZeroEngine:
 
 
 def engine_config(recipe: Recipe) -> dict[str, Any]:
-    """Return DeepSpeed's configuration for a recipe.
-
-    - Gradient accumulation is off in DeepSpeed, because the training loop accumulates microbatches.
-    - DeepSpeed's overlap of communication (``overlap_comm``) is off, because under pipeline
-      parallelism its results are wrong, without an error. :mod:`diffmegatron.optim.reduction`
-      overlaps the reduction of ZeRO 1's gradients instead.
-    """
+    """Return DeepSpeed's configuration for a recipe."""
     bf16 = recipe.training.precision == "bf16"
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": recipe.training.micro_batch_size,
@@ -284,20 +248,18 @@ def engine_config(recipe: Recipe) -> dict[str, Any]:
         **clipping_settings(recipe.optimizer),
         "zero_optimization": {
             "stage": recipe.parallel.zero_stage,
+            # DeepSpeed's overlap gives wrong results under pipeline parallelism, without an error.
             "overlap_comm": False,
-            # DeepSpeed's default is ten times larger, and takes 2 GB even with a small model.
+            # DeepSpeed's default takes 2 GB even with a small model.
             "reduce_bucket_size": REDUCE_BUCKET,
         },
-        # With an offloaded optimizer use torch's AdamW. DeepSpeed's AdamW for the CPU needs a
-        # compiler.
+        # DeepSpeed's AdamW for the CPU needs a compiler.
         "zero_force_ds_cpu_optimizer": False,
         "data_types": {"grad_accum_dtype": "fp32"},
         "steps_per_print": None,
-        # DeepSpeed's throughput timer is off. From the third step on it would synchronize the
-        # device before and after every microbatch.
+        # The throughput timer would synchronize the device before and after every microbatch.
         "timers": {"throughput": {"enabled": False}},
-        # DeepSpeed compares the exact class of the optimizer with a list. GatedAdamW is not in the
-        # list, although it is a subclass of AdamW.
+        # DeepSpeed's list of tested classes has AdamW, but not its subclass GatedAdamW.
         "zero_allow_untested_optimizer": True,
     }
     if recipe.parallel.offload_optimizer:
@@ -309,37 +271,26 @@ def engine_config(recipe: Recipe) -> dict[str, Any]:
             "immediate_grad_update": recipe.parallel.zero_stage == 1,
         }
         if recipe.parallel.zero_stage == 1:
-            # Gradients are accumulated over microbatches in float32. By default DeepSpeed would
-            # round them to bf16 before it sums them over hundreds of ranks, and lose this
-            # precision. The setting has an effect only with an offloaded optimizer, because without
-            # offload diffmegatron.optim.reduction reduces the gradients, and not DeepSpeed.
+            # By default, DeepSpeed would round accumulated gradients to bf16 before it sums them
+            # over the ranks. Only an offloaded optimizer uses this sum.
             config["communication_data_type"] = "fp32"
     return config
 
 
 def import_deepspeed() -> Any:
-    """Import DeepSpeed, and prevent it from compiling anything.
-
-    Without CUDA, the environment variable ``DS_ACCELERATOR`` prevents DeepSpeed from searching for
-    an accelerator. The empty ``__compatible_ops__`` prevents it from compiling its shared-memory
-    collectives in C++, which takes 25 to 170 s.
-    """
+    """Import DeepSpeed, and prevent it from compiling anything."""
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     with importing_engines():
         import deepspeed
 
-        # Import this module here, because `importing_engines` makes the import faster. Otherwise
-        # ZeRO's first step would import it, outside of that context.
+        # Otherwise ZeRO's first step would import this module, outside of the context.
         import deepspeed.runtime.zero.muon.muon_optimizer
 
-    # DeepSpeed fills this dictionary by searching for compilers and CUDA headers, and prints a
-    # warning for each of its operations that cannot be built. None of the operations is used, so
-    # skip the search.
+    # Skip the search for operations that can be compiled. DeepSpeed would print a warning for each
+    # one without compiler or headers, and would compile its shared-memory collectives (25-170 s).
     deepspeed.ops.__compatible_ops__ = {}
-    # Hide all messages of DeepSpeed below ERROR. Two of them are unwanted warnings: about the class
-    # of the optimizer, which is intended, and about skipped steps, which the project's own guard
-    # (diffmegatron.optim.guard) reports.
+    # Hide warnings about the class of the optimizer and about skipped steps.
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     return deepspeed
 
@@ -349,13 +300,8 @@ def _restoring(
 ) -> Callable[[object], torch.optim.Optimizer]:
     """Return a function that restores float32 parameters and then creates the optimizer.
 
-    It is for the argument ``optimizer`` of ``deepspeed.initialize``. In bf16 DeepSpeed rounds every
-    parameter to bf16, and no setting prevents this. DeepSpeed calls the function after the
-    rounding, and before it flattens the parameter groups.
-
-    Args:
-        values: float32 values of the parameters to restore.
-        create: function that creates the optimizer, called after restoring.
+    In bf16, ``deepspeed.initialize`` rounds every parameter to bf16. It calls its argument
+    ``optimizer`` after that, and before it flattens the parameter groups.
     """
 
     def restore_and_create(_: object) -> torch.optim.Optimizer:
@@ -372,19 +318,10 @@ def _restoring(
 def _tied_embedding(
     network: Network, recipe: Recipe, parallel_state: ParallelState
 ) -> torch.nn.Parameter | None:
-    """Return this rank's copy of a tied embedding, if the first and last stage share it.
-
-    The copy on the last stage gets the attribute ``ds_pipe_replicated``, so that DeepSpeed counts
-    the weight once in the gradient norm.
-
-    Returns:
-        The parameter; None if this rank has no such copy, or if the embedding is frozen.
-    """
+    """Return this rank's copy of a trained embedding that the first and last stage share."""
     on_edge = parallel_state.is_first_stage or parallel_state.is_last_stage
     if not recipe.model.tied_embeddings or parallel_state.pipeline_size == 1 or not on_edge:
         return None
-    # The embedding is in the first virtual stage of the first pipeline stage's rank, and the output
-    # layer is in the last virtual stage of the last pipeline stage's rank.
     stage = network.virtual_stages[0 if parallel_state.is_first_stage else -1]
     parameter = stage.shared_embedding_or_output_weight()
     if not parameter.requires_grad:
