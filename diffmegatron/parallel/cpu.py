@@ -1,11 +1,7 @@
 """Patches that let Megatron-core run without CUDA.
 
-Megatron-core uses the device ``cuda`` in a few dozen places. On a machine without a CUDA device,
-:func:`without_cuda` redirects these calls to the CPU. Only functions that would raise an error
-without CUDA are replaced.
-
-All patches are removed at the end of the context. Other code in the process needs the original
-functions, for example ``transformers`` when it builds models on the meta device.
+All patches are removed at the end of the context, because other code needs the original functions,
+e.g. ``transformers`` on the meta device. Only functions that would fail without CUDA are replaced.
 """
 
 from collections.abc import Iterator
@@ -51,9 +47,9 @@ def without_cuda() -> Iterator[None]:
 class _TorchOnCpu:
     """Replacement of the name ``torch`` in Megatron's ``pipeline_parallel.schedules``.
 
-    The code of that module creates CUDA tensors and pinned tensors. With this replacement it
-    creates ordinary CPU tensors. A ``TorchFunctionMode`` could do the same, but it would intercept
-    every operation, which costs a seventh of the time of a small step.
+    It creates ordinary CPU tensors instead of CUDA tensors and pinned tensors. A
+    ``TorchFunctionMode`` would intercept every operation, which costs a seventh of the time of a
+    small step.
     """
 
     def __getattr__(self, name: str) -> Any:

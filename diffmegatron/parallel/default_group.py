@@ -23,19 +23,12 @@ log = logging.getLogger(__name__)
 TIMEOUT = timedelta(minutes=30)
 # Time limit for all ranks to connect at the start.
 _MEETING_SECONDS = 600.0
-# Name of an attribute that this module sets on torch's wrapper of sys.excepthook. Its value is the
-# function that the wrapper replaced.
+# Attribute of torch's wrapper of sys.excepthook: the function that the wrapper replaced.
 _WRAPPED = "wrapped_by_torch"
 
 
 def own_device() -> torch.device:
-    """Return this rank's GPU and make it the current device; return the CPU without CUDA.
-
-    The index of the GPU is the environment variable ``LOCAL_RANK``.
-
-    Raises:
-        UserError: If ``LOCAL_RANK`` is not below the number of visible GPUs.
-    """
+    """Return this rank's GPU (``LOCAL_RANK``) and make it current; return the CPU without CUDA."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     # With one hardware queue, kernels start in the order in which Megatron launches them.
@@ -57,18 +50,13 @@ def default_group(
 ) -> Iterator[None]:
     """Start torch's default process group for the context, unless it already exists.
 
-    A process that calls :func:`~diffmegatron.parallel.parallel_state.process_groups` several times
-    must enter this context once around all these calls. Otherwise each call would start its own
-    default group. Under ``torchrun``, a second group would find the keys of the first group in the
-    agent's key-value store, and wait forever.
+    Enter this context once around several
+    :func:`~diffmegatron.parallel.parallel_state.process_groups`. Under ``torchrun``, a second
+    default group would find the keys of the first one in the agent's store and wait forever.
 
     Args:
         timeout: time limit of a collective.
         meeting_seconds: time limit for all ranks to connect.
-
-    Raises:
-        UserError: If the ranks cannot connect to each other, or this rank has no GPU (see
-            :func:`own_device`).
     """
     if distributed.is_initialized():
         yield
@@ -96,8 +84,7 @@ def default_group(
 def _prefixing_tracebacks_once() -> Iterator[None]:
     """Prevent torch from wrapping ``sys.excepthook`` again for each default group.
 
-    Torch's wrapper prints the rank before every line of a traceback, and remains after the group is
-    destroyed. Without this context, a second group would add a second wrapper.
+    Torch's wrapper prints the rank before every line of a traceback, and outlives the group.
     """
     sys.excepthook = wrapped = getattr(sys.excepthook, _WRAPPED, sys.excepthook)
     yield

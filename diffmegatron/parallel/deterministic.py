@@ -11,16 +11,10 @@ _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
 @contextmanager
 def deterministic_algorithms() -> Iterator[None]:
-    """Use deterministic algorithms inside the context (``torch.use_deterministic_algorithms``).
+    """Use deterministic algorithms inside the context; operations without one raise an error.
 
-    The attention kernels also follow torch's setting.
-
-    On a GPU, cuBLAS needs the environment variable ``CUBLAS_WORKSPACE_CONFIG`` before its first
-    matrix product. It is set inside the context unless the environment already has a value. If that
-    value does not make cuBLAS deterministic, torch raises an error at matrix products.
-
-    Raises:
-        RuntimeError: From torch, if an operation has no deterministic version.
+    Attention kernels follow torch's setting. cuBLAS needs ``CUBLAS_WORKSPACE_CONFIG`` before its
+    first matrix product, so this variable is set if the environment has no value.
     """
     was_on = torch.are_deterministic_algorithms_enabled()
     warned_only = torch.is_deterministic_algorithms_warn_only_enabled()

@@ -11,13 +11,9 @@ from typing import Any
 def importing_engines() -> Iterator[None]:
     """Make imports inside the context faster; the imported modules work as usual.
 
-    Two things take time during these imports:
-
-    - Megatron-core (``jit_fuser``) and DeepSpeed (Muon) wrap functions in ``torch.compile``, which
-      loads Inductor even if the functions are never called. Inside the context, ``torch.compile``
-      is replaced by a version that compiles a function at its first call.
-    - Python's garbage collector traverses all modules repeatedly, although imports create almost no
-      garbage. The collector is disabled inside the context.
+    Megatron-core (``jit_fuser``) and DeepSpeed (Muon) wrap functions in ``torch.compile``, which
+    loads Inductor even if they are never called. Here ``torch.compile`` compiles at the first call.
+    Python's garbage collector is off, because it would traverse all modules repeatedly.
     """
     collecting = gc.isenabled()
     gc.disable()

@@ -1,7 +1,4 @@
-"""The environment variables that a launcher (torchrun, srun) sets for each process of a run.
-
-They are read before torch.distributed is initialized.
-"""
+"""The environment variables that a launcher (torchrun, srun) sets for each process of a run."""
 
 import math
 import os
@@ -12,24 +9,21 @@ from diffmegatron.errors import UserError
 from diffmegatron.files import shorten
 
 _RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-# Upper limit of WORLD_SIZE, LOCAL_RANK and the number of restarts. It is far above the number of
-# GPUs in any cluster, and fits in the 32-bit integers of torch's process groups.
+# Upper limit of WORLD_SIZE, LOCAL_RANK and the number of restarts.
 _MAX_RANKS = 10_000_000
 
 
 @dataclass(frozen=True)
 class LaunchEnvironment:
-    """Rank and rendezvous of this process, and time limits of its Slurm job, from the environment.
+    """Rank and rendezvous of this process, and time limits of its Slurm job.
 
     Attributes:
-        ranks: number of ranks in the run.
         local_rank: rank of this process on its machine, from 0.
         master: host and port of the rendezvous store; None for a single process without launcher.
         agent_store: whether torchrun's agent serves the store at ``master`` and keeps it through
-            restarts of the ranks; otherwise rank 0 serves the store.
+            restarts; otherwise rank 0 serves it.
         attempt: number of times that torchrun has restarted this machine's ranks.
-        job_end: end time of the Slurm job as known at its start, in seconds since 1970; None if
-            unknown.
+        job_end: end time of the Slurm job, in seconds since 1970; None if unknown.
         signal_seconds: seconds before the job's end at which Slurm sends a stop signal; None if
             unknown.
         kill_wait: seconds from Slurm's SIGTERM to its SIGKILL; None if unknown.
@@ -47,12 +41,7 @@ class LaunchEnvironment:
 
 
 def read_launch() -> LaunchEnvironment:
-    """Read and check the launcher's environment variables.
-
-    Raises:
-        UserError: If a value has the wrong type or range, or if ``RANK`` or ``WORLD_SIZE`` is set
-            but not all of ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT`` are.
-    """
+    """Read and check the launcher's environment variables."""
     limits = LaunchEnvironment(
         local_rank=_read_integer("LOCAL_RANK", 0, _MAX_RANKS, default=0),
         job_end=_seconds("SLURM_JOB_END_TIME", " since 1970"),

@@ -26,12 +26,10 @@ class ParallelState:
     """This rank's place in the parallel layout, and its device.
 
     Attributes:
-        pipeline_size: number of pipeline stages.
         pipeline_rank: pipeline stage of this rank, from 0.
         virtual_pipeline_size: number of virtual stages per rank; 1 without interleaving.
-        data_size: number of data-parallel ranks. Context-parallel ranks share a sequence and count
-            as one.
-        data_rank: index of this rank among the data-parallel ranks.
+        data_size: number of data-parallel ranks. The context-parallel ranks of a sequence count as
+            one.
     """
 
     rank: int
@@ -84,20 +82,16 @@ class ParallelState:
 
     @property
     def embedding_group(self) -> ProcessGroup:
-        """Ranks of the first and the last stage of a pipeline.
-
-        With tied embeddings, each of them has a copy of the weight.
-        """
+        """Ranks of a pipeline's first and last stage, which both have a tied embedding."""
         return megatron_state.get_embedding_group()
 
 
 class ModelParallelUnit:
     """Adapter that passes Megatron's process groups to DeepSpeed, as its argument ``mpu``.
 
-    It has only the methods that DeepSpeed calls for ZeRO. DeepSpeed's data-parallel group is
-    Megatron's data x context parallel group. The methods ``get_sequence_parallel_*`` are missing on
-    purpose. With them, ZeRO 1 and 2 would sum the gradients over the context-parallel ranks, but
-    ZeRO 3 would average them.
+    DeepSpeed's data-parallel group is Megatron's data x context parallel group. The methods
+    ``get_sequence_parallel_*`` are missing on purpose. With them, ZeRO 1 and 2 would sum the
+    gradients over the context-parallel ranks, but ZeRO 3 would average them.
     """
 
     def get_data_parallel_group(self) -> ProcessGroup:
@@ -134,13 +128,10 @@ class ModelParallelUnit:
 
 
 def fail_together(problem: str | None) -> None:
-    """Raise an error on all ranks if at least one rank passes a ``problem``, the text of an error.
+    """Raise a UserError on all ranks if a rank passes a ``problem``, the text of an error.
 
-    All ranks must call this function. If only the rank with the problem raised an error, the other
-    ranks would wait for that rank in the next collective.
-
-    Raises:
-        UserError: With the message of the lowest rank that has a problem.
+    All ranks must call this function, so that no rank waits for a failed one in the next
+    collective. The message is that of the lowest rank with a problem.
     """
     problems: list[str | None] = [None] * distributed.get_world_size()
     distributed.all_gather_object(problems, problem)
@@ -154,9 +145,6 @@ def errors_on_all_ranks() -> Iterator[None]:
     """Raise a UserError on all ranks if the code inside the context raises one on any rank.
 
     All ranks must enter this context.
-
-    Raises:
-        UserError: With the message of the lowest rank whose context raised a UserError.
     """
     problem = None
     try:
@@ -167,13 +155,7 @@ def errors_on_all_ranks() -> Iterator[None]:
 
 
 def from_rank_0(function: Callable[[], T]) -> T:
-    """Call a function on rank 0, and return its result on all ranks.
-
-    All ranks must call ``from_rank_0``.
-
-    Raises:
-        UserError: On all ranks, if the function raised a UserError.
-    """
+    """Call a function on rank 0, and return its result on all ranks, which must all call this."""
     results: list[Any] = [None]
     with errors_on_all_ranks():
         if distributed.get_rank() == 0:
@@ -189,15 +171,8 @@ def process_groups(
 ) -> Iterator[ParallelState]:
     """Create the process groups of a layout, and destroy them at the end of the context.
 
-    The ranks find each other by the launcher's environment variables. Without a launcher this
-    process is the only rank. The backend is NCCL with one GPU per rank, or gloo without CUDA. If
-    torch's default group already exists, it is used and not destroyed.
-
-    Args:
-        parallel: sizes of the layout, which must fit the number of ranks
-            (``Recipe.data_parallel`` checks this).
-        seed: seed of Megatron's model-parallel random states.
-        timeout: time limit of a collective.
+    The layout must fit the number of ranks. ``seed`` is for Megatron's model-parallel random
+    states, and ``timeout`` is the time limit of a collective.
     """
     device = own_device()
     with without_cuda(), default_group(timeout), _ending_new_groups():
@@ -218,8 +193,7 @@ def process_groups(
             megatron_state.destroy_model_parallel()
 
 
-# If more objects than this are frozen (gc.freeze), an earlier call of process_groups has frozen
-# them. Python 3.12 itself starts with only some hundred frozen objects.
+# If more objects than this are frozen (gc.freeze), an earlier call of process_groups froze them.
 _FROZEN_AT_START = 10_000
 
 
@@ -227,21 +201,16 @@ _FROZEN_AT_START = 10_000
 def _ending_new_groups() -> Iterator[None]:
     """Destroy all process groups that are created inside the context.
 
-    Megatron's ``destroy_model_parallel`` only drops its references to some forty groups. Torch
-    keeps the groups until the default group is destroyed, with fifty threads per layout under gloo.
-    A network also refers to its groups until the garbage collector finds its reference cycles, so
-    the context ends with a collection.
-
-    The context begins with ``gc.freeze``: the garbage collector then skips all existing objects,
-    mostly modules. DeepSpeed runs the collector before and after each parameter group, and without
-    freezing each of these collections takes a quarter of a second.
+    Megatron's ``destroy_model_parallel`` only drops its references to some forty groups, so torch
+    would keep fifty threads per layout under gloo. A network refers to its groups until its
+    reference cycles are collected.
     """
     existing = set(_groups())
-    # The garbage may contain the network of an earlier context, so collect it before freezing. A
-    # frozen network is never removed, and the threads of its process groups would run until the
-    # process ends.
+    # Collect the network of an earlier context, because a frozen network would never be removed.
     if gc.get_freeze_count() > _FROZEN_AT_START:
         gc.collect()
+    # DeepSpeed collects garbage around each parameter group. If modules were not frozen, each
+    # collection would take a quarter of a second.
     gc.freeze()
     try:
         yield
@@ -252,10 +221,6 @@ def _ending_new_groups() -> Iterator[None]:
 
 
 def _groups() -> list[ProcessGroup]:
-    """Return this rank's process groups in the order of their creation.
-
-    Torch has no public function for this.
-    """
     return list(distributed.distributed_c10d._world.pg_map)
 
 

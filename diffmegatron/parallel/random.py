@@ -26,18 +26,11 @@ def random_states() -> dict[str, Tensor]:
 def restore_random_states(saved: Callable[[str], Tensor | None]) -> list[str]:
     """Restore the random states of this rank; states that were not saved stay unchanged.
 
-    Megatron's random states belong to the GPU generator, or to the CPU generator on a machine
-    without GPU. GPU states cannot be restored on a CPU, nor CPU states on a GPU. In this case the
-    present states stay unchanged.
-
-    Args:
-        saved: function of a state's name that returns the saved state, or None if it was not saved.
+    ``saved`` returns the saved state of a name, or None. GPU states cannot be restored on a CPU,
+    nor CPU states on a GPU; they stay unchanged too.
 
     Returns:
         Names of the states that were not restored because they belong to the other kind of device.
-
-    Raises:
-        UserError: If a saved state has a different size than the state of this torch version.
     """
     states, of_another_device = random_states(), []
     device_sizes = {states["random.cpu"].numel(), _CUDA_BYTES}

@@ -1,8 +1,7 @@
 """Rendezvous of all ranks through a store, with a time limit and an error that names missing ranks.
 
 Each rank sets a key ``arrived/RANK`` in a store (a key-value server). Rank 0 waits for all keys and
-stores the outcome for the other ranks. Torch's own rendezvous is not used, because it waits half an
-hour and its error does not name the missing ranks.
+stores the outcome. Torch's own rendezvous waits half an hour and does not name the missing ranks.
 """
 
 import socket
@@ -18,35 +17,26 @@ from diffmegatron.errors import MachineError, UserError
 from diffmegatron.files import os_error_text, shorten
 from diffmegatron.parallel.launcher import LaunchEnvironment
 
-# Key under which rank 0 stores the outcome, when all ranks have arrived or the time limit is
-# reached. The other ranks wait for the outcome _MARGIN_SECONDS longer than the time limit.
+# Key under which rank 0 stores the outcome. The other ranks wait for it _MARGIN_SECONDS longer than
+# the time limit.
 _OUTCOME, _MARGIN_SECONDS = "outcome", 15.0
 # Largest number of missing ranks in an error message.
 _SHOWN_RANKS = 16
 # First words of the message about different values of WORLD_SIZE. A restart cannot solve this
-# problem, so it is a UserError; all other problems are MachineErrors.
+# problem, so it is a UserError.
 _SIZES = "rank 0 was started with WORLD_SIZE"
 
 
 def meet(launch: LaunchEnvironment, seconds: float) -> Store:
     """Wait until all ranks have arrived, and return a store that is connected to all of them.
 
-    Args:
-        launch: environment of this rank; ``master`` must be set.
-        seconds: time limit in seconds. It applies twice: to the connection to rank 0, and then to
-            the arrival of all ranks.
-
-    Raises:
-        UserError: If ranks have different values of ``WORLD_SIZE``.
-        MachineError: If other ranks did not arrive, or if the address of ``MASTER_ADDR`` and
-            ``MASTER_PORT`` cannot be used at the moment.
+    The time limit applies to the connection to rank 0, and then to the arrival of all ranks.
+    Different values of ``WORLD_SIZE`` raise a UserError, all other problems a MachineError.
     """
     place = _place(launch)
-    # The prefix of the keys must be the same on all ranks. The store of torchrun's agent survives
-    # restarts, so the number of the restart in the prefix hides older keys. launch/torchrun.sh uses
-    # this store on one machine only, where one agent counts the restarts for all ranks.
-    # The store of rank 0 is new after every restart and needs no number. The number could differ
-    # between machines, because each agent counts its own restarts.
+    # The store of torchrun's agent survives restarts, so a prefix hides older keys. The agent of
+    # each machine counts restarts separately, so launch/torchrun.sh uses this store on one machine
+    # only. The store of rank 0 is new after every restart.
     attempt = launch.attempt if launch.agent_store else 0
     store = PrefixStore(f"attempt_{attempt}", _connected(launch, seconds, place))
     arrivals = [f"arrived/{rank}" for rank in range(launch.ranks)]
@@ -64,19 +54,15 @@ def meet(launch: LaunchEnvironment, seconds: float) -> Store:
 
 
 def _decide(store: Store, arrivals: Sequence[str], _: int, seconds: float) -> str:
-    """Return the problem of the rendezvous, or "" if there is none; runs on rank 0 only.
-
-    A problem is that ranks are missing, or that they have different values of ``WORLD_SIZE``. The
-    returned text is also stored for the other ranks.
-    """
+    """Return the problem of the rendezvous, or "" without one, and store it for the other ranks."""
     if _wait_until(lambda: store.check(list(arrivals)), seconds):
         problem = _other_sizes(store.multi_get(list(arrivals)))
     else:
         problem = _missing_ranks(store, arrivals, seconds)
     store.set(_OUTCOME, problem)
     if problem:
-        # The caller raises an error, which ends this process and the store in it. First wait until
-        # the ranks that have arrived have read the problem, but at most _MARGIN_SECONDS.
+        # The caller raises an error, which ends the store in this process. First wait until the
+        # ranks that have arrived have read the problem.
         received = [
             _received(rank) for rank, key in enumerate(arrivals) if rank and store.check([key])
         ]
@@ -85,11 +71,7 @@ def _decide(store: Store, arrivals: Sequence[str], _: int, seconds: float) -> st
 
 
 def _wait_for_decision(store: Store, arrivals: Sequence[str], rank: int, seconds: float) -> str:
-    """Return the problem of the rendezvous, or "" if there is none; runs on all ranks except 0.
-
-    Usually this is the text that rank 0 has stored. If rank 0 does not arrive or stores nothing,
-    the text describes that problem.
-    """
+    """Return the problem that rank 0 has stored, or a problem with rank 0 itself."""
     if not _wait_until(lambda: store.check([arrivals[0]]), seconds):
         return _missing_ranks(store, arrivals, seconds)
     if not _wait_until(lambda: store.check([_OUTCOME]), seconds + _MARGIN_SECONDS):
@@ -141,8 +123,7 @@ def _connected(launch: LaunchEnvironment, seconds: float, place: str) -> Store:
 
 
 def _serve(port: int, seconds: float) -> Store:
-    # Open the socket here and pass it to torch. If torch opened the socket itself and failed, it
-    # would write pages of stack traces to standard error.
+    # If torch opened the socket itself and failed, it would write pages of stack traces.
     both = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if both else socket.AF_INET
     try:
@@ -174,8 +155,7 @@ def _is_listening(host: str, port: int) -> bool:
 def _join(host: str, port: int, seconds: float, place: str) -> Store:
     """Connect torch's client to the store within a time limit.
 
-    The client runs in a thread, because it would wait without limit if a server of another kind
-    listened at the address.
+    A thread runs the client, because it waits without limit for a server of another kind.
     """
     joined: list[Store] = []
 
