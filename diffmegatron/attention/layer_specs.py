@@ -25,7 +25,7 @@ from diffmegatron.attention.lora import LoraColumnParallelLinear, LoraRowParalle
 from diffmegatron.attention.rms_norm import RMSNorm
 from diffmegatron.attention.self_attention import SelfAttention, SelfAttentionSubmodules
 from diffmegatron.attention.variants.base import ContextCommunication, Variant
-from diffmegatron.config.lora_config import LoraConfig
+from diffmegatron.config.model_config import LoraConfig
 
 Host = Literal["local", "transformer_engine"]
 Linear: TypeAlias = type | ModuleSpec

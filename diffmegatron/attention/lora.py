@@ -19,7 +19,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 from torch.nn.functional import linear
 
-from diffmegatron.config.lora_config import LoraConfig
+from diffmegatron.config.model_config import LoraConfig
 
 
 class LoraColumnParallelLinear(ColumnParallelLinear):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, distributed
 
 from diffmegatron.attention.context_parallel.zigzag import shard_sequence
-from diffmegatron.config.rotary_config import RopeScaling
+from diffmegatron.config.model_config import RopeScaling
 
 
 def rotary_angles(

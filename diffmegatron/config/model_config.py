@@ -1,4 +1,4 @@
-"""The ``model`` section of a recipe: the network and its initial weights."""
+"""The ``model`` section of a recipe: network, rotary scaling, LoRA and initial weights."""
 
 from typing import Annotated, Literal, Self
 
@@ -12,8 +12,6 @@ from pydantic import (
 )
 
 from diffmegatron.attention.variants import Variant, read_variant
-from diffmegatron.config.lora_config import LoraConfig
-from diffmegatron.config.rotary_config import RopeScaling
 from diffmegatron.section import Section, Size, SizeOrZero
 
 
@@ -32,6 +30,61 @@ class Initialization(Section):
     embedding_std: float | None = Field(
         default=None, gt=0, description="null: 1, or std where the embedding is also the output"
     )
+
+
+class RopeScaling(Section):
+    """Scaling of the rotary frequencies of ``model.rope_theta``.
+
+    ``linear`` divides all frequencies by ``factor`` (position interpolation, arXiv 2306.15595).
+    ``llama3`` (Llama 3.1) divides those with a wavelength above ``original_length /
+    low_freq_factor`` tokens, keeps those below ``original_length / high_freq_factor``, and
+    interpolates between.
+    """
+
+    kind: Literal["linear", "llama3"]
+    factor: float = Field(ge=1)
+    low_freq_factor: float = Field(default=1.0, gt=0)
+    high_freq_factor: float = Field(default=4.0, gt=0)
+    original_length: Size = Field(default=8192, description="tokens, before scaling")
+
+    @model_validator(mode="after")
+    def _low_is_below_high(self) -> Self:
+        if self.low_freq_factor >= self.high_freq_factor:
+            raise ValueError(
+                f"model.rope_scaling.low_freq_factor {self.low_freq_factor:g} is not below "
+                f"model.rope_scaling.high_freq_factor {self.high_freq_factor:g}; give a smaller "
+                "low_freq_factor"
+            )
+        return self
+
+
+Target = Literal["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
+
+
+class LoraConfig(Section):
+    """Low-rank adapters of the projections named by ``targets``.
+
+    W x becomes W x + (alpha / rank) B A x, with A [rank, in] and B [out, rank]. B starts at zero,
+    and W is frozen. Fused projections have one A and one B, as in Megatron Bridge's ``LoRA``.
+    """
+
+    rank: Annotated[Size, Field(le=4096)]
+    alpha: float = Field(gt=0)
+    targets: tuple[Target, ...] = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+
+    @field_validator("targets")
+    @classmethod
+    def _some_and_each_once(cls, targets: tuple[Target, ...]) -> tuple[Target, ...]:
+        if not targets or len(set(targets)) < len(targets):
+            raise ValueError(
+                f"model.lora.targets is {list(targets)}; give at least one, and each once"
+            )
+        return targets
+
+    @property
+    def scale(self) -> float:
+        """Factor of the low-rank update, alpha / rank."""
+        return self.alpha / self.rank
 
 
 class ModelConfig(Section):

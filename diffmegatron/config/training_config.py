@@ -1,14 +1,12 @@
 """The ``training`` section of a recipe: length, batch, precision and measurements."""
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from diffmegatron.attention.kernels.registry import DIFFERENTIAL
-from diffmegatron.config.evaluate_config import EvaluateConfig
-from diffmegatron.config.tracking_config import ProfileConfig, WandbConfig
-from diffmegatron.section import MAX_SIZE, Count, Section, Seed, Size
+from diffmegatron.section import MAX_SIZE, Count, Section, Seed, Size, SizeOrZero
 
 
 def _check_backend(name: str) -> str:
@@ -17,6 +15,47 @@ def _check_backend(name: str) -> str:
             "backend", "it should be 'auto' or one of {names}", {"names": ", ".join(DIFFERENTIAL)}
         )
     return name
+
+
+_Name = Annotated[str, Field(min_length=1, max_length=128)]
+
+
+class ProfileConfig(Section):
+    """Profiler trace of some steps, in ``run_dir/profile/``; on a GPU also memory allocations."""
+
+    start: Count = Field(description="first traced step, from 1")
+    steps: Annotated[int, Field(ge=1, le=100)] = Field(
+        default=3, description="number of steps; each takes tens of MB with a large model"
+    )
+    ranks: tuple[SizeOrZero, ...] = Field(
+        default=(0,), min_length=1, max_length=4096, description="ranks that write a trace"
+    )
+
+
+class WandbConfig(Section):
+    """Logging to Weights & Biases in addition to TensorBoard; needs the package ``wandb``."""
+
+    project: _Name
+    entity: _Name | None = None
+    name: _Name | None = Field(default=None, description="null: the name of run_dir")
+
+
+class EvaluateConfig(Section):
+    """Evaluation of a run with the suite (benchmark) ``suite`` every ``every`` steps.
+
+    Other keys are settings of the suite. They are checked when training starts, because ``config``
+    must not import ``evaluation``.
+    """
+
+    model_config = ConfigDict(extra="allow")
+
+    suite: str
+    every: Count
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Settings of the suite: all keys except ``suite`` and ``every``."""
+        return dict(self.model_extra or {})
 
 
 class TrainingConfig(Section):

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from typing_extensions import override
 
-from diffmegatron.config.evaluate_config import EvaluateConfig
 from diffmegatron.config.schema import Recipe
+from diffmegatron.config.training_config import EvaluateConfig
 from diffmegatron.data.loader import Batch
 from diffmegatron.data.tokenizers import Tokenizer, load_tokenizer
 from diffmegatron.errors import NotFiniteError, UserError

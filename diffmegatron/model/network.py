@@ -20,8 +20,7 @@ from torch import Tensor, distributed
 from diffmegatron.attention.rotary import rotary_angles
 from diffmegatron.attention.self_attention import SelfAttention
 from diffmegatron.attention.variants.base import Parameter
-from diffmegatron.config.model_config import ModelConfig
-from diffmegatron.config.rotary_config import RopeScaling
+from diffmegatron.config.model_config import ModelConfig, RopeScaling
 from diffmegatron.model.decoder import Decoder
 from diffmegatron.model.language_model_loss import chunked_losses, cross_entropy
 

@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity, profile
 from typing_extensions import override
 
 from diffmegatron.config.schema import Recipe
-from diffmegatron.config.tracking_config import ProfileConfig
+from diffmegatron.config.training_config import ProfileConfig
 from diffmegatron.model.accounting import mfu_metric
 from diffmegatron.optim.guard import Action, StepDecision
 from diffmegatron.training.fault_tolerance.events import stopped_by_guard, write_event

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from diffmegatron.config.schema import Recipe
-from diffmegatron.config.tracking_config import WandbConfig
+from diffmegatron.config.training_config import WandbConfig
 from diffmegatron.errors import UserError
 from diffmegatron.files import read_text, write_durably
 

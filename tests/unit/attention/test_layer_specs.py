@@ -3,7 +3,7 @@
 import pytest
 
 from diffmegatron.attention import layer_specs
-from diffmegatron.config.lora_config import LoraConfig
+from diffmegatron.config.model_config import LoraConfig
 
 LORA = LoraConfig(rank=4, alpha=8)
 

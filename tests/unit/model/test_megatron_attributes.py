@@ -26,7 +26,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from diffmegatron.attention.lora import LoraColumnParallelLinear, LoraRowParallelLinear
 from diffmegatron.attention.rotary import rotary_angles
 from diffmegatron.attention.self_attention import SelfAttention
-from diffmegatron.config.rotary_config import RopeScaling
+from diffmegatron.config.model_config import RopeScaling
 from diffmegatron.model.build import build_model
 from diffmegatron.model.decoder import Decoder
 from diffmegatron.model.network import VirtualStage

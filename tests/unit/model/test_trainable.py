@@ -11,7 +11,7 @@ from diffmegatron.attention.lora import LoraColumnParallelLinear, LoraRowParalle
 from diffmegatron.checkpoint.checkpoint_format import WEIGHT, Checkpoint, open_checkpoint
 from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
 from diffmegatron.config.load import check_recipe
-from diffmegatron.config.lora_config import LoraConfig
+from diffmegatron.config.model_config import LoraConfig
 from diffmegatron.config.tensors import network_tensors
 from diffmegatron.config.trainable_patterns import trained_parts
 from diffmegatron.errors import UserError
