@@ -1,4 +1,4 @@
-"""The format of a checkpoint, which is a directory with these files:
+"""The format of a checkpoint, which is a directory with several files.
 
 - ``rank_XXXXX.safetensors``: one rank's shard of the float32 master weights and of Adam's moments,
   and the rank's random states;
