@@ -1,7 +1,4 @@
-"""``diffmegatron dex``: select the attention heads that DEX extends.
-
-DEX is the differential extension of a pretrained model (Kong, Jang and Kwak, 2025).
-"""
+"""``diffmegatron dex``: select the attention heads that DEX extends."""
 
 from pathlib import Path
 from typing import Annotated, Literal

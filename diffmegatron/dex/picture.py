@@ -17,14 +17,7 @@ _NAMES = {
 def draw_scores(
     path: Path, scores: Sequence[Sequence[float]], heads: Sequence[Sequence[int]], method: str
 ) -> None:
-    """Draw a colour map of the scores (rows: layers, columns: heads), with dots on selected heads.
-
-    Args:
-        path: PNG file to write.
-        scores: for each layer, the scores of its heads.
-        heads: for each layer, the indices of its selected heads.
-        method: name of the scoring method, ``entropy`` or ``gradient``.
-    """
+    """Draw a colour map of the scores [layers][heads], with dots on the selected heads."""
     figure = Figure(
         figsize=(2.5 + 0.25 * len(scores[0]), 1.5 + 0.25 * len(scores)), layout="constrained"
     )

@@ -1,8 +1,7 @@
 """Scores of attention heads on text: the entropy of their attention, or their importance.
 
-Shapes: s is the number of positions of a sequence on this rank, b the number of sequences of a
-microbatch, and d the width of a head. With context parallelism, a rank has only a share of the
-positions of a sequence.
+Shapes: s positions of a sequence on this rank (with context parallelism, only a share of them), b
+sequences of a microbatch, heads of width d.
 """
 
 import math
@@ -23,7 +22,7 @@ from diffmegatron.model.network import Network
 from diffmegatron.parallel.parallel_state import ParallelState
 from diffmegatron.training.compute.step import forward_backward, forward_only
 
-# Maximum number of queries in a block; the attention weights of one block are in memory at once.
+# Largest number of queries whose attention weights are in memory at once.
 _QUERIES = 256
 
 Sums = dict[int, Tensor]
@@ -37,8 +36,7 @@ those of this rank.
 class Score(ABC):
     """Method to score the attention heads of a model; DEX extends heads with the best scores.
 
-    Attributes:
-        highest: True if the highest scores are the best, False if the lowest are.
+    ``highest`` is True if the highest scores are the best, and False if the lowest are.
     """
 
     highest: bool
@@ -47,10 +45,10 @@ class Score(ABC):
     def sums(
         self, network: Network, microbatches: Sequence[Batch], parallel_state: ParallelState
     ) -> tuple[Sums, float]:
-        """Return this rank's sums of scores, and this rank's contribution to their divisor.
+        """Return this rank's sums of scores, and its contribution to their divisor.
 
-        The caller adds up the sums and the contributions of all data- and context-parallel ranks.
-        The score of a head is its total sum divided by the total contribution.
+        The caller adds up both over all data- and context-parallel ranks. The score of a head is
+        its total sum divided by the total contribution.
         """
 
 
@@ -64,9 +62,8 @@ class Entropy(Score):
     ) -> tuple[Sums, float]:
         """Return the sums of the entropies over queries, and the number of this rank's queries.
 
-        With context parallelism, each rank computes the entropies of some blocks of queries of the
-        whole sequence. The number of these queries may differ from the returned number, but the
-        totals over all context-parallel ranks are equal.
+        With context parallelism, a rank computes the entropies of some blocks of the whole
+        sequence. Only the totals over all ranks have the same queries.
         """
         total: Sums = defaultdict(partial(torch.zeros, (), dtype=torch.float64))
 
@@ -81,11 +78,10 @@ class Entropy(Score):
 
 
 class Gradient(Score):
-    """Importance |dL/dxi| of a head (Michel et al., 2019).
+    """Importance |dL/dxi| of a head (Michel et al., 2019), averaged over sequences.
 
     xi is a factor of value 1 that multiplies the head's output, and L is the mean loss of a
-    sequence. The score is the mean of |dL/dxi| over sequences. The backward pass also computes the
-    gradients of the weights, which need memory although the score does not use them.
+    sequence. The backward pass also computes the gradients of the weights, which need memory.
     """
 
     highest = False
@@ -95,8 +91,8 @@ class Gradient(Score):
     ) -> tuple[Sums, float]:
         """Return this rank's sums of the importances, and its contribution to their divisor.
 
-        The sums are already divided by the number of sequences of all ranks. The contributions of
-        all data- and context-parallel ranks therefore add up to 1.
+        The sums are already divided by the number of sequences of all ranks, so the contributions
+        of all ranks add up to 1.
         """
         total: Sums = defaultdict(partial(torch.zeros, (), dtype=torch.float64))
 
@@ -105,18 +101,16 @@ class Gradient(Score):
                 2, (-1, layer.variant.heads.head_dim)
             )
             by_sequence = by_head.sum((0, 3))
-            # The importance is the absolute value of a sum over the whole sequence. Each
-            # context-parallel rank has only a share of the sequence, so add the sums of all ranks.
+            # The importance is the absolute value of a sum over the whole sequence, of which each
+            # context-parallel rank has only a share.
             distributed.all_reduce(by_sequence, group=layer.context_group)
             total[layer.layer_number] = total[layer.layer_number] + by_sequence.abs().sum(0).cpu()
 
         with _hooked(network, lambda layer: _add_gradient_hook(layer, partial(add, layer))):
             forward_backward(_EngineWithoutOptimizer(network), microbatches, parallel_state)
         network.zero_grad(set_to_none=True)
-        # The loss of forward_backward is a mean over the global batch, so the gradients are already
-        # divided by the number of sequences. `scale` removes two other factors. First,
-        # forward_backward multiplies the loss by the number of data- and context-parallel ranks,
-        # because DeepSpeed would average the gradients over these ranks. Second, every
+        # The loss is a mean over the global batch. `scale` removes two factors: forward_backward
+        # multiplies the loss by the number of data- and context-parallel ranks, and every
         # context-parallel rank has added the importance of the whole sequence.
         ranks = parallel_state.data_size * parallel_state.context_size
         scale = 1 / (ranks * parallel_state.context_size)
@@ -124,8 +118,6 @@ class Gradient(Score):
 
 
 class _EngineWithoutOptimizer:
-    """Replacement for the ZeRO engine that only computes gradients, without an optimizer."""
-
     def __init__(self, network: Network) -> None:
         self.network = network
 
@@ -140,10 +132,7 @@ class _EngineWithoutOptimizer:
 def _hooked(
     network: Network, add_hook: Callable[[SelfAttention], Callable[[], object]]
 ) -> Iterator[None]:
-    """Add a hook to every attention layer, and remove the hooks at the end of the context.
-
-    The function ``add_hook`` adds a hook to a layer and returns a function that removes it.
-    """
+    """Add a hook to every attention layer in this context; ``add_hook`` returns its removal."""
     with ExitStack() as stack:
         for module in network.modules():
             if isinstance(module, SelfAttention):
@@ -161,10 +150,9 @@ def _set_observer(
 def _add_gradient_hook(
     layer: SelfAttention, add: Callable[[Tensor, Tensor], None]
 ) -> Callable[[], object]:
-    """Make each backward pass call ``add`` with the outputs of a layer's heads and their gradient.
+    """Make each backward pass call ``add`` with the heads' outputs and their gradient.
 
-    Both tensors are [s, b, heads * d] for the heads of this rank, before the output projection. The
-    returned function removes the hook.
+    Both tensors are [s, b, heads * d] for the heads of this rank, before the output projection.
     """
 
     def hook(_: torch.nn.Module, inputs: tuple[Tensor, ...]) -> None:
@@ -178,14 +166,13 @@ def _add_gradient_hook(
 def _entropy_sums(
     query: Tensor, key: Tensor, documents: Tensor | None, layer: SelfAttention
 ) -> Tensor:
-    """Return the sum of the entropies over this rank's share of the queries, float64 [heads].
+    """Return the sums of the entropies over this rank's share of the queries, float64 [heads].
 
     Args:
         query: queries [s, b, heads, d].
         key: keys [s, b, key heads, d].
-        documents: boundaries of the packed documents, [number of documents + 1], in the
-            concatenated whole sequences of the batch; None if every sequence is one document.
-        layer: attention layer of the heads.
+        documents: boundaries [documents + 1] of packed documents in the concatenated whole
+            sequences of the batch; None if every sequence is one document.
     """
     group = layer.context_group
     if group.size() > 1:

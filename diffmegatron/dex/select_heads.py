@@ -1,7 +1,4 @@
-"""Selection of the attention heads that DEX extends, by their scores on text.
-
-DEX is the differential extension of a pretrained model (Kong, Jang and Kwak, 2025).
-"""
+"""Selection of the attention heads that DEX extends, by their scores on text."""
 
 import json
 from collections.abc import Sequence
@@ -52,8 +49,7 @@ def select_heads(
         model: checkpoint, or a ``run_dir``, whose newest checkpoint is used.
         data: prefix of a prepared corpus that was tokenized with the model's tokenizer.
         out: file to create; ``.scores.json`` and ``.png`` of the same name are written beside it.
-        overrides: ``KEY=VALUE`` overrides of the checkpoint's recipe. Without overrides, the
-            parallel layout is one process.
+        overrides: ``KEY=VALUE`` overrides of the checkpoint's recipe with one process.
         share: share of each layer's heads to select; the rounded number is at least 1.
         sequences: number of sequences to score on, each of ``training.seq_length`` tokens.
 
@@ -92,14 +88,9 @@ def select_heads(
 
 
 def select_layer_heads(scores: Sequence[float], share: float, *, highest: bool) -> tuple[int, ...]:
-    """Return the indices of the best-scored heads of a layer, in ascending order of the indices.
+    """Return the ascending indices of the best-scored heads of a layer; lower ones win ties.
 
-    Among heads with equal scores, those with lower indices are preferred.
-
-    Args:
-        scores: score of each head of the layer.
-        share: share of the heads to select; the rounded number is at least 1.
-        highest: whether the highest scores are the best; if False, the lowest are.
+    At least one head is selected. With ``highest``, the highest scores are the best.
     """
     count = max(1, round(share * len(scores)))
     order = sorted(range(len(scores)), key=lambda head: scores[head], reverse=highest)
@@ -109,11 +100,7 @@ def select_layer_heads(scores: Sequence[float], share: float, *, highest: bool) 
 def _calibration_recipe(
     saved: Path, data: Path, sequences: int, overrides: Sequence[str]
 ) -> Recipe:
-    """Return a checkpoint's recipe, changed for scoring.
-
-    The recipe has one step, whose global batch consists of ``sequences`` sequences of the corpus
-    with the prefix ``data``. The layout is one process, unless ``overrides`` change it.
-    """
+    """Return a checkpoint's recipe with one step on ``sequences`` sequences, in one process."""
     recipe = load_resolved(saved)
     attention = recipe.model.attention
     for kind, _ in attention.by_kind(recipe.model.num_layers):
@@ -148,9 +135,9 @@ def _calibration_recipe(
 def _gather_scores(sums: Sums, weight: float, parallel_state: ParallelState) -> Scores:
     """Return the score of every head as ``scores[layer][head]``, the same on every rank.
 
-    All heads of all pipeline stages and tensor-parallel ranks are returned. The score of a head is
-    the total of its ``sums`` over all data- and context-parallel ranks, divided by the total of the
-    ``weight`` of these ranks. ``sums`` maps a layer to the sums of this rank's heads.
+    The score of a head is the total of its ``sums`` over all data- and context-parallel ranks,
+    divided by the total of their ``weight``. ``sums`` maps a layer to the sums of this rank's
+    heads.
     """
     coordinates = (parallel_state.data_rank, parallel_state.tensor_rank)
     own = {layer: value.tolist() for layer, value in sums.items()}
@@ -174,10 +161,7 @@ def _files_beside(out: Path) -> tuple[Path, Path]:
 
 
 def _write(out: Path, file: HeadsFile, scores: Scores, origin: dict[str, object]) -> None:
-    """Write the picture, then the scores, and last the file ``out``.
-
-    If ``out`` exists, the other two files therefore exist as well.
-    """
+    """Write ``out`` last: if it exists, the other two files exist as well."""
     described = file.model_dump(mode="json") | {"calibration": origin, "scores": scores}
     table, picture = _files_beside(out)
     try:

@@ -1,13 +1,7 @@
 """Attention logits and maps of a network during its forward pass, in blocks of rows (queries).
 
-This module replaces the attention function of ``transformers`` and so receives the queries and
-keys of each layer. Logits and softmax maps are computed from them. A map has the attention weights
-of one head. In a layer with differential attention, the softmax maps are signal maps and noise
-maps, and the layer's variant (kind of attention) subtracts the noise maps, multiplied by lambda.
-
-Memory holds the queries and keys of one layer, and one block of rows. A block has up to 32 MiB of
-float32 logits (or one row of every head, if that is more), and temporary tensors of a few times
-this size.
+This module replaces the attention function of ``transformers``, which receives the queries and keys
+of each layer. Memory holds the queries and keys of one layer, and one block of rows.
 """
 
 from collections.abc import Callable, Iterator
@@ -34,13 +28,11 @@ _USUAL = "sdpa"
 class CapturedCall(NamedTuple):
     """Queries and keys of one call of the attention function, for a text of s tokens.
 
-    The width of a head is d.
-
     Attributes:
         query: queries after rotary embedding, [query heads, s, d].
         key: keys after rotary embedding, [key heads, s, d]; consecutive query heads share a key
             head.
-        scaling: factor by which the dot products of queries and keys are multiplied.
+        scaling: factor of the dot products of queries and keys.
     """
 
     query: Tensor
@@ -48,10 +40,9 @@ class CapturedCall(NamedTuple):
     scaling: float
 
     def logits(self, first: int, end: int) -> Tensor:
-        """Return the causally masked logits of the queries at positions ``first`` to ``end - 1``.
+        """Return the causally masked logits of the queries ``first`` to ``end - 1``.
 
-        Returns:
-            Float32 [query heads, end - first, end]; -inf for keys after a query's own position.
+        The result is float32 [query heads, end - first, end], with -inf for keys after the query.
         """
         query = self.query[:, first:end].float().unflatten(0, (len(self.key), -1))
         logits = torch.einsum("kqrd,ktd->kqrt", query, self.key[:, :end].float()) * self.scaling
@@ -65,11 +56,9 @@ class LayerAttention:
 
     Attributes:
         number: index of the layer, from 0.
-        module: attention module.
-        hidden: input of the module, [s, hidden_size].
+        hidden: input of the attention module, [s, hidden_size].
         calls: calls of the attention function; together they have all query heads, in the order of
             ``q_proj``'s rows.
-        variant: kind of attention of the layer.
     """
 
     number: int
@@ -84,43 +73,26 @@ class LayerAttention:
         return len(self.hidden)
 
     def blocks(self) -> Iterator[tuple[int, int]]:
-        """Return (first row, end row) of each block of rows that :func:`row_blocks` yields."""
+        """Yield (first row, end row) of each block of rows."""
         return row_blocks(sum(len(call.query) for call in self.calls), self.rows)
 
     def logits(self, first: int, end: int) -> Tensor:
-        """Return the logits of all query heads in rows (queries) ``first`` to ``end - 1``.
-
-        Returns:
-            Float32 [query heads, end - first, end]; -inf for keys after a query's own position.
-        """
+        """Return the logits of all query heads, like :meth:`CapturedCall.logits`."""
         return torch.cat([call.logits(first, end) for call in self.calls])
 
     def maps(self, first: int, end: int) -> Tensor:
-        """Return the maps of rows ``first`` to ``end - 1`` after the subtraction of noise maps.
-
-        If the layer's kind of attention has no noise maps, these are the softmax maps.
-
-        Returns:
-            Float32 [heads, end - first, end]; noise heads are not among the heads.
-        """
+        """Return the maps after the subtraction (if any), float32 [heads, end - first, end]."""
         return self.subtracted(self.logits(first, end).softmax(-1), first, end)
 
     def subtracted(self, softmax: Tensor, first: int, end: int) -> Tensor:
-        """Return the result of :meth:`maps`, computed from a given softmax of the logits.
-
-        Args:
-            softmax: softmax of the result of :meth:`logits` for these rows.
-            first: first row.
-            end: last row + 1.
-        """
+        """Return :meth:`maps`, computed from the softmax of :meth:`logits` for these rows."""
         return self.variant.subtracted_maps(self.module, softmax, self.hidden[first:end])
 
 
 def row_blocks(heads: int, rows: int) -> Iterator[tuple[int, int]]:
     """Yield (first row, end row) of each block of a layer's maps [heads, rows, rows].
 
-    The end row is not part of the block. The float32 logits of a block fit into ``BLOCK_BYTES``,
-    unless one row of all heads is larger.
+    The float32 logits of a block fit into ``BLOCK_BYTES``, unless one row of all heads is larger.
     """
     step = max(1, BLOCK_BYTES // (_FLOAT32 * heads * rows))
     return ((first, min(first + step, rows)) for first in range(0, rows, step))
@@ -130,11 +102,7 @@ def row_blocks(heads: int, rows: int) -> Iterator[tuple[int, int]]:
 def watch_attention(model: Model, watch: Callable[[LayerAttention], object]) -> Iterator[None]:
     """Call ``watch`` after the attention of each layer, in every forward pass within this context.
 
-    ``watch`` receives a :class:`LayerAttention`. Every forward pass must have a single text and no
-    key-value cache.
-
-    Raises:
-        UserError: the kind of attention is unknown, or attention is limited to a window.
+    Every forward pass must have a single text and no key-value cache.
     """
     variant, calls = model.target.variant, list[CapturedCall]()
 
@@ -142,8 +110,8 @@ def watch_attention(model: Model, watch: Callable[[LayerAttention], object]) -> 
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any
     ) -> tuple[Tensor, None]:
         _check(model, options)
-        # Some model classes call this function twice with the same queries and keys, once for each
-        # half of the values. Record only one of these calls.
+        # Some model classes call this function for each half of the values, with the same queries
+        # and keys. Record only one of these calls.
         if not calls or calls[-1].query.data_ptr() != query.data_ptr():
             calls.append(CapturedCall(query[0], key[0], options["scaling"]))
         return ALL_ATTENTION_FUNCTIONS[_USUAL](module, query, key, value, mask, **options)
@@ -167,14 +135,9 @@ def watch_attention(model: Model, watch: Callable[[LayerAttention], object]) -> 
 def quantize_logits(model: Model, bits: int) -> Iterator[None]:
     """Round the attention logits of every forward pass within this context to ``bits`` bits.
 
-    Every forward pass must have a single text and no key-value cache.
-
-    A logit x becomes step * round(x / step), where step is max |x| / (2^(bits - 1) - 1) (absmax
-    quantization). The maximum is over all queries, heads and visible keys of one call of the
-    attention function. The softmax is computed in float32.
-
-    Raises:
-        UserError: the kind of attention is unknown, or attention is limited to a window.
+    A logit x becomes step * round(x / step), where step is max |x| / (2^(bits - 1) - 1). The
+    maximum is over all queries, heads and visible keys of one call of the attention function. Every
+    forward pass must have a single text and no key-value cache.
     """
     levels = 2 ** (bits - 1) - 1
 
@@ -194,7 +157,7 @@ def quantize_logits(model: Model, bits: int) -> Iterator[None]:
             parts.append(heads.flatten(0, 1))
         return torch.cat(parts, dim=1).transpose(0, 1)[None].to(query.dtype), None
 
-    # The property raises an error if the kind of attention is unknown.
+    # The property raises if the kind of attention is unknown.
     _ = model.target.variant
     with _attending(model.network, attend):
         yield
@@ -214,8 +177,8 @@ def _largest(logits: Tensor) -> float:
 def _attending(network: PreTrainedModel, attend: Callable) -> Iterator[None]:
     """Replace the attention function of a network within this context.
 
-    ``transformers`` builds no attention mask for functions that are not part of it. ``attend`` must
-    therefore apply the causal mask itself.
+    ``transformers`` builds no mask for functions of others, so ``attend`` must apply the causal
+    mask.
     """
     usual = network.config._attn_implementation
     ALL_ATTENTION_FUNCTIONS[_NAME] = attend

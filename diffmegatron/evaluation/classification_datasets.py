@@ -1,7 +1,6 @@
 """Text classification in context: data sets, prompts, and decoding constrained to the labels.
 
-Decoding follows Ratner et al. (2023): at every step the model chooses among the possible next
-tokens of the labels that begin with the tokens chosen so far.
+At every step the model chooses among the next tokens of labels (Ratner et al., 2023).
 """
 
 import csv
@@ -24,7 +23,6 @@ from diffmegatron.evaluation.targets import Target
 from diffmegatron.files import format_path, read_bytes, read_json, read_text, shorten
 from diffmegatron.validation import validated
 
-# Separates the examples of a prompt.
 SEPARATOR = "\n\n"
 
 
@@ -39,11 +37,8 @@ class Example(NamedTuple):
 class ClassificationTask:
     """A classification data set, and the form of its prompt.
 
-    Attributes:
-        train: examples whose texts and labels are shown in prompts.
-        test: examples whose texts the model classifies.
-        text, label: words that stand in a prompt before a text and before its label, such as
-            ``Question`` and ``Type``.
+    ``text`` and ``label`` are the words before a text and its label, e.g. ``Question`` and
+    ``Type``.
     """
 
     train: DataSet[Example]
@@ -142,11 +137,7 @@ TASKS: dict[str, ClassificationTask] = {
 
 
 def check_tasks(names: Sequence[str], data_dir: Path) -> None:
-    """Check that the files of all tasks can be read.
-
-    Raises:
-        UserError: a task is unknown, or a file is missing or has another format.
-    """
+    """Check that the files of all tasks can be read."""
     for task in choose(names, TASKS, "task"):
         task.train.examples(data_dir)
         task.test.examples(data_dir)
@@ -154,13 +145,12 @@ def check_tasks(names: Sequence[str], data_dir: Path) -> None:
 
 @dataclass(frozen=True)
 class Prompt:
-    """The part of a prompt that many test questions share: examples, and labels to choose from.
+    """The part of a prompt that many questions share: examples, and labels to choose from.
 
     Attributes:
-        digest: hash of the examples and the labels. The ``repr`` of a prompt shows only this hash,
-            because the other fields are long, and the ``repr`` is computed for every question.
+        digest: hash of examples and labels. The ``repr`` of a prompt, computed for every question,
+            has only this hash.
         prefix: ids of the start token and the examples.
-        labels: tree of the labels that the model can choose.
     """
 
     digest: str
@@ -168,20 +158,12 @@ class Prompt:
     labels: LabelTree = field(repr=False)
 
     def request(self, question: Sequence[int]) -> Generation:
-        """Return the request to choose a label for a question by greedy decoding.
-
-        Args:
-            question: token ids of the question, which follow the prefix.
-        """
+        """Return the request to choose a label after the token ids of a question."""
         ids = [*self.prefix, *question]
         return Generation(ids, self.labels.depth, shared=len(self.prefix), labels=self.labels)
 
     def label(self, tokens: Sequence[int]) -> str:
-        """Return the label at the end of the path ``tokens`` in the tree.
-
-        Args:
-            tokens: tokens of the model's answer to :meth:`request`.
-        """
+        """Return the label whose token ids are ``tokens``."""
         node = self.labels
         for token in tokens:
             node = node[token]
@@ -193,18 +175,11 @@ class EncodedTask:
     """A classification task, encoded with the tokenizer of a target (a model to evaluate).
 
     Args:
-        name: name in ``TASKS``.
-        data_dir: folder with the files of the task.
         count: number of test examples to draw with a fixed seed; all are used if there are fewer.
-        target: model whose tokenizer encodes the texts.
         shots: largest number of examples in a prompt.
 
     Attributes:
         train: examples of the training set, shuffled with a fixed seed.
-
-    Raises:
-        UserError: a file is missing or has another format, a label has no tokens, two labels have
-            the same tokens, or the training set has fewer examples than ``shots``.
     """
 
     def __init__(self, name: str, data_dir: Path, count: int, target: Target, shots: int) -> None:
@@ -223,14 +198,10 @@ class EncodedTask:
         self._asked = [(target.encode(self._task.question(x)), label) for x, label in chosen]
 
     def items(self, examples: Sequence[Example], key: str, *more: Any) -> list[Item]:
-        """Return an :class:`Item` for every test question, with the same examples before each.
+        """Return an item for every test question, with the same examples before each.
 
-        Args:
-            examples: examples in the order of the prompt.
-            key: beginning of the items' keys. The key of question n, from 0, is ``key`` followed by
-                ``/n``.
-            more: first values of each item's content. The values after them are the prompt, the ids
-                of the question, and its correct label.
+        The key of an item is ``KEY/NUMBER``, and its content is (``*more``, prompt, ids of the
+        question, correct label).
         """
         text = "".join(map(self._task.demonstration, examples))
         digest = hashlib.sha256(repr((text, self._names)).encode()).hexdigest()
@@ -247,15 +218,10 @@ class EncodedTask:
 
 
 def label_tree(labels: Sequence[str], target: Target) -> LabelTree:
-    """Return the tree of the token sequences of all labels.
+    """Return the tree of the token sequences of all labels, each encoded after a space.
 
-    A label is encoded with a space before it, because a space precedes it in a prompt. If the
-    tokens of one label are the beginning of the tokens of a longer label, the separator of examples
-    is appended to the shorter label. The model can then choose between the separator, which ends
-    the shorter label, and the next token of the longer label.
-
-    Raises:
-        UserError: a label has no tokens, or two labels have the same tokens.
+    If the tokens of one label begin those of another label, the separator of examples ends the
+    shorter label. The model can then choose either label.
     """
     ids = {label: tuple(target.encode(f" {label}")) for label in labels}
     if len(set(ids.values())) < len(ids) or not all(ids.values()):

@@ -28,10 +28,9 @@ class DataSet(Generic[Example]):
     """A data set in a file, in the format in which the data set was published.
 
     Attributes:
-        file: name of the file under ``--data-dir``. If a ``.jsonl`` file is missing, a file of the
-            same stem that is compressed (``.jsonl.gz``, ``.jsonl.zst``) or Parquet is read instead.
-        read: function that yields the examples of a file.
-        origin: name, format and source of the file, for error messages.
+        file: name under ``--data-dir``. If a ``.jsonl`` file is missing, a compressed or Parquet
+            file of the same stem is read.
+        origin: format and source of the file, for error messages.
     """
 
     file: str
@@ -39,11 +38,7 @@ class DataSet(Generic[Example]):
     origin: str
 
     def examples(self, data_dir: Path, count: int | None = None) -> list[Example]:
-        """Return the first ``count`` examples, or all examples if ``count`` is None.
-
-        Raises:
-            UserError: the file is missing, empty, or has another format.
-        """
+        """Return the first ``count`` examples, or all examples if ``count`` is None."""
         path = self._path(data_dir)
         found = list(islice(self.read(path), count))
         if not found:
@@ -61,21 +56,11 @@ class DataSet(Generic[Example]):
 
 
 class Row(BaseModel, ABC):
-    """Base of the rows of published data sets.
-
-    The fields of a subclass are those keys or columns of a row that evaluation uses.
-    """
+    """A row of a published data set; the fields are the keys or columns that evaluation uses."""
 
     @abstractmethod
     def examples(self, name: str) -> Iterator[Any]:
-        """Yield the examples of the row; a row may have several.
-
-        Args:
-            name: file and number (or key) of the row, for error messages.
-
-        Raises:
-            UserError: the row has no answer.
-        """
+        """Yield the examples of the row; ``name`` identifies the row in error messages."""
 
 
 def json_lines(row: type[Row]) -> Reader[Any]:
@@ -117,16 +102,7 @@ def json_table(row: type[Row]) -> Reader[Any]:
 
 
 def choose(names: Iterable[str], known: Mapping[str, Named], kind: str) -> list[Named]:
-    """Return the values of ``known`` for these names, in the order of the names.
-
-    Args:
-        names: keys of ``known``.
-        known: all entries by name.
-        kind: word for an entry in the error message, such as ``task``.
-
-    Raises:
-        UserError: a name is unknown.
-    """
+    """Return the values of ``known`` for these names; error messages call a value ``kind``."""
     found = []
     for name in names:
         if name not in known:

@@ -11,12 +11,11 @@ from diffmegatron.evaluation.datasets import DataSet, Row, json_lines
 
 
 class Passage(NamedTuple):
-    """A document with a task: to summarise it, or to answer a question from it.
+    """A document to summarise, or to answer a question from.
 
     Attributes:
-        document: text of the document.
         question: question about the document; empty if the task is a summary.
-        references: correct answers to the question, or one reference summary of the document.
+        references: correct answers to the question, or one reference summary.
     """
 
     document: str
@@ -79,7 +78,7 @@ class _LEval(Row):
 class _LEvalSummaries(_LEval):
     @override
     def examples(self, name: str) -> Iterator[Passage]:
-        # Leave out the data set's instruction: the suite has its own prompt for summaries.
+        # The suite has its own prompt for summaries.
         return (each._replace(question="") for each in super().examples(name))
 
 

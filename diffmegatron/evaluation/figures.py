@@ -1,9 +1,4 @@
-"""Plots for the figures of suites: bars and curves with 95% intervals, and colour maps.
-
-A suite is a benchmark, and a target is an evaluated model. A measure is a number that a suite
-computes for a target, such as an accuracy. An item is the smallest part of a suite that is scored,
-such as a question, and its record is the result.
-"""
+"""Plots for the figures of suites: bars and curves with 95% intervals, and colour maps."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -19,15 +14,10 @@ if TYPE_CHECKING:
 
 
 def estimate_measures(suite: Suite, records: Records) -> dict[str, Estimate]:
-    """Return a dictionary from each measure of a target to its estimate with the interval.
+    """Return the estimate of each measure with a weight above 0.
 
-    ``suite.means(record)`` returns a total and a weight per measure. A measure is the sum of the
-    totals of all records divided by the sum of their weights. Measures whose weights are all 0 have
-    no value and are left out.
-
-    Use this function only for measures to which each unit (a group of dependent items, see
-    :meth:`Suite.unit`) contributes at most one record: the interval comes from a bootstrap that
-    draws single records, which must be independent.
+    A unit (:meth:`Suite.unit`) may have only one record per measure, because the bootstrap draws
+    single records here.
     """
     shares: dict[str, dict[str, Mean]] = {}
     for number, record in enumerate(records):
@@ -43,13 +33,9 @@ def plot_bars(
     targets: Mapping[str, Sequence[Estimate | None]],
     ylabel: str,
 ) -> None:
-    """Plot a group of bars for each label, with a bar and its interval for each target.
+    """Plot a group of bars with intervals for each label.
 
-    Args:
-        axes: axes to plot into.
-        labels: labels of the groups, from left to right.
-        targets: name of each target -> an estimate per label; None: no bar at this label.
-        ylabel: quantity and unit.
+    ``targets`` maps each target to an estimate per label; None leaves out the bar.
     """
     width = 0.8 / len(targets)
     for number, (target, estimates) in enumerate(targets.items()):
@@ -79,13 +65,8 @@ def plot_measures(
 ) -> None:
     """Plot measures of a suite as bars.
 
-    Args:
-        axes: axes to plot into.
-        suite: suite of the records.
-        records: name of each target -> records of its items.
-        measures: label of each group of bars -> name of the measure that the group shows.
-        ylabel: quantity and unit.
-        is_share: whether values are shares, so that the axis ranges from 0 to 1.
+    ``measures`` maps the label of each group of bars to its measure. With ``is_share``, the axis
+    ranges from 0 to 1.
     """
     estimates = {name: estimate_measures(suite, each) for name, each in records.items()}
     bars = {
@@ -100,14 +81,7 @@ def plot_measures(
 def plot_curves(
     axes: "Axes", targets: Mapping[str, Sequence[tuple[float, Estimate]]], xlabel: str, ylabel: str
 ) -> None:
-    """Plot a curve for each target, with intervals.
-
-    Args:
-        axes: axes to plot into.
-        targets: name of each target -> points (x, estimate) with ascending x. A target without
-            points has no curve.
-        xlabel, ylabel: quantities and units.
-    """
+    """Plot a curve with intervals for each target that has points (x, estimate); x ascends."""
     for target, points in targets.items():
         if points:
             xs, estimates = zip(*points, strict=True)
@@ -128,18 +102,13 @@ def plot_maps(
     quantity: str,
     is_logarithmic: bool = False,
 ) -> None:
-    """Plot tables of one quantity as colour maps with a common scale and a labelled colour bar.
-
-    Tick labels count rows and columns from 1.
+    """Plot tables of one quantity as colour maps with a common scale; ticks count from 1.
 
     Args:
-        figure: figure of the axes.
         grid: axes of the maps, one for each table.
         tables: title of each map -> nonnegative values [rows, columns].
-        xlabel, ylabel: labels of columns and rows.
         quantity: label of the colour bar.
-        is_logarithmic: whether the colour scale is logarithmic, for quantities of which a few
-            values are much larger than the others.
+        is_logarithmic: whether the colour scale is logarithmic.
     """
     from matplotlib.colors import LogNorm, Normalize
     from matplotlib.ticker import MaxNLocator
@@ -176,10 +145,7 @@ def place_legend(axes: "Axes", columns: int = 3) -> None:
 
 
 def _errors(estimates: Sequence[Estimate]) -> np.ndarray:
-    """Return the distances from values to the ends of their intervals, [2, n].
-
-    The distances are 0 where there is no interval.
-    """
+    """Return the distances from values to the ends of their intervals, or 0, [2, n]."""
     ends = [
         (0.0, 0.0)
         if each.low is None or each.high is None

@@ -1,7 +1,4 @@
-"""Prompts for needle retrieval: needles are hidden in a long text, the haystack.
-
-Each needle is a sentence that states the number of a city. The task is from Liu et al. (LWM).
-"""
+"""Prompts for needle retrieval: sentences (needles) are hidden in a long text, the haystack."""
 
 import random
 import re
@@ -34,12 +31,9 @@ _SENTENCE = re.compile(r"(?s).{1,1000}?(?:[.!?]['\")\]]*\s+|\Z)|.{1,1000}")
 
 
 class Needle(NamedTuple):
-    """A sentence to hide, with the number of a city.
+    """A sentence to hide, which states the number of a city.
 
-    Attributes:
-        city: name of the city.
-        number: number of the city, as a string of digits.
-        depth: wanted share of the haystack's tokens that precede the sentence, from 0 to 1.
+    ``depth`` is the wanted share of the haystack's tokens before the sentence, from 0 to 1.
     """
 
     city: str
@@ -57,9 +51,8 @@ class HaystackPrompt(NamedTuple):
 
     Attributes:
         ids: ids of the start token, the haystack with its needles, and the question.
-        spans: for each needle, its first position in ``ids`` and the position after its last token,
-            in the order in which the needles were given.
-        haystack_end: position in ``ids`` at which the haystack ends and the question begins.
+        spans: for each given needle, its first position in ``ids`` and the position after its last.
+        haystack_end: position in ``ids`` at which the question begins.
     """
 
     ids: list[int]
@@ -68,10 +61,7 @@ class HaystackPrompt(NamedTuple):
 
 
 def draw_needles(count: int, depth: float, draw: random.Random) -> list[Needle]:
-    """Return ``count`` needles, whose cities and numbers are all different.
-
-    The first needle has the given depth, and the others have random depths.
-    """
+    """Return different needles: the first has the given depth, and the others random depths."""
     cities = draw.sample(CITIES, count)
     numbers = draw.sample(range(10 ** (_DIGITS - 1), 10**_DIGITS), count)
     depths = [depth, *(draw.random() for _ in range(count - 1))]
@@ -81,8 +71,7 @@ def draw_needles(count: int, depth: float, draw: random.Random) -> list[Needle]:
 def question(cities: Sequence[str]) -> str:
     """Return the question about some cities, followed by the beginning of its answer.
 
-    Without the beginning of the answer, a pretrained model may write any text, and a chat model may
-    end the text at once.
+    Without this beginning, a pretrained model may write any text, and a chat model may end at once.
     """
     listed = " and ".join(cities)
     one = len(cities) == 1
@@ -95,26 +84,12 @@ def question(cities: Sequence[str]) -> str:
 
 @lru_cache(maxsize=1)
 def open_haystack(path: Path, target: Target) -> "Haystack":
-    """Return the text in ``path`` as a haystack, encoded with the tokenizer of an evaluated model.
-
-    The last haystack is cached, because consecutive prompts use the same one.
-    """
+    """Return the text in ``path`` as a haystack; the last haystack is cached."""
     return Haystack(path, target)
 
 
 class Haystack:
-    """A text in which needles are hidden: its sentences, encoded with a target's tokenizer.
-
-    Args:
-        path: path for :func:`~diffmegatron.evaluation.text.read_texts`.
-        target: model whose tokenizer encodes the sentences.
-
-    Attributes:
-        digest: hash of the text.
-
-    Raises:
-        UserError: the text is empty.
-    """
+    """A text in which needles are hidden: its sentences, encoded for a target."""
 
     def __init__(self, path: Path, target: Target) -> None:
         self._path, self._target = path, target
@@ -129,20 +104,10 @@ class Haystack:
     def build_prompt(
         self, needles: Sequence[Needle], asked: str, length: int, draw: random.Random
     ) -> HaystackPrompt:
-        """Return a prompt of exactly ``length`` tokens.
+        """Return a prompt of exactly ``length`` tokens that ends with the question ``asked``.
 
-        The haystack begins with a random sentence of the text. After the last sentence of the text
-        it continues with the first one. Each needle is inserted at the boundary between sentences
-        that is nearest to the needle's depth.
-
-        Args:
-            needles: needles to hide.
-            asked: text of the question.
-            length: number of tokens of the prompt.
-            draw: random generator that chooses the first sentence.
-
-        Raises:
-            UserError: the text is too short, or the needles and the question are too long.
+        The haystack begins with a random sentence. The first sentence of the text follows its last
+        one. Each needle is inserted at the boundary between sentences that is nearest to its depth.
         """
         sentences = [self._target.encode(needle.sentence) for needle in needles]
         ending = self._target.encode(asked)
@@ -166,14 +131,7 @@ class Haystack:
         return HaystackPrompt([*ids, *ending], [spans[n] for n in range(len(needles))], len(ids))
 
     def _pieces(self, space: int, draw: random.Random) -> list[list[int]]:
-        """Return the token ids of consecutive sentences, one list per sentence.
-
-        The first sentence is random. The last one is cut, so that all lists together have exactly
-        ``space`` ids.
-
-        Raises:
-            UserError: the text has fewer than ``space`` tokens.
-        """
+        """Return the ids of consecutive sentences from a random one on, ``space`` ids in total."""
         first, pieces, left = draw.randrange(len(self._sentences)), [], space
         for step in range(len(self._sentences)):
             if ids := self._encoded((first + step) % len(self._sentences)):

@@ -1,9 +1,7 @@
-"""Statistics of a network's heads over one text, as in the figures of the paper on DEX.
+"""Statistics of a network's heads over one text; docs/evaluation.md defines every measure.
 
-DEX (Kong, Jang and Kwak, 2025) makes selected heads of a pretrained model differential. A score is
-an entry of a head's attention map, for a query token and a token that the query can attend to. In
-differential attention, scores are from the map after the subtraction. A row of a map has the scores
-of one query token. docs/evaluation.md defines every measure.
+A score is an entry of a head's attention map. In differential attention, the map is the result of
+the subtraction. A row of a map has the scores of one query token.
 """
 
 import math
@@ -19,16 +17,15 @@ from diffmegatron.errors import NotFiniteError
 from diffmegatron.evaluation.captured_attention import LayerAttention, layers, row_blocks
 from diffmegatron.evaluation.model import Model
 
-# Names of measures, and the beginnings or ends of names that several measures share. The two maps
-# of a differential head are its two softmax maps before the subtraction: the signal map, and the
-# noise map that is subtracted.
+# Names of measures, and parts of names. The two maps of a differential head are its softmax maps
+# before the subtraction: the signal map, and the noise map that is subtracted.
 MAPS, HEADS = "two maps of a head", "two heads of a layer"
 TOP, IN_TOP, IN_REST = "overlap of top tokens", "overlap of top scores", "overlap of other scores"
 NEAR_ZERO = "share of |scores| below "
 ENTROPY, FIRST_ENTROPY, SECOND_ENTROPY = "entropy", "entropy, first map", "entropy, second map"
 NEGATIVE, NEGATIVE_MASS = "share of negative scores", "negative share of |scores|"
 
-# The key is the name of a measure, and the value is a list with one number per layer.
+# Name of a measure -> a number per layer.
 ByLayer = dict[str, list[float]]
 
 
@@ -42,18 +39,13 @@ def map_statistics(
 
     Args:
         seen: layers of a forward pass, in order.
-        top: share of a row's tokens that are its top tokens, the ones with the largest absolute
-            scores. Measures of top tokens leave out rows that are too short to have a top token.
+        top: share of a row's tokens that are its top tokens (the largest absolute scores).
         epsilons: thresholds for scores near zero; each threshold has a measure.
 
     Returns:
-        Two results. The first maps the name of each measure to a list with one number per layer,
-        the mean over the layer's rows and heads (or pairs of heads). The second is 1 - cosine
-        similarity of the maps of every two heads of the network, float64 [heads, heads] in the
-        order of the layers.
-
-    Raises:
-        NotFiniteError: a score or a mean is not finite.
+        Name of each measure -> mean over rows and heads (or pairs of heads), one number per layer.
+            Also 1 - cosine similarity of the maps of every two heads, float64 [all heads, all
+            heads].
     """
     rows, queries = seen[0].rows, sum(len(call.query) for each in seen for call in each.calls)
     sums: list[dict[str, tuple[Tensor | float, int]]] = [{} for _ in seen]
@@ -66,7 +58,6 @@ def map_statistics(
             if not maps.isfinite().all():
                 raise NotFiniteError(f"a score of layer {layer.number + 1} is not finite")
             for name, value in _measured(block, layer, softmax, maps, epsilons):
-                # of_layer[name] is (sum of the measure's values, number of these values).
                 total, count = of_layer.get(name, (0.0, 0))
                 of_layer[name] = total + value.double().sum(), count + value.numel()
             scores.append(maps.flatten(1))
@@ -87,17 +78,13 @@ def map_statistics(
 def _measured(
     block: "_Block", layer: LayerAttention, softmax: Tensor, maps: Tensor, epsilons: Sequence[float]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the name and the values of every measure for a block of rows of a layer.
+    """Yield the name and the values [heads or pairs of heads, rows] of every measure.
 
-    Values are [heads, rows], or [pairs of heads, rows]. Measures of top tokens leave out the rows
-    that are too short to have a top token.
+    Measures of top tokens leave out the rows that are too short to have a top token.
 
     Args:
-        block: rows of the block.
-        layer: layer of the maps.
         softmax: softmax maps of all query heads, [query heads, rows, keys].
         maps: maps after subtraction, [heads, rows, keys].
-        epsilons: thresholds for scores near zero.
     """
     sizes = maps.abs()
     for epsilon in epsilons:
@@ -118,17 +105,10 @@ def _measured(
 
 
 def _overlaps(block: "_Block", signal: Tensor, noise: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yield the name and values [heads, rows] of each overlap of a head's two maps.
+    """Yield the name and values [heads, rows] of each overlap of two maps [heads, rows, keys].
 
-    The overlap of top tokens is the share of one map's top tokens that are top tokens of the other
-    map too. The overlap of scores is sum(min) / sum(max) of the two maps' scores, or 0 if both sums
-    are 0. It is computed once over the tokens that are top tokens of at least one map, and once
-    over all other tokens. Rows that are too short to have a top token are left out.
-
-    Args:
-        block: rows of the block.
-        signal: signal maps, [heads, rows, keys].
-        noise: noise maps, [heads, rows, keys].
+    The overlap of scores is sum(min) / sum(max) of the two maps' scores, or 0 if both sums are 0.
+    The sums are over tokens that are top tokens of at least one map, or over all other tokens.
     """
     one, other = block.tops(signal), block.tops(noise)
     both = (one * other).sum(2)[:, block.skipped :]
@@ -149,30 +129,18 @@ class _Block:
 
     def __init__(self, first: int, end: int, top: float, device: torch.device) -> None:
         self._lengths = torch.arange(first, end, device=device) + 1
-        # Number of top tokens of each row, rounded down. Adding 1e-9 corrects products that were
-        # rounded to slightly below an integer. The first `skipped` rows of the block are too short
-        # to have a top token.
+        # Number of top tokens of each row, rounded down. 1e-9 corrects products slightly below an
+        # integer. The first `skipped` rows have no top token.
         self.counts = (self._lengths.double() * top + 1e-9).floor().long()
         self.skipped = int((self.counts == 0).sum())
         self._earlier = torch.arange(end, device=device) < self._lengths[:, None]
 
     def share(self, chosen: Tensor) -> Tensor:
-        """Return the share of each row's scores for which ``chosen`` is True.
-
-        Args:
-            chosen: bool [heads, rows, keys].
-
-        Returns:
-            Shares [heads, rows].
-        """
+        """Return the share of each row's scores that are chosen, [heads, rows]."""
         return (chosen & self._earlier).sum(2) / self._lengths
 
     def tops(self, sizes: Tensor) -> Tensor:
-        """Return 1 for the top tokens of each row and 0 for other tokens, [heads, rows, keys].
-
-        Args:
-            sizes: nonnegative scores [heads, rows, keys]. The top tokens have the largest scores.
-        """
+        """Return 1 for the top tokens of each row and 0 for other tokens, [heads, rows, keys]."""
         most = max(1, int(self.counts[-1]))
         places = sizes.masked_fill(~self._earlier, -torch.inf).topk(most, dim=2).indices
         is_top = torch.arange(most, device=sizes.device) < self.counts[:, None]
@@ -183,17 +151,15 @@ class _Block:
 def feature_alignment(features: Sequence[Tensor]) -> Tensor:
     """Return the linear CKA (centred kernel alignment) between the outputs of every two heads.
 
-    CKA is computed from the unbiased HSIC (Hilbert-Schmidt independence criterion) by equation 3 of
-    Nguyen, Raghu, Kornblith (2021). The kernel matrices [tokens, tokens] are never stored.
+    CKA is computed from the unbiased HSIC by equation 3 of Nguyen, Raghu, Kornblith (2021).
 
     Args:
         features: for each layer, the outputs of its heads, [tokens, heads, width].
 
     Returns:
-        CKA of every two heads of the network, float64 [heads, heads] in the order of the layers.
+        Float64 [all heads, all heads].
     """
-    # Subtract the mean over the tokens. HSIC does not depend on the mean, and a large mean would
-    # cost precision in float32.
+    # HSIC does not depend on the mean over the tokens, which would cost precision in float32.
     centred = [x.float() - x.float().mean(0) for x in features]
     kernels = [_Kernels(x) for x in centred]
     ends = torch.tensor([0, *(x.shape[1] for x in features)]).cumsum(0).tolist()
@@ -207,12 +173,9 @@ def feature_alignment(features: Sequence[Tensor]) -> Tensor:
 
 
 class _Kernels:
-    """For each head of a layer, the kernel matrix K: X X^T with its diagonal set to zero.
+    """Kernel matrix K of each head of a layer: X X^T for outputs X, with its diagonal set to zero.
 
-    X [tokens, width] is the output of the head. The matrices [tokens, tokens] are not stored.
-
-    Args:
-        x: outputs of the heads of a layer, [tokens, heads, width].
+    The matrices [tokens, tokens] are not stored.
     """
 
     def __init__(self, x: Tensor) -> None:
@@ -222,12 +185,9 @@ class _Kernels:
         self._sums = torch.einsum("nhd,hd->nh", x.double(), x.double().sum(0)) - self._diagonal
 
     def hsic(self, other: "_Kernels") -> Tensor:
-        """Return the unbiased HSIC of every head with every head of ``other``.
+        """Return n * (n - 3) times the unbiased HSIC, float64 [heads, heads of other].
 
-        The factor 1 / (n * (n - 3)) for n tokens is left out, because it cancels in CKA.
-
-        Returns:
-            Float64 [heads, heads of other].
+        n is the number of tokens. The factor cancels in CKA.
         """
         n = len(self._x)
         products = torch.einsum("nhd,nge->hgde", self._x, other._x)
@@ -237,22 +197,10 @@ class _Kernels:
 
 
 def head_importance(model: Model, ids: Sequence[int], heads: int) -> Tensor:
-    """Return the importance |dL / dxi| of every head (Michel et al., 2019).
+    """Return the importance |dL / dxi| of every head (Michel et al.), float64 [layers, heads].
 
-    Each head of each layer has a factor xi = 1, which multiplies the head's output. L is the mean
-    loss of the text's tokens after the first. A backward pass with the logits of all tokens must
-    fit into the memory.
-
-    Args:
-        model: model that has the heads.
-        ids: token ids of a text.
-        heads: number of heads of a layer.
-
-    Returns:
-        Importance of every head, float64 [layers, heads].
-
-    Raises:
-        NotFiniteError: a gradient is not finite.
+    xi = 1 is a factor of a head's output. L is the mean loss of the text's tokens after the first.
+    A backward pass with the logits of all tokens must fit into the memory.
     """
     network = model.network
     factors = [
@@ -279,9 +227,8 @@ def head_importance(model: Model, ids: Sequence[int], heads: int) -> Tensor:
 def head_outputs(model: Model, heads: int) -> Iterator[list[Tensor]]:
     """Collect the outputs of all heads in the forward passes of this context.
 
-    The context manager yields a list. Each forward pass of a single text appends a tensor [tokens,
-    heads, width] for each layer. A head's output is its slice of the input of the layer's output
-    projection.
+    Each forward pass of a single text appends a tensor [tokens, heads, width] per layer to the
+    list: the input of the layer's output projection.
     """
     found: list[Tensor] = []
 

@@ -27,7 +27,7 @@ from diffmegatron.evaluation.requests import Generation
 from diffmegatron.evaluation.targets import find_targets
 from diffmegatron.files import format_path, parse_json, shorten
 
-# Seconds to wait before a failed request to a URL is repeated for the first and second time.
+# Seconds before the first and the second repetition of a failed request.
 _PAUSES = (1.0, 5.0)
 _TOO_MANY_REQUESTS, _SERVER_ERRORS = 429, 500
 _MAX_BYTES = 1 << 22
@@ -39,9 +39,8 @@ class Verdict(NamedTuple):
     """The verdict of a judge on a text that a model wrote about a document.
 
     Attributes:
-        true: whether the document supports the text; None if the judge's answer does not contain
-            exactly one verdict.
-        spans: phrases of the text that the judge's answer lists as unsupported.
+        true: whether the document supports the text; None if the answer has no clear verdict.
+        spans: phrases of the text that the answer lists as unsupported.
     """
 
     true: bool | None
@@ -51,10 +50,8 @@ class Verdict(NamedTuple):
 def parse_verdict(answer: str) -> Verdict:
     """Return the verdict in a judge's answer.
 
-    ``true`` is taken from the line ``Conclusion: True`` or ``Conclusion: False``, which may not
-    contain other words. It is None if the answer has no such line, or several. ``spans`` is taken
-    from the last line ``Problematic spans: [...]``. It is empty if there is no such line, or if the
-    text in brackets is not a Python list.
+    The verdict is clear if exactly one line is ``Conclusion: True`` or ``Conclusion: False``. The
+    spans are the Python list in the last line ``Problematic spans: [...]``.
     """
     found = [each.lower() == "true" for each in _CONCLUSION.findall(answer)]
     spans = _SPANS.findall(answer)
@@ -70,40 +67,25 @@ def _strings(text: str) -> list[str]:
 
 
 class Judge(ABC):
-    """A model that decides whether a document supports a text; it decodes without sampling.
-
-    Attributes:
-        name: name that identifies the judge.
-    """
+    """A model that decides whether a document supports a text; it decodes without sampling."""
 
     name: str
 
     @abstractmethod
     def ask(self, question: str) -> str:
-        """Return the answer to a question.
-
-        Raises:
-            UserError: a judge behind a URL does not return a valid answer, or the question and its
-                answer exceed the context of a judge in a folder.
-            NotFiniteError: a judge in a folder computes a number that is not finite.
-        """
+        """Return the answer to a question."""
 
 
 @lru_cache(maxsize=1)
 def open_judge(where: str, model: str, key: str, tokens: int, seconds: float) -> Judge:
-    """Open the judge in a folder or behind a URL.
-
-    The last judge is cached, so a repeated call with the same arguments returns the same object.
+    """Open the judge in a folder or behind a URL; the last judge is cached.
 
     Args:
         where: a Hugging Face folder, or a URL to which ``/chat/completions`` is appended.
         model: name of the model at the URL.
-        key: name of the environment variable that may contain the API key of the URL.
+        key: environment variable that may contain the API key of the URL.
         tokens: largest number of tokens of an answer.
-        seconds: time limit in seconds, from a request to the URL to the last byte of its answer.
-
-    Raises:
-        UserError: the folder is not a model, or the URL or the key is not valid.
+        seconds: time limit from a request to the URL to the last byte of its answer.
     """
     if where.startswith(("http://", "https://")):
         return _Endpoint(where, model, key, tokens, seconds)
@@ -111,8 +93,6 @@ def open_judge(where: str, model: str, key: str, tokens: int, seconds: float) ->
 
 
 class _Folder(Judge):
-    """A judge in a Hugging Face folder: greedy decoding, with the folder's chat template if any."""
-
     def __init__(self, path: Path, tokens: int) -> None:
         (target,) = find_targets([path], path)
         self._model, self._tokens = Model(target), tokens
@@ -168,7 +148,7 @@ class _Completion(BaseModel):
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """Handler that does not follow redirects, because the key may only be sent to the given URL."""
+    """Handler that does not follow redirects: the key may only be sent to the given URL."""
 
     def redirect_request(self, *_: object) -> None:
         return None
@@ -203,7 +183,6 @@ class _Endpoint(Judge):
 
     @override
     def ask(self, question: str) -> str:
-        """Send a question, up to three times if a failure may be temporary; return the answer."""
         body = self._body | {"messages": [{"role": "user", "content": question}]}
         request = urllib.request.Request(
             self._url, json.dumps(body).encode(), self._headers, method="POST"
@@ -221,12 +200,7 @@ class _Endpoint(Judge):
         )
 
     def _try(self, request: urllib.request.Request) -> tuple[str | None, str, bool]:
-        """Send a request once.
-
-        Returns:
-            The answer, or None if the request failed; the problem, for the error message; and
-            whether the problem may be temporary.
-        """
+        """Send a request once; return (answer or None, problem, whether it may be temporary)."""
         try:
             content = _within(self._seconds, lambda: self._read(request))
         except urllib.error.HTTPError as error:
@@ -247,11 +221,6 @@ class _Endpoint(Judge):
         return found.choices[0].message.content or "", "", False
 
     def _read(self, request: urllib.request.Request) -> bytes:
-        """Send a request, and return up to 4 MiB of the body of the response.
-
-        Raises:
-            TimeoutError: the body is not complete within the time limit.
-        """
         deadline = time.monotonic() + self._seconds
         pieces, left = [], _MAX_BYTES
         with self._opener.open(request, timeout=self._seconds) as response:
@@ -264,14 +233,10 @@ class _Endpoint(Judge):
 
 
 def _within(seconds: float, read: Callable[[], bytes]) -> bytes:
-    """Return the result of ``read``, if it ends within ``seconds``.
+    """Return the result of ``read``, or raise TimeoutError after ``seconds``.
 
-    The timeout of a socket is not sufficient: it limits the wait for the next bytes, not the total
-    time, so a slow stream of single bytes never exceeds it. Therefore ``read`` runs in a thread.
-    After ``seconds``, the thread continues in the background, and its result is ignored.
-
-    Raises:
-        TimeoutError: ``read`` did not end in time.
+    The timeout of a socket limits only the wait for the next bytes, so a slow stream never exceeds
+    it. After the time limit, the thread continues in the background.
     """
     found: Future[bytes] = Future()
 

@@ -13,11 +13,9 @@ from diffmegatron.files import shorten
 
 
 class Problem(NamedTuple):
-    """A mathematical problem.
+    """A mathematical problem in words.
 
     Attributes:
-        question: text of the problem.
-        answer: correct answer.
         solution: steps to the answer; empty if the data set has none.
         choices: answers to choose from; empty if the problem is not multiple-choice.
     """
@@ -28,7 +26,7 @@ class Problem(NamedTuple):
     choices: tuple[str, ...] = ()
 
 
-# Calls of a calculator in GSM8K's solutions, such as <<2+3=5>>; they are removed.
+# Call of a calculator in GSM8K's solutions, such as <<2+3=5>>.
 _CALCULATION = re.compile(r"<<[^>]*>>")
 
 
@@ -68,7 +66,7 @@ class _Math(Row):
         yield Problem(self.problem, _latex(answer), self.solution)
 
 
-# Unit in parentheses in ASDiv's answers, as in "9 (apples)"; it is removed.
+# Unit in ASDiv's answers, as in "9 (apples)".
 _UNIT = re.compile(r"\([^()]*\)")
 
 
@@ -139,18 +137,12 @@ def _number(value: float) -> str:
 
 
 def _latex(answer: str) -> str:
-    """Return the answer between dollar signs, by which math-verify recognises LaTeX.
-
-    An answer that contains a dollar sign or is a plain number is returned unchanged.
-    """
+    """Put dollar signs, which mark LaTeX for math-verify, around an answer that is not a number."""
     return answer if "$" in answer or answer.replace(".", "").isdecimal() else f"${answer}$"
 
 
 def _boxed(solution: str) -> str | None:
-    r"""Return the content of the last ``\boxed{}``, which may contain balanced braces.
-
-    Return None if there is no ``\boxed{}``, or if its closing brace is missing.
-    """
+    r"""Return the content of the last ``\boxed{}`` with balanced braces; None if there is none."""
     _, mark, rest = solution.rpartition("\\boxed{")
     depth = 1
     for place, letter in enumerate(rest if mark else ""):

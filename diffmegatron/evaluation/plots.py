@@ -15,7 +15,7 @@ from diffmegatron.files import write_picture
 # Points (tokens seen, value) of one metric.
 Series = Sequence[tuple[float, float]]
 
-# Largest number of layers that the legend of a lambda plot names; other layers have a curve only.
+# Largest number of layers in the legend of a lambda plot; all layers have a curve.
 _NAMED_LAYERS = 8
 
 
@@ -27,11 +27,9 @@ class Curves:
         losses: training losses in nats per token.
         held_out: losses on held-out text in nats per token.
         throughput: tokens per second.
-        lambdas: curve of lambda (the factor of the attention map that is subtracted) in each layer.
-            The keys are names of metrics, which end with ``_`` and the number of the layer. Empty
-            for attention without lambda.
-        stage_starts: number of tokens seen at the start of each stage except the first; the stages
-            are the consecutive parts of a run that the recipe's ``stages`` lists.
+        lambdas: metric name that ends with ``_`` and a layer's number -> its lambda. Empty for
+            attention without lambda.
+        stage_starts: number of tokens seen at the start of each stage except the first.
     """
 
     losses: Series
@@ -42,12 +40,7 @@ class Curves:
 
 
 def plot_runs(path: Path, runs: Mapping[str, Curves]) -> None:
-    """Draw losses and throughput of several runs, and below them lambda of each layer of each run.
-
-    Args:
-        path: PNG file to write.
-        runs: name of each run in the legends -> its curves.
-    """
+    """Write a PNG file with losses and throughput of runs by name, and lambda of their layers."""
     with_lambda = [name for name, curves in runs.items() if curves.lambdas]
     rows, columns = (2 if with_lambda else 1), max(2, len(with_lambda))
     figure = Figure(figsize=(5.5 * columns, 4.2 * rows), layout="constrained")

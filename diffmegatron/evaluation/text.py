@@ -47,18 +47,12 @@ class WindowSuite(TextSuite):
     context: Window = Field(default=2048, description="tokens of a window with the start token")
 
     def texts(self) -> Iterator[tuple[str, str]]:
-        """Yield (name of the source, text) for the first ``documents`` documents of each source.
-
-        Documents with more than ``characters`` characters are cut.
-        """
+        """Yield (name of the source, text) of documents, cut to ``characters``."""
         characters = self.characters or default_characters(self.context)
         return first_texts(self.data, self.documents, characters)
 
     def windows(self, text: str, target: Target) -> list[list[int]]:
-        """Return the token ids of a text, split into windows.
-
-        A window has up to ``context - 1`` ids, because the suite adds a start token.
-        """
+        """Return the ids of a text in windows, without start tokens."""
         return list(split(target.encode(text), self.context - 1))
 
 
@@ -68,14 +62,7 @@ def split(ids: list[int], length: int) -> Iterator[list[int]]:
 
 
 def named_paths(options: tuple[str, ...]) -> dict[str, Path]:
-    """Return a dict: name of each source -> its path.
-
-    An option is ``NAME=PATH`` or ``PATH``. Without ``NAME``, the name of the source is the last
-    component of the path without its suffix.
-
-    Raises:
-        UserError: two sources have the same name.
-    """
+    """Return name of each source -> its path. The name of ``PATH`` alone is its stem."""
     found: dict[str, Path] = {}
     for option in options:
         name, equals, path = option.partition("=")
@@ -92,12 +79,8 @@ def named_paths(options: tuple[str, ...]) -> dict[str, Path]:
 def read_texts(path: Path) -> Iterator[str]:
     """Yield the non-empty documents of a source in order.
 
-    Args:
-        path: a file, a folder of files, or the PREFIX of a prepared corpus. Rows of a JSONL file
-            (also .gz or .zst) or a Parquet file have a field ``text``. A text file is one document.
-
-    Raises:
-        UserError: the source cannot be read, or a record has no text.
+    ``path`` is a file, a folder of files, or the PREFIX of a prepared corpus. Rows of a JSONL file
+    (also .gz or .zst) or a Parquet file have a field ``text``. A text file is one document.
     """
     texts = _of_corpus(path) if manifest_path(path).exists() else _of_files(path)
     return (text for text in texts if text)
@@ -106,12 +89,9 @@ def read_texts(path: Path) -> Iterator[str]:
 def first_texts(
     options: tuple[str, ...], documents: int | None, characters: int
 ) -> Iterator[tuple[str, str]]:
-    """Yield (name of the source, text) for the first documents of each source.
+    """Yield (name of the source, text) of the first ``documents`` documents of each source.
 
-    Args:
-        options: sources, each as ``NAME=PATH`` or ``PATH``.
-        documents: number of documents of each source; None for all.
-        characters: number of characters to which longer documents are cut.
+    Each text is cut to ``characters`` characters. If ``documents`` is None, all documents are used.
     """
     for name, path in named_paths(options).items():
         for text in islice(read_texts(path), documents):
@@ -121,8 +101,7 @@ def first_texts(
 def default_characters(context: int) -> int:
     """Return the default number of characters to which documents are cut.
 
-    The default is 8 per token of the context, but at least 20,000. Tokens of common vocabularies
-    have 3 to 5 characters on average, so a long document still fills a window after the cut.
+    Tokens of common vocabularies have 3 to 5 characters on average, so 8 per token fill a window.
     """
     return max(20_000, 8 * context)
 

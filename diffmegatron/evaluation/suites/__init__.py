@@ -1,4 +1,4 @@
-"""Table of all suites (benchmarks) by name, and construction of suites from a command line."""
+"""All suites (benchmarks) by name, and their construction from a command line."""
 
 import difflib
 from collections.abc import Callable, Mapping, Sequence
@@ -26,8 +26,7 @@ from diffmegatron.evaluation.suites.throughput import Throughput
 from diffmegatron.files import shorten
 from diffmegatron.validation import validated
 
-# Upper limit in tokens of the default of a suite's setting ``context``. The default is the shortest
-# context of all targets (the models to evaluate).
+# Upper limit in tokens of the default of a suite's setting ``context``.
 MAX_DEFAULT_CONTEXT = 2048
 SUITES: dict[str, type[Suite]] = {
     each.name: each
@@ -61,16 +60,12 @@ def make_suites(
     """Return the suites of a command line with their settings.
 
     Args:
-        options: values of the fields ``data``, ``haystack`` and ``data_dir``. They are used for
-            every suite that has such a field.
-        settings: settings as ``SUITE.KEY=VALUE`` with a YAML value. They take precedence over
+        options: values of the fields ``data``, ``haystack`` and ``data_dir``, for every suite that
+            has such a field.
+        settings: settings as ``SUITE.KEY=VALUE`` with a YAML value. They replace values of
             ``options``.
-        context: function that returns the default of the field ``context`` in tokens. It is called
-            only if a suite needs this default.
-
-    Raises:
-        UserError: a suite is unknown or given twice, a setting is not valid, or a value without a
-            default is missing.
+        context: function that computes the default of the field ``context`` in tokens. It is called
+            only if a suite needs the default.
     """
     if len(set(names)) < len(names):
         raise UserError(f"--suite {','.join(names)} names a suite twice; give each once")

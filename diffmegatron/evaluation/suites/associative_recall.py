@@ -26,8 +26,7 @@ class AssociativeRecall(TextSuite):
     """Share of values that the model predicts after the second occurrence of their keys.
 
     A text has 4 * D tokens: D pairs of a key and a value of one token each, then the same D pairs
-    in another order. A value of the second half is predicted correctly if it is the most likely
-    token after its key.
+    in another order. A value is predicted if it is the most likely token after its key.
     """
 
     name: ClassVar[str] = "associative-recall"
@@ -50,11 +49,6 @@ class AssociativeRecall(TextSuite):
 
     @override
     def items(self, target: Target) -> list[Item]:
-        """Return an item for each text.
-
-        Raises:
-            UserError: the two halves of a text have different pairs, or a key occurs in two pairs.
-        """
         found: list[Item] = []
         for source, text in first_texts(self.data, self.documents, sys.maxsize):
             ids = target.encode(text)
@@ -75,18 +69,13 @@ class AssociativeRecall(TextSuite):
     def requests_of(self, target: Target, item: Item) -> ItemGenerator:
         ids = item.content
         half = len(ids) // 2
-        # The context ends with the first key of the second half, so the continuation has values at
-        # the positions 0, 2, 4 and so on.
+        # The continuation begins after the first repeated key, so its values are at 0, 2, 4, ...
         ((scored,),) = yield [Scoring(ids[: half + 1], [ids[half + 1 :]])]
         right = scored.is_most_likely[::2]
         return {"pairs": len(right), "right": int(right.sum())}
 
     @override
     def means(self, record: Record) -> dict[str, Mean]:
-        """Return the text's contribution to two accuracies.
-
-        One accuracy is over all texts. The second one is over texts with the same number of pairs.
-        """
         share = Mean(record["right"], record["pairs"], per_token=True)
         return {_ACCURACY: share, _BY_PAIRS.format(record["pairs"]): share}
 
@@ -96,7 +85,6 @@ class AssociativeRecall(TextSuite):
 
     @override
     def draw(self, figure: "Figure", records: Mapping[str, Records]) -> bool:
-        """Draw the accuracy by number of pairs."""
         points = {}
         for name, of_target in records.items():
             estimates = estimate_measures(self, of_target)

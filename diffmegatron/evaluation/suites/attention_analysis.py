@@ -1,7 +1,4 @@
-"""Statistics of attention heads, as in the figures of the paper on DEX.
-
-DEX (Kong, Jang and Kwak, 2025) makes selected heads of a pretrained model differential.
-"""
+"""Statistics of attention heads, as in the figures of DEX (Kong, Jang and Kwak, 2025)."""
 
 from collections.abc import Mapping, Sequence
 from itertools import chain, cycle
@@ -33,12 +30,8 @@ IMPORTANCE = "importance of a head"
 class AttentionAnalysis(TextSuite):
     """Overlap, sparsity, entropy and sign of scores; distance, alignment and importance of heads.
 
-    Scores are the entries of a head's attention map. In differential attention, most measures use
-    the map after the subtraction. Only the overlaps of a head's two maps, and the entropies of the
-    first and of the second map, use the two softmax maps before the subtraction. Alignment and
-    importance are computed from the outputs of heads.
-
-    A text is the start token and the beginning of a document, together at most ``length`` tokens.
+    A score is an entry of a head's attention map. A text is the start token and the beginning of a
+    document, together at most ``length`` tokens.
     """
 
     name: ClassVar[str] = "attention-analysis"
@@ -66,12 +59,8 @@ class AttentionAnalysis(TextSuite):
 
     @override
     def items(self, target: Target) -> list[Item]:
-        """Return an item for each text with at least 4 tokens and at least 1 / ``top`` tokens.
-
-        The start token counts. With fewer than 1 / ``top`` tokens, no row would have a top token.
-        """
-        # Tokens have less than 16 characters on average, so the first 16 * length characters of a
-        # document contain at least `length` tokens.
+        """Leave out texts with fewer than 4 tokens, or without a top token in any row."""
+        # A token has fewer than 16 characters on average, so the text has at least `length` tokens.
         texts = first_texts(self.data, self.documents, 16 * self.length)
         found = []
         for number, (_, text) in enumerate(texts):
@@ -109,11 +98,6 @@ class AttentionAnalysis(TextSuite):
 
     @override
     def means(self, record: Record) -> dict[str, Mean]:
-        """Return the mean of each measure for one text.
-
-        Distance and alignment are averaged over pairs of heads, and left out if there is no pair.
-        Importance is averaged over heads, and every other measure over layers.
-        """
         found = {name: float(np.mean(values)) for name, values in record["layers"].items()}
         for name in (DISTANCE, ALIGNMENT):
             if record[name]["mean"] is not None:
@@ -123,11 +107,6 @@ class AttentionAnalysis(TextSuite):
 
     @override
     def draw(self, figure: "Figure", records: Mapping[str, Records]) -> bool:
-        """Draw lines over the layers for all measures except importance, and colour maps.
-
-        The colour maps show distance and alignment by pair of layers, and importance by layer and
-        head.
-        """
         figure.set_size_inches(13, 8 + 3.8 * len(records))
         ratios = (8, 3.8 * len(records))
         upper, lower = figure.subfigures(2, 1, squeeze=False, height_ratios=ratios)[:, 0]
@@ -148,7 +127,7 @@ class AttentionAnalysis(TextSuite):
         return True
 
 
-# Panels with lines over the layers: title of the panel -> prefixes of the names of measures.
+# Title of a panel -> prefixes of the names of its measures.
 _PANELS = {
     "overlap of the top tokens": (heads.TOP,),
     "overlap of scores": (heads.IN_TOP, heads.IN_REST),
@@ -157,23 +136,15 @@ _PANELS = {
     "negative scores": (heads.NEGATIVE, heads.NEGATIVE_MASS),
     "heads of a layer": (DISTANCE, ALIGNMENT),
 }
-# Labels of the y axis of panels. The default is "share".
+# Title of a panel -> unit of its measures, if they are not shares.
 _UNITS = {"entropy": "nats", "heads of a layer": "distance or alignment"}
 _STYLES = ("-", "--", ":")
 
 
 def _between_layers(pairs: torch.Tensor, count: int) -> dict[str, Any]:
-    """Return the mean over all pairs of different heads, and the mean for each pair of layers.
+    """Return the mean over pairs of different heads, and a table of means by pair of layers.
 
-    The keys are ``mean``, and ``layers`` for a table [layers, layers]. A mean is None if there is
-    no pair, for example within a layer that has one head.
-
-    Args:
-        pairs: values of pairs of heads, [layers * count, layers * count].
-        count: number of heads of a layer.
-
-    Raises:
-        NotFiniteError: a value of two different heads is not finite.
+    ``pairs`` is [layers * count, layers * count]. A mean is None if there is no pair.
     """
     values = pairs.cpu().numpy()
     different = ~np.eye(len(values), dtype=bool)
@@ -190,10 +161,7 @@ def _between_layers(pairs: torch.Tensor, count: int) -> dict[str, Any]:
 
 
 def _table(records: Records, measure: str) -> np.ndarray:
-    """Return the table of importance, distance or alignment, averaged over the texts.
-
-    The shape is [layers, heads] for importance, and [layers, layers] for distance and alignment.
-    """
+    """Return a measure averaged over texts: [layers, heads] for importance, or [layers, layers]."""
     tables = [
         each[measure] if measure == IMPORTANCE else each[measure]["layers"] for each in records
     ]
@@ -201,10 +169,7 @@ def _table(records: Records, measure: str) -> np.ndarray:
 
 
 def _by_layer(records: Records) -> dict[str, np.ndarray]:
-    """Return the mean over the texts of each measure except importance, [layers].
-
-    Distance and alignment are averaged only over pairs of heads of the same layer.
-    """
+    """Return the mean over texts of each measure except importance, [layers]."""
     found = {
         name: np.mean([each["layers"][name] for each in records], axis=0)
         for name in records[0]["layers"]
@@ -218,11 +183,7 @@ def _draw_lines(
     beginnings: Sequence[str],
     of_layers: Mapping[str, Mapping[str, np.ndarray]],
 ) -> None:
-    """Plot the measures whose names begin with one of ``beginnings``, by layer.
-
-    Each target (evaluated model) has a colour, and each measure has a line style. Without nonzero
-    values, the axes show a text instead of lines.
-    """
+    """Plot the measures whose names begin with one of ``beginnings``, by layer."""
     from matplotlib.ticker import MaxNLocator
 
     names = [

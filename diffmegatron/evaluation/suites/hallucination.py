@@ -1,7 +1,6 @@
 """Contextual hallucination: a judge (another model) compares a model's texts with documents.
 
-The method is from Differential Transformer (Ye et al.), tables 4 and 5. It follows Chuang et al.
-(2024).
+The method is from Differential Transformer (Ye et al., tables 4 and 5) and Chuang et al. (2024).
 """
 
 from collections.abc import Mapping
@@ -63,9 +62,8 @@ Problematic Spans: ["...", "..."]
 class Hallucination(Suite):
     """Share of summaries and answers that the document supports, in the opinion of a judge.
 
-    All texts of a target (an evaluated model) are generated and recorded before the first text is
-    judged, so another judge can judge the same texts. A verdict that cannot be read counts as
-    false.
+    All texts of a target are recorded before the first text is judged, so another judge can judge
+    the same texts. A verdict that cannot be read counts as false.
     """
 
     name: ClassVar[str] = "hallucination"
@@ -106,7 +104,6 @@ class Hallucination(Suite):
 
     @override
     def check(self, target: Target) -> None:
-        """Check that the data and the judge can be opened; no request is sent to a URL."""
         for dataset in choose(self.tasks, DATASETS, "task"):
             dataset.examples(self.data_dir, 1)
         self._judge()
@@ -121,11 +118,7 @@ class Hallucination(Suite):
 
     @override
     def follow_ups(self, target: Target, records: Records) -> list[Item]:
-        """Return an item for each generated text; the record of the item has the judge's verdict.
-
-        The key of the item contains the name of the judge, so recorded verdicts are not used for
-        another judge. Without a judge, the list is empty.
-        """
+        """Return an item to judge each text; its key contains the name of the judge."""
         judge = self._judge()
         if judge is None:
             return []
@@ -145,10 +138,6 @@ class Hallucination(Suite):
 
     @override
     def means(self, record: Record) -> dict[str, Mean]:
-        """Return the contributions of one verdict to two measures of its task.
-
-        The record of a generated text has no verdict and contributes nothing.
-        """
         if "verdict" not in record:
             return {}
         name, verdict = record["task"], record["verdict"]
@@ -159,7 +148,6 @@ class Hallucination(Suite):
 
     @override
     def remarks(self, records: Mapping[str, Records]) -> list[str]:
-        """Return sentences about targets without verdicts, and targets with unreadable verdicts."""
         found = []
         for name, of_target in records.items():
             judged = [record for record in of_target if "verdict" in record]
@@ -182,7 +170,6 @@ class Hallucination(Suite):
 
     @override
     def draw(self, figure: "Figure", records: Mapping[str, Records]) -> bool:
-        """Draw a group of bars for each task, unless there is no verdict."""
         if not any("verdict" in record for each in records.values() for record in each):
             return False
         measures = {task: f"{task}, true" for task in self.tasks}
@@ -205,10 +192,7 @@ class Hallucination(Suite):
         return {"task": written["task"], "verdict": true, "spans": spans, "said": answer}
 
     def _prompt(self, target: Target, passage: Passage) -> tuple[list[int], str]:
-        """Return the ids of a prompt, and the text of the document in the prompt.
-
-        The middle of a document that is too long for ``context`` is left out.
-        """
+        """Return the ids of a prompt, and its document without the middle if that is too long."""
         task = _QUESTION.format(question=passage.question) if passage.question else _SUMMARY
         before, after = target.encode("Document: "), target.encode(task)
         document = target.encode(passage.document)

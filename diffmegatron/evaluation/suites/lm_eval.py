@@ -34,9 +34,8 @@ if TYPE_CHECKING:
     from diffmegatron.evaluation.harness import Encoder, Question, Tasks
 
 _TABLE = "3B, 1T tokens, accuracy of a kind that the paper does not name"
-# Task -> (assumed metric, accuracy of the 3B model in Differential Transformer, Ye et al.). The
-# paper does not name the metrics. On HellaSwag, models of this size reach the paper's accuracy only
-# with acc_norm.
+# Task -> (metric, accuracy of the 3B model in Differential Transformer, Ye et al.). The paper does
+# not name its metrics. On HellaSwag, models of this size reach its accuracy only with acc_norm.
 _PAPER = {
     "arc_challenge": ("acc", 0.378),
     "arc_easy": ("acc", 0.729),
@@ -46,7 +45,7 @@ _PAPER = {
     "piqa": ("acc", 0.768),
     "winogrande": ("acc", 0.671),
 }
-# Half of the width of the 95% interval of a normal distribution, in standard errors.
+# Half width of the 95% interval of a normal distribution, in standard errors.
 _ERRORS_OF_95 = 1.96
 
 
@@ -94,12 +93,6 @@ class LmEval(Suite):
 
     @override
     def check(self, target: Target) -> None:
-        """Check that the library, the tasks' data and the tokenizer can be loaded.
-
-        Raises:
-            UserError: loading fails, ``shots`` has a number twice, or ``apply_chat_template`` is
-                set and the tokenizer has no chat template.
-        """
         _harness()
         if self.shots is not None and len({*self.shots}) < len(self.shots):
             raise UserError(f"lm-eval.shots {list(self.shots)} has a number twice; give each once")
@@ -113,12 +106,6 @@ class LmEval(Suite):
 
     @override
     def items(self, target: Target) -> list[Item]:
-        """Return an item for each question of each task with each number of examples.
-
-        ``Item.tokens`` is 0 if the longest choice, or the longest answer that the task allows, fits
-        into the target's context. Otherwise it is the number of tokens that this choice or answer
-        needs. The prompt does not count, because a long prompt is cut at its beginning.
-        """
         encoder = _encoder(target)
         return [
             Item(f"{each.task}/{each.shots}/{each.number}", encoder.length(each), each)
@@ -127,11 +114,6 @@ class LmEval(Suite):
 
     @override
     def requests_of(self, target: Target, item: Item) -> ItemGenerator:
-        """Yield the requests of a question, and return its record.
-
-        The answers in the record are likelihoods or generated texts. ``cut`` is true if the prompt
-        was cut at its beginning.
-        """
         question: Question = item.content
         encoder = _encoder(target)
         requests, cut = encoder.requests(question)
@@ -147,7 +129,6 @@ class LmEval(Suite):
 
     @override
     def means(self, record: Record) -> dict[str, Mean]:
-        """Return the question's contribution to each metric that is a mean over questions."""
         return {
             _measure(record["task"], record["shots"], key): Mean(value)
             for key, value in record["metrics"].items()
@@ -156,11 +137,7 @@ class LmEval(Suite):
 
     @override
     def totals(self, records: Records) -> dict[str, float | Estimate]:
-        """Return metrics that are not means over questions, and all metrics of groups of tasks.
-
-        For each number of shots for which all tasks of the paper (``_PAPER``) have accuracies, the
-        result also has the average of these accuracies.
-        """
+        """Return metrics of groups, metrics that are not means, and the paper's average."""
         found: dict[str, float | Estimate] = {}
         for name, shots, key, value, stderr in self._results(records):
             if name in self._library.groups or not self._library.is_mean(name, key):
@@ -180,7 +157,6 @@ class LmEval(Suite):
 
     @override
     def details(self, records: Mapping[str, Records]) -> dict[str, Any]:
-        """Return lm-eval's own results: values, standard errors, filters and versions."""
         return {
             "lm_eval": version("lm_eval"),
             "results": {
@@ -202,7 +178,6 @@ class LmEval(Suite):
 
     @override
     def remarks(self, records: Mapping[str, Records]) -> list[str]:
-        """Return a sentence for each target for which prompts were cut at their beginning."""
         found = []
         for target, of_target in records.items():
             if cut := sum(bool(record["cut"]) for record in of_target):
@@ -222,7 +197,7 @@ class LmEval(Suite):
 
     @override
     def draw(self, figure: "Figure", records: Mapping[str, Records]) -> bool:
-        """Draw bars of the first metric of tasks and groups, in a panel per number of shots."""
+        """Draw the first metric of each task and group, in a panel per number of shots."""
         found = {target: self._bars(each) for target, each in records.items()}
         panels: dict[str, list[str]] = {}
         for shots, name in dict.fromkeys(key for bars in found.values() for key in bars):
@@ -238,10 +213,9 @@ class LmEval(Suite):
         return True
 
     def _bars(self, records: Records) -> dict[tuple[str, str], Estimate]:
-        """Return a dict: (shots, name) -> value of the first metric of a group of tasks or a task.
+        """Return the first metric of groups with an aggregation, and of tasks outside them.
 
-        ``shots`` is a string such as ``5 shots``. The dict has every group that aggregates its
-        tasks, and every task outside these groups. For tasks, only means over questions are used.
+        The keys are (shots, name), e.g. ``("5 shots", "piqa")``.
         """
         groups = [each for each in self._library.groups.values() if each.has_aggregation]
         in_groups = {task.task_name for group in groups for task in group.get_all_tasks()}
@@ -262,8 +236,8 @@ class LmEval(Suite):
     ) -> Iterator[tuple[str, str | int, str, float, float | None]]:
         """Yield (name, shots, key, value, standard error) of each metric of each task and group.
 
-        The key is metric and filter, such as ``acc,none``. If the setting ``shots`` is null and the
-        tasks have different numbers of shots, ``shots`` of a group is ``own``.
+        ``key`` is metric and filter, e.g. ``acc,none``. ``shots`` of a group is ``own`` if the
+        tasks have different numbers of shots.
         """
         passes: dict[int | None, list[Record]] = {}
         for record in records:
@@ -287,7 +261,6 @@ class LmEval(Suite):
         return tasks
 
     def _questions(self, target: Target) -> "Sequence[Question]":
-        """Return the questions of all tasks, from a cache after the first call."""
         # Questions depend on the target only if its chat template is applied.
         key = target.name if self.apply_chat_template else None
         if key not in self._built:

@@ -27,13 +27,11 @@ _FEWEST = 16
 
 
 class Loss(WindowSuite):
-    """Negative log-likelihood of held-out text.
+    """Negative log-likelihood of held-out text, in windows that do not overlap.
 
-    A document is cut into windows that do not overlap. The start token is put before each window,
-    so the loss of the window's first token counts too. Every byte of the text counts exactly once,
-    so models with different tokenizers can be compared per byte. With ``packed``, the documents of
-    a source (one entry of ``data``) are joined before they are cut, with an end-of-document token
-    after each document. The losses of these tokens do not count.
+    The start token precedes each window, so every byte of text counts exactly once, and models with
+    different tokenizers can be compared per byte. With ``packed``, the documents of a source are
+    joined, and an end-of-document token follows each document. Its loss does not count.
     """
 
     name: ClassVar[str] = "loss"
@@ -56,7 +54,6 @@ class Loss(WindowSuite):
 
     @override
     def items(self, target: Target) -> list[Item]:
-        """Return an item for each document, or for each window of packed documents."""
         texts: dict[str, list[str]] = defaultdict(list)
         for source, text in self.texts():
             texts[source].append(text)
@@ -74,24 +71,17 @@ class Loss(WindowSuite):
 
     @property
     def lengths(self) -> list[int]:
-        """Numbers n, ascending, for which the mean over the first n tokens of windows is measured.
-
-        The last number is ``context - 1``, the length of a full window without its start token. The
-        other numbers are the smaller powers of two from 16.
-        """
+        """Numbers n for means over tokens 1 to n: powers of two, then ``context - 1``."""
         full = self.context - 1
         powers = takewhile(lambda n: n < full, (_FEWEST << doublings for doublings in count()))
         return [*powers, full]
 
     @override
     def requests_of(self, target: Target, item: Item) -> ItemGenerator:
-        """Request the loss of every token, and return the sums of a document or packed window.
+        """Return the sums of a document, or of a packed window without end-of-document tokens.
 
-        End-of-document tokens of packed windows are left out of all sums. ``nats`` is the sum of
-        the losses. ``beginnings`` has a pair for each n of :attr:`lengths`: the sum of the losses
-        of the first n tokens, and the number of these tokens. Both are summed over all windows with
-        at least n tokens. ``full`` has the same pairs, summed only over full windows, which have
-        ``context - 1`` tokens. A pair without tokens is left out.
+        ``beginnings`` maps each n of :attr:`lengths` to [nats, number of tokens] of tokens 1 to n,
+        over all windows with at least n tokens. ``full`` has the same over full windows.
         """
         source, piece = item.content
         end = target.tokenizer.end_of_document
@@ -103,7 +93,6 @@ class Loss(WindowSuite):
         full = {n: [0.0, 0] for n in self.lengths}
         for window, (scored,) in zip(pieces, answers, strict=True):
             losses = scored.losses.double().numpy()
-            # In packed windows, the end-of-document token is not text and does not count.
             counted = np.array([isinstance(piece, str) or token != end for token in window])
             sums, counts = np.cumsum(losses * counted), np.cumsum(counted)
             nats, tokens = nats + float(sums[-1]), tokens + int(counts[-1])
@@ -114,7 +103,7 @@ class Loss(WindowSuite):
                     _add(full[n], sums[n - 1], counts[n - 1])
         return {
             "source": source,
-            # A packed window may begin or end within a character, so it has no number of bytes.
+            # A packed window may begin or end within a character.
             "bytes": len(piece.encode()) if isinstance(piece, str) else None,
             "nats": nats,
             "tokens": tokens,
@@ -124,14 +113,6 @@ class Loss(WindowSuite):
 
     @override
     def means(self, record: Record) -> dict[str, Mean]:
-        """Return the item's contribution to each mean loss.
-
-        1. Nats per token of all text, and bits per byte unless documents are packed.
-        2. If there are several sources, the same means for the item's source.
-        3. For each n of :attr:`lengths`, two means of nats per token over the first n tokens. One
-           uses only full windows, which are the same for every n. The other one uses all windows
-           with n tokens or more.
-        """
         own = {TOKEN: Mean(record["nats"], record["tokens"], per_token=True)}
         if not self.packed:
             own[BYTE] = Mean(record["nats"] / math.log(2), record["bytes"])
@@ -148,7 +129,6 @@ class Loss(WindowSuite):
 
     @override
     def remarks(self, records: Mapping[str, Records]) -> list[str]:
-        """Return a sentence for each target without a full window (``context - 1`` tokens)."""
         return [
             f"{name}: no window has {self.context - 1:,} tokens, so there is no mean over tokens "
             "1 to n of full windows; lower loss.context, or raise loss.characters"
@@ -158,7 +138,6 @@ class Loss(WindowSuite):
 
     @override
     def ordered(self, measures: Sequence[str]) -> list[str]:
-        """Return the names sorted: loss of all text, of the first n tokens, of each source."""
         order = [
             *(TOKEN, BYTE),
             *(name.format(n) for name in (_UP_TO, _UP_TO_OWN) for n in self.lengths),
@@ -172,7 +151,7 @@ class Loss(WindowSuite):
 
     @override
     def draw(self, figure: "Figure", records: Mapping[str, Records]) -> bool:
-        """Draw a curve for each target: n -> mean loss of the first n tokens of full windows."""
+        """Draw the mean loss of the first n tokens of full windows, by n."""
         from matplotlib.ticker import NullLocator, StrMethodFormatter
 
         axes = figure.subplots()
@@ -195,9 +174,9 @@ class Loss(WindowSuite):
             ylabel=f"{TOKEN}, mean of tokens 1 to n",
             title="Loss of the first n tokens of full windows, 95% intervals",
         )
-        # Powers of two close to the longest length have no tick, because the labels would overlap.
         axes.set_xscale("log", base=2)
         *powers, full = self.lengths
+        # The label of a power of two close to the longest length would overlap.
         axes.set_xticks([*(n for n in powers if n < full / 1.5), full])
         axes.xaxis.set_minor_locator(NullLocator())
         axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))

@@ -19,17 +19,14 @@ if TYPE_CHECKING:
 
 DATA_DIR = Field(description="folder with the files of published data sets")
 
-
-# End of the name of a measure: the mean of a task's accuracy over all numbers in ``shots``.
 _MEAN = ", mean over shots"
 
 
 class ManyShot(Suite):
     """Accuracy of classification after ``shots`` examples of the training set.
 
-    For each number n in ``shots``, every prompt has the first n examples of the shuffled training
-    set. The model chooses among all labels of the training set. An item is skipped for a target (an
-    evaluated model) if its prompt with the longest label exceeds the target's context.
+    A prompt has the first examples of the shuffled training set. The model chooses among all labels
+    of the training set.
     """
 
     name: ClassVar[str] = "many-shot"
@@ -50,7 +47,6 @@ class ManyShot(Suite):
 
     @override
     def items(self, target: Target) -> list[Item]:
-        """Return an item for every test question and every number of shots."""
         found: list[Item] = []
         for name in self.tasks:
             task = EncodedTask(name, self.data_dir, self.samples, target, max(self.shots))
@@ -69,17 +65,12 @@ class ManyShot(Suite):
 
     @override
     def means(self, record: Record) -> dict[str, Mean]:
-        """Return the item's contribution, 0 or 1, to two accuracies of its task.
-
-        One accuracy is for the item's number of shots. The second one is over all numbers of shots.
-        """
         right = Mean(float(record["right"]))
         task, shots = record["task"], record["shots"]
         return {f"{task}, {shots} shots": right, f"{task}{_MEAN}": right}
 
     @override
     def ordered(self, measures: Sequence[str]) -> list[str]:
-        """Return the names of the measures sorted by task; each task's mean over shots is last."""
         tasks = list(self.tasks)
         return sorted(
             measures, key=lambda name: (tasks.index(name.split(", ")[0]), name.endswith(_MEAN))
@@ -87,11 +78,7 @@ class ManyShot(Suite):
 
     @override
     def unit(self, key: str, record: Record) -> str:
-        """Return the name of the item's test question.
-
-        A question has an item for each number of shots. These items are not independent, so the
-        bootstrap draws them together.
-        """
+        """Return the test question: its items, one per number of shots, are not independent."""
         return f"{record['task']}/{record['question']}"
 
     @override
@@ -100,7 +87,6 @@ class ManyShot(Suite):
 
     @override
     def draw(self, figure: "Figure", records: Mapping[str, Records]) -> bool:
-        """Draw the accuracy by the number of tokens of the examples, in a panel for each task."""
         figure.set_size_inches(3.6 * len(self.tasks), 3.8)
         panels = figure.subplots(1, len(self.tasks), squeeze=False)[0]
         estimates = {name: estimate_measures(self, each) for name, each in records.items()}

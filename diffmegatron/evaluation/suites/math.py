@@ -26,11 +26,9 @@ _NEXT = "\n\nQuestion:"
 
 
 class Mathematics(Suite):
-    """Accuracy on mathematical problems, after ``shots`` solved problems as examples.
+    """Accuracy on mathematical problems, after ``shots`` problems of GSM8K's training set.
 
-    The examples are the first problems of GSM8K's training set. Decoding is greedy. It ends at the
-    end-of-document token, at the beginning of another question, or after ``answer_tokens`` tokens.
-    Differential Transformer (Ye et al.) uses 1,024 or 16,384 ``answer_tokens``.
+    Decoding is greedy. Differential Transformer (Ye et al.) uses 1,024 or 16,384 ``answer_tokens``.
     """
 
     name: ClassVar[str] = "math"
@@ -54,7 +52,6 @@ class Mathematics(Suite):
 
     @override
     def check(self, target: Target) -> None:
-        """Check that math-verify is installed, and that problems and examples can be read."""
         _library()
         for benchmark in choose(self.benchmarks, BENCHMARKS, "benchmark"):
             benchmark.examples(self.data_dir)
@@ -70,9 +67,7 @@ class Mathematics(Suite):
             for number, each in enumerate(problems):
                 asked = target.encode(f"{before}Question: {each.question}\nAnswer:")
                 ids = [target.start_token, *asked]
-                # Count the tokens that all prompts share, because their keys and values are
-                # computed once. The last token of the examples may not be shared, because the
-                # tokenizer may join it with the question.
+                # The tokenizer may join the last token of the examples with the question.
                 pairs = zip(ids, demonstrated, strict=False)
                 shared = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
                 content = (name, ids, shared, each.answer, each.choices)
@@ -94,7 +89,6 @@ class Mathematics(Suite):
 
     @override
     def means(self, record: Record) -> dict[str, Mean]:
-        """Return the problem's contribution to its benchmark's accuracy and share of cut texts."""
         name = record["benchmark"]
         return {
             name: Mean(float(record["right"])),
@@ -107,7 +101,6 @@ class Mathematics(Suite):
 
     @override
     def draw(self, figure: "Figure", records: Mapping[str, Records]) -> bool:
-        """Draw a group of bars for each benchmark."""
         measures = {benchmark: benchmark for benchmark in self.benchmarks}
         plot_measures(figure.subplots(), self, records, measures, "accuracy", is_share=True)
         return True
@@ -124,11 +117,7 @@ class Mathematics(Suite):
 def is_right(text: str, answer: str, choices: Sequence[str] = ()) -> bool:
     """Return whether the answer in a text is mathematically equal to the correct answer.
 
-    With ``choices`` (a multiple-choice problem), the answer in the text is the choice that occurs
-    last. If no choice occurs, the result is False.
-
-    Raises:
-        UserError: math-verify is not installed.
+    With ``choices``, the answer in the text is the choice that occurs last.
     """
     if choices:
         # If two choices end at the same position, the longer one contains the shorter one.
@@ -140,10 +129,7 @@ def is_right(text: str, answer: str, choices: Sequence[str] = ()) -> bool:
 
 
 def _last(choice: str, text: str) -> int:
-    """Return the position after the last occurrence of a choice in a text; -1 if there is none.
-
-    Only whole words count. Upper and lower case are the same.
-    """
+    """Return the end of the last occurrence of a choice as whole words; -1 if there is none."""
     places = re.finditer(rf"(?<!\w){re.escape(choice)}(?!\w)", text, re.IGNORECASE)
     return max((place.end() for place in places), default=-1)
 

@@ -1,8 +1,4 @@
-"""Multi-needle retrieval: find the numbers of cities in a long text.
-
-A needle is a sentence that is hidden in the text and states a number for a city. The task is from
-the reports on LWM and Gemini 1.5.
-"""
+"""Multi-needle retrieval: find the numbers of cities in a long text (LWM, Gemini 1.5)."""
 
 import random
 from collections import defaultdict
@@ -31,7 +27,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Share = Annotated[float, Field(ge=0, le=1)]
-# (N, R): number of needles that are hidden, and number of needles that the question is about.
+# (N, R): number of hidden needles, and number of needles that the question is about.
 Pair = tuple[Size, Size]
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 HAYSTACK = Field(description="text in which needles are hidden, such as books")
@@ -42,9 +38,9 @@ _END = "\n"
 class Retrieval(Suite):
     """Share of hidden numbers that the model finds.
 
-    For a pair (N, R), N needles are hidden and the model is asked for R of their numbers. One of
-    these R needles has a depth of ``depths``, and all other needles have random depths. Decoding is
-    greedy. A number is found if the first line of the answer contains it.
+    For a pair (N, R), N needles (sentences) are hidden, and the model is asked for R of their
+    numbers. One of these R needles has a depth of ``depths``, and all other needles have random
+    depths. A number is found if the first line of the greedy answer contains it.
     """
 
     name: ClassVar[str] = "needle"
@@ -77,7 +73,6 @@ class Retrieval(Suite):
 
     @override
     def check(self, target: Target) -> None:
-        """Check that R <= N <= number of cities for every pair (N, R)."""
         wrong = [pair for pair in self.pairs if not pair[1] <= pair[0] <= len(CITIES)]
         if wrong:
             raise UserError(
@@ -119,10 +114,6 @@ class Retrieval(Suite):
 
     @override
     def means(self, record: Record) -> dict[str, Mean]:
-        """Return the item's share of numbers found.
-
-        Each pair (N, R) and length has one measure: the mean over all depths and samples.
-        """
         needles, asked, length = record["needles"], record["asked"], record["length"]
         return {f"N={needles} R={asked}, {length:,} tokens": Mean(record["found"])}
 
@@ -132,7 +123,6 @@ class Retrieval(Suite):
 
     @override
     def draw(self, figure: "Figure", records: Mapping[str, Records]) -> bool:
-        """Draw a colour map for each target and pair (N, R): share found by length and depth."""
         figure.set_size_inches(3.2 * len(self.pairs), 2.8 * len(records))
         grid = figure.subplots(len(records), len(self.pairs), squeeze=False)
         for row, (name, of_target) in zip(grid, records.items(), strict=True):
@@ -164,13 +154,10 @@ def build_prompt(
     """Return the prompt of an item, and the numbers to find.
 
     Args:
-        haystack: path of the text in which needles are hidden.
-        target: model whose tokenizer encodes the prompt.
         key: key of the item, which seeds its random choices.
         length: number of tokens of the prompt.
         pair: number of needles to hide, and number of needles to find.
-        depth: share of the text before one needle to find, from 0 to 1. All other needles have
-            random depths.
+        depth: share of the text before the first needle, from 0 to 1. Other depths are random.
     """
     count, asked = pair
     draw = random.Random(key)

@@ -1,7 +1,4 @@
-"""Attention to the answer and to noise in needle retrieval.
-
-The measure is from Differential Transformer (Ye et al.), table 3.
-"""
+"""Attention to the answer and to noise (Differential Transformer, Ye et al., table 3)."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -33,11 +30,10 @@ _ANSWER_T, _NOISE_T = (0.03, 0.03, 0.03, 0.07, 0.09), (0.51, 0.54, 0.52, 0.49, 0
 class NeedleAttention(Suite):
     """Shares of the last token's attention that fall on the needle and on the rest of the text.
 
-    The needle is the sentence in a long text (the haystack) that answers the question of the
-    prompt. A share is a sum of absolute values in the last row of a head's attention map, divided
-    by the sum over the whole row. In differential attention, the map after the subtraction is used.
-    ``answer`` is the share of the needle. ``noise`` is the share of the rest of the haystack, with
-    other needles, but without the start token and the question.
+    A share is a sum of absolute values in the last row of a head's attention map, divided by the
+    sum over the whole row. ``answer`` is the share of the needle that the question is about.
+    ``noise`` is the share of the rest of the haystack, with other needles, but without the start
+    token and the question.
     """
 
     name: ClassVar[str] = "needle-attention"
@@ -101,10 +97,6 @@ class NeedleAttention(Suite):
 
     @override
     def means(self, record: Record) -> dict[str, Mean]:
-        """Return the item's shares of answer and noise, as means over all layers and heads.
-
-        Each depth of the needle (the share of the haystack before it) has its own measures.
-        """
         depth = f"depth {record['depth']:.0%}"
         return {
             f"{part}, {depth}": Mean(float(np.mean(record[part]))) for part in ("answer", "noise")
@@ -116,7 +108,6 @@ class NeedleAttention(Suite):
 
     @override
     def draw(self, figure: "Figure", records: Mapping[str, Records]) -> bool:
-        """Draw the shares of answer and noise by layer and head, as means over items."""
         figure.set_size_inches(4.5 * len(records), 7.5)
         panels = figure.subfigures(2, 1, squeeze=False)[:, 0]
         for panel, part in zip(panels, ("answer", "noise"), strict=True):

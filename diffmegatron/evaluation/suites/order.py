@@ -1,7 +1,4 @@
-"""Sensitivity of in-context learning to the order of examples.
-
-The measure is from Differential Transformer (Ye et al.), section 3.5.
-"""
+"""Effect of the order of examples (Differential Transformer, Ye et al., section 3.5)."""
 
 import random
 from collections import defaultdict
@@ -32,9 +29,9 @@ _ARRANGEMENTS = ("random", "alternating")
 class Order(Suite):
     """Accuracy of classification after the same examples in different orders.
 
-    The examples are chosen from all classes in turn. There are two arrangements, each with
-    ``permutations`` random orders. ``random`` shuffles all examples. ``alternating`` shuffles the
-    examples of each class, and then uses one of each class in turn.
+    The examples are chosen from all classes in turn. The arrangement ``random`` shuffles all
+    examples. ``alternating`` shuffles the examples of each class, and then uses one of each class
+    in turn.
     """
 
     name: ClassVar[str] = "order"
@@ -58,7 +55,6 @@ class Order(Suite):
 
     @override
     def items(self, target: Target) -> list[Item]:
-        """Return an item for every test question and every order of the examples."""
         found: list[Item] = []
         for name in self.tasks:
             task = EncodedTask(name, self.data_dir, self.samples, target, self.shots)
@@ -81,25 +77,18 @@ class Order(Suite):
 
     @override
     def means(self, record: Record) -> dict[str, Mean]:
-        """Return the answer's contribution, 0 or 1, to the accuracy of its task and arrangement."""
         return {f"{record['task']}, {record['arrangement']}": Mean(float(record["right"]))}
 
     @override
     def unit(self, key: str, record: Record) -> str:
-        """Return the name of the item's test question.
-
-        A question has an item for each order of the examples. These items are not independent, so
-        the bootstrap draws them together.
-        """
+        """Return the test question: its items, one per order of examples, are not independent."""
         return f"{record['task']}/{record['question']}"
 
     @override
     def totals(self, records: Records) -> dict[str, Estimate]:
-        """Return best accuracy, worst accuracy and margin for each task and arrangement.
+        """Return best accuracy, worst accuracy and margin of each task and arrangement.
 
-        The best and the worst accuracy are over all permutations (orders of the examples). The
-        margin is best minus worst. Each bootstrap resample draws questions, and has its own best
-        and worst permutation.
+        Each bootstrap resample draws questions, and has its own best and worst permutation.
         """
         found: dict[str, Estimate] = {}
         for name, right in _right_by_permutation(records).items():
@@ -120,7 +109,6 @@ class Order(Suite):
 
     @override
     def draw(self, figure: "Figure", records: Mapping[str, Records]) -> bool:
-        """Draw the accuracy of every permutation (order of the examples), the worst one first."""
         from matplotlib.ticker import MaxNLocator
 
         names = [f"{task}, {each}" for task in self.tasks for each in _ARRANGEMENTS]
@@ -143,22 +131,14 @@ class Order(Suite):
 
 
 def arranged(examples: Sequence[Example], arrangement: str, permutation: int) -> list[Example]:
-    """Return the examples in one order of an arrangement.
-
-    Args:
-        arrangement: ``random`` or ``alternating``.
-        permutation: number of the order, which seeds the shuffle.
-    """
+    """Return the examples in an arrangement; ``permutation`` seeds the shuffle."""
     shuffled = list(examples)
     random.Random(f"{arrangement}/{permutation}").shuffle(shuffled)
     return list(_in_turn(shuffled)) if arrangement == "alternating" else shuffled
 
 
 def _in_turn(examples: Sequence[Example]) -> Iterator[Example]:
-    """Yield one example of each class in turn, until all are used.
-
-    The classes come in the order of their first examples.
-    """
+    """Yield one example of each class in turn, until all are used."""
     by_class: dict[str, list[Example]] = defaultdict(list)
     for example in examples:
         by_class[example.label].append(example)
@@ -167,11 +147,9 @@ def _in_turn(examples: Sequence[Example]) -> Iterator[Example]:
 
 
 def _right_by_permutation(records: Records) -> dict[str, np.ndarray]:
-    """Return a dict: ``TASK, ARRANGEMENT`` -> table with 1 for correct and 0 for wrong answers.
+    """Return ``TASK, ARRANGEMENT`` -> whether answers are right, 0 or 1, [questions, permutations].
 
-    A table is float64 [questions, permutations]. It has only the questions with an answer for every
-    recorded permutation. Answers are missing where a prompt was longer than the context. An empty
-    table is left out.
+    Questions that a permutation lacks are left out, because its prompt exceeded the context.
     """
     right: dict[str, dict[int, dict[int, bool]]] = defaultdict(lambda: defaultdict(dict))
     for record in records:

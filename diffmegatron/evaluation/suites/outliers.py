@@ -1,7 +1,4 @@
-"""Activation outliers: the largest attention logits and hidden states.
-
-The measure is from Differential Transformer (Ye et al.), table 5.
-"""
+"""Largest attention logits and hidden states (Differential Transformer, Ye et al., table 5)."""
 
 import base64
 import binascii
@@ -40,8 +37,8 @@ _PAPER = {
     ),
 }
 _NAMES = (*(f"top-{rank}" for rank in RANKS), "median")
-# A magnitude in float32 has 31 bits without the sign. Its upper 15 bits are the number of its bin,
-# and its lower 16 bits are its position within the bin.
+# A float32 has 31 bits without its sign: the upper 15 bits are the number of a magnitude's bin, and
+# the lower 16 bits are the position within the bin.
 _LOW_BITS = 16
 _BINS, _WITHIN = 1 << 15, 1 << _LOW_BITS
 
@@ -49,11 +46,9 @@ _BINS, _WITHIN = 1 << 15, 1 << _LOW_BITS
 class Outliers(WindowSuite):
     """Exact largest and median magnitudes of activations over held-out text.
 
-    The activations are attention logits (inputs of the softmax in every query head, without masked
-    entries) and hidden states (outputs of every layer). There are too many values to store, so the
-    median needs two passes over the text. The first pass counts magnitudes in bins: a bin has all
-    magnitudes with the same upper 15 bits in float32. The second pass counts only the magnitudes in
-    the bin of the median, by their lower 16 bits.
+    The activations are attention logits without masked entries, and the outputs of layers. There
+    are too many values to store, so the median needs two passes. The first pass counts magnitudes
+    by bin. The second pass counts the magnitudes in the median's bin by their position.
     """
 
     name: ClassVar[str] = "outliers"
@@ -76,7 +71,6 @@ class Outliers(WindowSuite):
 
     @override
     def items(self, target: Target) -> list[Item]:
-        """Return an item for each window of the first pass, up to ``tokens`` tokens in total."""
         found: list[Item] = []
         left = self.tokens
         for _, text in self.texts():
@@ -102,10 +96,7 @@ class Outliers(WindowSuite):
     @override
     @torch.no_grad()
     def score(self, model: Model, item: Item) -> Record:
-        """Return counts of the magnitudes of one window, for logits and for hidden states.
-
-        In the first pass, the record also has the 100 largest magnitudes.
-        """
+        """Return counts of the magnitudes of one window; in the first pass also the 100 largest."""
         ids, bins = item.content
         counters = {of: _Counter(None if bins is None else bins[of], of) for of in (LOGITS, HIDDEN)}
 
@@ -129,10 +120,6 @@ class Outliers(WindowSuite):
 
     @override
     def totals(self, records: Records) -> dict[str, float]:
-        """Return the median and k-th largest magnitudes of logits and hidden states.
-
-        The numbers k are in ``RANKS``.
-        """
         found: dict[str, float] = {}
         for of in (LOGITS, HIDDEN):
             first = [record[of] for record in records if "top" in record[of]]
@@ -149,12 +136,7 @@ class Outliers(WindowSuite):
 
 
 class _Counter:
-    """Counts of magnitudes: by bin in the first pass, and within given bins in the second pass.
-
-    Args:
-        bins: bins of the second pass; None for the first pass.
-        name: name of the values, for the error message.
-    """
+    """Counts of magnitudes: by bin if ``bins`` is None (first pass), or within each of ``bins``."""
 
     def __init__(self, bins: Sequence[int] | None, name: str) -> None:
         self._wanted, self._name = bins, name
@@ -163,11 +145,6 @@ class _Counter:
         self._counts = {each: np.zeros(size, np.int64) for each in bins or (0,)}
 
     def add(self, values: Tensor) -> None:
-        """Count the magnitudes of the one-dimensional tensor ``values``.
-
-        Raises:
-            NotFiniteError: a value is not finite.
-        """
         magnitudes = values.abs().float()
         if not magnitudes.isfinite().all():
             raise NotFiniteError(f"{self._name} are not finite")
@@ -182,7 +159,6 @@ class _Counter:
         self._top = joined.topk(min(RANKS[-1], len(joined)))[0]
 
     def record(self) -> Record:
-        """Return the counts, and in the first pass the largest magnitudes, in types of JSON."""
         if self._wanted is None:
             return {"top": self._top.tolist(), "bins": _packed(self._counts[0])}
         return {"within": {str(each): _packed(c) for each, c in self._counts.items()}}
@@ -201,12 +177,7 @@ def _median_bins(counts: np.ndarray) -> list[int]:
 
 
 def _median(counts: np.ndarray, second: Records) -> float:
-    """Return the median magnitude.
-
-    Args:
-        counts: counts by bin of the first pass, int64 [bins].
-        second: records of the second pass, of logits or of hidden states.
-    """
+    """Return the median from the counts of the first pass and the records of the second pass."""
     values = []
     for rank in _middle(counts):
         chosen, before = _place(counts, rank)
@@ -217,10 +188,7 @@ def _median(counts: np.ndarray, second: Records) -> float:
 
 
 def _middle(counts: np.ndarray) -> tuple[int, int]:
-    """Return the ranks of the two middle values; the smallest value has rank 0.
-
-    The ranks are equal if the number of values is odd.
-    """
+    """Return the ranks, from 0, of the two middle values; they are equal for an odd number."""
     total = int(counts.sum())
     return (total - 1) // 2, total // 2
 
@@ -237,11 +205,6 @@ def _packed(counts: np.ndarray) -> str:
 
 
 def _unpacked(text: str) -> np.ndarray:
-    """Return the int64 counts [bins] that :func:`_packed` wrote.
-
-    Raises:
-        ValueError: the text cannot be decoded or decompressed.
-    """
     try:
         return np.frombuffer(zlib.decompress(base64.b64decode(text)), "<i8")
     except (binascii.Error, zlib.error) as error:

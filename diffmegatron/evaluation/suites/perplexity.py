@@ -27,10 +27,9 @@ _BETWEEN_DOCUMENTS = "\n\n"
 class Perplexity(TextSuite):
     """Perplexity as the documentation of ``transformers`` computes it.
 
-    The documents of a source (one entry of ``data``) are joined by empty lines and tokenized as one
-    text, without a start token. Windows of ``context`` tokens begin every ``stride`` tokens. In
-    each window, only tokens that were in no earlier window are scored, and the tokens before them
-    are their context. The first token of a window is never scored, because no token precedes it.
+    The documents of a source are joined by empty lines and tokenized as one text, without a start
+    token. Windows of ``context`` tokens begin every ``stride`` tokens. A window scores only tokens
+    that are in no earlier window. The tokens before them are their context.
     """
 
     name: ClassVar[str] = "perplexity"
@@ -52,7 +51,6 @@ class Perplexity(TextSuite):
 
     @override
     def check(self, target: Target) -> None:
-        """Check that ``stride`` is at most ``context``, so that every token is in a window."""
         if self._stride > self.context:
             raise UserError(
                 f"perplexity.stride {self.stride} exceeds perplexity.context {self.context}, so "
@@ -61,7 +59,6 @@ class Perplexity(TextSuite):
 
     @override
     def items(self, target: Target) -> list[Item]:
-        """Return an item for each window of each source."""
         found = []
         for source, path in named_paths(self.data).items():
             documents = islice(read_texts(path), self.documents)
@@ -82,10 +79,6 @@ class Perplexity(TextSuite):
 
     @override
     def means(self, record: Record) -> dict[str, Mean]:
-        """Return the window's contribution to the nats per token of all text.
-
-        If there are several sources, the dict also has this measure for the window's source.
-        """
         share = Mean(record["nats"], record["tokens"], per_token=True)
         if len(self.data) == 1:
             return {_NATS: share}
@@ -93,11 +86,9 @@ class Perplexity(TextSuite):
 
     @override
     def totals(self, records: Records) -> dict[str, Estimate]:
-        """Return the perplexities of all text and of sources, with bootstrap intervals."""
         found = {}
         for measure, nats in estimate_measures(self, records).items():
-            # The exponential is an increasing function, so it maps the percentiles of the loss to
-            # the percentiles of the perplexity.
+            # The exponential increases, so it maps percentiles to percentiles.
             low, high = (None if end is None else _exp(end) for end in (nats.low, nats.high))
             name = measure.replace(_NATS, _PERPLEXITY)
             found[name] = Estimate(_exp(nats.value), low, high, nats.units)
@@ -109,7 +100,6 @@ class Perplexity(TextSuite):
 
     @override
     def draw(self, figure: "Figure", records: Mapping[str, Records]) -> bool:
-        """Draw a group of bars for each source."""
         sources = list(named_paths(self.data))
         several = len(sources) > 1
         names = [f"{_PERPLEXITY}, {source}" if several else _PERPLEXITY for source in sources]
@@ -124,14 +114,11 @@ class Perplexity(TextSuite):
 
 
 def _windows(ids: Sequence[int], length: int, stride: int) -> Iterator[tuple[Sequence[int], int]]:
-    """Yield windows, each with the number of scored tokens at its end.
-
-    A window without scored tokens is left out.
-    """
+    """Yield windows, each with the number of scored tokens at its end, if that is not 0."""
     counted = 0
     for first in range(0, len(ids), stride):
         end = min(first + length, len(ids))
-        # Exclude the first token of the window, because no token precedes it.
+        # The first token of a window is not scored, because no token precedes it.
         count = end - max(counted, first + 1)
         if count:
             yield ids[first:end], count
@@ -141,5 +128,5 @@ def _windows(ids: Sequence[int], length: int, stride: int) -> Iterator[tuple[Seq
 
 
 def _exp(nats: float) -> float:
-    """Return exp(nats), or exp(709) for larger nats, which would overflow float64."""
+    """Return exp(nats), limited to exp(709), because larger values overflow float64."""
     return math.exp(min(nats, 709.0))

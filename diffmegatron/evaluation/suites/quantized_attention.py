@@ -21,11 +21,9 @@ _FULL = "as they are"
 
 
 class QuantizedAttention(WindowSuite):
-    """Loss on held-out text with unchanged and with rounded attention logits.
+    """Loss on held-out text with unchanged attention logits, and with logits of ``bits`` bits.
 
-    The logits are rounded to each number of bits in ``bits``. Rounding is relative to the largest
-    absolute value (absmax) of all logits in one call of the attention function. The paper measures
-    the accuracy on HellaSwag instead of the loss.
+    The paper measures the accuracy on HellaSwag instead of the loss.
     """
 
     name: ClassVar[str] = "quantized-attention"
@@ -61,11 +59,6 @@ class QuantizedAttention(WindowSuite):
 
     @override
     def means(self, record: Record) -> dict[str, Mean]:
-        """Return the document's contribution to mean losses in nats per token.
-
-        For rounded logits, there is also a measure of the increase over the loss with unchanged
-        logits.
-        """
         nats, tokens = record["nats"], record["tokens"]
         shares = {f"nats per token, {name}": Mean(n, tokens, True) for name, n in nats.items()}
         shares |= {
@@ -81,7 +74,6 @@ class QuantizedAttention(WindowSuite):
 
     @override
     def draw(self, figure: "Figure", records: Mapping[str, Records]) -> bool:
-        """Draw the loss by number of bits."""
         names = [_FULL, *(f"{bits} bits" for bits in self.bits)]
         estimates = {name: estimate_measures(self, each) for name, each in records.items()}
         points = {

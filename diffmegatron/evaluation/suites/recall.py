@@ -28,15 +28,12 @@ HITS = "nats per token, AR hits"
 OTHERS = "nats per token, other tokens"
 _SHARE = "share of AR hits"
 _TABLE = "1.4B, table 6"
-# Number of tokens of the training corpus that are read into memory at once.
+# Number of tokens of the training corpus in memory at once.
 _BUFFER = 1 << 22
 
 
 class Recall(WindowSuite):
-    """Loss of AR hits and of all other tokens in windows of held-out documents.
-
-    A bigram is rare if it occurs at most ``rare`` times in the training corpus.
-    """
+    """Loss of AR hits and of all other tokens in windows of held-out documents."""
 
     name: ClassVar[str] = "recall"
     within_training: ClassVar[bool] = True
@@ -64,7 +61,6 @@ class Recall(WindowSuite):
 
     @override
     def check(self, target: Target) -> None:
-        """Check that the training corpus was prepared with the target's tokenizer."""
         recorded = open_corpus(str(self.training)).manifest.tokenizer
         if not encode_alike(load_tokenizer(recorded.name), target.tokenizer):
             raise UserError(
@@ -75,7 +71,6 @@ class Recall(WindowSuite):
 
     @override
     def items(self, target: Target) -> list[Item]:
-        """Return an item for each document: its windows, each with the positions of its AR hits."""
         pieces = [self.windows(text, target) for _, text in self.texts()]
         repeated = [[list(_repeated(window)) for window in each] for each in pieces]
         bigrams = {pair for each in repeated for window in each for pair, _ in window}

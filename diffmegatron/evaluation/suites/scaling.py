@@ -1,7 +1,7 @@
 """Scaling curves of runs: power laws of the held-out loss, and ratios of sizes at equal loss.
 
-Differential Transformer (Ye et al., figure 3) fits the power law L(x) = a x^-b of Kaplan et al. The
-variable x is the number of parameters, or the number of training tokens of models of one size.
+Differential Transformer (Ye et al., figure 3) fits the power law L(x) = a x^-b of Kaplan et al.,
+where x is the number of parameters or of training tokens.
 """
 
 import math
@@ -47,10 +47,9 @@ class PowerLaw(NamedTuple):
 class Scaling(Suite):
     """Power laws of the held-out loss for each kind of attention, compared with the Transformer.
 
-    With ``against: parameters``, x is the number of parameters. The law is fitted to the last
-    held-out loss of every run, so the runs must have several sizes. With ``against: tokens``, x is
-    the number of training tokens. The law is fitted to all held-out losses of every run, so all
-    runs must have the same size.
+    With ``against: parameters``, a law is fitted to the last held-out loss of every run, so the
+    runs must have several sizes. With ``against: tokens``, it is fitted to all held-out losses, so
+    all runs must have the same size.
     """
 
     name: ClassVar[str] = "scaling"
@@ -67,7 +66,6 @@ class Scaling(Suite):
 
     @override
     def check(self, target: Target) -> None:
-        """Check that the target is a run with recorded metrics."""
         if target.run_dir is None or not (target.run_dir / METRICS).exists():
             raise UserError(
                 f"suite 'scaling' reads {METRICS} of runs, and {format_path(target.path)} is not a "
@@ -76,7 +74,6 @@ class Scaling(Suite):
 
     @override
     def items(self, target: Target) -> list[Item]:
-        """Return a list of one item: the run, with its pairs (step, held-out loss) after step 0."""
         assert target.run_dir is not None
         losses = [
             (int(entry["step"]), entry["valid/loss"])
@@ -92,10 +89,7 @@ class Scaling(Suite):
 
     @override
     def score(self, model: Model, item: Item) -> Record:
-        """Return the run's kind of attention, number of parameters, and held-out losses.
-
-        Parameters of embeddings are not counted. The losses are pairs [training tokens seen, loss].
-        """
+        """Return kind of attention, number of parameters, and pairs [tokens seen, loss]."""
         run_dir, losses = item.content
         recipe = load_resolved(Path(run_dir) / _RECIPE)
         attention = recipe.model.attention
@@ -108,17 +102,16 @@ class Scaling(Suite):
 
     @override
     def totals(self, records: Records) -> dict[str, float]:
-        """Return the run's number of parameters and tokens, and its last held-out loss."""
         (record,) = records
         tokens, loss = record["losses"][-1]
         return {"parameters": record["parameters"], "tokens": tokens, "last held-out loss": loss}
 
     @override
     def across(self, records: Mapping[str, Records]) -> dict[str, float]:
-        """Return a and b of each kind's law L(x) = a x^-b, and shares of x at equal loss.
+        """Return a and b of each kind's law, and shares of x at equal loss.
 
-        Each kind of attention except the Transformer has a share x / y for each x of its runs. At
-        y, the Transformer's law has the loss that the kind's law has at x.
+        A share is x / y for an x of the kind's runs. At y, the Transformer's law has the loss that
+        the kind's law has at x.
         """
         found: dict[str, float] = {}
         fits = self._fits(records)
@@ -137,7 +130,6 @@ class Scaling(Suite):
 
     @override
     def remarks(self, records: Mapping[str, Records]) -> list[str]:
-        """Return a sentence for each kind of attention without a fitted law."""
         fits = self._fits(records)
         return [
             f"{kind}: no fit; the runs need at least two different numbers of {self.against}, and "
@@ -152,7 +144,6 @@ class Scaling(Suite):
 
     @override
     def draw(self, figure: "Figure", records: Mapping[str, Records]) -> bool:
-        """Draw losses and fits on logarithmic axes."""
         axes, fits = figure.subplots(), self._fits(records)
         for kind, (points, _) in self._points(records).items():
             xs, losses = zip(*points, strict=True)
@@ -168,10 +159,7 @@ class Scaling(Suite):
         return True
 
     def _points(self, records: Mapping[str, Records]) -> dict[str, tuple[list[Point], bool]]:
-        """Return a dict: kind of attention -> (points, whether it is the Transformer).
-
-        The points are pairs (x, loss), sorted by x.
-        """
+        """Return kind of attention -> (sorted points (x, loss), whether it is the Transformer)."""
         found: dict[str, tuple[list[Point], bool]] = {}
         for (record,) in records.values():
             points, _ = found.setdefault(record["kind"], ([], record["is_baseline"]))
@@ -185,9 +173,9 @@ class Scaling(Suite):
     def _fits(
         self, records: Mapping[str, Records]
     ) -> dict[str, tuple[PowerLaw, list[float], bool]]:
-        """Return a dict: kind of attention -> (law, x of points, whether it is the Transformer).
+        """Return kind of attention -> (law, ascending x, whether it is the Transformer).
 
-        The x are distinct and ascending. Kinds without a fitted law are left out.
+        Kinds without a fitted law are left out.
         """
         found = {}
         for kind, (points, is_baseline) in self._points(records).items():

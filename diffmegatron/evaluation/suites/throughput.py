@@ -26,9 +26,8 @@ _TABLE = "3B, 4K, H100, table 7"
 class Throughput(Suite):
     """Tokens per second in prefill, decoding and training, with a warm-up before each repetition.
 
-    ``training`` is a forward and backward pass without an optimizer. To compare with table 7 of
-    Differential Transformer (Ye et al.), use the ratio of two models' speeds. Single speeds depend
-    on the GPU and the implementation.
+    Single speeds depend on the GPU and the implementation. To compare with table 7 of Differential
+    Transformer (Ye et al.), use the ratio of two models' speeds.
     """
 
     name: ClassVar[str] = "throughput"
@@ -38,7 +37,7 @@ class Throughput(Suite):
         "token by token (decoding), and forward with backward without an optimizer (training). "
         "On a CPU the peak memory is that of the whole process so far."
     )
-    # All items run in one process: processes on one machine would slow each other down.
+    # Processes on one machine would slow each other down.
     is_parallel: ClassVar[bool] = False
     published: ClassVar[tuple[Published, ...]] = (
         Published("prefill, tokens/s", 44521, 48762, _TABLE),
@@ -69,10 +68,6 @@ class Throughput(Suite):
 
     @override
     def score(self, model: Model, item: Item) -> Record:
-        """Run one repetition of a phase, and return its tokens, seconds and peak memory in bytes.
-
-        On a CPU, the peak memory is the peak of the process since its start.
-        """
         vocabulary = model.target.tokenizer.vocab_size
         ids = torch.randint(
             vocabulary, (self.batch, self.context), generator=torch.Generator().manual_seed(0)
@@ -92,7 +87,6 @@ class Throughput(Suite):
 
     @override
     def means(self, record: Record) -> dict[str, Mean]:
-        """Return the repetition's contribution to the tokens per second of its phase."""
         return {
             f"{record['phase']}, tokens/s": Mean(
                 record["tokens"], record["seconds"], per_token=True
@@ -101,7 +95,6 @@ class Throughput(Suite):
 
     @override
     def totals(self, records: Records) -> dict[str, float]:
-        """Return the peak memory in GiB of each phase over all repetitions."""
         return {
             f"{phase}, peak memory in GiB": max(
                 record["peak_bytes"] for record in records if record["phase"] == phase
@@ -112,7 +105,6 @@ class Throughput(Suite):
 
     @override
     def across(self, records: Mapping[str, Records]) -> dict[str, float]:
-        """Return, for each phase, each other target's speed divided by the first target's speed."""
         first, *others = records
         found: dict[str, float] = {}
         for phase in _PHASES:
@@ -126,7 +118,7 @@ class Throughput(Suite):
 
     @override
     def draw(self, figure: "Figure", records: Mapping[str, Records]) -> bool:
-        """Draw bars in a panel for each phase, because speeds differ by orders of magnitude."""
+        """Draw a panel for each phase, because speeds differ by orders of magnitude."""
         for axes, phase in zip(figure.subplots(1, len(_PHASES)), _PHASES, strict=True):
             plot_measures(axes, self, records, {phase: f"{phase}, tokens/s"}, "tokens/s")
         return True
