@@ -1,16 +1,10 @@
 # mypy: disable-error-code="no-untyped-def"
-# (The parameters of a Triton kernel are compiler values, which Python types cannot describe.)
 """Cross-entropy in Triton, for logits whose vocabulary is sharded over tensor-parallel ranks.
 
-``language_model_loss.py`` uses it on a GPU. The kernels read each logit twice and overwrite it with
-its gradient in the same dtype. In bf16 this is 6 bytes of memory traffic per logit.
-
-The alternatives have disadvantages:
-
-- Megatron-core's cross-entropy makes a float32 copy of the logits and passes over it seven times.
-- Megatron-core's fused version is compiled at the first step, and again for other shapes.
-- Transformer Engine's version needs Transformer Engine, which may not be installed.
-- Liger's version does not support a sharded vocabulary.
+`language_model_loss.py` uses it on a GPU. The kernels read each logit twice and overwrite it with
+its gradient in the same dtype. In bf16 this is 6 bytes of memory traffic per logit. Megatron-core's
+cross-entropy copies the logits to float32 and passes over them seven times; its fused version is
+compiled at the first step, and again for other shapes.
 """
 
 from typing import Any
@@ -24,9 +18,7 @@ from torch.autograd.graph import increment_version
 
 from diffmegatron.attention.kernels.triton.kernel_launch import accumulate, on_device
 
-# Number of logits that a Triton program reads at a time.
-BLOCK = 4096
-# Number of warps of a Triton program.
+BLOCK = 4096  # logits that a Triton program reads at a time
 WARPS = 8
 
 
@@ -36,7 +28,7 @@ def cross_entropy(
     group: distributed.ProcessGroup | None = None,
     unpadded_size: int | None = None,
 ) -> Tensor:
-    """Return the loss -log softmax(logits)[label] of each row.
+    """Return the loss -log softmax(logits)[label] of each row, the same on every rank of the group.
 
     Args:
         logits: [rows, v], floating point, where v is the size of this rank's vocabulary shard. The
@@ -48,8 +40,7 @@ def cross_entropy(
             The softmax excludes logits of padding, and their gradient is 0.
 
     Returns:
-        Losses [rows], the same on every rank of the group. They are float64 for float64 logits, and
-        float32 otherwise.
+        Losses [rows], float64 for float64 logits and float32 otherwise.
     """
     losses: Tensor = _CrossEntropy.apply(
         logits, labels, group, logits.shape[1] if unpadded_size is None else unpadded_size
@@ -88,8 +79,7 @@ class _CrossEntropy(torch.autograd.Function):
                 logits, own_labels, log_total, grad.contiguous(), shard_size, ctx.unpadded_size,
                 BLOCK=BLOCK, ACCUMULATE=accumulate(logits), num_warps=WARPS,
             )  # fmt: skip
-        # The saved logits are overwritten now. A new version number makes autograd raise an error
-        # if a second backward pass needs them.
+        # A new version makes autograd raise an error if a second backward pass needs the logits.
         increment_version(logits)
         return logits, None, None, None
 
@@ -97,10 +87,9 @@ class _CrossEntropy(torch.autograd.Function):
 def _statistics(
     logits: Tensor, own_labels: Tensor, unpadded_size: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return three statistics of each row over this rank's vocabulary shard, as tensors [rows].
+    """Return (largest logit, sum of exp(logit - largest), label's logit) of each row, each [rows].
 
-    The statistics are the largest logit, the sum of exp(logit - largest logit), and the logit of
-    the label. The last one is 0 if the label is in the shard of another rank.
+    They cover this rank's shard. The label's logit is 0 if another rank's shard has the label.
     """
     rows, shard_size = logits.shape
     dtype = torch.promote_types(logits.dtype, torch.float32)
@@ -138,7 +127,7 @@ def statistics_kernel(
     BLOCK: tl.constexpr,
     ACCUMULATE: tl.constexpr,
 ):
-    """Compute the three statistics of one row (see ``_statistics``) by online softmax."""
+    """Compute the three statistics of one row (see `_statistics`) by online softmax."""
     row = tl.program_id(0)
     first = logits_ptr + row.to(tl.int64) * shard_size
     largest = tl.full([], -float("inf"), ACCUMULATE)
@@ -171,10 +160,9 @@ def gradient_kernel(
     BLOCK: tl.constexpr,
     ACCUMULATE: tl.constexpr,
 ):
-    """Overwrite one block of one row's logits with their gradient.
+    """Overwrite one block of one row's logits with grad * (softmax(logits) - onehot(label)).
 
-    The gradient is grad * (softmax(logits) - onehot(label)), where grad is the gradient of the
-    row's loss. It is 0 for padding.
+    `grad` is the gradient of the row's loss. The gradient of padding is 0.
     """
     row = tl.program_id(0)
     index = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

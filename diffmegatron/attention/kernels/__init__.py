@@ -1,5 +1,4 @@
 """Functions for differential attention with several backends, independent of Megatron.
 
-`api` has the public functions. This file imports nothing, because Python executes it before it
-imports `registry`, which must not import torch.
+This file imports nothing, so that importing `registry` does not import torch.
 """

@@ -1,4 +1,4 @@
-"""The public attention functions, their options and results, and the table of backends."""
+"""The public attention functions, their options and results."""
 
 from typing import Unpack
 
@@ -47,22 +47,21 @@ def diff_attention(
     """Return `(softmax(q1 k1^T) - lambda softmax(q2 k2^T)) v` per head (arXiv 2410.05258, eq. 1).
 
     In the shapes b is the batch size, s the number of queries, t the number of keys, h the number
-    of signal heads (heads of q1), h_kv the number of kv heads, and d the width of a query. A global
+    of heads of q1 (signal heads), h_kv the number of kv heads, and d the width of a query. A global
     position is a position in the unsharded sequence.
 
-    In grouped attention (arXiv 2510.06949) r signal heads share a noise head (head of q2). Signal
-    head n uses noise head `n // r`, and these two heads attend to kv head `n // (h / h_kv)`.
+    In grouped attention (arXiv 2510.06949) r signal heads share a head of q2 (noise head). Signal
+    head n uses noise head `n // r`, and both attend to kv head `n // (h / h_kv)`.
 
     The output of a query without visible keys is zero. Under autocast q, k and v are cast to
     autocast's dtype.
 
     Args:
         q1: `[b, s, h, d]`, floating point.
-        q2: `[b, s, h / r, d]`, same dtype and device; r = 1 without grouping.
-        k1, k2: `[b, t, h_kv, d]`, same dtype and device; h_kv divides h / r.
-        v: `[b, t, h_kv, 2d]`, same dtype and device.
-        lambda_: 0-dim floating-point tensor on the same device, usually fp32 even if the inputs are
-            bf16.
+        q2: `[b, s, h / r, d]`; r = 1 without grouping.
+        k1, k2: `[b, t, h_kv, d]`; h_kv divides h / r.
+        v: `[b, t, h_kv, 2d]`. All five tensors have the same dtype and device.
+        lambda_: 0-dim floating-point tensor on the same device, usually fp32.
         causal: whether to hide keys at later positions than the query.
         softmax_scale: factor of the scores, above 0; 1/sqrt(d) by default.
         backend: a name of `registry.DIFFERENTIAL`, or "auto".
@@ -79,8 +78,7 @@ def diff_attention(
         `[b, s, h, 2d]` in v's dtype.
 
     Raises:
-        ValueError: shapes, dtypes, devices, head counts or cu_seqlens do not fit, or the named
-            backend cannot run.
+        ValueError: an argument is wrong, or the named backend cannot run.
     """
     check_tensors(lambda_=lambda_)
     call = AttentionCall.checked(
@@ -101,18 +99,15 @@ def diff_attention(
 def softmax_attention(
     q: Tensor, k: Tensor, v: Tensor, *, backend: str = "auto", **options: Unpack[CallOptions]
 ) -> Tensor:
-    """Return plain softmax attention, by default computed by torch's scaled_dot_product_attention.
+    """Return plain softmax attention, `[b, s, h, d]` in v's dtype.
 
-    The shapes use the letters of `diff_attention`, with h for the number of query heads.
+    The letters of the shapes are as in `diff_attention`; here h is the number of query heads.
 
     Args:
         q: `[b, s, h, d]`, floating point.
         k, v: `[b, t, h_kv, d]`, same dtype and device as q; h_kv divides h.
         backend: a name of `registry.SOFTMAX`, or "auto".
         options: causal, softmax_scale, cu_seqlens, query_offset, key_offset as in `diff_attention`.
-
-    Returns:
-        `[b, s, h, d]` in v's dtype.
     """
     call = AttentionCall.checked(QKV((q,), (k,), v), **options).autocast()
     chosen = installed_backend(backend, call_of(call.op, call.maps.queries[0], call.mask.features))
@@ -130,16 +125,14 @@ def diff_attention_v2(
 ) -> Tensor:
     """Return DIFF V2: softmax attention, then `signal - lambda * noise` per token and signal head.
 
-    The shapes use the letters of `diff_attention`. The query heads form h / r groups. A group has r
-    signal heads, followed by their noise head. With r = 1 the groups are the pairs (2i, 2i + 1).
-    Query head n attends to kv head `n // ((h + h / r) / h_kv)`, and all heads of a group must share
-    their kv head.
+    The letters of the shapes are as in `diff_attention`. The query heads form h / r groups. A group
+    has r signal heads, followed by their noise head. With r = 1 the groups are the pairs
+    (2i, 2i + 1). Query head n attends to kv head `n // ((h + h / r) / h_kv)`.
 
     Args:
         q: `[b, s, h + h / r, d]`, floating point.
         k, v: `[b, t, h_kv, d]`, same dtype and device as q; h_kv divides h / r.
-        lambda_: `[b, s, h]`, one value per token and signal head, after the sigmoid; floating
-            point.
+        lambda_: `[b, s, h]`, floating point, the values after the sigmoid.
         backend: a name of `registry.SOFTMAX`, or "auto".
         options: causal, softmax_scale, cu_seqlens, query_offset, key_offset as in `diff_attention`.
 
@@ -155,7 +148,7 @@ def subtract_noise(heads: Tensor, lambda_: Tensor, *, backend: str = "auto") -> 
     """Return `signal - lambda * noise` of every signal head, the last step of DIFF V2.
 
     The subtraction is computed in fp32 or wider. Only `heads` and `lambda_` are saved for the
-    backward pass. The shapes use the letters of `diff_attention`.
+    backward pass. The letters of the shapes are as in `diff_attention`.
 
     Args:
         heads: `[b, s, h + h / r, d]`, groups of r signal heads followed by their noise head;

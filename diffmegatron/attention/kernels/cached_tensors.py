@@ -12,10 +12,8 @@ T = TypeVar("T")
 def cached_tensors(create: Callable[..., T]) -> Callable[..., T]:
     """Cache the eight most recently used results of a function that creates tensors.
 
-    For one batch all layers use the same tables that describe the attention mask. Without the cache
-    every layer would copy these tables to the GPU, and each copy would wait for the GPU.
-
-    The function runs with inference_mode off. Otherwise autograd would not accept results that were
-    cached during inference.
+    All layers of a batch use the same tables of the attention mask. Without the cache every layer
+    would copy them to the GPU, and wait for each copy. The function runs with inference_mode off,
+    because autograd does not accept tensors that were created during inference.
     """
     return lru_cache(maxsize=8)(torch.inference_mode(False)(create))

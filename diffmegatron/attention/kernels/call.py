@@ -1,4 +1,4 @@
-"""`AttentionCall`: checked arguments of an attention call, which attention backends receive."""
+"""The checked arguments of an attention call, which every backend receives."""
 
 from dataclasses import dataclass, replace
 from typing import TypedDict
@@ -27,11 +27,8 @@ class AttentionCall:
     """Checked arguments of attention with one map (softmax) or two maps (differential).
 
     Attributes:
-        maps: queries, keys and values, all with the same dtype and device.
         scale: factor of the scores, above 0.
-        mask: visible (query, key) pairs.
-        lambda_: 0-dim factor of the second map. None with one map, and in `chunk_attention`, which
-            does not subtract the maps.
+        lambda_: 0-dim factor of the second map; None with one map and in `chunk_attention`.
         norm: RMSNorm of each head's output, or None. A backend without `fuses_norm` ignores it, and
             `diff_attention` applies it afterwards.
     """
@@ -78,9 +75,6 @@ class AttentionCall:
         return "softmax" if len(self.maps.queries) == 1 else "differential"
 
     def autocast(self) -> "AttentionCall":
-        """Return the call with queries, keys and values in autocast's dtype.
-
-        They keep their dtype if autocast is off, or if they are float64.
-        """
+        """Return the call with queries, keys and values in autocast's dtype, if autocast is on."""
         dtype = autocast_dtype(self.maps.v)
         return replace(self, maps=QKV.of(*(x.to(dtype) for x in self.maps.arguments())))

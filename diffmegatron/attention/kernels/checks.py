@@ -1,7 +1,7 @@
 """Checks of the arguments of public functions; each error names the argument that is wrong.
 
-A map is the softmax of the scores of one query and one key tensor. Differential attention has two
-maps. Signal heads are the heads of the first map, and noise heads are the heads of the second map.
+A map is the softmax of the scores of one query and one key tensor. Signal heads are the heads of
+the first map, and noise heads are the heads of the second map of differential attention.
 """
 
 import math
@@ -35,11 +35,6 @@ def check_maps(maps: QKV) -> None:
 
 
 def _check_noise_queries(q2: Tensor, q1: Tensor, kv_heads: int) -> None:
-    """Raise ValueError unless q2 has the shape of q1, except that it may have fewer heads.
-
-    q1 has h signal heads and q2 has h / r noise heads: r signal heads share a noise head. The
-    number of noise heads must be a multiple of `kv_heads`.
-    """
     heads = q2.shape[2] if q2.dim() == 4 else 0
     if heads == 0 or q2.shape != (*q1.shape[:2], heads, q1.shape[3]):
         raise ValueError(
@@ -61,8 +56,7 @@ def _check_noise_queries(q2: Tensor, q1: Tensor, kv_heads: int) -> None:
 def check_noise_groups(name: str, heads: Tensor, lambda_: Tensor, kv_heads: int = 1) -> None:
     """Raise ValueError unless `heads` consists of equal groups, and `lambda_` fits it.
 
-    A group has r signal heads followed by one noise head. In the shapes h is the number of signal
-    heads.
+    A group has r signal heads, followed by their noise head. h is the number of signal heads.
 
     Args:
         name: name of `heads` in the message.
@@ -120,11 +114,9 @@ def check_tensors(**arguments: object) -> None:
 
 
 def resolve_scale(softmax_scale: float | None, head_dim: int) -> float:
-    """Return the factor of the scores, by default 1/sqrt(`head_dim`).
+    """Return the factor of the scores, by default 1/sqrt(`head_dim`); it must be above 0.
 
-    Raises:
-        ValueError: the factor is not a finite number above 0. torch's kernels multiply masked
-            scores of -inf by the factor. The product with a factor of 0 or below is NaN or +inf.
+    torch's kernels multiply masked scores of -inf by the factor, and 0 * -inf is NaN.
     """
     if softmax_scale is None:
         return head_dim**-0.5
@@ -138,8 +130,7 @@ def check_layout(*, v: Tensor, value_width: int, **queries_and_keys: Tensor) -> 
 
     Args:
         value_width: required width of v divided by the width of q: 1 with one map, 2 with two maps.
-        queries_and_keys: first the queries, then the keys. Error messages show the names of these
-            keyword arguments, such as q1 and k1.
+        queries_and_keys: first the queries, then the keys, by their names in messages, e.g. q1, k1.
     """
     (q_name, q), (k_name, k) = queries_and_keys.items()
     for name, x in ((q_name, q), (k_name, k), ("v", v)):
@@ -183,11 +174,7 @@ def shape_of(x: Tensor) -> list[int]:
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype in which attention computes for inputs like `x`.
-
-    The result is autocast's dtype if autocast is on and `x` is not float64. Otherwise it is the
-    dtype of `x`, as in `scaled_dot_product_attention`.
-    """
+    """Return autocast's dtype if autocast is on and `x` is not float64, otherwise x's dtype."""
     device = x.device.type
     if x.dtype != torch.float64 and torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)

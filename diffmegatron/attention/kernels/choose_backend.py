@@ -9,14 +9,9 @@ from dataclasses import replace
 
 from .registry import BACKENDS, FEATURES, Call, Op
 
-# Backends in the order in which "auto" tries them, by operation and device type. A backend that is
-# missing here can still be requested by its name. "cudnn_2call" is missing, because it has never
-# been run.
-# Attention: "triton" comes after all libraries until tests/gpu has passed, because its kernels have
-# never run on a GPU. So "auto" chooses it only in ring context parallelism with packed documents or
-# float32, which no library can compute. "blocked" is last: it is a loop in Python, which would need
-# thousands of small matrix products for 64K positions.
-# Subtraction: "triton" comes first, because its kernel is simple and has no matrix products.
+# Backends in the order in which "auto" tries them, by operation and device type. Backends that have
+# never run on a GPU are missing ("cudnn_2call") or come after all libraries ("triton" attention).
+# "blocked" is last: it is a loop in Python, with thousands of small products for 64K positions.
 AUTO_ORDER: dict[Op, dict[str, tuple[str, ...]]] = {
     "differential": {
         "cpu": ("blocked",),
@@ -28,7 +23,7 @@ AUTO_ORDER: dict[Op, dict[str, tuple[str, ...]]] = {
 
 
 def needed_features(*, documents: bool, context: int, communication: str | None) -> frozenset[str]:
-    """Return the names of the `FEATURES` that a kernel must support for a parallel layout.
+    """Return the keys of `FEATURES` that a kernel must support for a parallel layout.
 
     Args:
         documents: whether attention stays within packed documents.
@@ -44,16 +39,11 @@ def needed_features(*, documents: bool, context: int, communication: str | None)
 
 
 def why_not(name: str, call: Call, libraries: frozenset[str]) -> str | None:
-    """Return the reason why the backend `name` cannot compute a call, or None if it can.
+    """Return the reason why a backend cannot compute a call, or None if it can.
 
-    The reason is a clause without a subject, such as "needs a cuda device, got cpu". In Triton's
-    interpreter (`is_interpreting`), a backend with `is_interpretable` has no limits of device,
-    dtype and head_dim.
-
-    Args:
-        name: key of `BACKENDS[call.op]`.
-        call: properties of the call.
-        libraries: usable optional libraries, from `installed_backends.importable_libraries`.
+    The reason is a clause without a subject, e.g. "needs a cuda device, got cpu". `libraries` are
+    the usable optional libraries. In Triton's interpreter a backend with `is_interpretable` has no
+    limits of device, dtype and head_dim.
     """
     backend = BACKENDS[call.op][name]
     if backend.is_interpretable and is_interpreting():
@@ -79,7 +69,7 @@ def why_not(name: str, call: Call, libraries: frozenset[str]) -> str | None:
 
 
 def is_interpreting() -> bool:
-    """Return whether TRITON_INTERPRET=1 is set: Triton then interprets its kernels on the CPU."""
+    """Return whether Triton interprets its kernels on the CPU (TRITON_INTERPRET=1)."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -87,12 +77,11 @@ def choose_backend(backend: str, call: Call, libraries: frozenset[str]) -> tuple
     """Return the name of the backend that computes a call, and the reason for the choice.
 
     `backend` is a key of `BACKENDS[call.op]`, or "auto" for the first backend of `AUTO_ORDER` that
-    can run. `libraries` are the usable optional libraries, from
-    `installed_backends.importable_libraries`.
+    can run. `libraries` are the usable optional libraries.
 
     Raises:
-        ValueError: the name is unknown, the named backend cannot run the call, or, with "auto",
-            no backend of `AUTO_ORDER` can run it.
+        ValueError: the name is unknown, the named backend cannot run the call, or with "auto" no
+            backend can.
     """
     known = BACKENDS[call.op]
     if backend == "auto":

@@ -1,21 +1,10 @@
 """Attention between chunks of a longer sequence, forward and backward, for a ring of ranks.
 
-A *map* is softmax(Q K^T). A call has one map, or the two maps of differential attention. In the
-shapes b is the batch size, s the number of queries, h the number of heads of the first map, d the
-width of a query, and e the width of a value.
-
-The forward pass returns the output and the log-sum-exp (lse) of each map over one chunk of keys,
-and `merge_maps` merges the chunks.
-
-The backward pass of a chunk uses two values of attention over *all* keys: the log-sum-exps, and the
-deltas rowsum(gradient * output) (`WholeAttention.deltas`). With them, the weights of a map are
+The forward pass returns the output and the log-sum-exp of each map over one chunk of keys, and
+`merge_maps` merges the chunks. The backward pass of a chunk uses the log-sum-exps and the deltas
+(`WholeAttention.deltas`) of attention over *all* keys. With them, the weights of a map are
 exp(scores - lse), and the gradients of the chunks add up (Liu et al., arXiv 2310.01889, section 3).
-
-Both maps are computed in one backward pass, because they share two matrix products: gradient * V^T,
-and the gradient of V. With e = 2d and h heads per map, one kernel needs 10d multiply-adds per
-(query, key) pair and head. A kernel for dK and dV and another one for dQ need 14d, because both
-kernels compute the scores and gradient * V^T. Autograd of each map and chunk would need 20d,
-because it repeats the forward pass and shares no product.
+The letters of the shapes are as in `maps`.
 """
 
 from dataclasses import replace
@@ -36,13 +25,11 @@ def chunk_attention(
 ) -> list[tuple[Tensor, Tensor]]:
     """Return the output and the log-sum-exp of each map over one chunk of keys.
 
-    The function is not differentiable; `chunk_gradients` computes its gradients. Autocast has no
-    effect.
+    The function is not differentiable (see `chunk_gradients`), and autocast has no effect.
 
     Args:
         maps: a chunk of the queries, and a chunk of the keys and values.
-        backend: "auto", or the name of a backend. For one map the name is a key of
-            `registry.SOFTMAX`, and for two maps a key of `registry.DIFFERENTIAL`.
+        backend: "auto", or a key of `registry.SOFTMAX` (one map) or `registry.DIFFERENTIAL` (two).
         options: as in `diff_attention`. If all keys precede the queries, causal=False is faster and
             has the same result.
 
@@ -50,9 +37,6 @@ def chunk_attention(
         One pair (output, log-sum-exp) per map, in fp32 (fp64 for fp64 inputs). The output is
         `[b, s, heads of the map, e]`, with zeros for a query without visible keys. The log-sum-exp
         of the scores is `[b, s, heads of the map]`, with -inf for such a query.
-
-    Raises:
-        ValueError: shapes, dtypes or devices do not fit, or the named backend cannot run.
     """
     call = AttentionCall.checked(maps, **options)
     attention_with_lse = _chosen_backend(call, backend).load().attention_with_lse
@@ -71,8 +55,8 @@ def chunk_gradients(
 ) -> QKV:
     """Return the contribution of a chunk of keys to the gradients of queries, keys and values.
 
-    The function is not differentiable, and autocast has no effect. The gradient of lambda is not
-    returned. It is `-whole.deltas(grad, lambda_)[1].sum()`.
+    The function is not differentiable, and autocast has no effect. The gradient of lambda is
+    `-whole.deltas(grad, lambda_)[1].sum()`.
 
     Args:
         grad: gradient of `whole.out`, `[b, s, h, e]`, in any floating-point dtype.
@@ -83,10 +67,6 @@ def chunk_gradients(
 
     Returns:
         The gradients of `maps`, in the dtype of `maps`.
-
-    Raises:
-        ValueError: for the reasons in `chunk_attention`, or grad, lambda_ and whole do not fit the
-            maps.
     """
     call = replace(AttentionCall.checked(maps, **options), lambda_=lambda_)
     _check_whole(grad, maps, lambda_, whole)

@@ -1,8 +1,8 @@
-"""Costs of attention kernels: multiply-adds and saved bytes.
+"""Costs of attention kernels, computed without torch.
 
 *Work* is (forward, backward) multiply-adds of all heads per pair of a query and a visible key.
 *Saved bytes* are the bytes per query that the forward pass saves for the backward pass, in addition
-to q, k, v and the result. This module does not import torch.
+to q, k, v and the result.
 """
 
 from collections.abc import Callable
@@ -17,10 +17,8 @@ class Sizes(NamedTuple):
     Attributes:
         element: bytes of an element of q, k and v.
         head_dim: width d of a query and of a key.
-        signal_heads: number of query heads of the first map; in softmax attention, of all query
-            heads.
-        noise_heads: number of query heads of the second map; 0 with one map.
-        kv_heads: number of heads of keys and of values.
+        signal_heads: query heads of the first map; in softmax attention, all query heads.
+        noise_heads: query heads of the second map; 0 with one map.
         keys: mean number of keys that a query sees.
         is_deterministic: whether the kernels must sum gradients in a fixed order.
     """
@@ -44,11 +42,10 @@ Saved = Callable[[Sizes], float]
 
 
 def default_one_pass(head_dim: int, deterministic: bool) -> bool:
-    """Return whether Triton's backward pass has the one-pass form by default.
+    """Return whether Triton's backward pass computes dQ in the kernel of dK and dV by default.
 
-    The one-pass form computes dQ in the kernel of dK and dV. Up to a ``head_dim`` of 64 this kernel
-    fits the registers. The one-pass form sums dQ in an order that changes from run to run, so
-    deterministic runs need the split form, which has two kernels.
+    The one-pass kernel fits the registers up to a head_dim of 64. It sums dQ in an order that
+    changes from run to run, so deterministic runs need the split form with two kernels.
     """
     return head_dim <= 64 and not deterministic
 
@@ -56,9 +53,9 @@ def default_one_pass(head_dim: int, deterministic: bool) -> bool:
 def triton_work(sizes: Sizes, *, one_pass: bool) -> tuple[int, int]:
     """Return the work of the Triton kernels in the one-pass or the split form.
 
-    In the split form, both backward kernels compute the scores and the gradient dP of the attention
-    weights. Two maps in one kernel share dP and the product for dV. If several signal heads share a
-    noise head, each map has its own kernel, and the maps share no product.
+    In the split form both backward kernels compute the scores and the gradient dP of the attention
+    weights. Two maps in one kernel share dP and the product for dV. Grouped maps have separate
+    kernels and share no product.
     """
     if sizes.is_grouped:
         return per_head((3, 3), (7, 7) if one_pass else (10, 10))(sizes)
@@ -75,8 +72,8 @@ def default_triton_work(sizes: Sizes) -> tuple[int, int]:
 def per_head(forward: tuple[int, int], backward: tuple[int, int]) -> Work:
     """Return a function that computes the work of all heads.
 
-    ``forward`` and ``backward`` are multiply-adds per (query, key) pair, divided by ``head_dim``:
-    first of one signal head, then of one noise head.
+    `forward` and `backward` are multiply-adds per (query, key) pair, divided by head_dim: first of
+    one signal head, then of one noise head.
     """
 
     def work(sizes: Sizes) -> tuple[int, int]:
@@ -99,7 +96,6 @@ def log_sum_exps(sizes: Sizes) -> int:
 
 
 def _noise_outputs(sizes: Sizes) -> int:
-    """Return the number of elements of the second map's output per query."""
     return 2 * sizes.head_dim * sizes.noise_heads
 
 
@@ -114,8 +110,8 @@ def fused(sizes: Sizes) -> int:
 def two_calls(sizes: Sizes) -> int:
     """Return the bytes saved by two calls of plain attention, one per map.
 
-    They save both outputs and the log-sum-exps. If the inputs are narrower than float32, the second
-    output is also saved in float32, for the gradient of lambda.
+    They save both outputs and the log-sum-exps. The gradient of lambda also needs the second output
+    in float32, which is one more copy if the inputs are narrower.
     """
     outputs = sizes.element * (2 * sizes.head_dim * sizes.signal_heads + _noise_outputs(sizes))
     widened = FLOAT32 * _noise_outputs(sizes) if sizes.element < FLOAT32 else 0
@@ -126,9 +122,8 @@ def four_calls(sizes: Sizes) -> int:
     """Return the bytes saved by four calls of plain attention: two per map, each with half of V.
 
     The calls save the bytes of `two_calls`, a second set of log-sum-exps, and a copy of V, which
-    both maps share. For the gradient of lambda, the two halves of the second map's output are
-    joined in a float32 tensor. For inputs narrower than float32, `two_calls` already counts this
-    tensor.
+    both maps share. The gradient of lambda needs the second output in float32, joined from its two
+    halves; with inputs narrower than float32 `two_calls` already counts it.
     """
     values = sizes.element * 2 * sizes.head_dim * sizes.kv_heads
     joined = FLOAT32 * _noise_outputs(sizes) if sizes.element == FLOAT32 else 0
@@ -138,7 +133,7 @@ def four_calls(sizes: Sizes) -> int:
 def output_and_log_sum_exps(sizes: Sizes) -> int:
     """Return the bytes of one map's output and log-sum-exps, as FlexAttention saves them.
 
-    The saved output takes memory in addition to the result, because the result is a copy of it.
+    The result is a copy of the saved output, so the output needs its own memory.
     """
     return sizes.element * sizes.head_dim * sizes.signal_heads + log_sum_exps(sizes)
 
@@ -147,9 +142,8 @@ def reference_saved(sizes: Sizes) -> float:
     """Return the bytes that the `reference` backend saves.
 
     Per map it saves two tensors of the size of the softmax, and the mask, which has one byte per
-    (query, key) pair for all heads. If several query heads share a kv head, a copy of that head's
-    keys and values is saved for each query head. One copy per kv head is not counted, because it
-    replaces k and v themselves, which the saved bytes exclude.
+    (query, key) pair for all heads. It also saves copies of the keys and values for each query
+    head. The first copy replaces k and v, which the saved bytes exclude.
     """
     kv, maps = sizes.kv_heads, [sizes.signal_heads]
     values = sizes.signal_heads - kv

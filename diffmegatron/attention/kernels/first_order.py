@@ -14,13 +14,12 @@ Backward = Callable[..., Gradients]
 def first_order(backward: Backward) -> Backward:
     """Decorate the backward of an autograd Function so that a second derivative raises an error.
 
-    The Function must save its inputs with ``save_for_backward``. Apply this decorator below
-    ``staticmethod``.
+    The Function must save its inputs with `save_for_backward`. Apply this decorator below
+    `staticmethod`.
 
-    torch's `once_differentiable` is not enough. With it, autograd treats the returned gradients as
-    functions of the incoming gradient, but not of the Function's inputs. `autograd.grad` with
-    respect to the inputs would silently omit the second derivative. With this decorator, the
-    returned gradients are functions of the incoming gradients and of all saved tensors.
+    With torch's `once_differentiable` autograd treats the returned gradients as functions of the
+    incoming gradient, but not of the Function's inputs. `autograd.grad` with respect to the inputs
+    would silently omit the second derivative.
     """
 
     @wraps(backward)
@@ -39,7 +38,7 @@ def first_order(backward: Backward) -> Backward:
 class _Refusal(torch.autograd.Function):
     """Copies of the first `count` tensors; differentiating the copies raises an error.
 
-    The other tensors are arguments only so that autograd treats the copies as functions of them.
+    The other tensors are arguments so that autograd treats the copies as functions of them.
     """
 
     @staticmethod

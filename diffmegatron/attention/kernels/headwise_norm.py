@@ -10,8 +10,6 @@ from torch.nn.functional import rms_norm
 class HeadwiseNorm(NamedTuple):
     """`scale * weight * RMSNorm(head)` over the 2d channels of each head (arXiv 2410.05258, 3.1).
 
-    `head` is the output of one attention head for one query, and d is the width of a query.
-
     Attributes:
         weight: `[2d]`, the same for all heads, or None for no weight.
         eps: number that is added to the mean square.
@@ -23,10 +21,7 @@ class HeadwiseNorm(NamedTuple):
     scale: float
 
     def check(self, v: Tensor) -> None:
-        """Raise ValueError unless eps is at least 0 and the weight fits the values v `[..., 2d]`.
-
-        The weight must be `[2d]`, and on the device of v.
-        """
+        """Raise ValueError unless eps >= 0 and the weight is `[2d]` on the device of v."""
         if not self.eps >= 0.0:
             raise ValueError(f"norm.eps is {self.eps}; it must be 0 or more")
         if self.weight is None:

@@ -19,10 +19,10 @@ LEAST_CAPABILITY = (8, 0)
 
 @cache
 def importable_libraries() -> frozenset[str]:
-    """Return the optional libraries that are installed, can be imported, and support this GPU.
+    """Return the optional libraries that can be imported and support this GPU, if there is one.
 
-    If there is no GPU, the support is not checked. The import of Triton is not checked. A warning
-    is logged for an installed library that cannot be used.
+    The import of Triton is not tried. A warning is logged for an installed library that cannot be
+    used.
     """
     return frozenset(name for name in LIBRARIES if _is_usable(name))
 
@@ -37,7 +37,6 @@ def _is_usable(library: str) -> bool:
 
 
 def _unusable_reason(library: str) -> str | None:
-    """Return the reason why an installed library cannot be used, or None."""
     if torch.cuda.is_available():
         capability = torch.cuda.get_device_capability()
         if capability < LEAST_CAPABILITY:
@@ -46,8 +45,7 @@ def _unusable_reason(library: str) -> str | None:
     if library == "triton":
         return None
     try:
-        # The files of the library exist, but the import fails if it was built for another version
-        # of torch or CUDA.
+        # The import fails if the library was built for another version of torch or CUDA.
         if library == "cudnn":
             cudnn_graphs.load_library()
         else:
@@ -60,27 +58,19 @@ def _unusable_reason(library: str) -> str | None:
 def call_of(op: Op, q: Tensor, needs: frozenset[str] = frozenset()) -> Call:
     """Return the properties of a call that determine its backend.
 
-    Of `q` `[b, s, heads, d]` only device, dtype and d are used. It is the tensor of queries, or for
-    "subtraction" the output of attention. `needs` are the features that the backend must support.
+    `q` `[b, s, heads, d]` has the queries, or for "subtraction" the output of attention.
     """
     return Call(op, q.device.type, dtype_name(q.dtype), q.shape[3], needs)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name of a dtype in the registry, such as "bfloat16"."""
+    """Return the name of a dtype in the registry, e.g. "bfloat16"."""
     return str(dtype).removeprefix("torch.")
 
 
 @cache
 def installed_backend(backend: str, call: Call) -> Backend:
-    """Return the backend for a call, and log the choice and its reason.
-
-    The result is cached, so each combination of arguments is logged once per process. `backend` is
-    the name of a backend, or "auto".
-
-    Raises:
-        ValueError: for the same reasons as in `choose_backend.choose_backend`.
-    """
+    """Return the backend with this name (or chosen by "auto"), and log the choice once."""
     name, reason = choose_backend(backend, call, importable_libraries())
     where = f"{call.device}, {call.dtype}, d={call.head_dim}"
     logger.info("%s on %s: %s (%s)", OPS[call.op], where, name, reason)
@@ -93,11 +83,9 @@ def backend_table(
     dtype: torch.dtype = torch.bfloat16,
     head_dim: int = 128,
 ) -> list[tuple[str, bool, str]]:
-    """Return one row per backend of an operation, for the command `diffmegatron doctor`.
+    """Return (name, can run, note or reason why it cannot run) of each backend of an operation.
 
-    A row has the name of the backend, True if it can run, and a text. The text is the backend's
-    note if it can run, and otherwise the reason why it cannot. The default device is "cuda" if
-    torch finds a GPU, otherwise "cpu".
+    The default device is "cuda" if torch finds a GPU, otherwise "cpu".
     """
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")).type
     call = Call(op, device, dtype_name(dtype), head_dim)

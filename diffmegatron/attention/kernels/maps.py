@@ -1,16 +1,11 @@
 """Queries, keys and values of one or two softmax maps, and the merging of results over chunks.
 
 A *map* is softmax(Q K^T). Differential attention has two maps. The heads of the first map are
-called signal heads, and the heads of the second map are called noise heads. If the second map has
-only h / r heads, r consecutive signal heads share a noise head: signal head n has noise head
-n // r.
+signal heads, and the heads of the second map are noise heads. r consecutive signal heads may share
+a noise head: signal head n has noise head n // r.
 
 In the shapes b is the batch size, s the number of queries, t the number of keys, h the number of
-heads of the first map, h_kv the number of kv heads, d the width of a query, and e the width of a
-value.
-
-A softmax over all keys is a weighted mean of the softmaxes over chunks of the keys, with the
-weights exp(lse_chunk - lse_all). Here lse is the log-sum-exp of the scores.
+signal heads, h_kv the number of kv heads, d the width of a query, and e the width of a value.
 """
 
 from collections.abc import Sequence
@@ -35,7 +30,7 @@ class QKV(NamedTuple):
 
     @classmethod
     def of(cls, *heads: Tensor) -> "QKV":
-        """Return the QKV of the tensors ``q, k, v`` or ``q1, k1, q2, k2, v``."""
+        """Return the QKV of the tensors `q, k, v` or `q1, k1, q2, k2, v`."""
         *queries_and_keys, v = heads
         return cls(tuple(queries_and_keys[::2]), tuple(queries_and_keys[1::2]), v)
 
@@ -48,10 +43,8 @@ class QKV(NamedTuple):
 def combine_maps(outs: Sequence[Tensor], lambda_: Tensor | None) -> Tensor:
     """Return `out1 - lambda out2`, or the output of the only map: `[b, s, h, e]`.
 
-    Args:
-        outs: outputs of the maps, `[b, s, h, e]` and `[b, s, h / r, e]`. The result is computed in
-            their dtype.
-        lambda_: 0-dim; None with one map.
+    The outputs are `[b, s, h, e]` and `[b, s, h / r, e]`, and the result has their dtype. `lambda_`
+    is a 0-dim tensor, or None with one map.
     """
     if lambda_ is None:
         (out,) = outs
@@ -62,25 +55,19 @@ def combine_maps(outs: Sequence[Tensor], lambda_: Tensor | None) -> Tensor:
 
 
 def map_factors(lambda_: Tensor | None, like: Tensor) -> list[Tensor]:
-    """Return the factors of the maps' outputs in the result of `combine_maps`: [1] or [1, -lambda].
+    """Return the factors of the maps' outputs in `combine_maps`, [1] or [1, -lambda], detached.
 
-    The factors are 0-dim tensors without gradients, in the dtype of ``like``.
+    The factors are 0-dim tensors in the dtype of `like`.
     """
     one = like.new_ones(())
     return [one] if lambda_ is None else [one, -lambda_.detach().to(like.dtype)]
 
 
 def map_gradients(grad: Tensor, lambda_: Tensor | None, noise_heads: int) -> list[Tensor]:
-    """Return the gradient of each map's output, given the gradient of the result of `combine_maps`.
+    """Return the gradient of each map's output, given that of their combination `[b, s, h, e]`.
 
-    Args:
-        grad: gradient `[b, s, h, e]`.
-        lambda_: 0-dim; None with one map.
-        noise_heads: number of heads of the second map, h / r.
-
-    Returns:
-        One tensor per map. The first is ``grad`` itself. The second is `[b, s, h / r, e]`, in
-        fp32 (fp64 for an fp64 ``grad``).
+    The gradient of the second map's output is `[b, s, noise_heads, e]`, in fp32 (fp64 for an fp64
+    `grad`).
     """
     if lambda_ is None:
         return [grad]
@@ -124,16 +111,12 @@ class WholeAttention(NamedTuple):
         return first, second
 
     def deltas(self, grad: Tensor, lambda_: Tensor | None) -> tuple[Tensor, ...]:
-        """Return one delta per map, `[b, s, heads of the map]`, which the softmax gradient needs.
+        """Return the deltas of each map, `[b, s, heads of the map]`, in the dtype of `lses`.
 
-        Here out1 and out2 are the outputs of the maps, and rowsum sums over the last dimension. The
-        delta of the first map is rowsum(grad * out1). The delta of the second map is the sum of
-        rowsum(grad * out2) over the signal heads that share a noise head. The gradient of lambda is
-        minus the sum of all elements of the second delta. Deltas have the dtype of `lses`.
-
-        Args:
-            grad: gradient of `out`, `[b, s, h, e]`.
-            lambda_: 0-dim; None with one map.
+        The delta of the first map is rowsum(grad * out1), where `grad` `[b, s, h, e]` is the
+        gradient of `out`. The delta of the second map is the sum of rowsum(grad * out2) over the
+        signal heads that share a noise head. The gradient of lambda is minus the sum of the second
+        map's deltas.
         """
         wide = grad.to(self.lses[0].dtype)
         sums = (wide * self.out).sum(-1)
@@ -144,12 +127,10 @@ class WholeAttention(NamedTuple):
 
 
 def merge_maps(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Merge the outputs and log-sum-exps of one map over several chunks of keys.
+    """Merge the outputs `[b, s, h, e]` and log-sum-exps `[b, s, h]` of one map over chunks of keys.
 
-    In each chunk and in the result the output is `[b, s, h, e]`, and the log-sum-exp `[b, s, h]`.
-
-    Raises:
-        ValueError: there is no chunk, or the shapes or numbers of ``outs`` and ``lses`` do not fit.
+    A softmax over all keys is a mean of the softmaxes over chunks of the keys, with the weights
+    exp(lse_chunk - lse_all).
     """
     out_shapes, lse_shapes = ([list(x.shape) for x in of_chunks] for of_chunks in (outs, lses))
     expected = out_shapes[:1] * len(outs)

@@ -11,8 +11,7 @@ from torch import Tensor
 from .cached_tensors import cached_tensors
 from .checks import check_tensors, shape_of
 
-# Largest absolute value of an offset. The kernels use int32 positions, and this limit leaves room
-# for the sum of an offset and a length.
+# Largest absolute value of an offset, so that its sum with a length fits the kernels' int32.
 LARGEST_POSITION = 2**30
 
 
@@ -22,14 +21,8 @@ class AttentionMask:
 
     Query row i has position `query_offset + i`, and key j has position `key_offset + j`. A pair is
     visible if both positions belong to the same document and, with `causal`, the key's position is
-    not later than the query's.
-
-    Attributes:
-        query_length, key_length: number of queries s and number of keys t.
-        causal: hide keys at later positions than the query.
-        query_offset, key_offset: global position of the first query row and of the first key.
-        cu_seqlens: document boundaries `(0, end_of_first, ..., end_of_last)` in global positions,
-            or None for one document.
+    not later than the query's. `cu_seqlens` has the document boundaries
+    `(0, end_of_first, ..., end_of_last)` in global positions; None means one document.
     """
 
     query_length: int
@@ -43,11 +36,9 @@ class AttentionMask:
     def features(self) -> frozenset[str]:
         """Keys of `registry.FEATURES` that a backend must support for this mask.
 
-        "documents" is needed if the mask has document boundaries. "offsets" is needed in two cases:
-
-        - The mask has documents, and the queries or the keys do not cover all of them.
-        - The mask is causal and has no documents, and the last query does not have the position of
-          the last key.
+        With documents, "offsets" is needed if the queries or the keys do not cover all documents.
+        Otherwise it is needed if the last query of a causal mask has another position than the last
+        key.
         """
         if self.cu_seqlens is not None:
             covered = range(self.cu_seqlens[-1])
@@ -61,19 +52,15 @@ class AttentionMask:
 
     @property
     def is_plain(self) -> bool:
-        """True if the `is_causal` argument of torch's attention can express this mask.
-
-        With `is_causal=True`, query row i of torch's attention sees keys 0 to i. This is the causal
-        mask of this class only if queries and keys have the same positions.
-        """
+        """True if `is_causal` of torch's attention (row i sees keys 0 to i) can express this."""
         is_square = (self.query_offset, self.query_length) == (self.key_offset, self.key_length)
         return self.cu_seqlens is None and (is_square or not self.causal)
 
     def key_range(self, row_start: int, row_stop: int) -> tuple[int, int]:
-        """Return the smallest interval [start, stop) of keys that contains all that the rows see.
+        """Return the smallest interval [start, stop) that contains all keys which the rows see.
 
-        Rows [row_start, row_stop) and keys are indices within this call, not global positions. The
-        interval is empty (start == stop) if the rows see no key.
+        Rows [row_start, row_stop) and keys are indices within this call. An empty interval has
+        start == stop.
         """
         first, last = self.query_offset + row_start, self.query_offset + row_stop - 1
         start, stop = 0, self.key_length
@@ -86,9 +73,9 @@ class AttentionMask:
         return (start, stop) if start < stop else (0, 0)
 
     def unmasked_prefix(self, row_start: int, row_stop: int) -> int:
-        """Return how many keys at the start of `key_range` are visible to every one of these rows.
+        """Return how many keys at the start of `key_range` all of these rows see.
 
-        If the rows belong to several documents, the result is 0.
+        The result is 0 if the rows belong to several documents.
         """
         start, stop = self.key_range(row_start, row_stop)
         if self.cu_seqlens is not None and not self._same_document(row_start, row_stop - 1):
@@ -101,10 +88,9 @@ class AttentionMask:
     def hidden(
         self, rows: tuple[int, int], keys: tuple[int, int], device: torch.device
     ) -> Tensor | None:
-        """Return a boolean mask `[rows, keys]`, True for hidden pairs.
+        """Return a boolean mask `[rows, keys]`, True for hidden pairs; None without any mask.
 
-        `rows` and `keys` are intervals (start, stop) of indices within this call. The result is
-        None if the mask has no documents and is not causal, because then no pair is hidden.
+        `rows` and `keys` are intervals (start, stop) of indices within this call.
         """
         if not self.causal and self.cu_seqlens is None:
             return None
@@ -120,9 +106,9 @@ class AttentionMask:
 
     @cached_tensors
     def key_intervals(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return start and stop of the visible keys of each query row: two int32 tensors `[s]`.
+        """Return start and stop of the keys that each query row sees: two int32 tensors `[s]`.
 
-        The interval [start, stop) has indices of keys within this call.
+        Keys are counted within this call.
         """
         position = torch.arange(self.query_length) + self.query_offset
         start, stop = self.document_bounds(position)
@@ -134,7 +120,7 @@ class AttentionMask:
     def query_intervals(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return start and stop of the query rows that see each key: two int32 tensors `[t]`.
 
-        The interval [start, stop) has indices of query rows within this call.
+        Rows are counted within this call.
         """
         position = torch.arange(self.key_length) + self.key_offset
         start, stop = self.document_bounds(position)
@@ -146,7 +132,7 @@ class AttentionMask:
     def document_bounds(self, position: Tensor) -> tuple[Tensor, Tensor]:
         """Return start and end of the document at each position, in global positions.
 
-        Without documents, start is minus the largest int32 number, and end is plus this number.
+        Without documents they are the largest negative and positive int32 numbers.
         """
         if self.cu_seqlens is None:
             infinite = torch.full_like(position, torch.iinfo(torch.int32).max)
@@ -172,13 +158,8 @@ def build_mask(
 ) -> AttentionMask:
     """Return the mask of an attention call, after checking the offsets and `cu_seqlens`.
 
-    The arguments are the attributes of `AttentionMask`. With `query_offset=None` the last query has
-    the position of the last key.
-
-    Raises:
-        ValueError: an offset is not an integer in the range of the kernels, cu_seqlens is not a
-            strictly increasing 1-dim integer tensor that starts at 0, or a query or key lies
-            outside of the documents.
+    With `query_offset=None` the last query has the position of the last key. `cu_seqlens` must be a
+    strictly increasing 1-dim integer tensor that starts at 0 and covers all queries and keys.
     """
     for name, position in (("query_offset", query_offset or 0), ("key_offset", key_offset)):
         if not isinstance(position, Integral) or abs(position) > LARGEST_POSITION:

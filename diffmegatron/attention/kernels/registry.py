@@ -1,8 +1,6 @@
-"""The table of backends (implementations of attention), with their supported calls and costs.
+"""The table of backends (implementations of attention), and the choice of one for a call.
 
-This module does not import torch, because commands that check or plan a recipe import it and must
-start fast. To add a backend, write its module, describe it in `BACKENDS`, and add its name to
-`choose_backend.AUTO_ORDER` if `auto` should choose it.
+This module does not import torch, so that commands which check or plan a recipe start fast.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,8 +18,7 @@ if TYPE_CHECKING:
 Op = Literal["differential", "softmax", "subtraction"]
 
 # Operations with their names for messages. "differential" subtracts two attention maps, and its
-# values are twice as wide as the queries. "softmax" has one map, and values as wide as the queries.
-# "subtraction" is the last step of DIFF V2: signal heads minus lambda times noise heads.
+# values are twice as wide as the queries. "subtraction" is the last step of DIFF V2.
 OPS: dict[Op, str] = {
     "differential": "differential attention",
     "softmax": "softmax attention",
@@ -29,12 +26,10 @@ OPS: dict[Op, str] = {
 }
 
 LIBRARIES = ("triton", "flash_attn", "flex_head_fa", "cudnn")
-# Names of the 16-bit dtypes.
 SIXTEEN_BIT_NAMES = ("bfloat16", "float16")
 
-# Features that a call may need beyond causal or unmasked attention over whole sequences. The values
-# complete the message "the backend cannot ...". In ring context parallelism a call computes
-# attention between a chunk of the sequence's queries and a chunk of its keys.
+# Features that a call may need beyond causal or unmasked attention over whole sequences, with the
+# end of the message "the backend cannot ...".
 FEATURES = {
     "documents": "stay within packed documents (cu_seqlens)",
     "offsets": "place queries freely against the keys (query_offset, key_offset)",
@@ -48,11 +43,10 @@ class Call(NamedTuple):
     """Properties of a call that determine, with the installed libraries, the choice of a backend.
 
     Attributes:
-        op: key of `OPS`.
         device: device type, as in `tensor.device.type`.
-        dtype: torch's name of the dtype of queries, keys and values ("bfloat16").
+        dtype: torch's name of the dtype of queries, keys and values, e.g. "bfloat16".
         head_dim: d, the width of a query.
-        needs: the `FEATURES` that the call uses.
+        needs: the keys of `FEATURES` that the call uses.
     """
 
     op: Op
@@ -67,34 +61,29 @@ class Backend:
     """One implementation of an operation: the calls that it supports, and its costs.
 
     Attributes:
-        module: module of the package `kernels`, such as "pytorch.blocked", which has the function
-            `entry`. If the backend supports "chunks", the module also has the functions
-            `attention_with_lse` and `chunk_gradients`.
+        module: module of the package `kernels`, e.g. "pytorch.blocked". A backend for chunks also
+            has the functions `attention_with_lse` and `chunk_gradients` there.
         note: one clause that describes the backend, shown as the reason of a choice.
-        work: function that returns the (forward, backward) multiply-adds of all heads per pair of a
-            query and a visible key.
-        saved: function that returns the bytes per query saved for the backward pass, in addition to
-            q, k, v and the result.
-        saves_bias: whether the mask of packed documents is saved for the backward pass. It has one
-            number per pair of a query and a key, which all heads share. `saved` excludes it.
+        work: see `costs`.
+        saved: see `costs`.
+        saves_bias: whether the mask of packed documents is saved for the backward pass: one number
+            per (query, key) pair, which all heads share. `saved` excludes it.
         saves_values: whether v itself is saved for the backward pass. If not, copies of v are
             saved, and `saved` includes them.
-        saves_result: whether the result (without the headwise norm) is saved for the backward pass.
+        saves_result: whether the result (before the headwise norm) is saved for the backward pass.
             `saved` excludes it.
         devices, dtypes, head_dims: supported values; None means any.
         library: name of the required library besides torch, or None.
         computes_hidden_pairs: whether the backend also computes (query, key) pairs that the mask
             hides. Causal attention then needs twice the multiply-adds that `work` implies.
-        lacks: unsupported members of `FEATURES`.
-        chunk_dtypes: device type -> dtypes supported for a call that needs "chunks". On a device
-            type that is missing here, all `dtypes` are supported.
-        fuses_norm: whether the backend itself applies the call's norm of the heads' outputs, in its
-            kernel if possible.
+        lacks: unsupported keys of `FEATURES`.
+        chunk_dtypes: device type -> dtypes supported for a call that needs "chunks"; on other
+            device types all `dtypes`.
+        fuses_norm: whether the backend itself applies the headwise norm.
         is_interpretable: whether the backend also runs in Triton's interpreter, with any device,
             dtype and head_dim.
-        entry: name of a function in the module. It maps an `AttentionCall` to the result
-            `[b, s, h, e]`, where e is the width of the values. For "subtraction" its arguments are
-            the heads and lambda.
+        entry: function of the module that maps an `AttentionCall` to the result, or for
+            "subtraction" heads and lambda to the result.
     """
 
     module: str
@@ -125,8 +114,7 @@ class Backend:
         return function
 
 
-# Constructors of `Backend` with the properties that a library's differential and softmax attention
-# share. The tables below add the other properties.
+# Properties that a library's differential and softmax attention share.
 _triton_attention = partial(
     Backend,
     "triton.triton_attention",
@@ -159,8 +147,7 @@ _torch_attention = partial(
     Backend,
     "wrappers.sdpa",
     saves_bias=True,
-    # Chunks need kernels that return log-sum-exps. The only such kernels of torch (flash) support
-    # no mask other than the causal one.
+    # Chunks need log-sum-exps, and torch's kernels that return them (flash) support no such masks.
     lacks=frozenset({"masked chunks"}),
     chunk_dtypes={"cuda": SIXTEEN_BIT_NAMES},
 )
@@ -266,7 +253,6 @@ SOFTMAX = {
     ),
 }
 
-# Both backends save only their inputs, the heads and lambda.
 SUBTRACTION = {
     "pytorch": Backend(
         "pytorch.subtraction",

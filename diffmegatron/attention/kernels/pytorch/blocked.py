@@ -1,20 +1,15 @@
 """Differential attention in blocks of query rows, in plain PyTorch: the CPU backend.
 
 One block has both score matrices of a few query rows and all of their visible keys. The maps P1 and
-P2 are normalised and subtracted before the product with V. In the backward pass both maps share
-dP = dO V^T, where dO is the gradient of the output, and dV = (P1 - lambda P2)^T dO is one product.
-
-With queries of width d and values of width 2d, this takes 4d multiply-adds forward and 10d backward
-per head and (query, key) pair. A Transformer of equal size needs as many, because it has two heads
-of width d for each differential head.
+P2 are subtracted before the product with V. In the backward pass both maps share dP = dO V^T, where
+dO is the gradient of the output, and dV = (P1 - lambda P2)^T dO is one product.
 
 Only the inputs are saved, and the backward pass computes the maps again. S_i are the scores of map
-P_i, i = 1 or 2, and * is the elementwise product. With D_i = rowsum(P_i * dP):
+P_i, and * is the elementwise product. With D_i = rowsum(P_i * dP):
 
     dS1 = P1 * (dP - D1)    dS2 = -lambda P2 * (dP - D2)    dlambda = -sum(D2)
 
-A signal head is a head of the first map, and a noise head is a head of the second map. If r signal
-heads share a noise head, the dP of the noise head is the sum of the dP of these signal heads.
+If r heads of P1 share a head of P2, the dP of P2 is the sum of the dP of these r heads.
 """
 
 from collections.abc import Sequence
@@ -53,10 +48,10 @@ def attend(call: AttentionCall) -> Tensor:
 
 
 def attention_with_lse(call: AttentionCall, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the output and log-sum-exp of one map, for `api.chunk_attention`.
+    """Return the output and log-sum-exp of one map, for `api.chunk_attention`; not differentiable.
 
     The output is `[batch, queries, heads of q, width of v]`, and the log-sum-exp `[batch, queries,
-    heads of q]`. The function is not differentiable.
+    heads of q]`.
     """
     v, mask, softmax_scale = call.maps.v, call.mask, call.scale
     q_ = group_queries(q, k.shape[2]) * softmax_scale
@@ -104,8 +99,7 @@ def chunk_gradients(call: AttentionCall, grad: Tensor, whole: WholeAttention) ->
             q_block, k_block = q[heads, :, rows], k[heads, seen]
             scores = block_scores(q_block, k_block, mask, rows, seen)
             row_lse, delta = (x[heads, :, rows].flatten(1, 2) for x in (lse, of_map))
-            # In a row without visible keys the log-sum-exp and all scores are -inf. Their
-            # difference would be NaN, so subtract 0.
+            # In a row without visible keys -inf - (-inf) would be NaN, so subtract 0.
             weights = scores.sub_(row_lse.masked_fill(row_lse == -torch.inf, 0.0)).exp_()
             weights.mul_(factor)
             shared, repeats = q.shape[1], queries[0].shape[1] // q.shape[1]

@@ -13,10 +13,7 @@ from ..maps import QKV, WholeAttention, map_factors
 
 
 def attend(call: AttentionCall) -> Tensor:
-    """Compute attention from whole score matrices, in the dtype of the inputs.
-
-    Autograd computes the gradients. For s queries and t keys this needs O(s * t) memory per head.
-    """
+    """Compute attention from whole score matrices, in the dtype of the inputs."""
     (q1, *q2), (k1, *k2), v = call.maps
     weights = _attention_map(call, q1, k1)
     if call.lambda_ is not None:
@@ -26,10 +23,7 @@ def attend(call: AttentionCall) -> Tensor:
 
 
 def attention_with_lse(call: AttentionCall, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the output and log-sum-exp of one map, for `api.chunk_attention`.
-
-    The head dimension of V may differ from the head dimension of q and k.
-    """
+    """Return the output and log-sum-exp of one map, for `api.chunk_attention`."""
     dtype = torch.promote_types(call.maps.v.dtype, torch.float32)
     q, k, v = q.to(dtype), k.to(dtype), _repeat_kv(call.maps.v, q.shape[2]).to(dtype)
     scores, empty = _masked_scores(call, q, k)
@@ -43,16 +37,15 @@ def chunk_gradients(call: AttentionCall, grad: Tensor, whole: WholeAttention) ->
     """Return the contribution of one chunk of keys to the gradients, for `api.chunk_gradients`.
 
     `whole` is the result of attention to all keys, and `grad` is the gradient of `whole.out`. The
-    weights of a map are exp(scores - lse), and the gradient of the weights is grad v^T. Autograd
-    treats lse as a constant here. To include the gradient through lse, the delta of each query row
+    weights of a map are exp(scores - lse), and their gradient is grad v^T. Autograd treats lse as a
+    constant here. To include the gradient through lse, the delta of each query row
     (`WholeAttention.deltas`) is subtracted from grad v^T, as in FlashAttention's backward pass.
     """
     maps, lambda_ = call.maps, call.lambda_
     dtype = torch.promote_types(maps.v.dtype, torch.float32)
     factors = map_factors(lambda_, like=whole.lses[0])
     deltas = whole.deltas(grad, lambda_)
-    # In rows without visible keys lse is -inf, and exp(scores - lse) would be inf. The gradients
-    # would be NaN, although the weights of these rows are set to 0 below. So replace lse by 0.
+    # In rows without visible keys lse is -inf, and the gradients of exp(scores - lse) would be NaN.
     lses = [lse.masked_fill(lse == -torch.inf, 0.0) for lse in whole.lses]
     leaves = [x.detach().to(dtype).requires_grad_() for x in (*maps.queries, *maps.keys, maps.v)]
     count = len(maps.queries)
@@ -76,11 +69,10 @@ def _attention_map(call: AttentionCall, q: Tensor, k: Tensor) -> Tensor:
 
 
 def _masked_scores(call: AttentionCall, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the scores, and a mask that is True for query rows without visible keys.
+    """Return scores `[b, h, s, t]`, and a mask `[s, 1]`, True for query rows without visible keys.
 
-    The scores are `[batch, heads of q, queries, keys]`, and the mask is `[queries, 1]`. Scores of
-    hidden pairs are -inf. Rows without visible keys have finite scores, because the softmax of a
-    row of -inf would have NaN gradients. The caller sets the weights of these rows to zero.
+    Scores of hidden pairs are -inf. Rows without visible keys have finite scores, because the
+    softmax of a row of -inf would have NaN gradients; the caller sets their weights to zero.
     """
     scores = torch.einsum("bshd,bthd->bhst", q, _repeat_kv(k, q.shape[2])) * call.scale
     mask = call.mask

@@ -1,18 +1,13 @@
 """Blocks of query rows for the `blocked` backend: iteration, softmax maps and tensor layouts.
 
-Differential attention subtracts a second softmax map from the first. The query heads of the first
-map are the signal heads, and the query heads of the second map are the noise heads. Several signal
-heads may share a noise head. The functions here handle one map per call.
+The functions here handle one map per call. In the shapes b is the batch size, s the number of
+queries, t the number of keys, h the number of query heads of the map, h_kv the number of kv heads,
+d the width of a query, and e any width.
 
-In the shapes b is the batch size, s the number of queries, t the number of keys, h the number of
-query heads of this one map, h_kv the number of kv heads, d the width of a query, and e any width.
-
-Queries have the layout `[b * h_kv, repeats, s, d]`, where repeats = h / h_kv is the number of query
-heads per kv head. Keys have the layout `[b * h_kv, t, d]`. All are contiguous, in fp32 (fp64 for
-fp64 inputs).
-
-In the shapes of one block, heads is the number of its pairs of batch row and kv head (at most
-b * h_kv), rows the number of its query rows, and keys the number of its keys.
+Queries have the layout `[b * h_kv, repeats, s, d]` with repeats = h / h_kv, and keys have the
+layout `[b * h_kv, t, d]`. All are contiguous, in fp32 (fp64 for fp64 inputs). In one block heads is
+the number of its pairs of batch row and kv head, rows the number of its query rows, and keys the
+number of its keys.
 """
 
 from collections.abc import Iterator
@@ -23,14 +18,12 @@ from torch import Tensor
 from ..cached_tensors import cached_tensors
 from ..masks import AttentionMask
 
-# Number of query rows in a block if each kv head has one query head. If n query heads share a kv
-# head, a block has ROWS_PER_BLOCK // n query rows, but at least 16. With 32 or 128, the backend was
-# up to a third slower at 256 to 2K keys, and equally fast at 4K.
+# Query rows in a block, times query heads per kv head; a block has at least 16 query rows. With 32
+# or 128, the backend was up to a third slower at 256 to 2K keys, and equally fast at 4K.
 ROWS_PER_BLOCK = 64
-# Maximum number of elements of one map that a CPU core computes for a block. It limits the number
-# of heads in a block, but a core always computes at least one head. 2**17 elements in fp32 are 512
-# KiB, so that both maps fit into a core's L2 cache. With four times this number, the backend was up
-# to a third slower at 256 to 2K keys, and equally fast at 4K.
+# Maximum number of elements of one map per CPU core and block, unless one head alone has more.
+# 2**17 elements in fp32 are 512 KiB, so that both maps fit into a core's L2 cache. With four times
+# this number, the backend was up to a third slower at 256 to 2K keys, and equally fast at 4K.
 ELEMENTS_PER_CORE = 2**17
 
 
@@ -38,10 +31,9 @@ def row_blocks(q: Tensor, mask: AttentionMask) -> Iterator[tuple[slice, slice, s
     """Yield slices (heads, query rows, visible keys) for each block with visible keys.
 
     The slice of heads indexes the first dimension of `q` `[b * h_kv, repeats, s, d]`. On a CPU a
-    block has one head per thread, so that the scores of a thread stay in the cache of its core. If
-    the rows see few keys, a block has several heads per thread, because the overhead of torch's
-    calls would exceed the computation. On other devices a block has all heads, so that there are
-    few kernel launches.
+    block has one head per thread, so that a thread's scores stay in the cache of its core. If the
+    rows see few keys, it has several heads per thread, because the overhead of torch's calls would
+    exceed the computation. Elsewhere a block has all heads, for few kernel launches.
     """
     groups, repeats, length = q.shape[:3]
     rows_per_block = max(ROWS_PER_BLOCK // repeats, 16)
@@ -79,10 +71,9 @@ def block_scores(q: Tensor, k: Tensor, mask: AttentionMask, rows: slice, keys: s
 
 
 def rows_without_keys(mask: AttentionMask, rows: slice, keys: slice, like: Tensor) -> Tensor | None:
-    """Return a mask `[repeats * rows, 1]`, True for rows without visible keys.
+    """Return a mask `[repeats * rows, 1]`, True for rows without visible keys, or None.
 
-    Return None if all rows see a key. `like` is the block's queries `[heads, repeats, rows, d]`, of
-    which only the shape and the device are used.
+    `like` is the block's queries, of which only the shape and the device are used.
     """
     if mask.unmasked_prefix(rows.start, rows.stop) > 0:
         return None
@@ -106,7 +97,7 @@ def group_queries(x: Tensor, kv_heads: int) -> Tensor:
 
 
 def ungroup_queries(x: Tensor, batch: int) -> Tensor:
-    """Rearrange `[b * h_kv, repeats, s, e] -> [b, s, h, e]`, where b is ``batch``."""
+    """Rearrange `[b * h_kv, repeats, s, e] -> [b, s, h, e]`."""
     return x.unflatten(0, (batch, -1)).permute(0, 3, 1, 2, 4).flatten(2, 3)
 
 
@@ -118,21 +109,20 @@ def group_keys(x: Tensor) -> Tensor:
 
 
 def ungroup_keys(x: Tensor, batch: int) -> Tensor:
-    """Rearrange `[b * h_kv, t, e] -> [b, t, h_kv, e]`, where b is ``batch``."""
+    """Rearrange `[b * h_kv, t, e] -> [b, t, h_kv, e]`."""
     return x.unflatten(0, (batch, -1)).transpose(1, 2).contiguous()
 
 
 def block_by_noise_head(x: Tensor, noise_heads: int, repeats: int = 1) -> Tensor:
     """Split dimension 1 of `[heads, noise_heads * repeats * rows, keys]` into its three factors.
 
-    `noise_heads` is the number of noise heads per kv head. `repeats` is the number of signal heads
-    per noise head, unlike in the rest of this module.
+    Here `repeats` is the number of signal heads per noise head.
     """
     return x.unflatten(1, (noise_heads, repeats, -1))
 
 
 def sum_over_signal_heads(x: Tensor, noise_heads: int, repeats: int) -> Tensor:
-    """Sum over the `repeats` signal heads that share a noise head (see `block_by_noise_head`).
+    """Sum over the `repeats` signal heads that share a noise head.
 
     Shapes: `[heads, noise_heads * repeats * rows, keys] -> [heads, noise_heads * rows, keys]`.
     """

@@ -33,11 +33,10 @@ class _SubtractNoise(torch.autograd.Function):
 
 
 def _by_group(heads: Tensor, lambda_: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return signal heads, noise heads and lambda by group, in fp32 or wider.
+    """Return signal heads `[b, s, groups, r, d]`, noise heads `[b, s, groups, 1, d]` and lambda.
 
-    A group is r signal heads, followed by the noise head that they share. The shapes are
-    `[b, s, groups, r, d]`, `[b, s, groups, 1, d]` and `[b, s, groups, r, 1]`, with batch size b,
-    length s and head width d.
+    Lambda is `[b, s, groups, r, 1]`, and all are fp32 or wider. A group is r signal heads, followed
+    by the noise head that they share.
     """
     dtype = torch.promote_types(heads.dtype, torch.float32)
     groups = heads.shape[2] - lambda_.shape[2]

@@ -1,5 +1,4 @@
 # mypy: disable-error-code="no-untyped-def"
-# The parameters of kernels are values of Triton's compiler, so they have no type annotations.
 """Triton backward kernel for dK and dV; in the one-pass form it also computes dQ.
 
 Map i (1 or 2) is P_i = softmax(S_i), with scores S_i = scale Q_i K_i^T and output O_i = P_i V. The
@@ -11,13 +10,10 @@ Both maps share dP = dO V^T:
     dQ_i = scale dS_i K_i           dK_i = scale dS_i^T Q_i
     dV = (P_1 - lambda P_2)^T dO
 
-The backward pass has two forms. Their multiply-adds are per (query, key) pair, with queries of
-width d and values of width 2d:
-
-- Split (14d): this kernel computes dK and dV, and the kernel of `backward_dq` computes dQ. Both
-  kernels compute the scores and dP. The result is deterministic.
-- One-pass (10d): this kernel also sums dQ in memory by atomic additions. The order of the additions
-  changes from run to run, and so do the last bits of dQ.
+In the split form this kernel computes dK and dV, and `backward_dq` computes dQ. With queries of
+width d and values of width 2d this needs 14d multiply-adds per (query, key) pair, because both
+kernels compute the scores and dP. The one-pass form needs 10d: it also sums dQ in memory by atomic
+additions. Their order changes from run to run, and so do the last bits of dQ.
 
 A Triton program handles N keys and loops over blocks of M query rows. D and DV are the widths of
 queries and values, rounded up to powers of 2. With MAPS = 1 there is only the first map.
@@ -77,13 +73,10 @@ def _key_block_gradients(
 ):
     """Add the contributions of the query rows [row_begin, row_end) of one head to dK and dV.
 
-    Return dK1, dK2 and dV. With ONE_PASS, also add the contributions of the keys to dQ in memory.
-
-    Blocks of the maps and of their gradients are `[M, N]`. The accumulators are dK `[N, D]` and dV
-    `[N, DV]`. With TMA (on Hopper) the accumulators are transposed, `[D, N]` and `[DV, N]`. The
-    products that are added to them can then read the blocks of the maps from shared memory.
-    Without the transposition these blocks would be in registers, and too few registers would be
-    left for matrix instructions that overlap with each other.
+    Return dK1, dK2 and dV, `[N, D]` and `[N, DV]`. With TMA (on Hopper) they are transposed,
+    because the products that are added to them then read blocks of the maps from shared memory.
+    Otherwise these blocks would need registers, and too few would be left for matrix instructions
+    that overlap with each other.
     """
     for first_row in tl.range(row_begin, row_end, M, disable_licm=not LICM):
         rows = first_row + tl.arange(0, M)
@@ -107,10 +100,8 @@ def _key_block_gradients(
             dscores1 = tl.zeros([M, N], dtype=q1.dtype)
             dscores2 = tl.zeros([M, N], dtype=q1.dtype)
             # The condition is always true. It hides from the compiler that the products below use
-            # the results of `_map_gradients`. Otherwise the compiler would divide the products in
-            # `_map_gradients` by rows between two warpgroups. A warpgroup computes at least 64
-            # rows, and these products have only N = 64, so both warpgroups would compute all rows.
-            # With the condition, each warpgroup computes half of the columns.
+            # the results. Otherwise both warpgroups would compute all rows of the products in
+            # `_map_gradients` (docs/design/kernels.md, "Products computed twice").
             if first_row < opaque(row_end, INTERPRETED):
                 combined, dscores1, dscores2 = _map_gradients(
                     q1, k1, q2, k2, v, grad, lse1_ptr, lse2_ptr, delta1_ptr, delta2_ptr, lambda_,
@@ -195,10 +186,7 @@ def _sum_over_rows(
     ACCUMULATE: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Return `map_block^T @ tile`: `[M, N], [M, D] -> [N, D]`, the sum over M query rows.
-
-    With TRANSPOSED the result is transposed, `[D, N]`.
-    """
+    """Return `map_block^T @ tile`: `[M, N], [M, D] -> [N, D]`, or its transpose `[D, N]`."""
     if TRANSPOSED:
         product = multiply(tl.trans(tile), map_block, ACCUMULATE, INTERPRETED)
     else:
@@ -217,11 +205,7 @@ def _weights(
     ACCUMULATE: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Return a block `[M, N]` of a softmax map: 2^(q k^T scale_log2 - lse).
-
-    `scale_log2` is softmax_scale * log2(e), and `lse` is the base-2 log-sum-exp of each query.
-    Hidden pairs are zero.
-    """
+    """Return a block `[M, N]` of a map, 2^(q k^T scale_log2 - lse), with 0 for hidden pairs."""
     scores = _rows_times_keys(q, k, TRANSPOSED, ACCUMULATE, INTERPRETED)
     return tl.where(visible, tl.exp2(scores * scale_log2 - lse[:, None]), 0.0)
 
@@ -236,11 +220,9 @@ def _rows_times_keys(
 ):
     """Return the product `rows @ keys^T` `[M, N]` of `rows` `[M, D]` and `keys` `[N, D]`.
 
-    With TRANSPOSED it computes `keys @ rows^T` and transposes the result, to save shared memory.
-    `rows` is a tile of Q or dO that the loop over query rows loads. If a product uses such a tile
-    without transposing it, Triton's pipeliner reserves one more buffer for the tile. At d = 128 the
-    shared memory is too small for that buffer. The loop does not need the buffer, because it waits
-    for its products before it loads the next tile.
+    `rows` is a tile of Q or dO that the loop over query rows loads. With TRANSPOSED it is used only
+    transposed. For a product with an untransposed tile, Triton's pipeliner would reserve one more
+    buffer for the tile, and at d = 128 the shared memory is too small for that.
     """
     if TRANSPOSED:
         product = tl.trans(multiply(keys, tl.trans(rows), ACCUMULATE, INTERPRETED))
@@ -265,11 +247,10 @@ def _add_dq(
     ACCUMULATE: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Add the product dS K of one block to dQ, a contiguous `[batch, length, heads, width]` tensor.
+    """Add dS K of one block to dQ, a contiguous `[batch, length, heads, width]` tensor.
 
-    `launch_backward` multiplies the complete dQ by `scale`. A TMA reduction instead of the atomic
-    additions would need another 32 KiB of shared memory. At d = 128 with blocks of 64 keys, this
-    memory is not available.
+    `launch_backward` multiplies the complete dQ by `scale`. A TMA reduction would need another
+    32 KiB of shared memory, which d = 128 with blocks of 64 keys does not leave.
     """
     dq = multiply(dscores, k, ACCUMULATE, INTERPRETED)
     rows = opaque(first_row, INTERPRETED) + tl.arange(0, M)

@@ -1,17 +1,8 @@
 # mypy: disable-error-code="no-untyped-def"
-# The parameters of kernels are values of Triton's compiler, so they have no type annotations.
 """Triton backward kernel for dQ, used if the kernel of dK and dV does not also compute dQ.
 
-P_i is the softmax map i (1 or 2) of the queries Q_i and keys K_i, with output O_i = P_i V. dO is
-the gradient of O_1 - lambda * O_2, dS_i is the gradient of the scores of map i, and * is the
-elementwise product. With dP = dO V^T and delta_i = rowsum(dO * O_i):
-
-    dS_1 = P_1 * (dP - delta_1)
-    dS_2 = -lambda * P_2 * (dP - delta_2)
-    dQ_i = scale * (dS_i K_i)
-
-A Triton program handles M query rows and loops over blocks of N keys. D and DV are the widths of
-queries and values, rounded up to powers of 2.
+`backward_dkdv` has the equations. A Triton program handles M query rows and loops over blocks of N
+keys. D and DV are the widths of queries and values, rounded up to powers of 2.
 """
 
 import triton
@@ -63,9 +54,8 @@ def _dq_of_block(
 ):
     """Add the contributions of the keys [key_begin, key_end) to dQ1 and dQ2, and return the sums.
 
-    dQ1 and dQ2 are `[M, D]`. They lack the factor `scale`, which the caller applies. Weights (P),
-    `dmap` (dP) and `dscores` (dS) are `[M, N]`. With MASKED, a row sees only its keys
-    [row_start, row_stop).
+    dQ1 and dQ2 are `[M, D]`, without the factor `scale`. Weights (P), `dmap` (dP) and `dscores`
+    (dS) are `[M, N]`. With MASKED, a row sees only its keys [row_start, row_stop).
     """
     for first_key in tl.range(key_begin, key_end, N, disable_licm=not LICM):
         keys = first_key + tl.arange(0, N)

@@ -1,10 +1,8 @@
 # mypy: disable-error-code="no-untyped-def"
-# The parameters of kernels are values of Triton's compiler, so they have no type annotations.
 """Triton kernel that runs before the other backward kernels: deltas, and the norm's backward pass.
 
-The delta of map i is D_i = rowsum(dO * O_i), where O_i is the output of the map and dO the gradient
-of out = O1 - lambda O2. If the forward kernel applied the headwise RMSNorm, this kernel first
-computes dO from the gradient of the normed output.
+The delta of map i is rowsum(dO * O_i), where O_i is the output of the map and dO the gradient of
+out = O1 - lambda O2.
 """
 
 import triton
@@ -40,9 +38,9 @@ def preprocess_kernel(
 ):
     """Compute the deltas of M query rows of one head; with NORM also the gradients of the norm.
 
-    Grid: (blocks of query rows, batch * heads). `grad_ptr` has dO, or with NORM the gradient of the
-    normed output. With NORM each program also stores dO of its rows at `grad_out_ptr`, and its
-    rows' contribution to the gradient of the norm's weight as one row `[value_width]` of
+    Grid: (blocks of query rows, batch * heads). `grad_ptr` has dO. With NORM it has the gradient of
+    the normed output. Each program then stores dO of its rows at `grad_out_ptr`, and its rows'
+    contribution to the gradient of the norm's weight as one row `[value_width]` of
     `grad_weight_ptr`.
     """
     first_row = tl.program_id(0) * M
@@ -64,8 +62,7 @@ def preprocess_kernel(
         weight = tl.load(norm_weight_ptr + columns, mask=columns < value_width, other=0.0)
         rows = first_row + tl.arange(0, M)
         mean_square = tl.sum(out * out, 1) / value_width
-        # Rows past the last query are zero. With eps = 0 their rstd (1 / root mean square) would be
-        # infinite and their gradients NaN, so set their rstd to 0.
+        # Rows past the last query are zero. With eps = 0 their rstd would be infinite.
         rstd = tl.where(rows < query_length, 1.0 / tl.sqrt(mean_square + norm_eps), 0.0)
         unit = out * rstd[:, None]
         program = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
@@ -88,8 +85,7 @@ def preprocess_kernel(
             stride_batch, stride_row, stride_head, value_width, M, DV, False,
         )  # fmt: skip
         delta2 = tl.sum(grad * out2.to(ACCUMULATE), 1)
-        # `delta1` is rowsum(dO * out) so far. The delta of the first map is rowsum(dO * out1), and
-        # out1 = out + lambda out2 is not saved.
+        # delta1 = rowsum(dO * out1), and out1 = out + lambda out2 is not saved.
         delta1 += tl.load(lambda_ptr).to(ACCUMULATE) * delta2
         store_rows(delta2_ptr, delta2, batch, head, first_row, query_length, heads, M)
     store_rows(delta1_ptr, delta1, batch, head, first_row, query_length, heads, M)

@@ -1,10 +1,8 @@
 """Block sizes of the Triton kernels, as plain functions that need no GPU.
 
-The sizes were chosen from the output of Triton's compiler for sm_90 and sm_80, by two criteria: the
-loops spill as few registers as possible, and two groups of warps never compute the same matrix
-product. The blocks also fit the shared memory of all other chips.
-tests/kernels/test_triton_compile.py checks the spills of each kernel. No block size has been timed
-on a GPU yet; tools/benchmarks/tune_attention.py can do that.
+The sizes were chosen from the output of Triton's compiler for sm_90 and sm_80: the loops spill few
+registers, and two groups of warps never compute the same matrix product. No block size has been
+timed on a GPU yet; tools/benchmarks/tune_attention.py can do that.
 """
 
 from enum import Enum
@@ -19,13 +17,11 @@ class Blocks(NamedTuple):
     Attributes:
         M: number of query rows in a block.
         N: number of keys in a block.
-        num_warps, num_stages: launch options of Triton. Loads through tensor descriptors need three
-            stages to overlap with products. Triton issues loads at the end of a loop iteration.
-            With two stages, the next iteration needs the loaded tiles, and waits for them at once.
-            With three stages, the tiles are for the iteration after the next.
-        licm: whether the compiler applies loop-invariant code motion. It then computes values that
-            do not change in a loop only once, before the loop. These values occupy registers during
-            the whole loop. On Hopper there are many such values, for example the addresses of
+        num_warps, num_stages: launch options of Triton. Triton issues loads at the end of a loop
+            iteration. With two stages the next iteration waits for these loads at once. With three
+            stages they are for the iteration after the next, so they overlap with products.
+        licm: whether the compiler moves loop-invariant code before the loop. Such values occupy
+            registers during the whole loop. On Hopper there are many, e.g. the addresses of
             shared-memory tiles in matrix instructions.
     """
 
@@ -43,8 +39,8 @@ class Target(Enum):
     """A class of chips and dtypes that the kernels are compiled for.
 
     HOPPER loads 16-bit tiles through tensor descriptors (TMA). LARGE and SMALL load all tiles
-    through plain pointers. The limit of shared memory per thread block is at least 163 KiB on LARGE
-    chips, and at least 99 KiB on SMALL chips.
+    through plain pointers. Their shared memory per thread block is at least 163 KiB (LARGE) or
+    99 KiB (SMALL).
     """
 
     HOPPER = "hopper"
@@ -57,8 +53,7 @@ def target_of(dtype: torch.dtype, capability: tuple[int, int]) -> Target:
 
     With descriptors for fp32 tiles the backward kernels would spill kilobytes of registers. On
     Blackwell (10.x) Triton's pipeliner aborts the process if a loop prefetches tiles through
-    descriptors and contains the inline assembly of `tiles.opaque`. So only 9.x with 16-bit dtypes
-    uses descriptors.
+    descriptors and contains the inline assembly of `tiles.opaque`.
     """
     if capability[0] == 9 and dtype in SIXTEEN_BITS:
         return Target.HOPPER

@@ -1,15 +1,13 @@
 # mypy: disable-error-code="no-untyped-def"
-# The parameters of kernels are values of Triton's compiler, so they have no type annotations.
 """Triton forward kernel of differential attention, the difference of two softmax attention maps.
 
 Each program computes a block of query rows. It computes the two maps one after the other, because
 two accumulators `[rows, value width]` would not fit the registers. The output of the second map
-(q2, k2) is computed first and stored in memory, where the backward pass needs it anyway. Then the
-program computes the output of the first map (q1, k1), and subtracts lambda times the stored output.
+(q2, k2) is computed first and stored in memory, where the backward pass needs it anyway.
 
 A block has M query rows and N keys. D and DV are the widths of queries and values, rounded up to
-powers of 2. q, k and v are pointers, or tensor descriptors if TMA is true. ACCUMULATE is the dtype
-of the accumulators, and INTERPRETED is true in Triton's interpreter.
+powers of 2. q, k and v are pointers, or tensor descriptors with TMA. ACCUMULATE is the dtype of the
+accumulators.
 """
 
 import triton
@@ -133,8 +131,7 @@ def _one_map(
     The log-sum-exp is log2(sum(2^s)) with the scores s = q k^T * `scale_log2`. A row without
     visible keys has an output of zero and a log-sum-exp of -inf.
     """
-    # Rows past the last query get the visible keys of the last query. Other keys would widen the
-    # range of keys that the block visits.
+    # Rows past the last query get its visible keys. Others would widen the block's range of keys.
     rows = tl.minimum(first_row + tl.arange(0, M), query_length - 1)
     row_start, row_stop = keys_of_rows(
         rows, query_length, key_length, shift, start_ptr, stop_ptr, CAUSAL, DOCUMENTS
@@ -223,8 +220,7 @@ def forward_kernel(
 ):
     """Compute attention of M query rows of one head.
 
-    Grid: (blocks of query rows, batch * heads). Map i has the output out_i and the base-2
-    log-sum-exps at `lse1_ptr` or `lse2_ptr`. With MAPS = 2 the kernel stores out1 - lambda * out2
+    Grid: (blocks of query rows, batch * heads). With MAPS = 2 the kernel stores out1 - lambda out2
     at `out_ptr`, and out2 at `out2_ptr`. With MAPS = 1 it stores out1 at `out_ptr`. With NORM it
     also stores RMSNorm(result) * norm_weight * norm_scale at `normed_ptr`, normalised over the
     `value_width` channels of a head.
@@ -243,8 +239,7 @@ def forward_kernel(
             width, value_width, M, N, D, DV, CAUSAL, DOCUMENTS, TMA, LICM, ACCUMULATE, INTERPRETED,
         )  # fmt: skip
         store_tile(out2_ptr, out2, batch, head, first_row, query_length, heads, value_width, M, DV)
-        # Without `opaque`, the compiler would keep the addresses of the first call of _one_map in
-        # registers for the second call.
+        # Otherwise the compiler would keep the addresses of this map in registers for the next.
         first_row = opaque(first_row, INTERPRETED)
     out = _one_map(
         q1, k1, v, lse1_ptr, batch, head, kv_head, first_row, heads,

@@ -2,9 +2,7 @@
 
 Map i is softmax(q_i k_i^T), and its output O_i is map i times the values v. Differential attention
 has two maps and the result O_1 - lambda O_2. With one map the result is O_1. dO is the gradient of
-the result. A headwise norm may be applied to the result.
-
-In shapes b is the batch size, s the number of query rows and h the number of heads.
+the result. In shapes b is the batch size, s the number of query rows and h the number of heads.
 """
 
 import math
@@ -36,9 +34,8 @@ MOST_HEADS = 65535
 class Problem(NamedTuple):
     """Settings that all kernels of one attention call share.
 
-    Attributes:
-        one_pass: whether the backward pass computes dQ in the same kernel as dK and dV.
-        target: class of chips that the kernels are compiled for.
+    `one_pass` tells whether the backward pass computes dQ in the same kernel as dK and dV. `target`
+    is the class of chips that the kernels are compiled for.
     """
 
     softmax_scale: float
@@ -55,12 +52,7 @@ class Problem(NamedTuple):
 def problem_of(call: AttentionCall, one_pass: bool | None, target: Target | None) -> Problem:
     """Return the settings that all kernels of an attention call share.
 
-    Args:
-        one_pass: None for the result of `default_one_pass`.
-        target: None for the result of `target_of`.
-
-    Raises:
-        ValueError: batch * heads is larger than ``MOST_HEADS``.
+    None means the result of `default_one_pass` and of `target_of`.
     """
     q = call.maps.queries[0]
     if q.shape[0] * q.shape[2] > MOST_HEADS:
@@ -71,8 +63,7 @@ def problem_of(call: AttentionCall, one_pass: bool | None, target: Target | None
     if one_pass is None:
         one_pass = default_one_pass(q.shape[-1], torch.are_deterministic_algorithms_enabled())
     if target is None:
-        # On a CPU, Triton interprets the kernels and blocks of all sizes fit, so any capability
-        # will do.
+        # In Triton's interpreter any capability is right, because blocks of all sizes fit.
         capability = torch.cuda.get_device_capability(q.device) if q.is_cuda else (8, 0)
         target = target_of(q.dtype, capability)
     return Problem(call.scale, call.mask, one_pass, target)
@@ -91,7 +82,6 @@ def launch_forward(
     Args:
         inputs: q1, k1, q2, k2, v, each `[b, length, heads, width]`. With one map q2 and k2 are not
             used; pass q1 and k1 twice.
-        lambda_: 0-dim factor of the second map.
         outs: output tensors for O_1 - lambda O_2 and O_2; with one map, for O_1 and None.
         lses: output tensors `[b, h, s]` for the base-2 log-sum-exps of each map; the second is None
             with one map.
@@ -130,7 +120,6 @@ def launch_preprocess(
         grad: gradient of the normalised output, or dO without a norm.
         out: O_1 - lambda O_2, before the norm.
         out2: O_2.
-        lambda_: 0-dim.
         norm: weight (None without a norm), eps and scale of the headwise norm.
 
     Returns:
@@ -168,12 +157,8 @@ def launch_backward(
 ) -> QKV:
     """Launch the backward kernels, and return the gradients of queries, keys and values.
 
-    Args:
-        inputs: q1, k1, q2, k2, v, as in `launch_forward`.
-        grad: dO, the gradient of the result before the norm.
-        lambda_: 0-dim factor of the second map; None if there is only one map.
-        lses: base-2 log-sum-exp of each map, `[b, h, s]`; the second is None with one map.
-        deltas: rowsum(dO * O_i) of each map, `[b, h, s]`; the second is None with one map.
+    The log-sum-exps (base 2) and the deltas rowsum(dO * O_i) are `[b, h, s]`. With one map lambda
+    and the second of each pair are None.
     """
     q1, k1, _, _, v = inputs
     batch, length, heads, width = q1.shape
@@ -218,7 +203,6 @@ def launch_backward(
 
 
 def _scaled(dq: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    """Return `dq * scale` in `dtype`, without a temporary tensor in dq's dtype."""
     return torch.mul(dq, scale, out=torch.empty_like(dq, dtype=dtype))
 
 
@@ -277,10 +261,7 @@ def same_strides(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def row_values(q: Tensor) -> Tensor:
-    """Return an uninitialised tensor `[b, h, s]` for one number per head and query row.
-
-    `q` is `[b, s, h, width]`. The result is fp64 if `q` is fp64, and otherwise fp32.
-    """
+    """Return an uninitialised tensor `[b, h, s]`: one number per head and row of q."""
     batch, length, heads, _ = q.shape
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     return q.new_empty(batch, heads, length, dtype=dtype)

@@ -1,14 +1,11 @@
 # mypy: disable-error-code="no-untyped-def"
-# The parameters of kernels are values of Triton's compiler, so they have no type annotations.
 """The subtraction of DIFF V2 in Triton: `signal - lambda * noise` per token and signal head.
 
-The heads tensor has the shape `[batch, length, groups * (r + 1), width]`: each group has r signal
-heads, followed by the noise head that they share. Lambda is `[batch, length, groups * r]`. A
-program handles ROWS tokens of one group. It loads the noise head once, and sums the noise head's
-gradient over the signal heads in registers.
-
-In the kernels `M` is ROWS, `ratio` is r, `D` is the width rounded up to a power of 2, and
-`ACCUMULATE` is the dtype of the computation. The kernels need a contiguous lambda.
+The heads tensor is `[batch, length, groups * (r + 1), width]`: each group has r signal heads,
+followed by the noise head that they share. Lambda is `[batch, length, groups * r]`. A program
+handles ROWS tokens of one group, loads the noise head once, and sums the noise head's gradient over
+the signal heads in registers. In the kernels `M` is ROWS, `ratio` is r, and `D` is the width
+rounded up to a power of 2.
 """
 
 from typing import Any
@@ -26,13 +23,7 @@ ROWS = 32
 
 
 def subtract_noise(heads: Tensor, lambda_: Tensor) -> Tensor:
-    """Return `signal - lambda * noise`, `[batch, length, groups * r, width]`.
-
-    Args:
-        heads: `[batch, length, groups * (r + 1), width]`; r signal heads and then the noise head in
-            each group.
-        lambda_: `[batch, length, groups * r]`.
-    """
+    """Return `signal - lambda * noise`, `[batch, length, groups * r, width]`."""
     out: Tensor = _SubtractNoise.apply(heads, lambda_)
     return out
 
@@ -67,7 +58,6 @@ class _SubtractNoise(torch.autograd.Function):
 
 
 def _dense(x: Tensor) -> Tensor:
-    """Return the tensor, or a contiguous copy if its last stride is not 1."""
     return x if x.stride(3) == 1 else x.contiguous()
 
 

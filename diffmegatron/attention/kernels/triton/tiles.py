@@ -1,14 +1,13 @@
 # mypy: disable-error-code="no-untyped-def"
-# The parameters of kernels are values of Triton's compiler, so they have no type annotations.
 """Functions that the Triton kernels share: loads, stores, products, intervals of visible keys.
 
 Tensors are `[batch, length, heads, width]` with a last stride of 1. A *tile* is `[ROWS, WIDTH]`:
 ROWS consecutive rows (positions) of one head. WIDTH is `width` rounded up to a power of 2.
 
-A *source* is a pointer, or with TMA a tensor descriptor that the host creates. The descriptor
-covers the view `[batch, heads, length, width]` in blocks of `[1, 1, ROWS, WIDTH]`. For this order
-of dimensions the compiler folds the reshape to `[ROWS, WIDTH]` into the load, and the tile stays in
-shared memory. A block of `[1, ROWS, 1, WIDTH]` would pass through registers, which would spill.
+A *source* is a pointer, or with TMA a tensor descriptor of the view `[batch, heads, length, width]`
+in blocks of `[1, 1, ROWS, WIDTH]`. For this order of dimensions the compiler folds the reshape to
+`[ROWS, WIDTH]` into the load, and the tile stays in shared memory. A block of `[1, ROWS, 1, WIDTH]`
+would pass through registers, which would spill.
 """
 
 import triton
@@ -96,12 +95,11 @@ def store_rows(pointer, values, batch, head, first_row, length, heads, ROWS: tl.
 def multiply(a, b, ACCUMULATE: tl.constexpr, INTERPRETED: tl.constexpr):
     """Return the matrix product of a and b in the dtype ACCUMULATE.
 
-    On a GPU, fp32 operands are multiplied as tf32, because Triton's more exact input precisions,
-    `ieee` and `tf32x3`, would spill kilobytes of registers.
+    On a GPU, fp32 operands are multiplied as tf32, because Triton's more exact input precisions
+    would spill kilobytes of registers.
     """
     if INTERPRETED:
-        # In Triton 3.6 to 3.9 the interpreter computes tl.dot of bf16 operands wrongly, so widen
-        # them first.
+        # In Triton 3.6 to 3.9 the interpreter computes tl.dot of bf16 operands wrongly.
         product = tl.dot(a.to(ACCUMULATE), b.to(ACCUMULATE), out_dtype=ACCUMULATE)
     else:
         product = tl.dot(a, b, out_dtype=ACCUMULATE, input_precision="tf32")
@@ -112,9 +110,9 @@ def multiply(a, b, ACCUMULATE: tl.constexpr, INTERPRETED: tl.constexpr):
 def opaque(x, INTERPRETED: tl.constexpr):
     """Return the integer x; the compiler cannot see that the result equals x.
 
-    Code that uses the result instead of x computes its addresses again. If it used x, the compiler
-    would reuse earlier addresses, and keep them in registers across the loops in between. With
-    query heads of width 128 the forward kernel has no free registers for these addresses.
+    Code that uses the result computes its addresses again. With x, the compiler would keep earlier
+    addresses in registers across the loops in between. At d = 128 the forward kernel has no free
+    registers for them.
     """
     if INTERPRETED:
         copy = x
@@ -138,9 +136,9 @@ def keys_of_rows(
 ):
     """Return the interval of visible keys, [start, stop), of each query row.
 
-    With DOCUMENTS the intervals are loaded from two tables `[query_length]`
-    (`AttentionMask.key_intervals`), which already respect causality. `shift` is the position of the
-    first query minus the position of the first key.
+    With DOCUMENTS the intervals come from two tables `[query_length]`
+    (`AttentionMask.key_intervals`), which respect causality. `shift` is the position of the first
+    query minus the position of the first key.
     """
     if DOCUMENTS:
         start = tl.load(start_ptr + rows, mask=rows < query_length, other=0)
@@ -166,9 +164,8 @@ def queries_of_keys(
 ):
     """Return the interval of query rows, [start, stop), that see each key.
 
-    An interval with start >= stop is empty. With DOCUMENTS the intervals are loaded from two tables
-    `[key_length]` (`AttentionMask.query_intervals`). `shift` is the position of the first query
-    minus the position of the first key.
+    An interval with start >= stop is empty. With DOCUMENTS the intervals come from two tables
+    `[key_length]` (`AttentionMask.query_intervals`). `shift` is as in `keys_of_rows`.
     """
     if DOCUMENTS:
         start = tl.load(start_ptr + keys, mask=keys < key_length, other=0)

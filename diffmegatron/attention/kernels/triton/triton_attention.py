@@ -1,12 +1,9 @@
 """The Triton backend: the kernels as autograd functions.
 
 Differential attention has two maps, softmax(q1 k1^T) and softmax(q2 k2^T), with the outputs `out1`
-and `out2`. It returns `out = out1 - lambda out2`. The forward pass saves `out` and `out2`, and the
-backward pass computes out1 as out + lambda out2. Softmax attention has one map.
-
-The heads of the first map are signal heads, and the heads of the second map are noise heads. If
-several signal heads share a noise head, there is one kernel launch per map. Otherwise one kernel
-computes both maps.
+and `out2`, and returns `out = out1 - lambda out2`. The forward pass saves `out` and `out2`, and the
+backward pass computes out1 as out + lambda out2. Softmax attention has one map. If several heads of
+q1 share a head of q2, there is one kernel launch per map. Otherwise one kernel computes both maps.
 
 In the shapes b is the batch size, s the number of queries, h the number of heads of the first map,
 heads the number of heads of one map, and e the width of the values.
@@ -40,11 +37,7 @@ def attend(
 ) -> Tensor:
     """Compute attention with one or two maps.
 
-    Args:
-        call: attention call. A kernel that computes both maps also applies the norm.
-        one_pass: whether the backward pass computes dQ in the kernel of dK and dV; by default the
-            result of `default_one_pass`.
-        target: class of chips to compile for; by default the result of `target_of`.
+    None means the result of `default_one_pass` and of `target_of`.
     """
     problem = problem_of(call, one_pass, target)
     queries, keys, v = call.maps
@@ -63,8 +56,7 @@ def attend(
 def attention_with_lse(call: AttentionCall, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     """Return the output `[b, s, heads, e]` and log-sum-exp `[b, s, heads]` of one map.
 
-    The log-sum-exp is a natural logarithm. `api.chunk_attention` calls this function. It is not
-    differentiable.
+    `api.chunk_attention` calls this function. It is not differentiable.
     """
     out, lse = _one_map(q, k, call.maps.v, problem_of(call, None, None))
     return out, lse.transpose(1, 2) / LOG2_E
@@ -73,10 +65,7 @@ def attention_with_lse(call: AttentionCall, q: Tensor, k: Tensor) -> tuple[Tenso
 def chunk_gradients(call: AttentionCall, grad: Tensor, whole: WholeAttention) -> QKV:
     """Return the contribution of a chunk of keys to the gradients, for `api.chunk_gradients`.
 
-    Args:
-        call: queries, and the keys and values of the chunk.
-        grad: gradient of `whole.out`.
-        whole: result of attention of these queries to the keys of all chunks.
+    `whole` is the result of attention to all keys, and `grad` is the gradient of `whole.out`.
     """
     lses = [by_head(lse * LOG2_E) for lse in whole.lses]
     deltas = whole.deltas(grad, call.lambda_)
@@ -184,11 +173,8 @@ def _gradients(
 ) -> QKV:
     """Return the gradients of queries, keys and values.
 
-    Args:
-        grad: gradient of out1 - lambda out2, or of out1 with one map, `[b, s, h, e]`.
-        lambda_: 0-dim; None with one map.
-        lses: base-2 log-sum-exp of each map, `[b, heads, s]`.
-        deltas: result of `WholeAttention.deltas` for each map, `[b, s, heads]`.
+    `grad` `[b, s, h, e]` is the gradient of the result. For each map there are base-2 log-sum-exps
+    `[b, heads, s]` and deltas `[b, s, heads]`.
     """
     (v,) = same_strides(maps.v)
     first, last = maps.queries[0], maps.queries[-1]

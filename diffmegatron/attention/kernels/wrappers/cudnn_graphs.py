@@ -1,9 +1,7 @@
-"""Plain attention by cuDNN's graphs, through nvidia-cudnn-frontend: V may be wider than Q.
+"""Plain attention by cuDNN's graphs, through nvidia-cudnn-frontend 1.32: V may be wider than Q.
 
 In the backward pass, torch's own cuDNN attention supports a V of at most 128 columns, and cuDNN
-itself at most 256 on Hopper. If cuDNN does not support a shape, a mask or a chip, the error
-contains cuDNN's reason. The code follows the interface of nvidia-cudnn-frontend 1.32, called the
-frontend below.
+itself at most 256 on Hopper.
 
 Tensors are contiguous `[b, length, heads, width]`. A graph describes them as
 `[b, heads, length, width]` with the corresponding strides. Packed documents have cuDNN's *ragged*
@@ -27,7 +25,7 @@ from .two_map_calls import two_calls
 
 # torch dtype -> name of the dtype in the frontend.
 DATA_TYPES = {torch.bfloat16: "BFLOAT16", torch.float16: "HALF"}
-# Maximum number of cached graphs of forward passes, and of cached graphs of backward passes.
+# Maximum number of cached graphs, for each direction.
 MOST_GRAPHS = 64
 # A ragged tensor must have fewer elements than this, because cuDNN's offsets into it are int32.
 MOST_ELEMENTS = 2**31
@@ -41,9 +39,7 @@ class Problem(NamedTuple):
             power of two.
         rows, keys: number of queries and of keys; with packed documents, the length of the longest
             document, rounded up to a power of two.
-        width: width of a query or key.
-        causal: whether keys at later positions than the query are hidden; the last query has the
-            position of the last key.
+        causal: whether later keys are hidden; the last query has the position of the last key.
         is_packed: whether the batch rows are documents of different lengths.
         deterministic: whether gradients are summed in a fixed order, without atomic additions.
     """
@@ -68,7 +64,7 @@ class Graph(NamedTuple):
 
     Attributes:
         graph: the frontend's graph.
-        tensors: dict from a name, such as "q" or "lse", to the graph's tensor.
+        tensors: name, e.g. "q" or "lse" -> the graph's tensor.
         workspace: size of the workspace in bytes.
     """
 
@@ -93,11 +89,7 @@ class Documents(NamedTuple):
 
 @lru_cache
 def load_library() -> ModuleType:
-    """Import and check nvidia-cudnn-frontend.
-
-    Raises:
-        ValueError: the frontend is too old, or finds no cuDNN library.
-    """
+    """Import nvidia-cudnn-frontend; raise ValueError if it is too old or finds no cuDNN library."""
     library = import_module("cudnn")
     version = getattr(library, "__version__", "unknown")
     if not hasattr(getattr(library, "pygraph", None), "sdpa_backward"):
@@ -122,14 +114,12 @@ def attend(call: AttentionCall) -> Tensor:
     mask = call.mask
     if mask.cu_seqlens is None:
         return two_calls(partial(_attend_aligned, call.scale, mask.causal), call)
-    # `cu_seqlens` has the boundaries of the documents in each batch row.
     return two_calls(partial(_attend_documents, call.scale, mask.causal, mask.cu_seqlens), call)
 
 
 def _attend_aligned(scale: float, causal: bool, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     blind = max(q.shape[1] - k.shape[1], 0) if causal else 0
-    # The first `blind` query rows see no key. cuDNN does not support such rows, so call it without
-    # these rows, and set their output to zero.
+    # cuDNN does not support the first `blind` query rows, which see no key; their output is zero.
     out = _attend(scale, causal, q[:, blind:], k, v, None)
     return torch.nn.functional.pad(out, (0, 0, 0, 0, blind, 0)) if blind else out
 
@@ -142,18 +132,13 @@ def _attend_documents(
     return _attend(scale, causal, q_row, k_row, v_row, documents)[0].unflatten(0, q.shape[:2])
 
 
-# Both maps and all layers use the same documents for a batch, so the result is cached.
 @cached_tensors
 def documents_of(bounds: tuple[int, ...], batch: int, device: torch.device) -> Documents:
     """Return the documents of all batch rows, concatenated row by row.
 
-    The number of documents and `longest` are rounded up to powers of two, so that many batches use
-    the same graph. The additional documents have no tokens.
-
-    Args:
-        bounds: cumulative lengths of the documents in each batch row, beginning with 0.
-        batch: number of batch rows.
-        device: device of the tensors.
+    `bounds` are the cumulative lengths of the documents in each batch row, beginning with 0. The
+    number of documents and `longest` are rounded up to powers of two, so that many batches use the
+    same graph. The additional documents have no tokens.
     """
     row = torch.tensor(bounds)
     lengths = row.diff().repeat(batch)
@@ -228,8 +213,8 @@ class _Attention(torch.autograd.Function):
 def _of_documents(problem: Problem, documents: Documents | None) -> dict[str, Tensor]:
     """Return the graph's inputs that describe the documents; an empty dict without documents.
 
-    ``lengths`` has the tokens of each document. ``q_starts`` has the offset of each document in the
-    tensor q, in elements. The tensors k, v, o and lse have such offsets too.
+    `lengths` has the tokens of each document. `q_starts` has the offset of each document in the
+    tensor q, in elements; k, v, o and lse have such offsets too.
     """
     if documents is None:
         return {}
@@ -240,7 +225,7 @@ def _of_documents(problem: Problem, documents: Documents | None) -> dict[str, Te
 
 
 def _token_sizes(problem: Problem) -> dict[str, int]:
-    """Return a dict from the name of a tensor to its number of elements per token."""
+    """Return the number of elements per token of each tensor."""
     return {
         "q": problem.heads * problem.width,
         "k": problem.kv_heads * problem.width,
@@ -272,11 +257,7 @@ def _handle(device: torch.device) -> Any:
 
 @lru_cache(maxsize=MOST_GRAPHS)
 def forward_graph(problem: Problem) -> Graph:
-    """Return the compiled forward pass, which writes the output and the log-sum-exps.
-
-    Raises:
-        ValueError: cuDNN does not support the problem.
-    """
+    """Return the compiled forward pass, which writes the output and the log-sum-exps."""
     builder = _Builder(problem)
     inputs = {name: builder.tensor(name) for name in ("q", "k", "v")}
     out, lse = builder.graph.sdpa(
@@ -289,11 +270,7 @@ def forward_graph(problem: Problem) -> Graph:
 
 @lru_cache(maxsize=MOST_GRAPHS)
 def backward_graph(problem: Problem) -> Graph:
-    """Return the compiled backward pass, which writes the gradients of q, k and v.
-
-    Raises:
-        ValueError: cuDNN does not support the problem.
-    """
+    """Return the compiled backward pass, which writes the gradients of q, k and v."""
     builder = _Builder(problem)
     inputs = {name: builder.tensor(name) for name in ("q", "k", "v", "o")}
     grads = builder.graph.sdpa_backward(
@@ -310,7 +287,7 @@ def backward_graph(problem: Problem) -> Graph:
 
 
 class _Builder:
-    """A cuDNN graph under construction; ``tensors`` has the graph's tensors by name."""
+    """A cuDNN graph under construction; `tensors` has the graph's tensors by name."""
 
     def __init__(self, problem: Problem) -> None:
         self.library = load_library()
@@ -352,11 +329,7 @@ class _Builder:
         return options
 
     def compiled(self) -> Graph:
-        """Compile the graph with the plan that cuDNN's heuristics rank first.
-
-        Raises:
-            ValueError: cuDNN does not support the problem.
-        """
+        """Compile the graph with the plan that cuDNN's heuristics rank first."""
         library, graph = self.library, self.graph
         try:
             graph.validate()
@@ -374,10 +347,7 @@ class _Builder:
         return Graph(graph, self.tensors, graph.get_workspace_size())
 
     def _layout(self, name: str) -> tuple[list[int], list[int], Any]:
-        """Return dimensions `[b, heads, length, width]`, strides and dtype of a tensor.
-
-        `name` is a tensor, such as "q", or its gradient, such as "dq".
-        """
+        """Return dimensions `[b, heads, length, width]`, strides and dtype of e.g. "q" or "dq"."""
         of = self.problem
         if name == "lse":
             dims = [of.batch, of.heads, of.rows, 1]

@@ -1,9 +1,8 @@
 """Plain attention by FlashAttention 2, or by its fork flex_head_fa, where V may be wider than Q.
 
-Both libraries follow the conventions of this package. The last query is aligned with the last key.
-The output of rows without visible keys is zero. With h query heads and h_kv kv heads, query head n
-attends to kv head n // (h / h_kv). (Source: flash_attn_interface.py of flash_attn 2.8 and
-flex_head_fa 0.1.2.)
+Both libraries follow the conventions of this package (flash_attn_interface.py of flash_attn 2.8 and
+flex_head_fa 0.1.2): the last query is aligned with the last key, rows without visible keys are
+zero, and query head n attends to kv head n // (h / h_kv).
 """
 
 import inspect
@@ -20,11 +19,7 @@ ARGUMENTS = {"softmax_scale", "causal", "deterministic"}
 
 
 def load_library(name: str) -> ModuleType:
-    """Import the library, and check that its functions have the parameters in ``ARGUMENTS``.
-
-    Raises:
-        ValueError: a function or one of the parameters is missing in the installed version.
-    """
+    """Import the library, and check that its functions have the parameters in `ARGUMENTS`."""
     library = import_module(name)
     for function_name in ("flash_attn_func", "flash_attn_varlen_func"):
         function = getattr(library, function_name, None)
@@ -44,27 +39,17 @@ def attend(call: AttentionCall) -> Tensor:
 
 
 def attend_in_two_calls(call: AttentionCall) -> Tensor:
-    """Compute differential attention by two calls of flex_head_fa with the whole V.
-
-    This is FlashDiffAttn_1, the form that Differential Transformer (arXiv 2410.05258) timed.
-    """
+    """Compute differential attention by two calls of flex_head_fa with the whole V."""
     return two_calls(plain_attention(load_library("flex_head_fa"), call), call)
 
 
 def attend_in_four_calls(call: AttentionCall) -> Tensor:
-    """Compute differential attention by four calls of FlashAttention 2 with halves of V.
-
-    This is FlashDiffAttn_2 of Differential Transformer (arXiv 2410.05258).
-    """
+    """Compute differential attention by four calls of FlashAttention 2 with halves of V."""
     return four_calls(plain_attention(load_library("flash_attn"), call), call)
 
 
 def plain_attention(library: ModuleType, call: AttentionCall) -> Attend:
-    """Return a function that computes plain attention of q, k and v with the call's mask.
-
-    Tensors are `[b, length, heads, width]`. The mask's document boundaries (`cu_seqlens`) apply to
-    every batch row.
-    """
+    """Return a function that computes plain attention of q, k and v with the call's mask."""
     mask = call.mask
     options = {
         "softmax_scale": call.scale,

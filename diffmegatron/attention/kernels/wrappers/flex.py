@@ -1,8 +1,4 @@
-"""Attention by torch's FlexAttention, compiled on CUDA, in one call per map.
-
-Ordinary attention has one map, softmax(Q K^T); differential attention has two. With two maps each
-call receives V in its full width 2d, where d is the width of a query.
-"""
+"""Attention by torch's FlexAttention, compiled on CUDA, in one call per map with the whole V."""
 
 from functools import cache
 from typing import Any
@@ -17,20 +13,15 @@ from ..masks import AttentionMask
 from ..triton.block_sizes import SIXTEEN_BITS, Target, target_of
 from .two_map_calls import Attend, two_calls
 
-# Number of queries, and number of keys, in a block of a BlockMask: FlexAttention's default.
+# Queries and keys in a block of a BlockMask: FlexAttention's default.
 BLOCK = 128
 # Maximum number of compilations for different widths, dtypes and groupings of heads; torch's own
-# limit is eight. With fullgraph=True one more compilation is an error. Without fullgraph, torch
-# would run FlexAttention uncompiled above the limit, and store all scores.
+# limit is eight. Above the limit torch would run FlexAttention uncompiled, or fail with fullgraph.
 MOST_COMPILATIONS = 64
 
 
 def attend(call: AttentionCall) -> Tensor:
-    """Compute attention by one call per map.
-
-    With two maps on CUDA, `kernel_options` chooses the block sizes. In all other cases
-    FlexAttention chooses them.
-    """
+    """Compute attention by one call per map, with own block sizes for two maps on CUDA."""
     if call.lambda_ is None:
         return _plain_attention(call, None)(*call.maps.arguments())
     options, q = None, call.maps.queries[0]
@@ -71,8 +62,7 @@ def block_mask(mask: AttentionMask, device: torch.device) -> BlockMask:
     sees = torch.stack(
         [
             (start[:, None] < end_key) & (stop[:, None] > first_key) & (start < stop)[:, None],
-            # FlexAttention treats a shorter last block of keys as partially masked, so this block
-            # is not fully visible here.
+            # A shorter last block of keys is partially masked for FlexAttention.
             (start[:, None] <= first_key) & (stop[:, None] >= end_key),
         ]
     )
@@ -95,9 +85,9 @@ def block_mask(mask: AttentionMask, device: torch.device) -> BlockMask:
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """Return the number of true entries in each row of a table, and the order of its columns.
 
-    `blocks` is a boolean table `[query blocks, key blocks]`. The numbers are int32
-    `[1, 1, query blocks]`. The order is int32 `[1, 1, query blocks, key blocks]`: for each row all
-    column indices, with the indices of true entries first.
+    The table is boolean `[query blocks, key blocks]`. The numbers are int32 `[1, 1, query blocks]`.
+    The order is int32 `[1, 1, query blocks, key blocks]`: in each row the column indices of true
+    entries, followed by the other column indices.
     """
     order = blocks.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
     return blocks.sum(-1, dtype=torch.int32)[None, None], order.to(torch.int32)[None, None]
@@ -108,23 +98,20 @@ def kernel_options(
 ) -> dict[str, int]:
     """Return FlexAttention's `kernel_options` for a V of width 2d, where d is `head_dim`.
 
-    The options set block sizes, warps and pipeline stages, because torch's defaults assume a V as
-    wide as Q. At d = 128, the defaults need more shared memory than a thread block can have (limit
-    in parentheses) on these compute capabilities:
+    torch's defaults assume a V as wide as Q. At d = 128, they need more shared memory than a thread
+    block can have (limit in parentheses) on these compute capabilities:
 
     - backward in 16 bits: 242 KiB on 9.0 (227), 290 KiB on 10.x (227);
     - forward in 16 bits: 144 KiB on 8.9 (99);
     - forward in fp32: 176 KiB on 8.0 (163), 128 KiB on 12.0 (99).
 
-    At d = 64 in 16 bits both kernels get eight warps. The forward kernel's default is four warps,
-    which have too few registers for its result. The numbers come from compiling torch's code with
-    triton 3.7.1. No kernel was run.
+    At d = 64 in 16 bits the forward kernel's default of four warps has too few registers for its
+    result. The numbers come from compiling torch's code with triton 3.7.1. No kernel was run.
     """
     backward = _backward_options(head_dim, dtype, target)
     options = {f"bwd_{name}": size for name, size in backward.items()}
     if query_length < BLOCK:
-        # For so few queries FlexAttention's forward pass uses its decoding kernel, whose default
-        # blocks fit into shared memory.
+        # FlexAttention then uses its decoding kernel, whose default blocks fit into shared memory.
         return options
     forward = _forward_options(head_dim, dtype, target)
     return options | {f"fwd_{name}": size for name, size in forward.items()}
@@ -154,8 +141,7 @@ def _flex_attention(device: str) -> Any:
     """Return FlexAttention, compiled for "cuda"; for other devices uncompiled, storing all scores.
 
     For given widths, dtypes and numbers of heads, torch compiles once for the first sequence
-    length, and once for all other lengths. The boundaries of documents are tensor values, so new
-    boundaries cause no compilation.
+    length, and once for all other lengths. New document boundaries cause no compilation.
     """
     if device != "cuda":
         return flex_attention

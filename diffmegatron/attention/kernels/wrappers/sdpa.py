@@ -1,7 +1,4 @@
-"""Attention by torch's scaled_dot_product_attention.
-
-Softmax attention, which has one map softmax(Q K^T), needs one call. Differential attention, which
-has two maps and a V twice as wide as Q, needs four.
+"""Attention by torch's scaled_dot_product_attention: one call for softmax, four for differential.
 
 In shapes, b is the batch size, s and t the numbers of queries and keys, h and h_kv the numbers of
 query heads and kv heads, d the width of a query and e the width of a value.
@@ -32,11 +29,10 @@ def attend(call: AttentionCall) -> Tensor:
 
 
 def attention_with_lse(call: AttentionCall, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the output and log-sum-exp of one map by torch's flash kernels.
+    """Return the output and log-sum-exp of one map by torch's flash kernels; not differentiable.
 
-    `api.chunk_attention` calls this function. It is not differentiable. V is split along its width
-    into pieces as wide as Q, because the kernels need equal widths. Torch's argument `is_causal`
-    must be able to express the mask.
+    V is split along its width into pieces as wide as Q, because the kernels need equal widths.
+    Torch's argument `is_causal` must be able to express the mask.
     """
     v = call.maps.v
     dtype = torch.promote_types(v.dtype, torch.float32)
@@ -51,9 +47,8 @@ def attention_with_lse(call: AttentionCall, q: Tensor, k: Tensor) -> tuple[Tenso
 def chunk_gradients(call: AttentionCall, grad: Tensor, whole: WholeAttention) -> QKV:
     """Return the contribution of one chunk to the gradients, computed by torch's flash kernels.
 
-    A chunk is a part of the keys and values. `api.chunk_gradients` calls this function. As in
-    torch's own context parallelism, the kernels receive the output and the log-sum-exp of attention
-    to the keys of all chunks (`whole`).
+    As in torch's own context parallelism, the kernels receive the output and the log-sum-exp of
+    attention to the keys of all chunks (`whole`).
 
     V, the output O and its gradient dO are split along their width into pieces as wide as Q, and
     each piece has its own kernel call. The gradient of the scores is
@@ -90,8 +85,7 @@ def chunk_gradients(call: AttentionCall, grad: Tensor, whole: WholeAttention) ->
 def _flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, ...]:
     """Return (out, log-sum-exp, ...) of the device's flash kernel for q, k, v `[b, h, length, d]`.
 
-    This direct call on CUDA needs a d that is a multiple of 8. For a row without visible keys
-    CUDA's kernel returns a log-sum-exp of +inf, but the chunks here have no such rows.
+    CUDA's kernel needs a d that is a multiple of 8.
     """
     outputs: tuple[Tensor, ...]
     if q.is_cuda:
@@ -115,8 +109,7 @@ def _flash_gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     gradients: tuple[Tensor, Tensor, Tensor]
     if q.is_cuda:
-        # The random state (`unused`) is only for dropout, and the two cumulative lengths (None) are
-        # only for nested tensors.
+        # The random state is only for dropout, and the cumulative lengths only for nested tensors.
         unused = torch.empty(0, dtype=torch.uint64, device=q.device)
         lengths = (None, None, q.shape[2], k.shape[2])
         gradients = aten._scaled_dot_product_flash_attention_backward(
@@ -130,11 +123,7 @@ def _flash_gradients(
 
 
 def _pieces(x: Tensor, heads: int, width: int) -> list[Tensor]:
-    """Split `x` along its width into n tensors `[b, heads, length, width]`.
-
-    `x` is `[b, length, heads or kv heads, n * width]`. Each kv head is repeated for the query heads
-    that share it.
-    """
+    """Split `[b, length, heads or kv heads, n * width]` into n of `[b, heads, length, width]`."""
     return list(_per_query_head(x, heads).split(width, -1))
 
 
@@ -156,8 +145,7 @@ class _Bias(NamedTuple):
 
     Attributes:
         scores: 0 or -inf to add to the scores, `[s, t]` in the dtype of the values.
-        empty_rows: bool `[s, 1]`, True for queries without visible keys. `scores` is 0 in these
-            rows.
+        empty_rows: bool `[s, 1]`, True for queries without visible keys, where `scores` is 0.
     """
 
     scores: Tensor
@@ -188,8 +176,7 @@ def _bias(mask: AttentionMask, v: Tensor) -> _Bias | None:
     hidden = mask.hidden((0, mask.query_length), (0, mask.key_length), v.device)
     if hidden is None:
         return None
-    # The output of a row without visible keys would be NaN, so such a row sees all keys. `_attend`
-    # then sets its output to zero.
+    # Rows without visible keys would be NaN, so they see all keys, and `_attend` sets them to zero.
     empty_rows = hidden.all(-1, keepdim=True)
     scores = torch.zeros_like(hidden, dtype=v.dtype).masked_fill_(hidden & ~empty_rows, -torch.inf)
     return _Bias(scores, empty_rows)

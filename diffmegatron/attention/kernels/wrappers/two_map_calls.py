@@ -1,6 +1,6 @@
 """Differential attention from calls of any plain attention (arXiv 2410.05258, appendix A).
 
-The paper has two forms of this computation. Here d is the width of Q, and V has the width 2d.
+With Q of width d and V of width 2d, the paper has two forms:
 
 - FlashDiffAttn_1 makes two calls, one per map, with the whole V. Per head and (query, key) pair it
   needs 6d multiply-adds in the forward pass and 14d in the backward pass.
@@ -17,16 +17,13 @@ from ..call import AttentionCall
 from ..maps import combine_maps
 
 # A function from q, k and v of one map, `[batch, length, heads, width]` each, to the map's output.
-# The output has the length and heads of q, and the width of v.
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def two_calls(attend: Attend, call: AttentionCall) -> Tensor:
     """Return `attend(q1, k1, v) - lambda attend(q2, k2, v)`, subtracted in fp32 or wider.
 
-    A subtraction in bf16 would not be exact enough, because rounding a lambda between 0.5 and 1 to
-    bf16 changes it by up to 2e-3. If several heads of q1 share a head of q2, the output of the
-    shared head is computed once.
+    In bf16, a lambda between 0.5 and 1 would be rounded by up to 2e-3.
     """
     (q1, q2), (k1, k2), v = call.maps
     dtype = torch.promote_types(v.dtype, torch.float32)
@@ -37,8 +34,8 @@ def two_calls(attend: Attend, call: AttentionCall) -> Tensor:
 def four_calls(attend: Attend, call: AttentionCall) -> Tensor:
     """Return the same result as `two_calls`, with V in two halves that are as wide as Q.
 
-    The halves are copied. V is a view of the output of the fused projection, and views of V saved
-    for the backward pass would keep all query, key and value heads alive.
+    The halves are copied, because V is a view of the output of the fused projection. Saved views of
+    V would keep all query, key and value heads in memory.
     """
     halves = [half.contiguous() for half in call.maps.v.chunk(2, -1)]
 
