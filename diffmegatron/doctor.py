@@ -173,9 +173,8 @@ def _communication() -> Finding:
 
 
 def _attention_choices() -> Iterator[Finding]:
-    from diffmegatron.attention.kernels.choose_backend import choose_backend
     from diffmegatron.attention.kernels.installed_backends import importable_libraries
-    from diffmegatron.attention.kernels.registry import OPS, Call
+    from diffmegatron.attention.kernels.registry import OPS, Call, choose_backend
 
     for op, what in OPS.items():
         for device in ("cpu", "cuda"):

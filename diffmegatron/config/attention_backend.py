@@ -2,8 +2,12 @@
 
 from typing import Literal
 
-from diffmegatron.attention.kernels.choose_backend import choose_backend, needed_features
-from diffmegatron.attention.kernels.registry import LIBRARIES, Call
+from diffmegatron.attention.kernels.registry import (
+    LIBRARIES,
+    Call,
+    choose_backend,
+    needed_features,
+)
 from diffmegatron.attention.variants.base import Variant
 from diffmegatron.config.divisibility import context_communication
 from diffmegatron.config.recipe_sections import RecipeSections

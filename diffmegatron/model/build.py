@@ -7,8 +7,8 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from diffmegatron.attention.kernels.choose_backend import choose_backend
 from diffmegatron.attention.kernels.installed_backends import importable_libraries
+from diffmegatron.attention.kernels.registry import choose_backend
 from diffmegatron.attention.layer_specs import available_host, final_norm, layer_spec
 from diffmegatron.attention.self_attention import SelfAttention
 from diffmegatron.config.attention_backend import attention_call

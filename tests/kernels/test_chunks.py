@@ -12,8 +12,7 @@ from diffmegatron.attention.kernels.api import (
     diff_attention,
     merge_maps,
 )
-from diffmegatron.attention.kernels.choose_backend import choose_backend
-from diffmegatron.attention.kernels.registry import Call
+from diffmegatron.attention.kernels.registry import Call, choose_backend
 from tests.kernels.loops import loop_diff_attention, make_inputs, relative_error
 
 DOCUMENTS = torch.tensor([0, 4, 6, 12])

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from diffmegatron.attention.kernels.api import diff_attention
-from diffmegatron.attention.kernels.pytorch.row_blocks import ROWS_PER_BLOCK
+from diffmegatron.attention.kernels.pytorch.blocked import ROWS_PER_BLOCK
 from tests.kernels.loops import loop_diff_attention, make_inputs, relative_error, value_and_grads
 
 BACKENDS = ("reference", "blocked")

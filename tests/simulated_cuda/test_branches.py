@@ -19,8 +19,7 @@ CUDNN = "a GPU only: it calls the library cuDNN"
 
 # Keys are ``file:function``, or ``file:`` for code outside of functions.
 ENTERED = {
-    "attention/kernels/choose_backend.py:": STEP + ", which choose from the table of a device",
-    "attention/kernels/registry.py:": STEP + ", which choose by the devices of a backend",
+    "attention/kernels/registry.py:": STEP + ", which choose from the table of a device",
     "attention/kernels/installed_backends.py:_unusable_reason": STEP,
     "attention/kernels/triton/kernel_launch.py:on_device": STEP,
     "attention/kernels/triton/kernel_launch.py:problem_of": STEP,
@@ -34,7 +33,7 @@ ENTERED = {
     "parallel/random.py:restore_random_states": TRAINER + ", resumed",
     "training/builtin_hooks.py:ProfileHook._begin_if_due": TRAINER,
     "training/builtin_hooks.py:ProfileHook._end": TRAINER,
-    "attention/kernels/pytorch/row_blocks.py:row_blocks": "test_kinds.py",
+    "attention/kernels/pytorch/blocked.py:row_blocks": "test_kinds.py",
     "attention/kernels/wrappers/flex.py:attend": "test_kinds.py",
     "parallel/cpu.py:without_cuda": STEP,
     "parallel/default_group.py:default_group": STEP,

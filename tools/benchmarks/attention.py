@@ -24,11 +24,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from diffmegatron.attention.kernels.api import diff_attention, softmax_attention
 from diffmegatron.attention.kernels.call import AttentionCall
-from diffmegatron.attention.kernels.choose_backend import why_not
 from diffmegatron.attention.kernels.costs import Sizes, triton_work
 from diffmegatron.attention.kernels.installed_backends import importable_libraries
 from diffmegatron.attention.kernels.maps import QKV
-from diffmegatron.attention.kernels.registry import DIFFERENTIAL, SOFTMAX, Call
+from diffmegatron.attention.kernels.registry import DIFFERENTIAL, SOFTMAX, Call, why_not
 from tools.benchmarks.command_line import make_parser
 from tools.benchmarks.json_report import write_json_report
 from tools.benchmarks.timing import describe_machine, timed

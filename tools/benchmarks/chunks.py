@@ -26,9 +26,8 @@ from diffmegatron.attention.kernels.api import (
     chunk_gradients,
     combine_maps,
 )
-from diffmegatron.attention.kernels.choose_backend import why_not
 from diffmegatron.attention.kernels.installed_backends import importable_libraries
-from diffmegatron.attention.kernels.registry import DIFFERENTIAL, Call
+from diffmegatron.attention.kernels.registry import DIFFERENTIAL, Call, why_not
 from tools.benchmarks.command_line import make_parser
 from tools.benchmarks.json_report import write_json_report
 from tools.benchmarks.timing import describe_machine, timed

@@ -4,10 +4,9 @@ from typing import Unpack
 
 from torch import Tensor
 
-from .call import AttentionCall, CallOptions
+from .call import AttentionCall, CallOptions, HeadwiseNorm
 from .checks import check_maps, check_noise_groups, check_tensors
 from .chunks import chunk_attention, chunk_gradients
-from .headwise_norm import HeadwiseNorm
 from .installed_backends import backend_table, call_of, importable_libraries, installed_backend
 from .maps import QKV, WholeAttention, combine_maps, merge_maps
 
@@ -90,10 +89,8 @@ def diff_attention(
         cu_seqlens=cu_seqlens,
         query_offset=query_offset,
         key_offset=key_offset,
-    ).autocast()
-    chosen = installed_backend(backend, call_of(call.op, call.maps.queries[0], call.mask.features))
-    out = chosen.function()(call)
-    return out if norm is None or chosen.fuses_norm else norm.apply_to(out)
+    )
+    return _attend(call, backend)
 
 
 def softmax_attention(
@@ -109,9 +106,14 @@ def softmax_attention(
         backend: a name of `registry.SOFTMAX`, or "auto".
         options: causal, softmax_scale, cu_seqlens, query_offset, key_offset as in `diff_attention`.
     """
-    call = AttentionCall.checked(QKV((q,), (k,), v), **options).autocast()
+    return _attend(AttentionCall.checked(QKV((q,), (k,), v), **options), backend)
+
+
+def _attend(call: AttentionCall, backend: str) -> Tensor:
+    call = call.autocast()
     chosen = installed_backend(backend, call_of(call.op, call.maps.queries[0], call.mask.features))
-    return chosen.function()(call)
+    out = chosen.function()(call)
+    return out if call.norm is None or chosen.fuses_norm else call.norm.apply_to(out)
 
 
 def diff_attention_v2(

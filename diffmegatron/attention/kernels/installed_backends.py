@@ -7,8 +7,7 @@ from importlib import util
 import torch
 from torch import Tensor
 
-from .choose_backend import choose_backend, why_not
-from .registry import BACKENDS, LIBRARIES, OPS, Backend, Call, Op
+from .registry import BACKENDS, LIBRARIES, OPS, Backend, Call, Op, choose_backend, why_not
 from .wrappers import cudnn_graphs, flash
 
 logger = logging.getLogger(__name__)

@@ -1,18 +1,33 @@
 """The keys that each query row may attend to: causality, chunk offsets, document boundaries."""
 
 from bisect import bisect_right
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 from numbers import Integral
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from .cached_tensors import cached_tensors
 from .checks import check_tensors, shape_of
 
 # Largest absolute value of an offset, so that its sum with a length fits the kernels' int32.
 LARGEST_POSITION = 2**30
+
+
+T = TypeVar("T")
+
+
+def cached_tensors(create: Callable[..., T]) -> Callable[..., T]:
+    """Cache the eight most recently used results of a function that creates tensors.
+
+    All layers of a batch use the same tables of the attention mask. Without the cache every layer
+    would copy them to the GPU, and wait for each copy. The function runs with inference_mode off,
+    because autograd does not accept tensors that were created during inference.
+    """
+    return lru_cache(maxsize=8)(torch.inference_mode(False)(create))
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..cached_tensors import cached_tensors
 from ..call import AttentionCall
 from ..first_order import first_order
+from ..masks import cached_tensors
 from .two_map_calls import two_calls
 
 # torch dtype -> name of the dtype in the frontend.

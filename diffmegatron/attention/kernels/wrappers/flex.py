@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from ..cached_tensors import cached_tensors
 from ..call import AttentionCall
-from ..masks import AttentionMask
+from ..masks import AttentionMask, cached_tensors
 from ..triton.block_sizes import SIXTEEN_BITS, Target, target_of
 from .two_map_calls import Attend, two_calls
 

@@ -11,21 +11,19 @@ import pytest
 import torch
 
 from diffmegatron.attention.kernels.api import backend_table, diff_attention
-from diffmegatron.attention.kernels.choose_backend import (
-    AUTO_ORDER,
-    choose_backend,
-    needed_features,
-    why_not,
-)
 from diffmegatron.attention.kernels.installed_backends import (
     importable_libraries,
     installed_backend,
 )
 from diffmegatron.attention.kernels.registry import (
+    AUTO_ORDER,
     BACKENDS,
     DIFFERENTIAL,
     Call,
+    choose_backend,
+    needed_features,
     whole_sequence_backends,
+    why_not,
 )
 
 NOTHING: frozenset[str] = frozenset()
