@@ -25,35 +25,22 @@ from diffmegatron.errors import UserError
 from diffmegatron.files import format_path, shorten
 
 _LIBRARIES = ("torch", "megatron-core", "deepspeed", "triton")
-_EXIT_FAULTS = 1
-"""Exit status of a job after MAX_FAULTS faults in a row."""
-_EXIT_RESTART = 69
-"""Exit status that makes the job script begin the next attempt without a requeue."""
-# By default, Linux uses ports 32768 to 60999 for outgoing connections, and Kubernetes uses 30000 to
-# 32767. Other processes therefore rarely take a port below 30000 before rank 0 listens on it.
+_EXIT_FAULTS, _EXIT_RESTART = 1, 69
+# Below the ports that Linux (32768 to 60999) and Kubernetes (30000 to 32767) assign by themselves.
 _PORTS = range(20_000, 30_000)
 
 
 def begin(
     config: Path, overrides: Sequence[str], nodes: Sequence[str], run_dir: Path | None = None
 ) -> str:
-    """Begin an attempt. The job script calls this on the first node of the job.
+    """Begin an attempt on the first node of a job, and return shell lines with its variables.
+
+    The lines export ``DIFFMEGATRON_ATTEMPT``, ``MASTER_ADDR``, ``MASTER_PORT`` and ``WORLD_SIZE``.
 
     Args:
-        overrides: ``KEY=VALUE`` arguments of the recipe.
         nodes: host names of the job, in the order of the ranks.
-        run_dir: folder of the ledger (record of all attempts of the run) if ``launch`` submitted
-            the job. With None, the recipe determines the folder; then an attempt whose recipe
-            cannot be read is not recorded.
-
-    Returns:
-        Shell lines that export ``DIFFMEGATRON_ATTEMPT``, ``MASTER_ADDR``, ``MASTER_PORT`` and
-        ``WORLD_SIZE``.
-
-    Raises:
-        UserError: this process is not in a Slurm job, the recipe is wrong, the number of ranks does
-            not fit the recipe, the ledger cannot be written, no name of this node can be resolved,
-            or no port is free.
+        run_dir: folder of the ledger (record of all attempts) of a job from ``launch``. With None,
+            the recipe names it, so an attempt with an unreadable recipe is not recorded.
     """
     ranks = _num_ranks()
     job = os.environ.get("SLURM_JOB_ID", "")
@@ -85,17 +72,11 @@ def end(folder: Path, spares: int = 0) -> tuple[Attempt, int, list[str]]:
 
     Args:
         folder: the attempt's directory, as exported by :func:`begin`.
-        spares: number of nodes of the job that have no ranks and can replace failed nodes.
+        spares: number of nodes of the job without ranks, which can replace failed nodes.
 
     Returns:
-        Three values: the attempt's entry in the ledger, the exit status for the job script, and the
-        hosts that the next attempt must avoid. The status is 0 (finished), 2 (a mistake of the
-        user), 1 (too many faults), 75 (requeue the job) or 69 (begin the next attempt at once). The
-        status is 69 if spare nodes replace these hosts; :func:`exit_status` describes the other
-        cases.
-
-    Raises:
-        UserError: no attempt has begun in ``folder``.
+        The entry in the ledger, the exit status of :func:`exit_status`, and the hosts that the next
+        attempt must avoid. If spare nodes replace these hosts, the status is 69.
     """
     ledger = Ledger(folder.parent.parent)
     number = int(folder.name) if folder.name.isdecimal() else 0
@@ -113,23 +94,17 @@ def end(folder: Path, spares: int = 0) -> tuple[Attempt, int, list[str]]:
 
 
 def _may_use_spares(attempt: Attempt) -> bool:
-    """Return whether spare nodes may replace hosts after this attempt.
-
-    A fault during startup is excluded, unless a node failed the preflight checks.
-    """
+    # A fault at the start usually has another cause than a node, unless preflight found one.
     is_known = attempt.has_trained or bool(attempt.unfit)
     return attempt.cause == Cause.FAULT and not attempt.is_over and is_known
 
 
 def exit_status(attempt: Attempt, bad_hosts: Sequence[str] = ()) -> int:
-    """Return the exit status of the job script if no spare node replaces a host.
+    """Return the exit status of the job script, which determines how the job continues.
 
-    :func:`end` lists the statuses. If the run is not over, there are two cases:
-
-    - After a fault during training, the script restarts the ranks at once (69). This requires that
-      ``bad_hosts``, the hosts that the next attempt must avoid, is empty.
-    - In all other cases, the script requeues the job (75). After a fault during startup, Slurm
-      needs some minutes to detect a dead node. The requeue provides this time.
+    0: finished. 2: a mistake of the user. 1: too many faults. 69: restart the ranks at once, after
+    a fault during training without ``bad_hosts``. 75: requeue the job in all other cases, because
+    Slurm needs minutes to detect a dead node.
     """
     if not attempt.is_over:
         at_once = attempt.cause == Cause.FAULT and attempt.has_trained and not bad_hosts
@@ -157,11 +132,7 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str | None:
-    """Return the git commit of this package, with ``-dirty`` if files differ from the commit.
-
-    Returns:
-        None if the package is not in a git checkout, or git fails.
-    """
+    """Return the git commit of this package, with ``-dirty`` if files differ; None without git."""
     folder = Path(diffmegatron.__file__).parent.parent
     if not (folder / ".git").exists():
         return None
@@ -184,10 +155,7 @@ def _num_ranks() -> int:
 
 
 def _address(nodes: Sequence[str]) -> str:
-    """Return a host name of this machine, the job's first node, that can be resolved.
-
-    The name that Slurm uses is tried first.
-    """
+    """Return a host name of the first node that can be resolved; Slurm's name is tried first."""
     names = [*nodes[:1], socket.getfqdn(), socket.gethostname()]
     for name in names:
         try:
@@ -202,13 +170,9 @@ def _address(nodes: Sequence[str]) -> str:
 
 
 def free_port(key: str) -> int:
-    """Return a port on which nothing listens, from 20000 to 29999.
+    """Return a port from 20000 to 29999 on which nothing listens.
 
-    The search begins at a port derived from a hash of ``key``, the directory of the attempt. Two
-    jobs or attempts on the same node therefore usually choose different ports.
-
-    Raises:
-        UserError: every port of the range is in use.
+    The search begins at a hash of ``key``, so two jobs on a node usually choose different ports.
     """
     first = zlib.crc32(os.fsencode(key)) % len(_PORTS)
     for offset in range(len(_PORTS)):

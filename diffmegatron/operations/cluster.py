@@ -17,11 +17,7 @@ _TIME = re.compile(r"(?:(\d{1,3})-)?(\d{1,3})(?::(\d{1,2}))?(?::(\d{1,2}))?")
 
 
 def _check_is_text(value: object) -> object:
-    """Refuse a number or boolean; return any other value unchanged.
-
-    YAML converts unquoted text such as ``010``, ``on`` or ``1e3`` to a number or boolean, and the
-    original text is lost.
-    """
+    """Refuse a number or boolean, to which YAML converts unquoted text such as 010 or on."""
     if isinstance(value, bool | int | float):
         kind = "boolean" if isinstance(value, bool) else "number"
         problem = "quote it, because YAML reads it as a {kind}"
@@ -104,11 +100,7 @@ def parse_time(text: str) -> int:
 
 
 def load_cluster(path: Path) -> Cluster:
-    """Read a cluster file.
-
-    Raises:
-        UserError: the file cannot be read, a key is unknown or missing, or a value is invalid.
-    """
+    """Read a cluster file."""
     name = format_path(path)
     values = parse_yaml(read_text(path, max_bytes=MAX_BYTES), name)
     if not isinstance(values, dict):

@@ -185,11 +185,7 @@ def _start_torchrun(
     *,
     dry_run: bool,
 ) -> None:
-    """Write a start script for torchrun, and run it if there is only one machine.
-
-    For several machines, print the command to run on each machine. With ``dry_run``, only print the
-    script.
-    """
+    """Write a start script for torchrun, and run it if there is only one machine."""
     from diffmegatron.operations.torchrun import torchrun_file, write
 
     path, text = torchrun_file(config, overrides, nodes, cluster, rendezvous)

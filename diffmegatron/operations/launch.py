@@ -34,11 +34,10 @@ from diffmegatron.plan import Plan, plan_recipe
 from diffmegatron.training.monitoring.metrics import newest_entries
 from diffmegatron.training.saving.save_time import too_long_for_kill_wait
 
-# Seconds between SIGUSR1 and the time limit if no save of this run has been measured yet.
+# Seconds between SIGUSR1 and the time limit, before a save of this run has been measured.
 _SIGNAL_SECONDS = 600
-# Seconds between SIGUSR1 and the time limit, in addition to the measured time of saves and steps.
+# Seconds in addition to the measured time of saves and steps.
 _SLACK_SECONDS = 60
-# Timeout of each Slurm command.
 _COMMAND_SECONDS = 60
 _ERROR_PREFIX = re.compile("^sbatch: (error|fatal): ")
 
@@ -50,11 +49,9 @@ class Submission:
     Attributes:
         text: text of the job file.
         path: absolute path of the job file.
-        plans: estimated memory and time of each training stage of the recipe; empty if the cluster
-            file names no GPU.
+        plans: one plan per training stage; empty if the cluster file names no GPU.
         remarks: warnings for the user.
-        recipe: text of the job's recipe, which is written beside the job file. None: the job reads
-            the recipe file that the user named.
+        recipe: recipe to write beside the job file; None: the job reads the user's file.
     """
 
     job: Job
@@ -76,14 +73,9 @@ def prepare_launch(
     """Check a recipe against a cluster and prepare its job; nothing is written.
 
     Args:
-        overrides: ``KEY=VALUE`` arguments of the recipe.
         nodes: number of nodes with ranks.
-        dependency: value of ``sbatch --dependency``; None: the job waits for no other job.
+        dependency: value of ``sbatch --dependency``.
         spares: number of additional nodes that can replace failed nodes.
-
-    Raises:
-        UserError: the recipe, the cluster file, the data, the layout or the container is wrong, the
-            initial checkpoint is missing, another job uses ``run_dir``, or the run is finished.
     """
     recipes = load_stages(config, overrides)
     cluster = load_cluster(cluster_file)
@@ -101,12 +93,8 @@ def prepare_chain(
 ) -> tuple[Submission, ...]:
     """Check a recipe as :func:`prepare_launch` does, and prepare one job per unfinished stage.
 
-    Each job reads a recipe of its stage alone, which :func:`submit` writes into the ``run_dir`` of
-    the stage. :func:`prepare_launch` describes the arguments. ``dependency`` applies only to the
-    first job, because each later job waits for the job before it.
-
-    Raises:
-        UserError: a check fails, the recipe has no stages, or all its stages are finished.
+    ``dependency`` applies only to the first job, because each later job waits for the one before
+    it.
     """
     recipes = load_stages(config, overrides)
     cluster = load_cluster(cluster_file)
@@ -131,8 +119,7 @@ def prepare_chain(
 
 def _check(recipes: Sequence[Recipe], nodes: int, cluster: Cluster, dependency: str | None) -> None:
     check_fit(recipes, nodes, cluster)
-    # If this job waits for another job, that job may still write the initial checkpoint. The
-    # checkpoint need not exist yet in this case.
+    # A job that this job waits for may still write the initial checkpoint.
     if dependency is None:
         check_starts(recipes)
     check_free(ledger_of(recipes))
@@ -170,12 +157,7 @@ def _launch(
 def submit(launch: Submission, after: str | None = None) -> str:
     """Write the job's files into ``run_dir``, submit the job, and return its Slurm ID.
 
-    Args:
-        after: Slurm ID of a job that must finish first. If that job fails, Slurm cancels this job.
-            None: the job file determines when the job can start.
-
-    Raises:
-        UserError: a file cannot be written, sbatch is not installed, or Slurm rejects the job.
+    ``after`` is the Slurm ID of a job that must finish first. If it fails, Slurm cancels this job.
     """
     if shutil.which("sbatch") is None:
         raise UserError(
@@ -197,8 +179,7 @@ def submit(launch: Submission, after: str | None = None) -> str:
 def submit_chain(launches: Sequence[Submission]) -> list[str]:
     """Submit jobs that run one after another, and return their Slurm IDs.
 
-    Raises:
-        UserError: a job cannot be submitted; the jobs submitted before it are cancelled.
+    If a job cannot be submitted, the jobs before it are cancelled.
     """
     numbers: list[str] = []
     for launch in launches:
@@ -212,11 +193,7 @@ def submit_chain(launches: Sequence[Submission]) -> list[str]:
 
 
 def write_files(launch: Submission) -> None:
-    """Write the job file into ``run_dir``, and the recipe if ``launch.recipe`` is set.
-
-    Raises:
-        OSError: a file cannot be written.
-    """
+    """Write the job file into ``run_dir``, and the recipe if ``launch.recipe`` is set."""
     launch.path.parent.mkdir(parents=True, exist_ok=True)
     write_durably(launch.path, os.fsencode(launch.text))
     if launch.recipe is not None:
@@ -229,13 +206,7 @@ def _is_finished(ledger: Ledger) -> bool:
 
 
 def check_free(ledger: Ledger) -> None:
-    """Check that a ``run_dir`` can be launched: no job uses it, and its run is unfinished.
-
-    A job that waits in Slurm's queue also uses its ``run_dir``.
-
-    Raises:
-        UserError: a job uses ``run_dir``, or the run is finished.
-    """
+    """Check that no running or queued job uses a ``run_dir``, and that its run is unfinished."""
     queue = _queue()
     number = read_job_number(ledger.run_dir)
     if queue is not None and number is not None and number in queue:
@@ -269,9 +240,7 @@ def _queue() -> dict[str, str] | None:
 def _measured_seconds(recipes: Sequence[Recipe]) -> tuple[float | None, float]:
     """Return the seconds of the longest recorded save, and the median seconds of a step.
 
-    Both values come from the newest metrics of all training stages. A recorded speed (tokens per
-    second) of any stage is converted to the duration of a step of the last stage. The first value
-    is None if no save is recorded. The second value is 0 if no speed is recorded.
+    The first is None and the second 0 if nothing is recorded.
     """
     entries = [entry for recipe in recipes for entry in newest_entries(Path(recipe.run_dir))]
     saves = [e["ckpt/total_seconds"] for e in entries if "ckpt/total_seconds" in e]
@@ -287,14 +256,7 @@ def _measured_seconds(recipes: Sequence[Recipe]) -> tuple[float | None, float]:
 def _signal_seconds(save: float | None, step: float, cluster: Cluster) -> int:
     """Return how many seconds before the job's time limit Slurm sends SIGUSR1.
 
-    The ranks save a checkpoint after SIGUSR1. If a save has been measured, the value is the time of
-    two saves and two steps, plus a minute. Otherwise it is ten minutes. In both cases it is at most
-    half of the time limit. No time is added for a late signal, because Slurm sends it on time or up
-    to a minute early.
-
-    Args:
-        save: seconds of the longest save; None: not measured.
-        step: seconds of a step.
+    They suffice for two saves and two steps, because Slurm sends the signal on time or early.
     """
     measured = round(2 * (save or 0) + 2 * step) + _SLACK_SECONDS
     return min(_SIGNAL_SECONDS if save is None else measured, cluster.seconds // 2)

@@ -1,8 +1,8 @@
 """``diffmegatron preflight``: check every node of a job before training, in less than a minute.
 
-Each rank checks its own machine, and then gathers the findings of all ranks. If only some ranks
-have a problem, their machines are unfit, and the next attempt (start of the job's ranks) avoids
-these machines. If all ranks have a problem, the job ends, because a person must solve the problem.
+Each rank checks its own machine. If only some ranks have a problem, their machines are unfit, and
+the next attempt (start of the job's ranks) avoids them. If all ranks have a problem, a person must
+solve it.
 """
 
 import os
@@ -31,7 +31,7 @@ from diffmegatron.parallel.default_group import default_group
 from diffmegatron.parallel.launcher import read_launch
 from diffmegatron.section import Section
 
-# Timeout of each collective operation. `default_group` has another time limit for connecting.
+# Timeout of each collective operation.
 _TIMEOUT = timedelta(minutes=5)
 # Bytes that each rank writes to the disk.
 _WRITTEN = 1 << 26
@@ -43,10 +43,9 @@ _MATRIX = {"cpu": 512, "cuda": 8192}
 _REDUCTIONS, _PRODUCTS = 5, 20
 # A checkpoint stores three float32 values per parameter: the weight and two moments of Adam.
 _STATE_BYTES = 12
-# A rank is unfit if its matrix product takes more than 2 times the median of all ranks, or if its
-# clock differs from the median by more than 5 seconds.
+# Limits for a rank's matrix product (times the median) and clock (seconds from the median).
 _MAX_SLOWDOWN, _CLOCK_SECONDS = 2.0, 5.0
-# A rank is unfit if less than this share of its GPU's memory is free.
+# Least free share of a GPU's memory.
 _FREE_SHARE = 0.9
 REPORT = "preflight.json"
 _NO_GPU = "no GPU for LOCAL_RANK"
@@ -56,15 +55,14 @@ class Findings(Section):
     """Findings of one rank about its machine.
 
     Attributes:
-        host: host name.
-        problem: sentence about the first check that failed on this machine; empty: none failed.
+        problem: sentence about the first check that failed; empty: none failed.
         memory_free: free share of the GPU's memory, from 0 to 1; 1 without a GPU.
-        product_seconds: seconds of the fastest of twenty matrix products.
+        product_seconds: seconds of the fastest matrix product.
         write_rate: bytes per second written to ``run_dir`` and synced to the disk.
         space: free bytes on the file system of ``run_dir``.
         clock: seconds since 1970, read by all ranks directly after a barrier.
-        versions: name of this package or of a library -> its version; "commit" -> git commit.
-        reduce_rate: bytes of the tensor divided by the seconds of the fastest of five all-reduces.
+        versions: versions of this package and its libraries, and the git "commit".
+        reduce_rate: bytes per second of the fastest all-reduce.
     """
 
     host: str
@@ -81,22 +79,18 @@ class Findings(Section):
 def check_nodes(recipes: Sequence[Recipe], folder: Path | None) -> None:
     """Check the machines of all ranks, and raise an error if this rank's machine is unfit.
 
-    Every rank must call this function, because the ranks exchange their findings.
-
-    Args:
-        folder: directory of this attempt (start of the job's ranks) for ``preflight.json``; None:
-            this file is not written.
+    Every rank must call this function. Rank 0 writes ``preflight.json`` into ``folder``, the
+    directory of the attempt.
 
     Raises:
-        UnfitNodeError: this machine has no GPU for this rank. Or this rank has another problem, and
-            at least one other rank has no problem.
+        UnfitNodeError: this machine has no GPU for this rank, or a problem that not all ranks have.
         UserError: all ranks have a problem.
         MachineError: the ranks cannot connect to each other.
     """
     launch = read_launch()
     findings = _check_this_machine(recipes)
     if findings.problem.startswith(_NO_GPU):
-        raise UnfitNodeError(findings.problem)  # Raise before connecting, because NCCL needs a GPU.
+        raise UnfitNodeError(findings.problem)  # NCCL cannot connect without a GPU.
     with default_group(_TIMEOUT):
         findings = findings.model_copy(update=_measure_collectives())
         every: list[Findings] = [findings] * launch.ranks
@@ -114,22 +108,16 @@ def check_nodes(recipes: Sequence[Recipe], folder: Path | None) -> None:
 
 
 def _needed_space(recipe: Recipe) -> int:
-    """Return the bytes that must be free in ``run_dir`` for the next checkpoints.
-
-    With ``keep_last``, old checkpoints are removed after each save. A run that already has a
-    checkpoint then needs the space of one more. Otherwise the space of two checkpoints is needed.
-    """
+    """Return the bytes that must be free in ``run_dir`` for the next checkpoints."""
+    # With keep_last, a new checkpoint replaces an old one, so only one more must fit.
     removes_old = recipe.checkpoint.keep_last and CheckpointStore(Path(recipe.run_dir)).steps()
     return (1 if removes_old else 2) * count_parameters(recipe.model).total * _STATE_BYTES
 
 
 def find_problems(every: Sequence[Findings], space: int, run_dir: str) -> dict[int, str]:
-    """Compare the findings of all ranks, and return a dict: unfit rank -> its first problem.
+    """Compare the findings of all ranks, and return the first problem of each unfit rank.
 
-    Args:
-        every: findings of all ranks, in the order of the ranks.
-        space: bytes that must be free in ``run_dir``.
-        run_dir: folder named in the messages.
+    ``space`` is the number of bytes that must be free in ``run_dir``.
     """
     problems: dict[int, str] = {}
     product = statistics.median(each.product_seconds for each in every)
@@ -197,11 +185,7 @@ def _versions() -> dict[str, str]:
 
 
 def _product_seconds() -> float:
-    """Return the seconds of the fastest of several matrix products.
-
-    The matrices are bfloat16 on a GPU and float32 on a CPU. On a CPU, the result is CPU time,
-    because other processes hardly affect it.
-    """
+    """Return the seconds of the fastest of several matrix products, on a CPU in CPU time."""
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if kind == "cuda" else torch.float32
     matrix = torch.ones(_MATRIX[kind], _MATRIX[kind], device=kind, dtype=dtype)
@@ -220,12 +204,7 @@ def _seconds(work: Callable[[], object], clock: Callable[[], float] = time.perf_
 
 
 def _disk(run_dir: Path) -> tuple[float, int]:
-    """Return the bytes per second written to ``run_dir``, and the free bytes of its file system.
-
-    Raises:
-        UserError: a file cannot be written.
-    """
-    # If preflight is killed during the check, the file remains. The next preflight overwrites it.
+    """Return the bytes per second written to ``run_dir``, and the free bytes of its file system."""
     path = run_dir / f"preflight_{read_launch().rank:05}"
     try:
         run_dir.mkdir(parents=True, exist_ok=True)

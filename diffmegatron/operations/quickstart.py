@@ -1,7 +1,6 @@
 """``diffmegatron quickstart``: prepare text, then train, export and compare two small models.
 
-A laptop suffices. Every phase except the report runs as a command that a user can type. One or two
-ranks train in bf16 on GPUs. Without a GPU, two ranks train on the CPU.
+Every phase except the report runs as a command that a user can type.
 """
 
 import os
@@ -32,12 +31,9 @@ def quickstart(attention_kinds: Sequence[str], overrides: Sequence[str]) -> None
     """Run every phase and replace ``runs/quickstart`` in the current directory.
 
     Args:
-        attention_kinds: kinds of attention as ``KIND[,KEY=VALUE...]``. One model is trained for
-            each kind. Empty: the recipe's kind, and the baseline of this kind.
+        attention_kinds: kinds of attention as ``KIND[,KEY=VALUE...]``, one per model; empty: the
+            recipe's kind and its baseline.
         overrides: ``KEY=VALUE`` overrides for the recipe of every run.
-
-    Raises:
-        UserError: an argument is malformed, or a phase failed.
     """
     names = check(attention_kinds, overrides)
     if RUNS.exists():
@@ -57,15 +53,7 @@ def quickstart(attention_kinds: Sequence[str], overrides: Sequence[str]) -> None
 
 
 def check(attention_kinds: Sequence[str], overrides: Sequence[str]) -> dict[str, list[str]]:
-    """Check the recipe of every run before anything is removed or prepared.
-
-    Returns:
-        Name of each run -> overrides of its recipe.
-
-    Raises:
-        UserError: an argument is malformed, a recipe is invalid, the number of ranks does not fit
-            a recipe, or a recipe does not measure the held-out loss, which the report needs.
-    """
+    """Check the recipe of every run, and return a dict: name of each run -> its overrides."""
     if wrong := [each for each in overrides if "=" not in each]:
         raise UserError(f"override {shorten(repr(wrong[0]))} is not of the form section.key=value")
     for choice in attention_kinds:
@@ -121,34 +109,22 @@ def ranks() -> int:
 
 
 def with_machine_overrides(overrides: Sequence[str]) -> list[str]:
-    """Put overrides for this machine (tensor-parallel size, precision) before the user's overrides.
-
-    A later override of the same key takes precedence, so the user can change these values.
-    """
+    """Put overrides for this machine before the user's, which take precedence."""
     precision = ["training.precision=bf16"] if torch.cuda.is_available() else []
     return [f"parallel.tensor={ranks()}", *precision, *overrides]
 
 
 def torchrun() -> list[str]:
-    """Return the Python arguments that start ``diffmegatron`` under torchrun.
-
-    Without ``--local-addr``, torchrun uses the name of this machine, which DNS may not resolve.
-    """
+    """Return the Python arguments that start ``diffmegatron`` under torchrun."""
+    # DNS may not resolve the name of this machine, which is torchrun's default address.
     options = ["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={ranks()}"]
     return ["-m", "torch.distributed.run", *options, *CLI]
 
 
 def run(seconds: dict[str, float], phase: str, *arguments: str) -> None:
-    """Run a phase in a new Python process, and add its duration to ``seconds``.
-
-    Args:
-        arguments: command-line arguments of the Python interpreter.
-
-    Raises:
-        UserError: the phase failed.
-    """
+    """Run a phase in a new Python process, and add its duration to ``seconds``."""
     started = announce(phase)
-    # By default, each rank starts one thread per core. Two ranks would have too many threads.
+    # By default, each rank starts one thread per core, which is too many for two ranks.
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     result = subprocess.run([sys.executable, *arguments], env=environment, check=False)
     if result.returncode:

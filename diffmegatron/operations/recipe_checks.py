@@ -13,21 +13,12 @@ from diffmegatron.errors import UserError
 from diffmegatron.files import format_path, shorten
 from diffmegatron.operations.cluster import Cluster
 
-# Largest number of epochs over a data source without a warning. Training for up to four epochs on
-# the same text is almost as good as training on new text (Muennighoff et al., 2023, arXiv
-# 2305.16264).
+# Up to four epochs are almost as good as new text (Muennighoff et al., 2023, arXiv 2305.16264).
 _USUAL_PASSES = 4
 
 
 def check_fit(recipes: Sequence[Recipe], nodes: int, cluster: Cluster) -> None:
-    """Check that a job can run: its ranks fit the layout, and its data and container image exist.
-
-    Raises:
-        UserError: the number of ranks does not fit the recipe, prepared data is missing or its size
-            differs from the size in its manifest, a source is too small for ``data.on_exhausted:
-            stop`` (checked only if the run has no checkpoint yet), or the container image is
-            missing.
-    """
+    """Check that a job can run: ranks fit the layout, and data and container image exist."""
     for recipe in recipes:
         try:
             recipe.num_microbatches(nodes * cluster.ranks)
@@ -38,9 +29,7 @@ def check_fit(recipes: Sequence[Recipe], nodes: int, cluster: Cluster) -> None:
         for source in recipe.data.sources:
             check_sizes(source.path, read_manifest(source.path))
         for path, passes in _passes(recipe).items():
-            # `passes` is computed from the present recipe. A run with a checkpoint may have used
-            # another data mixture before. For such a run `passes` would be wrong, so runs with a
-            # checkpoint are not checked.
+            # A run with a checkpoint may have used another mixture before.
             if recipe.data.on_exhausted == "stop" and passes > 1 and not _has_begun(recipe):
                 raise UserError(
                     f"{recipe.run_dir} reads source {path} {passes:,.1f} times, and "
@@ -55,12 +44,7 @@ def check_fit(recipes: Sequence[Recipe], nodes: int, cluster: Cluster) -> None:
 def check_starts(recipes: Sequence[Recipe]) -> None:
     """Check that every ``checkpoint.start_from`` contains a checkpoint.
 
-    Two cases are not checked. A stage that starts from another stage of ``recipes`` finds the
-    checkpoint when it begins. A run that already has its own checkpoint does not read
-    ``start_from`` again.
-
-    Raises:
-        UserError: a ``start_from`` contains no checkpoint.
+    A stage that starts from another stage is not checked, nor is a run with its own checkpoint.
     """
     own = {recipe.run_dir for recipe in recipes}
     for recipe in recipes:
@@ -77,11 +61,7 @@ def check_starts(recipes: Sequence[Recipe]) -> None:
 
 
 def data_remarks(recipe: Recipe) -> Iterator[str]:
-    """Yield a warning for each data source that the run trains on for more than four epochs.
-
-    The number of epochs is a lower bound (see :func:`_passes`). With global length up-sampling of
-    several sources, the bound is not known, and the function yields nothing.
-    """
+    """Yield a warning for each data source that the run trains on for more than four epochs."""
     for path, passes in _passes(recipe).items():
         if passes > _USUAL_PASSES:
             yield (
@@ -97,14 +77,8 @@ def _has_begun(recipe: Recipe) -> bool:
 def _passes(recipe: Recipe) -> dict[str, float]:
     """Return a dict: path of each data source -> lower bound on the number of epochs over it.
 
-    The bound is the number of tokens to train on from the source, divided by the number of tokens
-    that the source's manifest states. The true number of epochs is higher, because an epoch has
-    fewer tokens than the manifest states: held-out documents are not trained on, packing omits some
-    tokens, and length up-sampling omits short documents, which raises the share of long ones.
-
-    The result is empty if there are several sources and ``data.upsampling.mode`` is ``global``.
-    This mode multiplies the share of each source by a factor that depends on the lengths of its
-    documents, which are not read here.
+    Held-out documents, packing and length up-sampling raise the true number. The dict is empty if
+    global up-sampling changes the shares of several sources.
     """
     weights = {source.path: source.weight for source in recipe.data.sources}
     if recipe.data.upsampling.mode == "global" and len(weights) > 1:

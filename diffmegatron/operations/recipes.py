@@ -19,8 +19,7 @@ _BASE, _CLUSTERS = "base", "clusters"
 def groups() -> dict[str, list[str]]:
     """Return a dict of all names that ``configs copy`` accepts: title of a group -> its names.
 
-    The name of a recipe or a cluster file is its path in ``configs/`` without ``.yaml``. The name
-    of the launch scripts is ``launch``.
+    Names are paths in ``configs/`` without ``.yaml``, and ``launch`` for the launch scripts.
     """
     paths = sorted(path.relative_to(CONFIGS) for path in CONFIGS.rglob("*.yaml"))
     by_folder: dict[str, list[str]] = {_BASE: [], _CLUSTERS: [], "": []}
@@ -36,18 +35,12 @@ def groups() -> dict[str, list[str]]:
 
 
 def names() -> list[str]:
-    """Return the names of all groups of :func:`groups` in one list."""
+    """Return the names of all groups."""
     return [name for group in groups().values() for name in group]
 
 
 def description(name: str) -> str:
-    """Return the one-line description of a recipe, a cluster file or the launch scripts.
-
-    For a YAML file it is the comment in the first line, or "" if there is none.
-
-    Args:
-        name: name from :func:`groups`.
-    """
+    """Return the one-line description of a name: the comment in the first line of a file."""
     if name == LAUNCH:
         return "Job scripts for Slurm and torchrun."
     first = (CONFIGS / f"{name}.yaml").read_text(encoding="utf-8").partition("\n")[0]
@@ -57,17 +50,8 @@ def description(name: str) -> str:
 def copy(name: str, folder: Path) -> list[Path]:
     """Copy a recipe with all files that it extends, a cluster file, or the launch scripts.
 
-    Args:
-        name: name from :func:`groups`.
-        folder: target folder. The copies have the same paths in it as the originals have in
-            ``configs/`` or ``launch/`` of this package.
-
-    Returns:
-        The paths of the copies; the first path is the copy of ``name``.
-
-    Raises:
-        UserError: the name is unknown, a file with other content exists at the path of a copy, or a
-            file cannot be written.
+    Return the paths of the copies in ``folder``, beginning with that of ``name``. A file with other
+    content is never replaced.
     """
     if name.removesuffix(".yaml") not in names():
         near = difflib.get_close_matches(shorten(name.removesuffix(".yaml")), names(), n=1)
@@ -99,7 +83,6 @@ def _sources(name: str) -> Iterator[tuple[Path, Path]]:
             yield Path(script.name), script
         return
     file = CONFIGS / f"{name}.yaml"
-    # A cluster file is not a recipe and extends no other file.
     files = [file] if name.startswith(f"{_CLUSTERS}/") else recipe_files(file)
     for source in files:
         yield source.relative_to(CONFIGS), source

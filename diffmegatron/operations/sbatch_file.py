@@ -10,8 +10,7 @@ from diffmegatron.operations.cluster import Cluster, Container
 from diffmegatron.own_code import import_environment
 from diffmegatron.shipped_files import shipped_folder
 
-# Files that a launch writes into run_dir: the job file, the Slurm ID of the submitted job, and the
-# recipe of a single stage, which exists only if each stage has its own job (launch --chain).
+# Files in run_dir: job file, Slurm ID of the submitted job, and recipe of a stage with its own job.
 JOB_FILE = "job.sh"
 JOB_NUMBER = "job_number"
 JOB_RECIPE = "job.yaml"
@@ -25,16 +24,12 @@ class Job:
     """A job as requested by the user.
 
     Attributes:
-        name: job name.
         nodes: number of nodes with ranks.
-        cluster: description of the cluster.
         arguments: arguments of ``diffmegatron train``: the recipe and its overrides.
-        folder: absolute working directory; relative paths in the recipe start here.
-        run_dir: absolute folder of the job file, the job's output, and the ledger (the record of
-            each start of the job).
-        signal_seconds: seconds before the time limit at which Slurm sends SIGUSR1, so that the
-            ranks save.
-        dependency: value of ``sbatch --dependency``; None: the job waits for no other job.
+        folder: absolute working directory.
+        run_dir: absolute folder of the job file, the job's output and the ledger.
+        signal_seconds: seconds before the time limit at which Slurm sends SIGUSR1.
+        dependency: value of ``sbatch --dependency``.
         spares: number of additional nodes that replace failed ones.
     """
 
@@ -108,7 +103,7 @@ def _options(job: Job) -> list[str]:
 
 
 def _container_command(container: Container | None) -> list[str]:
-    """Return the words to put before a command so that it runs inside the container."""
+    """Return the words that run a command inside the container."""
     if container is None or container.kind != "apptainer":
         return []
     mounts = [f"--bind={mount}" for mount in container.mounts]
@@ -124,10 +119,6 @@ def _srun_options(container: Container | None) -> list[str]:
 
 
 def read_job_number(run_dir: Path) -> str | None:
-    """Return the Slurm ID of the job last submitted for a ``run_dir``; None: none was submitted.
-
-    Raises:
-        UserError: the file cannot be read.
-    """
+    """Return the Slurm ID of the job last submitted for a ``run_dir``, or None."""
     path = run_dir / JOB_NUMBER
     return read_text(path, max_bytes=_MAX_NUMBER_BYTES).strip() if path.exists() else None

@@ -28,26 +28,21 @@ _SHOWN_ATTEMPTS = 12
 
 @dataclass(frozen=True)
 class Status:
-    """Progress of a job.
+    """Progress of a job; a value that is not known yet is None.
 
     Attributes:
         state: one sentence for the user.
-        exit_status: 0: the job runs or is finished. 1: the job waits for its first or next attempt,
-            hangs or has disappeared; or a run that was started without a job script is unfinished.
-            2: the job has ended unfinished, and a person must act.
-        is_over: whether the job has ended and no attempt follows. A run that was started without a
-            job script has no ledger (list of attempts); it is over only if it is finished.
+        exit_status: exit status of the command, which its help describes.
+        is_over: whether the job has ended and no attempt follows.
         run_dir: folder of the run, or of the current stage.
-        checkpoint: newest checkpoint of the run or stage; None: no checkpoint.
-        step: last step reached; None: no step yet.
-        steps: total steps of the run or stage; None: no attempt has read the recipe yet.
-        seconds_left: remaining training time at the recent speed, in seconds; None: unknown.
+        checkpoint: newest checkpoint of the run or stage.
+        step: last step reached.
+        steps: total steps of the run or stage.
+        seconds_left: remaining training time at the recent speed.
         values: name of each metric -> its newest value.
-        job: Slurm ID of a job that may be queued or running; None: no such job.
-        attempts: entries of the ledger, oldest first; empty: no attempt has begun yet, or the run
-            was started without a job script.
-        suspects: host name -> number of recent attempts in which the host caused a fault or was
-            slow.
+        job: Slurm ID of a job that may be queued or running.
+        attempts: entries of the ledger, oldest first.
+        suspects: host name -> number of recent attempts with a fault or slowness of the host.
         stragglers: hosts whose ranks are slow in the newest attempt.
     """
 
@@ -67,13 +62,7 @@ class Status:
 
 
 def examine(run_dir: Path) -> Status:
-    """Read the status of a job from the files in its ``run_dir``, without calling Slurm.
-
-    Raises:
-        UserError: ``run_dir`` has no attempt, no queued job and no run; it is the folder of one
-            stage, and the job's ledger (record of its starts) is in the parent folder; or it has no
-            ledger and several last stages (stages from which no other stage started).
-    """
+    """Read the status of a job from the files in its ``run_dir``, without calling Slurm."""
     ledger = Ledger(run_dir)
     attempts = ledger.attempts()
     if not attempts and run_dir.resolve().name in _stages_beside(run_dir):
@@ -117,10 +106,7 @@ def examine(run_dir: Path) -> Status:
 
 
 def _submitted(run_dir: Path, attempts: Sequence[Attempt]) -> str | None:
-    """Return the Slurm ID of the newest submitted job, if the job has not begun an attempt yet.
-
-    Return None if it has begun one, or if no job was submitted.
-    """
+    """Return the Slurm ID of the newest submitted job that has not begun an attempt, or None."""
     number = read_job_number(run_dir)
     return None if number in {attempt.facts.job for attempt in attempts} else number
 
@@ -142,12 +128,7 @@ def _status_in_queue(run_dir: Path, number: str) -> Status:
 
 
 def _status_of_chain(run_dir: Path) -> Status | None:
-    """Return the status of a chain of jobs, one per stage (``launch --chain``).
-
-    Returns:
-        The status of the first unfinished stage, or of the last stage if all are finished; None if
-        ``run_dir`` contains no chain.
-    """
+    """Return the status of the current stage of ``launch --chain``; None without a chain."""
     try:
         stages = stage_folders(run_dir, JOB_RECIPE, recipe=JOB_RECIPE)
     except UserError:
@@ -164,14 +145,7 @@ def _status_of_chain(run_dir: Path) -> Status | None:
 
 
 def _status_without_ledger(run_dir: Path) -> Status:
-    """Return the status of a run that was started without a job script, and so has no ledger.
-
-    If the recipe has stages, it is the status of the last stage that ``run_dir`` contains.
-
-    Raises:
-        UserError: ``run_dir`` contains no run, or several last stages (stages from which no other
-            stage started).
-    """
+    """Return the status of a run that was started without a job script."""
     stage = only_last(stage_folders(run_dir, RECIPE))
     folder = stage.run_dir
     entries, checkpoint = newest_entries(folder), CheckpointStore(folder).latest()
@@ -203,26 +177,15 @@ def _status_without_ledger(run_dir: Path) -> Status:
 
 
 def _stages_beside(run_dir: Path) -> list[str]:
-    """Return the names of the stages of the job whose ledger is in the parent of ``run_dir``.
-
-    The ledger is the record of each start of the ranks. The list is empty if the parent folder has
-    no ledger.
-    """
+    """Return the stages of the job whose ledger is in the parent of ``run_dir``; [] without one."""
     attempts = Ledger(run_dir.resolve().parent).attempts()
     return [Path(stage).name for stage in attempts[-1].stages] if attempts else []
 
 
 def _current_stage(attempt: Attempt, heartbeat: Heartbeat | None) -> str | None:
-    """Return the ``run_dir`` of an attempt's current stage.
+    """Return the ``run_dir`` of an attempt's current stage; None if its recipe was unreadable.
 
-    It is the first of these that exists:
-
-    1. the stage named in the heartbeat (the training progress that the attempt last wrote);
-    2. the last stage that has a checkpoint;
-    3. the first stage.
-
-    Returns:
-        Path as text; None if the attempt has no stages, because its recipe could not be read.
+    Without a stage in the heartbeat, this is the last stage with a checkpoint, or the first stage.
     """
     if heartbeat is not None and heartbeat.run_dir in attempt.stages:
         return heartbeat.run_dir
@@ -231,13 +194,7 @@ def _current_stage(attempt: Attempt, heartbeat: Heartbeat | None) -> str | None:
 
 
 def _state(attempt: Attempt, heartbeat: Heartbeat | None, now: float) -> tuple[str, int]:
-    """Return the state of a job as a sentence, and the exit status of the command.
-
-    Args:
-        attempt: newest attempt of the job.
-        heartbeat: training progress that the attempt last wrote; None: no step yet.
-        now: present time in seconds since 1970.
-    """
+    """Return the state of a job as a sentence, and the exit status of the command."""
     name = f"attempt {attempt.number}"
     if attempt.cause == Cause.FINISHED:
         return f"finished with {name}", 0
@@ -257,19 +214,9 @@ def _state(attempt: Attempt, heartbeat: Heartbeat | None, now: float) -> tuple[s
 
 
 def _seconds_left(entries: Sequence[Entry], step: int | None, steps: int | None) -> float | None:
-    """Estimate the remaining seconds from the mean seconds per step of the newest metric entries.
+    """Estimate the remaining seconds from the newest entries with a training loss.
 
-    Only entries with a training loss are used. An interval between two of them is ignored if its
-    seconds per step are more than ten times the median, because a requeue of the job makes an
-    interval that long.
-
-    Args:
-        entries: newest entries of the metrics.
-        step: last step reached; None: no step yet.
-        steps: total steps; None: unknown.
-
-    Returns:
-        None if the entries or the arguments do not suffice.
+    An interval above ten times the median is ignored, because the job was requeued in it.
     """
     marks = [(e["step"], e["time"]) for e in entries if "train/loss" in e and "time" in e]
     seconds_per_step = [
@@ -296,10 +243,7 @@ def print_status(status: Status, console: Console) -> None:
 
 
 def _attempt_lines(attempts: Sequence[Attempt]) -> Iterator[str]:
-    """Yield the lines of a table of attempts.
-
-    The reason why an attempt ended is too long for a column, so it is a separate line below.
-    """
+    """Yield the lines of a table of attempts, with each reason on a line of its own."""
     rows = [("attempt", "began", "took", "nodes", "steps", "saved", "cause")]
     for attempt in attempts:
         is_known = attempt.last_step is not None

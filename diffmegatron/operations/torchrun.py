@@ -26,25 +26,10 @@ def torchrun_file(
     cluster_file: Path,
     rendezvous: str | None,
 ) -> tuple[Path, str]:
-    """Check a recipe as ``launch.prepare_launch`` does, and return a start script.
+    """Check a recipe, and return the path and the text of a start script, which is not written.
 
-    In contrast to ``prepare_launch``, this function accepts a ``run_dir`` that another job uses or
-    whose run is finished.
-
-    Args:
-        config: recipe.
-        overrides: ``KEY=VALUE`` arguments of the recipe.
-        nodes: number of machines.
-        cluster_file: cluster file, which must not name a container. Of this file, the script uses
-            only ``setup``, ``environment`` and the number of ranks per node.
-        rendezvous: ``HOST:PORT`` of the first machine; None for a single machine.
-
-    Returns:
-        The path of the script, and its text. The script is not written yet.
-
-    Raises:
-        UserError: a check fails, the cluster file names a container, or ``rendezvous`` does not fit
-            the number of machines.
+    Of the cluster file, the script uses ``setup``, ``environment`` and the number of ranks per
+    node. ``rendezvous`` is ``HOST:PORT`` of the first of several machines.
     """
     recipes = load_stages(config, overrides)
     cluster = load_cluster(cluster_file)
@@ -70,15 +55,7 @@ def torchrun_file(
 
 
 def write(path: Path, text: str) -> None:
-    """Write the start script.
-
-    Args:
-        path: path from :func:`torchrun_file`, in ``run_dir``.
-        text: text of the script.
-
-    Raises:
-        UserError: the file cannot be written.
-    """
+    """Write the start script."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_durably(path, os.fsencode(text))

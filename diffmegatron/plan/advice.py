@@ -19,9 +19,7 @@ def warnings(
 ) -> tuple[str, ...]:
     """Return the warnings about a recipe, one sentence each.
 
-    Args:
-        memory: estimated memory of a rank, one entry per pipeline stage.
-        hardware: name of a GPU in ``ACCELERATORS``.
+    ``memory`` has one entry per pipeline stage, and ``hardware`` is a name in ``ACCELERATORS``.
     """
     return (
         *recipe.model.attention.warnings(
@@ -73,8 +71,7 @@ def _memory_warnings(
     limit = USABLE_SHARE * available
     remedies = list(_remedies(recipe, layout, limit))
     if not remedies:
-        # Context and pipeline parallelism can still help, but there are too many combinations to
-        # try here.
+        # Context and pipeline parallelism can help, but have too many combinations to try here.
         remedies = [
             "diffmegatron plan --search GPUS ranks the layouts that fit, and the recipes of "
             "configs/at_scale have some"
@@ -85,7 +82,6 @@ def _memory_warnings(
 def _remedies(recipe: Recipe, layout: Layout, limit_gib: float) -> Iterator[str]:
     """Yield a text about each change of the recipe that alone makes it fit into ``limit_gib``.
 
-    The changes tried are a smaller micro-batch, full recomputation and more data-parallel ranks.
     The global batch size and the sequence length define the experiment, so they stay unchanged.
     """
     ranks = layout.world_size
@@ -110,11 +106,7 @@ def _fits(recipe: Recipe, ranks: int, limit_gib: float) -> bool:
 
 
 def _enough_ranks(recipe: Recipe, layout: Layout, available_gib: float) -> int | None:
-    """Return a number of ranks on which the recipe fits, by doubling the data-parallel size.
-
-    The result is None if the recipe does not fit before the size exceeds the number of microbatches
-    in a global batch, or no longer divides it.
-    """
+    """Return a number of ranks on which the recipe fits, by doubling the data-parallel size."""
     training = recipe.training
     most = training.global_batch_size // training.micro_batch_size
     data = layout.data

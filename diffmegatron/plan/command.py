@@ -1,8 +1,6 @@
 """The command ``diffmegatron plan``: print plans of a recipe, or search for parallel layouts.
 
-A plan lists parameters, FLOPs, memory, traffic between ranks and time of a run. It is computed from
-the recipe without training. A stage in this module is a training stage, one of the runs that a
-recipe defines; it is not a pipeline stage.
+A stage in this module is a training stage, one of the runs that a recipe defines.
 """
 
 import math
@@ -25,17 +23,9 @@ def run(
     hardware: str = DEFAULT_HARDWARE,
     as_json: bool = False,
 ) -> None:
-    """Print the plan of each stage of a recipe to standard output, as tables or as JSON.
+    """Print the plan of each stage of a recipe, as tables or as JSON (a list for several stages).
 
-    The JSON is one object, or with several stages a list of one object per stage.
-
-    Args:
-        world_size: number of ranks, which is the same for all stages; None for the smallest number
-            that fits the layouts of all stages.
-        hardware: name of a GPU in ``diffmegatron.model.accounting.ACCELERATORS``.
-
-    Raises:
-        UserError: If the number of ranks does not fit a stage, or the hardware is unknown.
+    ``world_size`` is the number of ranks; None for the fewest that fit all layouts.
     """
     ranks = math.lcm(*(recipe.parallel.model_ranks for recipe in stages))
     given = ranks if world_size is None else world_size
@@ -54,10 +44,7 @@ def run(
 
 
 def _stage_before(recipe: Recipe, stages: Sequence[Recipe]) -> Recipe | None:
-    """Return the stage whose weights ``recipe`` starts with.
-
-    Return None if ``recipe`` starts with new weights, or with weights from outside ``stages``.
-    """
+    """Return the stage whose weights ``recipe`` starts with, or None."""
     start = recipe.checkpoint.start_from
     return next((stage for stage in stages if stage.run_dir == start), None)
 
@@ -79,14 +66,7 @@ def run_search(
     hardware: str = DEFAULT_HARDWARE,
     as_json: bool = False,
 ) -> None:
-    """Print, for each stage, the layouts that fit into the memory of the GPUs, fastest first.
-
-    Args:
-        hardware: name of a GPU in ``diffmegatron.model.accounting.ACCELERATORS``.
-
-    Raises:
-        UserError: If no layout fits a stage, or the hardware is unknown.
-    """
+    """Print, for each stage, the layouts that fit into the memory of the GPUs, fastest first."""
     found = [search(recipe, world_size, hardware) for recipe in stages]
     if as_json:
         _print_json([search_to_json(candidates) for candidates in found])

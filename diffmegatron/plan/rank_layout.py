@@ -7,8 +7,7 @@ from diffmegatron.config.schema import Recipe
 from diffmegatron.model.accounting.activations import context_communication
 
 GIB = 2**30
-# Fraction of a GPU's memory that a plan may use. CUDA, NCCL, the workspaces of kernels and
-# fragmentation use the rest.
+# Share of a GPU's memory for a plan. CUDA, NCCL, workspaces and fragmentation use the rest.
 USABLE_SHARE = 0.9
 
 
@@ -17,10 +16,8 @@ class Layout:
     """The parallel layout of a recipe on a number of ranks.
 
     Attributes:
-        context_communication: kind of context-parallel communication; None without context
-            parallelism.
-        virtual_pipeline: number of virtual stages per pipeline rank; 1 without interleaving.
-        offload_optimizer: whether the optimizer is in host memory.
+        context_communication: None without context parallelism.
+        virtual_pipeline: number of virtual stages per pipeline rank.
         recompute: activation recomputation in words, such as ``none`` or ``full, uniform 1``.
         micro_batch_size: number of sequences in a microbatch.
         microbatches: number of microbatches per step on a data-parallel rank.
@@ -42,12 +39,7 @@ class Layout:
 
     @classmethod
     def of(cls, recipe: Recipe, world_size: int) -> Self:
-        """Return the layout of a recipe on ``world_size`` ranks.
-
-        Raises:
-            UserError: If ``world_size`` does not fit the layout, or the global batch cannot be
-                divided over the data-parallel ranks.
-        """
+        """Return the layout of a recipe on ``world_size`` ranks."""
         parallel = recipe.parallel
         return cls(
             world_size=world_size,

@@ -1,8 +1,8 @@
 """``plan --rehearse``: a test of a recipe's parallel layout on CPU ranks of this machine.
 
-A rehearsal runs ``diffmegatron train`` for two steps with a tiny network. It uses the recipe's
-process groups, pipeline schedule, ZeRO stage, communication, recomputation, data path and
-checkpoints. It does not test the memory, the speed and the kernels of a GPU.
+A rehearsal trains a tiny network for two steps with the recipe's layout, schedule, ZeRO stage,
+recomputation, data path and checkpoints. It does not test the memory, the speed and the kernels of
+a GPU.
 """
 
 import math
@@ -25,12 +25,10 @@ from diffmegatron.errors import UserError
 from diffmegatron.model.accounting.activations import context_communication
 from diffmegatron.training.monitoring.metrics import read_metrics
 
-# Largest number of CPU ranks. A laptop starts 16 processes in a minute.
+# A laptop starts 16 processes in a minute.
 MAX_RANKS = 16
-# Largest number of layers in the tiny network.
 MAX_LAYERS = 128
-# Upper limit of two ratios in the tiny network: query heads per key-value head, and width of the
-# MLP divided by the hidden size.
+# Limit for query heads per key-value head, and for the MLP's width over the hidden size.
 MAX_RATIO = 16
 STEPS = 2
 HEAD_DIM = 8
@@ -41,12 +39,7 @@ VOCABULARY = 320
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """A small recipe with the layout of a real recipe.
-
-    Attributes:
-        reductions: one sentence for each parallel size that is smaller than in the real recipe. A
-            smaller data-parallel size is not listed.
-    """
+    """A small recipe, and one sentence for each parallel size that was reduced."""
 
     recipe: Recipe
     world_size: int
@@ -56,13 +49,7 @@ class Rehearsal:
 def rehearse(stages: Sequence[Recipe], world_size: int | None = None) -> None:
     """Rehearse the training stages of a recipe in order, and print the loss of each step.
 
-    Args:
-        stages: recipes of the training stages (the runs that a recipe defines).
-        world_size: number of ranks of the real run; None for the smallest number that fits the
-            layout. The rehearsal has data parallelism if the real run has it.
-
-    Raises:
-        UserError: If the layout does not work.
+    ``world_size`` is the number of ranks of the real run; None for the fewest that fit.
     """
     for recipe in stages:
         if len(stages) > 1:
@@ -80,18 +67,7 @@ def rehearse(stages: Sequence[Recipe], world_size: int | None = None) -> None:
 def small_recipe(recipe: Recipe, world_size: int | None, folder: Path) -> Rehearsal:
     """Return the rehearsal of a recipe: the smallest network, sequence and batch for its layout.
 
-    The rehearsal has the layout of the real recipe, with two exceptions. Data parallelism has at
-    most 2 ranks. If the layout then still has more than ``MAX_RANKS`` ranks, other sizes are
-    reduced to 2, the largest first.
-
-    Args:
-        world_size: number of ranks of the real run; None for the smallest number that fits the
-            layout.
-        folder: folder for a generated corpus and the run.
-
-    Raises:
-        UserError: If ``world_size`` does not fit the layout, or the layout needs too many layers
-            for a rehearsal.
+    Data parallelism has at most 2 ranks. Other sizes are reduced only above ``MAX_RANKS`` ranks.
     """
     ranks = recipe.parallel.model_ranks if world_size is None else world_size
     data_size = recipe.data_parallel(ranks)
@@ -122,16 +98,7 @@ def small_recipe(recipe: Recipe, world_size: int | None, folder: Path) -> Rehear
 
 
 def run_ranks(rehearsal: Rehearsal, folder: Path) -> list[tuple[float, float]]:
-    """Train the small recipe on CPU ranks, and return loss and gradient norm of each step.
-
-    Args:
-        rehearsal: the small recipe.
-        folder: empty folder for the corpus and the recipe's file.
-
-    Raises:
-        UserError: If the training failed or timed out. The message contains the first error that
-            a rank printed.
-    """
+    """Train the small recipe on CPU ranks, and return loss and gradient norm of each step."""
     _make_corpus(folder)
     file = folder / "rehearsal.yaml"
     file.write_text(dump_recipe(rehearsal.recipe))
@@ -169,10 +136,7 @@ def run_ranks(rehearsal: Rehearsal, folder: Path) -> list[tuple[float, float]]:
 
 
 def _fewer_ranks(recipe: Recipe, data: int) -> tuple[dict[str, int], list[str]]:
-    """Return the sizes of the layout by name, and one sentence for each reduced size.
-
-    Sizes are reduced to 2, the largest first, until the layout has at most ``MAX_RANKS`` ranks.
-    """
+    """Return the sizes of the layout by name, and one sentence for each reduced size."""
     parallel = recipe.parallel
     sizes = {
         "tensor": parallel.tensor,
@@ -192,11 +156,7 @@ def _fewer_ranks(recipe: Recipe, data: int) -> tuple[dict[str, int], list[str]]:
 
 
 def _shrink_layers(values: dict[str, Any]) -> int:
-    """Return the number of layers in a virtual stage of the tiny network.
-
-    The number is one, or two if the recipe recomputes groups of several layers. In the second case,
-    the size of a group in ``values`` is also set to two.
-    """
+    """Return the number of layers in a virtual stage, and shrink recomputed groups to it."""
     recompute = values["recompute"]
     if recompute["layers"] == 1:
         return 1
@@ -205,14 +165,7 @@ def _shrink_layers(values: dict[str, Any]) -> int:
 
 
 def _model(recipe: Recipe, sizes: dict[str, int], stage_layers: int) -> dict[str, Any]:
-    """Return the ``model`` section's sizes of the tiny network.
-
-    Heads and widths are the smallest that can be divided over the ranks. The real recipe's query
-    heads per key-value head, and its MLP width per hidden size, are kept up to ``MAX_RATIO``.
-
-    Raises:
-        UserError: If the pipeline's virtual stages need more than ``MAX_LAYERS`` layers.
-    """
+    """Return the ``model`` section's sizes: the smallest that can be divided over the ranks."""
     model, tensor = recipe.model, sizes["tensor"]
     attention = model.attention
     shares = sizes["context"] if context_communication(recipe) == "ulysses" else 1
@@ -242,8 +195,8 @@ def _model(recipe: Recipe, sizes: dict[str, int], stage_layers: int) -> dict[str
 def _trained(recipe: Recipe) -> dict[str, Any]:
     """Return the ``optimizer`` section's settings for trained tensors.
 
-    The tiny network may not have the layers whose numbers are in the recipe's patterns. So a tensor
-    that the recipe trains in at least one layer is trained in all layers of the tiny network.
+    The tiny network may lack layers that patterns name. A tensor that is trained in one layer is
+    therefore trained in all.
     """
     if recipe.optimizer.trainable is None:
         return {"lr_multipliers": {}}
@@ -256,7 +209,7 @@ def _trained(recipe: Recipe) -> dict[str, Any]:
 
 
 def _training(recipe: Recipe, sizes: dict[str, int]) -> dict[str, Any]:
-    """Return the ``training`` section's settings: short sequences, a small batch, two steps."""
+    """Return the ``training`` section: short sequences, a small batch, two steps."""
     training = recipe.training
     length = 2 * sizes["context"] * sizes["tensor"] * 8
     micro_batch = min(2, training.micro_batch_size)
@@ -289,24 +242,18 @@ def _make_corpus(folder: Path) -> None:
 
 
 def _without_launcher() -> dict[str, str]:
-    """Return this process's environment variables without those that a launcher sets."""
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     return {key: value for key, value in os.environ.items() if key not in names}
 
 
 def _reason(stderr: str) -> str:
-    """Return the most useful line that the ranks have printed to standard error.
-
-    In order of preference, this is the first message of a UserError, the first exception of a rank,
-    the first exception of torchrun, or the first line.
-    """
+    """Return the most useful line that the ranks have printed to standard error."""
     lines = [re.sub(r"^\[rank\d+\]:\s?", "", line).strip() for line in stderr.splitlines()]
     reported = [
         line.partition(": ")[2] for line in lines if re.match(r"error( \(rank \d+\))?: ", line)
     ]
     raised = [line for line in lines if re.match(r"[\w.]+(Error|Exception)\b", line)]
-    # Prefer other exceptions to torchrun's ChildFailedError, which does not contain the error of
-    # the rank.
+    # torchrun's ChildFailedError does not contain the error of the rank.
     causes = [line for line in raised if "ChildFailedError" not in line]
     return (reported or causes or raised or lines or ["its ranks printed no error"])[0]
 

@@ -22,18 +22,16 @@ from diffmegatron.plan.timing import GPUS_PER_NODE, Assumptions, Estimate, estim
 from diffmegatron.section import divisors
 from diffmegatron.validation import validated
 
-# Number of layouts that are printed.
+# Number of printed layouts.
 SHOWN = 10
 # Sizes that the search tries.
 MICRO_BATCHES = (1, 2, 4, 8)
 CONTEXTS = (1, 2, 4, 8, 16)
 VIRTUAL_STAGES = (1, 2, 4)
-# Largest number of pipeline stages that the search tries.
 MOST_STAGES = 64
-# Smallest number of tokens of a sequence that context parallelism leaves on a rank. With fewer
-# tokens, context parallelism is not worth its communication.
+# With fewer tokens per rank, context parallelism is not worth its communication.
 SHORTEST_PART = 2048
-# If no layout fits, the search tries these multiples of the number of GPUs.
+# Multiples of the number of GPUs to try if no layout fits.
 MULTIPLES = (2, 4, 8, 16, 32)
 
 # Changed values of a recipe, by section and key.
@@ -47,7 +45,6 @@ class Candidate:
     Attributes:
         overrides: command-line overrides that set this layout, such as ``parallel.tensor=2``.
         peak: estimated peak memory of the rank that needs most, in bytes.
-        time: estimated time of a step and of the run.
     """
 
     overrides: tuple[str, ...]
@@ -59,15 +56,10 @@ class Candidate:
 def search(recipe: Recipe, world_size: int, hardware: str) -> list[Candidate]:
     """Return the layouts that fit into GPU memory, fastest first.
 
-    For each combination of tensor, context and pipeline sizes, only the fastest layout is returned.
-
-    Args:
-        world_size: number of GPUs.
-        hardware: name of a GPU in ``ACCELERATORS``.
+    Only the fastest layout of each combination of tensor, context and pipeline sizes is returned.
 
     Raises:
-        UserError: If no layout fits (the message describes the one that needs least memory), no
-            layout is valid, or the hardware is not in ``ACCELERATORS``.
+        UserError: no layout fits; the message describes the one that needs least memory.
     """
     check_ranks(world_size)
     check_hardware(hardware)
@@ -144,16 +136,14 @@ def _cells(candidate: Candidate) -> tuple[str, ...]:
 def _fitting(
     recipe: Recipe, world_size: int, hardware: str, available: int
 ) -> tuple[list[Candidate], tuple[int, Recipe] | None]:
-    """Return the layouts that fit into GPU memory, and the layout that misses it by the least.
+    """Return the layouts that fit into ``available`` bytes, and the peak and recipe of the nearest.
 
-    ``available`` is the usable memory of a GPU in bytes. The second value is a tuple of the peak
-    memory in bytes and the recipe. It is None if all valid layouts fit, or if no layout is valid.
+    The nearest is the smallest layout that does not fit, or None.
     """
     fitting: list[Candidate] = []
     nearest: tuple[int, Recipe] | None = None
     for layout in _layouts(recipe, world_size):
-        # Each micro-batch size is larger than the one before it and needs more memory, so stop at
-        # the first that does not fit.
+        # Micro-batch sizes increase, so stop at the first that does not fit.
         for changes, changed in _valid(recipe, layout, world_size):
             peak = peak_memory(changed, world_size)
             if peak > available:
@@ -168,14 +158,7 @@ def _fitting(
 
 
 def _valid(recipe: Recipe, layout: Changes, world_size: int) -> Iterator[tuple[Changes, Recipe]]:
-    """Yield the recipe with a layout and each valid micro-batch size, in increasing order.
-
-    A size is valid if the recipe's schema accepts it, and the global batch can be divided into
-    micro-batches of this size on all data-parallel ranks.
-
-    Yields:
-        The changes of the recipe, including ``layout``, and the changed recipe.
-    """
+    """Yield the changes and the recipe of a layout with each valid micro-batch size, in order."""
     merged = {name: getattr(recipe, name) for name in Recipe.model_fields}
     for size in MICRO_BATCHES:
         changes = layout | {"training": {"micro_batch_size": size}}
@@ -192,8 +175,7 @@ def _valid(recipe: Recipe, layout: Changes, world_size: int) -> Iterator[tuple[C
 def _layouts(recipe: Recipe, world_size: int) -> Iterator[Changes]:
     """Yield the changes of the recipe that set each layout to try on ``world_size`` GPUs."""
     layers = recipe.model.num_layers
-    # overlap_gradients=True is an error in layouts that cannot overlap. Replace it by None, which
-    # means: overlap if the layout can.
+    # True is an error in layouts that cannot overlap; None overlaps if the layout can.
     overlap = None if recipe.parallel.overlap_gradients else recipe.parallel.overlap_gradients
     for tensor, context, pipeline in _sizes(recipe, world_size):
         for virtual in VIRTUAL_STAGES if pipeline > 1 else (1,):
@@ -216,10 +198,7 @@ def _layouts(recipe: Recipe, world_size: int) -> Iterator[Changes]:
 
 
 def _sizes(recipe: Recipe, world_size: int) -> Iterator[tuple[int, int, int]]:
-    """Yield the tensor, context and pipeline sizes to try on ``world_size`` GPUs.
-
-    The product of the three sizes divides ``world_size``. Tensor parallelism stays inside a node.
-    """
+    """Yield the tensor, context and pipeline sizes to try on ``world_size`` GPUs."""
     layers, length = recipe.model.num_layers, recipe.training.seq_length
     for tensor in range(1, GPUS_PER_NODE + 1):
         if GPUS_PER_NODE % tensor or recipe.model.attention.num_kv_heads % tensor:
@@ -251,15 +230,7 @@ def _failure(
     available: int,
     nearest: tuple[int, Recipe] | None,
 ) -> str:
-    """Return the error message of a search that found no layout that fits.
-
-    The message contains the reason and, if possible, a larger number of GPUs on which a layout
-    fits.
-
-    Args:
-        available: usable memory of a GPU in bytes.
-        nearest: second result of :func:`_fitting`.
-    """
+    """Return the error message of a search that found no layout that fits."""
     if nearest is None:
         reason = _reason(recipe, world_size)
         return f"no layout fills {ranks_in_words(world_size)} with this recipe: {reason}"
@@ -278,11 +249,7 @@ def _failure(
 
 
 def _reason(recipe: Recipe, world_size: int) -> str:
-    """Return the reason why no layout is valid.
-
-    The reason is the error of the simplest layout, which has only data parallelism. If that layout
-    has no error, the result is a general sentence about the sizes.
-    """
+    """Return the reason why no layout is valid: the error of pure data parallelism, if any."""
     plain = {"parallel": {}, "training": recipe.training.model_dump() | {"micro_batch_size": 1}}
     sections = {name: getattr(recipe, name) for name in Recipe.model_fields}
     try:

@@ -32,15 +32,11 @@ DEFAULT_HARDWARE = "H100"
 class Plan:
     """The plan of a recipe on a number of ranks.
 
-    The baseline is the Transformer with softmax attention with which the recipe's model is
-    compared. A recipe with ``model.baseline=true`` trains it.
+    The baseline is the Transformer with softmax attention that ``model.baseline=true`` trains.
 
     Attributes:
         attention: name of the attention variant.
         heads: description of the variant's heads in words.
-        num_heads: number of heads of a layer, as the attention variant counts them.
-        num_kv_heads: number of key-value heads of a layer, as the attention variant counts them.
-        head_dim: channels of a head.
         kv_cache_bytes_per_token: bytes per token of the key-value cache, over all layers.
         parameters: numbers of parameters of the unsharded network.
         memory: memory of a rank, one entry per pipeline stage.
@@ -88,10 +84,7 @@ class Plan:
         return max(self.memory, key=lambda stage: stage.total)
 
     def to_json(self) -> str:
-        """Return all attributes, and the totals that properties compute, as JSON text.
-
-        Memory and traffic are in bytes, and the times of a step in seconds.
-        """
+        """Return all attributes and totals as JSON; memory in bytes, times in seconds."""
         values = asdict(self)
         values["parameters"] |= {
             "total": self.parameters.total,
@@ -114,8 +107,7 @@ def plan_recipe(
         hardware: name of a GPU in ``ACCELERATORS``.
 
     Raises:
-        UserError: If the recipe does not fit ``world_size`` or its tokenizer, or the hardware is
-            unknown.
+        UserError: the recipe does not fit ``world_size`` or its tokenizer.
     """
     model, training = recipe.model, recipe.training
     check_hardware(hardware)
@@ -164,8 +156,7 @@ def check_hardware(name: str) -> None:
 def check_recipe_vocabulary(recipe: Recipe) -> None:
     """Raise a UserError if the model's vocabulary is too small for the tokenizer.
 
-    ``diffmegatron train`` has the same check. If the tokenizer's files are not on this machine,
-    nothing is checked here.
+    Nothing is checked if the tokenizer's files are not on this machine.
     """
     try:
         used = vocabulary_size(recipe.data.tokenizer)

@@ -12,8 +12,7 @@ from diffmegatron.plan.rank_layout import Layout, ranks_in_words
 from diffmegatron.plan.summary import Plan
 
 _SECONDS_PER_DAY = 86_400
-# If the estimated time of a run on a GPU is shorter than this, it is not printed, because such a
-# recipe is sized for a CPU.
+# A shorter run on a GPU is not printed, because such a recipe is sized for a CPU.
 _SHORT_RUN_SECONDS = 60
 # Names of the rows in the traffic table, by attribute of Traffic.
 TRAFFIC = {
@@ -24,19 +23,13 @@ TRAFFIC = {
     "weights": "ZeRO, weights",
 }
 
-# Names of the parts of a plan. A part is not printed if it equals the same part in the plan of the
-# previous training stage.
+# Parts of a plan, which are left out if they equal those of the previous training stage.
 _NETWORK, _MEMORY, _TRAFFIC = "the network", "memory per rank", "what is sent"
 _ASSUMPTIONS = "assumptions"
 
 
 def print_plan(plan: Plan, console: Console, previous: Plan | None = None) -> None:
-    """Print a plan as tables.
-
-    Args:
-        previous: plan of the previous training stage, which is already printed; None for the first
-            stage. Warnings and parts (see ``_same``) that are equal in both plans are left out.
-    """
+    """Print a plan as tables, without what equals the plan of the ``previous`` training stage."""
     same = [] if previous is None else _same(plan, previous)
     if same and previous is not None:
         names = Text(f"same as {previous.run_dir}: {', '.join(same)}", style="dim")
@@ -134,10 +127,8 @@ def _memory_table(plan: Plan) -> Table:
 def _memory_rows(stage: StageMemory) -> list[tuple[str, int]]:
     """Return the parts of a pipeline stage's memory as table rows: name and bytes.
 
-    - The first four parts exist during the whole step.
-    - The activations are temporary. The indented rows are memory in addition to them. Of the
-      indented rows that begin with "then" and "or", only one exists at a time.
-    - The last row is the memory of the update, which begins after the activations are freed.
+    The first four parts exist during the whole step. The others are temporary, and of those that
+    begin with "then" and "or", only one exists at a time.
     """
     return [
         ("weights", stage.weights),
@@ -167,13 +158,9 @@ def _traffic_table(plan: Plan) -> Table:
 
 
 def _unit(total: int, units: Mapping[str, float]) -> tuple[str, float]:
-    """Return the largest unit that does not exceed ``total`` bytes, and its number of bytes.
+    """Return the largest of the decreasing ``units`` that does not exceed ``total`` bytes.
 
-    If every unit exceeds the total, the smallest unit is returned. A total of 0 gets the largest
-    unit.
-
-    Args:
-        units: number of bytes by unit, in decreasing order.
+    The smallest unit is returned if every unit exceeds the total, and the largest for 0.
     """
     fitting = [each for each in units.items() if each[1] <= total]
     return fitting[0] if fitting else [*units.items()][-1 if total else 0]
@@ -222,10 +209,7 @@ def _table(
 
 
 def _product(layout: Layout) -> str:
-    """Return the layout as a product in words, such as ``tensor 2 x pipeline 4 x data 8``.
-
-    Context and pipeline sizes of 1 are left out.
-    """
+    """Return the layout as a product in words, such as ``tensor 2 x pipeline 4 x data 8``."""
     parts = [f"tensor {layout.tensor}"]
     if layout.context > 1:
         parts.append(f"context {layout.context} ({_words(layout.context_communication or '')})")
@@ -246,11 +230,7 @@ def _baseline(plan: Plan) -> str:
 
 
 def duration(days: float) -> str:
-    """Return a duration, given in days, as text in days, hours, seconds or microseconds.
-
-    The unit is days from 2 days on, hours from 0.05 hours on, and seconds from 0.0005 s on. A
-    shorter duration is in microseconds, except 0, which is in seconds.
-    """
+    """Return a duration, given in days, as text in days, hours, seconds or microseconds."""
     if days >= 2:
         return f"{days:.1f} days"
     return f"{24 * days:.1f} hours" if 24 * days >= 0.05 else _seconds(_SECONDS_PER_DAY * days)

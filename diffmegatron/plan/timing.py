@@ -1,9 +1,6 @@
 """Estimate of the time of a training step by a roofline model.
 
-:class:`Assumptions` has all quantities that are not in the data sheets of the hardware. Functions
-of this module raise UserError if the number of ranks does not fit the layout, if the global batch
-cannot be divided over the data-parallel ranks, if the recipe's attention backend cannot run, or if
-the network has too many layers for the estimate of ZeRO 3.
+:class:`Assumptions` has all quantities that are not in the data sheets of the hardware.
 """
 
 from dataclasses import dataclass
@@ -38,16 +35,13 @@ from diffmegatron.plan.traffic import (
     stage_traffic,
 )
 
-# Assumed number of GPUs in a node. Tensor parallelism should stay within a node, because only the
-# links within a node are fast enough for it.
+# Assumed number of GPUs in a node.
 GPUS_PER_NODE = 8
 
 
 @dataclass(frozen=True)
 class Assumptions:
     """Assumed efficiencies, bandwidths and latency, which data sheets do not contain.
-
-    Efficiencies are fractions of the values in the data sheets.
 
     Attributes:
         matmul: fraction of peak FLOP/s that matrix products reach.
@@ -56,8 +50,7 @@ class Assumptions:
         network: bandwidth between nodes in bytes/s per GPU and direction (400 Gb/s).
         links: fraction of the bandwidth of links and network that collectives reach.
         latency: seconds that each collective takes in addition to the time of its bytes.
-        host: bandwidth in bytes/s per GPU between the GPU and host memory, and between the CPU and
-            host memory.
+        host: bandwidth of host memory in bytes/s per GPU.
     """
 
     matmul: float = 0.6
@@ -69,10 +62,7 @@ class Assumptions:
     host: float = 25e9
 
     def sentences(self, recipe: Recipe, hardware: str, gpu: Accelerator) -> tuple[str, ...]:
-        """Return the assumptions in words, one line each.
-
-        An assumption is marked as "optimistic" if a first run usually does not reach it.
-        """
+        """Return the assumptions in words; first runs usually miss those marked "optimistic"."""
         return (
             f"FLOP/s: bf16, {gpu.peak_flops / 1e12:,.0f} TFLOP/s dense peak of {hardware}; matrix "
             f"products reach {self.matmul:.0%}, attention {self.attention:.0%} (optimistic)",
@@ -90,16 +80,15 @@ class Assumptions:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Estimated time of a step and its parts.
+    """Estimated time of a step and its parts, in seconds unless stated otherwise.
 
     Attributes:
-        hardware: name of the GPU.
-        compute: seconds per step of computation on the slowest stage, including recomputation.
-        communication: seconds per step of communication that does not overlap with computation.
-        idle: seconds per step that a rank waits in the pipeline's bubble.
-        optimizer: seconds per step of the optimizer's update.
-        collectives: number of collectives per step on a rank, in the stage that sends most.
-        bubble: idle time of a rank in the pipeline divided by its working time.
+        compute: computation on the slowest stage, including recomputation.
+        communication: communication that does not overlap with computation.
+        idle: wait of a rank in the pipeline's bubble.
+        optimizer: update of the optimizer.
+        collectives: number of collectives on a rank, in the stage that sends most.
+        bubble: ``idle`` divided by the working time.
         utilization: model FLOPs utilization (MFU), from 0 to 1.
         tokens_per_second: tokens per second over all ranks.
         days: duration of the run in days.
@@ -129,15 +118,7 @@ def estimate_time(
     accelerator: Accelerator,
     assumed: Assumptions,
 ) -> Estimate:
-    """Return the estimated time of a recipe.
-
-    Args:
-        recipe: recipe of the run.
-        world_size: number of GPUs.
-        hardware: name of the GPU.
-        accelerator: data-sheet values of the GPU.
-        assumed: assumptions of the estimate.
-    """
+    """Return the estimated time of a recipe on ``world_size`` GPUs."""
     microbatches = recipe.num_microbatches(world_size)
     each = _compute(recipe, accelerator, assumed)
     compute = each.total * microbatches
@@ -167,8 +148,8 @@ def estimate_time(
 def bubble_share(recipe: Recipe, microbatches: int) -> float:
     """Return a rank's idle time in the pipeline's bubble divided by its working time.
 
-    It is (p - 1) / (m * v) with p pipeline stages, m microbatches and v virtual stages per rank
-    (Narayanan et al., 2021, arXiv 2104.04473).
+    It is (p - 1) / (m * v) with p stages, m microbatches and v virtual stages per rank (Narayanan
+    et al., 2021, arXiv 2104.04473).
     """
     parallel = recipe.parallel
     return (parallel.pipeline - 1) / (microbatches * parallel.virtual_pipeline)
@@ -178,7 +159,7 @@ class Compute(NamedTuple):
     """Seconds of computation for one microbatch on the slowest stage.
 
     Attributes:
-        total: seconds of the forward and the backward pass.
+        total: forward and backward pass.
         backward: part of ``total`` in the backward pass, including recomputation.
         attention: part of ``total`` in attention kernels.
     """
@@ -189,12 +170,7 @@ class Compute(NamedTuple):
 
 
 def _compute(recipe: Recipe, gpu: Accelerator, assumed: Assumptions) -> Compute:
-    """Return the seconds of computation for one microbatch on the slowest pipeline stage.
-
-    The slowest stage is the one with the output layer. The time of matrix products and attention is
-    their FLOPs divided by the assumed FLOP/s, and that of element-wise operations is their bytes
-    divided by the assumed memory bandwidth.
-    """
+    """Return the seconds of computation for one microbatch on the stage with the output layer."""
     model, training, parallel = recipe.model, recipe.training, recipe.parallel
     tokens = local_tokens(recipe) / parallel.tensor
     passes = forward_passes(recipe)
@@ -217,14 +193,10 @@ def _compute(recipe: Recipe, gpu: Accelerator, assumed: Assumptions) -> Compute:
 
 
 def _attention_work(recipe: Recipe) -> tuple[float, float]:
-    """Return the multiply-adds of a layer's attention per visible pair of a query and a key.
+    """Return multiply-adds of forward and backward pass per visible pair of query and key.
 
-    They are summed over the heads of a layer, and averaged over the layers. They depend on the
-    attention variant and its backend. A causal mask hides about half of all pairs, so a backend
-    that also computes the hidden pairs needs twice as many per visible pair.
-
-    Returns:
-        Multiply-adds of the forward pass, and of the backward pass.
+    They are summed over the heads of a layer, and averaged over the layers. A causal mask hides
+    about half of all pairs, so a backend that computes hidden pairs needs twice as many.
     """
     forward = backward = 0.0
     for kind, count in counted_kinds(recipe.model):
@@ -238,7 +210,6 @@ def _attention_work(recipe: Recipe) -> tuple[float, float]:
 
 
 def _attention_in_words(recipe: Recipe, kind: Variant) -> str:
-    """Return a sentence with the assumed backend of an attention variant and its multiply-adds."""
     name = planned_backend(recipe, kind)
     channels = kind.num_heads * kind.head_dim
     work = kind.work(name, deterministic=recipe.training.deterministic)
@@ -259,18 +230,11 @@ def _vocabulary(recipe: Recipe) -> int:
 
 
 def _elementwise_bytes(recipe: Recipe) -> float:
-    """Return the bytes that element-wise operations read and write on a rank, per microbatch.
+    """Return the bytes of element-wise operations on a rank of the last stage, per microbatch.
 
-    The rank is in the last pipeline stage, which computes the loss.
-
-    - Each layer reads or writes the residual stream about 12 times in the forward pass and 12 times
-      in the backward pass, and SwiGLU's three tensors once in each pass.
-    - In the forward pass, the core attention writes the tensors that it saves (without q, k, v and
-      the input of the output projection); in the backward pass, it reads them.
-    - With full recomputation, the operations of a layer's forward pass are counted twice.
-    - The loss reads the logits in the forward pass; in the backward pass it reads them and
-      overwrites them with their gradient. These are three passes over the logits. With
-      ``training.loss_chunk`` they are four, because the backward pass computes the loss again.
+    Each pass of a layer reads or writes the residual stream about 12 times, SwiGLU's three tensors
+    once, and the tensors that attention saves once. The loss makes three passes over the logits, or
+    four with ``training.loss_chunk``, which computes them again.
     """
     model, parallel = recipe.model, recipe.parallel
     element, tokens = BYTES[recipe.training.precision], local_tokens(recipe)
@@ -298,29 +262,12 @@ def _communication(
 ) -> tuple[float, float]:
     """Return the seconds per step of communication that does not overlap with computation.
 
-    Two kinds of communication overlap with computation:
-
-    - Ring attention communicates while it computes.
-    - If ``parallel.overlaps_gradients`` is true, ZeRO 1 sums the gradients during the backward pass
-      of the last microbatch, except for the fraction that :func:`_last_share` returns.
-
-    The time of each kind of traffic is its bytes divided by the bandwidth, plus the latency of its
-    collectives. The bandwidth depends on whether a process group spans several nodes. Megatron
-    numbers the ranks in the order tensor, context, data, pipeline, with consecutive ranks in a
-    tensor-parallel group. So a group spans nodes if the product of its size and the sizes before it
-    in this order is larger than the number of GPUs in a node.
-
-    Args:
-        recipe: recipe of the run.
-        world_size: number of GPUs.
-        stage: number of the pipeline stage.
-        gpu: data-sheet values of the GPU.
-        assumed: assumptions of the estimate.
-        compute: computation of one microbatch.
+    Ring attention overlaps with attention, and ZeRO 1's sum of gradients with the last microbatch's
+    backward pass. Megatron numbers ranks in the order tensor, context, data, pipeline. A group
+    therefore spans nodes if the product of the sizes up to its own exceeds a node's GPUs.
 
     Returns:
-        Seconds within the pipeline's schedule, and seconds after it for ZeRO's gradients and
-        weights.
+        Seconds within the pipeline's schedule, and seconds after it.
     """
     parallel, traffic = recipe.parallel, stage_traffic(recipe, world_size, stage)
     calls = stage_collectives(recipe, world_size, stage)
@@ -345,29 +292,18 @@ def _communication(
 
 
 def _last_share(recipe: Recipe) -> float:
-    """Return the fraction of the gradients whose reduction cannot overlap with the backward pass.
-
-    These are the gradients of the last bucket, which is complete only at the end of the backward
-    pass. This bucket contains the embedding's gradient and can be larger than other buckets.
-    """
+    """Return the fraction of the gradients whose reduction cannot overlap: the last bucket."""
     trained = sum(trained_parameters(recipe, 0))
     return min(1.0, max(REDUCE_BUCKET, largest_trained(recipe, 0)) / trained)
 
 
 def _optimizer(recipe: Recipe, world_size: int, gpu: Accelerator, assumed: Assumptions) -> float:
-    """Return the seconds of the optimizer's update.
-
-    They are the bytes that the update reads and writes on a rank of the pipeline stage with the
-    most trained parameters, divided by the GPU's memory bandwidth. With an offloaded optimizer, the
-    copies of gradients and weights between GPU and host are added to the bytes, and the divisor is
-    the bandwidth to host memory.
-    """
+    """Return the seconds of the optimizer's update, which memory bandwidth limits."""
     parameters = max(
         sum(trained_parameters(recipe, stage)) for stage in range(recipe.parallel.pipeline)
     )
     partition = parameters / (recipe.data_parallel(world_size) * recipe.parallel.context)
-    # Master weights and two moments (3 x float32) are each read and written once. Gradients are
-    # read three times: for the norm, the clipping and the update.
+    # Master weights and two moments are read and written once, gradients read three times.
     states = partition * (6 * FLOAT32 + 3 * FLOAT32)
     if recipe.parallel.offload_optimizer:
         moved = 2 * BYTES[recipe.training.precision] * partition

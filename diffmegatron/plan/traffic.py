@@ -32,18 +32,13 @@ _MODULES_PER_LAYER = 7
 
 @dataclass(frozen=True)
 class Traffic:
-    """One number per kind of communication of a rank in a step.
-
-    The numbers are bytes that the rank sends (:func:`stage_traffic`), or collectives that it calls
-    (:func:`stage_collectives`).
+    """One number per kind of communication of a rank in a step: bytes sent, or collectives.
 
     Attributes:
-        tensor: tensor parallelism: all-reduces of the hidden states, or with sequence parallelism
-            their all-gathers and reduce-scatters.
-        context: context parallelism: keys and values (ring and all-gather), or queries, keys,
-            values and outputs (ulysses); and their gradients.
-        pipeline: pipeline parallelism: hidden states to the next stage, their gradients to the
-            previous stage, and the gradient of a tied embedding on the first and the last stage.
+        tensor: all-reduces of hidden states, or all-gathers and reduce-scatters with sequence
+            parallelism.
+        context: keys and values, and their gradients; with ulysses also queries and outputs.
+        pipeline: hidden states, their gradients, and the gradient of a tied embedding.
         gradients: gradients that ZeRO reduces over data x context parallel ranks.
         weights: weights that ZeRO gathers over data x context parallel ranks.
     """
@@ -90,25 +85,21 @@ def stage_traffic(recipe: Recipe, world_size: int, stage: int) -> Traffic:
 def stage_collectives(recipe: Recipe, world_size: int, stage: int) -> Traffic:
     """Return the number of collectives that a rank of a pipeline stage calls per step, by kind.
 
-    Point-to-point messages of the pipeline count as collectives. Reductions of single numbers are
-    not counted. Two numbers are estimates: ``gradients`` assumes full buckets, and ``weights`` one
-    collective per parameter group (ZeRO 1 and 2) or per module and pass (ZeRO 3).
+    Messages of the pipeline count as collectives. ``gradients`` and ``weights`` are estimates.
     """
     parallel, model = recipe.parallel, recipe.model
     microbatches = recipe.num_microbatches(world_size)
     is_last = stage == parallel.pipeline - 1
     tensor = 0.0
     if parallel.tensor > 1:
-        # An all-reduce counts as two transfers in _hidden_states_sent, an all-gather or a
-        # reduce-scatter as one.
+        # An all-reduce counts as two transfers in _hidden_states_sent.
         per_collective = 1 if parallel.sequence_parallel else 2
         tensor = _hidden_states_sent(recipe, stage) / per_collective
         if is_last:
             chunks = _loss_chunks(recipe)
             tensor += (chunks - 1) * _output_transfers(recipe) / per_collective
-            # The cross-entropy of a chunk has two all-reduces: one of the largest logits, and one
-            # of the sums of exponentials together with the labels' logits. With chunks, the
-            # backward pass computes it again.
+            # Cross-entropy reduces the largest logits, and the sums together with the labels'
+            # logits. With chunks, the backward pass repeats both.
             tensor += 2 * chunks * (1 if recipe.training.loss_chunk is None else 2)
     layers = model.num_layers / parallel.pipeline
     communication, passes = context_communication(recipe), attention_passes(recipe)
@@ -116,16 +107,14 @@ def stage_collectives(recipe: Recipe, world_size: int, stage: int) -> Traffic:
     if communication == "ring":
         context = layers * (passes * (parallel.context - 1) + 2 * parallel.context - 1)
     elif communication is not None:
-        # Ulysses has one all-to-all for q, k and v, and one for the outputs. The all-gather kind
-        # has one collective for k and v. The backward pass has as many for the gradients.
+        # Ulysses: q, k and v, then the outputs. All-gather: k and v. As many for the gradients.
         context = layers * (passes + 1) * (2 if communication == "ulysses" else 1)
     elements = sum(trained_parameters(recipe, stage))
     gradients = weights = 0.0
     if world_size > parallel.model_ranks or parallel.context > 1:
         buckets = -(-elements // REDUCE_BUCKET)
         gradients = buckets * (1 if parallel.zero_stage < 2 else microbatches)
-        # ZeRO 1 and 2 gather the weights of two parameter groups. ZeRO 3 gathers the weights of
-        # each module in the forward and in the backward pass.
+        # ZeRO 1 and 2 gather two parameter groups, ZeRO 3 each module in both passes.
         weights = 2.0
         if parallel.zero_stage == 3:
             weights = 2 * microbatches * (layers * _MODULES_PER_LAYER + 2)
@@ -140,18 +129,12 @@ def stage_collectives(recipe: Recipe, world_size: int, stage: int) -> Traffic:
 
 
 def forward_passes(recipe: Recipe) -> int:
-    """Return the number of forward passes of a layer per microbatch.
-
-    It is 2 with full recomputation, and 1 otherwise.
-    """
+    """Return the number of forward passes of a layer per microbatch: 2 with full recomputation."""
     return 2 if recipe.recompute.granularity == "full" else 1
 
 
 def attention_passes(recipe: Recipe) -> int:
-    """Return the number of forward passes of a layer's core attention per microbatch.
-
-    It is 2 with full and with selective recomputation, and 1 without recomputation.
-    """
+    """Return the number of forward passes of the core attention per microbatch."""
     return 1 if recipe.recompute.granularity == "none" else 2
 
 
@@ -169,14 +152,11 @@ def _tensor(recipe: Recipe, stage: int) -> float:
 
 
 def _gates(recipe: Recipe) -> float:
-    """Return the bytes per microbatch in collectives of attention's additional projections.
+    """Return the bytes per microbatch of projections that are separate from ``linear_qkv``.
 
-    Such a projection of the hidden states is separate from Megatron's ``linear_qkv``. An example is
-    the projection to lambda in Differential Transformer V2. Under sequence parallelism the ranks
-    gather its weight matrix, and an all-to-all changes its output from a shard of the sequence to a
-    shard of the heads. Without sequence parallelism, the function returns 0.
-
-    The caller multiplies the bytes by (k - 1) / k, the fraction that each of k ranks sends.
+    An example is V2's projection to lambda. Under sequence parallelism, its weight is gathered, and
+    its output changes from shards of the sequence to shards of the heads. Each of k ranks sends (k
+    - 1) / k of the bytes.
     """
     model, parallel = recipe.model, recipe.parallel
     if not parallel.sequence_parallel:
@@ -196,18 +176,13 @@ def _gates(recipe: Recipe) -> float:
 def _hidden_states_sent(recipe: Recipe, stage: int) -> int:
     """Return how often tensor parallelism transfers a microbatch's hidden states in a stage.
 
-    A transfer is an all-gather or a reduce-scatter over the tensor-parallel ranks. An all-reduce
-    counts as two. Under sequence parallelism, the backward pass gathers again:
-
-    - the input of each trained column-parallel projection and of a trained output layer, for the
-      gradient of the weight;
-    - with ``training.loss_chunk``, the input of the output layer, to recompute the logits.
+    An all-gather or a reduce-scatter counts once, an all-reduce twice.
     """
     parallel = recipe.parallel
     layers = recipe.model.num_layers // parallel.pipeline
     forward = backward = 4
-    # The embedding has one all-reduce in the forward pass. Under sequence parallelism, it has
-    # instead a reduce-scatter, and if it is trained an all-gather in the backward pass.
+    # The embedding's all-reduce counts as two. Sequence parallelism has a reduce-scatter instead,
+    # and an all-gather in the backward pass of a trained embedding.
     edges = 2 if stage == 0 else 0
     if parallel.sequence_parallel:
         backward += is_trained(recipe, "linear_qkv.weight") + is_trained(
@@ -221,23 +196,14 @@ def _hidden_states_sent(recipe: Recipe, stage: int) -> int:
 
 
 def _output_transfers(recipe: Recipe) -> int:
-    """Return how often the output layer transfers a microbatch's hidden states.
-
-    It has an all-reduce in the backward pass, which counts as two. Under sequence parallelism it
-    has instead an all-gather in the forward pass and a reduce-scatter in the backward pass, and the
-    two all-gathers that :func:`_hidden_states_sent` describes. With ``training.loss_chunk``, each
-    of these collectives has only the hidden states of a chunk.
-    """
+    """Return how often the output layer transfers a microbatch's hidden states."""
     if not recipe.parallel.sequence_parallel:
         return 2
     return 2 + (output_weight(recipe) > 0) + (recipe.training.loss_chunk is not None)
 
 
 def _loss_chunks(recipe: Recipe) -> int:
-    """Return the number of chunks in which a context-parallel rank computes the loss.
-
-    Source: :func:`diffmegatron.model.language_model_loss.chunked_losses`.
-    """
+    """Return the number of chunks in which a context-parallel rank computes the loss."""
     training, parallel = recipe.training, recipe.parallel
     if training.loss_chunk is None:
         return 1
@@ -258,8 +224,7 @@ def _context(recipe: Recipe) -> float:
         heads = kind.heads
         pair = 2 * tokens * heads.key_channels / parallel.tensor
         if communication == "ulysses":
-            # A variant whose kernel computes single softmax maps sends the output of each map, and
-            # combines the outputs after the communication.
+            # A kernel of single softmax maps sends the output of each map.
             is_softmax = kind.operation == "softmax"
             results = heads.query_channels if is_softmax else heads.output_channels
             others = tokens * (heads.query_channels + results) / parallel.tensor
@@ -267,8 +232,7 @@ def _context(recipe: Recipe) -> float:
         else:
             forward = backward = element * pair * (size - 1)
             if communication == "ring":
-                # In addition, the float32 gradients of keys and values are sent around the ring.
-                # They need one more message than the keys and values, to return to their rank.
+                # The float32 gradients of keys and values need one more message to return.
                 backward += FLOAT32 * pair * size
         total += count * (attention_passes(recipe) * forward + backward)
     return total / parallel.pipeline
@@ -282,11 +246,7 @@ def _pipeline(recipe: Recipe, stage: int) -> float:
 
 
 def _messages(recipe: Recipe, stage: int) -> int:
-    """Return the number of messages per microbatch that a rank sends to other pipeline stages.
-
-    Each virtual stage sends hidden states to the next one and their gradient to the previous one.
-    But the last virtual stage of the network has no next one, and the first has no previous one.
-    """
+    """Return the number of messages per microbatch that a rank sends to other pipeline stages."""
     parallel = recipe.parallel
     if parallel.pipeline == 1:
         return 0
@@ -296,10 +256,7 @@ def _messages(recipe: Recipe, stage: int) -> int:
 def _tied(recipe: Recipe, stage: int) -> float:
     """Return the bytes per step that a rank sends to reduce a tied embedding's gradient.
 
-    The all-reduce is over the first and the last pipeline stage. With two ranks, each sends the
-    gradient once. The gradient is float32, because a pipeline requires ZeRO 1, which accumulates
-    gradients in float32. The result is 0 without a tied embedding, without a pipeline, in a stage
-    between the first and the last, or if the embedding is frozen.
+    The first and the last stage share the embedding, whose gradient is float32 under ZeRO 1.
     """
     model, parallel = recipe.model, recipe.parallel
     if not model.tied_embeddings or stage not in (0, parallel.pipeline - 1):
@@ -310,22 +267,11 @@ def _tied(recipe: Recipe, stage: int) -> float:
 
 
 def _zero(recipe: Recipe, stage: int, shards: int, microbatches: int) -> tuple[float, float]:
-    """Return the bytes per step that a rank sends for ZeRO.
+    """Return the bytes per step that a rank sends for ZeRO: for gradients, and for weights.
 
-    - ZeRO 1 reduces float32 gradients once per step by an all-reduce.
-    - ZeRO 2 and 3 reduce gradients in the run's precision in every microbatch, ZeRO 2 by an
-      all-reduce and ZeRO 3 by a reduce-scatter.
-    - ZeRO 1 and 2 gather the updated weights once per step.
-    - ZeRO 3 gathers weights before their use (:mod:`diffmegatron.model.accounting.zero_3`).
-
-    Args:
-        recipe: recipe of the run.
-        stage: number of the pipeline stage.
-        shards: number of data x context parallel ranks.
-        microbatches: number of microbatches per step.
-
-    Returns:
-        Bytes for gradients, and bytes for weights.
+    ZeRO 1 reduces float32 gradients once per step. ZeRO 2 (all-reduce) and 3 (reduce-scatter)
+    reduce them in the run's precision in every microbatch. ZeRO 3 also gathers weights before their
+    use.
     """
     share = (shards - 1) / shards
     trained = sum(trained_parameters(recipe, stage))
