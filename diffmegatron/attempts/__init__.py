@@ -1,1 +1,1 @@
-"""Attempts (starts of a job's ranks): ends of ranks, the decision to requeue, and the ledger."""
+"""Attempts of a job: how the ranks ended, and whether the job restarts them."""

@@ -1,7 +1,7 @@
 """Decide after an attempt (one start of a job's ranks) whether the job continues or ends.
 
-The decision uses the end that each rank recorded (:class:`~diffmegatron.attempts.ends.End`). The
-exit status of srun is not used, because it is the status of only one rank.
+The input is the end that each rank recorded. The exit status of srun is the status of only one
+rank, so it is not used.
 """
 
 import signal
@@ -12,10 +12,9 @@ from enum import StrEnum
 from diffmegatron.attempts.ends import EXIT_STOPPED, NOT_BEGUN, End
 from diffmegatron.errors import MachineError, UnfitNodeError, UserError
 
-# A process that signal N killed has the exit status _SIGNAL + N.
+# Signal N gives a killed process the exit status _SIGNAL + N.
 _SIGNAL = 128
-# Exit statuses of a rank that was killed by a stop signal of a user, Slurm or srun. A stop signal
-# kills a rank only before the rank has installed its signal handlers. This is not a fault.
+# A stop signal kills a rank only before the rank has installed its signal handlers. No fault.
 _STOP_STATUSES = {_SIGNAL + number for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
 _SHOWN_RANKS = 8
 
@@ -24,22 +23,15 @@ class Cause(StrEnum):
     """Cause of an attempt's end, which determines how the job continues."""
 
     FINISHED = "finished"
-    """All steps are done. The job ends."""
+    """All steps are done; the job ends."""
     MISTAKE = "mistake"
-    """A person must correct something. The job ends."""
+    """A person must correct something; the job ends."""
     STOPPED = "stopped"
-    """A signal or the time limit stopped the ranks. The job is requeued."""
+    """A signal or the time limit stopped the ranks; the job is requeued."""
     FAULT = "fault"
-    """A rank crashed, hung or did not connect. The ranks restart, at once or after a requeue.
-
-    The job ends instead after too many faults in a row (``ledger.MAX_FAULTS``).
-    """
+    """A rank crashed, hung or did not connect; the ranks restart, up to ``ledger.MAX_FAULTS``."""
     LOST = "lost"
-    """The job was killed while ranks still ran (node failure, preemption, scancel).
-
-    The training continues if Slurm requeues the job or the user submits it again. This does not
-    count as a fault.
-    """
+    """The job was killed while ranks still ran (node failure, preemption, scancel); no fault."""
 
 
 @dataclass(frozen=True)
@@ -63,30 +55,16 @@ def decide(
 ) -> Decision:
     """Return the cause of an attempt's end, and the hosts to blame for it.
 
-    Stop signals are SIGTERM, SIGUSR1 and SIGINT. If the job was killed, a rank that SIGKILL ended
-    counts as a rank that recorded no end. The first rule that applies decides:
-
-    1. If a rank ended because of a mistake in the user's input, the cause is a mistake.
-    2. Exit status 75 means that a rank was stopped and ended in an orderly way. If a rank with this
-       status had saved a checkpoint, the cause is a stop. Failures after the save do not matter,
-       because all ranks save together. If the ranks with status 75 had nothing to save yet, the
-       cause is also a stop, unless a signal other than a stop signal killed a rank.
-    3. If a rank failed the preflight checks of its node, the cause is a fault of this node.
-    4. If the job was killed and a rank recorded no end, the attempt is lost, unless a signal other
-       than a stop signal killed another rank. Other failures are ignored here, because ranks fail
-       when their peers are killed.
-    5. If a rank recorded no end, or failed without a stop signal, the cause is a fault.
-    6. If a stop signal killed a rank, the cause is a stop.
-    7. Otherwise all ranks ended with status 0, and the job is finished.
+    The rules are tried in the order of the code. The first rule that applies decides.
 
     Args:
-        ends: recorded ends; a rank that recorded no end is absent.
-        host_of: function that returns the host of a rank; used for ranks that recorded no end.
+        ends: end of each rank that recorded one.
+        ranks: number of ranks of the job.
+        host_of: function that returns the host of a rank.
         was_killed: whether the job was killed before all ranks had ended.
     """
     if was_killed:
-        # Slurm ends the ranks of a killed job with SIGKILL. If the shell of a rank ends later, the
-        # shell records the status 128 + SIGKILL. Ignore these records: they show no fault.
+        # Slurm ends the ranks of a killed job with SIGKILL. Treat them as ranks without a record.
         ends = _select(ends, lambda end: end.status != _SIGNAL + signal.SIGKILL)
     mistakes = _select(ends, lambda end: end.status == UserError.exit_status)
     if mistakes:
@@ -94,8 +72,8 @@ def decide(
     stopped = _select(ends, lambda end: end.status == EXIT_STOPPED)
     saved = _select(stopped, lambda end: not end.reason.endswith(NOT_BEGUN))
     crashed = _select(ends, lambda end: end.status > _SIGNAL and end.status not in _STOP_STATUSES)
-    # After a crash srun stops all other ranks. If they saved nothing, their stop is only a
-    # consequence of the crash.
+    # All ranks save together, so failures after a save do not matter. A stop before the first save
+    # counts only if no rank crashed, because srun stops all other ranks after a crash.
     if saved or (stopped and not crashed):
         reasons = sorted({end.reason for end in stopped.values() if end.reason})
         return Decision(Cause.STOPPED, reasons[0] if reasons else "stopped by a signal, and saved")
@@ -107,15 +85,13 @@ def decide(
     absent = tuple(sorted({host_of(rank) for rank in missing} - {""}))
     failed = _select(ends, lambda end: end.status not in {0, EXIT_STOPPED, *_STOP_STATUSES})
     if was_killed and missing and not _select(failed, lambda end: end.status > _SIGNAL):
-        # If a rank recorded a failure, the node of the missing ranks probably died, which made the
-        # other ranks fail. So blame the hosts of the missing ranks. Blame no host if no rank
-        # recorded a failure, or if more than half of the ranks are missing.
+        # Ranks fail when their peers are killed. Some failed ranks, and at most half missing, show
+        # that a node of the missing ranks died. Otherwise the whole job was killed.
         reason = f"the job ended before {_list_ranks(missing)}"
         return Decision(Cause.LOST, reason, absent if failed and 2 * len(missing) <= ranks else ())
     unmet = _select(failed, lambda end: end.status == MachineError.exit_status)
     if unmet and unmet == failed:
-        # All failed ranks waited for ranks that did not connect. Blame the hosts of the missing
-        # ranks, unless more than half of the ranks are missing.
+        # All failed ranks waited for ranks that did not connect.
         hosts = absent if 2 * len(missing) <= ranks else ()
         return Decision(Cause.FAULT, _first_reason(unmet, "it waited for other ranks"), hosts)
     if failed:
@@ -142,13 +118,7 @@ def decide(
 def _only_waited(failed: Mapping[int, End], absent: set[str]) -> bool:
     """Return whether the failed ranks probably failed only because they waited for missing ranks.
 
-    A missing rank recorded no end. ``absent`` contains the hosts of the missing ranks.
-
-    If a signal killed a failed rank, the result is False. Otherwise it is True in two cases:
-
-    - No failed rank recorded a reason. The watchdog then ended all failed ranks. The watchdog of a
-      frozen rank does not run, so the frozen rank is among the missing ranks.
-    - No failed rank ran on the host of a missing rank.
+    ``absent`` contains the hosts of the missing ranks, which recorded no end.
     """
     if any(end.status > _SIGNAL for end in failed.values()):
         return False
@@ -157,19 +127,7 @@ def _only_waited(failed: Mapping[int, End], absent: set[str]) -> bool:
 
 
 def _fault(failed: Mapping[int, End], ranks: int) -> Decision:
-    """Return the decision that the attempt ended by a fault, with its reason and hosts to blame.
-
-    There are three kinds of failure. A kind that is listed earlier is nearer to the cause:
-
-    1. A signal killed the rank (SIGSEGV, or SIGKILL from the kernel when memory is full).
-    2. The watchdog ended the rank, so the rank left no error message.
-    3. The rank raised an error.
-
-    Only ranks with the first kind that occurred are considered. The reason comes from the rank that
-    failed earliest among them. For kinds 1 and 2, the hosts of all considered ranks are blamed. For
-    kind 3, only the host of the rank that failed earliest is blamed, because the error of this rank
-    probably made the other ranks fail.
-    """
+    """Return a fault decision whose reason comes from the failure that is nearest to the cause."""
 
     def order(rank: int) -> tuple[int, float]:
         end = failed[rank]
@@ -181,8 +139,7 @@ def _fault(failed: Mapping[int, End], ranks: int) -> Decision:
     if kind == 2:
         alike = [first]
     hosts = _hosts({rank: failed[rank] for rank in alike})
-    # If more than half of the ranks failed in the same way, they probably have a common cause, such
-    # as a collective in which all ranks hang. So blame no host.
+    # Failures of more than half of the ranks have a common cause, such as a hanging collective.
     blamed = hosts if 2 * len(alike) <= ranks or ranks == 1 else ()
     reason = _first_reason({first: failed[first]}, _describe_status(failed[first]))
     return Decision(Cause.FAULT, reason, blamed)
@@ -205,10 +162,7 @@ def _hosts(ends: Mapping[int, End]) -> tuple[str, ...]:
 
 
 def _first_reason(ends: Mapping[int, End], default: str) -> str:
-    """Return a text with the number, host and reason of the lowest rank that recorded a reason.
-
-    If no rank recorded a reason, the text describes the lowest rank with the reason ``default``.
-    """
+    """Describe the first rank that recorded a reason; else the first rank, with ``default``."""
     rank = next((rank for rank, end in ends.items() if end.reason), next(iter(ends)))
     end = ends[rank]
     host = f" on {end.host}" if end.host else ""

@@ -1,8 +1,7 @@
-"""Records of how the ranks of an attempt ended: one JSON file per rank in the attempt's directory.
+"""Records of how the ranks of an attempt (one start of a job) ended: one JSON file per rank.
 
-An attempt is one start of a job's ranks. A rank writes its own file when it ends. If a signal
-or the watchdog ends the rank before that, the rank's shell in ``slurm.sh`` writes a file with the
-exit status, host and time. A rank without a file was killed together with its shell or node.
+A rank writes its own file. If a signal or the watchdog ends the rank before that, the rank's shell
+in ``slurm.sh`` writes the file. A rank without a file was killed together with its shell or node.
 """
 
 import logging
@@ -31,15 +30,10 @@ HEARTBEAT = "heartbeat.json"
 EXIT_STOPPED = 75
 """Exit status of a run that was stopped and can be resumed (EX_TEMPFAIL of sysexits.h)."""
 NOT_BEGUN = "before the run had begun"
-"""Text at the end of :attr:`End.reason` if a signal stopped the rank before the run had begun.
-
-Such a rank has nothing to save.
-"""
+"""End of :attr:`End.reason` of a rank that a signal stopped while it had nothing to save."""
 _END_NAME = re.compile(r"rank_(\d{5,7})\.json(\.tmp)?")
-# Minimum seconds between two heartbeats. Steps may take milliseconds, and a write for each step
-# would load the file server.
+# A write for each step of milliseconds would load the file server.
 _HEARTBEAT_SECONDS = 5.0
-# Minimum number of reports (see `Heartbeat`) in an attempt before a rank can count as a straggler.
 _MIN_REPORTS = 10
 
 
@@ -49,8 +43,8 @@ class End(Section):
     Attributes:
         status: exit status; 128 + N if signal N killed the rank.
         reason: one sentence; empty after success, or if the rank could not write it.
-        step: last step that the rank reached; None: no step, or unknown.
-        time: time of the end in seconds since 1970, by the host's clock.
+        step: last step that the rank reached; None if unknown.
+        time: seconds since 1970, by the host's clock.
     """
 
     status: int
@@ -63,16 +57,13 @@ class End(Section):
 class Heartbeat(Section):
     """Training progress that rank 0 writes every few seconds.
 
-    Reports on slow ranks compare the times that the ranks spent on their own work since the
-    previous report.
-
     Attributes:
         time: time of writing in seconds since 1970.
         step: last step reached.
         run_dir: folder of the run, or of the current stage.
         first_step: step at which the attempt began this run or stage.
-        reports: number of reports in this attempt.
-        slow: rank -> number of reports in which the rank was much slower than most ranks.
+        reports: number of comparisons of the ranks' speeds in this attempt.
+        slow: rank -> number of comparisons in which the rank was much slower than most ranks.
     """
 
     time: float
@@ -84,19 +75,17 @@ class Heartbeat(Section):
 
     @property
     def stragglers(self) -> list[int]:
-        """Ranks that were slow in more than half of the reports; empty before ten reports."""
+        """Ranks that were slow in more than half of ten or more comparisons."""
         if self.reports < _MIN_REPORTS:
             return []
         return [rank for rank, count in self.slow.items() if 2 * count > self.reports]
 
 
 class RankRecord:
-    """Writer of a rank's end and, on rank 0, of the heartbeat.
-
-    Use this class as a context manager around all work of the rank.
+    """Writer of a rank's end and, on rank 0, of the heartbeat; a context manager around all work.
 
     Args:
-        folder: directory of the attempt; None: nothing is written.
+        folder: directory of the attempt; None writes nothing.
     """
 
     def __init__(self, folder: Path | None = None, rank: int = 0) -> None:
@@ -109,18 +98,12 @@ class RankRecord:
 
     @classmethod
     def of_environment(cls) -> Self:
-        """Create the record of this process from ``DIFFMEGATRON_ATTEMPT`` and ``RANK``.
-
-        If one of these environment variables is missing, the record writes nothing.
-        """
+        """Create the record of this process; without ``DIFFMEGATRON_ATTEMPT`` it writes nothing."""
         folder, rank = os.environ.get(ATTEMPT), os.environ.get("RANK", "")
         return cls(Path(folder), int(rank)) if folder and rank.isdecimal() else cls()
 
     def set_step(self, step: int, run_dir: str) -> None:
-        """Record that the run has reached a step.
-
-        Rank 0 writes a heartbeat at most every five seconds, or earlier if ``run_dir`` has changed.
-        """
+        """Record that the run has reached a step; rank 0 writes a heartbeat every five seconds."""
         self._step = step
         if self._start is None or self._start[0] != run_dir:
             self._start, self._last_heartbeat = (run_dir, step), 0.0
@@ -135,7 +118,7 @@ class RankRecord:
         self._write_heartbeat(now)
 
     def add_report(self, slow_ranks: Collection[int]) -> None:
-        """Count one report (see :class:`Heartbeat`), and the ranks that were slow in it."""
+        """Count one comparison of the ranks' speeds, and the ranks that were slow in it."""
         self._reports += 1
         self._slow.update(slow_ranks)
 
@@ -153,7 +136,7 @@ class RankRecord:
         self._write(HEARTBEAT, heartbeat)
 
     def end(self, status: int, reason: str = "") -> None:
-        """Write the end of this rank; rank 0 also writes a last heartbeat if it reached a step."""
+        """Write the end of this rank, and on rank 0 a last heartbeat."""
         if self.folder is None:
             return
         now = time.time()
@@ -172,10 +155,10 @@ class RankRecord:
 
     @contextmanager
     def write_failures(self) -> Iterator[None]:
-        """Write the end of this rank if the ``with`` block raises; otherwise write nothing.
+        """Write the end of this rank only if the ``with`` block raises.
 
-        The preflight checks use this context in a separate process before training. If the checks
-        succeed, the training process writes the end of the rank later.
+        The preflight checks run in a separate process before the training process, which writes the
+        end after a success.
         """
         try:
             yield
@@ -196,7 +179,6 @@ class RankRecord:
 
 
 def _status_of(error: BaseException | None) -> tuple[int, str]:
-    """Return the exit status and the reason of :class:`End` for an exception or None."""
     if error is None:
         return 0, ""
     if isinstance(error, UserError):
@@ -208,26 +190,22 @@ def _status_of(error: BaseException | None) -> tuple[int, str]:
 
 
 def end_name(rank: int) -> str:
-    """Return the name of the file that records how a rank ended."""
+    """Return the file name of a rank's end."""
     return f"rank_{rank:05d}.json"
 
 
 def read_ends(folder: Path) -> dict[int, End]:
-    """Read the recorded end of each rank from the directory of an attempt.
+    """Read the recorded end of each rank from the directory of an attempt; skip damaged files.
 
-    A damaged file is skipped with a warning. If the final file of a rank is missing or damaged, the
-    temporary file of the rank (suffix ``.tmp``) is read. A rank that is killed before it renames
-    the temporary file leaves no final file.
-
-    Raises:
-        UserError: the directory cannot be read.
+    Without an intact final file, the temporary file (suffix ``.tmp``) is read. A rank that is
+    killed before it renames this file leaves no other.
     """
     try:
         names = sorted(path.name for path in folder.iterdir())
     except OSError as error:
         raise UserError(f"cannot read {format_path(folder)}: {error.strerror}") from None
     ends: dict[int, End] = {}
-    # In sorted order, the final file of a rank precedes the temporary file of the same rank.
+    # In sorted order, a rank's final file precedes its temporary file.
     for name in names:
         match = _END_NAME.fullmatch(name)
         if match is None or int(match[1]) in ends:

@@ -1,8 +1,8 @@
 """Ledger of a job: one entry for each attempt (start of the job's ranks) in ``run_dir/attempts``.
 
-The entry ``NNNN.json`` is written when attempt NNNN begins, and again when it ends. ``NNNN/`` is
-the attempt's directory, in which every rank records how it ended. If the job was killed before it
-wrote the end of an attempt, the next attempt determines this end from the files and writes it.
+The entry ``NNNN.json`` is written when attempt NNNN begins, and again when it ends. In the
+directory ``NNNN/`` every rank records how it ended. If the job was killed first, the next attempt
+writes the end.
 """
 
 import logging
@@ -25,10 +25,8 @@ log = logging.getLogger(__name__)
 ATTEMPTS = "attempts"
 MAX_FAULTS = 10
 """Number of faults in a row, without a new checkpoint between them, after which a job ends."""
-# Number of latest attempts that are examined for faults and slow ranks of hosts.
 _RECENT_ATTEMPTS = 10
-# The job avoids a host that had a fault or a slow rank in at least this many of the last attempts.
-# One attempt is not enough, because the cause of a single fault may be elsewhere.
+# The cause of a single fault may be elsewhere, so one attempt does not exclude a host.
 _MAX_HOST_FAULTS = 2
 _NAME = re.compile(r"(\d{4,6})\.json")
 
@@ -39,8 +37,8 @@ class Facts(Section):
     Attributes:
         job: Slurm job ID.
         nodes: host names in the order of the ranks.
-        versions: name of this package and of each library -> its version.
-        commit: git commit of this package; None: not a git checkout.
+        versions: version of this package and of each library, by package name.
+        commit: git commit of this package; None outside a git checkout.
     """
 
     job: str
@@ -51,32 +49,27 @@ class Facts(Section):
 
 
 class Attempt(Section):
-    """One entry of the ledger: the record of one start of the job's ranks.
+    """Entry of the ledger about one start of the job's ranks.
 
-    A recipe can describe several stages, which are trained one after the other. Without stages, the
-    whole run is the only stage.
+    A run without stages counts as one stage. Saved progress is the step of the newest checkpoint,
+    summed over the stages.
 
     Attributes:
         number: number of the attempt, counted from 1.
-        stages: ``run_dir`` of each stage -> total number of its steps; empty: no recipe could be
-            read yet.
-        startup_seconds: watchdog timeout of the first step; the largest value of all stages.
-        step_seconds: watchdog timeout of every other step; the largest value of all stages.
+        stages: ``run_dir`` of each stage -> total number of its steps; empty if no recipe was
+            readable.
+        startup_seconds, step_seconds: watchdog timeouts of the first step and of other steps; the
+            largest values of all stages.
         began: time of the beginning in seconds since 1970.
-        saved_at_start: saved progress at the beginning: the step of the newest checkpoint, summed
-            over the stages.
-        checkpoint: path of the newest checkpoint at the beginning; None: no checkpoint.
-        ended: time of the end in seconds since 1970; None: not ended, or not recorded yet.
-        cause: cause of the end; None: not ended, or not recorded yet.
-        reason: one sentence about the end.
-        hosts: hosts that are blamed for a fault or for lost ranks.
-        unfit: hosts among ``hosts`` that failed the preflight checks.
+        saved_at_start: saved progress at the beginning.
+        checkpoint: path of the newest checkpoint at the beginning; None without a checkpoint.
+        ended: time of the end in seconds since 1970; None until it is recorded.
+        hosts, unfit: as in :class:`~diffmegatron.attempts.decision.Decision`.
         stragglers: hosts of slow ranks (``Heartbeat.stragglers``).
-        first_step, last_step: first and last step of the attempt in the last stage that it trained;
-            None: unknown.
-        saved: saved progress at the end, computed like ``saved_at_start``.
-        faults: number of faults in a row without a new checkpoint between them, including this
-            attempt.
+        first_step, last_step: steps of the attempt in the last stage that it trained; None if
+            unknown.
+        saved: saved progress at the end.
+        faults: number of faults in a row up to this attempt, without a new checkpoint between them.
     """
 
     number: int
@@ -105,7 +98,7 @@ class Attempt(Section):
 
     @property
     def has_trained(self) -> bool:
-        """True if ``last_step`` is greater than ``first_step``."""
+        """True if the attempt completed at least one step."""
         return (self.last_step or 0) > (self.first_step or 0)
 
     @property
@@ -116,25 +109,22 @@ class Attempt(Section):
         return self.cause in (Cause.FINISHED, Cause.MISTAKE)
 
     def host_of(self, rank: int) -> str:
-        """Return the host name of a rank, or an empty string if it is unknown.
-
-        The function assumes that ranks fill the nodes in order, which is Slurm's default.
-        """
+        """Return the host of a rank, assuming that ranks fill the nodes in order; "" if unknown."""
         per_node = -(-self.facts.ranks // max(1, len(self.facts.nodes)))
         index = rank // per_node
         return self.facts.nodes[index] if index < len(self.facts.nodes) else ""
 
     def hosts_of(self, ranks: Iterable[int]) -> tuple[str, ...]:
-        """Return the sorted host names of the nodes of some ranks."""
+        """Return the sorted hosts of some ranks."""
         return tuple(sorted({self.host_of(rank) for rank in ranks} - {""}))
 
 
 class Ledger:
-    """Ledger of one job: the entries of all its attempts, stored in ``run_dir/attempts``.
+    """Ledger of one job, stored in ``run_dir/attempts``.
 
     Args:
-        run_dir: ``run_dir`` of the recipe; for a recipe with stages, the common parent folder of
-            the stages.
+        run_dir: ``run_dir`` of the recipe; for a recipe with stages, the parent folder of all
+            stages.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -146,11 +136,7 @@ class Ledger:
         return self.directory / f"{number:04d}"
 
     def attempts(self) -> list[Attempt]:
-        """Read all entries, oldest first. A damaged entry is skipped with a warning.
-
-        Raises:
-            UserError: the folder exists and cannot be read.
-        """
+        """Read all entries, oldest first; skip a damaged entry with a warning."""
         try:
             names = sorted(path.name for path in self.directory.iterdir())
         except FileNotFoundError:
@@ -168,13 +154,9 @@ class Ledger:
         return sorted(found, key=lambda attempt: attempt.number)
 
     def begin(self, recipes: Sequence[Recipe], facts: Facts) -> Attempt:
-        """Create the entry and the directory of a new attempt.
+        """Create the entry and the directory of a new attempt, for one recipe per stage.
 
-        First write the ends of earlier attempts that were killed with their job. ``recipes``
-        contains one recipe per stage.
-
-        Raises:
-            UserError: the ledger cannot be read or written.
+        First write the ends of earlier attempts that were killed with their job.
         """
         before = self._end_killed()
         stages = {recipe.run_dir: recipe.training.total_steps for recipe in recipes}
@@ -202,8 +184,8 @@ class Ledger:
     def record_mistake(self, facts: Facts, why: str) -> None:
         """Write the entry of an attempt that a user's mistake ended before any rank started.
 
-        The recipe may be unreadable, so the values of the entry that depend on the recipe are
-        copied from the previous attempt. If the entry cannot be written, a warning is logged.
+        The recipe may be unreadable, so values from the recipe are copied from the previous
+        attempt.
         """
         try:
             before = self._end_killed()
@@ -225,20 +207,14 @@ class Ledger:
                 faults=0 if last is None else last.faults,
             )
             self._write(attempt)
-        except (OSError, UserError) as error:  # Do not hide the user's mistake by this error.
+        except (OSError, UserError) as error:  # The user's mistake matters more.
             log.warning("cannot write in %s: %s", format_path(self.directory), error)
 
     def end(self, attempt: Attempt, *, was_killed: bool = False) -> Attempt:
-        """Determine the cause of an attempt's end; write the attempt's entry, and return the entry.
+        """Determine why an attempt ended, and write and return its entry.
 
-        If the entry cannot be written, a warning is logged.
-
-        Args:
-            attempt: an attempt that has begun.
-            was_killed: whether the attempt was killed with its job.
-
-        Raises:
-            UserError: the attempt's directory cannot be read.
+        A failed write is only logged. ``was_killed`` means that the attempt was killed with its
+        job.
         """
         folder = self.folder(attempt.number)
         ends = read_ends(folder)
@@ -250,7 +226,7 @@ class Ledger:
         ended = self._ended(attempt, decision, heartbeat, last if was_killed else time.time())
         try:
             self._write(ended)
-        except OSError as error:  # Continue: the job can be requeued without the entry.
+        except OSError as error:  # The job can be requeued without the entry.
             log.warning("cannot write in %s: %s", format_path(self.directory), os_error_text(error))
         return ended
 
@@ -298,11 +274,7 @@ class Ledger:
 
 
 def suspects(attempts: Sequence[Attempt]) -> dict[str, int]:
-    """Return the number of recent attempts in which each host was blamed or had a slow rank.
-
-    The last ten attempts are examined. Hosts with the number 0 are absent. The host with the
-    largest number comes first.
-    """
+    """Return in how many of the last ten attempts each host was blamed or slow; largest first."""
     recent = attempts[-_RECENT_ATTEMPTS:]
     named = [host for each in recent for host in {*each.hosts, *each.stragglers}]
     return dict(Counter(sorted(named)).most_common())
@@ -311,8 +283,8 @@ def suspects(attempts: Sequence[Attempt]) -> dict[str, int]:
 def bad_hosts(attempts: Sequence[Attempt]) -> list[str]:
     """Return the hosts that the next attempt must avoid.
 
-    Such a host failed the preflight checks of the last attempt, or in at least two of the last ten
-    attempts it was blamed for the end or had a slow rank.
+    A host is avoided if it failed the last preflight checks, or if :func:`suspects` counts 2 or
+    more.
     """
     unfit = set(attempts[-1].unfit) if attempts else set()
     faulty = {host for host, count in suspects(attempts).items() if count >= _MAX_HOST_FAULTS}
@@ -320,21 +292,13 @@ def bad_hosts(attempts: Sequence[Attempt]) -> list[str]:
 
 
 def ledger_of(recipes: Sequence[Recipe]) -> Ledger:
-    """Return the ledger of a run: in its ``run_dir``, or in the parent folder of its stages."""
+    """Return the ledger of a run, in its ``run_dir`` or in the parent folder of its stages."""
     first = Path(recipes[0].run_dir)
     return Ledger(first if len(recipes) == 1 else first.parent)
 
 
 def _saved(run_dirs: Iterable[str]) -> tuple[int, Path | None]:
-    """Return the saved progress of a run, and the path of its newest checkpoint.
-
-    The saved progress is the step of the newest checkpoint, summed over the stages. The newest
-    checkpoint of the run is in the last stage that has a checkpoint. The path is None if no stage
-    has a checkpoint.
-
-    Args:
-        run_dirs: ``run_dir`` of each stage, in the order of the stages.
-    """
+    """Return the saved progress (see :class:`Attempt`) and the checkpoint of the latest stage."""
     total, newest = 0, None
     for run_dir in run_dirs:
         store = CheckpointStore(Path(run_dir))

@@ -1,12 +1,7 @@
-"""The built-in hooks of every run: saves, guard, metrics, evaluations and profiling.
+"""The built-in hooks of every run, in the order in which the run calls them.
 
-The classes are in the order in which a run calls them. :func:`builtin_hooks` explains why the order
-matters. Some words:
-
-- A step is *finite* if its loss and gradient norm are finite. A finite step shows that the weights
-  before it were sound.
-- A step is *anomalous* if it is not finite, or if it is a spike of the loss or gradient norm. The
-  guard (:mod:`diffmegatron.optim.guard`) decides what happens then.
+- A step is *finite* if its loss and gradient norm are finite. The weights before a finite step
+  were sound.
 - A save is *open* from its start until it becomes a checkpoint, is dropped, or fails.
 """
 
@@ -36,25 +31,21 @@ from diffmegatron.training.run import Run
 from diffmegatron.training.saving.resume import rollback_checkpoint
 
 PROFILE = "profile"
-# Largest number of allocations and frees in torch's memory history, which by default has no limit.
+# Limit of torch's memory history in allocations and frees; the default is no limit.
 _MAX_ALLOCATIONS = 1_000_000
 _PRINTED = {HELD_OUT: "held-out loss", TEST: "test loss"}
 
 
 def builtin_hooks(recipe: Recipe, evaluators: Sequence[Evaluator]) -> list[Hook]:
-    """Return the built-in hooks of a run in the order in which the run calls them.
+    """Return the built-in hooks of a run, in the order of their calls.
 
-    The order matters:
-
-    - A save becomes a checkpoint once a later step is finite (``FinishSaveHook``). This happens
-      before the guard acts, so that the guard can roll back to this checkpoint.
-    - A rollback of the guard changes ``run.step``. Metrics and evaluations come after the guard,
-      so that they are recorded under the new step.
+    - A save becomes a checkpoint before the guard acts, so the guard can roll back to it.
+    - Metrics and evaluations come after a rollback of the guard, which changes ``run.step``.
     - Weights are evaluated before they are saved. If a held-out or test loss is not finite at the
-      last step, the weights are not saved.
+      last
+      step, the weights are not saved.
 
     Args:
-        recipe: recipe of the run.
         evaluators: one evaluator per entry of ``training.evaluate``.
     """
     assert len(evaluators) == len(recipe.training.evaluate), "one evaluator per entry is needed"
@@ -70,13 +61,7 @@ def builtin_hooks(recipe: Recipe, evaluators: Sequence[Evaluator]) -> list[Hook]
 
 
 class FinishSaveHook(Hook):
-    """Completes the open save after the first step at which two conditions hold.
-
-    1. A step after the start of the save was finite, which shows that the saved weights are sound.
-    2. Every rank has written its file.
-
-    The top of this module explains the words *finite* and *open*.
-    """
+    """Completes the open save when a later step was finite and every rank has written its file."""
 
     @override
     def after_step(self, run: Run) -> None:
@@ -86,14 +71,11 @@ class FinishSaveHook(Hook):
 
 
 class GuardHook(Hook):
-    """Writes a report of each anomalous step, and carries out the guard's decision.
-
-    The decision is in ``run.decision``: continue, roll back, or end the run.
-    """
+    """Writes a report of each anomalous step, and carries out the guard's decision on it."""
 
     def __init__(self) -> None:
-        # Number of optimizer updates in the checkpoint of the last rollback. If the run has the
-        # same number at the next rollback, no step was applied between the two rollbacks.
+        # Update count in the checkpoint of the last rollback. An equal count at the next rollback
+        # means that no step was applied between the two.
         self._updates_returned_to: int | None = None
 
     @override
@@ -108,13 +90,7 @@ class GuardHook(Hook):
     def _roll_back(self, run: Run) -> None:
         """Load an intact checkpoint, but keep the position in the data.
 
-        1. If there is no intact checkpoint, the run ends with an error.
-        2. If no step was applied since the last rollback, and there is an older intact checkpoint,
-           the older one is loaded. The newest is renamed, so that it is never used again.
-        3. In all other cases the newest intact checkpoint is loaded.
-
-        Training continues with the batch after the anomalous step. The batches from the checkpoint
-        up to that step, which led to the anomaly, are not read again.
+        The batches from the checkpoint up to the anomalous step are not read again.
         """
         with run.pause():
             run.complete_or_drop_save()
@@ -133,17 +109,13 @@ class GuardHook(Hook):
 
 
 def give_up(run: Run, decision: StepDecision) -> NoReturn:
-    """End the run with an error that has the reason of ``decision``; do not save the weights.
-
-    A save that is open (see the top of this module) is completed or dropped first.
-    """
+    """Complete or drop the open save, and end the run with an error."""
     run.complete_or_drop_save()
     newest = run.store.latest()
     raise stopped_by_guard(run.recipe, run.step, decision, run.guard, newest)
 
 
 def _dump(run: Run) -> None:
-    """Write the report of the anomalous step. All ranks must call this function."""
     last_sample = run.loader.consumed_samples - 1
     event = {
         "loss": run.agreed.loss,
@@ -168,9 +140,7 @@ def _dump(run: Run) -> None:
 def _largest_logits(run: Run) -> dict[int, float]:
     """Return the largest attention logit of each layer on the last batch, by layer number.
 
-    The logits are computed with the present weights. If the step was applied, these are the
-    weights after its update. The result is empty under context parallelism, because there only the
-    attention kernels see the keys of other ranks.
+    The result is empty under context parallelism, because a rank lacks the keys of other ranks.
     """
     if run.parallel_state.context_size > 1:
         return {}
@@ -208,11 +178,10 @@ class MetricsHook(Hook):
 class EvaluationHook(Hook):
     """Evaluates held-out losses and the suites of ``training.evaluate`` at the steps they are due.
 
-    A stop signal can end a run before or during an evaluation. The resumed run first runs the
-    evaluators of that step that have no value in ``metrics.jsonl``.
+    A stop request can end the run before its evaluations. The resumed run then runs them first.
 
     Args:
-        evaluators: all evaluators of the recipe, one per held-out split and suite.
+        evaluators: one per held-out split and suite.
     """
 
     def __init__(self, evaluators: Sequence[Evaluator]) -> None:
@@ -250,12 +219,7 @@ class EvaluationHook(Hook):
 
 
 def _should_continue(run: Run) -> bool:
-    """Return, on every rank, whether to continue an evaluation; False if any rank must stop.
-
-    Also report progress to the watchdog and to the rank record, which launch scripts read. A run
-    that stops saves its weights. So stop requests are ignored if ``run.broken_reason`` is set, that
-    is, if the weights may be broken.
-    """
+    """Return, on every rank, whether an evaluation continues; also restart the watchdog's timer."""
     agreed = run.agree(torch.zeros((), device=run.parallel_state.device))
     run.stopping = agreed.stop and run.broken_reason is None
     run.watchdog.restart_timer()
@@ -266,8 +230,7 @@ def _should_continue(run: Run) -> bool:
 class BeginSaveHook(Hook):
     """Begins a save every ``checkpoint.interval`` steps, and saves at the end of the run.
 
-    A failed save is retried after the next step. The save at the end is omitted if the weights of
-    the last step are saved already.
+    A failed save is retried after the next step.
     """
 
     @override
@@ -283,9 +246,8 @@ class BeginSaveHook(Hook):
 
     @override
     def after_training(self, run: Run) -> None:
-        # If ``broken_reason`` is set, `_save_now` ends the run with an error, so call it even if
-        # the weights are saved already. Saved weights can have a ``broken_reason`` if a restarted
-        # run first evaluates them and gets a value that is not finite.
+        # `_save_now` ends the run with an error if `broken_reason` is set. A restarted run can set
+        # it for saved weights, when it first evaluates them.
         if run.saver.saved_step != run.step or run.broken_reason is not None:
             self._save_now(run)
         run.saver.wait()
@@ -308,9 +270,8 @@ class BeginSaveHook(Hook):
 def _check_sound(run: Run) -> None:
     """End the run without saving if the present weights are broken.
 
-    They are broken if ``run.broken_reason`` is set, or if the loss of the last batch is not finite.
-    During training, a later step detects weights that an update broke. After the last step there
-    is no later step, so the last batch is evaluated once more.
+    During training, a later step detects weights that an update broke. After the last step, a
+    second forward pass on the last batch replaces that step.
     """
     if run.broken_reason is None and not math.isfinite(run.forward(run.last_batch()).loss):
         run.broken_reason = "loss of the last batch after its update is not finite"
@@ -319,11 +280,10 @@ def _check_sound(run: Run) -> None:
 
 
 class ProfileHook(Hook):
-    """Traces the steps of ``training.profile`` on the configured ranks with torch's profiler.
+    """Traces the steps of ``training.profile`` with torch's profiler, into ``run_dir/profile``.
 
-    Each of these ranks writes one trace of these steps into ``run_dir/profile``. On a GPU it also
-    writes a snapshot of the memory allocations. If the run is restarted and reaches the first of
-    these steps once more, it writes them again. If it resumes after that step, it writes nothing.
+    On a GPU it also writes a snapshot of the memory allocations. A run that resumes after the first
+    of these steps writes nothing.
     """
 
     def __init__(self, config: ProfileConfig) -> None:
@@ -367,7 +327,7 @@ class ProfileHook(Hook):
             if torch.cuda.is_available():
                 torch.cuda.memory._dump_snapshot(str(folder / f"{name}.memory.pickle"))
                 torch.cuda.memory._record_memory_history(enabled=None)
-            # TensorBoard's profiler plugin finds traces by the suffix .pt.trace.json.gz.
+            # TensorBoard's profiler plugin finds traces by this suffix.
             self._profile.export_chrome_trace(str(folder / f"{name}.pt.trace.json.gz"))
             print_line(f"wrote the trace of steps {self._config.start} to {run.step} into {folder}")
         self._profile, self._is_done = None, True

@@ -46,14 +46,15 @@ class Run:
         step: number of the last completed step; 0 before the first step.
         values: metrics of the last completed step by name: loss, gradient norm, learning rates.
         agreed: loss, gradient norm and flags of the last completed step, reduced over all ranks.
-        decision: decision of the guard against loss spikes on the last completed step.
-        stopping: whether the run saves and ends as soon as the present hooks have run. A hook that
-            sets it must set it on every rank.
+        decision: the guard's decision on the last completed step.
+        stopping: whether the run saves and ends after the present hooks. A hook that sets it must
+            set
+            it on every rank.
         pending_evaluators: names of the evaluators that are due at the last completed step and have
-            no result yet. If the run stops now, the resumed run first runs these evaluators.
-        broken_reason: text that explains why the present weights may be broken; None if there is no
-            reason. The reason is a number that is not finite: the loss or gradient norm of the last
-            step, or a loss measured after this step (held-out, test or last batch).
+            no
+            result yet. A resumed run begins with them.
+        broken_reason: sentence that shows that the weights may be broken, such as "held-out loss is
+            nan"; None if no loss or norm since the last step began was infinite or NaN.
     """
 
     agreed: Agreement
@@ -133,11 +134,7 @@ class Run:
         return load_snapshot(checkpoint, self.engine, self.shards, self.parallel_state)
 
     def agree(self, loss: Tensor, gradient_norm: Tensor | float = 0.0) -> Agreement:
-        """Reduce loss, gradient norm, stop requests and the state of saves over all ranks.
-
-        Every rank must call this method; see
-        :func:`~diffmegatron.training.compute.agreement.agree`.
-        """
+        """Reduce loss, norm, stop requests and the state of saves; every rank must call this."""
         return agree(
             loss,
             gradient_norm,
@@ -152,9 +149,7 @@ class Run:
         return self.loader.read_step(max(0, self.loader.consumed_samples - size))
 
     def forward(self, microbatches: Sequence[Batch]) -> Agreement:
-        """Run a forward pass on a global batch in evaluation mode, without gradients.
-
-        Every rank must call this method. The returned agreement has the mean loss of the batch.
+        """Run a forward pass on a global batch in evaluation mode; every rank must call this.
 
         Args:
             microbatches: this data-parallel rank's microbatches.
@@ -172,21 +167,14 @@ class Run:
                 writer.write(self.step, values)
 
     def rewind_metrics(self) -> None:
-        """Drop the metrics of steps after ``self.step``, and restart the speed measurement.
-
-        Call this method after a rollback, in which the run loads an earlier checkpoint.
-        """
+        """Drop the metrics of steps after ``self.step``, and restart the speed measurement."""
         if self.metrics is not None:
             self.metrics.rewind(self.step)
         self.source_losses.clear()
         self.progress = self._new_progress()
 
     def complete_or_drop_save(self) -> None:
-        """Turn the unfinished save into a checkpoint if its weights are sound; else delete it.
-
-        The weights are sound if at least one step after the start of the save had a finite loss and
-        gradient norm. Without an unfinished save nothing is done. Every rank must call this method.
-        """
+        """Complete the open save if its weights are sound, else drop it (on all ranks)."""
         with self.watchdog.long_limit():
             self.write_metrics(self.saver.complete_or_drop())
 
@@ -194,8 +182,8 @@ class Run:
     def pause(self) -> Iterator[None]:
         """Exclude the time inside the context from the measured speed.
 
-        The watchdog's limit inside the context is ``watchdog.startup_seconds``, which is long
-        enough for a save.
+        The watchdog's limit inside the context is ``watchdog.startup_seconds``, long enough for a
+        save.
         """
         started = time.perf_counter()
         with self.watchdog.long_limit():
@@ -203,10 +191,6 @@ class Run:
         self.progress.skip(time.perf_counter() - started)
 
     def _begin(self) -> Position:
-        """Begin a new run, and return its first position (step 0, no data read).
-
-        The weights of ``checkpoint.start_from`` are loaded if the recipe sets this key.
-        """
         source = open_start(self.recipe, self.parallel_state)
         if source is not None:
             if self.parallel_state.is_main:
@@ -227,8 +211,7 @@ class Run:
         run_dir = Path(self.recipe.run_dir)
         with log_write_errors(run_dir / RECIPE):
             write_durably(run_dir / RECIPE, dump_recipe(self.recipe).encode())
-        # A run without a checkpoint starts over, so drop all metrics of earlier starts, including
-        # those of step 0.
+        # A run without a checkpoint starts over, so drop all metrics of earlier starts (-1).
         last_step = -1 if self.saver.saved_step is None else self.step
         return exits.enter_context(MetricsWriter(run_dir, last_step))
 

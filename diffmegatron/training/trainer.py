@@ -1,8 +1,6 @@
 """The training loop: :func:`train` runs a recipe, and :func:`train_step` does one step.
 
-The guard checks the loss and gradient norm of each step and decides whether its update is applied.
-Hooks run between the steps: they save, record metrics, evaluate, and roll back or end the run if
-the guard has decided so.
+Hooks run between the steps. They save, record metrics, evaluate, and roll back.
 """
 
 from collections.abc import Sequence
@@ -39,30 +37,21 @@ def train(
     hooks: Sequence[Hook] = (),
     stop: StopRequest | None = None,
 ) -> bool:
-    """Train a recipe on all ranks that the launcher started, or on this process alone.
+    """Train a recipe on all ranks that the launcher started; return whether the run is finished.
 
-    The run writes ``recipe.yaml``, ``metrics.jsonl``, ``tensorboard/`` and ``checkpoints/`` into
-    ``run_dir``. Reports of anomalous steps go into ``events/``, and call stacks of a hanging run
-    into ``stacks/``. The run resumes from the newest intact checkpoint in ``run_dir``. If there are
-    checkpoints and ``checkpoint.resume`` is false, an error is raised.
+    The run resumes from the newest intact checkpoint in ``run_dir``. A run that stops early saves
+    first. It stops after a stop signal, near the job's time limit, or if a hook sets
+    ``run.stopping``.
 
     Args:
-        recipe: recipe of the run, which must fit the number of ranks
-            (:func:`~diffmegatron.training.training_stages.train_stages` checks this).
-        record: writer of the files that the job script reads: the progress of the run (heartbeat),
-            and how this rank ended.
+        recipe: recipe that fits the number of ranks.
+        record: writer of the heartbeat and of this rank's end, for the job script.
         evaluators: one evaluator per entry of ``training.evaluate``.
         hooks: user-defined hooks, called after the built-in hooks; the same on every rank.
-        stop: handler of stop signals, a context manager that the caller has already entered; None
-            to create and enter a new one.
+        stop: handler of stop signals that the caller has already entered; None to create one.
 
     Returns:
-        True if the last step is completed and every evaluation due at it is recorded. False if the
-        run stopped before that and saved, because of a stop signal, the job's time limit or a hook.
-
-    Raises:
-        UserError: If the recipe, the data, the layout or a checkpoint do not fit together, the
-            guard stopped the run, ``run_dir`` was moved or removed, or the last save failed.
+        True if the last step is completed and every evaluation due at it is recorded.
     """
     launch, record = read_launch(), record or RankRecord()
     recipe = decide_document_mask(recipe, prints=launch.rank == 0)
@@ -70,9 +59,7 @@ def train(
     used = load_tokenizer(recipe.data.tokenizer).vocab_size
     check_vocabulary(recipe.data.tokenizer, used, recipe.model.tokens)
     run_dir = Path(recipe.run_dir)
-    # If run_dir cannot be checked, for example for lack of permission, ignore the OSError here:
-    # run_lock below reports the problem.
-    with suppress(OSError):
+    with suppress(OSError):  # run_lock reports a run_dir without permission.
         check_not_a_file(run_dir)
     with (
         run_lock(run_dir) if launch.rank == 0 else nullcontext(),
@@ -87,11 +74,7 @@ def train(
 
 
 def run_steps(run: Run, hooks: Sequence[Hook]) -> bool:
-    """Train from ``run.step`` to the last step, or until the run must stop; call the hooks.
-
-    Returns:
-        True if the last step is completed and every evaluation due at it has a result.
-    """
+    """Train until the last step or a stop, and call the hooks; return ``run.is_finished``."""
     for hook in hooks:
         hook.before_training(run)
     while not (run.is_at_last_step or run.stopping):
@@ -126,8 +109,7 @@ def train_step(run: Run) -> None:
     run.agreed, run.decision = step_check.result
     run.source_losses.step_done(finite=run.decision.finite)
     run.broken_reason = None if run.decision.finite else run.decision.reason
-    # A run that stops saves its weights. Only a step with finite loss and gradients shows that the
-    # weights are sound, so a stop request takes effect only after such a step.
+    # A stopping run saves its weights, and only a finite step shows that they are sound.
     run.stopping = run.agreed.stop and run.decision.finite
     run.values = {
         "train/loss": run.agreed.loss,

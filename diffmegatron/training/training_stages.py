@@ -30,21 +30,15 @@ def train_stages(
 ) -> bool:
     """Train the stages of a recipe one after the other; skip the stages that are finished.
 
-    If there is only one stage, it is never skipped: :func:`train` handles a finished run.
+    A single stage is never skipped: :func:`train` handles a finished run.
 
     Args:
-        record: writer of the files that the job script reads: the progress of the run (heartbeat),
-            and how this rank ended.
+        record: writer of the heartbeat and of this rank's end, for the job script.
+        open_evaluators: function that returns the evaluators of a stage.
         hooks: user-defined hooks, the same instances in every stage.
 
     Returns:
-        True if all stages are finished; False if the training stopped before, because of a stop
-        signal, the job's time limit or a hook.
-
-    Raises:
-        UserError: As in :func:`~diffmegatron.training.trainer.train`. Also, before any stage runs,
-            if the number of ranks does not fit the layout of a stage, or if a stage uses wandb and
-            wandb is not installed.
+        True if all stages are finished; False after a stop signal, the job's time limit or a hook.
     """
     launch = read_launch()
     for recipe in recipes:
@@ -59,8 +53,7 @@ def train_stages(
         evaluators = [open_evaluators(recipe) if open_evaluators else () for recipe in unfinished]
         if record is not None and not unfinished:
             record.set_step(recipes[-1].training.total_steps, recipes[-1].run_dir)
-        # All stages share one StopRequest, so that a signal that arrives after the last step of a
-        # stage still prevents the following stages.
+        # Share one StopRequest, so that a signal after a stage's last step stops the next stages.
         with StopRequest(launch, record.folder if record else None) as stop:
             for recipe, each in zip(unfinished, evaluators, strict=True):
                 if recipe is not unfinished[0] and _should_stop(stop, recipe):
@@ -75,11 +68,7 @@ def train_stages(
 
 
 def _should_stop(stop: StopRequest, following: Recipe) -> bool:
-    """Return, on every rank, whether at least one rank must stop before the next stage begins.
-
-    A rank must stop if it has received a stop signal; rank 0 also if the job soon reaches its time
-    limit.
-    """
+    """Return, on every rank, whether at least one rank must stop before the next stage begins."""
     pending: list[bool] = [False] * distributed.get_world_size()
     is_pending = stop.is_pending(following.checkpoint.time_limit_margin)
     distributed.all_gather_object(pending, is_pending)
@@ -90,10 +79,7 @@ def _should_stop(stop: StopRequest, following: Recipe) -> bool:
 
 
 def _unfinished(recipes: Sequence[Recipe], names: Sequence[str]) -> list[Recipe]:
-    """Return the recipes of the stages that are not finished, and print the finished stages.
-
-    Only rank 0 reads the run directories (:func:`_is_finished`) and prints.
-    """
+    """Return the recipes of the stages that are not finished, and print the finished stages."""
     finished = from_rank_0(lambda: [_is_finished(recipe) for recipe in recipes])
     for recipe, name, is_finished in zip(recipes, names, finished, strict=True):
         if is_finished and distributed.get_rank() == 0:
@@ -102,15 +88,7 @@ def _unfinished(recipes: Sequence[Recipe], names: Sequence[str]) -> list[Recipe]
 
 
 def _is_finished(recipe: Recipe) -> bool:
-    """Return whether a stage has the checkpoint and all evaluations of its last step.
-
-    If ``checkpoint.resume`` is false, the result is False. The stage is then passed to
-    :func:`train`, which refuses to start in a ``run_dir`` that has checkpoints.
-
-    Raises:
-        UserError: If the checkpoint of the last step exists, and the recipe in this checkpoint
-            differs from ``recipe`` in a part that must stay equal, such as the network.
-    """
+    """Return whether a stage has the checkpoint and all evaluations of its last step."""
     run_dir, steps = Path(recipe.run_dir), recipe.training.total_steps
     newest = CheckpointStore(run_dir).latest()
     if newest is None or read_manifest(newest).step != steps:

@@ -27,20 +27,13 @@ def verify_sources(
     parallel_state: ParallelState,
     extend_limit: Callable[[], AbstractContextManager[None]],
 ) -> None:
-    """Check every data file against the hash in its manifest; every rank must call this function.
+    """Check every data file against its hash on all ranks if ``data.verify`` is "hashes".
 
-    The files are checked only if ``data.verify`` is ``"hashes"``. Each rank hashes some of them.
-    All ranks synchronize after each gibibyte, because a rank that waited until another rank has
-    hashed a terabyte would exceed the time limit of a collective.
+    Each rank hashes some files, and all ranks synchronize after each gibibyte. Without this, a rank
+    could wait for another rank's terabyte for longer than the time limit of a collective.
 
     Args:
-        data: the ``data`` section.
-        parallel_state: parallel layout, and this rank's place in it.
-        extend_limit: function that returns a context manager, which is entered for each gibibyte.
-            It extends the time limit of the watchdog, which ends processes that seem to hang.
-
-    Raises:
-        UserError: On all ranks, if a file is damaged.
+        extend_limit: context manager that extends the watchdog's time limit, entered per gibibyte.
     """
     if data.verify != "hashes":
         return
@@ -56,14 +49,7 @@ def verify_sources(
 
 
 def _hash(data: DataConfig, rank: int, ranks: int) -> Iterator[None]:
-    """Hash every ``ranks``-th data file, beginning with number ``rank``; yield after each gibibyte.
-
-    Index files are small. They are last in the list of files, so that the large files are spread
-    evenly over the ranks.
-
-    Raises:
-        UserError: If a file is damaged.
-    """
+    """Hash every ``ranks``-th data file, from number ``rank`` on; yield after each gibibyte."""
     files = [
         (source.path, suffix)
         for source in data.sources
@@ -82,15 +68,10 @@ def open_loader(
 ) -> Loader:
     """Return a loader of this data-parallel rank's batches of a split.
 
-    Args:
-        recipe: recipe of the run.
-        parallel_state: parallel layout, and this rank's place in it.
-        split: part of the documents to read, such as "train".
-        state: saved state of a loader to resume from; None to begin with the first sample.
+    For the training split, check that the sources have enough samples for the run.
 
-    Raises:
-        UserError: If the data cannot be opened; or, for the training split only, if the run needs
-            more samples than a source has and the recipe does not allow that source to repeat.
+    Args:
+        state: saved state of a loader to resume from; None to begin with the first sample.
     """
     training = recipe.training
     samples = open_samples(recipe.data, training.seq_length, training.seed, split)
@@ -112,13 +93,10 @@ def open_loader(
 def on_this_rank(microbatches: Sequence[Batch], parallel_state: ParallelState) -> list[Batch]:
     """Return the microbatches on this rank's device, sharded for context parallelism.
 
-    Under context parallelism each rank gets its zigzag shard of every tensor with one value per
-    token. Document ids stay unsharded and on the CPU, because the wrappers of the attention kernels
-    read them there.
+    Document ids stay unsharded and on the CPU, where the attention kernels read them.
 
     Args:
         microbatches: microbatches of this data-parallel rank, with full sequences, on the CPU.
-        parallel_state: parallel layout, and this rank's place in it.
     """
     return [_on_this_rank(batch, parallel_state) for batch in microbatches]
 

@@ -10,14 +10,9 @@ from torch.autograd.graph import saved_tensors_hooks
 def offloaded_activations(
     network: torch.nn.Module, *, enabled: bool
 ) -> AbstractContextManager[object]:
-    """Return a context in which autograd keeps the tensors saved for backward in host memory.
+    """Return a context in which autograd keeps tensors saved for backward in host memory.
 
-    The backward pass copies them back to the device. Weights stay on the device; torch's
-    ``save_on_cpu`` would copy every weight matrix in every microbatch.
-
-    Args:
-        network: network whose weights stay on the device.
-        enabled: whether to offload; if False, the context does nothing.
+    Weights stay on the device. Torch's ``save_on_cpu`` would copy them in every microbatch.
     """
     if not enabled:
         return nullcontext()

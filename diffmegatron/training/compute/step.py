@@ -1,8 +1,8 @@
 """Forward and backward passes of one step over this rank's microbatches.
 
-A token is counted if its ``loss_mask`` is 1; only counted tokens contribute to a loss. In shapes,
-b is the number of sequences in a microbatch, s the number of positions on this context-parallel
-rank, and v the size of this tensor-parallel rank's vocabulary shard.
+A token is counted if its ``loss_mask`` is 1; only counted tokens contribute to a loss. Shapes: b
+sequences in a microbatch, s positions on this context-parallel rank, v entries of this
+tensor-parallel rank's vocabulary shard.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,13 +22,12 @@ from diffmegatron.parallel.parallel_state import ParallelState
 from diffmegatron.training.compute.offload import offloaded_activations
 
 ForwardContext = Callable[[], AbstractContextManager[object]]
-# Function that is called with each microbatch and the losses of its tokens [b, s]. Only ranks of
-# the last pipeline stage call it.
+# Called with each microbatch and the losses of its tokens [b, s], on the last pipeline stage.
 Observer = Callable[[Batch, Tensor], None]
 
 
 class Engine(Protocol):
-    """Interface of a network that accumulates and reduces gradients, such as ``ZeroEngine``."""
+    """Network that accumulates and reduces gradients, such as ``ZeroEngine``."""
 
     network: Network
 
@@ -36,10 +35,10 @@ class Engine(Protocol):
         """Run the forward pass of :class:`~diffmegatron.model.network.Network`."""
 
     def backward(self, loss: Tensor, *, is_last: bool) -> None:
-        """Add the gradients of a loss to the accumulated ones.
+        """Add the gradients of a microbatch's scaled loss to the accumulated ones.
 
         Args:
-            loss: scaled loss of a microbatch, 0-dim.
+            loss: 0-dim.
             is_last: whether this is the last microbatch of the step.
         """
 
@@ -54,14 +53,12 @@ def forward_backward(
 ) -> Tensor:
     """Run the forward and backward passes of a step, and return its mean loss.
 
-    Every counted token of the global batch has the same weight in the loss. A mean of the
-    microbatches' means would not have this property, because microbatches of packed fine-tuning
-    data can have few counted tokens or none.
+    Every counted token of the global batch has the same weight. A mean of the microbatches' means
+    would weight tokens unequally, because microbatches of fine-tuning data can have few counted
+    tokens.
 
     Args:
-        engine: network that accumulates the gradients.
         microbatches: microbatches on this rank's device (``batches.on_this_rank``).
-        parallel_state: parallel layout, and this rank's place in it.
         offload_activations: whether tensors saved for backward are kept in host memory.
         observe: called with each microbatch and the detached losses of its tokens.
 
@@ -69,9 +66,7 @@ def forward_backward(
         Mean loss of the counted tokens in the global batch; 0-dim float32, the same on every rank.
     """
     count = _count(microbatches, parallel_state)
-    # The gradient of the mean loss is a sum over the data x context parallel ranks, but DeepSpeed
-    # averages their gradients. The number of these ranks in the weight turns the average into a
-    # sum.
+    # DeepSpeed averages the gradients of the data x context parallel ranks; they must be summed.
     weight = parallel_state.data_size * parallel_state.context_size / count
     offloaded = partial(offloaded_activations, engine.network, enabled=offload_activations)
     if parallel_state.pipeline_size > 1:
@@ -93,9 +88,7 @@ def forward_only(
     """Return the mean loss of a global batch without gradients; 0-dim float32, equal on all ranks.
 
     Args:
-        network: network of this rank.
         microbatches: microbatches on this rank's device (``batches.on_this_rank``).
-        parallel_state: parallel layout, and this rank's place in it.
     """
     if parallel_state.pipeline_size > 1:
         losses = _pipeline(network, microbatches, parallel_state, None, nullcontext)
@@ -105,14 +98,11 @@ def forward_only(
 
 
 def token_losses(network: Network, batch: Batch, parallel_state: ParallelState) -> Tensor:
-    """Return the loss of every token of a batch.
-
-    Every rank must call this function. Data-parallel ranks must pass the same batch.
+    """Return the loss of every token of a batch; every rank must call this.
 
     Args:
-        network: network of this rank.
-        batch: one microbatch on this rank's device, sharded for context parallelism.
-        parallel_state: parallel layout, and this rank's place in it.
+        batch: microbatch on this rank's device, sharded for context parallelism; equal on all
+            data-parallel ranks.
 
     Returns:
         Losses of the unsharded sequences, float32 [b, s x context size], the same on every rank.
@@ -121,18 +111,15 @@ def token_losses(network: Network, batch: Batch, parallel_state: ParallelState) 
 
 
 def next_tokens(network: Network, batch: Batch, parallel_state: ParallelState) -> Tensor:
-    """Return the id of the most likely next token at every position.
-
-    Every rank must call this function. Data-parallel ranks must pass the same batch.
+    """Return the id of the most likely next token at every position; every rank must call this.
 
     Args:
-        network: network of this rank.
-        batch: one microbatch on this rank's device, sharded for context parallelism.
-        parallel_state: parallel layout, and this rank's place in it.
+        batch: as in :func:`token_losses`.
 
     Returns:
         Ids of the unsharded sequences, int64 [b, s x context size], the same on every rank. The id
-        is -1 where a logit is not finite.
+            is
+        -1 where a logit is not finite.
     """
     read = network.virtual_stages[-1].likeliest_tokens
     return _forward(network, batch, parallel_state, read, has_labels=False)
@@ -147,23 +134,15 @@ def _forward(
     *,
     has_labels: bool,
 ) -> Tensor:
-    """Run the network, apply the function ``read`` to its output, and gather the result.
+    """Run the network, apply ``read`` to its output, and gather [b, s x context size] everywhere.
 
     Args:
-        network: network of this rank.
-        batch: one microbatch on this rank's device, sharded for context parallelism.
-        parallel_state: parallel layout, and this rank's place in it.
-        read: maps the output of the last stage to one value per token, for this rank's shard of
-            the sequences.
+        read: maps the output of the last stage to one value per token [b, s].
         has_labels: whether the output is the loss of each token; otherwise the logits.
-
-    Returns:
-        Values of the unsharded sequences, [b, s x context size], the same on every rank.
     """
     own: Tensor | None
     if parallel_state.pipeline_size > 1:
-        # In an interleaved schedule the number of microbatches must be a multiple of the number of
-        # pipeline stages, so the batch is repeated.
+        # An interleaved schedule needs a multiple of pipeline_size microbatches.
         count = parallel_state.pipeline_size if len(network.virtual_stages) > 1 else 1
 
         def step(microbatches, stage):  # type: ignore[no-untyped-def]
@@ -180,18 +159,9 @@ def _forward(
 def _on_all_ranks(
     own: Tensor | None, batch: Batch, parallel_state: ParallelState, dtype: torch.dtype
 ) -> Tensor:
-    """Gather the last pipeline stage's values of the sequences, and return them on every rank.
+    """Gather the last stage's values [b, s] over the sequence shards, and send them to every rank.
 
-    1. The last stage gathers the context-parallel shards.
-    2. It broadcasts the result to the other stages.
-    3. The first rank of each ``parallel_state.data_group`` (the data x context parallel ranks)
-       broadcasts its result to its group.
-
-    Args:
-        own: values of this rank's sequence shards [b, s]; None on all stages except the last.
-        batch: batch of the values, which determines their shape.
-        parallel_state: parallel layout, and this rank's place in it.
-        dtype: dtype of the values.
+    ``own`` is None on all pipeline stages except the last.
     """
     rows, length = batch.tokens.shape
     whole = torch.empty(
@@ -206,8 +176,7 @@ def _on_all_ranks(
         group = parallel_state.pipeline_group
         last = distributed.get_global_rank(group, parallel_state.pipeline_size - 1)
         distributed.broadcast(whole, last, group=group)
-    # The data-parallel ranks have computed the same batch, but their results may differ in the last
-    # bit. All ranks need the same result, because they base decisions on it.
+    # Results of data-parallel ranks may differ in the last bit, but decisions must be equal.
     group = parallel_state.data_group
     distributed.broadcast(whole, distributed.get_global_rank(group, 0), group=group)
     return whole
@@ -216,11 +185,7 @@ def _on_all_ranks(
 def summed_loss(
     network: Callable[..., Tensor], batch: Batch, observe: Observer | None = None
 ) -> Tensor:
-    """Run the network on a microbatch, and return the summed loss of the counted tokens.
-
-    Returns:
-        0-dim float32, the sum over this rank's shard of the sequences.
-    """
+    """Return the summed loss of the counted tokens in this rank's shard of a microbatch, 0-dim."""
     return _masked_sum(batch, _output(network, batch, has_labels=True), observe)
 
 
@@ -228,8 +193,8 @@ def _output(network: Callable[..., Tensor], batch: Batch, *, has_labels: bool) -
     """Run a network or a pipeline stage on a microbatch.
 
     Returns:
-        On the last stage the loss of each token [b, s], or without labels this tensor-parallel
-        rank's shard of the logits [b, s, v]. On other stages the hidden states.
+        On the last stage the loss of each token [b, s], or without labels the logits [b, s, v]. On
+        other stages the hidden states.
     """
     return network(
         batch.tokens,
@@ -241,12 +206,10 @@ def _output(network: Callable[..., Tensor], batch: Batch, *, has_labels: bool) -
 
 
 def _packed_documents(batch: Batch) -> PackedSeqParams | None:
-    """Return the document boundaries as ``PackedSeqParams``, which Megatron passes to every layer.
+    """Return the document boundaries in Megatron's format; None if attention crosses documents.
 
-    Returns None if attention crosses documents. The format is ``sbhd``, because tensors keep one
-    row per sequence. Megatron computes its rotary embedding for ``max_seqlen`` positions. Here
-    ``max_seqlen`` is the length of a sequence; in Megatron's packed format ``thd`` it would be only
-    the length of the longest document.
+    The format is ``sbhd``, because tensors keep one row per sequence. Megatron computes rotary
+    embeddings for ``max_seqlen`` positions, so it is the length of a sequence.
     """
     if batch.document_ids is None:
         return None
@@ -267,7 +230,7 @@ def _masked_sum(batch: Batch, losses: Tensor, observe: Observer | None) -> Tenso
 
 
 def _count(microbatches: Sequence[Batch], parallel_state: ParallelState) -> Tensor:
-    """Return the number of counted tokens in the global batch, or 1 if it is 0; 0-dim float32."""
+    """Return the number of counted tokens in the global batch, at least 1; 0-dim float32."""
     count = torch.stack([batch.loss_mask.sum() for batch in microbatches]).sum()
     distributed.all_reduce(count, group=parallel_state.data_group)
     return count.clamp(min=1.0)
@@ -281,26 +244,17 @@ def _pipeline(
     forward_context: ForwardContext,
     observe: Observer | None = None,
 ) -> list[Tensor]:
-    """Run Megatron's 1F1B schedule, interleaved if the network has several virtual stages.
+    """Run Megatron's 1F1B schedule, and return the summed losses on the last stage (else none).
 
-    The schedule reads Megatron's configuration from the attribute ``config`` of the module that it
-    calls. It must therefore call the network itself: ``config`` of DeepSpeed's engine is
-    DeepSpeed's configuration.
+    The schedule reads ``config`` of the module that it calls. It must call the network, because
+    ``config`` of DeepSpeed's engine is DeepSpeed's configuration.
 
     Args:
-        network: this rank's virtual pipeline stages.
-        microbatches: microbatches on this rank's device (``batches.on_this_rank``).
-        parallel_state: parallel layout, and this rank's place in it.
-        weight: factor by which the summed loss of a microbatch is multiplied before the backward
-            pass; None for no backward pass.
+        weight: factor of each summed loss before the backward pass; None for no backward pass.
         forward_context: function that returns a context manager for each forward pass.
-        observe: called with each microbatch and the detached losses of its tokens.
-
-    Returns:
-        Summed loss of each microbatch on the last pipeline stage; an empty list on other stages.
     """
     # The schedule divides each loss by the number of microbatches and multiplies it by the
-    # context-parallel size. The factor cancels both operations.
+    # context-parallel size. This factor cancels both.
     factor = len(microbatches) / parallel_state.context_size
     scale = None if weight is None else weight * factor
     step = partial(_forward_step, scale, forward_context, observe)
@@ -316,19 +270,12 @@ def _scheduled(
     *,
     forward_only: bool,
 ) -> list[dict[str, Tensor]]:
-    """Run Megatron's pipeline schedule on the microbatches.
+    """Run Megatron's pipeline schedule; on the last stage return each microbatch's dict.
 
     Args:
-        network: this rank's virtual pipeline stages.
-        microbatches: microbatches on this rank's device.
-        parallel_state: parallel layout, and this rank's place in it.
-        step: Megatron's ``forward_step_func``, called with the iterator of microbatches and the
-            virtual stage. It returns the stage's output and a function that maps the output of the
-            last stage to a loss and a dict of tensors.
-        forward_only: whether to skip the backward passes.
-
-    Returns:
-        The dict of each microbatch on the last pipeline stage; an empty list on other stages.
+        step: Megatron's ``forward_step_func``. It returns the stage's output and a function that
+            maps
+            the output of the last stage to a loss and a dict of tensors.
     """
     batch, stages = microbatches[0], list(network.virtual_stages)
     iterators = [iter(microbatches) for _ in stages]
@@ -363,20 +310,18 @@ def _scheduled_loss(
     batch: Batch, scale: Tensor | None, observe: Observer | None, losses: Tensor
 ) -> tuple[Tensor, dict[str, Tensor]]:
     loss = _masked_sum(batch, losses, observe)
-    # The schedule divides the returned loss in place, so return a copy and keep ``loss`` intact.
+    # The schedule divides the returned loss in place, so return a copy.
     return loss.clone() if scale is None else loss * scale, {"loss": loss.detach()}
 
 
 def _mean_over_ranks(
     losses: Sequence[Tensor], count: Tensor, parallel_state: ParallelState
 ) -> Tensor:
-    """Return the mean loss of the counted tokens in the global batch; 0-dim, equal on all ranks.
+    """Return the mean loss of the global batch; 0-dim, equal on all ranks.
 
     Args:
-        losses: summed losses of this rank's microbatches; empty on all pipeline stages except the
-            last.
+        losses: summed losses of this rank's microbatches; empty except on the last pipeline stage.
         count: number of counted tokens of the global batch, 0-dim.
-        parallel_state: parallel layout, and this rank's place in it.
     """
     total = torch.zeros((), dtype=torch.float32, device=parallel_state.device)
     if losses:

@@ -1,8 +1,6 @@
 """JSON reports of anomalous steps, for people: the affected layers, ranks and samples.
 
-A step is anomalous if its loss or gradient norm is not finite or is a spike. The guard
-(:class:`~diffmegatron.optim.guard.Guard`) detects such steps, and decides whether a step is applied
-and what the run does next.
+The guard (:mod:`diffmegatron.optim.guard`) detects anomalous steps: infinite, NaN or spikes.
 """
 
 import json
@@ -42,19 +40,13 @@ def write_event(
     shards: ParameterShards,
     parallel_state: ParallelState,
 ) -> None:
-    """Write the report of an anomalous step, and log a warning.
-
-    All ranks must call this function. Rank 0 writes ``run_dir/events/step_XXXXXXXX.json``.
+    """Write ``run_dir/events/step_XXXXXXXX.json`` on rank 0, and warn; all ranks must call this.
 
     Args:
-        run_dir: directory of the run.
         step: number of the anomalous step, from 1.
-        decision: the guard's decision on the step.
         event: further values to write as JSON, the same on every rank.
         norms: norm of each gradient on this rank (``ZeroEngine.local_gradient_norms``).
         logits: largest attention logit of each of this rank's layers, by layer number (from 1).
-        shards: shards of each parameter; they contain the parameter's name.
-        parallel_state: parallel layout, and this rank's place in it.
     """
     named = {shards[parameter][0].name: norm for parameter, norm in norms.items()}
     mine = {
@@ -80,15 +72,7 @@ def write_event(
 def stopped_by_guard(
     recipe: Recipe, step: int, decision: StepDecision, guard: Guard, newest: Path | None
 ) -> UserError:
-    """Return the error that ends a run stopped by the guard.
-
-    Args:
-        recipe: recipe of the run.
-        step: number of the anomalous step.
-        decision: the guard's decision on the step.
-        guard: guard of the run, for the numbers of skipped steps and rollbacks.
-        newest: directory of the newest checkpoint; None if there is none.
-    """
+    """Return the error that ends a run stopped by the guard."""
     warmup = recipe.optimizer.schedule.warmup(recipe.training.total_steps)
     return UserError(
         f"{decision.reason} at step {step}, after {guard.skipped} skipped steps and "
@@ -103,21 +87,14 @@ def _new_path(directory: Path, step: int) -> Path:
     directory.mkdir(exist_ok=True)
     path = directory / f"step_{step:08d}.json"
     attempt = 1
-    while path.exists():  # After a rollback the same step is trained again, and may be anomalous.
+    while path.exists():  # A step that is trained again after a rollback can be anomalous again.
         attempt += 1
         path = directory / f"step_{step:08d}_{attempt}.json"
     return path
 
 
 def _by_layer(norms: Mapping[str, float]) -> dict[str, float]:
-    """Return the gradient norm of each layer and of each tensor outside the layers.
-
-    Args:
-        norms: gradient norm of each tensor, by the tensor's name.
-
-    Returns:
-        Norms by layer name (``layer_01`` is the first layer) or tensor name.
-    """
+    """Combine norms by tensor name into norms of layers (``layer_01``) and of other tensors."""
     squares: dict[str, float] = defaultdict(float)
     for name, norm in norms.items():
         layer = _LAYER.match(name)
@@ -126,7 +103,7 @@ def _by_layer(norms: Mapping[str, float]) -> dict[str, float]:
 
 
 def _json_numbers(value: Any) -> Any:
-    """Return a JSON value with strings in place of NaN and infinity, which JSON does not have."""
+    """Replace NaN and infinity in a JSON value by strings, because JSON does not have them."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, Mapping):

@@ -10,18 +10,16 @@ from torch import Tensor
 
 from diffmegatron.attention.self_attention import SelfAttention
 
-_QUERIES = 256  # Largest number of query positions whose logits are in memory at the same time.
+_QUERIES = 256  # Query positions whose logits are in memory at the same time.
 
 
 def largest_logits(network: torch.nn.Module, forward: Callable[[], object]) -> dict[int, float]:
-    """Return the largest attention logit of each layer on this rank.
+    """Return the largest attention logit q · k / sqrt(d) of each layer on this rank.
 
-    A logit is q · k / sqrt(d), where q is a query, k a key and d their width. The maximum is over
-    this rank's heads, the softmax maps of a head (two in differential attention), all queries of
-    the batch, and all keys that a query attends to (the causal mask and the document mask apply).
+    The maximum is over this rank's heads, all softmax maps of a head, and all pairs of query and
+    key that the causal mask and the document mask allow.
 
     Args:
-        network: network of this rank.
         forward: function that runs the network on full sequences, without context parallelism.
 
     Returns:
@@ -48,15 +46,12 @@ def _observe(
 ) -> None:
     """Update a layer's largest logit in ``found`` with one microbatch; the layer calls this.
 
-    In the shapes, s is the sequence length, b the batch size and d the width of a head.
-
     Args:
-        found: largest logit so far, by global layer number.
-        layer: layer that calls this function.
         query: queries after rotation, [s, b, query heads, d].
         key: keys after rotation, [s, b, key heads, d].
-        documents: start of each document in the concatenated sequences, followed by the total
-            length b * s; None if attention crosses documents.
+        documents: start of each document in the concatenated sequences, then the total length b *
+            s;
+            None if attention crosses documents.
     """
     length, rows = query.shape[:2]
     ends = range(0, length * rows + 1, length) if documents is None else documents.tolist()
@@ -74,22 +69,18 @@ def _observe(
             if first < end
         ]
     )
-    # In torch the maximum of NaN and a number is NaN, so ``value`` is NaN if any logit is NaN.
+    # Torch's maximum of NaN and a number is NaN; Python's depends on the order.
     value = float(largest.max()) / math.sqrt(query.shape[3])
     known = found.get(layer.layer_number, -math.inf)
     found[layer.layer_number] = math.nan if math.isnan(value + known) else max(value, known)
 
 
 def _largest(queries: Tensor, keys: Tensor) -> Tensor:
-    """Return the largest q · k, before the division by sqrt(d), of one document; 0-dim.
-
-    The maximum is over the pairs that the causal mask does not hide.
-
-    In the shapes, n is the number of tokens of the document and d the width of a head.
+    """Return the largest q · k of one document under the causal mask; 0-dim.
 
     Args:
-        queries: query heads that share one key head, [n, heads, d].
-        keys: the key head, [n, 1, d].
+        queries: query heads that share one key head, [tokens, heads, d].
+        keys: the key head, [tokens, 1, d].
     """
     found = []
     for first in range(0, len(queries), _QUERIES):

@@ -22,28 +22,18 @@ from diffmegatron.training.monitoring.records import log_write_errors
 log = logging.getLogger(__name__)
 
 LOCK = "lock"
-# Time that a new run waits for the lock of an earlier run. The operating system releases a lock
-# when its process ends, even by SIGKILL. If the whole machine crashed, a file server releases the
-# lock only later: NFS 4 after a lease of 90 seconds.
+# NFS 4 releases the lock of a crashed machine only after a lease of 90 seconds.
 _LOCK_PATIENCE_SECONDS = 120.0
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-# A rank can receive the same stop request several times: Slurm signals every process of a step, a
-# terminal signals every process of its foreground job, and torchrun forwards signals to its ranks.
-# Signals within this time count as one request; a later signal is a second request.
+# Signals within this time count as one stop request, because Slurm and torchrun can both send it.
 _ONE_REQUEST_SECONDS = 5.0
-# Like _ONE_REQUEST_SECONDS, but for SIGINT (Ctrl-C). It is shorter, because a person who presses
-# Ctrl-C again waits at the keyboard.
-_ONE_INTERRUPT_SECONDS = 1.0
+_ONE_INTERRUPT_SECONDS = 1.0  # For SIGINT: a person who presses Ctrl-C again waits.
 
 JOB_END = "job_end"
-"""Name of the file with the end time of the Slurm job, in the directory of the attempt.
-
-The job script keeps the file up to date. An attempt is one start of the run by the job script.
-"""
+"""File in the attempt's directory, where the job script updates the end time of the Slurm job."""
 _MAX_JOB_END_BYTES = 100
-# Minimum seconds between two readings of the file JOB_END. Steps can take milliseconds, and reading
-# the file at each step would load the file server.
+# Reading the file at each step of milliseconds would load the file server.
 _JOB_END_SECONDS = 10.0
 
 STACKS = "stacks"
@@ -51,14 +41,9 @@ _STANDARD_ERROR = 2
 
 
 def run_lock(run_dir: Path, patience: float = _LOCK_PATIENCE_SECONDS) -> FileLock:
-    """Return a lock that prevents a second run in the same ``run_dir``.
+    """Return a lock, held by rank 0, against a second run in the same ``run_dir``.
 
-    Two runs in one directory would overwrite each other's checkpoints. Rank 0 enters the lock as a
-    context manager and holds it during the run.
-
-    Raises:
-        UserError: On entering, if ``run_dir`` cannot be created or written, or if another run
-            holds the lock for longer than ``patience`` seconds.
+    On entering, raise UserError if another run holds the lock for longer than ``patience`` seconds.
     """
     return FileLock(run_dir / LOCK, f"run_dir {run_dir}", "give another run_dir", patience)
 
@@ -75,11 +60,8 @@ def check_not_a_file(run_dir: Path) -> None:
 def exit_on_stop_signal(record: RankRecord) -> Iterator[None]:
     """End the process with exit status 75 if a stop signal arrives inside the context.
 
-    This context is for the start of a process, from before the import of torch until
-    :class:`StopRequest` is entered. During this time there is nothing to save.
-
-    Args:
-        record: record of this rank for the job script; the name of the signal is written to it.
+    Use it from before the import of torch until :class:`StopRequest` is entered, while there is
+    nothing to save.
     """
 
     def end(number: int, _: FrameType | None) -> None:
@@ -98,16 +80,12 @@ def exit_on_stop_signal(record: RankRecord) -> Iterator[None]:
 class StopRequest:
     """Handler of stop signals to this rank; a context manager around one or more runs.
 
-    It must be entered in the main thread. The first SIGTERM, SIGUSR1 or SIGINT (Ctrl-C) is stored.
-    At the end of the step all ranks exchange whether a rank has received a signal, so that all stop
-    together. A second signal, more than a few seconds after the first, ends the process at once
-    with the exit status that a shell reports for that signal. Rank 0 also checks the job's time
-    limit, for all ranks.
+    The first SIGTERM, SIGUSR1 or SIGINT is stored, and all ranks stop together after the step. A
+    second signal some seconds later ends the process at once. Rank 0 also checks the job's time
+    limit. Enter the context in the main thread.
 
     Args:
-        launch: environment variables of the launcher and the job for this rank.
-        folder: directory of the attempt (one start of the run by the job script); None without a
-            job script.
+        folder: directory of the attempt (one start of the job's ranks); None without a job script.
     """
 
     def __init__(self, launch: LaunchEnvironment, folder: Path | None = None) -> None:
@@ -117,9 +95,7 @@ class StopRequest:
         self._previous: dict[int, Any] = {}
 
     def is_pending(self, margin_seconds: float) -> bool:
-        """Return whether this rank has a reason to save and end the run.
-
-        The reason is a stop signal, or, on rank 0 only, that the end of the Slurm job is near.
+        """Return whether this rank received a stop signal, or (rank 0) the job's end is near.
 
         Args:
             margin_seconds: seconds before the end of a Slurm job at which the run should stop.
@@ -143,7 +119,7 @@ class StopRequest:
         if self._first is None:
             self._first = now
             if self._prints:
-                # print() fails if this handler interrupts another print(); os.write() does not.
+                # print() fails in a handler that interrupts another print().
                 name = signal.Signals(number).name
                 with suppress(OSError):
                     os.write(2, f"{name}: stopping after this step; again: at once\n".encode())
@@ -152,12 +128,11 @@ class StopRequest:
 
 
 class TimeLimit:
-    """The end time of a Slurm job, which an administrator can change while the job runs.
+    """End time of a Slurm job, which an administrator can change while the job runs.
 
     Args:
         at_start: end time known at the start of the job, in seconds since 1970; None if unknown.
-        folder: directory of the attempt, into which ``slurm.sh`` writes the present end time; None
-            without a job script.
+        folder: directory in which ``slurm.sh`` updates the end time; None without a job script.
     """
 
     def __init__(self, at_start: float | None, folder: Path | None) -> None:
@@ -170,11 +145,7 @@ class TimeLimit:
         return self._end is not None and time.time() > self._end - seconds
 
     def _read(self) -> None:
-        """Read the present end time from the file ``JOB_END``, at most once in ten seconds.
-
-        The last end time is kept if the file is missing or damaged. The content ``none`` means that
-        the job has no time limit.
-        """
+        """Read the end time at most every ten seconds; keep the old one if the file is damaged."""
         if self._folder is None or time.monotonic() < self._next_reading:
             return
         self._next_reading = time.monotonic() + _JOB_END_SECONDS
@@ -191,33 +162,30 @@ class TimeLimit:
 class Watchdog:
     """Timer that ends this process if a step or a save takes too long, so that the job restarts.
 
-    When the time is up, the stacks of all threads are written to ``folder/stacks/rank_XXXXX.txt``,
-    or to standard error if the file cannot be created. Then the process exits with status 1. The
-    launcher ends the other ranks by SIGTERM, and each of them writes its stacks too.
+    The stacks of all threads are written to ``folder/stacks/rank_XXXXX.txt``, and the process exits
+    with status 1. The launcher then ends the other ranks by SIGTERM, and they write their stacks
+    too.
 
-    The timer is faulthandler's thread, which is written in C. A Python thread could not run if a
-    library call hangs while it holds the global interpreter lock.
+    The timer is faulthandler's thread in C. A Python thread could not run while a hanging library
+    call holds the global interpreter lock.
 
     Args:
-        config: time limits.
         folder: directory in which ``stacks`` is created.
-        rank: rank of this process, as the launcher numbers it. The timer starts before
-            torch.distributed is initialized, so torch's rank is not available yet.
+        rank: rank in the launcher's numbering, because torch.distributed starts later.
     """
 
     def __init__(self, config: WatchdogConfig, folder: Path, rank: int) -> None:
         self._config = config
         self._path = folder / STACKS / f"rank_{rank:05d}.txt"
         self._limit = config.startup_seconds
-        # Size of the file in bytes when it was opened; None if it could not be opened.
+        # Bytes of the file when it was opened; None if it could not be opened.
         self._size: int | None = None
 
     def __enter__(self) -> Self:
         if self._config.enabled:
             self._file = self._open()
-            # Write the stacks also on SIGTERM, which the launcher sends after the watchdog of
-            # another rank has ended that rank. The handler is in C, so it also runs while this rank
-            # hangs inside a collective.
+            # The launcher sends SIGTERM after another rank's watchdog has ended that rank. This
+            # handler in C also runs while this rank hangs inside a collective.
             faulthandler.register(signal.SIGTERM, self._file, all_threads=True, chain=True)
             self._arm()
         return self
@@ -227,7 +195,7 @@ class Watchdog:
             faulthandler.cancel_dump_traceback_later()
             faulthandler.unregister(signal.SIGTERM)
             if error is None and self._size is not None:
-                # The run ended without an error. If a stop signal wrote stacks, remove them.
+                # Remove stacks that a stop signal wrote.
                 with log_write_errors(self._path):
                     os.ftruncate(self._file, self._size)
             self._close()
@@ -244,27 +212,19 @@ class Watchdog:
     def _close(self) -> None:
         is_empty = os.fstat(self._file).st_size == 0
         os.close(self._file)
-        # Ignore errors: the file may be missing, or the folder not empty because other ranks have
-        # written their stacks.
-        with suppress(OSError):
+        with suppress(OSError):  # The folder may contain the stacks of other ranks.
             if is_empty:
                 self._path.unlink()
             self._path.parent.rmdir()
 
     def restart_timer(self) -> None:
-        """Restart the timer with the limit ``watchdog.step_seconds``.
-
-        The training loop calls this after each step and after each batch of an evaluation.
-        """
+        """Restart the timer with the limit ``watchdog.step_seconds``."""
         self._limit = self._config.step_seconds
         self._arm()
 
     @contextmanager
     def long_limit(self) -> Iterator[None]:
-        """Set the limit to ``watchdog.startup_seconds`` inside the context, for a save or a load.
-
-        The timer restarts at the beginning and at the end.
-        """
+        """Set the limit to ``watchdog.startup_seconds`` inside the context, e.g. for a save."""
         limit, self._limit = self._limit, self._config.startup_seconds
         self._arm()
         yield

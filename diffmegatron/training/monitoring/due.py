@@ -1,7 +1,4 @@
-"""Selection of the evaluators that are due at a step (this module does not import torch).
-
-An evaluator measures a held-out loss or an evaluation suite during training.
-"""
+"""Selection of the evaluators (held-out losses, suites) that are due at a step, without torch."""
 
 from pathlib import Path
 
@@ -14,19 +11,14 @@ TEST = "test/loss"
 
 
 def suite_evaluator_name(suite: str) -> str:
-    """Return the name of the evaluator of a suite, such as ``eval/recall``.
-
-    The names of the suite's metrics begin with this name and ``/``.
-    """
+    """Return the name of a suite's evaluator, such as ``eval/recall``."""
     return f"eval/{suite}"
 
 
 def due_at(recipe: Recipe, step: int) -> list[str]:
     """Return the names of the evaluators that are due at a step.
 
-    All evaluators are due at the last step. The suites of ``training.evaluate`` and the held-out
-    loss are also due at step 0 and at multiples of their interval. The held-out and test losses are
-    left out if ``training.eval_batches`` or the fraction of their split is 0.
+    Held-out losses need ``training.eval_batches`` and a fraction of their split above 0.
     """
     training = recipe.training
     is_last = step >= training.total_steps
@@ -42,17 +34,14 @@ def due_at(recipe: Recipe, step: int) -> list[str]:
 def unrecorded_at(recipe: Recipe, step: int, run_dir: Path) -> list[str]:
     """Return the names of the evaluators that are due at a step but have no recorded value.
 
-    Only the last entries of ``metrics.jsonl`` are read, so ``step`` must be the newest step there.
-
     Args:
+        step: newest step in ``metrics.jsonl``, of which only the last entries are read.
         run_dir: directory of the run. It may differ from ``recipe.run_dir`` if it was moved.
     """
     try:
         entries = newest_entries(run_dir)
     except UserError:
-        # The file cannot be read. When the run starts, it renames the file and begins a new one, so
-        # no value is recorded.
-        entries = []
+        entries = []  # When the run starts, it renames an unreadable file and begins a new one.
     recorded = [name for entry in entries if entry["step"] == step for name in entry]
     return [
         evaluator

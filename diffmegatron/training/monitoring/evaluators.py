@@ -16,11 +16,10 @@ Values = dict[str, float]
 
 
 class Evaluator(Protocol):
-    """Interface of a measurement of the network during training; the weights must stay unchanged.
+    """Measurement of the network during training, which leaves the weights unchanged.
 
     Attributes:
-        name: name of the metric, or prefix of the names of several metrics, such as
-            ``eval/recall``.
+        name: name of its metric, or prefix of the names of its metrics, such as ``eval/recall``.
     """
 
     name: str
@@ -28,28 +27,20 @@ class Evaluator(Protocol):
     def measure(
         self, network: Network, parallel_state: ParallelState
     ) -> Generator[None, None, Values]:
-        """Measure in small parts, so that a stop request can end the measurement between parts.
+        """Measure in parts of a few forward passes, the same on every rank, and yield between them.
 
-        A part is one or a few forward passes. Every rank must have the same parts.
-
-        Yields:
-            None after each part except the last. The function :func:`measure` then checks whether
-            to stop.
+        A stop request can end the measurement at a yield.
 
         Returns:
-            One or more values, by the name of the metric.
+            Values by the name of the metric.
         """
 
 
-# Type of a function that returns the evaluators of a recipe, called before the run begins.
 OpenEvaluators = Callable[[Recipe], Sequence[Evaluator]]
 
 
 class _SplitLoss:
-    """Evaluator of the mean loss of the first ``training.eval_batches`` global batches of a split.
-
-    The splits are disjoint sets of documents: training, validation and test.
-    """
+    """Mean loss of the first ``training.eval_batches`` global batches of a split."""
 
     def __init__(self, recipe: Recipe, split: Split, name: str) -> None:
         self.name = name
@@ -68,8 +59,7 @@ class _SplitLoss:
                 loader.read_step(number * training.global_batch_size), parallel_state
             )
             loss = forward_only(network, batch, parallel_state)
-            # The loss may differ between ranks in the last bit, or be NaN on one rank only. Reduce
-            # it to one value, because all ranks must make the same decisions.
+            # The loss may be NaN on one rank only, but all ranks must make the same decisions.
             losses.append(
                 agree(loss, 0.0, stop=False, writing=False, parallel_state=parallel_state).loss
             )
@@ -77,11 +67,7 @@ class _SplitLoss:
 
 
 def split_losses(recipe: Recipe) -> list[Evaluator]:
-    """Return the evaluators of the validation and test losses.
-
-    Both are returned for every recipe. They run only if
-    :func:`~diffmegatron.training.monitoring.due.due_at` selects them.
-    """
+    """Return the evaluators of the validation and test losses, even if they are never due."""
     return [_SplitLoss(recipe, "validation", HELD_OUT), _SplitLoss(recipe, "test", TEST)]
 
 
@@ -94,8 +80,7 @@ def measure(
     """Run evaluators one after the other until ``should_continue`` returns False.
 
     Args:
-        should_continue: called after every part of a measurement; returns the same value on all
-            ranks.
+        should_continue: called after every part; must return the same value on all ranks.
 
     Returns:
         Values of each evaluator that was completed, by the evaluator's name.

@@ -1,7 +1,6 @@
 """Metrics of a run, written to ``metrics.jsonl`` and to TensorBoard with equal names and values.
 
-Each line of ``metrics.jsonl`` is one entry: a JSON object with ``step``, ``time`` (seconds since
-1970) and metrics by name.
+A line of ``metrics.jsonl`` is an entry: ``{"step": 10, "time": SECONDS_SINCE_1970, NAME: VALUE}``.
 """
 
 import json
@@ -27,8 +26,7 @@ log = logging.getLogger(__name__)
 
 METRICS = "metrics.jsonl"
 TENSORBOARD = "tensorboard"
-# Largest file that is read, in bytes. This is enough for one line per step over a million steps.
-_MAX_BYTES = 1 << 32
+_MAX_BYTES = 1 << 32  # Enough for one line per step over a million steps.
 
 Entry = dict[str, float]
 _LINE = TypeAdapter(dict[str, int | FiniteFloat])
@@ -38,16 +36,11 @@ _LINE_BEGINS = b'{"step": '
 class MetricsWriter:
     """Writer that appends metrics to ``metrics.jsonl`` and to TensorBoard's event files.
 
-    The constructor drops the entries after ``last_step``, because a resumed run trains these steps
-    again.
-
-    Write errors are logged and do not end the run. While lines of ``metrics.jsonl`` cannot be
-    written, the newest 10,000 are kept in memory and written later. After an error of TensorBoard
-    no more events are written until the next start or rollback.
+    Write errors are logged and do not end the run (see :class:`Records`). After an error of
+    TensorBoard its events are dropped until the next start or rollback.
 
     Args:
-        run_dir: directory of the run.
-        last_step: step of the newest entry to keep; -1 to drop all entries.
+        last_step: entries of later steps are dropped; -1 drops all entries.
     """
 
     def __init__(self, run_dir: Path, last_step: int) -> None:
@@ -83,30 +76,19 @@ class MetricsWriter:
 
 
 class _TensorBoardEvents:
-    """TensorBoard's ``SummaryWriter``; after its first error nothing is written until a restart.
-
-    The thread of the ``SummaryWriter`` ends when a write fails. All later calls would raise the
-    same error. :meth:`restart` creates a new ``SummaryWriter``.
-    """
+    """TensorBoard's ``SummaryWriter``, recreated after an error, which ends the writer's thread."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._writer: SummaryWriter | None = None
 
     def _logged(self) -> AbstractContextManager[None]:
-        """Return a context that logs any exception of TensorBoard.
-
-        If TensorFlow is installed, TensorBoard writes with it and raises TensorFlow's errors.
-        """
+        """Log any exception: with TensorFlow installed, TensorBoard raises TensorFlow's errors."""
         return log_write_errors(self._folder, Exception)
 
     def restart(self, first_step: int) -> None:
-        """Open a new event file.
-
-        TensorBoard then hides the events of older files from ``first_step`` on.
-        """
-        # Import late: the import takes most of a second, and code that only reads metrics does not
-        # need it.
+        """Open a new event file; TensorBoard hides older events from ``first_step`` on."""
+        # The import takes most of a second, and code that only reads metrics does not need it.
         from torch.utils.tensorboard import SummaryWriter
 
         self.close()
@@ -134,7 +116,7 @@ class _TensorBoardEvents:
 def read_metrics(run_dir: Path) -> list[Entry]:
     """Return all entries of ``metrics.jsonl``, oldest first; an empty list without the file.
 
-    An unfinished last line is ignored. Damaged lines are ignored with a warning in the log.
+    Damaged lines are ignored with a warning in the log.
 
     Raises:
         UserError: If ``metrics.jsonl`` exists and cannot be read.
@@ -150,15 +132,7 @@ def read_metrics(run_dir: Path) -> list[Entry]:
 
 
 def newest_entries(run_dir: Path, max_bytes: int = 1 << 18) -> list[Entry]:
-    """Return the last entries of ``metrics.jsonl``, oldest first; damaged lines are ignored.
-
-    Args:
-        max_bytes: number of bytes to read at the end of the file; the default is enough for some
-            hundred entries.
-
-    Raises:
-        UserError: If ``metrics.jsonl`` exists and cannot be read.
-    """
+    """Return the entries in the last ``max_bytes`` of ``metrics.jsonl``, oldest first."""
     path = run_dir / METRICS
     if not path.exists():
         return []
@@ -174,11 +148,7 @@ def _drop_after(path: Path, last_step: int) -> None:
     """Drop the entries after ``last_step`` from a file of metrics.
 
     An intact file is truncated, which needs no free space on the disk. A damaged file is renamed,
-    and its intact entries up to ``last_step`` are written to a new file. A file that cannot be read
-    is only renamed.
-
-    Raises:
-        OSError: If the file cannot be changed.
+    and its intact entries are written to a new file.
     """
     if not os.path.lexists(path):
         return
@@ -190,8 +160,7 @@ def _drop_after(path: Path, last_step: int) -> None:
     entries = [_parsed(line) for line in lines]
     kept = [line for line, each in zip(lines, entries, strict=True) if _is_kept(each, last_step)]
     content = b"".join(kept)
-    # Steps never decrease from line to line. An entry with a step after `last_step` is therefore
-    # damaged if an entry to keep follows it.
+    # Steps never decrease. A later step before an entry to keep is therefore damaged.
     end = max((n for n, each in enumerate(entries, 1) if _is_kept(each, last_step)), default=0)
     damaged = sum(each is None for each in entries[end:]) + end - len(kept)
     damaged += not _LINE_BEGINS.startswith(unfinished[: len(_LINE_BEGINS)])
@@ -222,7 +191,6 @@ def _line(entry: Mapping[str, float]) -> bytes:
 
 
 def _parsed(line: bytes) -> Entry | None:
-    """Return the entry of a line; None if the line is damaged."""
     try:
         entry = _LINE.validate_json(line, strict=True)
     except ValidationError:
@@ -236,7 +204,6 @@ def _is_kept(entry: Entry | None, last_step: int) -> bool:
 
 
 def _set_aside(path: Path) -> Path:
-    """Rename a file to ``NAME.damaged_N`` with the first free number N; return the new path."""
     number = 1
     while os.path.lexists(aside := path.with_name(f"{path.name}.damaged_{number}")):
         number += 1

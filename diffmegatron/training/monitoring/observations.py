@@ -1,7 +1,4 @@
-"""Values of a run for its metrics: lambda of every layer, peak memory, name of the GPU.
-
-Lambda is the factor of the noise map, the softmax map that differential attention subtracts.
-"""
+"""Values of a run for its metrics: lambda of every layer, peak memory, name of the GPU."""
 
 import resource
 
@@ -14,14 +11,13 @@ from diffmegatron.parallel.parallel_state import ParallelState
 
 
 def lambdas(network: Network, parallel_state: ParallelState) -> dict[str, float]:
-    """Return lambda of every layer of the network as metrics. All ranks must call this function.
+    """Return lambda, the factor of the subtracted softmax map, of every layer; all ranks call this.
 
-    If lambda depends on the head and the token, the value of a layer is a mean. The mean is over
-    all heads, and over the tokens that this data-parallel rank processed in the last forward pass.
+    Lambda that depends on head or token is averaged over all heads, and over this data-parallel
+    rank's tokens of the last forward pass.
 
     Returns:
-        Lambda by metric name ``attn/lambda_layer_XX``, where XX is the layer's number (01 is the
-        first layer). Layers of softmax attention have no entry.
+        Lambda by metric name, e.g. ``attn/lambda_layer_01`` for the first layer.
     """
     own = lambda_by_layer(network)
     if own and parallel_state.tensor_size > 1:
@@ -43,5 +39,5 @@ def peak_memory() -> int:
 
 
 def device_name() -> str | None:
-    """Return the name of this rank's GPU as CUDA reports it; None on a CPU."""
+    """Return the name of this rank's GPU; None on a CPU."""
     return torch.cuda.get_device_name() if torch.cuda.is_available() else None

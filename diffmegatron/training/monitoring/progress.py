@@ -19,10 +19,7 @@ class Progress:
         self._first = self._marked = (first_step, time.perf_counter())
 
     def tokens_per_second(self, step: int) -> float:
-        """Return the tokens per second since the last call, and restart the measurement.
-
-        The first call measures from the creation of this object.
-        """
+        """Return the tokens per second since the last call (at first since the creation)."""
         marked_step, marked_time = self._marked
         now = time.perf_counter()
         self._marked = (step, now)
@@ -34,11 +31,7 @@ class Progress:
         self._marked = (step, marked_time + seconds)
 
     def print_step(self, step: int, values: dict[str, float]) -> None:
-        """Print the console line of a step.
-
-        Args:
-            values: metrics of the step by name; ``perf/mfu`` may be missing.
-        """
+        """Print the console line of a step; ``perf/mfu`` may be missing in ``values``."""
         first_step, first_time = self._first
         per_step = (time.perf_counter() - first_time) / max(1, step - first_step)
         left = timedelta(seconds=round(per_step * (self._total_steps - step)))

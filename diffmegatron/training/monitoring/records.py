@@ -12,18 +12,12 @@ from diffmegatron.files import format_path, os_error_text
 
 log = logging.getLogger(__name__)
 
-# Largest number of records kept in memory while they cannot be written. This is enough for several
-# hours of metrics. An entry of metrics has about 1 kB, so the records need about 10 MB.
-_KEPT = 10_000
+_KEPT = 10_000  # Several hours of metrics, about 10 MB.
 
 
 @contextmanager
 def log_write_errors(path: Path, errors: type[Exception] = OSError) -> Iterator[None]:
-    """Catch and log an error of the code inside the context, so that the run continues.
-
-    Args:
-        path: file or folder that the code writes, to name in the log.
-    """
+    """Catch and log an error of the code inside the context; ``path`` is named in the log."""
     try:
         yield
     except errors as error:
@@ -31,11 +25,10 @@ def log_write_errors(path: Path, errors: type[Exception] = OSError) -> Iterator[
 
 
 class Records:
-    """A file to which a run appends records, with a buffer for the time when writing fails.
+    """File to which a run appends records, with a buffer for the time when writing fails.
 
-    While writing fails, for example because the disk is full, the newest 10,000 records are kept
-    in memory, and older ones are lost. Each :meth:`append` tries to write all kept records. The log
-    gets one line when writing begins to fail and one line when it works again.
+    While writing fails, the newest 10,000 records are kept in memory. Each :meth:`append` tries to
+    write all kept records.
     """
 
     def __init__(self, path: Path) -> None:
@@ -72,8 +65,8 @@ class Records:
     def _write(self) -> None:
         if not self._pending:
             return
-        # Open the file for each write, to recreate a removed file and to notice a removed folder.
-        # With O_NONBLOCK, opening a FIFO without a reader fails instead of waiting.
+        # Opening for each write recreates a removed file and detects a removed folder. With
+        # O_NONBLOCK, opening a FIFO without a reader fails instead of waiting.
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK
         descriptor = os.open(self._path, flags, 0o666)
         try:
@@ -99,10 +92,7 @@ class Records:
 
 
 def _write_whole(descriptor: int, record: bytes) -> None:
-    """Append a record to a file, and raise an OSError if that fails.
-
-    After an error, the written part of the record is removed if the file is a regular file.
-    """
+    """Append a record to a file; after an error, remove the written part of it."""
     status = os.fstat(descriptor)
     left = memoryview(record)
     try:

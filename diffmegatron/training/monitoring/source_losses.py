@@ -1,7 +1,4 @@
-"""The training loss and the number of counted tokens of each source in ``data.sources``.
-
-A token is counted if its ``loss_mask`` is 1.
-"""
+"""The training loss and number of counted tokens (``loss_mask`` 1) of each source of the data."""
 
 from pathlib import PurePath
 
@@ -19,9 +16,8 @@ SOURCE_LOSS, SOURCE_TOKENS = "train/loss/", "train/loss_tokens/"
 class SourceLosses:
     """Sums of losses and numbers of counted tokens, by source, since the last report.
 
-    Each rank sums over its own tokens on its device, without synchronization. :meth:`report`
-    reduces the sums over the ranks. With only one source nothing is summed, because the loss of
-    the source is the loss of the run.
+    Each rank sums over its own tokens on its device, without synchronization. With only one source
+    nothing is summed.
     """
 
     def __init__(self, data: DataConfig, parallel_state: ParallelState) -> None:
@@ -32,8 +28,7 @@ class SourceLosses:
 
     def clear(self) -> None:
         """Set all sums to 0."""
-        # Sum of losses and number of tokens of each source, [2, sources]. The list _step has one
-        # such tensor per microbatch of the present step.
+        # Summed losses and token counts, [2, sources]; in _step one tensor per microbatch.
         self._sums = torch.zeros(
             2, len(self._names), dtype=torch.float64, device=self._numbers.device
         )
@@ -53,25 +48,20 @@ class SourceLosses:
         self._step.append(counted.sum(dim=2, dtype=torch.float64) @ is_of.double())
 
     def step_done(self, *, finite: bool) -> None:
-        """End the present step: add its losses and token counts to the sums, or drop them.
-
-        Args:
-            finite: whether the step's loss and gradient norm are finite; otherwise drop the step.
-        """
+        """Add the present step to the sums, or drop it if its loss or norm is not finite."""
         for sums in self._step if finite else ():
             self._sums += sums
         self._step = []
 
     def report(self) -> dict[str, float]:
-        """Return the metrics of all sources since the last report, and set all sums to 0.
-
-        All ranks must call this method, and all get the same result.
+        """Return the metrics since the last report on every rank, and set all sums to 0.
 
         Returns:
-            Two metrics per source: ``train/loss_tokens/SOURCE`` is the number of counted tokens,
-            and ``train/loss/SOURCE`` is their mean loss (missing if the number is 0). SOURCE is
-            the shortest suffix of the source's path that no other source has. With only one source
-            the result is empty.
+            ``train/loss_tokens/SOURCE``, the number of counted tokens, and ``train/loss/SOURCE``,
+                their
+            mean loss (missing without tokens). SOURCE is the shortest unique suffix of the source's
+                path.
+            Empty with only one source.
         """
         if len(self._names) == 1:
             return {}

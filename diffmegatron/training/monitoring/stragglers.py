@@ -13,24 +13,21 @@ from torch.profiler import record_function
 from diffmegatron.parallel.parallel_state import ParallelState
 
 PHASES = ("data", "forward_backward", "update")
-# Number of phases, from the start of PHASES, in which a rank does only its own work. In the last
-# phase, "update", it also waits for other ranks.
+# In the first two phases a rank does only its own work. In "update" it also waits for other ranks.
 _OWN = 2
-# A rank is slow if its time in the first _OWN phases is more than this factor times the median of
-# all ranks. Machines of the same kind differ by less.
+# Machines of the same kind differ by less than this factor.
 _SLOWER = 1.5
 
 
 class PhaseClock:
     """Clock of the seconds that this rank has spent in each phase since the last report.
 
-    It uses the clock of the CPU. On a GPU, the first two phases only launch kernels. The phase
-    ``update`` reads a value from the device, so its time includes the wait for the kernels of all
-    phases.
+    On a GPU, the first two phases only launch kernels. The phase ``update`` reads a value from the
+    device, so its time includes the wait for the kernels of all phases.
 
     Attributes:
-        slow_ranks: result of :func:`slow` for the phases ``data`` and ``forward_backward`` of the
-            last report; always empty with pipeline parallelism.
+        slow_ranks: result of :func:`slow` for the last report; always empty with pipeline
+            parallelism.
     """
 
     def __init__(self) -> None:
@@ -47,16 +44,14 @@ class PhaseClock:
         self._seconds[phase] += time.perf_counter() - started
 
     def step_done(self) -> None:
-        """Count a step; :meth:`report` divides the total seconds by the number of steps."""
+        """Count a step."""
         self._steps += 1
 
     def report(self, parallel_state: ParallelState) -> dict[str, float]:
-        """Return metrics of the slowest rank in each phase, and restart the measurement.
-
-        All ranks must call this method.
+        """Return metrics of the slowest rank in each phase, and restart; all ranks must call this.
 
         Returns:
-            Two metrics for each phase: ``perf/PHASE_slowest_rank``, the number of the rank, and
+            For each phase ``perf/PHASE_slowest_rank``, the number of the rank, and
             ``perf/PHASE_seconds_slowest``, its mean seconds per step since the last report.
         """
         mine = torch.tensor(
@@ -67,8 +62,7 @@ class PhaseClock:
         distributed.all_gather(every, mine)
         self._seconds.clear()
         self._steps = 0
-        # With pipeline parallelism, the stages of the ranks have different work, so a longer time
-        # does not show that a rank is slow.
+        # Pipeline stages have different work, so a longer time does not show a slow rank.
         if parallel_state.pipeline_size == 1:
             self.slow_ranks = slow([sum(each[:_OWN].tolist()) for each in every])
         seconds, ranks = torch.stack(every).max(dim=0)

@@ -14,8 +14,7 @@ from diffmegatron.files import read_text, write_durably
 
 log = logging.getLogger(__name__)
 
-# Name of the file in run_dir with the id of the run at W&B. A resumed run uses the same id.
-RUN_ID = "wandb_id"
+RUN_ID = "wandb_id"  # File in run_dir with the run's id at W&B, which a resumed run uses again.
 _MAX_ID_BYTES = 64
 
 
@@ -29,10 +28,7 @@ def check_installed(config: WandbConfig | None) -> None:
 
 
 class WandbWriter:
-    """Writer that sends metrics to W&B.
-
-    The writer logs the first error of W&B and then sends nothing more; the run continues.
-    """
+    """Writer that sends metrics to W&B, until W&B's first error, which is logged."""
 
     def __init__(self, recipe: Recipe, config: WandbConfig) -> None:
         self._recipe, self._config = recipe, config
@@ -52,8 +48,7 @@ class WandbWriter:
                 dir=str(run_dir),
                 config=self._recipe.model_dump(mode="json"),
             )
-            # Use the logged "step" as the x axis. W&B's own step counter cannot decrease, but after
-            # a rollback the step does.
+            # W&B's own step counter cannot decrease, as the step does after a rollback.
             self._run.define_metric("*", step_metric="step")
         except Exception as error:  # No failure of the service may end the training.
             self._give_up("begin", error)

@@ -29,13 +29,7 @@ log = logging.getLogger(__name__)
 def starting_checkpoint(
     store: CheckpointStore, recipe: Recipe, parallel_state: ParallelState
 ) -> Checkpoint | None:
-    """Return the checkpoint to resume from, or None for a new run; all ranks must call this.
-
-    Raises:
-        UserError: If there are checkpoints but the run cannot resume: ``checkpoint.resume`` is
-            false, no checkpoint is intact, or the newest intact one belongs to another run, has no
-            optimizer state, or is past the last step of the recipe.
-    """
+    """Return the checkpoint to resume from, or None for a new run; all ranks must call this."""
     if store.steps() and not recipe.checkpoint.resume:
         raise UserError(
             f"{store.directory} holds checkpoints up to {store.path(store.steps()[-1]).name} and "
@@ -67,11 +61,7 @@ def _check_not_past(checkpoint: Checkpoint, recipe: Recipe) -> None:
 
 
 def open_together(directory: Path, parallel_state: ParallelState) -> Checkpoint:
-    """Open a checkpoint on all ranks together; each rank verifies some of the files.
-
-    Raises:
-        UserError: On all ranks, with the message of the lowest rank that found a problem.
-    """
+    """Open a checkpoint on all ranks together; each rank verifies some of the files."""
     with errors_on_all_ranks():
         return open_checkpoint(directory, (parallel_state.rank, parallel_state.world_size))
 
@@ -79,19 +69,15 @@ def open_together(directory: Path, parallel_state: ParallelState) -> Checkpoint:
 def newest_good(
     store: CheckpointStore, parallel_state: ParallelState, before: int | None = None
 ) -> Checkpoint | None:
-    """Return the newest intact checkpoint, or None if there is none; all ranks must call this.
+    """Return the newest checkpoint whose files match their hashes, or None; all ranks call this.
 
-    A checkpoint is intact if all its files match their hashes. A damaged checkpoint is logged, and
-    the next older one is tried.
+    If there are checkpoints but all are damaged, raise UserError, so that the run does not start
+    over without notice.
 
     Args:
-        before: try only checkpoints of steps before this one; None to try all.
-
-    Raises:
-        UserError: If ``before`` is None and there are checkpoints, but none is intact. Returning
-            None would start the run over without notice.
+        before: try only checkpoints of steps before this one, and never raise.
     """
-    # If every rank listed the directory itself, ranks could find different checkpoints.
+    # Ranks that list the directory themselves could find different checkpoints.
     steps = [step for step in from_rank_0(store.steps) if before is None or step < before]
     for step in reversed(steps):
         try:
@@ -113,12 +99,9 @@ def rollback_checkpoint(
     """Return the checkpoint to roll back to, or None if there is none; all ranks must call this.
 
     Args:
-        no_progress: whether no step was applied since the last rollback. In this case the newest
-            intact checkpoint is renamed, so that it is never used again, and the next older intact
-            one is returned. If there is no older one, the newest is kept and returned.
-
-    Raises:
-        UserError: If there are checkpoints, but none is intact.
+        no_progress: whether no step was applied since the last rollback. The newest intact
+            checkpoint
+            is then renamed, never to be used again, and an older one is returned if there is one.
     """
     newest = newest_good(store, parallel_state)
     if not no_progress or newest is None:
@@ -133,9 +116,7 @@ def rollback_checkpoint(
 
 
 def mixture_change(before: Mapping[str, Any] | None, now: Mapping[str, Any]) -> str | None:
-    """Return one line that describes how ``data.sources`` has changed since the checkpoint.
-
-    The result is None for a new run, or if the sources and weights are the same.
+    """Return one line that describes how ``data.sources`` has changed; None without a change.
 
     Args:
         before: state of the loader in the checkpoint; None for a new run.
@@ -143,9 +124,8 @@ def mixture_change(before: Mapping[str, Any] | None, now: Mapping[str, Any]) -> 
     """
     if before is None:
         return None
-    # A mixture is a list of periods. Each period has the sources and weights that are used from a
-    # certain sample on. Only the last period matters. JSON has turned the saved tuple of sources
-    # into a list.
+    # A mixture is a list of periods: sources and weights from a certain sample on. Only the last
+    # matters. JSON has turned the saved tuple of sources into a list.
     period, saved = now["mixture"][-1], before["mixture"][-1]
     if (period["from_sample"], [*period["sources"]]) == (saved["from_sample"], saved["sources"]):
         return None
@@ -159,16 +139,9 @@ def load_snapshot(
     shards: ParameterShards,
     parallel_state: ParallelState,
 ) -> Position:
-    """Restore weights, optimizer state and random states from a checkpoint of any parallel layout.
+    """Restore weights, optimizer and random states from a checkpoint of any parallel layout.
 
-    Random states are restored only if the number of ranks is the same as in the checkpoint, and
-    only those that belong to the present kind of device (CPU or GPU).
-
-    Returns:
-        Position of the run: step, update count, data position and guard state.
-
-    Raises:
-        UserError: If the checkpoint is damaged, or has tensors of another model.
+    Random states are restored only if the number of ranks and the kind of device are the same.
     """
     state, tensors = checkpoint.state, checkpoint.tensors
     read_fragments(tensors, (WEIGHT, *MOMENTS), engine, shards)
@@ -192,16 +165,13 @@ def read_fragments(
     shards: ParameterShards,
     should_skip: Callable[[str], bool] = lambda name: False,
 ) -> None:
-    """Copy tensors of a checkpoint into this rank's shards of the weights and optimizer state.
+    """Copy tensors of a checkpoint in place into this rank's master weights and moments.
 
-    The engine's master weights and moments are overwritten in place. The caller must call
-    ``engine.restore`` afterwards, which applies the new values to the network.
+    The caller must call ``engine.restore`` afterwards, which applies the new values to the network.
 
     Args:
-        kinds: kinds of values to read: the weight, and Adam's moments if wanted. A frozen parameter
-            has only its weight.
-        should_skip: function of a tensor's name that returns whether to leave the tensor
-            unchanged.
+        kinds: kinds of values to read; a frozen parameter has only its weight.
+        should_skip: function of a tensor's name; True leaves the tensor unchanged.
     """
     for fragment in engine.fragments():
         wanted = {kind: fragment.tensors[kind] for kind in kinds if kind in fragment.tensors}

@@ -1,28 +1,17 @@
-"""Warnings about saves that take too long for Slurm's time limits (no import of torch).
-
-There are two limits:
-
-1. After a SIGTERM, Slurm waits KillWait seconds and then sends SIGKILL.
-2. Some time before the end of a job, the run stops, by itself or by a stop signal from Slurm. It
-   must save before the job ends.
-"""
+"""Warnings about saves that take too long for Slurm's time limits (no import of torch)."""
 
 from diffmegatron.parallel.launcher import LaunchEnvironment
 
 
 def save_warnings(seconds: float, launch: LaunchEnvironment, margin: float) -> dict[str, str]:
-    """Return the warnings about a save that took too long for Slurm's time limits.
+    """Return the warnings about a save that took too long for Slurm's time limits, by name.
 
-    There is no message about a limit that is None in ``launch``.
+    "kill wait": the save took longer than KillWait, the time between SIGTERM and SIGKILL. "lead":
+    the save took longer than half of the time between the stop of the run and the end of the job.
 
     Args:
         seconds: duration of the save.
         margin: ``checkpoint.time_limit_margin`` in seconds.
-
-    Returns:
-        Dict with at most two messages. The key "kill wait" is present if the save took longer than
-        KillWait. The key "lead" is present if the save took longer than half of the time between
-        the stop of the run and the end of the job.
     """
     warnings = {}
     if launch.kill_wait is not None and seconds > launch.kill_wait:

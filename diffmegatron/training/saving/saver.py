@@ -1,16 +1,11 @@
 """Asynchronous saves: training waits only for a copy to host memory, and a thread writes the copy.
 
 A save is open from its start until it becomes a checkpoint, is dropped, or fails. It becomes a
-checkpoint when rank 0 renames its directory. Rank 0 does this under two conditions:
+checkpoint when rank 0 renames its directory, under two conditions:
 
-- Every rank has written its file. In every step, the all-reduce of
-  :mod:`~diffmegatron.training.compute.agreement` also shows whether a rank is still writing.
-- The saved weights are sound: a step after the start of the save had a finite loss and gradient
-  norm. If an update had broken the saved weights, no later step would be finite. So a run never
-  rolls back to broken weights.
-
-After the last step there is no later step. The caller of :meth:`Saver.save_now` must therefore
-check the weights itself.
+- Every rank has written its file (:mod:`~diffmegatron.training.compute.agreement`).
+- The saved weights are sound: a step after the start of the save was finite. After the last step
+  there is no such step, so the caller of :meth:`Saver.save_now` checks the weights.
 """
 
 import errno
@@ -40,21 +35,16 @@ from diffmegatron.training.saving.snapshot import HostCopy, ParameterShards
 
 log = logging.getLogger(__name__)
 
-# Number of retries after a failed save. A retry begins after the next step (in ``save_now`` at
-# once). If all retries fail, the training loop saves only at multiples of checkpoint.interval,
-# without retries, until a save succeeds.
+# Retries after a failed save, one per step (in ``save_now`` at once). If all fail, the run saves
+# only at multiples of checkpoint.interval, without retries, until a save succeeds.
 _RETRIES = 2
 
 
 class Saver:
-    """Saver of a run's checkpoints on one rank.
-
-    All ranks must call the same methods in the same order.
+    """Saver of a run's checkpoints on one rank; all ranks must call the same methods in order.
 
     Args:
-        saved_step: step of the checkpoint that the run resumes from; None for a new run.
-        run_dir: on rank 0 the open run directory, to detect that it was moved or removed; None on
-            other ranks.
+        run_dir: on rank 0 the open run directory, to detect that it was moved or removed.
 
     Attributes:
         saved_step: step of the newest checkpoint; None if there is none.
@@ -95,11 +85,7 @@ class Saver:
         return self._position is not None
 
     def step_decided(self, *, finite: bool) -> None:
-        """Record whether a step after the start of the open save was finite.
-
-        A step is finite if its loss and gradient norm are finite. One finite step shows that the
-        saved weights are sound.
-        """
+        """Record whether a step after the start of the open save had a finite loss and norm."""
         self._sound = self._sound or finite
 
     @property
@@ -115,13 +101,11 @@ class Saver:
     def start(self, position: Position) -> dict[str, float]:
         """Copy this rank's tensors to host memory, and start the thread that writes them.
 
+        If ``run_dir`` was moved or removed, the run ends. A new folder would have neither the
+        earlier checkpoints nor the run's lock.
+
         Returns:
             Metrics of a failed save if the save cannot begin; otherwise an empty dict.
-
-        Raises:
-            UserError: If ``run_dir`` was moved or removed. The save does not create ``run_dir``
-                again, because the new folder would have neither the earlier checkpoints nor the
-                lock of the run.
         """
         assert not self.is_open
         self._all(self._check_run_dir, position.step, only=self._run_dir is not None)
@@ -145,13 +129,7 @@ class Saver:
                 thread.join()
 
     def complete_or_drop(self) -> dict[str, float]:
-        """Complete the open save if its weights are sound; otherwise delete its files.
-
-        The weights are sound if a step after the start of the save was finite.
-
-        Returns:
-            Metrics of the save; an empty dict if it was dropped, or if no save is open.
-        """
+        """Complete the open save if its weights are sound, else delete its files."""
         if not self.is_open:
             return {}
         if self._sound:
@@ -169,8 +147,10 @@ class Saver:
     def complete(self) -> dict[str, float]:
         """Wait until all ranks have written, and turn the open save into a checkpoint.
 
-        This method does not check that the weights are sound. If a rank could not write, the save
-        fails: the error is logged, and no checkpoint is left. The metrics of the save are returned.
+        A failed save leaves no checkpoint and is logged. The method does not check the weights.
+
+        Returns:
+            Metrics of the save.
         """
         position, write = self._position, self._write
         assert position is not None and write is not None
@@ -208,9 +188,7 @@ class Saver:
     def save_now(self, position: Position) -> dict[str, float]:
         """Save without waiting for a later finite step, and return the metrics of the save.
 
-        Raises:
-            UserError: If the save and all its retries failed, or if ``run_dir`` was moved or
-                removed.
+        All ranks raise UserError if the save and all its retries fail.
         """
         self._failed_in_a_row = 0
         while True:
@@ -223,8 +201,7 @@ class Saver:
                 raise UserError(self._problem)
 
     def _check_run_dir(self, step: int) -> None:
-        # If the disk fails for a moment, is_in_place() returns True. The save then fails while it
-        # writes, and is retried.
+        # is_in_place() is True while the disk fails. The save then fails later, and is retried.
         if self._run_dir is not None and not self._run_dir.is_in_place():
             run_dir = self._store.directory.parent
             raise UserError(
@@ -243,7 +220,6 @@ class Saver:
         return {"ckpt/failed": self._failed}
 
     def _warn_if_slow(self, seconds: float) -> None:
-        """Log each Slurm time limit that is too short for this save, at most once per process."""
         margin = self._recipe.checkpoint.time_limit_margin
         for kind, warning in save_warnings(seconds, self._launch, margin).items():
             if kind not in self._warned:
@@ -251,13 +227,12 @@ class Saver:
             self._warned.add(kind)
 
     def _begin_pruning(self, saved_step: int) -> None:
-        """Start a thread that removes old checkpoints, because deleting gigabytes takes seconds."""
         keep_last = self._recipe.checkpoint.keep_last
         if keep_last is None:
             return
         if self._pruning is not None:
             self._pruning.join()
-        # The thread is not a daemon, so the process does not end before the thread.
+        # No daemon: the process must not end before the thread.
         self._pruning = threading.Thread(
             target=self._prune, args=(saved_step, keep_last), name="checkpoint-prune"
         )
@@ -265,9 +240,8 @@ class Saver:
 
     def _prune(self, saved_step: int, keep_last: int) -> None:
         try:
-            # Ignore checkpoints of later steps: do not remove them, and do not count them among
-            # the newest ``keep_last``. The run did not continue from them, because they are damaged
-            # or because it has rolled back to an earlier step.
+            # Later checkpoints are damaged, or the run has rolled back past them. They are neither
+            # removed nor counted.
             steps = [step for step in self._store.complete() if step <= saved_step]
             for step in prunable(steps, keep_last, self._recipe.checkpoint.keep_every):
                 self._store.remove(step)
@@ -275,20 +249,14 @@ class Saver:
             log.error("cannot remove an old checkpoint: %s", error)
 
     def _all(self, function: Callable[..., object], *arguments: object, only: bool) -> None:
-        """Call ``function(*arguments)`` on the ranks that pass ``only=True``.
-
-        All ranks must call this method. A rank that passes ``only=False`` only waits.
-
-        Raises:
-            UserError: On all ranks, if the function failed on one rank.
-        """
+        """Call ``function`` on the ranks with ``only``; if one rank fails, raise on all ranks."""
         problem = None
         try:
             if only:
                 function(*arguments)
         except UserError as error:
             problem = str(error)
-        except Exception as error:  # A rank that failed alone would leave the others waiting.
+        except Exception as error:  # If only one rank raised, the others would wait.
             problem = f"cannot write the checkpoint in {self._store.directory}: {error}"
         fail_together(problem)
 
@@ -297,8 +265,7 @@ class _Write(threading.Thread):
     """Thread that writes this rank's file of a checkpoint.
 
     Attributes:
-        entry: name, size and checksum of the file, for the checkpoint's manifest; None until the
-            file is written.
+        entry: name, size and checksum of the file; None until the file is written.
         problem: error message if writing has failed; None otherwise.
     """
 
@@ -323,7 +290,7 @@ class _Write(threading.Thread):
             return description
         tensors, _ = self._copy.tensors
         needed = sum(tensor.nbytes for tensor in tensors.values())
-        # The bytes written so far count as free, because the files of a failed save are deleted.
+        # The files of a failed save are deleted, so their bytes count as free.
         written = self._path.stat().st_size if self._path.exists() else 0
         free = shutil.disk_usage(self._path.parent).free + written
         return f"{description}; it needs {needed} bytes and its disk has {free} free"

@@ -1,8 +1,4 @@
-"""Copies of this rank's weights, optimizer and random states in host memory, for a checkpoint.
-
-:mod:`diffmegatron.checkpoint.checkpoint_format` describes the files of a checkpoint, and
-:mod:`~diffmegatron.training.saving.resume` loads them.
-"""
+"""Copy of this rank's weights, optimizer and random states in host memory, for a checkpoint."""
 
 import torch
 from torch import Tensor
@@ -18,8 +14,8 @@ ParameterShards = dict[torch.nn.Parameter, list[Shard]]
 class HostCopy:
     """Copy of this rank's tensors in host buffers, which all saves of a run share.
 
-    New buffers for every save would cost more time than the copy itself, because the operating
-    system must map each page and CUDA must pin it.
+    New buffers for every save would cost more time than the copy, because the operating system must
+    map each page and CUDA must pin it.
     """
 
     def __init__(self) -> None:
@@ -27,10 +23,7 @@ class HostCopy:
         self._description = ""
 
     def take(self, engine: ZeroEngine, shards: ParameterShards) -> None:
-        """Copy into the host buffers all tensors that this rank saves.
-
-        When the method returns, the copy is finished, so training may change the tensors.
-        """
+        """Copy all tensors that this rank saves; wait until the copy is finished."""
         pieces = [
             piece
             for fragment in engine.fragments()
@@ -41,8 +34,7 @@ class HostCopy:
         for name, values in tensors.items():
             if name not in self._buffers:
                 pinned = values.device.type == "cuda"
-                # Checkpoint files store float32. Frozen weights may have the network's dtype, such
-                # as bf16, and are converted by the copy.
+                # Checkpoints store float32; frozen weights may have another dtype, such as bf16.
                 dtype = torch.float32 if values.is_floating_point() else values.dtype
                 self._buffers[name] = torch.empty_like(
                     values, dtype=dtype, device="cpu", pin_memory=pinned
@@ -53,10 +45,5 @@ class HostCopy:
 
     @property
     def tensors(self) -> tuple[dict[str, Tensor], str]:
-        """The last two arguments of :func:`~diffmegatron.checkpoint.sharded.write_pieces`.
-
-        The first value is a dict from names in the checkpoint file to host tensors. The second is a
-        JSON text with the place of each piece in its parameter. A piece is the range of a
-        parameter's shard that this rank saves.
-        """
+        """The host tensors by name, and a JSON text with the place of each in its parameter."""
         return self._buffers, self._description

@@ -1,7 +1,4 @@
-"""Start of a new run with the weights of another run (``checkpoint.start_from``).
-
-For example, the second stage of a recipe starts with the weights of the first stage.
-"""
+"""Start of a new run with the weights of another run or stage (``checkpoint.start_from``)."""
 
 from functools import partial
 from pathlib import Path
@@ -23,22 +20,10 @@ from diffmegatron.training.saving.snapshot import ParameterShards
 
 
 def open_start(recipe: Recipe, parallel_state: ParallelState) -> Checkpoint | None:
-    """Open the checkpoint of ``checkpoint.start_from``. All ranks must call this function.
+    """Open the checkpoint of ``checkpoint.start_from``, or return None; all ranks must call this.
 
-    ``checkpoint.start_from`` is one of three paths:
-
-    1. The directory of a checkpoint: this checkpoint is opened.
-    2. The ``run_dir`` of a run: its newest intact checkpoint is opened.
-    3. The ``run_dir`` of a recipe with stages: the newest intact checkpoint of the last stage that
-       has one is opened.
-
-    Returns:
-        The checkpoint; None if the recipe does not set ``checkpoint.start_from``.
-
-    Raises:
-        UserError: If no checkpoint is intact; if the checkpoint's network or tokenizer does not fit
-            the recipe; or if the heads in ``model.attention`` were selected on other weights
-            (:func:`_check_made_for`).
+    A path of a run gives its newest intact checkpoint. A path of a recipe with stages gives that of
+    the last stage with a checkpoint.
     """
     if recipe.checkpoint.start_from is None:
         return None
@@ -52,31 +37,15 @@ def open_start(recipe: Recipe, parallel_state: ParallelState) -> Checkpoint | No
 
 
 def _run_dir(start: Path) -> Path:
-    """Return the directory of the run or the checkpoint to start from.
-
-    If ``start`` is the ``run_dir`` of a recipe with stages, the result is the folder of the last
-    stage that has a checkpoint. In all other cases the result is ``start``.
-
-    Raises:
-        UserError: If ``start`` is a ``run_dir`` without checkpoints, or if it has several last
-            stages, that is, stages from which no other stage started.
-    """
+    """Return ``start``, or for the ``run_dir`` of a run the folder of its last stage."""
     return last_stage(start).run_dir if is_run_dir(start) else start
 
 
 def _check_made_for(source: Checkpoint, attention: Variant) -> None:
-    """Check that the heads in ``model.attention`` were selected on the weights of ``source``.
+    """Check that the heads in ``model.attention`` were selected on the weights of ``source`` (DEX).
 
-    Only the attention kind DEX has such heads: it makes selected heads of a pretrained model
-    differential. ``attention.fingerprint`` is a hash of the weights on which the heads were
-    selected. Nothing is checked in two cases:
-
-    - ``attention`` has no fingerprint.
-    - The checkpoint has the same kind of attention. Training since the selection may have changed
-      its weights, and so their hash.
-
-    Raises:
-        UserError: If the fingerprint differs from the hash of the checkpoint's weights.
+    A checkpoint with the same kind of attention is not checked, because training has changed the
+    weights since the selection.
     """
     is_foundation = source.recipe.model.attention.kind != attention.kind
     made_for, found = attention.fingerprint, source.fingerprint() if is_foundation else None
@@ -93,8 +62,8 @@ def load_weights(
 ) -> None:
     """Load the weights of a checkpoint, without optimizer state and data position.
 
-    Two kinds of parameters keep their initial values: those that the recipe's attention variant
-    declares but the checkpoint's variant does not, and LoRA matrices if the checkpoint has no LoRA.
+    Parameters that the checkpoint's network does not have keep their initial values: those of
+    another attention variant, and LoRA matrices.
     """
 
     def is_new(name: str) -> bool:
