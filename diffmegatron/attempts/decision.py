@@ -5,7 +5,7 @@ rank, so it is not used.
 """
 
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -65,48 +65,56 @@ def decide(
     """
     if was_killed:
         # Slurm ends the ranks of a killed job with SIGKILL. Treat them as ranks without a record.
-        ends = _select(ends, lambda end: end.status != _SIGNAL + signal.SIGKILL)
-    mistakes = _select(ends, lambda end: end.status == UserError.exit_status)
+        ends = {rank: end for rank, end in ends.items() if end.status != _SIGNAL + signal.SIGKILL}
+    mistakes = _select(ends, {UserError.exit_status})
+    stopped = _select(ends, {EXIT_STOPPED})
+    unfit = _select(ends, {UnfitNodeError.exit_status})
+    unconnected = _select(ends, {MachineError.exit_status})
+    interrupted = _select(ends, _STOP_STATUSES)
+    no_failure = {0, EXIT_STOPPED, *_STOP_STATUSES}
+    failed = {rank: ends[rank] for rank in sorted(ends) if ends[rank].status not in no_failure}
+    has_crash = any(end.status > _SIGNAL for end in failed.values())
+    missing = [rank for rank in range(ranks) if rank not in ends]
+    hosts_of_missing = tuple(sorted({host_of(rank) for rank in missing} - {""}))
+    # The loss of more than half of the ranks is not the fault of their hosts.
+    are_few_missing = 0 < 2 * len(missing) <= ranks
+
     if mistakes:
         return Decision(Cause.MISTAKE, _first_reason(mistakes, "a mistake without a message"))
-    stopped = _select(ends, lambda end: end.status == EXIT_STOPPED)
-    saved = _select(stopped, lambda end: not end.reason.endswith(NOT_BEGUN))
-    crashed = _select(ends, lambda end: end.status > _SIGNAL and end.status not in _STOP_STATUSES)
-    # All ranks save together, so failures after a save do not matter. A stop before the first save
-    # counts only if no rank crashed, because srun stops all other ranks after a crash.
-    if saved or (stopped and not crashed):
-        reasons = sorted({end.reason for end in stopped.values() if end.reason})
-        return Decision(Cause.STOPPED, reasons[0] if reasons else "stopped by a signal, and saved")
-    unfit = _select(ends, lambda end: end.status == UnfitNodeError.exit_status)
+    # All ranks save together, so failures after a save do not matter. Without a save, a stop counts
+    # only if no rank crashed, because srun stops all other ranks after a crash.
+    has_saved = any(not end.reason.endswith(NOT_BEGUN) for end in stopped.values())
+    if has_saved or (stopped and not has_crash):
+        reasons = [end.reason for end in stopped.values() if end.reason]
+        return Decision(Cause.STOPPED, min(reasons, default="stopped by a signal, and saved"))
     if unfit:
-        hosts = _hosts(unfit)
+        hosts = _hosts(unfit.values())
         return Decision(Cause.FAULT, _first_reason(unfit, "its node is not fit"), hosts, hosts)
-    missing = [rank for rank in range(ranks) if rank not in ends]
-    absent = tuple(sorted({host_of(rank) for rank in missing} - {""}))
-    failed = _select(ends, lambda end: end.status not in {0, EXIT_STOPPED, *_STOP_STATUSES})
-    if was_killed and missing and not _select(failed, lambda end: end.status > _SIGNAL):
-        # Ranks fail when their peers are killed. Some failed ranks, and at most half missing, show
-        # that a node of the missing ranks died. Otherwise the whole job was killed.
-        reason = f"the job ended before {_list_ranks(missing)}"
-        return Decision(Cause.LOST, reason, absent if failed and 2 * len(missing) <= ranks else ())
-    unmet = _select(failed, lambda end: end.status == MachineError.exit_status)
-    if unmet and unmet == failed:
-        # All failed ranks waited for ranks that did not connect.
-        hosts = absent if 2 * len(missing) <= ranks else ()
-        return Decision(Cause.FAULT, _first_reason(unmet, "it waited for other ranks"), hosts)
+    if was_killed and missing and not has_crash:
+        # Failed ranks probably lost their peers. Without them, all ranks were killed with the job.
+        blamed = hosts_of_missing if failed and are_few_missing else ()
+        return Decision(Cause.LOST, f"the job ended before {_list_ranks(missing)}", blamed)
+    if failed and failed == unconnected:
+        blamed = hosts_of_missing if are_few_missing else ()
+        return Decision(
+            Cause.FAULT, _first_reason(unconnected, "it waited for other ranks"), blamed
+        )
     if failed:
-        failed = {rank: failed[rank] for rank in failed if rank not in unmet}
-        if missing and 2 * len(missing) <= ranks and _only_waited(failed, set(absent)):
+        failed = {rank: end for rank, end in failed.items() if rank not in unconnected}
+        # The failed ranks probably waited for the missing ranks in two cases: the watchdog ended
+        # all of them (without a reason), or none ran on the host of a missing rank.
+        are_hung = all(not end.reason for end in failed.values())
+        are_elsewhere = set(hosts_of_missing).isdisjoint(_hosts(failed.values()))
+        if are_few_missing and not has_crash and (are_hung or are_elsewhere):
             reason = (
                 f"{_list_ranks(missing)} left no exit status, probably lost or frozen, and the "
                 "other ranks waited"
             )
-            return Decision(Cause.FAULT, reason, absent)
+            return Decision(Cause.FAULT, reason, hosts_of_missing)
         return _fault(failed, ranks)
     if missing:
         reason = f"{_list_ranks(missing)} left no exit status, probably killed or on a lost node"
-        return Decision(Cause.FAULT, reason, absent if len(missing) < ranks else ())
-    interrupted = _select(ends, lambda end: end.status in _STOP_STATUSES)
+        return Decision(Cause.FAULT, reason, hosts_of_missing if len(missing) < ranks else ())
     if interrupted:
         name = signal.Signals(next(iter(interrupted.values())).status - _SIGNAL).name
         return Decision(
@@ -115,34 +123,22 @@ def decide(
     return Decision(Cause.FINISHED, "all steps are done")
 
 
-def _only_waited(failed: Mapping[int, End], absent: set[str]) -> bool:
-    """Return whether the failed ranks probably failed only because they waited for missing ranks.
-
-    ``absent`` contains the hosts of the missing ranks, which recorded no end.
-    """
-    if any(end.status > _SIGNAL for end in failed.values()):
-        return False
-    is_hung = all(not end.reason for end in failed.values())
-    return is_hung or absent.isdisjoint(end.host for end in failed.values())
-
-
 def _fault(failed: Mapping[int, End], ranks: int) -> Decision:
-    """Return a fault decision whose reason comes from the failure that is nearest to the cause."""
+    """Return a fault decision with the reason and hosts of the failures nearest to the cause."""
 
-    def order(rank: int) -> tuple[int, float]:
-        end = failed[rank]
-        return (0 if end.status > _SIGNAL else 2 if end.reason else 1), end.time
+    def distance(rank: int) -> int:
+        if failed[rank].status > _SIGNAL:
+            return 0
+        return 2 if failed[rank].reason else 1  # Without a reason, the watchdog ended the rank.
 
-    first = min(failed, key=order)
-    kind = order(first)[0]
-    alike = [rank for rank in failed if order(rank)[0] == kind]
-    if kind == 2:
-        alike = [first]
-    hosts = _hosts({rank: failed[rank] for rank in alike})
+    first = min(failed, key=lambda rank: (distance(rank), failed[rank].time))
+    # The earliest error probably made the other ranks raise errors, so blame only its host.
+    alike = [rank for rank in failed if distance(rank) == distance(first)]
+    alike = alike if distance(first) < 2 else [first]
     # Failures of more than half of the ranks have a common cause, such as a hanging collective.
-    blamed = hosts if 2 * len(alike) <= ranks or ranks == 1 else ()
+    is_local = 2 * len(alike) <= ranks or ranks == 1
     reason = _first_reason({first: failed[first]}, _describe_status(failed[first]))
-    return Decision(Cause.FAULT, reason, blamed)
+    return Decision(Cause.FAULT, reason, _hosts(failed[rank] for rank in alike) if is_local else ())
 
 
 def _describe_status(end: End) -> str:
@@ -153,12 +149,12 @@ def _describe_status(end: End) -> str:
     return f"ended with status {end.status} without a message, probably hung, by the watchdog"
 
 
-def _select(ends: Mapping[int, End], condition: Callable[[End], bool]) -> dict[int, End]:
-    return {rank: ends[rank] for rank in sorted(ends) if condition(ends[rank])}
+def _select(ends: Mapping[int, End], statuses: Collection[int]) -> dict[int, End]:
+    return {rank: ends[rank] for rank in sorted(ends) if ends[rank].status in statuses}
 
 
-def _hosts(ends: Mapping[int, End]) -> tuple[str, ...]:
-    return tuple(sorted({end.host for end in ends.values()} - {""}))
+def _hosts(ends: Iterable[End]) -> tuple[str, ...]:
+    return tuple(sorted({end.host for end in ends} - {""}))
 
 
 def _first_reason(ends: Mapping[int, End], default: str) -> str:

@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from pydantic import Field
@@ -108,14 +107,9 @@ class RankRecord:
         if self._start is None or self._start[0] != run_dir:
             self._start, self._last_heartbeat = (run_dir, step), 0.0
         now = time.time()
-        if (
-            self.folder is None
-            or self._rank != 0
-            or now - self._last_heartbeat < _HEARTBEAT_SECONDS
-        ):
-            return
-        self._last_heartbeat = now
-        self._write_heartbeat(now)
+        if self._rank == 0 and now - self._last_heartbeat >= _HEARTBEAT_SECONDS:
+            self._last_heartbeat = now
+            self._write_heartbeat(now)
 
     def add_report(self, slow_ranks: Collection[int]) -> None:
         """Count one comparison of the ranks' speeds, and the ranks that were slow in it."""
@@ -123,7 +117,7 @@ class RankRecord:
         self._slow.update(slow_ranks)
 
     def _write_heartbeat(self, now: float) -> None:
-        assert self.folder is not None and self._step is not None and self._start is not None
+        assert self._step is not None and self._start is not None
         run_dir, first_step = self._start
         heartbeat = Heartbeat(
             time=now,
@@ -147,7 +141,8 @@ class RankRecord:
         self._write(end_name(self._rank), end)
 
     def _write(self, name: str, content: Section) -> None:
-        assert self.folder is not None
+        if self.folder is None:
+            return
         try:
             write_durably(self.folder / name, content.model_dump_json().encode())
         except OSError as error:  # A failed write must not end the run.
@@ -169,12 +164,7 @@ class RankRecord:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.end(*_status_of(error))
 
 

@@ -11,9 +11,10 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
-from diffmegatron.attempts.decision import Cause, Decision, decide
-from diffmegatron.attempts.ends import Heartbeat, read_ends, read_heartbeat
+from diffmegatron.attempts.decision import Cause, decide
+from diffmegatron.attempts.ends import read_ends, read_heartbeat
 from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
 from diffmegatron.config.schema import Recipe
 from diffmegatron.errors import UserError
@@ -187,24 +188,27 @@ class Ledger:
         The recipe may be unreadable, so values from the recipe are copied from the previous
         attempt.
         """
+        copied: dict[str, Any] = {
+            "stages": {},
+            "startup_seconds": 0.0,
+            "step_seconds": 0.0,
+            "checkpoint": None,
+            "saved": 0,
+            "faults": 0,
+        }
         try:
-            before = self._end_killed()
-            last = before[-1] if before else None
+            if before := self._end_killed():
+                copied = before[-1].model_dump(include=set(copied))
             now = time.time()
             attempt = Attempt(
                 number=self._new_folder(),
                 facts=facts,
-                stages={} if last is None else last.stages,
-                startup_seconds=0.0 if last is None else last.startup_seconds,
-                step_seconds=0.0 if last is None else last.step_seconds,
                 began=now,
-                saved_at_start=0 if last is None else last.saved,
-                checkpoint=None if last is None else last.checkpoint,
+                saved_at_start=copied["saved"],
                 ended=now,
                 cause=Cause.MISTAKE,
                 reason=shorten(why),
-                saved=0 if last is None else last.saved,
-                faults=0 if last is None else last.faults,
+                **copied,
             )
             self._write(attempt)
         except (OSError, UserError) as error:  # The user's mistake matters more.
@@ -219,27 +223,13 @@ class Ledger:
         folder = self.folder(attempt.number)
         ends = read_ends(folder)
         decision = decide(ends, attempt.facts.ranks, attempt.host_of, was_killed=was_killed)
-        heartbeat = read_heartbeat(folder)
-        last = max((end.time for end in ends.values()), default=attempt.began)
-        if heartbeat is not None:
-            last = max(last, heartbeat.time)
-        ended = self._ended(attempt, decision, heartbeat, last if was_killed else time.time())
-        try:
-            self._write(ended)
-        except OSError as error:  # The job can be requeued without the entry.
-            log.warning("cannot write in %s: %s", format_path(self.directory), os_error_text(error))
-        return ended
-
-    def _ended(
-        self, attempt: Attempt, decision: Decision, heartbeat: Heartbeat | None, when: float
-    ) -> Attempt:
+        last_time = max((end.time for end in ends.values()), default=attempt.began)
         before = [each for each in self.attempts() if each.number < attempt.number]
         faults = before[-1].faults if before else 0
         saved, _ = _saved(attempt.stages)
         if saved > max((each.saved for each in before), default=0):
             faults = 0
-        changes = {
-            "ended": when,
+        changes: dict[str, Any] = {
             "cause": decision.cause,
             "reason": decision.reason,
             "hosts": decision.hosts,
@@ -247,13 +237,20 @@ class Ledger:
             "saved": saved,
             "faults": faults + (decision.cause == Cause.FAULT),
         }
-        if heartbeat is not None:
+        if heartbeat := read_heartbeat(folder):
+            last_time = max(last_time, heartbeat.time)
             changes |= {
                 "first_step": heartbeat.first_step,
                 "last_step": heartbeat.step,
                 "stragglers": attempt.hosts_of(heartbeat.stragglers),
             }
-        return attempt.model_copy(update=changes)
+        changes["ended"] = last_time if was_killed else time.time()
+        ended = attempt.model_copy(update=changes)
+        try:
+            self._write(ended)
+        except OSError as error:  # The job can be requeued without the entry.
+            log.warning("cannot write in %s: %s", format_path(self.directory), os_error_text(error))
+        return ended
 
     def _end_killed(self) -> list[Attempt]:
         """Record the end of attempts that were killed with their job, and return all attempts."""
