@@ -9,8 +9,8 @@ import io
 import os
 import stat
 from collections import Counter
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path, PurePath
 from typing import Any, BinaryIO, Self
 
@@ -96,6 +96,15 @@ def parse_json(content: bytes | str, schema: Any, name: str) -> Any:
         )
 
 
+@contextmanager
+def explain_os_errors(failure: str) -> Iterator[None]:
+    """Turn an OSError into a UserError; ``failure`` is its beginning, e.g. "cannot read FILE"."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{failure}: {os_error_text(error)}") from None
+
+
 def create_file(path: Path) -> BinaryIO:
     """Create or truncate a file for writing; a FIFO without a reader is an OSError."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK
@@ -123,7 +132,7 @@ def write_durably(path: Path, content: bytes) -> None:
         with suppress(OSError):
             temporary.unlink()
         raise
-    sync_folder(path.parent)
+    sync_path(path.parent)
 
 
 class HeldFolder:
@@ -174,7 +183,7 @@ def check_replaceable(*paths: Path) -> None:
             raise OSError(errno.EEXIST, f"{_kind(mode)} of that name exists", str(path))
 
 
-def sync_folder(folder: Path) -> None:
+def sync_path(folder: Path) -> None:
     """Sync a folder to the disk, so that renames in it survive a power cut."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:

@@ -154,7 +154,7 @@ def open_checkpoint(directory: Path, share: tuple[int, int] = (0, 1)) -> Checkpo
     reader = ShardedReader(directory, files)
     index, of = share
     for name in files[index::of]:
-        reader.check_content(entries[name])
+        reader.files[name].check_content(entries[name])
     return Checkpoint(directory, manifest, recipe, state.model_dump(), reader)
 
 
@@ -209,11 +209,6 @@ def _rank_files(directory: Path, world_size: int, entries: dict[str, FileEntry])
     return files
 
 
-def _patterns(recipe: Recipe) -> list[str] | None:
-    patterns = recipe.optimizer.trainable
-    return None if patterns is None else list(patterns)
-
-
 def check_same_run(directory: Path, saved_recipe: Recipe, recipe: Recipe) -> None:
     """Check that a run with ``recipe`` may resume from a checkpoint with ``saved_recipe``.
 
@@ -224,7 +219,7 @@ def check_same_run(directory: Path, saved_recipe: Recipe, recipe: Recipe) -> Non
         model_keys(each.model, each.model.attention)
         | {f"training.{key}": getattr(each.training, key) for key in _SAMPLE_ORDER_KEYS}
         | {"data.tokenizer": each.data.tokenizer}
-        | {"optimizer.trainable": _patterns(each)}
+        | {"optimizer.trainable": each.optimizer.model_dump(mode="json")["trainable"]}
         for each in (saved_recipe, recipe)
     )
     for key, now in wanted.items():

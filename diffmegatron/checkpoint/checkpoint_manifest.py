@@ -4,7 +4,6 @@ It is written last. A directory is a checkpoint only if its files match its mani
 """
 
 import json
-import os
 import re
 import stat
 import zlib
@@ -15,7 +14,13 @@ from typing import Annotated
 from pydantic import AfterValidator, ConfigDict, Field
 
 from diffmegatron.errors import UserError
-from diffmegatron.files import format_path, os_error_text, read_json, shorten
+from diffmegatron.files import (
+    explain_os_errors,
+    format_path,
+    os_error_text,
+    read_json,
+    shorten,
+)
 
 MANIFEST = "manifest.json"
 STEP_NAME = re.compile(r"step_(\d{8})")
@@ -79,10 +84,8 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
 def read_manifest(directory: Path) -> Manifest:
     """Read the manifest of a checkpoint; compare it with the names and sizes of the files."""
     path = directory / MANIFEST
-    status = _status(path)
-    if status is None:
+    if _size(path) is None:
         raise UserError(_no_checkpoint(directory))
-    _check_ordinary(path, status)
     manifest: Manifest = read_json(path, Manifest)
     named = STEP_NAME.fullmatch(directory.name)
     if named and int(named[1]) != manifest.step:
@@ -104,44 +107,37 @@ def _check_files(directory: Path, manifest: Manifest) -> None:
                 f"{format_path(directory / MANIFEST)} lists {entry.name} more than once"
             )
         listed.add(entry.name)
-        status = _status(path)
-        if status is not None:
-            _check_ordinary(path, status)
-        if status is None or status.st_size != entry.size:
-            found = "is missing" if status is None else f"has {status.st_size} bytes"
+        size = _size(path)
+        if size != entry.size:
+            found = "is missing" if size is None else f"has {size} bytes"
             raise UserError(
                 f"{format_path(path)} {found}; the checkpoint's manifest lists {entry.size} bytes"
             )
-    for name in _names(directory):
-        if name not in listed:
+    # A run may remove this checkpoint at the same time.
+    with explain_os_errors(f"cannot read {format_path(directory)}"):
+        paths = sorted(directory.iterdir())
+    for path in paths:
+        if path.name not in listed:
             raise UserError(
-                f"{format_path(directory / name)} is not in the checkpoint's manifest; move it away"
+                f"{format_path(path)} is not in the checkpoint's manifest; move it away"
             )
 
 
-def _names(directory: Path) -> list[str]:
+def _size(path: Path) -> int | None:
+    """Return the size of an ordinary file in bytes; None if it does not exist."""
     try:
-        return sorted(path.name for path in directory.iterdir())
-    except OSError as error:  # e.g. a run removes this checkpoint at the same time
-        raise UserError(f"cannot read {format_path(directory)}: {os_error_text(error)}") from None
-
-
-def _status(path: Path) -> os.stat_result | None:
-    try:
-        return path.lstat()
+        status = path.lstat()
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError) as error:
         raise UserError(f"cannot read {format_path(path)}: {os_error_text(error)}") from None
-
-
-def _check_ordinary(path: Path, status: os.stat_result) -> None:
     if stat.S_ISLNK(status.st_mode):
         raise UserError(f"{format_path(path)} is a link; replace it by the file itself")
     if not stat.S_ISREG(status.st_mode):
         raise UserError(
             f"{format_path(path)} is not an ordinary file; a checkpoint has only such files"
         )
+    return status.st_size
 
 
 def _no_checkpoint(directory: Path) -> str:

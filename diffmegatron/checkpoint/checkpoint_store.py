@@ -8,13 +8,12 @@ import errno
 import logging
 import os
 import shutil
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 from diffmegatron.checkpoint.checkpoint_manifest import STEP_NAME, read_manifest
 from diffmegatron.errors import UserError
-from diffmegatron.files import format_path, os_error_text
+from diffmegatron.files import explain_os_errors, format_path, os_error_text, sync_path
 
 log = logging.getLogger(__name__)
 
@@ -76,27 +75,21 @@ class CheckpointStore:
     def begin(self, step: int) -> Path:
         """Create a directory for a new save; delete remains of interrupted saves and removals."""
         unfinished = self.unfinished_path(step)
-        try:
+        with explain_os_errors(f"cannot write checkpoints in {format_path(self.directory)}"):
             for suffix in (_UNFINISHED, _REMOVED):
                 for path in self.directory.glob(f"step_*{suffix}"):
                     shutil.rmtree(path)
             unfinished.mkdir(parents=True)
-        except OSError as error:
-            raise UserError(
-                f"cannot write checkpoints in {format_path(self.directory)}: {os_error_text(error)}"
-            ) from None
         return unfinished
 
     def commit(self, step: int) -> Path:
         """Flush a written checkpoint to disk and rename it; replace an older one of this step."""
         unfinished, final = self.unfinished_path(step), self.path(step)
         for path in (*unfinished.iterdir(), unfinished):
-            with _opened(path) as descriptor:
-                os.fsync(descriptor)
+            sync_path(path)
         replaced = self._rename(step, _REMOVED) if final.exists() else None
         unfinished.rename(final)
-        with _opened(self.directory) as descriptor:
-            os.fsync(descriptor)
+        sync_path(self.directory)
         if replaced is not None:
             shutil.rmtree(replaced)
         return final
@@ -142,12 +135,3 @@ def prunable(steps: Sequence[int], keep_last: int, keep_every: int | None) -> li
         keep_every: checkpoints at multiples of this step are also kept.
     """
     return [step for step in steps[:-keep_last] if keep_every is None or step % keep_every]
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[int]:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)

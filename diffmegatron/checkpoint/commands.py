@@ -173,7 +173,7 @@ def average(
     The result is a checkpoint in OUT, which export, evaluate and the recipe key
     checkpoint.start_from accept.
     """
-    from diffmegatron.checkpoint.average import average_checkpoints
+    from diffmegatron.checkpoint.weights import average_checkpoints
 
     print(f"wrote {format_path(average_checkpoints(run_dir, last, out))}")
 

@@ -9,17 +9,18 @@ ZeRO partition. A reader assembles any box (rectangular region of a tensor) from
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
+from typing import Annotated
 
 import torch
+from pydantic import ConfigDict, Field
 from torch import Tensor
 
-from diffmegatron.checkpoint.check_pieces import Box, Place, check_tiling
-from diffmegatron.checkpoint.checkpoint_manifest import FileEntry
-from diffmegatron.checkpoint.reading import TensorFile
-from diffmegatron.checkpoint.writing import write_safetensors
+from diffmegatron.checkpoint.checkpoint_manifest import CountOrZero, FileEntry
+from diffmegatron.checkpoint.tensor_file import TensorFile, write_safetensors
 from diffmegatron.errors import UserError
 from diffmegatron.files import format_path, parse_json, shorten
 from diffmegatron.model.parameter_shards import Shard
@@ -30,6 +31,46 @@ KINDS = (WEIGHT, "exp_avg", "exp_avg_sq")
 RANDOM_PREFIX = "random."
 """Prefix of the names of a rank's random states, which are uint8 [n]."""
 _PIECES = "pieces"
+
+_Axes = Annotated[tuple[CountOrZero, ...], Field(max_length=8)]
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""Offset and shape of a rectangular region of a tensor, one number per axis each."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Position of a piece: elements [start, start + numel) of a flattened box of a named tensor.
+
+    Attributes:
+        global_shape: shape of the unsharded tensor.
+        offset: first index of the box in the unsharded tensor, per axis.
+        shape: shape of the box.
+        start: index in the flattened box (row-major order).
+    """
+
+    __pydantic_config__ = ConfigDict(extra="forbid", strict=True)
+
+    name: Annotated[str, Field(min_length=1, max_length=1000)]
+    global_shape: _Axes
+    offset: _Axes
+    shape: _Axes
+    start: CountOrZero
+    numel: Annotated[int, Field(ge=1, lt=2**63)]
+
+    def __post_init__(self) -> None:
+        if not len(self.global_shape) == len(self.offset) == len(self.shape):
+            raise ValueError("global_shape, offset and shape have different lengths")
+        axes = zip(self.offset, self.shape, self.global_shape, strict=True)
+        if any(offset + size > whole for offset, size, whole in axes):
+            raise ValueError("the box is not within the tensor")
+        if self.start + self.numel > math.prod(self.shape):
+            raise ValueError("the range is not within the box")
+
+    @property
+    def box(self) -> Box:
+        """Offset and shape of the box."""
+        return self.offset, self.shape
 
 
 @dataclass(frozen=True)
@@ -53,6 +94,7 @@ class _Stored:
     place: Place
     file: TensorFile
     index: int
+    kinds: tuple[str, ...]
 
 
 def pieces_of(shards: Iterable[Shard], start: int, tensors: Mapping[str, Tensor]) -> list[Piece]:
@@ -107,19 +149,15 @@ class ShardedReader:
 
     def __init__(self, directory: Path, files: Iterable[str]) -> None:
         self._directory = directory
-        self._files = {name: TensorFile(directory / name) for name in files}
+        self.files = {name: TensorFile(directory / name) for name in files}
         self._boxes: dict[str, dict[Box, list[_Stored]]] = {}
-        for file in self._files.values():
-            for index, place in enumerate(_places(file)):
-                boxes = self._boxes.setdefault(place.name, {})
-                boxes.setdefault(place.box, []).append(_Stored(place, file, index))
+        for file in self.files.values():
+            for piece in _pieces_in(file):
+                boxes = self._boxes.setdefault(piece.place.name, {})
+                boxes.setdefault(piece.place.box, []).append(piece)
         for boxes in self._boxes.values():
             places = [stored.place for box in boxes.values() for stored in box]
             check_tiling(places, format_path(directory))
-
-    def check_content(self, entry: FileEntry) -> None:
-        """Read a whole rank file; check its checksum and that all its numbers are finite."""
-        self._files[entry.name].check_content(entry)
 
     def names(self) -> list[str]:
         """Return the names of all tensors."""
@@ -127,12 +165,11 @@ class ShardedReader:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the unsharded shape of a tensor."""
-        return next(iter(self._boxes_of(name).values()))[0].place.global_shape
+        return self._first(name).place.global_shape
 
     def kinds(self, name: str) -> tuple[str, ...]:
         """Return the :data:`KINDS` stored for a tensor; a frozen tensor has only the weight."""
-        stored = next(iter(self._boxes_of(name).values()))[0]
-        return _kinds(stored.file, stored.index)
+        return self._first(name).kinds
 
     def read_tensor(self, kind: str, name: str) -> Tensor:
         """Return an unsharded tensor in float32; ``kind`` is one of :data:`KINDS`."""
@@ -158,41 +195,45 @@ class ShardedReader:
                 "model"
             )
         wanted = torch.empty(shape)
-        for (box_offset, box_shape), pieces in self._boxes_of(name).items():
-            overlap = _overlap(offset, shape, box_offset, box_shape)
+        for box, pieces in self._boxes[name].items():
+            overlap = _overlap((offset, shape), box)
             if overlap is not None:
                 to, source = overlap
-                if any(kind not in _kinds(piece.file, piece.index) for piece in pieces):
+                if any(kind not in piece.kinds for piece in pieces):
                     raise UserError(
                         f"{format_path(self._directory)} has no {kind} of {name}, which was not "
                         "trained; start a new run from it with checkpoint.start_from"
                     )
-                wanted[to] = _join(kind, box_shape, pieces)[source]
+                wanted[to] = _join(kind, box[1], pieces)[source]
         return wanted
 
     def read_rank_tensor(self, file: str, name: str) -> Tensor | None:
         """Return an additional tensor of a rank file, such as a random state; None if missing."""
-        if file not in self._files or name not in self._files[file].tensors:
+        if file not in self.files or name not in self.files[file].tensors:
             return None
-        return torch.tensor(self._files[file].array(name))
+        return torch.tensor(self.files[file].array(name))
 
-    def _boxes_of(self, name: str) -> dict[Box, list[_Stored]]:
+    def _first(self, name: str) -> _Stored:
         if name not in self._boxes:
             raise UserError(
                 f"{format_path(self._directory)} has no tensor {name}; give a checkpoint of this "
                 "model"
             )
-        return self._boxes[name]
+        return next(iter(self._boxes[name].values()))[0]
 
 
-def _places(file: TensorFile) -> list[Place]:
+def _pieces_in(file: TensorFile) -> list[_Stored]:
     """Return the pieces in a file; check that it has exactly their tensors and random states."""
     path = format_path(file.path)
     places: list[Place] = parse_json(file.metadata.get(_PIECES, ""), list[Place], path)
+    pieces = []
+    for index, place in enumerate(places):
+        is_trained = any(f"{kind}.{index}" in file.tensors for kind in KINDS if kind != WEIGHT)
+        pieces.append(_Stored(place, file, index, KINDS if is_trained else (WEIGHT,)))
     wanted = {
-        f"{kind}.{index}": ("F32", (place.numel,))
-        for index, place in enumerate(places)
-        for kind in _kinds(file, index)
+        f"{kind}.{piece.index}": ("F32", (piece.place.numel,))
+        for piece in pieces
+        for kind in piece.kinds
     }
     for name, tensor in file.tensors.items():
         is_random_state = name.startswith(RANDOM_PREFIX) and tensor.dtype == "U8"
@@ -203,12 +244,7 @@ def _places(file: TensorFile) -> list[Place]:
             )
     if missing := wanted.keys() - file.tensors.keys():
         raise UserError(f"{path} lacks {min(missing)} of its pieces; use another checkpoint")
-    return places
-
-
-def _kinds(file: TensorFile, index: int) -> tuple[str, ...]:
-    is_trained = any(f"{kind}.{index}" in file.tensors for kind in KINDS if kind != WEIGHT)
-    return KINDS if is_trained else (WEIGHT,)
+    return pieces
 
 
 def _join(kind: str, shape: tuple[int, ...], pieces: list[_Stored]) -> Tensor:
@@ -220,18 +256,63 @@ def _join(kind: str, shape: tuple[int, ...], pieces: list[_Stored]) -> Tensor:
     return flat.view(shape)
 
 
-def _overlap(
-    offset: tuple[int, ...],
-    shape: tuple[int, ...],
-    other_offset: tuple[int, ...],
-    other_shape: tuple[int, ...],
-) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
+def _overlap(box: Box, other: Box) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
     """Return the intersection of two boxes as indices into each of them; None if it is empty."""
     mine, theirs = [], []
-    for a, n, b, m in zip(offset, shape, other_offset, other_shape, strict=True):
+    for a, n, b, m in zip(*box, *other, strict=True):
         first, last = max(a, b), min(a + n, b + m)
         if first >= last:
             return None
         mine.append(slice(first - a, last - a))
         theirs.append(slice(first - b, last - b))
     return tuple(mine), tuple(theirs)
+
+
+def check_tiling(places: Sequence[Place], owner: str) -> None:
+    """Check that the pieces of one tensor cover every element exactly once.
+
+    Every parallel layout cuts a tensor along the lines of a grid. The boxes must therefore be the
+    cells of a grid, which cannot overlap.
+
+    Args:
+        places: positions of all pieces of the tensor; at least one.
+        owner: name of the checkpoint in error messages.
+    """
+    boxes: dict[Box, list[Place]] = {}
+    for place in places:
+        boxes.setdefault(place.box, []).append(place)
+    name, shape = places[0].name, places[0].global_shape
+    if any(place.global_shape != shape for place in places):
+        raise UserError(f"{owner} stores {shorten(name)} with more than one shape")
+    held, whole = sum(place.numel for place in places), math.prod(shape)
+    if held != whole:
+        raise UserError(
+            f"{owner} holds {held} of the {whole} elements of {shorten(name)}; a rank's file is "
+            "missing or belongs to another save"
+        )
+    if not _is_grid(list(boxes), shape) or not all(_is_gapless(box) for box in boxes.values()):
+        raise UserError(
+            f"{owner} holds pieces of {shorten(name)} that overlap or that no parallel layout cuts"
+        )
+
+
+def _is_grid(boxes: list[Box], shape: tuple[int, ...]) -> bool:
+    """Return whether every box extends from one edge of the grid to the next, on every axis.
+
+    The edges of an axis are the offsets of all boxes, and the size of the tensor.
+    """
+    for axis, size in enumerate(shape):
+        edges = sorted({offset[axis] for offset, _ in boxes} | {size})
+        following = dict(pairwise(edges))
+        if any(offset[axis] + part[axis] != following.get(offset[axis]) for offset, part in boxes):
+            return False
+    return True
+
+
+def _is_gapless(places: list[Place]) -> bool:
+    end = 0
+    for place in sorted(places, key=lambda each: each.start):
+        if place.start != end:
+            return False
+        end += place.numel
+    return end == math.prod(places[0].shape)

@@ -4,7 +4,7 @@ Every class of faults is tried twice and must be survived. If the program's chec
 disabled, the trials must report faults that were not survived.
 """
 
-from diffmegatron.checkpoint.reading import TensorFile
+from diffmegatron.checkpoint.tensor_file import TensorFile
 from tests.conftest import TINY
 from tools.campaigns import fault_trials
 from tools.campaigns.fault_trials import run_trials

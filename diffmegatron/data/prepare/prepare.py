@@ -35,7 +35,7 @@ from diffmegatron.data.prepare.prepare_progress import PrepareProgress
 from diffmegatron.data.prepare.prepare_settings import PrepareSettings
 from diffmegatron.errors import UserError
 from diffmegatron.file_lock import FileLock
-from diffmegatron.files import format_path, os_error_text, printable, shorten, sync_folder
+from diffmegatron.files import format_path, os_error_text, printable, shorten, sync_path
 
 _REMEDY = " (--restart prepares it again)"
 
@@ -234,7 +234,7 @@ def _publish(prefix: Path) -> None:
     for name, suffix in targets.items():
         if (folder / name).exists():
             (folder / name).replace(f"{prefix}{suffix}")
-            sync_folder(prefix.parent)
+            sync_path(prefix.parent)
     remove_journal(folder)
 
 

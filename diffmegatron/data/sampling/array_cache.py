@@ -27,7 +27,7 @@ from diffmegatron.files import (
     format_path,
     open_file,
     os_error_text,
-    sync_folder,
+    sync_path,
 )
 from diffmegatron.section import Section
 
@@ -149,7 +149,7 @@ def _write(folder: Path, name: str, arrays: dict[str, np.ndarray], summary: Any)
         except OSError:
             if _read(folder, name) is None:
                 raise
-        sync_folder(folder.parent)
+        sync_path(folder.parent)
     finally:
         _remove(temporary)
         _remove(old)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diffmegatron.checkpoint.check_pieces import Place, check_tiling
+from diffmegatron.checkpoint.sharded import Place, check_tiling
 from diffmegatron.errors import UserError
 
 

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from diffmegatron.checkpoint import reading, writing
+from diffmegatron.checkpoint import tensor_file
 from diffmegatron.checkpoint.checkpoint_manifest import describe_file
 from diffmegatron.checkpoint.sharded import ShardedReader, named_tensors, pieces_of, write_pieces
 from diffmegatron.errors import UserError
@@ -166,19 +166,19 @@ def test_a_pickle_is_refused_and_not_run(kind, tmp_path):
 )
 def test_a_header_length_that_looks_like_a_pickle_is_accepted(length, tmp_path):
     path, tensors = tmp_path / "file.safetensors", {"weight": torch.arange(3.0)}
-    writing.write_safetensors(path, tensors, {"key": ""})
+    tensor_file.write_safetensors(path, tensors, {"key": ""})
     shortest = int.from_bytes(path.read_bytes()[:8], "little")
-    writing.write_safetensors(path, tensors, {"key": "x" * (length - shortest)})
+    tensor_file.write_safetensors(path, tensors, {"key": "x" * (length - shortest)})
     assert int.from_bytes(path.read_bytes()[:8], "little") == length
-    assert reading.TensorFile(path).array("weight").tolist() == [0.0, 1.0, 2.0]
+    assert tensor_file.TensorFile(path).array("weight").tolist() == [0.0, 1.0, 2.0]
 
 
 def test_the_safetensors_library_reads_written_files(tmp_path, monkeypatch):
     # With a small buffer, the writer needs several chunks per tensor and several flushes.
-    monkeypatch.setattr(writing, "_BUFFER", 1000)
+    monkeypatch.setattr(tensor_file, "_BUFFER", 1000)
     tensors = {"bytes": torch.arange(5, dtype=torch.uint8), "empty": torch.empty(0)}
     tensors |= {f"weight.{n}": torch.randn(300 * n, 7) for n in range(4)}
-    entry = writing.write_safetensors(tmp_path / "file.safetensors", tensors, {"key": "välue"})
+    entry = tensor_file.write_safetensors(tmp_path / "file.safetensors", tensors, {"key": "välue"})
     read = load_file(tmp_path / "file.safetensors")
     assert read.keys() == tensors.keys()
     assert all(torch.equal(read[name], tensors[name]) for name in tensors)
@@ -192,12 +192,12 @@ def test_a_file_is_checked_chunk_by_chunk(count, tmp_path, monkeypatch):
     The uint8 tensor ``own`` follows the floats in the file. Its bytes would be NaN as float32, but
     must not be checked as numbers.
     """
-    monkeypatch.setattr(reading, "_BUFFER", 1000)
+    monkeypatch.setattr(tensor_file, "_BUFFER", 1000)
     path = tmp_path / "file.safetensors"
     own = torch.full((777,), 255, dtype=torch.uint8)
     floats = torch.randn(count)
-    entry = writing.write_safetensors(path, {"own": own, "floats": floats}, {})
-    opened = reading.TensorFile(path)
+    entry = tensor_file.write_safetensors(path, {"own": own, "floats": floats}, {})
+    opened = tensor_file.TensorFile(path)
     opened.check_content(entry)
     assert np.array_equal(opened.array("floats"), floats.numpy())
     assert np.array_equal(opened.array("own"), own.numpy())
@@ -205,15 +205,15 @@ def test_a_file_is_checked_chunk_by_chunk(count, tmp_path, monkeypatch):
         opened.check_content(replace(entry, crc32=entry.crc32 ^ 1))
     for place in {0, count // 2, count - 1} if count else ():
         floats[place] = torch.nan
-        entry = writing.write_safetensors(path, {"own": own, "floats": floats}, {})
+        entry = tensor_file.write_safetensors(path, {"own": own, "floats": floats}, {})
         with pytest.raises(UserError, match="not finite"):
-            reading.TensorFile(path).check_content(entry)
+            tensor_file.TensorFile(path).check_content(entry)
         floats[place] = 0.0
 
 
 def test_files_written_by_the_safetensors_library_are_read(tmp_path):
     save_file({"b": torch.randn(5), "a": torch.randn(3)}, tmp_path / "file", metadata={"k": "v"})
-    opened = reading.TensorFile(tmp_path / "file")
+    opened = tensor_file.TensorFile(tmp_path / "file")
     assert opened.metadata == {"k": "v"}
     expected = load_file(tmp_path / "file")
     assert all(np.array_equal(opened.array(n), expected[n].numpy()) for n in ("a", "b"))
