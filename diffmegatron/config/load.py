@@ -16,11 +16,11 @@ from pydantic import BaseModel, ValidationError
 from diffmegatron.attention.variants import VARIANTS, Variant
 from diffmegatron.config.schema import Recipe
 from diffmegatron.config.stage_order import STAGES, by_stage, check_can_start_from, read_stages
-from diffmegatron.config.yaml_documents import MAX_BYTES, MAX_DEPTH, dump_yaml, parse_yaml
 from diffmegatron.errors import UserError
 from diffmegatron.files import format_path, read_text, shorten
 from diffmegatron.own_code import import_recipe_code, require_imported
 from diffmegatron.validation import describe, first_error
+from diffmegatron.yaml_documents import MAX_BYTES, MAX_DEPTH, dump_yaml, parse_yaml
 
 COMMAND_LINE = "the command line"
 # Largest number of files of one recipe. A file counts once for each file that extends it.

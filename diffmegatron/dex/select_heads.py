@@ -16,7 +16,6 @@ from diffmegatron.checkpoint.weights import load_network
 from diffmegatron.config.load import check_recipe, load_resolved
 from diffmegatron.config.parallel_config import ParallelConfig, RecomputeConfig
 from diffmegatron.config.schema import Recipe
-from diffmegatron.config.yaml_documents import dump_yaml
 from diffmegatron.dex.picture import draw_scores
 from diffmegatron.dex.scores import Entropy, Gradient, Sums
 from diffmegatron.errors import UserError
@@ -25,6 +24,7 @@ from diffmegatron.parallel.launcher import read_launch
 from diffmegatron.parallel.parallel_state import ParallelState, process_groups
 from diffmegatron.training.compute.batches import on_this_rank, open_loader
 from diffmegatron.training.saving.resume import open_together
+from diffmegatron.yaml_documents import dump_yaml
 
 Method = Literal["entropy", "gradient"]
 Scores = list[list[float]]

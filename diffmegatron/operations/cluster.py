@@ -7,11 +7,11 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field, StringConstraints, field_validator
 from pydantic_core import PydanticCustomError
 
-from diffmegatron.config.yaml_documents import MAX_BYTES, parse_yaml
 from diffmegatron.errors import UserError
 from diffmegatron.files import format_path, read_text
 from diffmegatron.section import PathText, Section, Size, SizeOrZero
 from diffmegatron.validation import validated
+from diffmegatron.yaml_documents import MAX_BYTES, parse_yaml
 
 _TIME = re.compile(r"(?:(\d{1,3})-)?(\d{1,3})(?::(\d{1,2}))?(?::(\d{1,2}))?")
 

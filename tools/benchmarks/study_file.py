@@ -32,10 +32,10 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, StringConstraints, ValidationError, model_validator
 
-from diffmegatron.config.yaml_documents import parse_yaml
 from diffmegatron.errors import UserError
 from diffmegatron.files import format_path, read_text, shorten
 from diffmegatron.section import PathText, Section, Seed, Size
+from diffmegatron.yaml_documents import parse_yaml
 
 _Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.]{0,63}$")]
 _Overrides = dict[str, Any]

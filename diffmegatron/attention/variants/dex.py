@@ -412,7 +412,7 @@ def _not_selected(path: str) -> UserError:
 
 def _read_heads(path: Path) -> HeadsFile:
     """Read and check a file that ``dex select`` wrote."""
-    from diffmegatron.config.yaml_documents import MAX_BYTES, parse_yaml
+    from diffmegatron.yaml_documents import MAX_BYTES, parse_yaml
 
     content = parse_yaml(read_text(path, max_bytes=MAX_BYTES), format_path(path))
     name = f"{format_path(path)}, read as a file of 'diffmegatron dex select'"

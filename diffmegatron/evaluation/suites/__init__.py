@@ -4,7 +4,6 @@ import difflib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from diffmegatron.config.yaml_documents import parse_yaml
 from diffmegatron.errors import UserError
 from diffmegatron.evaluation.suite import Suite
 from diffmegatron.evaluation.suites.associative_recall import AssociativeRecall
@@ -25,6 +24,7 @@ from diffmegatron.evaluation.suites.scaling import Scaling
 from diffmegatron.evaluation.suites.throughput import Throughput
 from diffmegatron.files import shorten
 from diffmegatron.validation import validated
+from diffmegatron.yaml_documents import parse_yaml
 
 # Upper limit in tokens of the default of a suite's setting ``context``.
 MAX_DEFAULT_CONTEXT = 2048

@@ -10,8 +10,8 @@ from diffmegatron.attention.variants.diff_v1 import DiffV1
 from diffmegatron.config import load
 from diffmegatron.config.load import dump_recipe, load_recipe, load_stages
 from diffmegatron.config.schema import Recipe
-from diffmegatron.config.yaml_documents import parse_yaml
 from diffmegatron.errors import UserError
+from diffmegatron.yaml_documents import parse_yaml
 
 BASE = """
 run_dir: runs/base

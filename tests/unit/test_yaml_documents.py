@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from diffmegatron.config.yaml_documents import MAX_BYTES, dump_yaml, parse_yaml
 from diffmegatron.errors import UserError
+from diffmegatron.yaml_documents import MAX_BYTES, dump_yaml, parse_yaml
 
 
 def refused(text: str) -> str:
