@@ -1,12 +1,13 @@
 """Compute the answers to a batch of requests: likelihoods of given tokens, or generated text."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from itertools import islice
 
 import torch
 
 from diffmegatron.data.tokenizers import Tokenizer
 from diffmegatron.errors import NotFiniteError
-from diffmegatron.evaluation.batched_network import BatchedNetwork, Rows
+from diffmegatron.evaluation.batched_network import BatchedNetwork
 from diffmegatron.evaluation.requests import Generation, Scored, Scoring
 
 # Maximum number of tokens of a character: it has up to 4 bytes in UTF-8, and each may be a token.
@@ -45,24 +46,20 @@ def score(
     chunks = [[*requests[number].context[kept[number] :], *more] for number, more in rows]
     if has_shared:
         contexts = [context[:-1] for context, _ in requests]
-        prefixes = network.with_cache(len(contexts), max(kept))
+        prefixes = network.empty_rows(len(contexts), max(kept))
         network.read(prefixes, contexts)
         index = [number for number, _ in rows]
         begun = network.after(prefixes, index, max(map(len, chunks)))
     else:
-        begun = network.without_cache(len(chunks))
+        begun = network.empty_rows(len(chunks))
     found = network.read(begun, chunks, [(row, len(chunks[row]) + place) for row, place in places])
     nats, likeliest = network.score(found, torch.tensor(wanted))
-    answers: list[list[Scored] | NotFiniteError] = []
-    first = 0
-    for context, continuations in requests:
-        scored: list[Scored] = []
-        for continuation in continuations:
-            part = slice(first, first + len(continuation))
-            scored.append(Scored(nats[part], likeliest[part]))
-            first = part.stop
-        answers.append(check_finite(scored, len(context)))
-    return answers
+    lengths = [len(each) for _, continuations in requests for each in continuations]
+    scored = map(Scored, nats.split(lengths), likeliest.split(lengths))
+    return [
+        check_finite(list(islice(scored, len(continuations))), len(context))
+        for context, continuations in requests
+    ]
 
 
 def check_finite(scored: list[Scored], before: int) -> list[Scored] | NotFiniteError:
@@ -129,17 +126,9 @@ class WrittenText:
 
 @torch.no_grad()
 def generate(
-    network: BatchedNetwork,
-    requests: Sequence[Generation],
-    tokenizer: Tokenizer,
-    read_prefix: Callable[[Sequence[int]], Rows],
+    network: BatchedNetwork, requests: Sequence[Generation], tokenizer: Tokenizer
 ) -> list[list[int] | NotFiniteError]:
-    """Generate several texts in one batch by greedy decoding.
-
-    Args:
-        requests: requests with the same number ``shared`` and the same first ``shared`` token ids.
-        read_prefix: function that runs the network on these shared token ids, and returns one row
-            with their keys and values.
+    """Generate several texts, with the same shared tokens, in one batch by greedy decoding.
 
     Returns:
         For each request, the ids of the new tokens, or an error if a logit is not finite.
@@ -148,11 +137,11 @@ def generate(
     chunks: list[Sequence[int]] = [request.ids[shared:] for request in requests]
     columns = max(map(len, chunks)) + max(request.limit for request in requests)
     if shared and network.keeps_all_tokens:
-        prefix = read_prefix(requests[0].ids[:shared])
+        prefix = network.read_prefix(requests[0].ids[:shared])
         rows = network.after(prefix, [0] * len(chunks), columns)
     else:
         chunks = [request.ids for request in requests]
-        rows = network.with_cache(len(chunks), shared + columns)
+        rows = network.empty_rows(len(chunks), shared + columns)
     texts = [WrittenText(request) for request in requests]
     # Text of each remaining row; some rows are dropped below.
     written = texts

@@ -92,6 +92,7 @@ class BatchedNetwork:
 
     def __init__(self, network: PreTrainedModel, start: int) -> None:
         self._network, self._start = network, start
+        self._prefix: tuple[list[int], Rows] | None = None
 
     @cached_property
     def keeps_all_tokens(self) -> bool:
@@ -109,13 +110,13 @@ class BatchedNetwork:
             and "position_ids" in signature(network.base_model.forward).parameters
         )
 
-    def without_cache(self, count: int) -> Rows:
-        """Return ``count`` empty rows without a cache, which can read one chunk only."""
-        return Rows(None, self._no_columns(count))
+    def empty_rows(self, count: int, columns: int | None = None) -> Rows:
+        """Return empty rows with a cache for chunks of ``columns`` padded tokens in total.
 
-    def with_cache(self, count: int, columns: int) -> Rows:
-        """Return empty rows with a cache for chunks of ``columns`` padded tokens in total."""
-        return Rows(self._reserved(columns), self._no_columns(count))
+        If ``columns`` is None, they have no cache and can read one chunk only.
+        """
+        is_token = torch.ones(count, 0, dtype=torch.bool, device=self._network.device)
+        return Rows(None if columns is None else self._reserved(columns), is_token)
 
     def after(self, prefixes: Rows, index: Sequence[int], columns: int) -> Rows:
         """Return new rows that continue the texts of the rows ``prefixes``, which do not change.
@@ -130,6 +131,19 @@ class BatchedNetwork:
         for number, layer in enumerate(prefixes.cache.layers):
             cache.update(layer.keys[chosen], layer.values[chosen], number)
         return Rows(cache, prefixes.is_token[chosen], prefixes.has_padding)
+
+    def read_prefix(self, ids: Sequence[int]) -> Rows:
+        """Return one row that has read ``ids``; calls with the same ids return the same row."""
+        if self._prefix is None or self._prefix[0] != ids:
+            self.drop_prefix()
+            rows = self.empty_rows(1, len(ids))
+            self.read(rows, [ids])
+            self._prefix = (list(ids), rows)
+        return self._prefix[1]
+
+    def drop_prefix(self) -> None:
+        """Free the row of the last :meth:`read_prefix`."""
+        self._prefix = None
 
     def read(
         self, rows: Rows, chunks: Sequence[Sequence[int]], places: Sequence[tuple[int, int]] = ()
@@ -217,12 +231,8 @@ class BatchedNetwork:
         logits = self._network(batch, use_cache=False).logits
         return torch.allclose(project(hidden).float(), logits.float(), equal_nan=True)
 
-    def _no_columns(self, count: int) -> Tensor:
-        return torch.ones(count, 0, dtype=torch.bool, device=self._network.device)
-
     def _reserved(self, columns: int) -> Cache:
-        config = self._network.config
-        growing = DynamicCache(config=config)
+        growing = DynamicCache(config=self._network.config)
         if not self.keeps_all_tokens:
             return growing
         return Cache(layers=[_ReservedLayer(columns) for _ in growing.layers])

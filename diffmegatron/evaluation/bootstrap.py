@@ -47,12 +47,21 @@ def estimate_of_means(
         statistic: function that reduces means [..., means] to [...], such as the maximum.
     """
     units = len(values)
-    value = float(statistic(values.mean(0)))
+    return _interval(
+        units, statistic(values.mean(0)), lambda drawn: statistic(drawn @ values / units)
+    )
+
+
+def _interval(
+    units: int, value: np.ndarray, resampled: Callable[[np.ndarray], np.ndarray]
+) -> Estimate:
+    """Return ``value`` with the interval of ``resampled``: counts [n, units] -> values [n]."""
     if units < 2:
-        return Estimate(value, None, None, units)
-    found = np.concatenate([statistic(drawn @ values / units) for drawn in _resamples(units)])
-    low, high = np.percentile(found, _PERCENTILES)
-    return Estimate(value, float(low), float(high), units)
+        return Estimate(float(value), None, None, units)
+    values = np.concatenate([resampled(drawn) for drawn in _resamples(units)])
+    # If a resample draws only units of weight 0, its value is not finite and is left out.
+    low, high = np.percentile(values[np.isfinite(values)], _PERCENTILES)
+    return Estimate(float(value), float(low), float(high), units)
 
 
 def _resamples(units: int) -> Iterator[np.ndarray]:
@@ -75,14 +84,9 @@ def _estimate(*targets: np.ndarray) -> Estimate | None:
     if not units or not all(target[:, 1].sum() for target in targets):
         return None
     value = _subtracted([target.sum(0) for target in targets])
-    if units < 2:
-        return Estimate(float(value), None, None, units)
-    values = np.concatenate(
-        [_subtracted([drawn @ target for target in targets]) for drawn in _resamples(units)]
+    return _interval(
+        units, value, lambda drawn: _subtracted([drawn @ target for target in targets])
     )
-    # If a resample draws only units of weight 0, its value is not finite and is left out.
-    low, high = np.percentile(values[np.isfinite(values)], _PERCENTILES)
-    return Estimate(float(value), float(low), float(high), units)
 
 
 def _subtracted(sums: list[np.ndarray]) -> np.ndarray:

@@ -109,17 +109,16 @@ def read_run(run_dir: Path) -> RecordedRun:
     """Read the recipe and the metrics of a run; stages without recorded metrics are left out."""
     folders = stage_folders(run_dir, RECIPE)
     only_last(folders)
-    stages = [_read_stage(folder.run_dir) for folder in folders]
+    stages = [
+        RecordedStage(load_resolved(folder.run_dir / RECIPE), read_metrics(folder.run_dir))
+        for folder in folders
+    ]
     if not any(stage.entries for stage in stages):
         raise UserError(
             f"{format_path(folders[0].run_dir / METRICS)} has no entries; train the run for a step "
             "first"
         )
     return RecordedRun([stage for stage in stages if stage.entries])
-
-
-def _read_stage(run_dir: Path) -> RecordedStage:
-    return RecordedStage(load_resolved(run_dir / RECIPE), read_metrics(run_dir))
 
 
 def short_names(run_dirs: Sequence[Path]) -> list[str]:

@@ -3,9 +3,10 @@
 import math
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from diffmegatron.evaluation.result_file import (
     check_records,
     digest,
 )
-from diffmegatron.evaluation.results import REPORT, make_outcome, write_outcome
+from diffmegatron.evaluation.results import REPORT, write_results
 from diffmegatron.evaluation.suite import Item, Suite
 from diffmegatron.evaluation.suites import MAX_DEFAULT_CONTEXT, make_suites
 from diffmegatron.evaluation.targets import Target, find_targets, have_one_tokenizer
@@ -51,8 +52,12 @@ def evaluate(
         settings: settings of suites, as ``SUITE.KEY=VALUE``.
     """
     computing = computing or Computing()
-    check_utf8(*paths, out, *(Path(path) for path in _given(options)))
-    with join_ranks() as ranks, _lock(out) if ranks.is_main else nullcontext():
+    given = chain.from_iterable(
+        value if isinstance(value, tuple) else (value,) for value in options.values()
+    )
+    check_utf8(*paths, out, *map(Path, given))
+    lock = FileLock(out / _LOCK, f"--out {format_path(out)}", "give another --out")
+    with join_ranks() as ranks, lock if ranks.is_main else nullcontext():
         ranks.barrier()
         targets = find_targets(paths, out)
         export_targets(targets, ranks)
@@ -66,18 +71,8 @@ def evaluate(
             for suite in suites:
                 measured[suite.name][target.name] = _run(suite, model, out, ranks)
         if ranks.is_main:
-            outcome = make_outcome(suites, targets, measured, computing)
-            write_outcome(out, outcome, suites, measured)
+            write_results(out, suites, targets, measured, computing)
         return out / REPORT
-
-
-def _given(options: Mapping[str, Any]) -> Iterator[Path | str]:
-    for value in options.values():
-        yield from value if isinstance(value, tuple) else (value,)
-
-
-def _lock(out: Path) -> FileLock:
-    return FileLock(out / _LOCK, f"--out {format_path(out)}", "give another --out")
 
 
 def shortest_context(targets: Sequence[Target]) -> int:
@@ -154,7 +149,8 @@ def _score_items(
 ) -> None:
     left = [item for item in items if item.key not in file.records]
     count = ranks.count if suite.is_parallel else 1
-    own = ranks.share(left) if suite.is_parallel else left if ranks.is_main else []
+    share = left[ranks.rank :: ranks.count]
+    own = share if suite.is_parallel else left if ranks.is_main else []
     if ranks.is_main:
         name = f"{suite.name}, {pass_name}," if pass_name else suite.name
         progress = _Progress(f"{name} on {model.target.name}", len(items), len(left), count)

@@ -4,10 +4,9 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
 
 from torch import distributed
 
@@ -16,8 +15,6 @@ from diffmegatron.evaluation.targets import Target
 from diffmegatron.files import format_path
 from diffmegatron.parallel.default_group import default_group
 from diffmegatron.parallel.launcher import read_launch
-
-_Any = TypeVar("_Any")
 
 # Processes may finish their shares of the items at very different times.
 _TIMEOUT = timedelta(days=1)
@@ -29,17 +26,13 @@ _LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "TORCHELASTIC_")
 class Ranks:
     """Rank of this process and number of processes of an evaluation; they share a file system."""
 
-    rank: int = 0
-    count: int = 1
+    rank: int
+    count: int
 
     @property
     def is_main(self) -> bool:
         """True for the process that writes shared files and prints progress."""
         return self.rank == 0
-
-    def share(self, items: Sequence[_Any]) -> Sequence[_Any]:
-        """Return the items that this process scores: every ``count``-th, from index ``rank`` on."""
-        return items[self.rank :: self.count]
 
     def barrier(self) -> None:
         """Wait until all processes have called this method."""
@@ -51,10 +44,7 @@ class Ranks:
 def join_ranks() -> Iterator[Ranks]:
     """Join the processes that a launcher has started, if any, and yield their :class:`Ranks`."""
     launch = read_launch()
-    if launch.ranks == 1:
-        yield Ranks()
-        return
-    with default_group(_TIMEOUT):
+    with default_group(_TIMEOUT) if launch.ranks > 1 else nullcontext():
         yield Ranks(launch.rank, launch.ranks)
 
 

@@ -48,9 +48,6 @@ _BOOTSTRAP_ITERATIONS = 1000
 # Metrics that are slow to compute. Only 100 resamples are drawn for them, as in lm-eval.
 _SLOW_METRICS = ("bleu", "chrf", "chrf++", "ter")
 
-ChatTemplate = Callable[..., str]
-Results = dict[str, dict[str, Any]]
-
 
 @dataclass(frozen=True)
 class Question:
@@ -118,7 +115,7 @@ class Tasks:
         }
 
     def questions(
-        self, shots: int | None, samples: int | None, chat_template: ChatTemplate | None
+        self, shots: int | None, samples: int | None, chat_template: Callable[..., str] | None
     ) -> list[Question]:
         """Return the first questions of every task, with their prompts.
 
@@ -203,7 +200,9 @@ class Tasks:
         group = self.groups.get(name)
         return str(self.tasks[name].VERSION if group is None else group.version)
 
-    def aggregate(self, values: Mapping[str, Sequence[Mapping[str, Any]]]) -> Results:
+    def aggregate(
+        self, values: Mapping[str, Sequence[Mapping[str, Any]]]
+    ) -> dict[str, dict[str, Any]]:
         """Aggregate the metrics of questions into lm-eval's results of tasks and groups.
 
         Args:
@@ -214,7 +213,7 @@ class Tasks:
             (``sample_len``), and the value and standard error of each metric and filter, such as
             ``acc,none`` and ``acc_stderr,none``. A number that lm-eval does not define is None.
         """
-        found: Results = {}
+        found: dict[str, dict[str, Any]] = {}
         for name, metrics in values.items():
             found[name] = {"sample_len": len(metrics)}
             for key in dict.fromkeys(chain.from_iterable(metrics)):
@@ -238,10 +237,7 @@ class Tasks:
         return found
 
     def _aggregation(self, task: str, key: str) -> Callable[[Sequence[Any]], float]:
-        found: Callable[[Sequence[Any]], float] = (
-            self.tasks[task].aggregation().get(key.split(",", 1)[0], mean)
-        )
-        return found
+        return self.tasks[task].aggregation().get(key.split(",", 1)[0], mean)
 
 
 class Encoder(TemplateLM):
@@ -285,8 +281,7 @@ class Encoder(TemplateLM):
             # A chat template has written the start token already.
             add_special_tokens = False
         chosen = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
-        ids: list[int] = self.tokenizer.encode(string, verbose=False, **chosen)
-        return ids
+        return self.tokenizer.encode(string, verbose=False, **chosen)
 
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
@@ -294,13 +289,12 @@ class Encoder(TemplateLM):
         """Render messages as a prompt with the tokenizer's chat template."""
 
         def render(messages: list[dict[str, str]]) -> str:
-            text: str = self.tokenizer.apply_chat_template(
+            return self.tokenizer.apply_chat_template(
                 messages,
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=not add_generation_prompt,
             )
-            return text
 
         try:
             return render(chat_history)
@@ -314,10 +308,10 @@ class Encoder(TemplateLM):
         A long prompt is cut at its beginning, and a long text is divided into windows, so only the
         tokens of a choice (a continuation to score) or of a generated answer are counted.
         """
-        if question.instances[0].request_type == "generate_until":
+        kind, needed = question.instances[0].request_type, 0
+        if kind == "generate_until":
             needed = max(_decoding(each)["max_gen_toks"] + 1 for each in question.instances)
-        elif question.instances[0].request_type == "loglikelihood":
-            needed = 0
+        elif kind == "loglikelihood":
             for prompt, choice in question.arguments:
                 # A token has at least one byte, so only choices of more bytes must be encoded.
                 # lm-eval moves spaces at the end of the prompt to the choice.
@@ -325,8 +319,6 @@ class Encoder(TemplateLM):
                     self.context
                 ):
                     needed = max(needed, len(self._pairs([(prompt, choice)])[0][1]))
-        else:
-            needed = 0
         return needed if needed > self.context else 0
 
     def requests(self, question: Question) -> tuple[list[Request], bool]:
@@ -378,8 +370,7 @@ class Encoder(TemplateLM):
         This class overrides that method to return the ids.
         """
         instances = [Instance("loglikelihood", {}, each, 0) for each in arguments]
-        found: Any = self.loglikelihood(instances, disable_tqdm=True)
-        return list(found)
+        return list(self.loglikelihood(instances, disable_tqdm=True))
 
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[tuple[str, str], list[int], list[int]]], **_: object
@@ -396,8 +387,7 @@ class Encoder(TemplateLM):
         requests: list[Request] = []
         cut = False
         for instance in question.instances:
-            decoding = _decoding(instance)
-            limit = decoding["max_gen_toks"]
+            limit = _decoding(instance)["max_gen_toks"]
             ids = self.tok_encode(instance.args[0])
             most = self.context - limit
             cut = cut or len(ids) > most
@@ -410,17 +400,14 @@ class Encoder(TemplateLM):
 
     def _text(self, instance: Instance, tokens: Sequence[int]) -> str:
         text = self.tokenizer.decode(tokens, skip_special_tokens=True)
-        found: str = postprocess_generated_text(text, list(self._stops(instance)), None)
-        return found
+        return postprocess_generated_text(text, list(self._stops(instance)), None)
 
-    # The next two methods are abstract in lm-eval's class, and only its own evaluator calls them.
+    # lm-eval's class declares these methods as abstract, and only its own evaluator calls them.
     @override
-    def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
+    def generate_until(self, *_: object, **__: object) -> Any:
         raise NotImplementedError("an encoder only encodes; call answers")
 
-    @override
-    def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
-        raise NotImplementedError("an encoder only encodes; call answers")
+    loglikelihood_rolling = generate_until
 
 
 def _index(names: Sequence[str], include_path: Path | None) -> TaskManager:

@@ -37,8 +37,6 @@ from diffmegatron.training.monitoring.evaluators import Values
 from diffmegatron.training.monitoring.progress import print_line
 from diffmegatron.validation import validated
 
-WITHOUT_VALUES = "without_values"
-
 
 def open_evaluators(recipe: Recipe) -> list["SuiteEvaluator"]:
     """Read the data of the suites in ``training.evaluate``, and return their evaluators."""
@@ -171,7 +169,8 @@ class SuiteEvaluator:
                     print_line(
                         f"suite {self._suite.name} has no values: in item {item.key}, {error}"
                     )
-                return self._without_values()
+                sums.clear()
+                break
             for name, share in self._suite.means(record).items():
                 sums[name][0] += share.total
                 sums[name][1] += share.weight
@@ -180,10 +179,7 @@ class SuiteEvaluator:
             for name, (total, weight) in sums.items()
             if weight
         }
-        return found or self._without_values()
-
-    def _without_values(self) -> Values:
-        return {metric_name(self._suite.name, WITHOUT_VALUES): 1.0}
+        return found or {metric_name(self._suite.name, "without_values"): 1.0}
 
 
 def metric_name(suite: str, measure: str) -> str:

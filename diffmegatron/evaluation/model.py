@@ -13,7 +13,7 @@ from transformers.utils import logging as transformers_logging
 
 from diffmegatron.errors import NotFiniteError, UserError
 from diffmegatron.evaluation.answers import generate, score
-from diffmegatron.evaluation.batched_network import BatchedNetwork, Rows
+from diffmegatron.evaluation.batched_network import BatchedNetwork
 from diffmegatron.evaluation.evaluate_settings import Computing
 from diffmegatron.evaluation.requests import Answer, Generation, Request, Scored, Scoring
 from diffmegatron.evaluation.targets import Target
@@ -29,8 +29,6 @@ class Model:
         self.computing = computing or Computing()
         # A second limit of a batch, reduced when a batch does not fit into the memory.
         self._batch_tokens: float = math.inf
-        # The shared tokens of the last generation batch, and their keys and values.
-        self._prefix: tuple[list[int], Rows] | None = None
 
     @cached_property
     def network(self) -> PreTrainedModel:
@@ -125,28 +123,12 @@ class Model:
         try:
             if isinstance(batch[0], Scoring):
                 return score(self._batched, cast(Sequence[Scoring], batch))
-            return generate(
-                self._batched,
-                cast(Sequence[Generation], batch),
-                self.target.tokenizer,
-                self._read_prefix,
-            )
+            requests = cast(Sequence[Generation], batch)
+            return generate(self._batched, requests, self.target.tokenizer)
         except torch.OutOfMemoryError:
-            self._prefix = None
+            self._batched.drop_prefix()
         torch.cuda.empty_cache()
         return None
-
-    def _read_prefix(self, ids: Sequence[int]) -> Rows:
-        """Run the network on ``ids`` as a batch of one row, and return its keys and values.
-
-        They are kept, so that the next call with the same ids returns them again.
-        """
-        if self._prefix is None or self._prefix[0] != ids:
-            self._prefix = None
-            rows = self._batched.with_cache(1, len(ids))
-            self._batched.read(rows, [ids])
-            self._prefix = (list(ids), rows)
-        return self._prefix[1]
 
 
 class _Size(NamedTuple):

@@ -51,7 +51,8 @@ def to_markdown(outcome: Mapping[str, Any], pictures: Mapping[str, bytes]) -> st
             parts.append(f"![{_finding(suite)}]({name}.png)")
         parts += _items(suite)
         parts.append(f"Settings: `{_settings(suite)}`")
-        parts += [_list_of("Not run", suite["not_run"])] if suite["not_run"] else []
+        if suite["not_run"]:
+            parts.append("\n".join(["Not run:", "", *(f"- {line}" for line in suite["not_run"])]))
     return "\n\n".join(parts) + "\n"
 
 
@@ -111,10 +112,9 @@ def _targets(outcome: Mapping[str, Any]) -> Table:
     keys = ("path", "model_type", "context", "dtype", "weights")
     rows = []
     for name, each in outcome["targets"].items():
+        *cells, weights = ("" if each.get(key) is None else str(each[key]) for key in keys)
         # The first 12 digits of a hash suffice to distinguish models.
-        cells = {key: str(each[key]) for key in keys if each.get(key) is not None}
-        cells["weights"] = cells.get("weights", "")[:12]
-        rows.append((name, *(cells.get(key, "") for key in keys)))
+        rows.append((name, *cells, weights[:12]))
     return ("target", *keys[:-1], "hash of weights"), rows
 
 
@@ -230,10 +230,6 @@ def _published(found: Mapping[str, Any] | None) -> str:
 
 def _settings(suite: Mapping[str, Any]) -> str:
     return ", ".join(f"{key}={value}" for key, value in suite["settings"].items())
-
-
-def _list_of(title: str, lines: Sequence[str]) -> str:
-    return "\n".join([f"{title}:", "", *(f"- {line}" for line in lines)])
 
 
 def markdown_table(table: Table) -> str:

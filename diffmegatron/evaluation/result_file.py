@@ -12,7 +12,6 @@ import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from diffmegatron.errors import UserError
@@ -89,17 +88,12 @@ class RecordFile:
                     stream.write(sealed_line(header))
             self._stream = path.open("ab", buffering=0)
         except OSError as error:
-            raise self._unwritable(error) from None
+            raise _unwritable(self._path, error) from None
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -114,7 +108,7 @@ class RecordFile:
             while content:
                 content = content[self._stream.write(content) :]
         except OSError as error:
-            raise self._unwritable(error) from None
+            raise _unwritable(self._path, error) from None
         self.records[key] = line
 
     def _read(self, header: dict[str, Any]) -> None:
@@ -124,7 +118,13 @@ class RecordFile:
             os.truncate(self._path, len(content) - len(unfinished))
         if not lines:
             return
-        self._check(self._parsed(1, lines[0]), header)
+        found, wanted = self._parsed(1, lines[0]), json.loads(_json(header))
+        if found != wanted:
+            wrong = [key for key in wanted if wanted[key] != found.get(key)] or ["keys"]
+            raise UserError(
+                f"{format_path(self._path)} has results for other {', '.join(wrong)}; give another "
+                "--out, or remove the file to measure again"
+            )
         for number, line in enumerate(lines[1:], start=2):
             record = self._parsed(number, line)
             key = record.get("item")
@@ -144,18 +144,6 @@ class RecordFile:
                 "measure again"
             )
         return _Line(parse_json(sealed[1] + b"}", Record, place), place)
-
-    def _check(self, found: dict[str, Any], header: dict[str, Any]) -> None:
-        asked = json.loads(_json(header))
-        if asked != found:
-            wrong = [key for key in asked if asked[key] != found.get(key)] or ["keys"]
-            raise UserError(
-                f"{format_path(self._path)} has results for other {', '.join(wrong)}; give another "
-                "--out, or remove the file to measure again"
-            )
-
-    def _unwritable(self, error: OSError) -> UserError:
-        return UserError(f"cannot write {format_path(self._path)}: {os_error_text(error)}")
 
 
 class SharedRecords:
@@ -232,9 +220,7 @@ class SharedRecords:
             if parts:
                 self._parts.rmdir()
         except OSError as error:
-            raise UserError(
-                f"cannot write {format_path(self._parts)}: {os_error_text(error)}"
-            ) from None
+            raise _unwritable(self._parts, error) from None
 
 
 def check_records(records: Iterable[Record], read: Callable[[Record], object]) -> None:
@@ -268,3 +254,7 @@ def _checksum(content: bytes) -> bytes:
 def _json(entry: dict[str, Any]) -> bytes:
     # JSON has no NaN. A suite with NaN in a record has a bug, so let this raise a ValueError.
     return json.dumps(entry, allow_nan=False, ensure_ascii=False).encode()
+
+
+def _unwritable(path: Path, error: OSError) -> UserError:
+    return UserError(f"cannot write {format_path(path)}: {os_error_text(error)}")

@@ -16,55 +16,50 @@ from matplotlib.figure import Figure
 
 from diffmegatron.errors import UserError
 from diffmegatron.evaluation.bootstrap import difference, estimate
-from diffmegatron.evaluation.model import Computing
+from diffmegatron.evaluation.evaluate_settings import Computing
 from diffmegatron.evaluation.report_pages import to_html, to_markdown
 from diffmegatron.evaluation.result_file import Measured
-from diffmegatron.evaluation.suite import Estimate, Mean, Published, Record, Suite
+from diffmegatron.evaluation.suite import Estimate, Mean, Record, Suite
 from diffmegatron.evaluation.targets import Target, have_one_tokenizer
 from diffmegatron.files import format_path, os_error_text, write_durably, write_picture
 
 REPORT = "report.html"
 
-# Content of ``results.json``.
-Outcome = dict[str, Any]
-# ``shares[measure][unit]`` is the contribution of a unit (:meth:`Suite.unit`) to a measure.
-Shares = dict[str, dict[str, Mean]]
 
-
-def make_outcome(
+def write_results(
+    out: Path,
     suites: Sequence[Suite],
     targets: Sequence[Target],
     measured: Mapping[str, Mapping[str, Measured]],
     computing: Computing,
-) -> Outcome:
-    """Return the content of ``results.json``, in types of JSON.
+) -> None:
+    """Write pictures, ``results.json``, ``report.md`` and ``report.html`` into ``out``.
 
     ``measured[suite name][target name]`` is the result of a suite on a target.
     """
-    networks = not all(suite.reads_runs for suite in suites)
-    same = not networks or have_one_tokenizer(targets)
-    return {
+    uses_networks = not all(suite.reads_runs for suite in suites)
+    is_comparable = not uses_networks or have_one_tokenizer(targets)
+    outcome = {
         "made": _provenance(computing),
         "targets": {
-            target.name: _described(target, computing if networks else None) for target in targets
+            target.name: _described(target, computing if uses_networks else None)
+            for target in targets
         },
-        "suites": {suite.name: _outcome_of(suite, measured[suite.name], same) for suite in suites},
+        "suites": {
+            suite.name: _outcome_of(suite, measured[suite.name], is_comparable) for suite in suites
+        },
     }
-
-
-def write_outcome(
-    out: Path,
-    outcome: Outcome,
-    suites: Sequence[Suite],
-    measured: Mapping[str, Mapping[str, Measured]],
-) -> None:
-    """Write pictures, ``results.json``, ``report.md`` and ``report.html`` into ``out``."""
     pictures: dict[str, bytes] = {}
     try:
         for suite in suites:
-            by_target = {n: list(m.records.values()) for n, m in measured[suite.name].items()}
-            path = out / f"{suite.name}.png"
-            if _draw(suite, path, {name: each for name, each in by_target.items() if each}):
+            path, figure = (
+                out / f"{suite.name}.png",
+                Figure(figsize=(7.5, 4.5), layout="constrained"),
+            )
+            FigureCanvasAgg(figure)
+            records = _nonempty_records(measured[suite.name])
+            if records and suite.draw(figure, records):
+                write_picture(path, figure)
                 pictures[suite.name] = path.read_bytes()
         text = json.dumps(outcome, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
         write_durably(out / "results.json", text.encode())
@@ -74,25 +69,14 @@ def write_outcome(
         raise UserError(f"cannot write into {format_path(out)}: {os_error_text(error)}") from None
 
 
-def _draw(suite: Suite, path: Path, records: Mapping[str, list[Record]]) -> bool:
-    if not records:
-        return False
-    figure = Figure(figsize=(7.5, 4.5), layout="constrained")
-    FigureCanvasAgg(figure)
-    drawn = suite.draw(figure, records)
-    if drawn:
-        write_picture(path, figure)
-    return drawn
-
-
 def _provenance(computing: Computing) -> dict[str, Any]:
-    is_gpu = computing.is_gpu
     libraries = ["diffmegatron", "torch", "transformers"]
     if computing.engine != "transformers":
         libraries.append(computing.engine)
+    cpu = f"a CPU ({platform.machine()})"
     return {
         "time": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "device": torch.cuda.get_device_name() if is_gpu else f"a CPU ({platform.machine()})",
+        "device": torch.cuda.get_device_name() if computing.is_gpu else cpu,
         "versions": {"Python": platform.python_version()}
         | {name: version(name) for name in libraries},
     }
@@ -103,30 +87,40 @@ def _described(target: Target, computing: Computing | None) -> dict[str, Any]:
     described = {"path": str(target.path), "weights": target.fingerprint}
     if computing is None:
         return described
-    context = None if math.isinf(target.context) else target.context
     return described | {
         "model_type": target.config.model_type,
-        "context": context,
+        "context": None if math.isinf(target.context) else target.context,
         "dtype": computing.dtype_of(target),
     }
 
 
-def _outcome_of(suite: Suite, measured: Mapping[str, Measured], same: bool) -> dict[str, Any]:
+def _nonempty_records(measured: Mapping[str, Measured]) -> dict[str, list[Record]]:
+    return {name: list(each.records.values()) for name, each in measured.items() if each.records}
+
+
+def _outcome_of(
+    suite: Suite, measured: Mapping[str, Measured], is_comparable: bool
+) -> dict[str, Any]:
+    """Return a suite's section; targets with different tokenizers are not comparable per token."""
     shares = {name: _shares(suite, each.records) for name, each in measured.items()}
-    records = {name: list(each.records.values()) for name, each in measured.items()}
-    records = {name: each for name, each in records.items() if each}
+    records = _nonempty_records(measured)
     measures = suite.ordered(list(dict.fromkeys(chain.from_iterable(shares.values()))))
-    tokens = {m for of_target in shares.values() for m, s in of_target.items() if _counts_tokens(s)}
+    per_token = {
+        measure
+        for of_target in shares.values()
+        for measure, by_unit in of_target.items()
+        if any(share.per_token for share in by_unit.values())
+    }
     remarks = [f"{name}: {why}" for name, each in measured.items() for why in each.remarks]
-    if tokens and not same:
+    if per_token and not is_comparable:
         remarks.append(
-            f"no differences of {', '.join(m for m in measures if m in tokens)}, because the "
+            f"no differences of {', '.join(m for m in measures if m in per_token)}, because the "
             "targets have different tokenizers"
         )
     remarks += suite.remarks(records)
     first, *others = measured
     totals = {
-        name: {measure: _total(value) for measure, value in suite.totals(each).items()}
+        name: {measure: _as_json(value) for measure, value in suite.totals(each).items()}
         for name, each in records.items()
     }
     names = dict.fromkeys([*measures, *chain.from_iterable(totals.values())])
@@ -138,13 +132,12 @@ def _outcome_of(suite: Suite, measured: Mapping[str, Measured], same: bool) -> d
         "measures": {
             measure: {
                 "targets": {
-                    name: _as_json_or_none(estimate(each.get(measure, {})))
-                    for name, each in shares.items()
+                    name: _as_json(estimate(each.get(measure, {}))) for name, each in shares.items()
                 },
                 "differences": {
-                    name: _as_json_or_none(
+                    name: _as_json(
                         difference(shares[name].get(measure, {}), shares[first].get(measure, {}))
-                        if same or measure not in tokens
+                        if is_comparable or measure not in per_token
                         else None
                     )
                     for name in others
@@ -156,48 +149,36 @@ def _outcome_of(suite: Suite, measured: Mapping[str, Measured], same: bool) -> d
         "totals": totals,
         "across": dict(suite.across(records)) if records else {},
         "details": dict(suite.details(records)),
-        "published": [_published_as_json(each) for each in suite.published],
+        "published": [
+            {
+                "measure": each.measure,
+                "differential": each.differential,
+                "transformer": each.transformer,
+                "of": each.source,
+            }
+            for each in suite.published
+        ],
         "not_run": remarks,
     }
 
 
-def _shares(suite: Suite, records: Mapping[str, Record]) -> Shares:
-    """Add up the items' contributions to each measure by unit (:meth:`Suite.unit`)."""
-    found: Shares = {}
+def _shares(suite: Suite, records: Mapping[str, Record]) -> dict[str, dict[str, Mean]]:
+    """Return measure -> unit (:meth:`Suite.unit`) -> sum of the contributions of its items."""
+    found: dict[str, dict[str, Mean]] = {}
     for key, record in records.items():
         unit = suite.unit(key, record)
         for measure, share in suite.means(record).items():
             of_measure = found.setdefault(measure, {})
-            before = of_measure.get(unit)
-            if before is not None:
-                share = share._replace(
-                    total=before.total + share.total, weight=before.weight + share.weight
-                )
+            if (before := of_measure.get(unit)) is not None:
+                total, weight = before.total + share.total, before.weight + share.weight
+                share = share._replace(total=total, weight=weight)
             of_measure[unit] = share
     return found
 
 
-def _counts_tokens(shares: Mapping[str, Mean]) -> bool:
-    return any(share.per_token for share in shares.values())
-
-
-def _total(value: float | Estimate) -> dict[str, Any]:
-    found = value if isinstance(value, Estimate) else Estimate(value, None, None, None)
-    return _as_json(found)
-
-
-def _as_json(found: Estimate) -> dict[str, Any]:
+def _as_json(found: float | Estimate | None) -> dict[str, Any] | None:
+    if found is None:
+        return None
+    if not isinstance(found, Estimate):
+        found = Estimate(found, None, None, None)
     return {"value": found.value, "low": found.low, "high": found.high, "items": found.units}
-
-
-def _as_json_or_none(found: Estimate | None) -> dict[str, Any] | None:
-    return None if found is None else _as_json(found)
-
-
-def _published_as_json(published: Published) -> dict[str, Any]:
-    return {
-        "measure": published.measure,
-        "differential": published.differential,
-        "transformer": published.transformer,
-        "of": published.source,
-    }

@@ -5,8 +5,7 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -30,32 +29,20 @@ _PROMPT_TOKENS = 64
 _NEW_TOKENS = 96
 
 
-@dataclass(frozen=True)
-class Run:
-    """A finished run, and the Hugging Face folder to which it was exported."""
-
-    name: str
-    run_dir: Path
-    export: Path
-
-
 def write_report(
-    out: Path, runs: Sequence[Run], seconds: dict[str, float], started: float
-) -> dict[str, Any]:
+    out: Path, names: Iterable[str], seconds: dict[str, float], started: float
+) -> None:
     """Measure exported runs, and write ``report.json`` and ``report.png`` into ``out``.
 
     Args:
-        runs: finished and exported runs, which differ in their attention only.
+        names: runs in the folders ``out/NAME``, with their exports in ``out/NAME/hf``.
         seconds: durations of the caller's earlier phases in seconds, by the name of the phase.
         started: value of ``time.perf_counter`` at the start of the phase that writes the report.
-
-    Returns:
-        The content of ``report.json``.
     """
     transformers_logging.disable_progress_bar()
     register()
-    recorded = {run.name: read_run(run.run_dir) for run in runs}
-    models = {run.name: _describe(run, recorded[run.name]) for run in runs}
+    recorded = {name: read_run(out / name) for name in names}
+    models = {name: _describe(out / name, recorded[name]) for name in recorded}
     titles = {name: str(model["title"]) for name, model in models.items()}
     plot_runs(out / "report.png", {titles[name]: curves_of(recorded[name]) for name in recorded})
     report = {
@@ -69,16 +56,15 @@ def write_report(
         "seconds": seconds | {"report": round(time.perf_counter() - started, 1)},
     }
     (out / "report.json").write_text(json.dumps(report, indent=2) + "\n")
-    return report
 
 
-def _describe(run: Run, recorded: RecordedRun) -> dict[str, Any]:
-    latest = CheckpointStore(run.run_dir).latest()
+def _describe(run_dir: Path, recorded: RecordedRun) -> dict[str, Any]:
+    latest, export = CheckpointStore(run_dir).latest(), run_dir / "hf"
     if latest is None:
-        raise UserError(f"{run.run_dir} has no checkpoint; train the run first")
+        raise UserError(f"{run_dir} has no checkpoint; train the run first")
     checkpoint = open_checkpoint(latest)
     tokens = _held_out(checkpoint.recipe)
-    difference = verify_export(run.export, tokens, training_logits(checkpoint, tokens))
+    difference = verify_export(export, tokens, training_logits(checkpoint, tokens))
     held_out = [loss for _, loss in recorded.series("valid/loss")]
     speeds = [speed for _, speed in recorded.series("perf/tokens_per_second")]
     parameters = count_parameters(checkpoint.recipe.model)
@@ -91,9 +77,9 @@ def _describe(run: Run, recorded: RecordedRun) -> dict[str, Any]:
         "loss_last": held_out[-1],
         "tokens_per_second": round(statistics.median(speeds)),
         "logit_difference": {"absolute": difference.absolute, "relative": difference.relative},
-        "continuation": _continue(run.export, tokens[:, :_PROMPT_TOKENS]),
+        "continuation": _continue(export, tokens[:, :_PROMPT_TOKENS]),
         "checkpoint": str(latest),
-        "export": str(run.export),
+        "export": str(export),
     }
 
 

@@ -5,14 +5,14 @@ A target is a model to evaluate.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import Field
 
 from diffmegatron.errors import NotFiniteError
-from diffmegatron.evaluation.batched_scoring import score_items
-from diffmegatron.evaluation.requests import ItemGenerator
+from diffmegatron.evaluation.requests import Answer, ItemGenerator, Request
 from diffmegatron.section import Section, Size
 
 if TYPE_CHECKING:
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 Record = dict[str, Any]
 Records = Sequence[Record]
 Direction = Literal["higher", "lower"]
+# Items that are scored at the same time; all their requests are in memory together.
+_OPEN_ITEMS = 1024
 Window = Annotated[Size, Field(ge=2)]
 """Number of tokens of a window of text; the first, usually the start token, is never scored."""
 
@@ -162,7 +164,7 @@ class Suite(Section, ABC):
         Raises:
             NotFiniteError: the model computes a number that is not finite.
         """
-        ((_, record),) = score_items(model, [(item.key, self.requests_of(model.target, item))])
+        ((_, record),) = _score_items(model, [(item.key, self.requests_of(model.target, item))])
         if isinstance(record, NotFiniteError):
             raise record
         return record
@@ -176,7 +178,7 @@ class Suite(Section, ABC):
         """
         if type(self).score is Suite.score:
             generators = ((item.key, self.requests_of(model.target, item)) for item in items)
-            yield from score_items(model, generators)
+            yield from _score_items(model, generators)
             return
         for item in items:
             try:
@@ -232,3 +234,59 @@ class Suite(Section, ABC):
             records: name of each target -> records of all its items.
         """
         return False
+
+
+class _OpenItem:
+    """An item whose requests are being answered; its record is None until it is complete."""
+
+    def __init__(self, key: str, generator: ItemGenerator) -> None:
+        self.key, self._generator = key, generator
+        self.record: Record | NotFiniteError | None = None
+        self._advance(None)
+
+    def receive(self, number: int, answer: Answer) -> bool:
+        """Store the answer to request ``number``; return whether it completes the item."""
+        if self.record is not None:
+            return False
+        self._answers[number] = answer
+        if isinstance(answer, NotFiniteError):
+            self.record = answer
+        elif len(self._answers) == len(self.requests):
+            self._advance([self._answers[place] for place in range(len(self.requests))])
+        return self.record is not None
+
+    def _advance(self, answers: list[Any] | None) -> None:
+        self._answers: dict[int, Answer] = {}
+        self.requests: list[Request] = []
+        try:
+            while not self.requests:
+                self.requests = list(self._generator.send(answers))  # type: ignore[arg-type]
+                answers = []
+        except StopIteration as end:
+            self.record = end.value
+
+
+def _score_items(
+    model: "Model", generators: Iterable[tuple[str, ItemGenerator]]
+) -> Iterator[tuple[str, Record | NotFiniteError]]:
+    """Yield the key and the record or error of each item, in the order of completion.
+
+    ``generators`` has the key and the generator (:meth:`Suite.requests_of`) of each item.
+    """
+    left = iter(generators)
+    while window := list(islice(left, _OPEN_ITEMS)):
+        items = []
+        for key, generator in window:
+            item = _OpenItem(key, generator)
+            # Without requests to the model, the item is complete already. The suite may have called
+            # an external model, which may fail at the next item, so let the caller save the record.
+            if item.record is not None:
+                yield key, item.record
+            items.append(item)
+        while items := [item for item in items if item.record is None]:
+            places = [(item, number) for item in items for number in range(len(item.requests))]
+            requests = [item.requests[number] for item, number in places]
+            for place, answer in model.answers(requests):
+                item, number = places[place]
+                if item.receive(number, answer) and item.record is not None:
+                    yield item.key, item.record

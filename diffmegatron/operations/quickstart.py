@@ -17,7 +17,7 @@ import torch
 from diffmegatron.attention.variants import VARIANTS
 from diffmegatron.config.load import load_recipe
 from diffmegatron.errors import UserError
-from diffmegatron.evaluation.run_report import Run, write_report
+from diffmegatron.evaluation.run_report import write_report
 from diffmegatron.files import shorten
 from diffmegatron.operations.recipes import CONFIGS
 
@@ -48,7 +48,7 @@ def quickstart(attention_kinds: Sequence[str], overrides: Sequence[str]) -> None
     for name in names:
         run(seconds, f"export {name}", *CLI, "export", f"{RUNS}/{name}", f"{RUNS}/{name}/hf")
     started = announce("report")
-    write_report(RUNS, [Run(n, RUNS / n, RUNS / n / "hf") for n in names], seconds, started)
+    write_report(RUNS, names, seconds, started)
     print(f"wrote {RUNS}/report.json and {RUNS}/report.png")
 
 
