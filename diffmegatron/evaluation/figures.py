@@ -1,7 +1,7 @@
 """Plots for the figures of suites: bars and curves with 95% intervals, and colour maps."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -11,6 +11,9 @@ from diffmegatron.evaluation.suite import Estimate, Mean, Records, Suite
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+else:
+    # Importing matplotlib takes half a second, so only the functions that draw import it.
+    Axes = Figure = Any
 
 
 def estimate_measures(suite: Suite, records: Records) -> dict[str, Estimate]:
@@ -28,7 +31,7 @@ def estimate_measures(suite: Suite, records: Records) -> dict[str, Estimate]:
 
 
 def plot_bars(
-    axes: "Axes",
+    axes: Axes,
     labels: Sequence[str],
     targets: Mapping[str, Sequence[Estimate | None]],
     ylabel: str,
@@ -55,7 +58,7 @@ def plot_bars(
 
 
 def plot_measures(
-    axes: "Axes",
+    axes: Axes,
     suite: Suite,
     records: Mapping[str, Records],
     measures: Mapping[str, str],
@@ -79,7 +82,7 @@ def plot_measures(
 
 
 def plot_curves(
-    axes: "Axes", targets: Mapping[str, Sequence[tuple[float, Estimate]]], xlabel: str, ylabel: str
+    axes: Axes, targets: Mapping[str, Sequence[tuple[float, Estimate]]], xlabel: str, ylabel: str
 ) -> None:
     """Plot a curve with intervals for each target that has points (x, estimate); x ascends."""
     for target, points in targets.items():
@@ -93,8 +96,8 @@ def plot_curves(
 
 
 def plot_maps(
-    figure: "Figure",
-    grid: Iterable["Axes"],
+    figure: Figure,
+    grid: Iterable[Axes],
     tables: Mapping[str, np.ndarray],
     *,
     xlabel: str,
@@ -129,7 +132,7 @@ def plot_maps(
     figure.colorbar(image, ax=axes_list, label=quantity)
 
 
-def place_legend(axes: "Axes", columns: int = 3) -> None:
+def place_legend(axes: Axes, columns: int = 3) -> None:
     """Put the legend below the axes, where it covers no curve and no title."""
     handles, labels = axes.get_legend_handles_labels()
     if handles:

@@ -110,6 +110,7 @@ class Suite(Section, ABC):
         is_parallel: whether several processes may score items at the same time.
         within_training: whether the suite can run during training. It then needs only losses and
             generated tokens.
+        direction: which values are better, if that is the same for all measures.
         follow_up_settings: fields that affect only the follow-ups, and may change in a restart. The
             key of a follow-up must contain the values on which its record depends.
     """
@@ -123,6 +124,7 @@ class Suite(Section, ABC):
     reads_runs: ClassVar[bool] = False
     is_parallel: ClassVar[bool] = True
     within_training: ClassVar[bool] = False
+    direction: ClassVar[Direction | None] = None
     follow_up_settings: ClassVar[frozenset[str]] = frozenset()
 
     @property
@@ -200,7 +202,7 @@ class Suite(Section, ABC):
 
     def better(self, measure: str) -> Direction | None:
         """Return which values of a measure are better; None if neither."""
-        return None
+        return self.direction
 
     def ordered(self, measures: Sequence[str]) -> list[str]:
         """Sort the names of measures for the report; by default by first occurrence."""

@@ -2,21 +2,17 @@
 
 import sys
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import Field
 from typing_extensions import override
 
 from diffmegatron.errors import UserError
-from diffmegatron.evaluation.figures import estimate_measures, plot_curves
+from diffmegatron.evaluation.figures import Figure, estimate_measures, plot_curves
 from diffmegatron.evaluation.requests import ItemGenerator, Scoring
-from diffmegatron.evaluation.suite import Direction, Item, Mean, Record, Records
+from diffmegatron.evaluation.suite import Item, Mean, Record, Records
 from diffmegatron.evaluation.targets import Target
 from diffmegatron.evaluation.text import TextSuite, first_texts
 from diffmegatron.section import Count
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 _ACCURACY = "accuracy"
 _BY_PAIRS = _ACCURACY + ", {} pairs"
@@ -29,9 +25,10 @@ class AssociativeRecall(TextSuite):
     in another order. A value is predicted if it is the most likely token after its key.
     """
 
-    name: ClassVar[str] = "associative-recall"
-    title: ClassVar[str] = "Multi-query associative recall"
-    description: ClassVar[str] = (
+    name = "associative-recall"
+    direction = "higher"
+    title = "Multi-query associative recall"
+    description = (
         "A text states pairs of a key and a value, then repeats the keys in another order; the "
         "score is the share of values that the model predicts after their keys."
     )
@@ -80,11 +77,7 @@ class AssociativeRecall(TextSuite):
         return {_ACCURACY: share, _BY_PAIRS.format(record["pairs"]): share}
 
     @override
-    def better(self, measure: str) -> Direction:
-        return "higher"
-
-    @override
-    def draw(self, figure: "Figure", records: Mapping[str, Records]) -> bool:
+    def draw(self, figure: Figure, records: Mapping[str, Records]) -> bool:
         points = {}
         for name, of_target in records.items():
             estimates = estimate_measures(self, of_target)

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from itertools import chain, cycle
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -12,16 +12,12 @@ from typing_extensions import override
 from diffmegatron.errors import NotFiniteError
 from diffmegatron.evaluation import head_statistics as heads
 from diffmegatron.evaluation.captured_attention import LayerAttention, watch_attention
-from diffmegatron.evaluation.figures import place_legend, plot_maps
+from diffmegatron.evaluation.figures import Axes, Figure, place_legend, plot_maps
 from diffmegatron.evaluation.model import Model
 from diffmegatron.evaluation.suite import Item, Mean, Record, Records
 from diffmegatron.evaluation.targets import Target
 from diffmegatron.evaluation.text import TextSuite, first_texts
 from diffmegatron.section import Count, Size
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 DISTANCE, ALIGNMENT = "cosine distance between heads", "CKA between heads"
 IMPORTANCE = "importance of a head"
@@ -34,10 +30,10 @@ class AttentionAnalysis(TextSuite):
     document, together at most ``length`` tokens.
     """
 
-    name: ClassVar[str] = "attention-analysis"
-    reads_attention: ClassVar[bool] = True
-    title: ClassVar[str] = "Statistics of attention heads"
-    description: ClassVar[str] = (
+    name = "attention-analysis"
+    reads_attention = True
+    title = "Statistics of attention heads"
+    description = (
         "Scores are the attention weights that multiply a head's values, after any subtraction. "
         "The rows are means over queries, heads and layers: sparsity; the entropy of absolute "
         "scores in nats; the share of scores that are negative, and their share of "
@@ -106,7 +102,7 @@ class AttentionAnalysis(TextSuite):
         return {name: Mean(value, per_token=True) for name, value in found.items()}
 
     @override
-    def draw(self, figure: "Figure", records: Mapping[str, Records]) -> bool:
+    def draw(self, figure: Figure, records: Mapping[str, Records]) -> bool:
         figure.set_size_inches(13, 8 + 3.8 * len(records))
         ratios = (8, 3.8 * len(records))
         upper, lower = figure.subfigures(2, 1, squeeze=False, height_ratios=ratios)[:, 0]
@@ -178,7 +174,7 @@ def _by_layer(records: Records) -> dict[str, np.ndarray]:
 
 
 def _draw_lines(
-    axes: "Axes",
+    axes: Axes,
     title: str,
     beginnings: Sequence[str],
     of_layers: Mapping[str, Mapping[str, np.ndarray]],

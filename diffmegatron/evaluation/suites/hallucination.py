@@ -5,23 +5,20 @@ The method is from Differential Transformer (Ye et al., tables 4 and 5) and Chua
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import Annotated
 
 from pydantic import Field
 from typing_extensions import override
 
 from diffmegatron.evaluation.datasets import choose
 from diffmegatron.evaluation.document_datasets import DATASETS, Passage
-from diffmegatron.evaluation.figures import plot_measures
+from diffmegatron.evaluation.figures import Figure, plot_measures
 from diffmegatron.evaluation.judge import Judge, open_judge, parse_verdict
 from diffmegatron.evaluation.requests import Generation, ItemGenerator
 from diffmegatron.evaluation.suite import Direction, Item, Mean, Published, Record, Records, Suite
 from diffmegatron.evaluation.suites.many_shot import DATA_DIR
 from diffmegatron.evaluation.targets import Target
 from diffmegatron.section import Count, Size
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 _PAPER = {
     "xsum": (0.53, 0.44),
@@ -66,18 +63,18 @@ class Hallucination(Suite):
     the same texts. A verdict that cannot be read counts as false.
     """
 
-    name: ClassVar[str] = "hallucination"
-    title: ClassVar[str] = "Contextual hallucination, share of texts without it"
-    description: ClassVar[str] = (
+    name = "hallucination"
+    title = "Contextual hallucination, share of texts without it"
+    description = (
         "The model summarises documents or answers questions about them; another model decides "
         "whether the text follows from the document."
     )
-    passes: ClassVar[tuple[str, str]] = ("writing", "judging")
-    published: ClassVar[tuple[Published, ...]] = tuple(
+    passes = ("writing", "judging")
+    published = tuple(
         Published(f"{name}, true", *numbers, "3B, tables 4 and 5")
         for name, numbers in _PAPER.items()
     )
-    follow_up_settings: ClassVar[frozenset[str]] = frozenset(
+    follow_up_settings = frozenset(
         ("judge", "judge_model", "judge_key", "judge_tokens", "judge_seconds")
     )
 
@@ -169,7 +166,7 @@ class Hallucination(Suite):
         return "higher" if measure.endswith(", true") else "lower"
 
     @override
-    def draw(self, figure: "Figure", records: Mapping[str, Records]) -> bool:
+    def draw(self, figure: Figure, records: Mapping[str, Records]) -> bool:
         if not any("verdict" in record for each in records.values() for record in each):
             return False
         measures = {task: f"{task}, true" for task in self.tasks}

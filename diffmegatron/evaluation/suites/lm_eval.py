@@ -5,14 +5,14 @@ from functools import cached_property, lru_cache
 from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 from pydantic import Field
 from typing_extensions import override
 
 from diffmegatron.errors import UserError
-from diffmegatron.evaluation.figures import estimate_measures, plot_bars
+from diffmegatron.evaluation.figures import Figure, estimate_measures, plot_bars
 from diffmegatron.evaluation.requests import ItemGenerator
 from diffmegatron.evaluation.suite import (
     Direction,
@@ -29,8 +29,6 @@ from diffmegatron.files import format_path
 from diffmegatron.section import Count
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
     from diffmegatron.evaluation.harness import Encoder, Question, Tasks
 
 _TABLE = "3B, 1T tokens, accuracy of a kind that the paper does not name"
@@ -55,16 +53,16 @@ class LmEval(Suite):
     A prompt that is longer than the context is cut at its beginning, as in lm-eval.
     """
 
-    name: ClassVar[str] = "lm-eval"
-    title: ClassVar[str] = "LM Eval Harness"
-    description: ClassVar[str] = (
+    name = "lm-eval"
+    title = "LM Eval Harness"
+    description = (
         "Tasks of EleutherAI's lm-eval. In a multiple-choice task the answer is the choice with "
         "the highest likelihood (acc), or the highest likelihood per byte (acc_norm). In tasks "
         "with one continuation, such as LAMBADA, acc is the share of continuations that are the "
         "likeliest at every token. Brackets contain the filter that extracts an answer from a "
         "text. Measures without an item have intervals of 1.96 standard errors."
     )
-    published: ClassVar[tuple[Published, ...]] = (
+    published = (
         *(
             Published(f"{task}, 0 shots, {metric}", value, None, _TABLE)
             for task, (metric, value) in _PAPER.items()
@@ -196,7 +194,7 @@ class LmEval(Suite):
         return self._library.better(name, metric)
 
     @override
-    def draw(self, figure: "Figure", records: Mapping[str, Records]) -> bool:
+    def draw(self, figure: Figure, records: Mapping[str, Records]) -> bool:
         """Draw the first metric of each task and group, in a panel per number of shots."""
         found = {target: self._bars(each) for target, each in records.items()}
         panels: dict[str, list[str]] = {}

@@ -4,19 +4,15 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import count, takewhile
-from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 from typing_extensions import override
 
-from diffmegatron.evaluation.figures import estimate_measures, place_legend
+from diffmegatron.evaluation.figures import Figure, estimate_measures, place_legend
 from diffmegatron.evaluation.requests import ItemGenerator, Scoring
-from diffmegatron.evaluation.suite import Direction, Item, Mean, Record, Records
+from diffmegatron.evaluation.suite import Item, Mean, Record, Records
 from diffmegatron.evaluation.targets import Target
 from diffmegatron.evaluation.text import WindowSuite, named_paths, split
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 BYTE = "bits per byte"
 TOKEN = "nats per token"
@@ -34,10 +30,11 @@ class Loss(WindowSuite):
     joined, and an end-of-document token follows each document. Its loss does not count.
     """
 
-    name: ClassVar[str] = "loss"
-    within_training: ClassVar[bool] = True
-    title: ClassVar[str] = "Loss on held-out text"
-    description: ClassVar[str] = (
+    name = "loss"
+    direction = "lower"
+    within_training = True
+    title = "Loss on held-out text"
+    description = (
         "The mean negative log-likelihood of each token of the given text after the tokens "
         "before it. Longer texts weigh more. A model that was trained on the text gets too low "
         "a loss. Rows for tokens 1 to n of windows that have as many are over other windows for "
@@ -146,11 +143,7 @@ class Loss(WindowSuite):
         return sorted(measures, key=order.index)
 
     @override
-    def better(self, measure: str) -> Direction:
-        return "lower"
-
-    @override
-    def draw(self, figure: "Figure", records: Mapping[str, Records]) -> bool:
+    def draw(self, figure: Figure, records: Mapping[str, Records]) -> bool:
         """Draw the mean loss of the first n tokens of full windows, by n."""
         from matplotlib.ticker import NullLocator, StrMethodFormatter
 

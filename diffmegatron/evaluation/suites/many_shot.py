@@ -2,20 +2,16 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import Field
 from typing_extensions import override
 
 from diffmegatron.evaluation.classification_datasets import TASKS, EncodedTask, check_tasks
-from diffmegatron.evaluation.figures import estimate_measures, plot_curves
+from diffmegatron.evaluation.figures import Figure, estimate_measures, plot_curves
 from diffmegatron.evaluation.requests import ItemGenerator
-from diffmegatron.evaluation.suite import Direction, Item, Mean, Record, Records, Suite
+from diffmegatron.evaluation.suite import Item, Mean, Record, Records, Suite
 from diffmegatron.evaluation.targets import Target
 from diffmegatron.section import Count
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 DATA_DIR = Field(description="folder with the files of published data sets")
 
@@ -29,9 +25,10 @@ class ManyShot(Suite):
     of the training set.
     """
 
-    name: ClassVar[str] = "many-shot"
-    title: ClassVar[str] = "Many-shot classification, accuracy"
-    description: ClassVar[str] = (
+    name = "many-shot"
+    direction = "higher"
+    title = "Many-shot classification, accuracy"
+    description = (
         "The model classifies texts after examples with their labels. The rows are the accuracy "
         "by task and by number of examples in total, and its mean over these numbers."
     )
@@ -82,11 +79,7 @@ class ManyShot(Suite):
         return f"{record['task']}/{record['question']}"
 
     @override
-    def better(self, measure: str) -> Direction:
-        return "higher"
-
-    @override
-    def draw(self, figure: "Figure", records: Mapping[str, Records]) -> bool:
+    def draw(self, figure: Figure, records: Mapping[str, Records]) -> bool:
         figure.set_size_inches(3.6 * len(self.tasks), 3.8)
         panels = figure.subplots(1, len(self.tasks), squeeze=False)[0]
         estimates = {name: estimate_measures(self, each) for name, each in records.items()}

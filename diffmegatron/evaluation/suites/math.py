@@ -4,23 +4,20 @@ import re
 from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any
 
 from pydantic import Field
 from typing_extensions import override
 
 from diffmegatron.errors import UserError
 from diffmegatron.evaluation.datasets import choose
-from diffmegatron.evaluation.figures import plot_measures
+from diffmegatron.evaluation.figures import Figure, plot_measures
 from diffmegatron.evaluation.math_datasets import BENCHMARKS, TRAINING
 from diffmegatron.evaluation.requests import Generation, ItemGenerator
 from diffmegatron.evaluation.suite import Direction, Item, Mean, Record, Records, Suite
 from diffmegatron.evaluation.suites.many_shot import DATA_DIR
 from diffmegatron.evaluation.targets import Target
 from diffmegatron.section import Count, Size
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 _NEXT = "\n\nQuestion:"
 
@@ -31,9 +28,9 @@ class Mathematics(Suite):
     Decoding is greedy. Differential Transformer (Ye et al.) uses 1,024 or 16,384 ``answer_tokens``.
     """
 
-    name: ClassVar[str] = "math"
-    title: ClassVar[str] = "Mathematics, accuracy"
-    description: ClassVar[str] = (
+    name = "math"
+    title = "Mathematics, accuracy"
+    description = (
         "The model solves problems in words. An answer counts if it is mathematically equal to "
         "the right one. The limit of an answer is the setting answer_tokens; a cut answer "
         "counts by its text so far."
@@ -100,7 +97,7 @@ class Mathematics(Suite):
         return "lower" if measure.endswith("limit") else "higher"
 
     @override
-    def draw(self, figure: "Figure", records: Mapping[str, Records]) -> bool:
+    def draw(self, figure: Figure, records: Mapping[str, Records]) -> bool:
         measures = {benchmark: benchmark for benchmark in self.benchmarks}
         plot_measures(figure.subplots(), self, records, measures, "accuracy", is_share=True)
         return True

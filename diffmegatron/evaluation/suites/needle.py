@@ -4,13 +4,14 @@ import random
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import Annotated
 
 import numpy as np
 from pydantic import Field
 from typing_extensions import override
 
 from diffmegatron.errors import UserError
+from diffmegatron.evaluation.figures import Figure
 from diffmegatron.evaluation.haystack import (
     CITIES,
     HaystackPrompt,
@@ -19,12 +20,9 @@ from diffmegatron.evaluation.haystack import (
     question,
 )
 from diffmegatron.evaluation.requests import Generation, ItemGenerator
-from diffmegatron.evaluation.suite import Direction, Item, Mean, Published, Record, Records, Suite
+from diffmegatron.evaluation.suite import Item, Mean, Published, Record, Records, Suite
 from diffmegatron.evaluation.targets import Target
 from diffmegatron.section import Count, Size
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 Share = Annotated[float, Field(ge=0, le=1)]
 # (N, R): number of hidden needles, and number of needles that the question is about.
@@ -43,14 +41,15 @@ class Retrieval(Suite):
     depths. A number is found if the first line of the greedy answer contains it.
     """
 
-    name: ClassVar[str] = "needle"
-    within_training: ClassVar[bool] = True
-    title: ClassVar[str] = "Multi-needle retrieval, share of numbers found"
-    description: ClassVar[str] = (
+    name = "needle"
+    direction = "higher"
+    within_training = True
+    title = "Multi-needle retrieval, share of numbers found"
+    description = (
         "Numbers are hidden in a long text and asked for at its end. The score is the share of "
         "the requested numbers in the answer. N numbers are hidden and R are requested."
     )
-    published: ClassVar[tuple[Published, ...]] = (
+    published = (
         Published("N=1 R=1, 4,096 tokens", 1.00, 1.00, _TABLE),
         Published("N=2 R=2, 4,096 tokens", 0.92, 0.85, _TABLE),
         Published("N=4 R=2, 4,096 tokens", 0.84, 0.62, _TABLE),
@@ -118,11 +117,7 @@ class Retrieval(Suite):
         return {f"N={needles} R={asked}, {length:,} tokens": Mean(record["found"])}
 
     @override
-    def better(self, measure: str) -> Direction:
-        return "higher"
-
-    @override
-    def draw(self, figure: "Figure", records: Mapping[str, Records]) -> bool:
+    def draw(self, figure: Figure, records: Mapping[str, Records]) -> bool:
         figure.set_size_inches(3.2 * len(self.pairs), 2.8 * len(records))
         grid = figure.subplots(len(records), len(self.pairs), squeeze=False)
         for row, (name, of_target) in zip(grid, records.items(), strict=True):

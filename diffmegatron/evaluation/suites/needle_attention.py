@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import torch
@@ -11,16 +10,13 @@ from typing_extensions import override
 
 from diffmegatron.errors import NotFiniteError
 from diffmegatron.evaluation.captured_attention import LayerAttention, watch_attention
-from diffmegatron.evaluation.figures import plot_maps
+from diffmegatron.evaluation.figures import Figure, plot_maps
 from diffmegatron.evaluation.haystack import open_haystack
 from diffmegatron.evaluation.model import Model
 from diffmegatron.evaluation.suite import Direction, Item, Mean, Published, Record, Records, Suite
 from diffmegatron.evaluation.suites.needle import DEPTHS, HAYSTACK, Share, build_prompt
 from diffmegatron.evaluation.targets import Target
 from diffmegatron.section import Count, Size
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 _TABLE = "3B, table 3"
 _ANSWER, _NOISE = (0.27, 0.30, 0.31, 0.32, 0.40), (0.01, 0.02, 0.02, 0.02, 0.01)
@@ -36,16 +32,16 @@ class NeedleAttention(Suite):
     token and the question.
     """
 
-    name: ClassVar[str] = "needle-attention"
-    reads_attention: ClassVar[bool] = True
-    title: ClassVar[str] = "Attention to the answer and to noise"
-    description: ClassVar[str] = (
+    name = "needle-attention"
+    reads_attention = True
+    title = "Attention to the answer and to noise"
+    description = (
         "The share of the last token's attention that falls on a hidden number that is asked "
         "for (answer), and on the rest of the text around it (noise), as a mean over heads and "
         "layers. The first token and the question have the remainder. Depth 0% is the beginning "
         "of the text and 100% its end."
     )
-    published: ClassVar[tuple[Published, ...]] = tuple(
+    published = tuple(
         Published(f"{part}, depth {depth:.0%}", differential, transformer, _TABLE)
         for part, ours, theirs in (
             ("answer", _ANSWER, _ANSWER_T),
@@ -107,7 +103,7 @@ class NeedleAttention(Suite):
         return "higher" if measure.startswith("answer") else "lower"
 
     @override
-    def draw(self, figure: "Figure", records: Mapping[str, Records]) -> bool:
+    def draw(self, figure: Figure, records: Mapping[str, Records]) -> bool:
         figure.set_size_inches(4.5 * len(records), 7.5)
         panels = figure.subfigures(2, 1, squeeze=False)[:, 0]
         for panel, part in zip(panels, ("answer", "noise"), strict=True):

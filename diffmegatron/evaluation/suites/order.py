@@ -5,7 +5,6 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 from pydantic import Field
@@ -13,15 +12,12 @@ from typing_extensions import override
 
 from diffmegatron.evaluation.bootstrap import estimate_of_means
 from diffmegatron.evaluation.classification_datasets import EncodedTask, Example, check_tasks
-from diffmegatron.evaluation.figures import plot_curves
+from diffmegatron.evaluation.figures import Figure, plot_curves
 from diffmegatron.evaluation.requests import ItemGenerator
 from diffmegatron.evaluation.suite import Direction, Estimate, Item, Mean, Record, Records, Suite
 from diffmegatron.evaluation.suites.many_shot import DATA_DIR
 from diffmegatron.evaluation.targets import Target
 from diffmegatron.section import Count
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 _ARRANGEMENTS = ("random", "alternating")
 
@@ -34,9 +30,9 @@ class Order(Suite):
     in turn.
     """
 
-    name: ClassVar[str] = "order"
-    title: ClassVar[str] = "Order of examples, accuracy"
-    description: ClassVar[str] = (
+    name = "order"
+    title = "Order of examples, accuracy"
+    description = (
         "The model classifies texts after the same examples in several orders: at random, or "
         "with alternating labels. Rows without best or worst are means over the orders. The "
         "margin is the accuracy of the best order less that of the worst; it is small for a "
@@ -108,7 +104,7 @@ class Order(Suite):
         return "lower" if measure.endswith("margin") else "higher"
 
     @override
-    def draw(self, figure: "Figure", records: Mapping[str, Records]) -> bool:
+    def draw(self, figure: Figure, records: Mapping[str, Records]) -> bool:
         from matplotlib.ticker import MaxNLocator
 
         names = [f"{task}, {each}" for task in self.tasks for each in _ARRANGEMENTS]

@@ -5,7 +5,6 @@ import binascii
 import zlib
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import ClassVar
 
 import numpy as np
 import torch
@@ -21,7 +20,7 @@ from diffmegatron.evaluation.captured_attention import (
     watch_attention,
 )
 from diffmegatron.evaluation.model import Model
-from diffmegatron.evaluation.suite import Direction, Item, Published, Record, Records
+from diffmegatron.evaluation.suite import Item, Published, Record, Records
 from diffmegatron.evaluation.targets import Target
 from diffmegatron.evaluation.text import WindowSuite
 from diffmegatron.section import Count
@@ -51,17 +50,18 @@ class Outliers(WindowSuite):
     by bin. The second pass counts the magnitudes in the median's bin by their position.
     """
 
-    name: ClassVar[str] = "outliers"
-    reads_attention: ClassVar[bool] = True
-    title: ClassVar[str] = "Activation outliers"
-    description: ClassVar[str] = (
+    name = "outliers"
+    direction = "lower"
+    reads_attention = True
+    title = "Activation outliers"
+    description = (
         "The k-th largest magnitude (top-k) and the median of attention logits before the "
         "softmax, and of the layers' outputs (hidden states), over all tokens, heads and "
         "layers. Large outliers make quantisation lossy. They are extremes of the whole text, "
         "so they have no intervals."
     )
-    passes: ClassVar[tuple[str, str]] = ("largest values", "median")
-    published: ClassVar[tuple[Published, ...]] = tuple(
+    passes = ("largest values", "median")
+    published = tuple(
         Published(f"{of}, {name}", differential, transformer, _TABLE)
         for of, pair in _PAPER.items()
         for name, differential, transformer in zip(_NAMES, *pair, strict=True)
@@ -129,10 +129,6 @@ class Outliers(WindowSuite):
             counts = _summed([each["bins"] for each in first], _BINS)
             found[f"{of}, median"] = _median(counts, second)
         return found
-
-    @override
-    def better(self, measure: str) -> Direction:
-        return "lower"
 
 
 class _Counter:

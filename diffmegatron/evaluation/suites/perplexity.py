@@ -3,21 +3,17 @@
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import Field
 from typing_extensions import override
 
 from diffmegatron.errors import UserError
-from diffmegatron.evaluation.figures import estimate_measures, plot_bars
+from diffmegatron.evaluation.figures import Figure, estimate_measures, plot_bars
 from diffmegatron.evaluation.requests import ItemGenerator, Scoring
-from diffmegatron.evaluation.suite import Direction, Estimate, Item, Mean, Record, Records, Window
+from diffmegatron.evaluation.suite import Estimate, Item, Mean, Record, Records, Window
 from diffmegatron.evaluation.targets import Target
 from diffmegatron.evaluation.text import TextSuite, named_paths, read_texts
 from diffmegatron.section import Count, Size
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 _NATS = "nats per token"
 _PERPLEXITY = "perplexity"
@@ -32,9 +28,10 @@ class Perplexity(TextSuite):
     that are in no earlier window. The tokens before them are their context.
     """
 
-    name: ClassVar[str] = "perplexity"
-    title: ClassVar[str] = "Perplexity of held-out text"
-    description: ClassVar[str] = (
+    name = "perplexity"
+    direction = "lower"
+    title = "Perplexity of held-out text"
+    description = (
         "The exponential of the mean negative log-likelihood per token, in windows that "
         "overlap. It is the number of equally likely tokens with the same loss. An item is a "
         "window; windows of one text are alike, so the intervals are narrow. Texts and windows "
@@ -95,11 +92,7 @@ class Perplexity(TextSuite):
         return found
 
     @override
-    def better(self, measure: str) -> Direction:
-        return "lower"
-
-    @override
-    def draw(self, figure: "Figure", records: Mapping[str, Records]) -> bool:
+    def draw(self, figure: Figure, records: Mapping[str, Records]) -> bool:
         sources = list(named_paths(self.data))
         several = len(sources) > 1
         names = [f"{_PERPLEXITY}, {source}" if several else _PERPLEXITY for source in sources]

@@ -1,21 +1,18 @@
 """Loss with quantised attention logits (Differential Transformer, Ye et al., section 3.7)."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import Annotated
 
 from pydantic import Field
 from typing_extensions import override
 
 from diffmegatron.evaluation.captured_attention import quantize_logits
-from diffmegatron.evaluation.figures import estimate_measures, plot_curves
+from diffmegatron.evaluation.figures import Figure, estimate_measures, plot_curves
 from diffmegatron.evaluation.model import Model
-from diffmegatron.evaluation.suite import Direction, Item, Mean, Record, Records
+from diffmegatron.evaluation.suite import Item, Mean, Record, Records
 from diffmegatron.evaluation.targets import Target
 from diffmegatron.evaluation.text import WindowSuite
 from diffmegatron.section import Count
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 _FULL = "as they are"
 
@@ -26,10 +23,11 @@ class QuantizedAttention(WindowSuite):
     The paper measures the accuracy on HellaSwag instead of the loss.
     """
 
-    name: ClassVar[str] = "quantized-attention"
-    reads_attention: ClassVar[bool] = True
-    title: ClassVar[str] = "Loss with quantised attention logits"
-    description: ClassVar[str] = (
+    name = "quantized-attention"
+    direction = "lower"
+    reads_attention = True
+    title = "Loss with quantised attention logits"
+    description = (
         "The loss if attention logits are rounded to a few bits before the softmax, and what "
         "the rounding adds. The rounding adds less to the loss of a model with small outliers."
     )
@@ -69,11 +67,7 @@ class QuantizedAttention(WindowSuite):
         return shares
 
     @override
-    def better(self, measure: str) -> Direction:
-        return "lower"
-
-    @override
-    def draw(self, figure: "Figure", records: Mapping[str, Records]) -> bool:
+    def draw(self, figure: Figure, records: Mapping[str, Records]) -> bool:
         names = [_FULL, *(f"{bits} bits" for bits in self.bits)]
         estimates = {name: estimate_measures(self, each) for name, each in records.items()}
         points = {

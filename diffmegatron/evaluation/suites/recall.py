@@ -7,7 +7,7 @@ in the context and is rare in the training corpus (Differential Transformer, Ye 
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from pydantic import Field
@@ -35,15 +35,15 @@ _BUFFER = 1 << 22
 class Recall(WindowSuite):
     """Loss of AR hits and of all other tokens in windows of held-out documents."""
 
-    name: ClassVar[str] = "recall"
-    within_training: ClassVar[bool] = True
-    title: ClassVar[str] = "Associative recall on held-out text"
-    description: ClassVar[str] = (
+    name = "recall"
+    within_training = True
+    title = "Associative recall on held-out text"
+    description = (
         "The loss of the second token of a rare pair that stands earlier in its window (AR "
         "hits), which a model can look up there, and the loss of all other tokens. A pair is "
         "rare if it occurs at most as often as the setting rare in the training corpus."
     )
-    published: ClassVar[tuple[Published, ...]] = (
+    published = (
         Published(HITS, 0.880, 0.898, _TABLE),
         Published(OTHERS, 3.247, 3.272, _TABLE),
     )

@@ -7,23 +7,20 @@ where x is the number of parameters or of training tokens.
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 from typing_extensions import override
 
 from diffmegatron.config.load import load_resolved
 from diffmegatron.errors import UserError
-from diffmegatron.evaluation.figures import place_legend
+from diffmegatron.evaluation.figures import Figure, place_legend
 from diffmegatron.evaluation.model import Model
 from diffmegatron.evaluation.suite import Direction, Item, Record, Records, Suite
 from diffmegatron.evaluation.targets import Target
 from diffmegatron.files import format_path
 from diffmegatron.model.accounting import count_parameters
 from diffmegatron.training.monitoring.metrics import METRICS, read_metrics
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 _RECIPE = "recipe.yaml"
 Point = tuple[float, float]
@@ -52,15 +49,13 @@ class Scaling(Suite):
     all runs must have the same size.
     """
 
-    name: ClassVar[str] = "scaling"
-    title: ClassVar[str] = (
-        "Scaling curves (paper: 62.2% of the parameters at 6.8B, 63.7% of the tokens at 160B)"
-    )
-    description: ClassVar[str] = (
+    name = "scaling"
+    title = "Scaling curves (paper: 62.2% of the parameters at 6.8B, 63.7% of the tokens at 160B)"
+    description = (
         "Power laws L = a x^-b fitted to the held-out losses of runs, and the share of the "
         "Transformer's size or tokens that another kind needs for the same loss."
     )
-    reads_runs: ClassVar[bool] = True
+    reads_runs = True
 
     against: Literal["parameters", "tokens"] = "parameters"
 
@@ -143,7 +138,7 @@ class Scaling(Suite):
         return "lower" if measure == "last held-out loss" else None
 
     @override
-    def draw(self, figure: "Figure", records: Mapping[str, Records]) -> bool:
+    def draw(self, figure: Figure, records: Mapping[str, Records]) -> bool:
         axes, fits = figure.subplots(), self._fits(records)
         for kind, (points, _) in self._points(records).items():
             xs, losses = zip(*points, strict=True)

@@ -3,21 +3,18 @@
 import resource
 import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import Self
 
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 from typing_extensions import override
 
-from diffmegatron.evaluation.figures import plot_measures
+from diffmegatron.evaluation.figures import Figure, plot_measures
 from diffmegatron.evaluation.model import Model
 from diffmegatron.evaluation.suite import Direction, Item, Mean, Published, Record, Records, Suite
 from diffmegatron.evaluation.targets import Target
 from diffmegatron.section import Count, Size
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 _PHASES = ("prefill", "decoding", "training")
 _TABLE = "3B, 4K, H100, table 7"
@@ -30,16 +27,16 @@ class Throughput(Suite):
     Transformer (Ye et al.), use the ratio of two models' speeds.
     """
 
-    name: ClassVar[str] = "throughput"
-    title: ClassVar[str] = "Throughput in tokens per second"
-    description: ClassVar[str] = (
+    name = "throughput"
+    title = "Throughput in tokens per second"
+    description = (
         "The speed of the exported models in plain transformers: a whole prompt (prefill), "
         "token by token (decoding), and forward with backward without an optimizer (training). "
         "On a CPU the peak memory is that of the whole process so far."
     )
     # Processes on one machine would slow each other down.
-    is_parallel: ClassVar[bool] = False
-    published: ClassVar[tuple[Published, ...]] = (
+    is_parallel = False
+    published = (
         Published("prefill, tokens/s", 44521, 48762, _TABLE),
         Published("training, tokens/s", 6718, 7491, _TABLE),
     )
@@ -117,7 +114,7 @@ class Throughput(Suite):
         return "lower" if "memory" in measure else "higher"
 
     @override
-    def draw(self, figure: "Figure", records: Mapping[str, Records]) -> bool:
+    def draw(self, figure: Figure, records: Mapping[str, Records]) -> bool:
         """Draw a panel for each phase, because speeds differ by orders of magnitude."""
         for axes, phase in zip(figure.subplots(1, len(_PHASES)), _PHASES, strict=True):
             plot_measures(axes, self, records, {phase: f"{phase}, tokens/s"}, "tokens/s")
