@@ -1,8 +1,8 @@
 """Collate samples into the microbatches of a data-parallel rank, and prefetch them in a thread."""
 
-import queue
-import threading
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -12,6 +12,8 @@ import torch
 from diffmegatron.config.data_config import DataConfig
 from diffmegatron.data.sampling.samples import Sample, Samples
 from diffmegatron.errors import UserError
+
+_PREFETCH = 2
 
 
 @dataclass(frozen=True)
@@ -72,13 +74,17 @@ def collate(samples: list[Sample], config: DataConfig) -> Batch:
         document_ids, starts = _documents(samples, length)
         if config.reset_position_ids:
             positions = positions - starts
+    sources = None
+    if len(config.sources) > 1:
+        paths = [source.path for source in config.sources]
+        sources = torch.tensor([paths.index(sample.source) for sample in samples])
     return Batch(
         tokens=tokens[:, :-1].contiguous(),
         labels=tokens[:, 1:].contiguous(),
         loss_mask=loss_mask,
         position_ids=positions,
         document_ids=document_ids if config.reset_attention_mask else None,
-        sources=_sources(samples, config),
+        sources=sources,
     )
 
 
@@ -95,13 +101,6 @@ def _documents(samples: list[Sample], length: int) -> tuple[torch.Tensor, torch.
     return torch.from_numpy(np.stack(numbers)), torch.from_numpy(np.stack(starts))
 
 
-def _sources(samples: list[Sample], config: DataConfig) -> torch.Tensor | None:
-    if len(config.sources) == 1:
-        return None
-    paths = [source.path for source in config.sources]
-    return torch.tensor([paths.index(sample.source) for sample in samples])
-
-
 class Loader:
     """Iterator over optimizer steps; each item is the list of this rank's microbatches.
 
@@ -109,12 +108,11 @@ class Loader:
     rank r begins at sample k * G + (m * data_parallel_size + r) * micro_batch_size. The global
     batch therefore contains the same samples for every layout of ranks.
 
-    A thread reads ``prefetch`` steps ahead until :meth:`close` is called. If the thread fails while
-    it reads a step, the error is raised when this step is requested.
+    A thread reads steps ahead until the context of the loader ends. If it fails to read a step, the
+    error is raised when this step is requested.
 
     Args:
         samples: samples of the run; ``samples[i]`` is sample i.
-        seq_length: number of input tokens per sample.
         micro_batch_size: samples per microbatch of one rank.
         global_batch_size: samples per optimizer step, over all ranks.
         consumed_samples: index of the first sample to read.
@@ -124,13 +122,11 @@ class Loader:
         self,
         samples: Samples,
         *,
-        seq_length: int,
         micro_batch_size: int,
         global_batch_size: int,
         data_parallel_rank: int,
         data_parallel_size: int,
         consumed_samples: int = 0,
-        prefetch: int = 2,
     ) -> None:
         per_microbatch = micro_batch_size * data_parallel_size
         if global_batch_size % per_microbatch:
@@ -138,106 +134,40 @@ class Loader:
                 f"global batch {global_batch_size} is not a multiple of micro-batch "
                 f"{micro_batch_size} x data parallel {data_parallel_size}"
             )
-        self._samples, self._seq_length = samples, seq_length
+        self._samples = samples
         self._micro_batch_size, self._global_batch_size = micro_batch_size, global_batch_size
-        self._rank, self._ranks = data_parallel_rank, data_parallel_size
-        self._microbatches = global_batch_size // per_microbatch
+        self._rank, self._per_microbatch = data_parallel_rank, per_microbatch
         self.consumed_samples = consumed_samples
-        self._prefetch = prefetch
-        self._reader: _Reader | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="data-prefetch")
+        self._steps: deque[Future[list[Batch]]] = deque()
 
     def __iter__(self) -> Iterator[list[Batch]]:
         return self
 
     def __next__(self) -> list[Batch]:
-        if self._reader is None:
-            self._reader = _Reader(self, self.consumed_samples, self._prefetch)
-        batches = self._reader.take()
+        while len(self._steps) <= _PREFETCH:
+            first = self.consumed_samples + len(self._steps) * self._global_batch_size
+            self._steps.append(self._thread.submit(self.read_step, first))
+        batches = self._steps[0].result()  # A failed step stays in the queue and fails again.
+        self._steps.popleft()
         self.consumed_samples += self._global_batch_size
         return batches
 
     def read_step(self, consumed_samples: int) -> list[Batch]:
         """Return this rank's microbatches of the global batch from ``consumed_samples`` on."""
         size = self._micro_batch_size
-        firsts = (
-            consumed_samples + (microbatch * self._ranks + self._rank) * size
-            for microbatch in range(self._microbatches)
-        )
+        start = consumed_samples + self._rank * size
         return [
-            collate(
-                [self._samples[index] for index in range(first, first + size)], self._samples.config
-            )
-            for first in firsts
+            collate([self._samples[first + n] for n in range(size)], self._samples.config)
+            for first in range(start, start + self._global_batch_size, self._per_microbatch)
         ]
-
-    @property
-    def consumed_tokens(self) -> int:
-        """Number of tokens that all ranks together have consumed."""
-        return self.consumed_samples * self._seq_length
-
-    @property
-    def global_batch_size(self) -> int:
-        """Number of samples per optimizer step, over all ranks."""
-        return self._global_batch_size
 
     def state(self) -> dict[str, Any]:
         """Return the position in the data as JSON-serializable values, equal on all ranks."""
         return self._samples.state(self.consumed_samples)
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Resume at a position that :meth:`state` returned; the layout of ranks may differ."""
-        self.close()
-        self._samples = self._samples.resumed(state)
-        self.consumed_samples = int(state["consumed_samples"])
-
-    def close(self) -> None:
-        """End the prefetch thread; the next call of ``next()`` starts a new thread."""
-        if self._reader is not None:
-            self._reader.close()
-            self._reader = None
-
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-class _Reader:
-    """Thread that reads steps ahead into a queue."""
-
-    def __init__(self, loader: Loader, consumed_samples: int, ahead: int) -> None:
-        self._queue: queue.Queue[list[Batch] | BaseException] = queue.Queue(max(1, ahead))
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(
-            target=self._read, args=(loader, consumed_samples), name="data-prefetch", daemon=True
-        )
-        self._thread.start()
-
-    def _read(self, loader: Loader, consumed_samples: int) -> None:
-        try:
-            while not self._stopped.is_set():
-                self._put(loader.read_step(consumed_samples))
-                consumed_samples += loader.global_batch_size
-        except BaseException as error:  # take() raises it in the consumer's thread.
-            self._put(error)
-
-    def _put(self, item: list[Batch] | BaseException) -> None:
-        while not self._stopped.is_set():
-            try:
-                self._queue.put(item, timeout=0.1)
-                return
-            except queue.Full:
-                continue
-
-    def take(self) -> list[Batch]:
-        """Wait for the next step and return its microbatches, or raise the thread's error."""
-        item = self._queue.get()
-        if isinstance(item, BaseException):
-            self._queue.put(item)  # The next call raises it again instead of waiting.
-            raise item
-        return item
-
-    def close(self) -> None:
-        self._stopped.set()
-        self._thread.join()
+        self._thread.shutdown(cancel_futures=True)

@@ -161,7 +161,7 @@ class MetricsHook(Hook):
             **mfu_metric(run.recipe, run.parallel_state.world_size, speed, device_name()),
             "mem/peak_gib": peak_memory() / 2**30,
             "data/consumed_samples": run.loader.consumed_samples,
-            "data/consumed_tokens": run.loader.consumed_tokens,
+            "data/consumed_tokens": run.loader.consumed_samples * run.recipe.training.seq_length,
         }
         others = (
             lambdas(run.network, run.parallel_state)

@@ -204,7 +204,6 @@ def our_loader(folder: Path, seq_length: int, samples: int) -> dict[str, float]:
     startup = time.perf_counter() - wall
     loader = Loader(
         opened,
-        seq_length=seq_length,
         micro_batch_size=1,
         global_batch_size=1,
         data_parallel_rank=0,

@@ -81,7 +81,6 @@ def open_loader(
         samples.require(training.total_steps * training.global_batch_size)
     return Loader(
         samples,
-        seq_length=training.seq_length,
         micro_batch_size=training.micro_batch_size,
         global_batch_size=training.global_batch_size,
         data_parallel_rank=parallel_state.data_rank,

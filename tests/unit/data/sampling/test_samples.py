@@ -57,7 +57,6 @@ def loader(
 ) -> Loader:
     return Loader(
         samples,
-        seq_length=32,
         micro_batch_size=micro,
         global_batch_size=12,
         data_parallel_rank=rank,
@@ -181,8 +180,9 @@ def test_the_loader_resumes_at_any_step_on_other_ranks(
     found: list[list[int]] = []
     parts = []
     for rank in range(ranks):
-        with loader(samples, rank, ranks, micro) as resumed:
-            resumed.restore(state)
+        with loader(
+            samples.resumed(state), rank, ranks, micro, consumed_samples=state["consumed_samples"]
+        ) as resumed:
             parts.append(next(resumed))
             assert resumed.consumed_samples == 12 * (boundary + 1)
     for microbatch in zip(*parts, strict=True):
@@ -235,11 +235,11 @@ def test_resuming_with_another_sample_order_is_refused(
 
 
 def prefetch_threads() -> int:
-    return sum(thread.name == "data-prefetch" for thread in threading.enumerate())
+    return sum(thread.name.startswith("data-prefetch") for thread in threading.enumerate())
 
 
 def test_prefetch_ends_with_the_loader(corpora: tuple[str, str]) -> None:
-    with loader(open_samples(config(*corpora), 32, 1, "train"), prefetch=3) as running:
+    with loader(open_samples(config(*corpora), 32, 1, "train")) as running:
         expected = [rows(running.read_step(12 * step)) for step in range(5)]
         assert [rows(next(running)) for _ in range(5)] == expected
         assert prefetch_threads() == 1
