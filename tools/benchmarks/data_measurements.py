@@ -23,6 +23,7 @@ from diffmegatron.data.index.corpus_manifest import (
     FileRecord,
     Manifest,
     TokenizerRecord,
+    document_lengths,
     hash_file,
     length_histogram,
 )
@@ -78,7 +79,7 @@ def write_corpus(prefix: Path, lengths: np.ndarray, *, sparse: bool) -> None:
         documents=len(lengths),
         tokens=tokens,
         **dict.fromkeys(("text_bytes", "rejected", "empty", "duplicates"), 0),
-        lengths=length_histogram(lengths, counts),
+        lengths=length_histogram(document_lengths(lengths, counts)),
         inputs=(),
         outputs=(output,),
     )

@@ -7,7 +7,7 @@ are UTF-8 text (:func:`~diffmegatron.files.printable`).
 import hashlib
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -230,46 +230,33 @@ def pieces(path: Path, before: int = 0) -> Iterator[memoryview]:
             raise UserError(f"cannot read {format_path(path)}: {os_error_text(error)}") from None
 
 
-def length_histogram(lengths: np.ndarray, counts: np.ndarray) -> tuple[LengthBin, ...]:
-    """Return a histogram of document lengths, computed in constant memory.
+def length_histogram(lengths: Iterable[np.ndarray]) -> tuple[LengthBin, ...]:
+    """Return the non-empty range of a histogram of document lengths with a bin per power of two.
+
+    ``lengths`` are arrays, int ``[documents]``, of token counts of at least 1.
+    """
+    documents, tokens = np.zeros(64, np.int64), np.zeros(64, np.int64)
+    for part in lengths:
+        exponents = np.frexp(part.astype(np.float64))[1] - 1
+        documents += np.bincount(exponents, minlength=64)
+        tokens += np.bincount(exponents, weights=part, minlength=64).astype(np.int64)
+    used = np.flatnonzero(documents)
+    return tuple(
+        LengthBin(at_least=1 << n, documents=int(documents[n]), tokens=int(tokens[n]))
+        for n in (range(int(used[0]), int(used[-1]) + 1) if len(used) else ())
+    )
+
+
+def document_lengths(lengths: np.ndarray, counts: np.ndarray) -> Iterator[np.ndarray]:
+    """Yield the numbers of tokens of the documents in pieces, int64, in constant memory.
 
     Args:
         lengths: int32 ``[sequences]``, number of tokens of each sequence.
         counts: int32 ``[documents]``, number of consecutive sequences of each document.
     """
-    histogram = Histogram()
     sequence = 0
     for start in range(0, len(counts), _BUFFER):
         part = np.asarray(counts[start : start + _BUFFER], dtype=np.int64)
         end = sequence + int(part.sum())
-        starts = np.cumsum(part) - part
-        histogram.add(np.add.reduceat(lengths[sequence:end], starts, dtype=np.int64))
+        yield np.add.reduceat(lengths[sequence:end], np.cumsum(part) - part, dtype=np.int64)
         sequence = end
-    return histogram.bins()
-
-
-class Histogram:
-    """Histogram of document lengths with one bin per power of two."""
-
-    def __init__(self) -> None:
-        self._documents, self._tokens = np.zeros(64, np.int64), np.zeros(64, np.int64)
-
-    def add(self, lengths: np.ndarray) -> None:
-        """Add documents; ``lengths`` (int ``[documents]``) are token counts of at least 1."""
-        exponents = np.frexp(lengths.astype(np.float64))[1] - 1
-        self._documents += np.bincount(exponents, minlength=64)
-        self._tokens += np.bincount(exponents, weights=lengths, minlength=64).astype(np.int64)
-
-    def bins(self) -> tuple[LengthBin, ...]:
-        """Return the bins in ascending order, from the first to the last non-empty bin."""
-        used = np.flatnonzero(self._documents)
-        if not len(used):
-            return ()
-        return tuple(
-            LengthBin(
-                at_least=1 << exponent,
-                documents=int(self._documents[exponent]),
-                tokens=int(self._tokens[exponent]),
-            )
-            for exponent in range(int(used[0]), int(used[-1]) + 1)
-        )

@@ -18,6 +18,7 @@ from diffmegatron.data.index.corpus_manifest import (
     Manifest,
     PartRecord,
     TokenizerRecord,
+    document_lengths,
     hash_file,
     length_histogram,
 )
@@ -225,7 +226,7 @@ class Preparation:
             ),
             settings=self.identity.settings,
             **dataclasses.asdict(self.counts),
-            lengths=length_histogram(lengths, counts),
+            lengths=length_histogram(document_lengths(lengths, counts)),
             inputs=tuple(map(_input_record, self.files)),
             part=self.identity.part,
             outputs=(

@@ -79,15 +79,12 @@ class Cache:
         """
         name = repr((_VERSION, *key))
         folder = self.parent / f"{derive_key(name):016x}"
-        found = _read(folder, name)
-        return found if found is not None else self._build(folder, name, build)
-
-    def _build(self, folder: Path, name: str, build: Callable[[], Arrays]) -> Arrays:
+        if (found := _read(folder, name)) is not None:
+            return found
         place = f"the index cache {self.parent}"
         with FileLock(folder.with_suffix(".lock"), place, _ADVICE, patience=math.inf):
             # Another process may have built the entry while this process waited for the lock.
-            found = _read(folder, name)
-            if found is None:
+            if (found := _read(folder, name)) is None:
                 built = build()
                 try:
                     _write(folder, name, *built)

@@ -1,16 +1,18 @@
-"""Choice and order of the documents of a split, built once and then read from a cache."""
+"""Choice and order of the documents of a split, built once and then read from a cache.
+
+Runs with different limits for length up-sampling can use the same prepared corpus, because the
+documents are selected here.
+"""
 
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
-from diffmegatron.data.index.corpus_manifest import Histogram, LengthBin
+from diffmegatron.data.index.corpus_manifest import LengthBin, length_histogram
 from diffmegatron.data.index.token_store import Corpus
 from diffmegatron.data.sampling.array_cache import Arrays, Cache
-from diffmegatron.data.sampling.length_upsampling import keep_long
 from diffmegatron.data.sampling.permutation import derive_key, random_bits, uniform
 from diffmegatron.errors import UserError
 
@@ -67,23 +69,25 @@ class DocumentOrder:
         return self.tokens / max(1, sum(part.tokens for part in self.split_lengths))
 
 
-def corpus_cache(corpus: Corpus, cache_dir: str | None) -> Cache:
-    """Return the cache in the folder ``cache_dir``, by default ``PREFIX.cache`` of the corpus."""
-    return Cache(Path(cache_dir or f"{corpus.prefix}.cache"))
-
-
 def open_order(corpus: Corpus, selection: Selection, cache: Cache) -> DocumentOrder:
     """Return the document order of a split from the cache; build it first if it is missing."""
     arrays, summary = cache.open(
         ("documents", corpus.manifest.content, selection),
         lambda: build_order(corpus, selection),
     )
-    return DocumentOrder(
+    order = DocumentOrder(
         arrays["documents"],
         arrays["ends"],
         split_lengths=_bins(summary["split_lengths"]),
         lengths=_bins(summary["lengths"]),
     )
+    if order.split_lengths and not order.tokens:
+        raise UserError(
+            f"up-sampling keeps no document of source {corpus.prefix}: all are shorter than "
+            f"{selection.long_tokens} tokens, and short ones are kept with probability "
+            f"{selection.keep_short:g}; lower data.upsampling.long_tokens or raise keep_short"
+        )
+    return order
 
 
 def build_order(corpus: Corpus, selection: Selection) -> Arrays:
@@ -91,18 +95,15 @@ def build_order(corpus: Corpus, selection: Selection) -> Arrays:
     corpus.check_index()
     documents = select_split(corpus.num_documents, selection)
     all_lengths = corpus.lengths[documents]
-    documents = documents[
-        keep_long(
-            all_lengths,
-            documents,
-            long_tokens=selection.long_tokens,
-            keep_short=selection.keep_short,
-            seed=selection.seed,
-        )
-    ]
-    documents = _shuffle(documents, derive_key("order", selection.seed))
+    documents = documents[keep_long(all_lengths, documents, selection)]
+    # Unlike numpy's random numbers, these hashes are the same in every version. They are distinct,
+    # so the sorting algorithm does not matter.
+    documents = documents[np.argsort(random_bits(derive_key("order", selection.seed), documents))]
     lengths = corpus.lengths[documents]
-    summary = {"split_lengths": _histogram(all_lengths), "lengths": _histogram(lengths)}
+    summary = {
+        name: [part.model_dump() for part in length_histogram([values])]
+        for name, values in (("split_lengths", all_lengths), ("lengths", lengths))
+    }
     return {"documents": documents, "ends": np.cumsum(lengths, dtype=np.int64)}, summary
 
 
@@ -141,27 +142,22 @@ def _lowest(chance: np.ndarray, free: np.ndarray, fraction: float) -> np.ndarray
     return free & (chance <= candidates[number - 1])
 
 
-def _shuffle(documents: np.ndarray, key: int) -> np.ndarray:
-    # Unlike numpy's random numbers, these hashes are the same in every version. They are distinct,
-    # so the sorting algorithm does not matter.
-    return documents[np.argsort(random_bits(key, documents))]
+def keep_long(lengths: np.ndarray, documents: np.ndarray, selection: Selection) -> np.ndarray:
+    """Return which of n documents length up-sampling keeps, bool ``[n]``.
 
+    Length up-sampling (Fu et al., arXiv 2402.10171) keeps all long and a few short documents. The
+    paper uses ``long_tokens`` 4096 and ``keep_short`` 0.1.
 
-def _histogram(lengths: np.ndarray) -> list[dict[str, Any]]:
-    histogram = Histogram()
-    histogram.add(lengths)
-    return [part.model_dump() for part in histogram.bins()]
+    Args:
+        lengths: int ``[n]``, number of tokens of each document, with its end-of-document token.
+        documents: int ``[n]``, index of each document in the corpus. This index and the seed
+            determine whether a short document is kept.
+    """
+    if selection.keep_short == 1:
+        return np.ones(len(documents), dtype=bool)
+    chance = uniform(derive_key("keep_short", selection.seed), documents)
+    return (lengths - 1 >= selection.long_tokens) | (chance < selection.keep_short)
 
 
 def _bins(saved: list[dict[str, Any]]) -> tuple[LengthBin, ...]:
     return tuple(LengthBin.model_validate(part) for part in saved)
-
-
-def require_documents(order: DocumentOrder, corpus: Corpus, selection: Selection) -> None:
-    """Raise a ``UserError`` if up-sampling drops all documents of a non-empty split."""
-    if order.split_lengths and not order.tokens:
-        raise UserError(
-            f"up-sampling keeps no document of source {corpus.prefix}: all are shorter than "
-            f"{selection.long_tokens} tokens, and short ones are kept with probability "
-            f"{selection.keep_short:g}; lower data.upsampling.long_tokens or raise keep_short"
-        )

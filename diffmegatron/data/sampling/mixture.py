@@ -1,13 +1,110 @@
-"""Mixture of weighted sources (corpora): the source of each sample of a run.
+"""Mixture of weighted sources (corpora), which determines the source of each sample of a run.
 
-Unlike Megatron's ``BlendedDataset``, :class:`Mixture` stores no array with an entry for each
-sample: it descends a binary tree over the sources. Among the first n samples, the count of each
-source deviates from its exact share by at most one sample per level of the tree.
+The weights and sources may change when a run resumes. A change at sample n begins a new period. The
+order before sample n stays unchanged, and each source continues with its next sample. A checkpoint
+stores all periods. A source is identified by the hash of its content, because its path may change.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from fractions import Fraction
+from itertools import pairwise
+from typing import Any
+
+from diffmegatron.errors import UserError
+
+
+@dataclass(frozen=True)
+class SourceWeight:
+    """PREFIX, content hash and relative weight of a source (corpus) in one period."""
+
+    path: str
+    content: str
+    weight: float
+
+
+@dataclass(frozen=True)
+class Period:
+    """Period of a run with constant weights, which begins at the sample ``from_sample``."""
+
+    from_sample: int
+    sources: tuple[SourceWeight, ...]
+
+
+class MixtureHistory:
+    """Mixtures of all periods of a run; the first period begins at sample 0."""
+
+    def __init__(self, periods: Sequence[Period]) -> None:
+        self.periods = tuple(periods)
+        self._starts = [period.from_sample for period in self.periods]
+        self._mixtures = [_mixture(period) for period in self.periods]
+        self._before: list[dict[str, int]] = [{}]
+        for number, (start, end) in enumerate(pairwise(self._starts)):
+            self._before.append(self._counts_within(number, end - start))
+
+    def locate(self, index: int) -> tuple[str, int]:
+        """Return the content hash of a sample's source, and the sample's number in this source."""
+        number = bisect_right(self._starts, index) - 1
+        content, local = self._mixtures[number].locate(index - self._starts[number])
+        return content, self._before[number].get(content, 0) + local
+
+    def counts(self, num_samples: int) -> dict[str, int]:
+        """Count each source's samples (by content hash) among the first ``num_samples`` samples."""
+        number = max(0, bisect_right(self._starts, num_samples) - 1)
+        return self._counts_within(number, num_samples - self._starts[number])
+
+    def _counts_within(self, number: int, num_samples: int) -> dict[str, int]:
+        """Count as :meth:`counts` does, up to ``num_samples`` samples into period ``number``."""
+        counts = dict(self._before[number])
+        for content, count in self._mixtures[number].counts(num_samples).items():
+            counts[content] = counts.get(content, 0) + count
+        return counts
+
+    def changed(self, from_sample: int, sources: tuple[SourceWeight, ...]) -> "MixtureHistory":
+        """Return a history in which the given weights apply from sample ``from_sample`` on.
+
+        Later periods are dropped. If ``sources`` have the normalized weights of the last period,
+        this history itself is returned.
+        """
+        if _shares(self.periods[-1].sources) == _shares(sources):
+            return self
+        kept = [period for period in self.periods if period.from_sample < from_sample]
+        return MixtureHistory([*kept, Period(from_sample, sources)])
+
+    def path(self, content: str) -> str:
+        """Return the path of the source with this hash, from the last period that contains it."""
+        known = {s.content: s.path for period in self.periods for s in period.sources}
+        return known[content]
+
+    def to_json(self) -> list[dict[str, Any]]:
+        """Return the history as JSON-serializable values for a checkpoint."""
+        return [asdict(period) for period in self.periods]
+
+    @classmethod
+    def from_json(cls, saved: Sequence[dict[str, Any]]) -> "MixtureHistory":
+        """Create a history from the values that :meth:`to_json` returned."""
+        return cls(
+            [
+                Period(part["from_sample"], tuple(SourceWeight(**s) for s in part["sources"]))
+                for part in saved
+            ]
+        )
+
+
+def _mixture(period: Period) -> "Mixture":
+    weights = {source.content: source.weight for source in period.sources}
+    if min(weights.values(), default=0) < 0 or sum(weights.values()) <= 0:
+        listed = ", ".join(f"{source.path} {source.weight:g}" for source in period.sources)
+        raise UserError(
+            f"the weights of data.sources ({listed}) must be at least 0 and not all zero"
+        )
+    return Mixture(weights)
+
+
+def _shares(sources: tuple[SourceWeight, ...]) -> dict[str, float]:
+    total = sum(source.weight for source in sources)
+    return {source.content: source.weight / total for source in sources if source.weight}
 
 
 @dataclass(frozen=True)
@@ -15,30 +112,30 @@ class _Node:
     """Inner node of the tree, which divides a stream of samples between two groups of sources.
 
     Of the first n samples of the stream, floor(n * ``share``) belong to the left group. A group
-    with a single source is stored as the index of this source.
+    with a single source is stored as the name of this source.
     """
 
     share: Fraction
-    left: "_Node | int"
-    right: "_Node | int"
+    left: "_Node | str"
+    right: "_Node | str"
 
 
 class Mixture:
-    """Assignment of the samples of a run to its sources (corpora), in proportion to ``weights``.
+    """Assignment of samples to sources in proportion to ``weights`` (name -> weight).
 
-    Raises:
-        ValueError: a weight is negative, or all are zero.
+    Unlike Megatron's ``BlendedDataset``, this class stores no array with an entry for each sample:
+    it descends a binary tree over the sources. Among the first n samples, the count of each source
+    deviates from its exact share by at most one sample per level of the tree.
     """
 
-    def __init__(self, weights: Sequence[float]) -> None:
-        if min(weights, default=0) < 0 or sum(weights) <= 0:
-            raise ValueError(f"weights {list(weights)} must be at least 0 and not all zero")
-        exact = [Fraction(weight).limit_denominator(1 << 40) for weight in weights]
-        self._size = len(exact)
-        self._tree = _build([n for n in range(self._size) if exact[n]], exact)
+    def __init__(self, weights: Mapping[str, float]) -> None:
+        # Sources are sorted, so that their order in the recipe has no effect.
+        exact = {name: Fraction(weights[name]).limit_denominator(1 << 40) for name in weights}
+        self._names = sorted(weights)
+        self._tree = _build([name for name in self._names if exact[name]], exact)
 
-    def locate(self, index: int) -> tuple[int, int]:
-        """Return the index of a sample's source, and the sample's number in this source."""
+    def locate(self, index: int) -> tuple[str, int]:
+        """Return the source of a sample, and the sample's number in this source."""
         node = self._tree
         while isinstance(node, _Node):
             before = _floor(index, node.share)
@@ -48,13 +145,13 @@ class Mixture:
                 node, index = node.right, index - before
         return node, index
 
-    def counts(self, samples: int) -> list[int]:
-        """Return how many of the first ``samples`` samples of the run belong to each source."""
-        counts = [0] * self._size
-        pending: list[tuple[_Node | int, int]] = [(self._tree, samples)]
+    def counts(self, samples: int) -> dict[str, int]:
+        """Return how many of the first ``samples`` samples belong to each source."""
+        counts = dict.fromkeys(self._names, 0)
+        pending: list[tuple[_Node | str, int]] = [(self._tree, samples)]
         while pending:
             node, count = pending.pop()
-            if isinstance(node, int):
+            if isinstance(node, str):
                 counts[node] = count
                 continue
             left = _floor(count, node.share)
@@ -62,13 +159,11 @@ class Mixture:
         return counts
 
 
-def _build(sources: list[int], weights: list[Fraction]) -> _Node | int:
-    if len(sources) == 1:
-        return sources[0]
-    middle = len(sources) // 2
-    left, right = sources[:middle], sources[middle:]
-    total = sum(weights[n] for n in sources)
-    share = Fraction(sum(weights[n] for n in left), total)
+def _build(names: list[str], weights: Mapping[str, Fraction]) -> _Node | str:
+    if len(names) == 1:
+        return names[0]
+    left, right = names[: len(names) // 2], names[len(names) // 2 :]
+    share = Fraction(sum(weights[n] for n in left), sum(weights[n] for n in names))
     return _Node(share, _build(left, weights), _build(right, weights))
 
 

@@ -7,21 +7,16 @@ with ``data.on_exhausted: repeat``.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from diffmegatron.config.data_config import DataConfig, Source
+from diffmegatron.config.data_config import DataConfig
 from diffmegatron.data.index.token_store import Corpus, check_tokenizer, open_corpus
-from diffmegatron.data.sampling.document_order import (
-    DocumentOrder,
-    Selection,
-    Split,
-    corpus_cache,
-    open_order,
-    require_documents,
-)
-from diffmegatron.data.sampling.mixture_history import MixtureHistory, Period, SourceWeight
+from diffmegatron.data.sampling.array_cache import Cache
+from diffmegatron.data.sampling.document_order import DocumentOrder, Selection, Split, open_order
+from diffmegatron.data.sampling.mixture import MixtureHistory, Period, SourceWeight
 from diffmegatron.data.sampling.permutation import derive_key, permute
 from diffmegatron.data.sampling.sequences import Blocks, Pieces, open_blocks
 from diffmegatron.data.tokenizers import load_tokenizer
@@ -78,11 +73,9 @@ class SourceSamples:
         """Return the number of the block that is sample ``index`` of this source."""
         epoch = self.blocks.epoch(index)
         first = self.blocks.first_block(epoch)
-        size = (
-            self.blocks.first_block(epoch + 1) - first
-            if self._repeat
-            else self.blocks.blocks_in_one_epoch()
-        )
+        size = self.blocks.blocks_in_one_epoch
+        if self._repeat:
+            size = self.blocks.first_block(epoch + 1) - first
         return first + permute(index - first, size, derive_key(self._key, epoch))
 
     def __getitem__(self, index: int) -> Sample:
@@ -92,7 +85,11 @@ class SourceSamples:
         filled = int(ends[-1])
         firsts = self.corpus.offsets[pieces.documents] // self.corpus.tokens.itemsize
         firsts += pieces.starts
-        self._check_places(firsts, pieces.lengths, filled)
+        # If the index was damaged after the document order was cached, pieces may be wrong.
+        inside = (firsts >= 0) & (pieces.lengths > 0)
+        inside &= firsts + pieces.lengths <= len(self.corpus.tokens)
+        if not inside.all() or filled > len(tokens):
+            raise self._damaged_index()
         stored, end = self.corpus.tokens, 0
         for first, length in zip(firsts.tolist(), pieces.lengths.tolist(), strict=True):
             tokens[end : end + length] = stored[first : first + length]
@@ -101,16 +98,6 @@ class SourceSamples:
         tokens[filled:] = self.corpus.end_of_document
         starts = np.concatenate([[0], ends if filled < len(tokens) else ends[:-1]])
         return Sample(tokens, starts, self._loss_mask(pieces, filled), self.corpus.prefix)
-
-    def _check_places(self, firsts: np.ndarray, lengths: np.ndarray, filled: int) -> None:
-        """Refuse pieces outside the token file, and pieces that are longer than a sample together.
-
-        Such pieces are possible if the index was damaged after the document order was cached.
-        ``firsts`` and ``lengths`` are in tokens.
-        """
-        inside = (firsts >= 0) & (lengths > 0) & (firsts + lengths <= len(self.corpus.tokens))
-        if not inside.all() or filled > self._seq_length + 1:
-            raise self._damaged_index()
 
     def _damaged_index(self) -> UserError:
         return UserError(
@@ -130,11 +117,9 @@ class SourceSamples:
             )
 
     def _loss_mask(self, pieces: Pieces, filled: int) -> np.ndarray | None:
+        loss_mask = np.arange(self._seq_length + 1) < filled
         if not self.corpus.is_fine_tuning:
-            if filled == self._seq_length + 1:
-                return None
-            return np.arange(self._seq_length + 1) < filled
-        loss_mask = np.zeros(self._seq_length + 1, dtype=bool)
+            return None if loss_mask.all() else loss_mask
         parts = [
             self.corpus.loss_mask(document)[start : start + length]
             for document, start, length in zip(*pieces, strict=True)
@@ -173,7 +158,7 @@ class Samples:
                 f"sample {index} comes from source {self.history.path(content)}, which "
                 "data.sources does not contain; add it again to replay the run from there"
             )
-        if not self._repeat and local >= source.blocks.blocks_in_one_epoch():
+        if not self._repeat and local >= source.blocks.blocks_in_one_epoch:
             raise UserError(self._exhausted(source))
         return source[local]
 
@@ -181,11 +166,7 @@ class Samples:
         """Raise a ``UserError`` if a source has too few samples for a run of ``num_samples``."""
         for content, count in self.history.counts(num_samples).items():
             source = self.sources.get(content)
-            if (
-                not self._repeat
-                and source is not None
-                and count > source.blocks.blocks_in_one_epoch()
-            ):
+            if not self._repeat and source and count > source.blocks.blocks_in_one_epoch:
                 raise UserError(
                     f"{self._exhausted(source)}; the run of {num_samples} samples needs {count}"
                 )
@@ -219,19 +200,14 @@ class Samples:
         return Samples(self.config, self.sources, history, self.settings)
 
     def _exhausted(self, source: SourceSamples) -> str:
-        count = source.blocks.blocks_in_one_epoch()
+        count = source.blocks.blocks_in_one_epoch
         return (
             f"source {source.corpus.prefix} is exhausted after {count} samples and "
             "data.on_exhausted is 'stop'; lower its weight, add data, or set it to 'repeat'"
         )
 
 
-def open_samples(
-    config: DataConfig,
-    seq_length: int,
-    seed: int,
-    split: Split,
-) -> Samples:
+def open_samples(config: DataConfig, seq_length: int, seed: int, split: Split) -> Samples:
     """Open the sources of a recipe, and return the samples of a split.
 
     The first call builds the index cache (document orders and packed sequences). ``seed``
@@ -244,19 +220,46 @@ def open_samples(
             "share above 0"
         )
     selection = _selection(config, seed, split)
-    sources = _open_sources(config, seq_length, selection)
-    weights = tuple(
-        SourceWeight(source.path, content, _weight(config, source, sources[content].order))
-        for source, content in zip(config.sources, sources, strict=True)
-    )
+    tokenizer = load_tokenizer(config.tokenizer)
+    sources: dict[str, SourceSamples] = {}
+    weights = []
+    for source in config.sources:
+        corpus = open_corpus(source.path)
+        content = corpus.manifest.content
+        if content in sources:
+            raise UserError(
+                f"sources {sources[content].corpus.prefix} and {source.path} hold the same tokens; "
+                "list one of them, with the sum of both weights"
+            )
+        check_tokenizer(corpus, tokenizer)
+        cache = Cache(Path(config.cache_dir or f"{corpus.prefix}.cache"))
+        order = open_order(corpus, selection, cache)
+        blocks = open_blocks(corpus, order, seq_length, config.packing, selection, cache)
+        key = derive_key("samples", content, split, selection.seed)
+        repeat = config.on_exhausted == "repeat"
+        sources[content] = SourceSamples(corpus, order, blocks, seq_length, key, repeat=repeat)
+        weight = source.weight if order.tokens else 0.0
+        if config.upsampling.mode == "global":
+            # A source with many long documents thus gets a larger share of the mixture.
+            weight *= order.kept_share
+        weights.append(SourceWeight(source.path, content, weight))
     if not any(weight.weight for weight in weights):
         raise UserError(
             f"no source with a weight has a document in the {split} split "
             f"(data.validation_fraction {config.validation_fraction:g}, data.test_fraction "
             f"{config.test_fraction:g}); give more documents or a larger fraction"
         )
-    settings = _order_settings(config, seq_length, selection)
-    return Samples(config, sources, MixtureHistory((Period(0, weights),)), settings)
+    settings = {
+        "seq_length": seq_length,
+        "seed": selection.seed,
+        "packing": config.packing,
+        "long_tokens": selection.long_tokens,
+        "keep_short": selection.keep_short,
+        "validation_fraction": config.validation_fraction,
+        "test_fraction": config.test_fraction,
+        "split_seed": config.split_seed,
+    }
+    return Samples(config, sources, MixtureHistory([Period(0, tuple(weights))]), settings)
 
 
 def _selection(config: DataConfig, seed: int, split: Split) -> Selection:
@@ -270,55 +273,3 @@ def _selection(config: DataConfig, seed: int, split: Split) -> Selection:
         config.upsampling.long_tokens if upsampled else 0,
         config.upsampling.keep_short if upsampled else 1.0,
     )
-
-
-def _open_sources(
-    config: DataConfig, seq_length: int, selection: Selection
-) -> dict[str, SourceSamples]:
-    """Return content hash -> samples of each source, in the recipe's order."""
-    tokenizer = load_tokenizer(config.tokenizer)
-    sources: dict[str, SourceSamples] = {}
-    for source in config.sources:
-        corpus = open_corpus(source.path)
-        content = corpus.manifest.content
-        if content in sources:
-            raise UserError(
-                f"sources {sources[content].corpus.prefix} and {source.path} hold the same tokens; "
-                "list one of them, with the sum of both weights"
-            )
-        check_tokenizer(corpus, tokenizer)
-        cache = corpus_cache(corpus, config.cache_dir)
-        order = open_order(corpus, selection, cache)
-        require_documents(order, corpus, selection)
-        blocks = open_blocks(corpus, order, seq_length, config.packing, selection, cache)
-        key = derive_key("samples", content, selection.split, selection.seed)
-        repeat = config.on_exhausted == "repeat"
-        sources[content] = SourceSamples(corpus, order, blocks, seq_length, key, repeat=repeat)
-    return sources
-
-
-def _weight(config: DataConfig, source: Source, order: DocumentOrder) -> float:
-    """Return the weight of a source in the mixture; 0 if the source has no document in the split.
-
-    In the mode ``global`` of length up-sampling, it is multiplied by the share of the source's
-    tokens that up-sampling keeps. Sources with long documents thus get a larger share of the
-    mixture.
-    """
-    if not order.tokens:
-        return 0.0
-    if config.upsampling.mode == "global":
-        return source.weight * order.kept_share
-    return source.weight
-
-
-def _order_settings(config: DataConfig, seq_length: int, selection: Selection) -> dict[str, Any]:
-    return {
-        "seq_length": seq_length,
-        "seed": selection.seed,
-        "packing": config.packing,
-        "long_tokens": selection.long_tokens,
-        "keep_short": selection.keep_short,
-        "validation_fraction": config.validation_fraction,
-        "test_fraction": config.test_fraction,
-        "split_seed": config.split_seed,
-    }

@@ -4,13 +4,14 @@ A sequence of a source is called a block. It has s + 1 tokens, where s is ``seq_
 and the last label. An epoch is one pass over the documents of the source.
 """
 
-from typing import Literal, NamedTuple, Protocol
+from abc import ABC, abstractmethod
+from typing import Literal, NamedTuple
 
 import numpy as np
 from typing_extensions import override
 
 from diffmegatron.data.index.token_store import Corpus
-from diffmegatron.data.sampling.array_cache import Cache
+from diffmegatron.data.sampling.array_cache import Arrays, Cache
 from diffmegatron.data.sampling.document_order import DocumentOrder, Selection
 from diffmegatron.data.sampling.packing import pack
 from diffmegatron.errors import UserError
@@ -32,18 +33,26 @@ class Pieces(NamedTuple):
     lengths: np.ndarray
 
 
-class Blocks(Protocol):
-    """Infinite series of blocks (sequences) of one source over all epochs, numbered from 0."""
+class Blocks(ABC):
+    """Infinite series of blocks (sequences) of one source over all epochs, numbered from 0.
 
-    def epoch(self, index: int) -> int:
-        """Return the epoch in which block ``index`` begins."""
+    Block b begins at place b * ``step`` of a series of epochs of ``size`` places each.
+    ``blocks_in_one_epoch`` blocks lie completely within the first epoch.
+    """
+
+    def __init__(self, size: int, step: int, blocks_in_one_epoch: int) -> None:
+        self._size, self._step = size, step
+        self.blocks_in_one_epoch = blocks_in_one_epoch
+
+    def epoch(self, block: int) -> int:
+        """Return the epoch in which a block begins."""
+        return block * self._step // self._size
 
     def first_block(self, epoch: int) -> int:
         """Return the number of the first block that begins in an epoch."""
+        return -(-epoch * self._size // self._step)
 
-    def blocks_in_one_epoch(self) -> int:
-        """Return the number of blocks that lie completely within the first epoch."""
-
+    @abstractmethod
     def pieces(self, block: int) -> Pieces:
         """Return the pieces of a block; together they have at most ``seq_length`` + 1 tokens."""
 
@@ -51,100 +60,50 @@ class Blocks(Protocol):
 class Concatenated(Blocks):
     """Blocks of concatenated documents, cut every s = ``seq_length`` tokens.
 
-    The concatenated documents are a stream that repeats forever. Block b consists of its tokens b *
-    s to b * s + s, both included. The last token is only a label, and also the first token of the
-    next block, so every token is an input exactly once per epoch. A block may begin in one epoch
-    and end in the next, so epochs are cut at different positions.
+    The concatenated documents are a stream that repeats forever. Block b consists of its tokens
+    b * s to b * s + s, both included. The last token is only a label, and also the first token of
+    the next block, so every token is an input exactly once per epoch. A block may begin in one
+    epoch and end in the next, so epochs are cut at different positions.
     """
 
     def __init__(self, corpus: Corpus, order: DocumentOrder, seq_length: int) -> None:
-        self._corpus, self._order, self._seq_length = corpus, order, seq_length
-
-    @override
-    def epoch(self, index: int) -> int:
-        return index * self._seq_length // self._order.tokens
-
-    @override
-    def first_block(self, epoch: int) -> int:
-        return -(-epoch * self._order.tokens // self._seq_length)
-
-    @override
-    def blocks_in_one_epoch(self) -> int:
-        return (self._order.tokens - 1) // self._seq_length
+        super().__init__(order.tokens, seq_length, (order.tokens - 1) // seq_length)
+        self._corpus, self._order = corpus, order
 
     @override
     def pieces(self, block: int) -> Pieces:
-        order, total = self._order, self._order.tokens
-        begin = block * self._seq_length % total
-        end = begin + self._seq_length + 1
+        order, total, length = self._order, self._size, self._step + 1
+        begin = block * self._step % total
+        end = begin + length
         # For a dtype other than that of order.ends, searchsorted would convert the whole array.
         first = int(np.searchsorted(order.ends, np.int64(begin), side="right"))
         if end <= total:
             last = int(np.searchsorted(order.ends, np.int64(end), side="left"))
             documents = order.documents[first : last + 1]
         else:
-            documents = order.documents[self._wrapping_places(first, end)]
+            # The block ends in a later epoch.
+            passes, rest = divmod(end - 1, total)
+            last = int(np.searchsorted(order.ends, np.int64(rest), side="right"))
+            count = len(order.documents)
+            documents = order.documents[np.arange(first, passes * count + last + 1) % count]
         lengths = self._corpus.lengths[documents].astype(np.int64)
         starts = np.zeros_like(lengths)
         starts[0] = begin - (int(order.ends[first - 1]) if first else 0)
         lengths[0] -= starts[0]
-        lengths[-1] -= lengths.sum() - (self._seq_length + 1)
+        lengths[-1] -= lengths.sum() - length
         return Pieces(documents, starts, lengths)
-
-    def _wrapping_places(self, first: int, end: int) -> np.ndarray:
-        """Return the indices into ``order.documents`` for a block that ends in a later epoch.
-
-        The block begins in the document at index ``first``. ``end`` is the token after the block,
-        counted from the start of the epoch in which the block begins.
-        """
-        order, total = self._order, self._order.tokens
-        passes, rest = divmod(end - 1, total)
-        last = int(np.searchsorted(order.ends, np.int64(rest), side="right"))
-        size = len(order.documents)
-        return np.arange(first, passes * size + last + 1) % size
 
 
 class Packed(Blocks):
-    """Blocks built once by :func:`pack` and then read from the cache, the same in every epoch.
+    """Blocks from the arrays of :func:`pack`, the same in every epoch.
 
     With the packing ``best_fit`` a block may have pieces of several documents; with ``none`` it has
     one piece. A block with fewer than s + 1 tokens is padded when a sample is read.
     """
 
-    def __init__(
-        self,
-        corpus: Corpus,
-        order: DocumentOrder,
-        seq_length: int,
-        packing: Packing,
-        selection: Selection,
-        cache: Cache,
-    ) -> None:
-        self._arrays, _ = cache.open(
-            (packing, seq_length, corpus.manifest.content, selection),
-            lambda: (
-                pack(
-                    order.documents,
-                    corpus.lengths[order.documents],
-                    seq_length + 1,
-                    combine=packing == "best_fit",
-                ),
-                {},
-            ),
-        )
-        self._size = len(self._arrays["ends"])
-
-    @override
-    def epoch(self, index: int) -> int:
-        return index // self._size
-
-    @override
-    def first_block(self, epoch: int) -> int:
-        return epoch * self._size
-
-    @override
-    def blocks_in_one_epoch(self) -> int:
-        return self._size
+    def __init__(self, arrays: dict[str, np.ndarray]) -> None:
+        super().__init__(len(arrays["ends"]), 1, len(arrays["ends"]))
+        self._arrays = arrays
 
     @override
     def pieces(self, block: int) -> Pieces:
@@ -167,20 +126,19 @@ def open_blocks(
     """Return the blocks of a source."""
     if packing == "concatenate":
         return Concatenated(corpus, order, seq_length)
-    if packing == "none" and order.tokens:
-        _check_some_document_fills(corpus, order, seq_length)
-    return Packed(corpus, order, seq_length, packing, selection, cache)
-
-
-def _check_some_document_fills(corpus: Corpus, order: DocumentOrder, seq_length: int) -> None:
     # Avoid the slow search through all lengths if the last bin of the histogram suffices.
-    if order.lengths[-1].at_least > seq_length:
-        return
-    longest = int(corpus.lengths[order.documents].max())
-    if longest > seq_length:
-        return
-    raise UserError(
-        f"training.seq_length {seq_length} is longer than every document of {corpus.prefix} "
-        f"(at most {longest} tokens) and data.packing is 'none', so all of it would be padding; "
-        "choose 'best_fit' or a shorter length"
-    )
+    if packing == "none" and order.tokens and order.lengths[-1].at_least <= seq_length:
+        longest = int(corpus.lengths[order.documents].max())
+        if longest <= seq_length:
+            raise UserError(
+                f"training.seq_length {seq_length} is longer than every document of "
+                f"{corpus.prefix} (at most {longest} tokens) and data.packing is 'none', so all "
+                "of it would be padding; choose 'best_fit' or a shorter length"
+            )
+
+    def build() -> Arrays:
+        lengths = corpus.lengths[order.documents]
+        return pack(order.documents, lengths, seq_length + 1, combine=packing == "best_fit"), {}
+
+    arrays, _ = cache.open((packing, seq_length, corpus.manifest.content, selection), build)
+    return Packed(arrays)

@@ -13,11 +13,10 @@ from hypothesis import strategies as st
 from diffmegatron.data.sampling.document_order import (
     DocumentOrder,
     Selection,
+    keep_long,
     select_split,
 )
-from diffmegatron.data.sampling.length_upsampling import keep_long
-from diffmegatron.data.sampling.mixture import Mixture
-from diffmegatron.data.sampling.mixture_history import MixtureHistory, Period, SourceWeight
+from diffmegatron.data.sampling.mixture import Mixture, MixtureHistory, Period, SourceWeight
 from diffmegatron.data.sampling.packing import best_fit, pack
 from diffmegatron.data.sampling.permutation import derive_key, permute, random_bits, uniform
 from diffmegatron.data.sampling.samples import SourceSamples
@@ -26,7 +25,11 @@ from diffmegatron.errors import UserError
 
 END = 1_000_000
 document_lengths = st.lists(st.integers(1, 60), min_size=1, max_size=40)
-weights = st.lists(st.floats(0, 100), min_size=1, max_size=8).filter(lambda w: sum(w) > 1e-6)
+weights = (
+    st.lists(st.floats(0, 100), min_size=1, max_size=8)
+    .filter(lambda w: sum(w) > 1e-6)
+    .map(lambda w: {f"source{number}": weight for number, weight in enumerate(w)})
+)
 
 
 # Permutations
@@ -63,10 +66,10 @@ def test_uniform_is_splitmix64() -> None:
 
 
 @given(weights, st.integers(0, 500))
-def test_mixture_numbers_each_sources_samples_in_turn(shares: list[float], start: int) -> None:
+def test_mixture_numbers_each_sources_samples_in_turn(shares: dict[str, float], start: int) -> None:
     mixture = Mixture(shares)
     counts = mixture.counts(start)
-    assert sum(counts) == start
+    assert sum(counts.values()) == start
     for index in range(start, start + 100):
         source, local = mixture.locate(index)
         assert shares[source] > 0
@@ -76,16 +79,19 @@ def test_mixture_numbers_each_sources_samples_in_turn(shares: list[float], start
 
 
 @given(weights, st.integers(1, 10**12))
-def test_mixture_shares_are_exact_to_a_sample_per_level(shares: list[float], samples: int) -> None:
+def test_mixture_shares_are_exact_to_a_sample_per_level(
+    shares: dict[str, float], samples: int
+) -> None:
     counts = Mixture(shares).counts(samples)
-    for share, count in zip(shares, counts, strict=True):
-        assert abs(count - samples * share / sum(shares)) <= 4 + samples * 1e-9
+    for name, share in shares.items():
+        wanted = samples * share / sum(shares.values())
+        assert abs(counts[name] - wanted) <= 4 + samples * 1e-9
 
 
 @pytest.mark.parametrize("shares", [[0.0, 0.0], [1.0, -0.5], []])
 def test_invalid_mixture_weights_are_refused(shares: list[float]) -> None:
-    with pytest.raises(ValueError, match="must be at least 0 and not all zero"):
-        Mixture(shares)
+    with pytest.raises(UserError, match="must be at least 0 and not all zero"):
+        MixtureHistory([_period(0, **{f"s{n}": share for n, share in enumerate(shares)})])
 
 
 def _period(start: int, **shares: float) -> Period:
@@ -170,7 +176,9 @@ def test_upsampling_keeps_long_documents_and_a_share_of_short_ones(
 ) -> None:
     lengths = np.random.default_rng(0).integers(2, 200, 20_000)
     documents = np.arange(len(lengths))
-    kept = keep_long(lengths, documents, long_tokens=100, keep_short=keep_short, seed=seed)
+    kept = keep_long(
+        lengths, documents, selection("train", long_tokens=100, keep_short=keep_short, seed=seed)
+    )
     assert kept[lengths - 1 >= 100].all(), "the length excludes the end-of-document token"
     short = lengths - 1 < 100
     assert abs(kept[short].mean() - keep_short) < 5 * np.sqrt(0.25 / short.sum())
@@ -178,13 +186,13 @@ def test_upsampling_keeps_long_documents_and_a_share_of_short_ones(
 
 def test_the_length_threshold_excludes_the_end_of_document_token() -> None:
     lengths = np.array([99, 100, 101, 102])
-    kept = keep_long(lengths, np.arange(4), long_tokens=100, keep_short=0.0, seed=1)
+    kept = keep_long(lengths, np.arange(4), selection("train", long_tokens=100, keep_short=0.0))
     assert kept.tolist() == [False, False, True, True], "the end-of-document token does not count"
 
 
 def test_no_upsampling_keeps_everything() -> None:
     lengths = np.arange(1, 50)
-    kept = keep_long(lengths, np.arange(49), long_tokens=10**6, keep_short=1.0, seed=1)
+    kept = keep_long(lengths, np.arange(49), selection("train", long_tokens=10**6))
     assert kept.all()
 
 
@@ -327,7 +335,7 @@ def test_a_non_repeating_source_uses_no_token_twice(
 ) -> None:
     source = concatenated(lengths, seq_length, seed, repeat=False)
     whole = (sum(lengths) - 1) // seq_length
-    assert source.blocks.blocks_in_one_epoch() == whole
+    assert source.blocks.blocks_in_one_epoch == whole
     inputs = [token for index in range(whole) for token in source[index].tokens[:-1].tolist()]
     labels = [token for index in range(whole) for token in source[index].tokens[1:].tolist()]
     assert len(set(inputs)) == len(inputs) == len(set(labels)) == whole * seq_length
