@@ -11,31 +11,9 @@ import torch
 from torch import Tensor
 
 from diffmegatron.config.schema import Recipe
-from diffmegatron.model.network import Network
-from diffmegatron.optim.parameter_groups import parameter_groups
+from diffmegatron.model.network import Network, declared_parameter
+from diffmegatron.model.parameter_shards import parameter_shards
 from diffmegatron.optim.partition import Partition
-
-
-class Gate:
-    """The decision whether one step is applied, made once for all parameter groups.
-
-    Args:
-        zero_optimizer: DeepSpeed's optimizer, from which the gradient norm is read.
-        allow: function of the gradient norm (0-dim) that returns whether the step is applied.
-
-    Attributes:
-        answer: result of ``allow``; None until ``allow`` is called.
-    """
-
-    def __init__(self, zero_optimizer: Any, allow: Callable[[Tensor], bool]) -> None:
-        self._zero_optimizer, self._allow = zero_optimizer, allow
-        self.answer: bool | None = None
-
-    def __call__(self) -> bool:
-        """Return whether the step is applied."""
-        if self.answer is None:
-            self.answer = self._allow(self._zero_optimizer._global_grad_norm)
-        return self.answer
 
 
 class GatedAdamW(torch.optim.AdamW):
@@ -43,8 +21,7 @@ class GatedAdamW(torch.optim.AdamW):
 
     Attributes:
         gate: function that returns whether the present step is applied.
-        decaying_rows: flat master tensor (float32) -> views of the trained rows of those parameters
-            that also have frozen rows. Weight decay must not change the frozen rows.
+        decaying_rows: result of :func:`decaying_rows`. Weight decay must not change frozen rows.
     """
 
     gate: Callable[[], bool]
@@ -71,12 +48,44 @@ def create_adamw(network: Network, recipe: Recipe) -> GatedAdamW:
     """
     optimizer = recipe.optimizer
     return GatedAdamW(
-        parameter_groups(network, recipe),
+        _parameter_groups(network, recipe),
         lr=optimizer.lr,
         betas=optimizer.betas,
         eps=optimizer.eps,
         fused=True,
     )
+
+
+def _parameter_groups(network: Network, recipe: Recipe) -> list[dict[str, Any]]:
+    """Group the trained parameters by dtype, weight decay and ``lr_factor``.
+
+    ZeRO flattens a group into one buffer of one dtype. A parameter with frozen rows has
+    ``row_decay`` for its trained rows, because ``weight_decay`` would change the frozen rows too.
+    """
+    groups: dict[tuple[object, ...], dict[str, Any]] = {}
+    for parameter, (shard, *_) in parameter_shards(network).items():
+        if not parameter.requires_grad:
+            continue
+        decay = recipe.optimizer.weight_decay if _decays(shard.name, parameter, recipe) else 0.0
+        by_rows = hasattr(parameter, "trained_ranges")
+        settings = {
+            "weight_decay": 0.0 if by_rows else decay,
+            "row_decay": decay if by_rows else 0.0,
+            "lr_factor": getattr(parameter, "lr_factor", 1.0),
+        }
+        key = (by_rows, parameter.dtype, *settings.values())
+        groups.setdefault(key, {"params": [], **settings})["params"].append(parameter)
+    return list(groups.values())
+
+
+def _decays(name: str, parameter: torch.Tensor, recipe: Recipe) -> bool:
+    declared = declared_parameter(name, recipe.model)
+    if declared is not None:
+        is_lambda = declared.role == "lambda"
+        return recipe.optimizer.decay_lambda if is_lambda else declared.role == "matrix"
+    if "word_embeddings" in name:
+        return recipe.optimizer.decay_embeddings
+    return parameter.dim() > 1
 
 
 def decaying_rows(partition: Partition, network: torch.nn.Module) -> dict[Tensor, list[Tensor]]:
@@ -89,10 +98,8 @@ def decaying_rows(partition: Partition, network: torch.nn.Module) -> dict[Tensor
         held = partition.range_of(parameter) if hasattr(parameter, "trained_ranges") else None
         if held is None:
             continue
-        numel = held.where.stop - held.where.start
         for begin, end in parameter.trained_ranges:  # type: ignore[attr-defined]
-            first, last = max(begin - held.start, 0), min(end - held.start, numel)
-            if first < last:
-                views = found.setdefault(held.flat, [])
-                views.append(held.flat.data[held.where][first:last])
+            rows = held.values[max(begin - held.start, 0) : max(end - held.start, 0)]
+            if rows.numel():
+                found.setdefault(held.flat, []).append(rows)
     return found

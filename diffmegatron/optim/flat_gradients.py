@@ -1,15 +1,15 @@
 """Flat float32 gradients for ZeRO 1: one 1-dim tensor per parameter group.
 
-The backward pass accumulates gradients directly in the flat tensors, so the reduction over ranks
-needs no copy. DeepSpeed's own reduction concatenates all bf16 gradients
-(``buffered_allreduce_fallback`` in runtime/engine.py). It copies float32 gradients three times
-(``reduce_gradients`` in runtime/zero/stage_1_and_2.py).
+The backward pass accumulates gradients in the flat tensors, so the reduction over ranks needs no
+copy. DeepSpeed's own reduction concatenates all bf16 gradients (``buffered_allreduce_fallback`` in
+runtime/engine.py), and copies float32 gradients three times (``reduce_gradients`` in
+runtime/zero/stage_1_and_2.py).
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,12 +17,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class FlatGroup:
-    """The gradients of a parameter group in one tensor.
-
-    Attributes:
-        flat: float32 [n], the flattened gradients of ``parameters`` in order, with padding at the
-            end.
-    """
+    """The gradients of a parameter group, flattened in order in ``flat`` (float32 [n])."""
 
     flat: Tensor
     parameters: Sequence[torch.nn.Parameter]
@@ -35,18 +30,16 @@ class FlatGroup:
             start += parameter.numel()
 
 
-class FlatGradients(Protocol):
-    """Interface of a rank's accumulated gradients, in the same order on all data-parallel ranks."""
+class FlatGradients:
+    """A rank's accumulated gradients, in the same order on all data-parallel ranks."""
 
-    @property
-    def groups(self) -> Sequence[FlatGroup]:
-        """Flat gradients of every parameter group."""
+    groups: Sequence[FlatGroup]
 
     def assign_to_optimizer(self) -> None:
         """Assign the reduced gradients to the attributes that DeepSpeed's step reads."""
 
     def reset(self) -> None:
-        """Set the gradients to zero, after DeepSpeed's step has used them."""
+        """Set the gradients to zero, if DeepSpeed's step has not done it."""
 
 
 def flat_gradients(zero_optimizer: Any) -> FlatGradients | None:
@@ -61,7 +54,7 @@ def flat_gradients(zero_optimizer: Any) -> FlatGradients | None:
     return _Float32Gradients(zero_optimizer)
 
 
-class _Bf16Gradients:
+class _Bf16Gradients(FlatGradients):
     """DeepSpeed's own flat float32 gradients of a bf16 model, with other hooks.
 
     DeepSpeed's hooks copy a bf16 gradient to float32 before they add it, which needs 4 bytes per
@@ -86,20 +79,13 @@ class _Bf16Gradients:
             for place, (parameter, gradient) in enumerate(group.gradients())
         ]
 
-    def assign_to_optimizer(self) -> None:
-        """Do nothing, because DeepSpeed's step reads these flat tensors."""
-
-    def reset(self) -> None:
-        """Do nothing, because DeepSpeed's step has set the gradients to zero."""
-
 
 def _add(
     zero_optimizer: Any, place: tuple[int, int], total: Tensor, parameter: torch.nn.Parameter
 ) -> None:
-    """Add a parameter's new bf16 gradient to the float32 ``total``, and free the bf16 gradient.
+    """Add a new bf16 gradient to the float32 ``total``, and set the attributes of DeepSpeed's hook.
 
-    This sets the same attributes as DeepSpeed's hook. ``place`` is the index of the parameter
-    group, and the index of the parameter in the group.
+    ``place`` is the index of the parameter group, and the index of the parameter in the group.
     """
     assert parameter.grad is not None
     total.add_(parameter.grad)
@@ -109,7 +95,7 @@ def _add(
     zero_optimizer.fp32_groups_has_gradients[number][index] = True
 
 
-class _Float32Gradients:
+class _Float32Gradients(FlatGradients):
     """Gradients of a float32 model; each ``parameter.grad`` is a view of a flat tensor."""
 
     def __init__(self, zero_optimizer: Any) -> None:
@@ -140,10 +126,7 @@ class _Float32Gradients:
         self._assign_views()
 
     def _own_partition(self, number: int) -> Any:
-        """Return DeepSpeed's buffer object for this rank's partition of a group's gradients.
-
-        Its storage is replaced by this rank's slice of the flat tensor.
-        """
+        """Return DeepSpeed's buffer object for this rank's slice of a group's flat tensor."""
         own = self._optimizer._build_compact_grad_partition_buffer(number)
         rank = self._optimizer.real_dp_process_group[number].rank()
         size = own.flat_partition.numel()

@@ -1,8 +1,8 @@
 """Parameters that must be float32 in a bf16 model under ZeRO 3: lambda vectors and headwise norms.
 
 ZeRO 3 flattens all partitions into one buffer (``defragment`` in runtime/zero/stage3.py), so it
-stores these parameters in bf16 too. Every rank also has a copy of the float32 master weight in the
-attribute ``parameter.exact``, with which the core attention computes.
+stores these parameters in bf16 too. The core attention computes with a copy of the float32 master
+weight, which every rank has in the attribute ``parameter.exact``.
 """
 
 from collections.abc import Mapping
@@ -36,14 +36,10 @@ class ExactValues:
             parameter.exact = value.clone()  # type: ignore[attr-defined]
             held = partition.range_of(parameter) if parameter.requires_grad else None
             if held is not None:
-                size = held.where.stop - held.where.start
-                held.flat.data[held.where] = value.flatten()[held.start : held.start + size]
+                held.values.copy_(value.flatten()[held.elements])
 
     def refresh(self) -> None:
-        """Set ``exact`` of each trained parameter to its master weight; call it on all ranks.
-
-        One all-reduce sums the partitions, each padded with zeros.
-        """
+        """Set ``exact`` of each trained parameter to its master weight; call it on all ranks."""
         if not self._parameters:
             return
         exact: list[Tensor] = [parameter.exact for parameter in self._parameters]  # type: ignore[attr-defined]
@@ -57,6 +53,5 @@ class ExactValues:
         padded = torch.zeros_like(parameter.exact).flatten()  # type: ignore[attr-defined]
         held = self._partition.range_of(parameter)
         if held is not None:
-            size = held.where.stop - held.where.start
-            padded[held.start : held.start + size] = held.flat.data[held.where]
+            padded[held.elements] = held.values
         return padded

@@ -1,8 +1,7 @@
 """Access to frozen weights for checkpoints.
 
 Frozen weights have no optimizer state, so they are saved from the network. The ranks of a
-data-parallel group divide each frozen weight into equal ranges; each rank saves and loads its
-range.
+data-parallel group divide each frozen weight into equal ranges, and each rank saves one of them.
 """
 
 from collections.abc import Iterator
@@ -13,14 +12,11 @@ from torch.distributed import ProcessGroup
 
 
 class FrozenWeights:
-    """Frozen weights of a network, divided into one range per rank of a data-parallel group.
-
-    ``network`` is initialized by DeepSpeed, and ``group`` are the ranks that train the same shard.
-    """
+    """Frozen weights of a network, divided into one range per rank of a data-parallel group."""
 
     def __init__(self, network: torch.nn.Module, group: ProcessGroup) -> None:
         self._parameters = [p for p in network.parameters() if not p.requires_grad]
-        self._group = group
+        self._group, self._rank, self._ranks = group, group.rank(), group.size()
 
     def ranges(self) -> Iterator[tuple[torch.nn.Parameter, int, Tensor]]:
         """Yield this rank's range of each frozen parameter, unless the range is empty.
@@ -32,12 +28,13 @@ class FrozenWeights:
         for parameter in self._parameters:
             weight = _full_weight(parameter)
             if weight is None:
-                size, flat = parameter.ds_tensor.ds_numel, parameter.ds_tensor.data  # type: ignore[attr-defined]
-                start = distributed.get_rank(self._group) * size
-                held = flat[: max(0, parameter.ds_numel - start)]  # type: ignore[attr-defined]
+                start = self._rank * parameter.ds_tensor.ds_numel  # type: ignore[attr-defined]
+                numel = max(0, parameter.ds_numel - start)  # type: ignore[attr-defined]
+                held = parameter.ds_tensor.data[:numel]  # type: ignore[attr-defined]
             else:
-                start = self._range_size(weight) * distributed.get_rank(self._group)
-                held = weight.view(-1)[start : start + self._range_size(weight)]
+                size = self._range_size(weight)
+                start = self._rank * size
+                held = weight.view(-1)[start : start + size]
             if held.numel():
                 yield parameter, start, held
 
@@ -50,17 +47,14 @@ class FrozenWeights:
             weight = _full_weight(parameter)
             if weight is None:  # ZeRO 3 gathers the ranges before each use.
                 continue
-            ranks = distributed.get_world_size(self._group)
-            padded = weight.new_zeros(ranks * self._range_size(weight))
+            padded = weight.new_zeros(self._ranks * self._range_size(weight))
             padded[: weight.numel()] = weight.view(-1)
-            ranges = list(padded.chunk(ranks))
-            distributed.all_gather(
-                ranges, ranges[distributed.get_rank(self._group)].clone(), self._group
-            )
+            ranges = list(padded.chunk(self._ranks))
+            distributed.all_gather(ranges, ranges[self._rank].clone(), self._group)
             weight.copy_(padded[: weight.numel()].view_as(weight))
 
     def _range_size(self, weight: Tensor) -> int:
-        return -(-weight.numel() // distributed.get_world_size(self._group))
+        return -(-weight.numel() // self._ranks)
 
 
 def _full_weight(parameter: torch.nn.Parameter) -> Tensor | None:

@@ -37,8 +37,7 @@ class StepDecision:
     Attributes:
         applied: whether the optimizer updates the weights.
         reason: description of the anomaly; None for a normal step.
-        finite: whether loss and gradient norm are finite. If so, the weights that computed them are
-            sound.
+        finite: whether loss and gradient norm are finite, so that the present weights are sound.
     """
 
     applied: bool
@@ -48,21 +47,14 @@ class StepDecision:
 
 
 class Guard:
-    """The guard of a run, which compares each step with the recent applied steps.
-
-    The attributes ``skipped`` (steps that were not applied), ``spikes`` and ``rollbacks`` count
-    since the run began.
-    """
+    """The guard of a run; its public attributes count steps since the run began."""
 
     def __init__(self, config: GuardConfig) -> None:
         self._config = config
         self._recent = {
             name: deque[float](maxlen=config.window) for name in ("loss", "gradient norm")
         }
-        self._in_a_row = 0
-        self.skipped = 0
-        self.spikes = 0
-        self.rollbacks = 0
+        self._in_a_row = self.skipped = self.spikes = self.rollbacks = 0
 
     def decide(self, loss: float, gradient_norm: float) -> StepDecision:
         """Decide whether a step is applied, before the optimizer changes anything."""
@@ -92,9 +84,7 @@ class Guard:
 
     def restore(self, state: dict[str, Any]) -> None:
         """Set the guard to a state that :meth:`state` has returned."""
-        for name, values in state["recent"].items():
-            self._recent[name].clear()
-            self._recent[name].extend(values)
+        self._restore_recent(state)
         self._in_a_row = int(state["in_a_row"])
         self.skipped, self.spikes = int(state["skipped"]), int(state["spikes"])
         self.rollbacks = int(state["rollbacks"])
@@ -104,10 +94,14 @@ class Guard:
 
         The counts are not restored. Otherwise the run would never reach its limit on rollbacks.
         """
-        counts = (self.skipped, self.spikes, self.rollbacks + 1)
-        self.restore(state)
-        self.skipped, self.spikes, self.rollbacks = counts
+        self._restore_recent(state)
         self._in_a_row = 0
+        self.rollbacks += 1
+
+    def _restore_recent(self, state: dict[str, Any]) -> None:
+        for name, values in state["recent"].items():
+            self._recent[name].clear()
+            self._recent[name].extend(values)
 
     def metrics(self) -> dict[str, float]:
         """Return the counts of skipped steps, spikes and rollbacks; the keys are metric names."""

@@ -1,11 +1,11 @@
-"""Location of a parameter's float32 master weights in DeepSpeed's optimizer, for each ZeRO stage.
+"""Locations of a rank's float32 master weights and gradients in DeepSpeed's optimizer.
 
 Each rank has flat master tensors: 1-dim float32 tensors that are the keys of the Adam state.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ class ElementRange:
 
     Attributes:
         flat: flat master tensor, float32 [n].
-        where: position of the range in the flat master tensor.
+        where: position of the range in ``flat``.
         start: index of the range's first element in the flattened parameter.
     """
 
@@ -25,39 +25,18 @@ class ElementRange:
     where: slice
     start: int
 
-
-class Partition(Protocol):
-    """Interface to the master weights of this rank, the same for all ZeRO stages."""
+    @property
+    def values(self) -> Tensor:
+        """Master weights of the range, a view of ``flat``."""
+        return self.flat.data[self.where]
 
     @property
-    def flats(self) -> list[Tensor]:
-        """Flat master tensors of this rank, float32 [n], the keys of the optimizer's state."""
-
-    def range_of(self, parameter: torch.nn.Parameter) -> ElementRange | None:
-        """Return the range of a parameter that this rank stores; None if it stores no element."""
-
-    def refresh(self) -> None:
-        """Set the network's weights from the master weights of all ranks."""
-
-    def clean_up(self) -> None:
-        """Complete what DeepSpeed omits after it has dropped gradients; call it on all ranks."""
-
-    def gradients(self) -> Iterator[tuple[torch.nn.Parameter, Tensor]]:
-        """Yield (parameter, gradient) for each gradient in the lists of DeepSpeed's optimizer.
-
-        The gradient has only the elements in this rank's partition. Gradients that DeepSpeed stores
-        on the parameters themselves (``grad``, ``grad_accum``, ``_hp_grad``) are not yielded.
-        """
+    def elements(self) -> slice:
+        """Indices of the range in the flattened parameter."""
+        return slice(self.start, self.start + self.where.stop - self.where.start)
 
 
-def partition_of(zero_optimizer: Any) -> Partition:
-    """Return the partition of DeepSpeed's optimizer, for any ZeRO stage."""
-    if hasattr(zero_optimizer, "fp32_partitioned_groups_flat"):
-        return _ParameterPartition(zero_optimizer)
-    return _GroupPartition(zero_optimizer)
-
-
-class _GroupPartition:
+class Partition:
     """Partition of ZeRO 1 and 2: each rank stores an equal slice of each flattened group."""
 
     def __init__(self, zero_optimizer: Any) -> None:
@@ -65,9 +44,11 @@ class _GroupPartition:
 
     @property
     def flats(self) -> list[Tensor]:
+        """Flat master tensors of this rank."""
         return [group["params"][0] for group in self._optimizer.param_groups]
 
     def range_of(self, parameter: torch.nn.Parameter) -> ElementRange | None:
+        """Return the range of a parameter that this rank stores; None if it stores no element."""
         mapping = parameter._hp_mapping  # type: ignore[attr-defined]
         if mapping is None:
             return None
@@ -79,16 +60,18 @@ class _GroupPartition:
         )
 
     def refresh(self) -> None:
+        """Set the network's weights from the master weights of all ranks."""
         self._optimizer.update_lp_params()
 
     def clean_up(self) -> None:
+        """Complete what DeepSpeed omits after it has dropped gradients; call it on all ranks."""
         # DeepSpeed 0.19.8 keeps these float32 buffers of an offloaded bf16 optimizer when it drops
-        # a step. Later gradients would be added to values that are not finite. BF16_Optimizer
-        # has no such buffers.
+        # a step. Later gradients would be added to values that are not finite.
         buffers = getattr(self._optimizer, "averaged_gradients", {})
         buffers.update(dict.fromkeys(buffers))
 
     def gradients(self) -> Iterator[tuple[torch.nn.Parameter, Tensor]]:
+        """Yield (parameter, gradient in this rank's partition) from the optimizer's lists."""
         # ZeRO 2 stores gradients in all_grad_tensors if they accumulate in the model's dtype. Both
         # lists also contain padding tensors.
         for group, parameters in enumerate(getattr(self._optimizer, "params_in_partition", [])):
@@ -99,11 +82,8 @@ class _GroupPartition:
             yield from zip(parameters, real, strict=False)
 
 
-class _ParameterPartition:
+class _ParameterPartition(Partition):
     """Partition of ZeRO 3: each rank stores an equal, padded range of each parameter."""
-
-    def __init__(self, zero_optimizer: Any) -> None:
-        self._optimizer = zero_optimizer
 
     @property
     def flats(self) -> list[Tensor]:
@@ -134,3 +114,40 @@ class _ParameterPartition:
             held = self._optimizer.averaged_gradients.get(group)
             if held is not None:
                 yield from zip(parameters, held, strict=True)
+
+
+def partition_of(zero_optimizer: Any) -> Partition:
+    """Return the partition of DeepSpeed's optimizer, for any ZeRO stage."""
+    if hasattr(zero_optimizer, "fp32_partitioned_groups_flat"):
+        return _ParameterPartition(zero_optimizer)
+    return Partition(zero_optimizer)
+
+
+def accumulated_gradient(parameter: torch.nn.Parameter) -> Tensor | None:
+    """Return the gradient that ZeRO 1 has accumulated for a parameter; None if there is none."""
+    # The attribute depends on the dtype.
+    for name in ("_hp_grad", "grad_accum", "grad"):
+        gradient = getattr(parameter, name, None)
+        if gradient is not None:
+            return gradient
+    return None
+
+
+def local_gradient_norms(
+    partition: Partition, network: torch.nn.Module, device: torch.device
+) -> tuple[list[torch.nn.Parameter], Tensor]:
+    """Return the norm of each gradient, or part of it, that this rank stores.
+
+    Returns:
+        The n parameters, and the norms of their gradients, float32 [n] on ``device``. The device is
+        not synchronized.
+    """
+    on_parameters = ((each, accumulated_gradient(each)) for each in network.parameters())
+    held = [(each, gradient) for each, gradient in on_parameters if gradient is not None]
+    held += partition.gradients()
+    if not held:
+        return [], torch.zeros(0, device=device)
+    norms = torch._foreach_norm([gradient for _, gradient in held])
+    # With an offloaded optimizer, some gradients are in host memory.
+    on_device = [norm.float().to(device, non_blocking=True) for norm in norms]
+    return [parameter for parameter, _ in held], torch.stack(on_device)

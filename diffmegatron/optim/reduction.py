@@ -26,7 +26,7 @@ class Bucket:
         flat: flattened gradients, float32 [n].
         gradients: gradient of each parameter, a view into ``flat``.
         missing: parameters whose gradient is not yet complete in this backward pass.
-        work: handle of the running all-reduce; None if none is running.
+        work: the running all-reduce.
     """
 
     flat: Tensor
@@ -38,10 +38,8 @@ class Bucket:
 class GradientReduction:
     """Averaging of flat gradients over data-parallel ranks, which replaces DeepSpeed's reduction.
 
-    Args:
-        network: network whose ``named_parameters`` are in the order of the forward pass.
-        process_group: ranks to average over.
-        bucket_size: maximum number of elements in a bucket. A larger parameter has its own bucket.
+    The ``named_parameters`` of ``network`` are in the order of the forward pass. A bucket has at
+    most ``bucket_size`` elements, or one larger parameter.
     """
 
     def __init__(
@@ -139,7 +137,6 @@ class GradientReduction:
         self._start(ready)
 
     def _start(self, stop: int) -> None:
-        """Start to reduce the buckets before index ``stop`` that are not yet being reduced."""
         for bucket in self._buckets[len(self._norms) : stop]:
             norms = torch._foreach_norm(list(bucket.gradients.values()))
             self._norms.append(torch.stack(list(norms)))
@@ -150,7 +147,6 @@ class GradientReduction:
 
 
 def _buckets(group: FlatGroup, size: int) -> Iterator[Bucket]:
-    """Divide a group into buckets of at most ``size`` elements, or of one larger parameter."""
     gradients: dict[torch.nn.Parameter, Tensor] = {}
     start = stop = 0
     for parameter, gradient in group.gradients():

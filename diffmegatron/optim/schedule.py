@@ -8,16 +8,13 @@ from diffmegatron.config.optimizer_config import OptimizerConfig
 def learning_rate(step: int, total_steps: int, optimizer: OptimizerConfig) -> float:
     """Return the learning rate of a training step, from 1.
 
-    During the warm-up it rises linearly to ``lr``. After the warm-up it depends on
-    ``schedule.kind``:
+    It rises linearly to ``lr`` during the warm-up. Then it depends on ``schedule.kind``:
 
     - ``constant``: it stays at ``lr``.
     - ``linear`` and ``cosine``: it falls to ``final_lr`` at the last step, linearly or as half a
       cosine.
     - ``wsd`` (warm-up, stable, decay): it stays at ``lr``, and falls linearly to ``final_lr`` over
       the last ``schedule.decay(total_steps)`` steps.
-
-    After ``total_steps`` the result is that of the last step.
     """
     schedule = optimizer.schedule
     warmup = schedule.warmup(total_steps)

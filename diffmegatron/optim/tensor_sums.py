@@ -4,9 +4,9 @@ A rank computes only a part of the gradient of some small replicated parameters:
 headwise norms the part of its heads; under sequence parallelism, of norms and LoRA's matrices the
 part of its positions. The gradient is the sum over the ranks.
 
-With ZeRO 1 it is computed once per step, after the data-parallel average (:func:`sum_together`). In
-every microbatch, 3B parameters would need 200 tiny all-reduces. ZeRO 2, ZeRO 3 and an offloaded
-optimizer consume gradients during the backward pass, so they need :func:`sum_in_backward`.
+With ZeRO 1, :func:`sum_together` runs once per step, because in every microbatch 3B parameters
+would need 200 tiny all-reduces. ZeRO 2, ZeRO 3 and an offloaded optimizer consume gradients during
+the backward pass, so they need :func:`sum_in_backward`.
 """
 
 from collections.abc import Sequence
@@ -38,7 +38,7 @@ def shared_parameters(network: torch.nn.Module) -> list[torch.nn.Parameter]:
 def gradients_of(
     parameters: Sequence[torch.nn.Parameter], gradients: FlatGradients
 ) -> list[Tensor]:
-    """Return the gradients of some parameters as views into the flat gradients, in their order."""
+    """Return the gradients of some parameters as views into the flat gradients."""
     wanted = set(parameters)
     return [
         gradient

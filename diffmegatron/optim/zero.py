@@ -1,8 +1,7 @@
 """The ZeRO engine: DeepSpeed ZeRO around this rank's network.
 
 Every layout uses ZeRO 1, 2 or 3, because ZeRO 0 is wrong in bf16 with tensor parallelism.
-DeepSpeed's own checkpoints fit only one layout, so checkpoints are written from
-:meth:`ZeroEngine.fragments`.
+DeepSpeed's own checkpoints fit only one layout, so they are not used.
 """
 
 import io
@@ -20,16 +19,11 @@ from torch import Tensor, distributed
 from diffmegatron.config.schema import Recipe
 from diffmegatron.model.accounting import REDUCE_BUCKET
 from diffmegatron.model.network import Network
-from diffmegatron.optim.adamw import Gate, create_adamw, decaying_rows
+from diffmegatron.optim.adamw import create_adamw, decaying_rows
 from diffmegatron.optim.flat_gradients import flat_gradients
 from diffmegatron.optim.float32_parameters import ExactValues
 from diffmegatron.optim.frozen_weights import FrozenWeights
-from diffmegatron.optim.gradient_clipping import (
-    accumulated_gradient,
-    clipping_settings,
-    local_gradient_norms,
-)
-from diffmegatron.optim.partition import partition_of
+from diffmegatron.optim.partition import accumulated_gradient, local_gradient_norms, partition_of
 from diffmegatron.optim.reduction import GradientReduction
 from diffmegatron.optim.tensor_sums import (
     gradients_of,
@@ -50,10 +44,9 @@ class Fragment:
 
     Attributes:
         start: index of the range's first element in the flattened parameter.
-        tensors: values of the range, one-dimensional: float32 master weight (``weight``) and Adam
-            moments (``exp_avg``, ``exp_avg_sq``). A frozen parameter has only ``weight``, in the
-            network's dtype. Writing to these views changes the optimizer's state or the frozen
-            weight.
+        tensors: 1-dim views of the range in the float32 master weight ("weight") and in Adam's
+            moments ("exp_avg", "exp_avg_sq"). A frozen parameter has only "weight", in the
+            network's dtype.
     """
 
     parameter: torch.nn.Parameter
@@ -70,7 +63,7 @@ class ZeroEngine:
         self.network = network
         self._parallel_state = parallel_state
         self._tied = _tied_embedding(network, recipe, parallel_state)
-        self._local_norms: tuple[list[torch.nn.Parameter], Tensor] | None = None
+        self._local_norms: tuple[list[torch.nn.Parameter], Tensor] = [], torch.empty(0)
         rounds = recipe.parallel.zero_stage == 3 and recipe.training.precision == "bf16"
         float32 = {p: p.data for p in network.parameters() if p.dtype == torch.float32}
         rounded = {p: value.clone() for p, value in float32.items()} if rounds else {}
@@ -115,20 +108,18 @@ class ZeroEngine:
         self._engine.destroy()
 
     def __call__(self, *args: object, **kwargs: object) -> Tensor:
-        """Run the network's forward pass for training, through DeepSpeed's engine.
+        """Run the network's forward pass for training.
 
-        If the network were called directly, ZeRO 3 would keep only the gradients of the last
-        microbatch.
+        DeepSpeed's engine must run it. Otherwise ZeRO 3 would keep only the last microbatch's
+        gradients.
         """
         return self._engine(*args, **kwargs)
 
     def backward(self, loss: Tensor, *, is_last: bool) -> None:
         """Run the backward pass of a microbatch, and accumulate its gradients.
 
-        Args:
-            loss: loss of the microbatch, 0-dim, already scaled for the sum over all microbatches.
-            is_last: whether this is the last microbatch before :meth:`step`. If so, the reduction
-                over ranks may begin during the backward pass.
+        ``loss`` (0-dim) is already scaled for the sum over all microbatches. In the last microbatch
+        before :meth:`step`, the reduction over ranks may begin during the backward pass.
         """
         reduction = self._reduction if self._overlaps and is_last else None
         with nullcontext() if reduction is None else reduction.overlapping():
@@ -154,51 +145,48 @@ class ZeroEngine:
             sum_together(self._shared_gradients, self._parallel_state.tensor_group)
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate * group["lr_factor"]
-        gate = Gate(self._optimizer, lambda norm: allow(self._checked(norm)))
+        answers: list[bool] = []
+
+        def gate() -> bool:
+            if not answers:
+                # DeepSpeed's norm can be finite although a gradient is not. It has the replicated
+                # parameters of the first tensor-parallel rank only.
+                is_finite = self._local_norms[1].isfinite().all()
+                norm = torch.where(is_finite, self._optimizer._global_grad_norm, torch.inf)
+                answers.append(allow(norm))
+            return answers[0]
+
         self._optimizer.optimizer.gate = gate
         self._engine.step()
         if self._reduction is not None:
             self._reduction.reset()
         self._exact.refresh()
-        if gate.answer is None:
+        if not answers:
             # A gradient was not finite, so DeepSpeed dropped all gradients.
             self._partition.clean_up()
             allow(torch.tensor(torch.inf, device=self._parallel_state.device))
-        elif not gate.answer:
+        elif not answers[0]:
             self._create_moments()
-
-    def _checked(self, norm: Tensor) -> Tensor:
-        """Return the norm, or infinity if a gradient on this rank is not finite.
-
-        DeepSpeed's norm ignores replicated parameters except on the first tensor-parallel rank.
-        """
-        assert self._local_norms is not None
-        _, norms = self._local_norms
-        return torch.where(norms.isfinite().all(), norm, torch.inf)
 
     def local_gradient_norms(self) -> dict[torch.nn.Parameter, float]:
         """Return the norm of each gradient on this rank at the beginning of the last :meth:`step`.
 
-        With ZeRO 1 and no offloaded optimizer, they are the norms before the reduction over ranks,
-        so they show on which rank a gradient is not finite. In all other cases they are the norms
-        of the gradients that this rank stores. Before the first step the result is empty.
+        With ZeRO 1 and no offloaded optimizer, these are norms before the reduction over ranks, so
+        they show on which rank a gradient is not finite. Before the first step the result is empty.
         """
-        if self._local_norms is None:
-            return {}
         parameters, norms = self._local_norms
         return dict(zip(parameters, norms.tolist(), strict=True))
 
     def fragments(self) -> Iterator[Fragment]:
-        """Yield this rank's range of each parameter that it stores, trained parameters first."""
+        """Yield this rank's range of each parameter that it stores."""
         self._create_moments()
         for parameter in self.network.parameters():
             held = self._partition.range_of(parameter) if parameter.requires_grad else None
             if held is None:
                 continue
             state = self._optimizer.optimizer.state[held.flat]
-            tensors = {"weight": held.flat.data[held.where]}
-            tensors |= {name: state[name][held.where] for name in MOMENTS}
-            yield Fragment(parameter, held.start, tensors)
+            moments = {name: state[name][held.where] for name in MOMENTS}
+            yield Fragment(parameter, held.start, {"weight": held.values, **moments})
         for parameter, start, values in self._frozen.ranges():
             yield Fragment(parameter, start, {"weight": values})
 
@@ -229,7 +217,6 @@ class ZeroEngine:
                     state[name] = torch.zeros_like(flat.data)
 
     def _sum_tied_embedding(self) -> None:
-        """Sum the tied embedding's gradient over the first and the last pipeline stage."""
         if self._tied is None:
             return
         gradient = accumulated_gradient(self._tied)
@@ -245,7 +232,9 @@ def engine_config(recipe: Recipe) -> dict[str, Any]:
         "train_micro_batch_size_per_gpu": recipe.training.micro_batch_size,
         "gradient_accumulation_steps": 1,
         "managed_gradient_accumulation": False,
-        **clipping_settings(recipe.optimizer),
+        # The norm counts a replicated parameter once, by the attributes ``tensor_model_parallel``
+        # and ``ds_pipe_replicated`` of the parameters.
+        "gradient_clipping": recipe.optimizer.clip_grad_norm,
         "zero_optimization": {
             "stage": recipe.parallel.zero_stage,
             # DeepSpeed's overlap gives wrong results under pipeline parallelism, without an error.
@@ -318,7 +307,7 @@ def _restoring(
 def _tied_embedding(
     network: Network, recipe: Recipe, parallel_state: ParallelState
 ) -> torch.nn.Parameter | None:
-    """Return this rank's copy of a trained embedding that the first and last stage share."""
+    """Return this rank's copy of a trained embedding that two pipeline stages share."""
     on_edge = parallel_state.is_first_stage or parallel_state.is_last_stage
     if not recipe.model.tied_embeddings or parallel_state.pipeline_size == 1 or not on_edge:
         return None
