@@ -7,6 +7,7 @@ e.g. ``transformers`` on the meta device. Only functions that would fail without
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -40,7 +41,7 @@ def without_cuda() -> Iterator[None]:
             (random, "_get_cuda_rng_state", lambda *_, **__: torch.get_rng_state()),
             (random, "_set_cuda_rng_state", lambda state, *_, **__: torch.set_rng_state(state)),
         ):
-            stack.enter_context(_replaced(owner, name, replacement))
+            stack.enter_context(mock.patch.object(owner, name, replacement))
         yield
 
 
@@ -77,13 +78,3 @@ class _Stream:
 
     def synchronize(self) -> None:
         """Do nothing."""
-
-
-@contextmanager
-def _replaced(owner: Any, name: str, replacement: object) -> Iterator[None]:
-    original = getattr(owner, name)
-    setattr(owner, name, replacement)
-    try:
-        yield
-    finally:
-        setattr(owner, name, original)

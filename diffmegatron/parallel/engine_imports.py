@@ -18,14 +18,12 @@ def importing_engines() -> Iterator[None]:
     collecting = gc.isenabled()
     gc.disable()
     try:
+        from unittest import mock
+
         import torch
 
-        compile_ = torch.compile
-        torch.compile = _compiling_when_called(compile_)
-        try:
+        with mock.patch.object(torch, "compile", _compiling_when_called(torch.compile)):
             yield
-        finally:
-            torch.compile = compile_
     finally:
         if collecting:
             gc.enable()

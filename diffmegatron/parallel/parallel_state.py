@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -94,37 +95,28 @@ class ModelParallelUnit:
     gradients over the context-parallel ranks, but ZeRO 3 would average them.
     """
 
-    def get_data_parallel_group(self) -> ProcessGroup:
-        """Return the data x context parallel group, over which ZeRO partitions its state."""
-        return megatron_state.get_data_parallel_group(with_context_parallel=True)
-
-    def get_data_parallel_world_size(self) -> int:
-        """Return the size of :meth:`get_data_parallel_group`."""
-        return megatron_state.get_data_parallel_world_size(with_context_parallel=True)
-
-    def get_model_parallel_group(self) -> ProcessGroup:
-        """Return the group of ranks that together have one complete model."""
-        return megatron_state.get_model_parallel_group()
+    get_data_parallel_group = staticmethod(
+        partial(megatron_state.get_data_parallel_group, with_context_parallel=True)
+    )
+    get_data_parallel_world_size = staticmethod(
+        partial(megatron_state.get_data_parallel_world_size, with_context_parallel=True)
+    )
+    get_model_parallel_group = staticmethod(megatron_state.get_model_parallel_group)
+    get_tensor_model_parallel_rank = staticmethod(megatron_state.get_tensor_model_parallel_rank)
+    get_tensor_model_parallel_world_size = staticmethod(
+        megatron_state.get_tensor_model_parallel_world_size
+    )
+    get_pipeline_model_parallel_world_size = staticmethod(
+        megatron_state.get_pipeline_model_parallel_world_size
+    )
 
     def get_model_parallel_rank(self) -> int:
-        """Return the rank within :meth:`get_model_parallel_group`."""
+        """Return the rank among the ranks that together have one complete model."""
         return distributed.get_rank(megatron_state.get_model_parallel_group())
 
     def get_model_parallel_world_size(self) -> int:
-        """Return the size of :meth:`get_model_parallel_group`."""
+        """Return the number of ranks that together have one complete model."""
         return distributed.get_world_size(megatron_state.get_model_parallel_group())
-
-    def get_tensor_model_parallel_rank(self) -> int:
-        """Return the rank among the ranks that shard each layer."""
-        return megatron_state.get_tensor_model_parallel_rank()
-
-    def get_tensor_model_parallel_world_size(self) -> int:
-        """Return the number of ranks that shard each layer."""
-        return megatron_state.get_tensor_model_parallel_world_size()
-
-    def get_pipeline_model_parallel_world_size(self) -> int:
-        """Return the number of pipeline stages."""
-        return megatron_state.get_pipeline_model_parallel_world_size()
 
 
 def fail_together(problem: str | None) -> None:
@@ -205,7 +197,9 @@ def _ending_new_groups() -> Iterator[None]:
     would keep fifty threads per layout under gloo. A network refers to its groups until its
     reference cycles are collected.
     """
-    existing = set(_groups())
+    # Torch has no public function that lists a rank's process groups.
+    groups = distributed.distributed_c10d._world.pg_map
+    existing = set(groups)
     # Collect the network of an earlier context, because a frozen network would never be removed.
     if gc.get_freeze_count() > _FROZEN_AT_START:
         gc.collect()
@@ -215,13 +209,9 @@ def _ending_new_groups() -> Iterator[None]:
     try:
         yield
     finally:
-        for group in [each for each in _groups() if each not in existing]:
+        for group in [each for each in groups if each not in existing]:
             distributed.destroy_process_group(group)
         gc.collect()
-
-
-def _groups() -> list[ProcessGroup]:
-    return list(distributed.distributed_c10d._world.pg_map)
 
 
 def _current_state(device: torch.device) -> ParallelState:

@@ -33,17 +33,21 @@ def meet(launch: LaunchEnvironment, seconds: float) -> Store:
     The time limit applies to the connection to rank 0, and then to the arrival of all ranks.
     Different values of ``WORLD_SIZE`` raise a UserError, all other problems a MachineError.
     """
-    place = _place(launch)
-    # The store of torchrun's agent survives restarts, so a prefix hides older keys. The agent of
-    # each machine counts restarts separately, so launch/torchrun.sh uses this store on one machine
-    # only. The store of rank 0 is new after every restart.
+    assert launch.master is not None
+    host, port = launch.master
+    place = f"MASTER_ADDR {shorten(host)}, MASTER_PORT {port}"
+    # The store of torchrun's agent survives restarts, so a prefix hides older keys. Each machine's
+    # agent counts restarts separately, so launch/torchrun.sh uses this store on one machine only.
+    # The store of rank 0 is new after every restart and needs no number.
     attempt = launch.attempt if launch.agent_store else 0
-    store = PrefixStore(f"attempt_{attempt}", _connected(launch, seconds, place))
+    store = PrefixStore(f"attempt_{attempt}", _connected(launch, host, port, seconds, place))
     arrivals = [f"arrived/{rank}" for rank in range(launch.ranks)]
     try:
         store.set(arrivals[launch.rank], str(launch.ranks))
-        check = _decide if launch.rank == 0 else _wait_for_decision
-        problem = check(store, arrivals, launch.rank, seconds)
+        if launch.rank == 0:
+            problem = _decide(store, arrivals, seconds)
+        else:
+            problem = _wait_for_decision(store, arrivals, launch.rank, seconds)
     except DistError:
         raise MachineError(f"rank 0 left {place} before all ranks had arrived") from None
     if problem.startswith(_SIZES):
@@ -53,10 +57,10 @@ def meet(launch: LaunchEnvironment, seconds: float) -> Store:
     return store
 
 
-def _decide(store: Store, arrivals: Sequence[str], _: int, seconds: float) -> str:
+def _decide(store: Store, arrivals: list[str], seconds: float) -> str:
     """Return the problem of the rendezvous, or "" without one, and store it for the other ranks."""
-    if _wait_until(lambda: store.check(list(arrivals)), seconds):
-        problem = _other_sizes(store.multi_get(list(arrivals)))
+    if _wait_until(lambda: store.check(arrivals), seconds):
+        problem = _other_sizes(store.multi_get(arrivals))
     else:
         problem = _missing_ranks(store, arrivals, seconds)
     store.set(_OUTCOME, problem)
@@ -70,7 +74,7 @@ def _decide(store: Store, arrivals: Sequence[str], _: int, seconds: float) -> st
     return problem
 
 
-def _wait_for_decision(store: Store, arrivals: Sequence[str], rank: int, seconds: float) -> str:
+def _wait_for_decision(store: Store, arrivals: list[str], rank: int, seconds: float) -> str:
     """Return the problem that rank 0 has stored, or a problem with rank 0 itself."""
     if not _wait_until(lambda: store.check([arrivals[0]]), seconds):
         return _missing_ranks(store, arrivals, seconds)
@@ -85,7 +89,7 @@ def _received(rank: int) -> str:
     return f"received/{rank}"
 
 
-def _missing_ranks(store: Store, arrivals: Sequence[str], seconds: float) -> str:
+def _missing_ranks(store: Store, arrivals: list[str], seconds: float) -> str:
     missing = [str(rank) for rank, key in enumerate(arrivals) if not store.check([key])]
     more = len(missing) - _SHOWN_RANKS
     named = ", ".join(missing[:_SHOWN_RANKS]) + (f" and {more} more" if more > 0 else "")
@@ -105,9 +109,9 @@ def _other_sizes(sizes: Sequence[bytes]) -> str:
     return ""
 
 
-def _connected(launch: LaunchEnvironment, seconds: float, place: str) -> Store:
-    assert launch.master is not None
-    host, port = launch.master
+def _connected(
+    launch: LaunchEnvironment, host: str, port: int, seconds: float, place: str
+) -> Store:
     try:
         socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, ValueError) as error:
@@ -181,9 +185,3 @@ def _wait_until(condition: Callable[[], bool], seconds: float) -> bool:
         time.sleep(pause)
         pause = min(1.0, 1.5 * pause)
     return True
-
-
-def _place(launch: LaunchEnvironment) -> str:
-    assert launch.master is not None
-    host, port = launch.master
-    return f"MASTER_ADDR {shorten(host)}, MASTER_PORT {port}"
