@@ -64,7 +64,7 @@ class Rows:
 
     Attributes:
         cache: keys and values of the tokens processed so far; None if the rows have only one chunk.
-        is_token: True for tokens and False for padding, bool [rows, columns processed so far].
+        is_token: False for padding, bool [rows, columns processed so far].
     """
 
     cache: Cache | None
@@ -80,11 +80,10 @@ class Rows:
 
 
 class BatchedNetwork:
-    """A causal network that reads several texts at once.
+    """A causal network that reads a batch of texts in chunks: the next tokens of every row.
 
-    A batch is read in chunks: the next tokens of every row, padded at their end to one length. For
-    chunks after the first, padding in the cache is masked, and position ids count the tokens of a
-    row without its padding. Each text therefore has the same results as if it were alone.
+    A chunk is padded at its end. For chunks after the first, padding in the cache is masked, and
+    position ids count only tokens. Each text therefore has the same results as if it were alone.
 
     Args:
         start: any valid token id, used as padding of empty chunks and as test input.
@@ -98,8 +97,8 @@ class BatchedNetwork:
     def keeps_all_tokens(self) -> bool:
         """True if masked padding between tokens has no effect.
 
-        Padding would shift a sliding window and change the state of a recurrent layer. Without an
-        argument ``position_ids``, padding could not be excluded from the positions.
+        Padding would shift a sliding window, change the state of a recurrent layer, and count in
+        the positions of a network without an argument ``position_ids``.
         """
         network = self._network
         layers = DynamicCache(config=network.config).layers
@@ -111,7 +110,7 @@ class BatchedNetwork:
         )
 
     def empty_rows(self, count: int, columns: int | None = None) -> Rows:
-        """Return empty rows with a cache for chunks of ``columns`` padded tokens in total.
+        """Return empty rows that can read chunks of ``columns`` padded tokens in total.
 
         If ``columns`` is None, they have no cache and can read one chunk only.
         """
@@ -119,7 +118,7 @@ class BatchedNetwork:
         return Rows(None if columns is None else self._reserved(columns), is_token)
 
     def after(self, prefixes: Rows, index: Sequence[int], columns: int) -> Rows:
-        """Return new rows that continue the texts of the rows ``prefixes``, which do not change.
+        """Return new rows that continue the texts of ``prefixes``, which do not change.
 
         Args:
             index: for each new row, the index of the row in ``prefixes`` that it continues.
@@ -148,10 +147,9 @@ class BatchedNetwork:
     def read(
         self, rows: Rows, chunks: Sequence[Sequence[int]], places: Sequence[tuple[int, int]] = ()
     ) -> Tensor:
-        """Run the network on the next chunk of each row; return its output at given positions.
+        """Run the network on the next chunk of each row, and update the rows.
 
         Args:
-            rows: rows, which are updated.
             chunks: next token ids of each row; a list may be empty.
             places: the n positions to return, each as (row, column within the chunk).
 
@@ -201,15 +199,11 @@ class BatchedNetwork:
         return found.float()
 
     def score(self, found: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute the likelihoods of given tokens, each after one of n positions.
+        """Return losses in nats, float32 [n], and whether tokens are most likely, bool [n], on the CPU.
 
         Args:
-            found: output of :meth:`read` at n positions.
-            wanted: ids of the tokens after these positions, int64 [n].
-
-        Returns:
-            Negative log-likelihoods in nats, float32 [n], and whether each token is the most
-            likely one, bool [n]; both on the CPU.
+            found: output of :meth:`read` at the n positions before the tokens.
+            wanted: ids of the tokens, int64 [n].
         """
         nats, likeliest = [], []
         parts = zip(found.split(_LOGITS_AT_ONCE), wanted.split(_LOGITS_AT_ONCE), strict=True)

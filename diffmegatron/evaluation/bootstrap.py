@@ -1,8 +1,8 @@
 """95% intervals by the paired bootstrap: all targets (models) use the same resamples.
 
-A measure is a number such as an accuracy. A unit is an item of a suite (benchmark), or a group of
-items that depend on each other (:meth:`Suite.unit`). A resample draws as many units as there are,
-with replacement. An argument ``shares`` maps each unit to its contribution to the measure.
+A unit is an item of a suite (benchmark), or a group of dependent items (:meth:`Suite.unit`). A
+resample draws as many units as there are, with replacement. An argument ``shares`` maps each unit
+to its contribution to a measure, such as an accuracy.
 """
 
 from collections.abc import Callable, Iterator, Mapping

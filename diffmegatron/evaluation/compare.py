@@ -86,8 +86,7 @@ def compare(run_dirs: Sequence[Path], out: Path) -> Table:
     """Compare runs, and write ``compare.json``, ``compare.md`` and ``compare.png`` into ``out``.
 
     Args:
-        run_dirs: directories of runs of any recipes, finished or not; for a recipe with stages,
-            the folder that contains all stages.
+        run_dirs: runs of any recipes, finished or not; for stages, the folder that contains all.
 
     Returns:
         Table of the final figures, with a row per figure and a column per run.
@@ -144,12 +143,8 @@ def curves_of(run: RecordedRun) -> Curves:
 def final_figures(run: RecordedRun) -> dict[str, Any]:
     """Return the final figures (numbers) of a run by name, without figures that have no value.
 
-    Steps and tokens are sums over all stages. All other figures describe the last stage:
-
-    - Training losses: means over the last tenth of the stage's steps.
-    - Validation losses and evaluation metrics: the last recorded value of each.
-    - Lambda: the last recorded value of each layer, averaged over the layers.
-    - Throughput: median of the recorded values. Memory: maximum of the recorded values.
+    Steps and tokens are sums over all stages. All other figures describe the last stage. The
+    training loss is the mean over the last tenth of its steps, and lambda over all layers.
     """
     last = run.stages[-1]
     model, names = last.recipe.model, [Path(stage.recipe.run_dir).name for stage in run.stages]

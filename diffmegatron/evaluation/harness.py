@@ -56,9 +56,9 @@ class Question:
     Attributes:
         shots: number of examples before the question.
         number: position of the question within the task, from 0.
-        arguments: arguments of each request. Their form depends on the task's ``OUTPUT_TYPE``:
-            (prompt, continuation) for ``loglikelihood`` and multiple choice; (text,) for
-            ``loglikelihood_rolling``; (prompt, settings of decoding) for ``generate_until``.
+        arguments: arguments of each request, by the task's ``OUTPUT_TYPE``: (prompt, continuation)
+            for ``loglikelihood`` and multiple choice; (text,) for ``loglikelihood_rolling``;
+            (prompt, settings of decoding) for ``generate_until``.
         instances: the requests as ``Instance`` objects of lm-eval.
     """
 
@@ -75,8 +75,8 @@ class Tasks:
     Args:
         names: names of tasks, groups and tags.
         include_path: folder with further task configurations, or None.
-        data_dir: folder that relative paths in task configurations refer to. A folder in it with
-            the name of a data set's repository replaces the repository on Hugging Face's hub.
+        data_dir: folder for relative paths in task configurations. A folder in it with the name of
+            a data set's repository replaces the repository on Hugging Face's hub.
     """
 
     def __init__(self, names: Sequence[str], include_path: Path | None, data_dir: Path) -> None:
@@ -161,13 +161,8 @@ class Tasks:
     def metrics(self, question: Question, answers: Sequence[Any]) -> dict[str, Any]:
         """Return the values of a question's metrics by metric and filter, such as ``acc,none``.
 
-        A value is a number, or a list if the metric's aggregation needs several values.
-
-        Args:
-            answers: answer to each request, in the form of :meth:`Encoder.answers`.
-
-        Raises:
-            NotFiniteError: a value is not finite.
+        A value is a number, or a list if the metric's aggregation needs several values. NaN and
+        infinity raise a NotFiniteError.
         """
         task = self.tasks[question.task]
         for instance, answer in zip(question.instances, answers, strict=True):
@@ -203,15 +198,11 @@ class Tasks:
     def aggregate(
         self, values: Mapping[str, Sequence[Mapping[str, Any]]]
     ) -> dict[str, dict[str, Any]]:
-        """Aggregate the metrics of questions into lm-eval's results of tasks and groups.
+        """Return lm-eval's results of tasks, and of groups that aggregate their tasks, by name.
 
-        Args:
-            values: for each task, the metrics of every question (:meth:`metrics`).
-
-        Returns:
-            For every task, and for every group that aggregates its tasks: the number of questions
-            (``sample_len``), and the value and standard error of each metric and filter, such as
-            ``acc,none`` and ``acc_stderr,none``. A number that lm-eval does not define is None.
+        A result has the number of questions (``sample_len``), and the value and standard error of
+        each metric and filter, such as ``acc,none`` and ``acc_stderr,none``. A number that lm-eval
+        does not define is None. ``values`` has the :meth:`metrics` of every question of each task.
         """
         found: dict[str, dict[str, Any]] = {}
         for name, metrics in values.items():
@@ -243,8 +234,7 @@ class Tasks:
 class Encoder(TemplateLM):
     """Encoder of lm-eval's requests into token ids, and decoder of a network's answers.
 
-    It inherits from lm-eval's model class the methods that split prompts and continuations into
-    tokens. ``transformers`` loads the target's tokenizer, as in lm-eval's own command.
+    It inherits the methods that split prompts and continuations into tokens.
     """
 
     def __init__(self, target: Target) -> None:
@@ -347,10 +337,7 @@ class Encoder(TemplateLM):
         ], cut
 
     def answers(self, question: Question, found: Sequence[Any]) -> list[Any]:
-        """Convert the answers of a network into the form in which lm-eval's models return them.
-
-        ``found`` has the answer to each request that :meth:`requests` returned.
-        """
+        """Convert a network's answers to :meth:`requests` into the form of lm-eval's models."""
         kind = question.instances[0].request_type
         if kind == "generate_until":
             return [
@@ -364,14 +351,11 @@ class Encoder(TemplateLM):
         return [sum(next(left)[0] for _ in self._windows(text)) for (text,) in question.arguments]
 
     def _pairs(self, arguments: Sequence[tuple[Any, ...]]) -> list[tuple[list[int], list[int]]]:
-        """Return the ids of each context and continuation, as lm-eval splits them.
-
-        lm-eval's ``loglikelihood`` passes the ids to :meth:`_loglikelihood_tokens` to be scored.
-        This class overrides that method to return the ids.
-        """
+        """Return the ids of each context and continuation, as lm-eval splits them."""
         instances = [Instance("loglikelihood", {}, each, 0) for each in arguments]
         return list(self.loglikelihood(instances, disable_tqdm=True))
 
+    # lm-eval's ``loglikelihood`` calls this method to score the ids; return them instead.
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[tuple[str, str], list[int], list[int]]], **_: object
     ) -> Any:
@@ -413,8 +397,7 @@ class Encoder(TemplateLM):
 def _index(names: Sequence[str], include_path: Path | None) -> TaskManager:
     """Return an index of lm-eval's tasks that contains all names.
 
-    Reading the 14,000 tasks that come with lm-eval takes many seconds, so they are not read if all
-    ``names`` are tasks in ``include_path``.
+    Reading lm-eval's own 14,000 tasks takes many seconds, so they are read only if needed.
     """
     folder = None if include_path is None else str(include_path.resolve())
     with _quiet():

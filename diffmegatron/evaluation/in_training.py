@@ -231,11 +231,10 @@ class _RunModel(Model):
         return text.answer
 
     def _batch(self, ids: Sequence[int], labels: Sequence[int]) -> Batch:
-        """Return this rank's shard of a text, padded at its end, as a batch of one row.
+        """Return this rank's shard of a text as a batch of one row, padded at its end.
 
-        Every context-parallel rank has two chunks of equal length, and sequence parallelism divides
-        each chunk equally among the tensor-parallel ranks. The padded length is a multiple of
-        2 * context-parallel size * tensor-parallel size.
+        Every context-parallel rank has two chunks of equal length, which sequence parallelism
+        divides among the tensor-parallel ranks. The length is a multiple of 2 * both sizes.
         """
         unit = 2 * self._parallel_state.context_size * self._parallel_state.tensor_size
         more = -len(ids) % unit

@@ -135,9 +135,8 @@ class _Size(NamedTuple):
     """The size of a request.
 
     Attributes:
-        group: number of the request's group; requests of different groups are never in one batch.
-            All scoring requests are one group. Generation requests are in the same group if they
-            have the same shared beginning (``Generation.shared`` tokens).
+        group: a batch has requests of one group: scoring requests, or generation requests with the
+            same shared beginning (``Generation.shared`` tokens).
         rows: number of rows that the request needs in a batch.
         length: number of tokens of the request's longest row, including tokens to generate.
     """

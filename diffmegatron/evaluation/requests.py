@@ -54,9 +54,8 @@ class Generation(NamedTuple):
 
     Attributes:
         shared: number of tokens at the beginning of ``ids`` that other requests share, less than
-            ``len(ids)``. The keys and values of shared tokens are computed once.
-        labels: labels to choose from, so that the answer is a path from the root to a leaf; None
-            for free text.
+            ``len(ids)``; their keys and values are computed once.
+        labels: answers to choose from; None for free text.
     """
 
     ids: Sequence[int]

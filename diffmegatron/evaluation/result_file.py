@@ -35,11 +35,9 @@ _SEALED = re.compile(rb'(.+), "crc32": "([0-9a-f]{8})"\}')
 
 @dataclass
 class Measured:
-    """The result of a suite on a target.
+    """Records of a suite on a target, by key of the item, and remarks for the report.
 
-    Attributes:
-        records: key of each item -> its record.
-        remarks: sentences for the report about items that were not run or are not used.
+    A remark is a sentence about items that were not run or are not used.
     """
 
     records: dict[str, Record] = field(default_factory=dict)
@@ -68,7 +66,6 @@ class RecordFile:
     An unfinished last line is dropped. A wrong checksum or another header is an error.
 
     Args:
-        path: path of the file, which is created if it is missing.
         header: first line of the file: all values on which the records depend, such as the
             settings, the hash of the items and the hash of the weights.
 
@@ -180,11 +177,8 @@ class SharedRecords:
     def gather(self, order: Sequence[str]) -> None:
         """Move the records of all processes into the shared file, and read it into ``records``.
 
-        Every process must call this method, and waits for the others.
-
-        Args:
-            order: keys of all items that must have a record. New records are appended to the shared
-                file in this order, and after them new records with other keys.
+        Every process must call this method, and waits for the others. New records are appended in
+        the order of the keys ``order``, which must all have a record. Other records follow them.
         """
         self._close()
         self._ranks.barrier()

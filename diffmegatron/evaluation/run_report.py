@@ -36,7 +36,7 @@ def write_report(
 
     Args:
         names: runs in the folders ``out/NAME``, with their exports in ``out/NAME/hf``.
-        seconds: durations of the caller's earlier phases in seconds, by the name of the phase.
+        seconds: duration of each earlier phase in seconds.
         started: value of ``time.perf_counter`` at the start of the phase that writes the report.
     """
     transformers_logging.disable_progress_bar()

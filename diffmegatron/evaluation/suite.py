@@ -37,9 +37,8 @@ class Item(NamedTuple):
     Attributes:
         key: name within the suite; the same for every target.
         tokens: context length that the item needs; 0 if any context suffices.
-        content: values from which the suite makes the requests. A restarted evaluation uses the
-            recorded results only if a hash of the items' ``repr`` is unchanged. Items with
-            different requests must therefore have a different ``repr``.
+        content: what the requests depend on. A restart uses recorded results only if a hash of the
+            items' ``repr`` is unchanged.
     """
 
     key: str
@@ -53,8 +52,7 @@ class Mean(NamedTuple):
     Attributes:
         total: e.g. a negative log-likelihood, or 1 for a correct answer.
         weight: e.g. the number of tokens.
-        per_token: whether the measure depends on the tokenizer, so that only models with the same
-            tokenizer can be compared.
+        per_token: whether only models with the same tokenizer can be compared.
     """
 
     total: float
@@ -63,12 +61,11 @@ class Mean(NamedTuple):
 
 
 class Estimate(NamedTuple):
-    """A value with its 95% interval.
+    """A value with its 95% interval, whose ends are None without an interval.
 
     Attributes:
-        low, high: ends of the interval; None without an interval, e.g. with fewer than 2 units.
-        units: number of groups of items that a resample of the bootstrap draws together
-            (:meth:`Suite.unit`); None if the value is not computed from units.
+        units: number of groups of items that the bootstrap draws together (:meth:`Suite.unit`);
+            None if the value is not computed from units.
     """
 
     value: float
@@ -102,14 +99,11 @@ class Suite(Section, ABC):
     Attributes:
         title: the measured quantity.
         description: the requests and the score, for readers of the report.
-        passes: names, for progress lines, of the pass over the items and of the pass over the
-            follow-up items (:meth:`follow_ups`); empty without follow-ups.
-        reads_attention: whether the suite needs attention logits or maps, so that the target must
-            have a known kind of attention.
+        passes: names of the two passes, over items and over follow-ups, in progress lines.
+        reads_attention: whether the suite needs attention logits or maps.
         reads_runs: whether the suite reads only training records of runs and uses no network.
         is_parallel: whether several processes may score items at the same time.
-        within_training: whether the suite can run during training. It then needs only losses and
-            generated tokens.
+        within_training: whether the suite can run during training, without logits and activations.
         direction: which values are better, if that is the same for all measures.
         follow_up_settings: fields that affect only the follow-ups, and may change in a restart. The
             key of a follow-up must contain the values on which its record depends.
@@ -152,20 +146,15 @@ class Suite(Section, ABC):
         return ()
 
     def requests_of(self, target: "Target", item: Item) -> ItemGenerator:
-        """Yield lists of requests to the model, and return the record of an item.
+        """Yield lists of requests to the model, receive the answers, and return the item's record.
 
-        Each ``yield`` receives the answers to its requests, in the same order. A suite that reads
-        activations of the network overrides :meth:`score` instead, which scores one item at a time.
+        A suite that reads activations of the network overrides :meth:`score` instead.
         """
         # Not abstract, because a suite overrides either this method or `score`.
         raise NotImplementedError(f"suite {self.name!r} defines neither requests_of nor score")
 
     def score(self, model: "Model", item: Item) -> Record:
-        """Return the record of an item, which must not depend on other items or on their order.
-
-        Raises:
-            NotFiniteError: the model computes a number that is not finite.
-        """
+        """Return an item's record, independent of other items; may raise a NotFiniteError."""
         ((_, record),) = _score_items(model, [(item.key, self.requests_of(model.target, item))])
         if isinstance(record, NotFiniteError):
             raise record
@@ -174,10 +163,7 @@ class Suite(Section, ABC):
     def scores(
         self, model: "Model", items: Sequence[Item]
     ) -> Iterator[tuple[str, Record | NotFiniteError]]:
-        """Yield the key of each item with its record, or with the error that prevented a record.
-
-        Suites that override :meth:`score` yield items in their order, other suites in any order.
-        """
+        """Yield each item's key, with its record or the error that prevented it, in any order."""
         if type(self).score is Suite.score:
             generators = ((item.key, self.requests_of(model.target, item)) for item in items)
             yield from _score_items(model, generators)
@@ -195,8 +181,7 @@ class Suite(Section, ABC):
     def unit(self, key: str, record: Record) -> str:
         """Return the name of an item's unit; the bootstrap draws all items of a unit together.
 
-        Items that are not independent, e.g. because they ask the same question, must be one unit.
-        Otherwise intervals would be too narrow.
+        Dependent items, e.g. with the same question, must be one unit, or intervals are too narrow.
         """
         return key
 
@@ -221,20 +206,11 @@ class Suite(Section, ABC):
         return {}
 
     def remarks(self, records: Mapping[str, Records]) -> Sequence[str]:
-        """Return sentences for the report, such as the reason why a result is missing.
-
-        Args:
-            records: name of each target -> records of all its items.
-        """
+        """Return sentences for the report, such as the reason why a result is missing."""
         return ()
 
     def draw(self, figure: "Figure", records: Mapping[str, Records]) -> bool:
-        """Draw the targets' records into ``figure``, and return whether anything was drawn.
-
-        Args:
-            figure: empty figure.
-            records: name of each target -> records of all its items.
-        """
+        """Draw the targets' records into an empty figure, and return whether anything was drawn."""
         return False
 
 
@@ -271,10 +247,7 @@ class _OpenItem:
 def _score_items(
     model: "Model", generators: Iterable[tuple[str, ItemGenerator]]
 ) -> Iterator[tuple[str, Record | NotFiniteError]]:
-    """Yield the key and the record or error of each item, in the order of completion.
-
-    ``generators`` has the key and the generator (:meth:`Suite.requests_of`) of each item.
-    """
+    """Yield the key and the record or error of each item, in the order of completion."""
     left = iter(generators)
     while window := list(islice(left, _OPEN_ITEMS)):
         items = []
