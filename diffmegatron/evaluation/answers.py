@@ -83,17 +83,16 @@ class WrittenText:
     def __init__(self, request: Generation) -> None:
         self.request, self.labels = request, request.labels
         self.found: list[int] = []
+        self.answer: list[int] | NotFiniteError = self.found
         self.has_ended = False
-        self.error: NotFiniteError | None = None
 
-    @property
-    def answer(self) -> list[int] | NotFiniteError:
-        """Ids of the generated tokens, or the error that ended the text."""
-        return self.found if self.error is None else self.error
-
-    def add(self, token: int, tokenizer: Tokenizer) -> None:
-        """Append the most likely next token, and end the text if it is complete."""
-        if self.labels is not None:
+    def add(self, token: int | None, tokenizer: Tokenizer) -> None:
+        """Append the most likely next token; None (a logit is not finite) ends with an error."""
+        if token is None:
+            after = len(self.request.ids) + len(self.found)
+            self.answer = NotFiniteError(f"a logit after {after} tokens is not finite")
+            self.has_ended = True
+        elif self.labels is not None:
             self._add_label(token)
         elif token == tokenizer.end_of_document:
             self.has_ended = True
@@ -116,12 +115,6 @@ class WrittenText:
         if not labels:
             self.found += rest
             self.has_ended = True
-
-    def fail(self) -> None:
-        """End the text with the error that a logit of the next token is not finite."""
-        after = len(self.request.ids) + len(self.found)
-        self.error = NotFiniteError(f"a logit after {after} tokens is not finite")
-        self.has_ended = True
 
 
 @torch.no_grad()
@@ -159,10 +152,8 @@ def generate(
         # Copy to the host only once per step, because each copy waits for the device.
         likeliest = torch.stack((logits.argmax(-1), are_finite.long())).tolist()
         for text, token, is_finite in zip(written, *likeliest, strict=True):
-            if not text.has_ended and not is_finite:
-                text.fail()
-            elif not text.has_ended:
-                text.add(token, tokenizer)
+            if not text.has_ended:
+                text.add(token if is_finite else None, tokenizer)
         active = [row for row, text in enumerate(written) if not text.has_ended]
         if not active:
             return [text.answer for text in texts]

@@ -199,7 +199,7 @@ class BatchedNetwork:
         return found.float()
 
     def score(self, found: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
-        """Return losses in nats, float32 [n], and whether tokens are most likely, bool [n], on the CPU.
+        """Return losses in nats (float32 [n]), and whether tokens are the likeliest (bool [n]).
 
         Args:
             found: output of :meth:`read` at the n positions before the tokens.

@@ -77,10 +77,6 @@ class RecordedRun:
             for tokens, value in stage.series(name)
         ]
 
-    def names(self, beginning: str) -> list[str]:
-        """Return the sorted names of the recorded metrics that begin with ``beginning``."""
-        return sorted({name for stage in self.stages for name in stage.names(beginning)})
-
 
 def compare(run_dirs: Sequence[Path], out: Path) -> Table:
     """Compare runs, and write ``compare.json``, ``compare.md`` and ``compare.png`` into ``out``.
@@ -131,11 +127,12 @@ def short_names(run_dirs: Sequence[Path]) -> list[str]:
 
 def curves_of(run: RecordedRun) -> Curves:
     """Return the losses, throughput and lambda of a run as functions of the tokens seen."""
+    lambdas = {name for stage in run.stages for name in stage.names("attn/lambda_layer_")}
     return Curves(
         losses=run.series("train/loss"),
         held_out=run.series("valid/loss"),
         throughput=run.series("perf/tokens_per_second"),
-        lambdas={name: run.series(name) for name in run.names("attn/lambda_layer_")},
+        lambdas={name: run.series(name) for name in sorted(lambdas)},
         stage_starts=run.starts[1:],
     )
 

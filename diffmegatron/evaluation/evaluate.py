@@ -1,6 +1,8 @@
 """``diffmegatron evaluate``: run every suite (benchmark) on every target (model)."""
 
 import math
+import os
+import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -12,11 +14,11 @@ from typing import Any
 
 from diffmegatron.errors import NotFiniteError, UserError
 from diffmegatron.evaluation.evaluate_settings import Computing
-from diffmegatron.evaluation.evaluation_ranks import Ranks, export_targets, join_ranks
 from diffmegatron.evaluation.model import Model
 from diffmegatron.evaluation.result_file import (
     NOT_FINITE,
     Measured,
+    Ranks,
     SharedRecords,
     check_records,
     digest,
@@ -28,8 +30,14 @@ from diffmegatron.evaluation.targets import Target, find_targets, have_one_token
 from diffmegatron.evaluation.vllm_model import VllmModel, check_served
 from diffmegatron.file_lock import FileLock
 from diffmegatron.files import check_utf8, format_path
+from diffmegatron.parallel.default_group import default_group
+from diffmegatron.parallel.launcher import read_launch
 
 _LOCK = "evaluate.lock"
+# Processes may finish their shares of the items at very different times.
+_TIMEOUT = timedelta(days=1)
+# Prefixes of the environment variables that a launcher sets.
+_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "TORCHELASTIC_")
 _SECONDS_BETWEEN_LINES = 5.0
 
 
@@ -57,7 +65,10 @@ def evaluate(
     )
     check_utf8(*paths, out, *map(Path, given))
     lock = FileLock(out / _LOCK, f"--out {format_path(out)}", "give another --out")
-    with join_ranks() as ranks, lock if ranks.is_main else nullcontext():
+    launch = read_launch()
+    ranks = Ranks(launch.rank, launch.ranks)
+    group = default_group(_TIMEOUT) if ranks.count > 1 else nullcontext()
+    with group, lock if ranks.is_main else nullcontext():
         ranks.barrier()
         targets = find_targets(paths, out)
         export_targets(targets, ranks)
@@ -73,6 +84,29 @@ def evaluate(
         if ranks.is_main:
             write_results(out, suites, targets, measured, computing)
         return out / REPORT
+
+
+def export_targets(targets: Sequence[Target], ranks: Ranks) -> None:
+    """Export every checkpoint among the targets to a Hugging Face folder, on rank 0.
+
+    An export needs process groups of a single rank, so it runs in a new process outside the
+    launcher's group. A single process exports a checkpoint only when it is first used.
+    """
+    if ranks.count == 1:
+        return
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHERS)
+    }
+    for target in targets if ranks.is_main else ():
+        if target.checkpoint is not None and not target.export.exists():
+            command = ["-m", "diffmegatron", "export", str(target.checkpoint), str(target.export)]
+            export = subprocess.run([sys.executable, *command], env=environment, check=False)
+            if export.returncode:
+                raise UserError(
+                    f"the export of {format_path(target.checkpoint)} failed with the error above; "
+                    "correct it, or give a Hugging Face folder"
+                )
+    ranks.barrier()
 
 
 def shortest_context(targets: Sequence[Target]) -> int:

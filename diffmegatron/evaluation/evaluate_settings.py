@@ -58,7 +58,7 @@ class Computing:
         """True if the networks run on a GPU."""
         import torch
 
-        return self.device == "cuda" or (self.device == "auto" and torch.cuda.is_available())
+        return self.device != "cpu" and torch.cuda.is_available()
 
     def tokens(self, *, is_generation: bool) -> int:
         """Return ``batch_tokens``, or the default for generation or scoring on this device."""

@@ -326,15 +326,13 @@ class Encoder(TemplateLM):
             pairs = [pair for (text,) in question.arguments for pair in self._windows(text)]
         # The network does not process the last token of a continuation, after which nothing is
         # predicted. Both parts of a pair may therefore have `self.context` + 1 tokens together.
-        most = [self.context + 1 - len(after) for _, after in pairs]
-        cut = any(len(before) > limit for (before, _), limit in zip(pairs, most, strict=True))
-        fitting = [
-            (before[-limit:], after) for (before, after), limit in zip(pairs, most, strict=True)
-        ]
-        return [
-            Scoring(context, [after for _, after in group])
-            for context, group in groupby(fitting, key=itemgetter(0))
-        ], cut
+        fitting, cut = [], False
+        for before, after in pairs:
+            most = self.context + 1 - len(after)
+            fitting.append((before[-most:], after))
+            cut = cut or len(before) > most
+        groups = groupby(fitting, key=itemgetter(0))
+        return [Scoring(context, [after for _, after in group]) for context, group in groups], cut
 
     def answers(self, question: Question, found: Sequence[Any]) -> list[Any]:
         """Convert a network's answers to :meth:`requests` into the form of lm-eval's models."""

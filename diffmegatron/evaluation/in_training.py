@@ -47,7 +47,7 @@ def open_evaluators(recipe: Recipe) -> list["SuiteEvaluator"]:
     return [_opened(entry, target) for entry in recipe.training.evaluate]
 
 
-def _opened(entry: EvaluateConfig, target: "RunTarget") -> "SuiteEvaluator":
+def _opened(entry: EvaluateConfig, target: "_RunTarget") -> "SuiteEvaluator":
     suite = _suite(entry, target)
     suite.check(target)
     items = suite.items(target)
@@ -61,7 +61,7 @@ def _opened(entry: EvaluateConfig, target: "RunTarget") -> "SuiteEvaluator":
     return SuiteEvaluator(suite, items, target)
 
 
-def _suite(entry: EvaluateConfig, target: "RunTarget") -> Suite:
+def _suite(entry: EvaluateConfig, target: "_RunTarget") -> Suite:
     light = [name for name, kind in SUITES.items() if kind.within_training]
     if entry.suite not in light:
         raise UserError(
@@ -102,7 +102,7 @@ class _ExportTokenizer(Tokenizer):
 
 
 @dataclass(frozen=True)
-class RunTarget(Target):
+class _RunTarget(Target):
     """A run in training as a target (evaluated model); encodes text as the model exported from it.
 
     Attributes:
@@ -117,21 +117,18 @@ class RunTarget(Target):
 
     @cached_property
     def tokenizer(self) -> Tokenizer:  # type: ignore[override]
-        """Tokenizer of the recipe, which encodes text into the same ids as the export's."""
         return _ExportTokenizer(load_tokenizer(self.tokenizer_name))
 
     @cached_property
     def start_token(self) -> int:
-        """Id of the token that the export puts before a text."""
         return self.tokenizer.end_of_document if self.bos_token_id is None else self.bos_token_id
 
     @cached_property
     def context(self) -> float:
-        """Length of the run's sequences in tokens."""
         return self.length
 
 
-def _target(recipe: Recipe) -> RunTarget:
+def _target(recipe: Recipe) -> _RunTarget:
     original, bos_token_id = find_original(recipe), None
     if original is not None:
         described = recipe.model.attention.hugging_face(recipe.model.hidden_size)
@@ -139,13 +136,13 @@ def _target(recipe: Recipe) -> RunTarget:
             bos_token_id = original.config.bos_token_id
     path = Path(recipe.run_dir)
     length = recipe.training.seq_length
-    return RunTarget(path.name, path, path, path, recipe.data.tokenizer, bos_token_id, length)
+    return _RunTarget(path.name, path, path, path, recipe.data.tokenizer, bos_token_id, length)
 
 
 class SuiteEvaluator:
     """A suite that runs during training; ``name`` is the prefix of its metrics' names."""
 
-    def __init__(self, suite: Suite, items: Sequence[Item], target: RunTarget) -> None:
+    def __init__(self, suite: Suite, items: Sequence[Item], target: _RunTarget) -> None:
         self.name = suite_evaluator_name(suite.name)
         self._suite, self._items, self._target = suite, items, target
 
@@ -193,7 +190,7 @@ def metric_name(suite: str, measure: str) -> str:
 class _RunModel(Model):
     """A :class:`Model` that computes with a run's training network, not with an export."""
 
-    def __init__(self, target: RunTarget, network: Network, parallel_state: ParallelState) -> None:
+    def __init__(self, target: _RunTarget, network: Network, parallel_state: ParallelState) -> None:
         super().__init__(target)
         self._sharded, self._parallel_state = network, parallel_state
 
@@ -224,10 +221,7 @@ class _RunModel(Model):
             after = next_tokens(self._sharded, self._batch(before, before), self._parallel_state)
             token = int(after[0, len(before) - 1])
             # A negative id means that a logit is not finite.
-            if token < 0:
-                text.fail()
-            else:
-                text.add(token, self.target.tokenizer)
+            text.add(None if token < 0 else token, self.target.tokenizer)
         return text.answer
 
     def _batch(self, ids: Sequence[int], labels: Sequence[int]) -> Batch:

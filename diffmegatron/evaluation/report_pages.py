@@ -91,10 +91,8 @@ def _items(suite: Mapping[str, Any]) -> list[str]:
     }
     if not counts:
         return []
-    least, most = min(counts), max(counts)
-    return [
-        f"Items: {least:,}" + (f" to {most:,}, by row and target" if most > least else "") + "."
-    ]
+    more = f" to {max(counts):,}, by row and target" if len(counts) > 1 else ""
+    return [f"Items: {min(counts):,}{more}."]
 
 
 def _introduction(outcome: Mapping[str, Any]) -> list[str]:

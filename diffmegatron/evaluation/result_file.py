@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
+from torch import distributed
+
 from diffmegatron.errors import UserError
-from diffmegatron.evaluation.evaluation_ranks import Ranks
 from diffmegatron.evaluation.suite import Item, Record
 from diffmegatron.files import (
     create_file,
@@ -141,6 +142,24 @@ class RecordFile:
                 "measure again"
             )
         return _Line(parse_json(sealed[1] + b"}", Record, place), place)
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Rank of this process and number of processes of an evaluation; they share a file system."""
+
+    rank: int
+    count: int
+
+    @property
+    def is_main(self) -> bool:
+        """True for the process that writes shared files and prints progress."""
+        return self.rank == 0
+
+    def barrier(self) -> None:
+        """Wait until all processes have called this method."""
+        if self.count > 1:
+            distributed.barrier()
 
 
 class SharedRecords:

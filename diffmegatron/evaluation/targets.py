@@ -24,8 +24,6 @@ from diffmegatron.hf.tokenizer import SAMPLE
 from diffmegatron.section import MAX_SIZE
 from diffmegatron.validation import describe, first_error
 
-EXPORTS = "exports"
-
 
 @dataclass(frozen=True)
 class Target:
@@ -152,8 +150,10 @@ def find_targets(paths: Sequence[Path], out: Path) -> list[Target]:
         raise UserError(
             f"a target is given twice: {', '.join(map(format_path, paths))}; give each once"
         )
-    names = _names(paths)
-    return [_found(path, name, out / EXPORTS) for path, name in zip(paths, names, strict=True)]
+    return [
+        Target(name, path, _checkpoint(path), out / "exports")
+        for name, path in zip(_names(paths), paths, strict=True)
+    ]
 
 
 def have_one_tokenizer(targets: Sequence[Target]) -> bool:
@@ -180,16 +180,17 @@ def _names(paths: Sequence[Path]) -> list[str]:
     raise UserError(f"targets {', '.join(map(format_path, paths))} share a name; rename one folder")
 
 
-def _found(path: Path, name: str, exports: Path) -> Target:
+def _checkpoint(path: Path) -> Path | None:
+    """Return the checkpoint that a path of the command line means; None for Hugging Face files."""
     if os.path.lexists(path / CONFIG_NAME):
-        return Target(name, path, None, exports)
+        return None
     if os.path.lexists(path / MANIFEST):
         read_manifest(path)
-        return Target(name, path, path, exports)
+        return path
     checkpoint = newest_checkpoint(path)
     if checkpoint is None:
         raise UserError(
             f"{format_path(path)} is not a model; give a Hugging Face folder with a {CONFIG_NAME}, "
             "a checkpoint, or a run_dir with a checkpoint"
         )
-    return Target(name, path, checkpoint, exports)
+    return checkpoint

@@ -26,11 +26,10 @@ from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
 from diffmegatron.cli import app
 from diffmegatron.errors import UserError
 from diffmegatron.evaluation.bootstrap import difference, estimate
-from diffmegatron.evaluation.evaluate import evaluate
-from diffmegatron.evaluation.evaluation_ranks import Ranks, export_targets
+from diffmegatron.evaluation.evaluate import evaluate, export_targets
 from diffmegatron.evaluation.model import Computing, Model
 from diffmegatron.evaluation.requests import ItemGenerator, Scoring
-from diffmegatron.evaluation.result_file import RecordFile, SharedRecords, sealed_line
+from diffmegatron.evaluation.result_file import Ranks, RecordFile, SharedRecords, sealed_line
 from diffmegatron.evaluation.suite import Item, Mean, Suite
 from diffmegatron.evaluation.suites import SUITES
 from diffmegatron.evaluation.suites.loss import Loss
