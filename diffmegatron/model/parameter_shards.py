@@ -52,7 +52,10 @@ class Shard:
         return parameter.reshape(-1)[self.start : self.start + self.numel].view(self.shape)
 
 
-def parameter_shards(network: Network) -> dict[torch.nn.Parameter, list[Shard]]:
+ParameterShards = dict[torch.nn.Parameter, list[Shard]]
+
+
+def parameter_shards(network: Network) -> ParameterShards:
     """Return the shards of every parameter on this rank, in the order of ``named_parameters``."""
     by_storage: dict[int, list[tuple[ShardedTensor, int]]] = {}
     for stage in network.virtual_stages:

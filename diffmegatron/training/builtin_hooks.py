@@ -6,29 +6,26 @@
 """
 
 import math
+import resource
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
 
 import torch
-from torch import distributed
 from torch.profiler import ProfilerActivity, profile
 from typing_extensions import override
 
 from diffmegatron.config.schema import Recipe
 from diffmegatron.config.training_config import ProfileConfig
 from diffmegatron.model.accounting import mfu_metric
-from diffmegatron.optim.guard import Action, StepDecision
-from diffmegatron.training.fault_tolerance.events import stopped_by_guard, write_event
-from diffmegatron.training.fault_tolerance.largest_logits import largest_logits
+from diffmegatron.parallel.parallel_state import from_rank_0
+from diffmegatron.training.compute.agreement import lambdas
+from diffmegatron.training.guard_hook import GuardHook, give_up
 from diffmegatron.training.hook import Hook
 from diffmegatron.training.monitoring.due import HELD_OUT, TEST, due_at, unrecorded_at
 from diffmegatron.training.monitoring.evaluators import Evaluator, measure, split_losses
-from diffmegatron.training.monitoring.observations import device_name, lambdas, peak_memory
 from diffmegatron.training.monitoring.progress import print_line
 from diffmegatron.training.monitoring.records import log_write_errors
 from diffmegatron.training.run import Run
-from diffmegatron.training.saving.resume import rollback_checkpoint
 
 PROFILE = "profile"
 # Limit of torch's memory history in allocations and frees; the default is no limit.
@@ -70,84 +67,6 @@ class FinishSaveHook(Hook):
             run.complete_or_drop_save()
 
 
-class GuardHook(Hook):
-    """Writes a report of each anomalous step, and carries out the guard's decision on it."""
-
-    def __init__(self) -> None:
-        # Update count in the checkpoint of the last rollback. An equal count at the next rollback
-        # means that no step was applied between the two.
-        self._updates_returned_to: int | None = None
-
-    @override
-    def after_step(self, run: Run) -> None:
-        if run.decision.reason is not None:
-            _dump(run)
-        if run.decision.action is Action.STOP:
-            give_up(run, run.decision)
-        if run.decision.action is Action.ROLL_BACK:
-            self._roll_back(run)
-
-    def _roll_back(self, run: Run) -> None:
-        """Load an intact checkpoint, but keep the position in the data.
-
-        The batches from the checkpoint up to the anomalous step are not read again.
-        """
-        with run.pause():
-            run.complete_or_drop_save()
-            run.saver.wait()
-            no_progress = run.engine.updates == self._updates_returned_to
-            checkpoint = rollback_checkpoint(run.store, run.parallel_state, no_progress=no_progress)
-            if checkpoint is None:
-                give_up(run, run.decision)
-            position = run.resume(checkpoint)
-            assert position.guard is not None
-            run.guard.rolled_back(position.guard)
-            run.set_step(position.step)
-            run.saver.saved_step = position.step
-            self._updates_returned_to = position.updates
-        run.rewind_metrics()
-
-
-def give_up(run: Run, decision: StepDecision) -> NoReturn:
-    """Complete or drop the open save, and end the run with an error."""
-    run.complete_or_drop_save()
-    newest = run.store.latest()
-    raise stopped_by_guard(run.recipe, run.step, decision, run.guard, newest)
-
-
-def _dump(run: Run) -> None:
-    last_sample = run.loader.consumed_samples - 1
-    event = {
-        "loss": run.agreed.loss,
-        "gradient_norm": run.agreed.gradient_norm,
-        "first_sample": last_sample + 1 - run.recipe.training.global_batch_size,
-        "last_sample": last_sample,
-        "lambda": lambdas(run.network, run.parallel_state),
-    }
-    norms, logits = run.engine.local_gradient_norms(), _largest_logits(run)
-    write_event(
-        Path(run.recipe.run_dir),
-        run.step,
-        run.decision,
-        event,
-        norms,
-        logits,
-        run.shards,
-        run.parallel_state,
-    )
-
-
-def _largest_logits(run: Run) -> dict[int, float]:
-    """Return the largest attention logit of each layer on the last batch, by layer number.
-
-    The result is empty under context parallelism, because a rank lacks the keys of other ranks.
-    """
-    if run.parallel_state.context_size > 1:
-        return {}
-    with run.pause():
-        return largest_logits(run.network, lambda: run.forward(run.last_batch()))
-
-
 class MetricsHook(Hook):
     """Records metrics and prints a line every ``training.log_interval`` steps and at the last."""
 
@@ -158,8 +77,8 @@ class MetricsHook(Hook):
         speed = run.progress.tokens_per_second(run.step)
         values = run.values | {
             "perf/tokens_per_second": speed,
-            **mfu_metric(run.recipe, run.parallel_state.world_size, speed, device_name()),
-            "mem/peak_gib": peak_memory() / 2**30,
+            **mfu_metric(run.recipe, run.parallel_state.world_size, speed, _gpu_name()),
+            "mem/peak_gib": _peak_memory() / 2**30,
             "data/consumed_samples": run.loader.consumed_samples,
             "data/consumed_tokens": run.loader.consumed_samples * run.recipe.training.seq_length,
         }
@@ -173,6 +92,17 @@ class MetricsHook(Hook):
         run.write_metrics(values | others)
         if run.parallel_state.is_main:
             run.progress.print_step(run.step, values)
+
+
+def _peak_memory() -> int:
+    """Return this process's peak memory in bytes: allocated on the GPU, or resident on a CPU."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _gpu_name() -> str | None:
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else None
 
 
 class EvaluationHook(Hook):
@@ -189,11 +119,8 @@ class EvaluationHook(Hook):
 
     @override
     def before_training(self, run: Run) -> None:
-        missing: list[Any] = [None]
-        if run.parallel_state.is_main:  # Only rank 0 has metrics.jsonl.
-            missing = [unrecorded_at(run.recipe, run.step, Path(run.recipe.run_dir))]
-        distributed.broadcast_object_list(missing, src=0)
-        self._evaluate(run, missing[0])
+        run_dir = Path(run.recipe.run_dir)  # Only rank 0 has metrics.jsonl.
+        self._evaluate(run, from_rank_0(lambda: unrecorded_at(run.recipe, run.step, run_dir)))
 
     @override
     def after_step(self, run: Run) -> None:
@@ -276,7 +203,7 @@ def _check_sound(run: Run) -> None:
     if run.broken_reason is None and not math.isfinite(run.forward(run.last_batch()).loss):
         run.broken_reason = "loss of the last batch after its update is not finite"
     if run.broken_reason is not None:
-        give_up(run, StepDecision(False, Action.STOP, run.broken_reason, finite=False))
+        give_up(run, run.broken_reason)
 
 
 class ProfileHook(Hook):

@@ -31,9 +31,14 @@ from diffmegatron.training.monitoring.records import log_write_errors
 from diffmegatron.training.monitoring.source_losses import SourceLosses
 from diffmegatron.training.monitoring.stragglers import PhaseClock
 from diffmegatron.training.monitoring.wandb_writer import WandbWriter
-from diffmegatron.training.saving.resume import load_snapshot, mixture_change, starting_checkpoint
+from diffmegatron.training.saving.resume import (
+    load_snapshot,
+    load_weights,
+    mixture_change,
+    open_start,
+    starting_checkpoint,
+)
 from diffmegatron.training.saving.saver import Saver
-from diffmegatron.training.saving.start_from import load_weights, open_start
 
 
 class Run:

@@ -7,18 +7,19 @@ from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from pathlib import Path
 
+from torch import Tensor
+
 from diffmegatron.attempts.ends import RankRecord
 from diffmegatron.config.schema import Recipe
+from diffmegatron.data.index.corpus_manifest import read_manifest
 from diffmegatron.data.tokenizers import check_vocabulary, load_tokenizer
 from diffmegatron.optim.schedule import learning_rate
 from diffmegatron.parallel.deterministic import deterministic_algorithms
 from diffmegatron.parallel.launcher import read_launch
 from diffmegatron.parallel.parallel_state import process_groups
 from diffmegatron.training.builtin_hooks import builtin_hooks
-from diffmegatron.training.compute.agreement import StepCheck
 from diffmegatron.training.compute.batches import on_this_rank
 from diffmegatron.training.compute.step import forward_backward
-from diffmegatron.training.document_mask import decide_document_mask
 from diffmegatron.training.fault_tolerance.safeguards import (
     StopRequest,
     Watchdog,
@@ -27,6 +28,7 @@ from diffmegatron.training.fault_tolerance.safeguards import (
 )
 from diffmegatron.training.hook import Hook
 from diffmegatron.training.monitoring.evaluators import Evaluator
+from diffmegatron.training.monitoring.progress import print_line
 from diffmegatron.training.run import Run
 
 
@@ -70,20 +72,15 @@ def train(
         ExitStack() as exits,
     ):
         run = Run(recipe, parallel_state, launch, stop, watchdog, exits, record)
-        return run_steps(run, hooks)
-
-
-def run_steps(run: Run, hooks: Sequence[Hook]) -> bool:
-    """Train until the last step or a stop, and call the hooks; return ``run.is_finished``."""
-    for hook in hooks:
-        hook.before_training(run)
-    while not (run.is_at_last_step or run.stopping):
-        train_step(run)
         for hook in hooks:
-            hook.after_step(run)
-    for hook in hooks:
-        hook.after_training(run)
-    return run.is_finished
+            hook.before_training(run)
+        while not (run.is_at_last_step or run.stopping):
+            train_step(run)
+            for hook in hooks:
+                hook.after_step(run)
+        for hook in hooks:
+            hook.after_training(run)
+        return run.is_finished
 
 
 def train_step(run: Run) -> None:
@@ -100,13 +97,17 @@ def train_step(run: Run) -> None:
             offload_activations=training.offload_activations,
             observe=run.source_losses.add,
         )
-    step_check = StepCheck(run.guard, lambda norm: run.agree(loss, norm))
+
+    def should_apply(gradient_norm: Tensor) -> bool:
+        run.agreed = run.agree(loss, gradient_norm)
+        run.decision = run.guard.decide(run.agreed.loss, run.agreed.gradient_norm)
+        return run.decision.applied
+
     with run.clock("update"):
-        run.engine.step(rate, step_check.allow)
+        run.engine.step(rate, should_apply)
     run.set_step(run.step + 1)
     run.clock.step_done()
     run.watchdog.restart_timer()
-    run.agreed, run.decision = step_check.result
     run.source_losses.step_done(finite=run.decision.finite)
     run.broken_reason = None if run.decision.finite else run.decision.reason
     # A stopping run saves its weights, and only a finite step shows that they are sound.
@@ -117,3 +118,31 @@ def train_step(run: Run) -> None:
         "train/lr": rate,
         **{f"train/lr/{key}": rate * f for key, f in optimizer.lr_multipliers.items()},
     }
+
+
+def decide_document_mask(recipe: Recipe, *, prints: bool = True) -> Recipe:
+    """Return the recipe with ``data.reset_attention_mask`` set.
+
+    The default is true if sequences can contain several documents and a source has conversations. A
+    response could otherwise learn to copy from unrelated conversations, which inference does not
+    have.
+
+    Args:
+        prints: whether this rank prints a message if the default is true.
+    """
+    data = recipe.data
+    if data.reset_attention_mask is not None:
+        return recipe
+    conversations = [
+        source.path
+        for source in data.sources
+        if data.packing != "none" and read_manifest(source.path).is_fine_tuning
+    ]
+    if conversations and prints:
+        print_line(
+            f"attention stays within a document, because {', '.join(conversations)} has "
+            "conversations that share sequences; set data.reset_attention_mask=false to let "
+            "conversations attend to each other"
+        )
+    decided = data.model_copy(update={"reset_attention_mask": bool(conversations)})
+    return recipe.model_copy(update={"data": decided})

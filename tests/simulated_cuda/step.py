@@ -17,7 +17,7 @@ from diffmegatron.parallel.parallel_state import (
     ParallelState,
     process_groups,
 )
-from diffmegatron.training.compute.agreement import StepCheck, agree
+from diffmegatron.training.compute.agreement import agree
 from diffmegatron.training.compute.batches import on_this_rank
 from diffmegatron.training.compute.step import forward_backward
 from tests.simulated_cuda.recorder import Recorder
@@ -68,13 +68,17 @@ def train_step(
         # ZeRO 2 makes new gradient tensors in every step, which need a label before the phase ends.
         label(recorder, engine.network, engine)
     del microbatches
-    deciding = StepCheck(
-        Guard(recipe.guard),
-        lambda norm: agree(loss, norm, stop=False, writing=False, parallel_state=state),
-    )
+    guard, applied = Guard(recipe.guard), False
+
+    def should_apply(norm: torch.Tensor) -> bool:
+        nonlocal applied
+        agreed = agree(loss, norm, stop=False, writing=False, parallel_state=state)
+        applied = guard.decide(agreed.loss, agreed.gradient_norm).applied
+        return applied
+
     with recorder.phase("update", is_step=True):
-        engine.step(recipe.optimizer.lr, deciding.allow)
-    return deciding.result[1].applied
+        engine.step(recipe.optimizer.lr, should_apply)
+    return applied
 
 
 def group_names(state: ParallelState) -> dict[str, str]:

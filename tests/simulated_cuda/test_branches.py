@@ -39,11 +39,11 @@ ENTERED = {
     "parallel/default_group.py:default_group": STEP,
     "parallel/default_group.py:own_device": STEP,
     "parallel/random.py:random_states": TRAINER,
-    "training/monitoring/observations.py:device_name": TRAINER,
-    "training/monitoring/observations.py:peak_memory": TRAINER,
-    "training/saving/snapshot.py:HostCopy.take": TRAINER,
+    "training/builtin_hooks.py:_gpu_name": TRAINER,
+    "training/builtin_hooks.py:_peak_memory": TRAINER,
+    "training/saving/saver.py:Saver._copy_to_host": TRAINER,
     "parallel/deterministic.py:deterministic_algorithms": "test_kinds.py",
-    "training/compute/offload.py:offloaded_activations": "test_kinds.py",
+    "training/compute/step.py:offloaded_activations": "test_kinds.py",
     "attention/kernels/wrappers/flex.py:_flex_attention": "test_kinds.py",
 }
 NOT_ENTERED = {

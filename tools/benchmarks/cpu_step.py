@@ -15,6 +15,7 @@ because other processes disturb them less than wall time; on an idle machine the
 
 import argparse
 import json
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -33,7 +34,7 @@ from diffmegatron.model.build import build_model
 from diffmegatron.optim.guard import Guard
 from diffmegatron.optim.zero import ZeroEngine
 from diffmegatron.parallel.parallel_state import ParallelState, process_groups
-from diffmegatron.training.compute.agreement import StepCheck, agree
+from diffmegatron.training.compute.agreement import agree
 from diffmegatron.training.compute.step import forward_backward
 from tools.benchmarks.command_line import make_parser
 from tools.benchmarks.json_report import write_json_report
@@ -173,14 +174,16 @@ def our_step(
     guard = Guard(recipe.guard)
 
     def step() -> float:
-        loss = forward_backward(engine, [batch], parallel_state)
+        loss, agreed_loss = forward_backward(engine, [batch], parallel_state), math.nan
 
-        def agreed(norm: Tensor):  # type: ignore[no-untyped-def]
-            return agree(loss, norm, stop=False, writing=False, parallel_state=parallel_state)
+        def should_apply(norm: Tensor) -> bool:
+            nonlocal agreed_loss
+            agreed = agree(loss, norm, stop=False, writing=False, parallel_state=parallel_state)
+            agreed_loss = agreed.loss
+            return guard.decide(agreed.loss, agreed.gradient_norm).applied
 
-        deciding = StepCheck(guard, agreed)
-        engine.step(recipe.optimizer.lr, deciding.allow)
-        return deciding.result[0].loss
+        engine.step(recipe.optimizer.lr, should_apply)
+        return agreed_loss
 
     return step
 

@@ -1,12 +1,12 @@
-"""Agreement of all ranks on a step's loss, gradient norm and flags, by one small all-reduce."""
+"""Reductions of a step's results over all ranks: loss, gradient norm, flags and lambda."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, distributed
 
-from diffmegatron.optim.guard import Guard, StepDecision
+from diffmegatron.model.build import lambda_by_layer
+from diffmegatron.model.network import Network
 from diffmegatron.parallel.parallel_state import ParallelState
 
 
@@ -55,26 +55,22 @@ def agree(
     return Agreement(agreed[0], agreed[1], bool(agreed[2]), bool(agreed[3]))
 
 
-class StepCheck:
-    """Callback of the optimizer step that decides whether the weights are updated."""
+def lambdas(network: Network, parallel_state: ParallelState) -> dict[str, float]:
+    """Return lambda, the factor of the subtracted softmax map, of every layer; all ranks call this.
 
-    def __init__(self, guard: Guard, agree_on: Callable[[Tensor], Agreement]) -> None:
-        self._guard, self._agree_on = guard, agree_on
-        self._result: tuple[Agreement, StepDecision] | None = None
+    Lambda that depends on head or token is averaged over all heads, and over this data-parallel
+    rank's tokens of the last forward pass.
 
-    def allow(self, gradient_norm: Tensor) -> bool:
-        """Return whether the optimizer may update the weights; call once per step on every rank.
-
-        Args:
-            gradient_norm: gradient norm before clipping, 0-dim float32.
-        """
-        agreed = self._agree_on(gradient_norm)
-        decision = self._guard.decide(agreed.loss, agreed.gradient_norm)
-        self._result = agreed, decision
-        return decision.applied
-
-    @property
-    def result(self) -> tuple[Agreement, StepDecision]:
-        """Agreement and guard's decision of the step, available after :meth:`allow`."""
-        assert self._result is not None, "the engine's step did not call allow"
-        return self._result
+    Returns:
+        Lambda by metric name, e.g. ``attn/lambda_layer_01`` for the first layer.
+    """
+    own = lambda_by_layer(network)
+    if own and parallel_state.tensor_size > 1:
+        means = torch.stack(list(own.values()))
+        distributed.all_reduce(means, group=parallel_state.tensor_group)
+        own = dict(zip(own, means / parallel_state.tensor_size, strict=True))
+    mine = {layer: value.item() for layer, value in own.items()}
+    stages: list[dict[int, float]] = [{} for _ in range(parallel_state.pipeline_size)]
+    distributed.all_gather_object(stages, mine, group=parallel_state.pipeline_group)
+    layers = {layer: value for stage in stages for layer, value in stage.items()}
+    return {f"attn/lambda_layer_{layer:02d}": layers[layer] for layer in sorted(layers)}

@@ -14,14 +14,13 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, distributed
+from torch.autograd.graph import saved_tensors_hooks
 
 from diffmegatron.attention.context_parallel.zigzag import to_sequence_order
 from diffmegatron.data.loader import Batch
-from diffmegatron.model.network import Network, VirtualStage
+from diffmegatron.model.network import Network
 from diffmegatron.parallel.parallel_state import ParallelState
-from diffmegatron.training.compute.offload import offloaded_activations
 
-ForwardContext = Callable[[], AbstractContextManager[object]]
 # Called with each microbatch and the losses of its tokens [b, s], on the last pipeline stage.
 Observer = Callable[[Batch, Tensor], None]
 
@@ -68,7 +67,9 @@ def forward_backward(
     count = _count(microbatches, parallel_state)
     # DeepSpeed averages the gradients of the data x context parallel ranks; they must be summed.
     weight = parallel_state.data_size * parallel_state.context_size / count
-    offloaded = partial(offloaded_activations, engine.network, enabled=offload_activations)
+    offloaded = (
+        partial(offloaded_activations, engine.network) if offload_activations else nullcontext
+    )
     if parallel_state.pipeline_size > 1:
         losses = _pipeline(engine.network, microbatches, parallel_state, weight, offloaded, observe)
     else:
@@ -241,7 +242,7 @@ def _pipeline(
     microbatches: Sequence[Batch],
     parallel_state: ParallelState,
     weight: Tensor | None,
-    forward_context: ForwardContext,
+    forward_context: Callable[[], AbstractContextManager[object]],
     observe: Observer | None = None,
 ) -> list[Tensor]:
     """Run Megatron's 1F1B schedule, and return the summed losses on the last stage (else none).
@@ -257,7 +258,18 @@ def _pipeline(
     # context-parallel size. This factor cancels both.
     factor = len(microbatches) / parallel_state.context_size
     scale = None if weight is None else weight * factor
-    step = partial(_forward_step, scale, forward_context, observe)
+
+    def step(microbatches, stage):  # type: ignore[no-untyped-def]
+        batch = next(microbatches)
+        with forward_context():
+            losses = _output(stage, batch, has_labels=True)
+        return losses, partial(scheduled_loss, batch)
+
+    def scheduled_loss(batch: Batch, losses: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        loss = _masked_sum(batch, losses, observe)
+        # The schedule divides the returned loss in place, so return a copy.
+        return loss.clone() if scale is None else loss * scale, {"loss": loss.detach()}
+
     outputs = _scheduled(network, microbatches, parallel_state, step, forward_only=weight is None)
     return [output["loss"] for output in outputs]
 
@@ -293,27 +305,6 @@ def _scheduled(
     return outputs
 
 
-def _forward_step(  # type: ignore[no-untyped-def]
-    scale: Tensor | None,
-    forward_context: ForwardContext,
-    observe: Observer | None,
-    microbatches,
-    stage: VirtualStage,
-):
-    batch: Batch = next(microbatches)
-    with forward_context():
-        losses = _output(stage, batch, has_labels=True)
-    return losses, partial(_scheduled_loss, batch, scale, observe)
-
-
-def _scheduled_loss(
-    batch: Batch, scale: Tensor | None, observe: Observer | None, losses: Tensor
-) -> tuple[Tensor, dict[str, Tensor]]:
-    loss = _masked_sum(batch, losses, observe)
-    # The schedule divides the returned loss in place, so return a copy.
-    return loss.clone() if scale is None else loss * scale, {"loss": loss.detach()}
-
-
 def _mean_over_ranks(
     losses: Sequence[Tensor], count: Tensor, parallel_state: ParallelState
 ) -> Tensor:
@@ -330,3 +321,26 @@ def _mean_over_ranks(
     if parallel_state.pipeline_size > 1:
         distributed.all_reduce(total, group=parallel_state.pipeline_group)
     return total / count
+
+
+def offloaded_activations(network: torch.nn.Module) -> AbstractContextManager[object]:
+    """Return a context in which autograd keeps tensors saved for backward in host memory.
+
+    Weights stay on the device. Torch's ``save_on_cpu`` would copy them in every microbatch.
+    """
+    pin = torch.cuda.is_available()
+    weights = {parameter.untyped_storage().data_ptr() for parameter in network.parameters()}
+
+    def pack(saved: Tensor) -> Tensor | tuple[torch.device, Tensor]:
+        if saved.untyped_storage().data_ptr() in weights:
+            return saved
+        host = torch.empty_like(saved, device="cpu", pin_memory=pin)
+        return saved.device, host.copy_(saved, non_blocking=pin)
+
+    def unpack(packed: Tensor | tuple[torch.device, Tensor]) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        device, host = packed
+        return host.to(device, non_blocking=pin)
+
+    return saved_tensors_hooks(pack, unpack)

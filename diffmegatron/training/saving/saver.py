@@ -13,25 +13,28 @@ import logging
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from torch import distributed
+import torch
+from torch import Tensor, distributed
 
 from diffmegatron.checkpoint.checkpoint_format import Position, finish_checkpoint, rank_file
 from diffmegatron.checkpoint.checkpoint_manifest import FileEntry
 from diffmegatron.checkpoint.checkpoint_store import CheckpointStore, prunable
-from diffmegatron.checkpoint.sharded import write_pieces
+from diffmegatron.checkpoint.sharded import named_tensors, pieces_of, write_pieces
 from diffmegatron.config.schema import Recipe
 from diffmegatron.errors import UserError
 from diffmegatron.files import HeldFolder, format_path
+from diffmegatron.model.parameter_shards import ParameterShards
 from diffmegatron.optim.zero import ZeroEngine
 from diffmegatron.parallel.launcher import LaunchEnvironment
-from diffmegatron.parallel.parallel_state import ParallelState, fail_together
+from diffmegatron.parallel.parallel_state import ParallelState, errors_on_all_ranks, fail_together
+from diffmegatron.parallel.random import random_states
+from diffmegatron.training.fault_tolerance.safeguards import save_warnings
 from diffmegatron.training.monitoring.progress import print_line
-from diffmegatron.training.saving.save_time import save_warnings
-from diffmegatron.training.saving.snapshot import HostCopy, ParameterShards
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +67,7 @@ class Saver:
         self.saved_step = saved_step
         self._store, self._engine, self._shards, self._run_dir = store, engine, shards, run_dir
         self._recipe, self._parallel_state, self._launch = recipe, parallel_state, launch
-        self._copy = HostCopy()
+        self._buffers: dict[str, Tensor] = {}
         self._write: _Write | None = None
         self._pruning: threading.Thread | None = None
         self._position: Position | None = None
@@ -108,16 +111,25 @@ class Saver:
             Metrics of a failed save if the save cannot begin; otherwise an empty dict.
         """
         assert not self.is_open
-        self._all(self._check_run_dir, position.step, only=self._run_dir is not None)
+        with self._errors_on_all_ranks():
+            # is_in_place() is True while the disk fails. The save then fails later, and is retried.
+            if self._run_dir is not None and not self._run_dir.is_in_place():
+                raise UserError(
+                    f"run_dir {format_path(self._store.directory.parent)} was moved, removed or "
+                    f"replaced while the run was in it; step {position.step} could not be saved; "
+                    "put it back and start the run again"
+                )
         self._started = time.perf_counter()
         self._position, self._sound = position, False
         try:
-            self._all(self._store.begin, position.step, only=self._parallel_state.is_main)
-            self._copy.take(self._engine, self._shards)
+            with self._errors_on_all_ranks():
+                if self._parallel_state.is_main:
+                    self._store.begin(position.step)
+            tensors, places = self._copy_to_host()
         except UserError as error:
             return self._fail(position, str(error))
         path = self._store.unfinished_path(position.step) / rank_file(self._parallel_state.rank)
-        self._write = _Write(path, self._copy)
+        self._write = _Write(path, tensors, places)
         self._write.start()
         self._stalled = time.perf_counter() - self._started
         return {}
@@ -160,14 +172,9 @@ class Saver:
         try:
             fail_together(write.problem)
             distributed.all_gather_object(entries, write.entry)
-            self._all(
-                finish_checkpoint,
-                self._store,
-                position,
-                self._recipe,
-                entries,
-                only=self._parallel_state.is_main,
-            )
+            with self._errors_on_all_ranks():
+                if self._parallel_state.is_main:
+                    finish_checkpoint(self._store, position, self._recipe, entries)
         except UserError as error:
             return self._fail(position, str(error))
         self._write = self._position = None
@@ -200,14 +207,33 @@ class Saver:
             if not self.should_retry:
                 raise UserError(self._problem)
 
-    def _check_run_dir(self, step: int) -> None:
-        # is_in_place() is True while the disk fails. The save then fails later, and is retried.
-        if self._run_dir is not None and not self._run_dir.is_in_place():
-            run_dir = self._store.directory.parent
-            raise UserError(
-                f"run_dir {format_path(run_dir)} was moved, removed or replaced while the run was "
-                f"in it; step {step} could not be saved; put it back and start the run again"
+    def _copy_to_host(self) -> tuple[dict[str, Tensor], str]:
+        """Return copies of this rank's tensors by name, and a JSON text with their places.
+
+        All saves share the buffers. The operating system must map each page of new buffers and CUDA
+        must pin it, which would cost more time than the copy.
+        """
+        pieces = [
+            piece
+            for fragment in self._engine.fragments()
+            for piece in pieces_of(
+                self._shards[fragment.parameter], fragment.start, fragment.tensors
             )
+            if piece.shard.is_primary
+        ]
+        tensors, places = named_tensors(pieces, random_states())
+        for name, values in tensors.items():
+            if name not in self._buffers:
+                pinned = values.device.type == "cuda"
+                # Checkpoints store float32; frozen weights may have another dtype, such as bf16.
+                dtype = torch.float32 if values.is_floating_point() else values.dtype
+                self._buffers[name] = torch.empty_like(
+                    values, dtype=dtype, device="cpu", pin_memory=pinned
+                )
+            self._buffers[name].copy_(values, non_blocking=True)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return self._buffers, places
 
     def _fail(self, position: Position, problem: str) -> dict[str, float]:
         self._write = self._position = None
@@ -248,17 +274,17 @@ class Saver:
         except OSError as error:
             log.error("cannot remove an old checkpoint: %s", error)
 
-    def _all(self, function: Callable[..., object], *arguments: object, only: bool) -> None:
-        """Call ``function`` on the ranks with ``only``; if one rank fails, raise on all ranks."""
-        problem = None
-        try:
-            if only:
-                function(*arguments)
-        except UserError as error:
-            problem = str(error)
-        except Exception as error:  # If only one rank raised, the others would wait.
-            problem = f"cannot write the checkpoint in {self._store.directory}: {error}"
-        fail_together(problem)
+    @contextmanager
+    def _errors_on_all_ranks(self) -> Iterator[None]:
+        """Raise a UserError on all ranks if the code inside raises any error on one rank."""
+        with errors_on_all_ranks():
+            try:
+                yield
+            except UserError:
+                raise
+            except Exception as error:
+                where = self._store.directory
+                raise UserError(f"cannot write the checkpoint in {where}: {error}") from error
 
 
 class _Write(threading.Thread):
@@ -269,16 +295,16 @@ class _Write(threading.Thread):
         problem: error message if writing has failed; None otherwise.
     """
 
-    def __init__(self, path: Path, copy: HostCopy) -> None:
+    def __init__(self, path: Path, tensors: dict[str, Tensor], places: str) -> None:
         super().__init__(name="checkpoint-write", daemon=True)
-        self._path, self._copy = path, copy
+        self._path, self._tensors, self._places = path, tensors, places
         self.entry: FileEntry | None = None
         self.problem: str | None = None
 
     def run(self) -> None:
         """Write the file, and set ``entry`` or ``problem``."""
         try:
-            self.entry = write_pieces(self._path, *self._copy.tensors)
+            self.entry = write_pieces(self._path, self._tensors, self._places)
         except Exception as error:  # The main thread raises the problem on all ranks.
             self.problem = self._describe(error)
 
@@ -288,8 +314,7 @@ class _Write(threading.Thread):
         description = f"cannot write {self._path}: {error.strerror}"
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             return description
-        tensors, _ = self._copy.tensors
-        needed = sum(tensor.nbytes for tensor in tensors.values())
+        needed = sum(tensor.nbytes for tensor in self._tensors.values())
         # The files of a failed save are deleted, so their bytes count as free.
         written = self._path.stat().st_size if self._path.exists() else 0
         free = shutil.disk_usage(self._path.parent).free + written

@@ -11,9 +11,8 @@ from diffmegatron.checkpoint.checkpoint_format import read_recipe
 from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
 from diffmegatron.data.prepare.prepare import prepare
 from diffmegatron.training.compute.step import token_losses
-from diffmegatron.training.document_mask import decide_document_mask
 from diffmegatron.training.hook import Hook
-from diffmegatron.training.trainer import train
+from diffmegatron.training.trainer import decide_document_mask, train
 
 # END is the end-of-document token of the tokenizer ``bytes``.
 END = 256

@@ -1,0 +1,158 @@
+"""The hook that reacts to anomalous steps: it reports them, rolls back, or ends the run.
+
+The guard (:mod:`diffmegatron.optim.guard`) detects anomalous steps: NaN, infinity and spikes.
+"""
+
+import json
+import logging
+import math
+import re
+import time
+from collections import defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+from torch import distributed
+from typing_extensions import override
+
+from diffmegatron.errors import UserError
+from diffmegatron.files import write_durably
+from diffmegatron.optim.guard import Action
+from diffmegatron.training.compute.agreement import lambdas
+from diffmegatron.training.fault_tolerance.largest_logits import largest_logits
+from diffmegatron.training.hook import Hook
+from diffmegatron.training.monitoring.records import log_write_errors
+from diffmegatron.training.run import Run
+from diffmegatron.training.saving.resume import rollback_checkpoint
+
+log = logging.getLogger(__name__)
+
+EVENTS = "events"
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
+
+
+class GuardHook(Hook):
+    """Writes a report of each anomalous step, and carries out the guard's decision on it."""
+
+    def __init__(self) -> None:
+        # Update count in the checkpoint of the last rollback. An equal count at the next rollback
+        # means that no step was applied between the two.
+        self._updates_returned_to: int | None = None
+
+    @override
+    def after_step(self, run: Run) -> None:
+        if run.decision.reason is None:
+            return
+        _write_report(run)
+        if run.decision.action is Action.STOP:
+            give_up(run, run.decision.reason)
+        if run.decision.action is Action.ROLL_BACK:
+            self._roll_back(run, run.decision.reason)
+
+    def _roll_back(self, run: Run, reason: str) -> None:
+        """Load an intact checkpoint, but keep the position in the data.
+
+        The batches from the checkpoint up to the anomalous step are not read again.
+        """
+        with run.pause():
+            run.complete_or_drop_save()
+            run.saver.wait()
+            no_progress = run.engine.updates == self._updates_returned_to
+            checkpoint = rollback_checkpoint(run.store, run.parallel_state, no_progress=no_progress)
+            if checkpoint is None:
+                give_up(run, reason)
+            position = run.resume(checkpoint)
+            assert position.guard is not None
+            run.guard.rolled_back(position.guard)
+            run.set_step(position.step)
+            run.saver.saved_step = position.step
+            self._updates_returned_to = position.updates
+        run.rewind_metrics()
+
+
+def give_up(run: Run, reason: str) -> NoReturn:
+    """Complete or drop the open save, and end the run with an error."""
+    run.complete_or_drop_save()
+    newest, recipe = run.store.latest(), run.recipe
+    raise UserError(
+        f"{reason} at step {run.step}, after {run.guard.skipped} skipped steps and "
+        f"{run.guard.rollbacks} rollbacks; the run stopped without saving (newest checkpoint: "
+        f"{newest.name if newest else 'none'}): see {recipe.run_dir}/{EVENTS}, lower optimizer.lr "
+        f"{recipe.optimizer.lr:g} or lengthen optimizer.schedule.warmup_steps "
+        f"{recipe.optimizer.schedule.warmup(recipe.training.total_steps)}"
+    )
+
+
+def _write_report(run: Run) -> None:
+    """Gather the affected layers of all ranks; rank 0 writes ``events/step_XXXXXXXX.json``."""
+    decision, parallel_state = run.decision, run.parallel_state
+    last_sample = run.loader.consumed_samples - 1
+    lambda_by_layer = lambdas(run.network, parallel_state)
+    norms = {
+        run.shards[parameter][0].name: norm
+        for parameter, norm in run.engine.local_gradient_norms().items()
+    }
+    mine = {
+        "rank": parallel_state.rank,
+        "gradient_norm_by_layer": _by_layer(norms),
+        "largest_attention_logit": _largest_logits(run),
+        "not_finite": [name for name, norm in norms.items() if not math.isfinite(norm)],
+    }
+    ranks: list[Any] = [None] * parallel_state.world_size
+    distributed.all_gather_object(ranks, mine)
+    if not parallel_state.is_main:
+        return
+    log.warning(
+        "step %d %s: %s", run.step, "applied" if decision.applied else "skipped", decision.reason
+    )
+    report = {
+        "step": run.step,
+        "time": round(time.time(), 3),
+        "reason": decision.reason,
+        "applied": decision.applied,
+        "then": decision.action.value,
+        "loss": run.agreed.loss,
+        "gradient_norm": run.agreed.gradient_norm,
+        "first_sample": last_sample + 1 - run.recipe.training.global_batch_size,
+        "last_sample": last_sample,
+        "lambda": lambda_by_layer,
+        "ranks": ranks,
+    }
+    # JSON has no NaN and infinity, so write them as strings: "nan", "inf" and "-inf".
+    valid = json.loads(json.dumps(report), parse_constant=lambda name: str(float(name)))
+    directory = Path(run.recipe.run_dir) / EVENTS
+    with log_write_errors(directory):
+        content = json.dumps(valid, indent=1) + "\n"
+        write_durably(_new_path(directory, run.step), content.encode())
+
+
+def _new_path(directory: Path, step: int) -> Path:
+    directory.mkdir(exist_ok=True)
+    path = directory / f"step_{step:08d}.json"
+    attempt = 1
+    while path.exists():  # A step that is trained again after a rollback can be anomalous again.
+        attempt += 1
+        path = directory / f"step_{step:08d}_{attempt}.json"
+    return path
+
+
+def _by_layer(norms: Mapping[str, float]) -> dict[str, float]:
+    """Combine norms by tensor name into norms of layers (``layer_01``) and of other tensors."""
+    squares: dict[str, float] = defaultdict(float)
+    for name, norm in norms.items():
+        layer = _LAYER.match(name)
+        squares[f"layer_{int(layer[1]) + 1:02d}" if layer else name] += norm**2
+    return {name: math.sqrt(square) for name, square in squares.items()}
+
+
+def _largest_logits(run: Run) -> dict[str, float]:
+    """Return the largest attention logit of each layer on the last batch, by layer name.
+
+    The result is empty under context parallelism, because a rank lacks the keys of other ranks.
+    """
+    if run.parallel_state.context_size > 1:
+        return {}
+    with run.pause():
+        logits = largest_logits(run.network, lambda: run.forward(run.last_batch()))
+    return {f"layer_{layer:02d}": logit for layer, logit in logits.items()}
