@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from diffmegatron.errors import UserError
-from diffmegatron.files import check_utf8, format_path, os_error_text
+from diffmegatron.files import check_utf8, explain_os_errors, format_path
 
 
 @contextmanager
@@ -23,7 +23,7 @@ def atomic_directory(out: Path) -> Iterator[Path]:
     out = out.resolve()
     check_utf8(out)
     with ExitStack() as stack:
-        try:
+        with explain_os_errors(f"cannot create a directory beside {format_path(out)}"):
             if out.exists() and not (out.is_dir() and not any(out.iterdir())):
                 raise UserError(
                     f"{format_path(out)} exists already; give a directory that is new or empty"
@@ -36,17 +36,9 @@ def atomic_directory(out: Path) -> Iterator[Path]:
                 partial.mkdir()
                 stack.callback(shutil.rmtree, partial, ignore_errors=True)
                 stack.enter_context(_locked(partial))
-        except OSError as error:
-            raise UserError(
-                f"cannot create a directory beside {format_path(out)}: {os_error_text(error)}"
-            ) from None
         yield partial
-        try:
+        with explain_os_errors(f"cannot rename the written directory to {format_path(out)}"):
             partial.rename(out)
-        except OSError as error:
-            raise UserError(
-                f"cannot rename the written directory to {format_path(out)}: {os_error_text(error)}"
-            ) from None
 
 
 def _remove_left(out: Path) -> None:

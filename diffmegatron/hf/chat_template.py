@@ -45,6 +45,7 @@ _TEXTS = (
     "the end. ",
 )
 _ROLES = ("system", "user", "assistant", "user", "assistant")
+_CHATML = PrepareSettings(layout="chat")
 
 
 def split_responses(tokenizer: Tokenizer) -> None:
@@ -65,28 +66,23 @@ def check_chat(tokenizer: TrainingTokenizer, directory: Path, before_response: s
     ``before_response`` is put at the beginning of every response.
     """
     exported = load_exported(directory)
-    roles, texts = itertools.cycle(_ROLES), itertools.cycle(_TEXTS)
-    chat: list[dict[str, str]] = []
-    for role, text in itertools.islice(zip(roles, texts, strict=False), 30):
-        response = role == "assistant"
-        chat.append({"role": role, "content": before_response + text if response else text})
-        if response:
-            _check(chat, tokenizer, exported)
-
-
-_CHATML = PrepareSettings(layout="chat")
-
-
-def _check(chat: list[dict[str, str]], tokenizer: TrainingTokenizer, exported: Any) -> None:
-    parts = [tokenizer.encode_chat(text) for text in segments({"messages": chat}, _CHATML)]
-    expected = [*np.concatenate(parts).tolist(), tokenizer.end_of_document]
     # verbose=True would warn of chats longer than a small model's seq_length.
-    ids = exported.apply_chat_template(chat, return_dict=False, tokenizer_kwargs={"verbose": False})
-    if ids != expected:
-        raise UserError(
-            "the chat template gives other ids than the tokenizer of training for "
-            f"{shorten(repr(chat))}, {first_difference(ids, expected)}"
-        )
+    options = {"return_dict": False, "tokenizer_kwargs": {"verbose": False}}
+    chat: list[dict[str, str]] = []
+    for turn in range(30):
+        role, text = _ROLES[turn % len(_ROLES)], _TEXTS[turn % len(_TEXTS)]
+        if role != "assistant":
+            chat.append({"role": role, "content": text})
+            continue
+        chat.append({"role": role, "content": before_response + text})
+        parts = [tokenizer.encode_chat(part) for part in segments({"messages": chat}, _CHATML)]
+        expected = [*np.concatenate(parts).tolist(), tokenizer.end_of_document]
+        ids = exported.apply_chat_template(chat, **options)
+        if ids != expected:
+            raise UserError(
+                "the chat template gives other ids than the tokenizer of training for "
+                f"{shorten(repr(chat))}, {first_difference(ids, expected)}"
+            )
 
 
 def first_difference(ids: list[int], expected: list[int]) -> str:

@@ -9,7 +9,7 @@ import torch
 from pydantic import ValidationError
 from transformers import CONFIG_NAME, AutoConfig, PretrainedConfig
 
-from diffmegatron.attention.variants import Variant, model_types, of_model_type
+from diffmegatron.attention.variants import model_types, of_model_type
 from diffmegatron.attention.variants.hugging_face import HuggingFace
 from diffmegatron.config.model_config import ModelConfig
 from diffmegatron.config.schema import Recipe
@@ -105,24 +105,21 @@ def hugging_face_class(model: ModelConfig) -> HuggingFace:
 
 def network_keys(model: ModelConfig) -> dict[str, Any]:
     """Return the keys of a Hugging Face configuration that describe a recipe's network."""
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": model.rope_theta}
+    if (scaling := model.rope_scaling) is not None:
+        keys = _SCALINGS[scaling.kind]
+        rope |= {"rope_type": scaling.kind}
+        rope |= {theirs: getattr(scaling, ours) for ours, theirs in keys.items()}
     return {
         "vocab_size": model.tokens,
         "hidden_size": model.hidden_size,
         "intermediate_size": model.ffn_hidden_size,
         "num_hidden_layers": model.num_layers,
-        "rope_parameters": _rope_parameters(model),
+        "rope_parameters": rope,
         "rms_norm_eps": model.norm_eps,
         "tie_word_embeddings": model.tied_embeddings,
         **hugging_face_class(model).config,
     }
-
-
-def _rope_parameters(model: ModelConfig) -> dict[str, Any]:
-    theta, scaling = model.rope_theta, model.rope_scaling
-    if scaling is None:
-        return {"rope_type": "default", "rope_theta": theta}
-    values = {theirs: getattr(scaling, ours) for ours, theirs in _SCALINGS[scaling.kind].items()}
-    return {"rope_type": scaling.kind, "rope_theta": theta} | values
 
 
 def changed_keys(config: PretrainedConfig, recipe: Recipe) -> dict[str, Any]:
@@ -261,35 +258,27 @@ def model_section(config: PretrainedConfig, vocab_padding: int) -> dict[str, Any
         vocab_padding: number of padding rows to add to the embedding.
     """
     values = config.to_dict()
-    rope = dict(values["rope_parameters"])
+    model_type, rope = values["model_type"], values["rope_parameters"]
+    variant = of_model_type(model_type)
+    assert variant is not None
+    try:
+        attention = variant.from_hugging_face(values)
+    except ValidationError as error:
+        problem = describe(first_error(error), variant.model_fields)
+        raise UserError(f"{CONFIG_NAME} of model_type {model_type!r}: {problem}") from None
+    scaling = None
+    if (kind := rope["rope_type"]) != "default":
+        given = {ours: rope[theirs] for ours, theirs in _SCALINGS[kind].items() if theirs in rope}
+        scaling = {"kind": kind} | given
     return {
         "num_layers": values["num_hidden_layers"],
         "hidden_size": values["hidden_size"],
-        "attention": _attention(values),
+        "attention": attention,
         "ffn_hidden_size": values["intermediate_size"],
         "vocab_size": values["vocab_size"] + vocab_padding,
         "vocab_padding": vocab_padding,
         "rope_theta": rope["rope_theta"],
-        "rope_scaling": _rope_scaling(rope),
+        "rope_scaling": scaling,
         "norm_eps": values["rms_norm_eps"],
         "tied_embeddings": values["tie_word_embeddings"],
     }
-
-
-def _rope_scaling(rope: Mapping[str, Any]) -> dict[str, Any] | None:
-    kind = rope["rope_type"]
-    if kind == "default":
-        return None
-    given = {ours: rope[theirs] for ours, theirs in _SCALINGS[kind].items() if theirs in rope}
-    return {"kind": kind} | given
-
-
-def _attention(values: Mapping[str, Any]) -> Variant:
-    model_type = values["model_type"]
-    variant = of_model_type(model_type)
-    assert variant is not None
-    try:
-        return variant.from_hugging_face(values)
-    except ValidationError as error:
-        problem = describe(first_error(error), variant.model_fields)
-        raise UserError(f"{CONFIG_NAME} of model_type {model_type!r}: {problem}") from None

@@ -75,7 +75,13 @@ def export_checkpoint(
                 f"{difference.relative:.1e} relative, more than {tolerance:g}; "
                 f"{out} was not written{_likely_cause(recipe)}"
             )
-        verified.append(Verified(*difference, tolerance, _difference_reason(rounded)))
+        reason = SUMMATION
+        if rounded in _NAMES:
+            reason = (
+                f"the export rounds weights to {_NAMES[rounded]} after it has multiplied other "
+                "weights into them, and training rounded them before"
+            )
+        verified.append(Verified(*difference, tolerance, reason))
 
     write_export(
         merged_weights(checkpoint),
@@ -106,16 +112,6 @@ def _rounded_differently(
         return torch.float32
     stored = dtype if original is None else original.usual_dtype
     return max(dtype, stored, key=TOLERANCE.__getitem__)
-
-
-def _difference_reason(dtype: torch.dtype) -> str:
-    if dtype not in _NAMES:
-        return SUMMATION
-    name = _NAMES[dtype]
-    return (
-        f"the export rounds weights to {name} after it has multiplied other weights into them, and "
-        "training rounded them before"
-    )
 
 
 def _likely_cause(recipe: Recipe) -> str:
@@ -160,7 +156,12 @@ def training_logits(checkpoint: Checkpoint, tokens: Tensor) -> Tensor:
     Returns:
         float32 [b, s, vocabulary size without padding], on the CPU.
     """
-    recipe = _single_process(checkpoint.recipe)
+    recipe = checkpoint.recipe
+    # On a GPU, the Triton kernels compute float32 products in TF32, which exceeds the tolerance.
+    exact = {"precision": "fp32", "attention_backend": "reference"}
+    single_process = {"parallel": ParallelConfig(), "recompute": RecomputeConfig()}
+    training = recipe.training.model_copy(update=exact)
+    recipe = recipe.model_copy(update={"training": training, **single_process})
     with process_groups(recipe.parallel, recipe.training.seed) as parallel_state:
         network = load_network(checkpoint, recipe, parallel_state)
         positions = torch.arange(tokens.shape[1]).expand_as(tokens)
@@ -168,19 +169,6 @@ def training_logits(checkpoint: Checkpoint, tokens: Tensor) -> Tensor:
             tokens.to(parallel_state.device), positions.to(parallel_state.device), None
         )
         return logits[..., : recipe.model.tokens].float().cpu()
-
-
-def _single_process(recipe: Recipe) -> Recipe:
-    # On a GPU, the Triton kernels compute float32 products in TF32, which exceeds the tolerance.
-    exact = {"precision": "fp32", "attention_backend": "reference"}
-    training = recipe.training.model_copy(update=exact)
-    return recipe.model_copy(
-        update={
-            "training": training,
-            "parallel": ParallelConfig(),
-            "recompute": RecomputeConfig(),
-        }
-    )
 
 
 def sample(tokenizer: Tokenizer) -> Tensor:

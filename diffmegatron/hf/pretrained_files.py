@@ -16,8 +16,7 @@ from transformers.utils import GENERATION_CONFIG_NAME
 
 from diffmegatron.attention.variants.hugging_face import HuggingFace
 from diffmegatron.config.schema import Recipe
-from diffmegatron.errors import UserError
-from diffmegatron.files import format_path, os_error_text, read_json
+from diffmegatron.files import explain_os_errors, format_path, read_json
 from diffmegatron.hf.configuration import changed_keys, read_config, write_config
 from diffmegatron.hf.pretrained_weights import DTYPES, Source
 from diffmegatron.hf.tokenizer import copy_tokenizer
@@ -85,7 +84,7 @@ class Original:
 def keep_original(source: Source, folder: Path) -> None:
     """Copy a model's configuration and tokenizer into a new folder, and add ``dtypes.json``."""
     folder.mkdir()
-    try:
+    with explain_os_errors(f"cannot copy the files of {format_path(source.folder)}"):
         for name in (CONFIG_NAME, GENERATION_CONFIG_NAME):
             if (source.folder / name).is_file():
                 shutil.copyfile(source.folder / name, folder / name)
@@ -95,10 +94,6 @@ def keep_original(source: Source, folder: Path) -> None:
         others = {name: dtype for name, dtype in dtypes.items() if dtype != usual}
         described = Dtypes.model_validate({"usual": usual, "others": others})
         (folder / DTYPES_NAME).write_text(described.model_dump_json(indent=1) + "\n")
-    except OSError as error:
-        raise UserError(
-            f"cannot copy the files of {format_path(source.folder)}: {os_error_text(error)}"
-        ) from None
 
 
 def find_original(recipe: Recipe) -> Original | None:
@@ -109,10 +104,4 @@ def find_original(recipe: Recipe) -> Original | None:
     folder = Path(recipe.data.tokenizer)
     if not (folder / DTYPES_NAME).is_file():
         return None
-    return Original(folder, read_config(folder), read_dtypes(folder))
-
-
-def read_dtypes(folder: Path) -> Dtypes:
-    """Read ``dtypes.json`` from a folder that :func:`keep_original` wrote."""
-    dtypes: Dtypes = read_json(folder / DTYPES_NAME, Dtypes)
-    return dtypes
+    return Original(folder, read_config(folder), read_json(folder / DTYPES_NAME, Dtypes))

@@ -62,14 +62,12 @@ def _check_own_parameters(
     known = {name for rule in rules for name in rule.ours}
     own = [each.name for each in attention.parameters(hidden_size)]
     if left_out := [name for name in own if f"{ours}.{name}" not in known]:
+        inherited = attention.inherited_export
+        source = f"inherits {inherited}'s export" if inherited else "has weight_rules"
         raise UserError(
-            f"kind {attention.kind!r} {_whose(attention.inherited_export)} without its parameter "
+            f"kind {attention.kind!r} {source} without its parameter "
             f"{', '.join(left_out)}; define hugging_face and weight_rules of the kind with it"
         )
-
-
-def _whose(inherited: str | None) -> str:
-    return "has weight_rules" if inherited is None else f"inherits {inherited}'s export"
 
 
 def _vocabulary(model: ModelConfig, ours: str, theirs: str) -> WeightRule:
@@ -77,18 +75,11 @@ def _vocabulary(model: ModelConfig, ours: str, theirs: str) -> WeightRule:
 
     Our matrix ends with ``vocab_padding`` unused rows: zeros after an import, dropped by an export.
     """
-
-    def drop(weight: Tensor) -> tuple[Tensor, ...]:
-        return (weight[: model.tokens],)
-
-    def pad(weight: Tensor) -> tuple[Tensor, ...]:
-        return (torch.nn.functional.pad(weight, (0, 0, 0, model.vocab_padding)),)
-
     return WeightRule(
         {f"{ours}.weight": (model.vocab_size, model.hidden_size)},
         {f"{theirs}.weight": (model.tokens, model.hidden_size)},
-        drop,
-        pad,
+        lambda weight: (weight[: model.tokens],),
+        lambda weight: (torch.nn.functional.pad(weight, (0, 0, 0, model.vocab_padding)),),
     )
 
 
@@ -101,18 +92,13 @@ def _mlp(model: ModelConfig, ours: str, theirs: str) -> list[WeightRule]:
     gate_up = {f"{theirs}.{part}_proj.weight": (ffn, hidden) for part in ("gate", "up")}
     return [
         WeightRule(
-            {f"{ours}.linear_fc1.weight": (2 * ffn, hidden)}, gate_up, _split_halves, _join_halves
+            {f"{ours}.linear_fc1.weight": (2 * ffn, hidden)},
+            gate_up,
+            lambda fused: fused.chunk(2),
+            lambda gate, up: (torch.cat((gate, up)),),
         ),
         _same(f"{ours}.linear_fc2", f"{theirs}.down_proj", (hidden, ffn)),
     ]
-
-
-def _split_halves(gate_up: Tensor) -> tuple[Tensor, ...]:
-    return gate_up.chunk(2)
-
-
-def _join_halves(gate: Tensor, up: Tensor) -> tuple[Tensor, ...]:
-    return (torch.cat((gate, up)),)
 
 
 def to_hf(weights: Weights, model: ModelConfig, step: int = 0) -> Iterator[tuple[str, Tensor]]:

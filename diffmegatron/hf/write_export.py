@@ -1,14 +1,18 @@
 """Write weights as a directory that plain ``transformers`` can load, and verify its logits."""
 
+import json
 import math
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import CONFIG_NAME, AutoModelForCausalLM, GenerationConfig
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from diffmegatron.config.model_config import ModelConfig
 from diffmegatron.config.schema import Recipe
@@ -19,7 +23,6 @@ from diffmegatron.hf.atomic_directory import atomic_directory
 from diffmegatron.hf.configuration import hugging_face_class, to_hf_config, write_config
 from diffmegatron.hf.modeling import remote_files
 from diffmegatron.hf.pretrained_files import Original
-from diffmegatron.hf.safetensors_shards import ShardWriter
 from diffmegatron.hf.tokenizer import write_tokenizer
 from diffmegatron.hf.weight_mapping import Weights, table, to_hf
 
@@ -101,7 +104,9 @@ def write_export(
     with atomic_directory(out) as directory:
         if original is None:
             write_config(config, directory)
-            _generation_config(tokenizer.end_of_document).save_pretrained(directory)
+            ids = ("bos_token_id", "eos_token_id", "pad_token_id")
+            generation = GenerationConfig(**dict.fromkeys(ids, tokenizer.end_of_document))
+            generation.save_pretrained(directory)
         else:
             original.write_config(recipe, directory)
         for file in remote_files(described.model_type):
@@ -111,11 +116,6 @@ def write_export(
         _write_weights(to_hf(weights, recipe.model, step), directory, dtype_of, max_shard_bytes)
         if verify is not None:
             verify(directory)
-
-
-def _generation_config(end_of_document: int) -> GenerationConfig:
-    ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), end_of_document)
-    return GenerationConfig(**ids)
 
 
 def _stored_dtypes(
@@ -138,15 +138,67 @@ def _stored_dtypes(
 
 
 def _write_weights(
-    weights: Iterator[tuple[str, Tensor]],
+    weights: Iterable[tuple[str, Tensor]],
     directory: Path,
     dtype_of: Callable[[str, Tensor], torch.dtype],
-    max_bytes: int,
+    max_shard_bytes: int,
 ) -> None:
-    writer = ShardWriter(directory, max_bytes)
+    """Write safetensors files with the names that ``transformers`` expects, and an index.
+
+    huggingface_hub needs the whole state dict in memory; here only one shard is.
+    """
+    shards: list[list[str]] = []
+    total_size = 0
+    for shard in _in_shards(weights, dtype_of, max_shard_bytes):
+        shards.append(list(shard))
+        total_size += _num_bytes(shard)
+        _save(shard, directory / f"shard-{len(shards):05d}.safetensors")
+    if len(shards) == 1:
+        (directory / "shard-00001.safetensors").rename(directory / SAFE_WEIGHTS_NAME)
+        return
+    weight_map: dict[str, str] = {}
+    for number, names in enumerate(shards, start=1):
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        (directory / f"shard-{number:05d}.safetensors").rename(directory / file)
+        weight_map |= dict.fromkeys(names, file)
+    index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
+    text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+    (directory / SAFE_WEIGHTS_INDEX_NAME).write_text(text, encoding="utf-8")
+
+
+def _in_shards(
+    weights: Iterable[tuple[str, Tensor]],
+    dtype_of: Callable[[str, Tensor], torch.dtype],
+    max_shard_bytes: int,
+) -> Iterator[dict[str, Tensor]]:
+    """Yield converted weights in one dict, which is cleared when the next shard begins."""
+    shard: dict[str, Tensor] = {}
     for name, tensor in weights:
-        writer.add(name, tensor, dtype_of(name, tensor))
-    writer.close()
+        dtype = dtype_of(name, tensor)
+        if shard and _num_bytes(shard) + tensor.numel() * dtype.itemsize > max_shard_bytes:
+            yield shard
+            shard.clear()
+        # A view would keep its whole base tensor in memory, and safetensors refuses views.
+        shard[name] = tensor.detach().to(
+            "cpu", dtype, copy=True, memory_format=torch.contiguous_format
+        )
+    yield shard
+
+
+def _num_bytes(tensors: Mapping[str, Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors.values())
+
+
+def _save(tensors: dict[str, Tensor], path: Path) -> None:
+    try:
+        path.touch()
+        mode = path.stat().st_mode
+        # Older versions of transformers require the framework in the metadata.
+        save_file(tensors, path, metadata={"format": "pt"})
+        # safetensors makes the file readable only by its owner, so restore the umask's mode.
+        path.chmod(mode)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"cannot write {path}: {error}") from error
 
 
 @torch.no_grad()

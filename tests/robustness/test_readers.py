@@ -41,7 +41,7 @@ from diffmegatron.evaluation.result_file import RecordFile
 from diffmegatron.evaluation.targets import find_targets
 from diffmegatron.files import read_json
 from diffmegatron.hf.configuration import model_section, read_config
-from diffmegatron.hf.pretrained_files import keep_original, read_dtypes
+from diffmegatron.hf.pretrained_files import DTYPES_NAME, Dtypes, keep_original
 from diffmegatron.hf.pretrained_weights import Source
 from diffmegatron.hf.tokenizer import convert
 from diffmegatron.hf.weight_mapping import table
@@ -301,7 +301,7 @@ def pretrained(name: str) -> Reader:
             model = check_recipe(values, "the model").model
             source.check(table(model), tied=model.tied_embeddings)
             assert len(dict(source.stream(table(model)))) == 2 * 11 + 3
-            assert read_dtypes(folder / "kept").usual == "F32"
+            assert read_json(folder / "kept" / DTYPES_NAME, Dtypes).usual == "F32"
 
         return at / name, read
 

@@ -45,4 +45,5 @@ def remote_files(model_type: str) -> list[Path]:
     # The mixed model imports the files of all other models.
     types = own if model_type == MixedDiffConfig.model_type else [model_type]
     stems = [f"{part}_{each}" for each in types for part in ("configuration", "modeling")]
-    return [Path(__file__).with_name(f"{stem}.py") for stem in (*stems, "configuration_diff_base")]
+    stems += ["modeling_diff_base", "configuration_diff_base"]
+    return [Path(__file__).with_name(f"{stem}.py") for stem in stems]

@@ -53,20 +53,26 @@ class DiffBaseConfig(PretrainedConfig):
         rope_parameters: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        self.vocab_size = vocab_size
-        self.hidden_size = hidden_size
-        self.intermediate_size = intermediate_size
-        self.num_hidden_layers = num_hidden_layers
-        self.num_attention_heads = num_attention_heads
-        self.num_key_value_heads = num_key_value_heads
-        self.head_dim = head_dim
+        sizes = {
+            "vocab_size": vocab_size,
+            "hidden_size": hidden_size,
+            "intermediate_size": intermediate_size,
+            "num_hidden_layers": num_hidden_layers,
+            "num_attention_heads": num_attention_heads,
+            "num_key_value_heads": num_key_value_heads,
+            "head_dim": head_dim,
+        }
+        for name, size in sizes.items():
+            check_positive(name, size)
+            setattr(self, name, size)
+        if head_dim % 2:
+            raise ValueError(f"head_dim is {head_dim}; RoPE needs an even number")
         self.hidden_act = hidden_act
         self.max_position_embeddings = max_position_embeddings
         self.initializer_range = initializer_range
         self.rms_norm_eps = rms_norm_eps
         self.use_cache = use_cache
         self.rope_parameters = rope_parameters
-        self._check_sizes()
         self._check_attention()
         for name in ("attention_bias", "attention_dropout", "mlp_bias"):
             if kwargs.get(name):
@@ -86,20 +92,6 @@ class DiffBaseConfig(PretrainedConfig):
     def _check_attention(self) -> None:
         """Raise ValueError if a key of the attention is invalid; subclasses override this."""
 
-    def _check_sizes(self) -> None:
-        for name in (
-            "vocab_size",
-            "hidden_size",
-            "intermediate_size",
-            "num_hidden_layers",
-            "num_attention_heads",
-            "num_key_value_heads",
-            "head_dim",
-        ):
-            check_positive(name, getattr(self, name))
-        if self.head_dim % 2:
-            raise ValueError(f"head_dim is {self.head_dim}; RoPE needs an even number")
-
 
 class NoiseHeadsConfig(DiffBaseConfig):
     """Configuration of attention whose query heads are h signal heads and h / r noise heads.
@@ -112,11 +104,26 @@ class NoiseHeadsConfig(DiffBaseConfig):
         signal_per_noise: r, number of signal heads that share a noise head.
     """
 
+    # Grouped attention has no plan, because a rank's rows of q_proj and k_proj are not contiguous.
+    base_model_tp_plan: ClassVar = {
+        "layers.*.mlp.gate_proj": "colwise",
+        "layers.*.mlp.up_proj": "colwise",
+        "layers.*.mlp.down_proj": "rowwise",
+    }
+
     def __init__(
-        self, num_attention_heads: int = 64, signal_per_noise: int = 1, **kwargs: Any
+        self,
+        num_attention_heads: int = 64,
+        signal_per_noise: int = 1,
+        num_key_value_heads: int = 8,
+        **kwargs: Any,
     ) -> None:
         self.signal_per_noise = signal_per_noise
-        super().__init__(num_attention_heads=num_attention_heads, **kwargs)
+        super().__init__(
+            num_attention_heads=num_attention_heads,
+            num_key_value_heads=num_key_value_heads,
+            **kwargs,
+        )
 
     @property
     def num_noise_heads(self) -> int:

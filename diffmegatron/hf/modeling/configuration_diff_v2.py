@@ -29,11 +29,10 @@ class DiffV2Config(NoiseHeadsConfig):
         "layers.*.self_attn.v_proj": "colwise",
         "layers.*.self_attn.lambda_proj": "colwise",
         "layers.*.self_attn.o_proj": "rowwise",
-        "layers.*.mlp.gate_proj": "colwise",
-        "layers.*.mlp.up_proj": "colwise",
-        "layers.*.mlp.down_proj": "rowwise",
+        **NoiseHeadsConfig.base_model_tp_plan,
     }
 
+    # Without its own constructor, transformers 5 would make the class a dataclass.
     def __init__(
         self,
         num_attention_heads: int = 64,
@@ -41,9 +40,7 @@ class DiffV2Config(NoiseHeadsConfig):
         num_key_value_heads: int = 8,
         **kwargs: Any,
     ) -> None:
-        super().__init__(
-            num_attention_heads, signal_per_noise, num_key_value_heads=num_key_value_heads, **kwargs
-        )
+        super().__init__(num_attention_heads, signal_per_noise, num_key_value_heads, **kwargs)
 
     def _check_attention(self) -> None:
         super()._check_attention()

@@ -35,12 +35,6 @@ class GroupedDiffConfig(NoiseHeadsConfig):
         "AutoModel": "modeling_grouped_diff.GroupedDiffModel",
         "AutoModelForCausalLM": "modeling_grouped_diff.GroupedDiffForCausalLM",
     }
-    # The attention has no plan, because a rank's rows of q_proj and k_proj are not contiguous.
-    base_model_tp_plan: ClassVar = {
-        "layers.*.mlp.gate_proj": "colwise",
-        "layers.*.mlp.up_proj": "colwise",
-        "layers.*.mlp.down_proj": "rowwise",
-    }
 
     def __init__(
         self,
@@ -55,9 +49,7 @@ class GroupedDiffConfig(NoiseHeadsConfig):
         self.lambda_init = lambda_init
         self.lambda_std_dev = lambda_std_dev
         self.headwise_norm = headwise_norm
-        super().__init__(
-            num_attention_heads, signal_per_noise, num_key_value_heads=num_key_value_heads, **kwargs
-        )
+        super().__init__(num_attention_heads, signal_per_noise, num_key_value_heads, **kwargs)
 
     def layer_lambda_init(self, layer_idx: int) -> float:
         """Return lambda_init of a layer; the first layer has index 0."""

@@ -11,29 +11,24 @@ W_lambda is ``lambda_proj``. signal_n and noise_m are the attention outputs of t
 this token. All h + h / r heads are the query heads of one grouped-query attention with an ordinary
 key-value cache. In shapes, b is the batch size and s the number of positions.
 
-This file imports only torch, transformers and ``configuration_diff_v2.py``, because exported models
-contain a copy of the file.
+This file imports only torch, transformers and files of its folder, because exported models contain
+copies of them.
 """
 
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import (
     LlamaAttention,
     LlamaDecoderLayer,
-    LlamaForCausalLM,
-    LlamaModel,
     LlamaPreTrainedModel,
     apply_rotary_pos_emb,
-    eager_attention_forward,
 )
 
 from .configuration_diff_v2 import DiffV2Config
+from .modeling_diff_base import DiffBaseForCausalLM, DiffBaseModel, attention_function
 
 
 class DiffV2Attention(LlamaAttention):
@@ -77,19 +72,9 @@ class DiffV2Attention(LlamaAttention):
             # The static cache of transformers 5.0 reads positions from the last argument.
             key, value = past_key_values.update(key, value, self.layer_idx, kwargs)
 
-        attend: Callable = eager_attention_forward
-        if self.config._attn_implementation != "eager":
-            attend = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
-        attended, weights = attend(
-            self,
-            query,
-            key,
-            value,
-            attention_mask,
-            dropout=0.0,
-            scaling=self.scaling,
-            **kwargs,
-        )
+        options = {**kwargs, "dropout": 0.0, "scaling": self.scaling}
+        attend = attention_function(self.config)
+        attended, weights = attend(self, query, key, value, attention_mask, **options)
         output = self._combine(attended.reshape(heads), self.lambda_proj(hidden_states))
         return self.o_proj(output.to(hidden_states.dtype)), weights
 
@@ -119,23 +104,13 @@ class DiffV2PreTrainedModel(LlamaPreTrainedModel):
     }
 
 
-class DiffV2Model(DiffV2PreTrainedModel, LlamaModel):
+class DiffV2Model(DiffV2PreTrainedModel, DiffBaseModel):
     """Llama's decoder with DIFF V2 in every layer."""
 
-    def __init__(self, config: DiffV2Config) -> None:
-        super().__init__(config)
-        for layer_idx, layer in enumerate(self.layers):
-            layer.self_attn = DiffV2Attention(config, layer_idx)
-        self.post_init()
+    new_attention = DiffV2Attention
 
 
-class DiffV2ForCausalLM(DiffV2PreTrainedModel, LlamaForCausalLM):
+class DiffV2ForCausalLM(DiffV2PreTrainedModel, DiffBaseForCausalLM):
     """``DiffV2Model`` with the projection of its outputs to the vocabulary."""
 
-    def __init__(self, config: DiffV2Config) -> None:
-        # LlamaForCausalLM's constructor would also build a complete LlamaModel, so skip it.
-        PreTrainedModel.__init__(self, config)
-        self.model = DiffV2Model(config)
-        self.vocab_size = config.vocab_size
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.post_init()
+    decoder = DiffV2Model

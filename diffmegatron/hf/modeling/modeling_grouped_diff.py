@@ -24,30 +24,24 @@ i = 4. In ``k_proj``, block 2 * j + i of d rows is k1 (i = 0) or k2 (i = 1) of k
 Values and output have the order above. The MLP has another activation, PolyNorm.
 
 In shapes, b is the batch size, s the number of queries and t the number of keys. This file imports
-only torch, transformers and ``configuration_grouped_diff.py``, because exported models contain a
-copy of the file.
+only torch, transformers and files of its folder, because exported models contain copies of them.
 """
 
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import (
     LlamaAttention,
     LlamaDecoderLayer,
-    LlamaForCausalLM,
-    LlamaModel,
     LlamaPreTrainedModel,
     LlamaRMSNorm,
     apply_rotary_pos_emb,
-    eager_attention_forward,
 )
 
 from .configuration_grouped_diff import GroupedDiffConfig
+from .modeling_diff_base import DiffBaseForCausalLM, DiffBaseModel, attention_function
 
 try:
     # transformers 5 calls _init_weights after it has loaded weights. These functions then leave
@@ -166,9 +160,7 @@ class GroupedDiffAttention(LlamaAttention):
         Returns:
             The output [b, s, heads, 2d], and the softmax maps, or None if they are not available.
         """
-        attend: Callable = eager_attention_forward
-        if self.config._attn_implementation != "eager":
-            attend = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
+        attend = attention_function(self.config)
         options = {**kwargs, "dropout": 0.0, "scaling": self.scaling}
         halves = [
             attend(module, query, key, value, attention_mask, **options) for value in value_halves
@@ -225,23 +217,13 @@ class GroupedDiffPreTrainedModel(LlamaPreTrainedModel):
                 initialization.normal_(vector, mean=0.0, std=self.config.lambda_std_dev)
 
 
-class GroupedDiffModel(GroupedDiffPreTrainedModel, LlamaModel):
+class GroupedDiffModel(GroupedDiffPreTrainedModel, DiffBaseModel):
     """Llama's decoder with grouped differential attention in every layer."""
 
-    def __init__(self, config: GroupedDiffConfig) -> None:
-        super().__init__(config)
-        for layer_idx, layer in enumerate(self.layers):
-            layer.self_attn = GroupedDiffAttention(config, layer_idx)
-        self.post_init()
+    new_attention = GroupedDiffAttention
 
 
-class GroupedDiffForCausalLM(GroupedDiffPreTrainedModel, LlamaForCausalLM):
+class GroupedDiffForCausalLM(GroupedDiffPreTrainedModel, DiffBaseForCausalLM):
     """``GroupedDiffModel`` with the projection of its outputs to the vocabulary."""
 
-    def __init__(self, config: GroupedDiffConfig) -> None:
-        # LlamaForCausalLM's constructor would also build a complete LlamaModel, so skip it.
-        PreTrainedModel.__init__(self, config)
-        self.model = GroupedDiffModel(config)
-        self.vocab_size = config.vocab_size
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.post_init()
+    decoder = GroupedDiffModel

@@ -7,16 +7,10 @@ copies of these files.
 
 from typing import ClassVar
 
-from torch import nn
-from transformers import PreTrainedModel
-from transformers.models.llama.modeling_llama import (
-    LlamaAttention,
-    LlamaDecoderLayer,
-    LlamaForCausalLM,
-    LlamaModel,
-)
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer
 
 from .configuration_mixed_diff import MixedDiffConfig
+from .modeling_diff_base import DiffBaseForCausalLM, DiffBaseModel
 from .modeling_diff_v2 import DiffV2Attention
 from .modeling_grouped_diff import GroupedDiffAttention, GroupedDiffPreTrainedModel
 
@@ -37,33 +31,22 @@ class MixedDiffPreTrainedModel(GroupedDiffPreTrainedModel):
     }
 
 
-class MixedDiffModel(MixedDiffPreTrainedModel, LlamaModel):
+class MixedDiffModel(MixedDiffPreTrainedModel, DiffBaseModel):
     """Llama's decoder, in which each layer has the kind of attention from the configuration."""
 
-    def __init__(self, config: MixedDiffConfig) -> None:
-        super().__init__(config)
-        for layer_idx, layer in enumerate(self.layers):
-            layer.self_attn = _attention(config, layer_idx)
-        self.post_init()
+    @staticmethod
+    def new_attention(config: MixedDiffConfig, layer_idx: int) -> LlamaAttention:
+        """Return the attention of the layer with index ``layer_idx`` (from 0)."""
+        own = config.layer_config(layer_idx)
+        attention = ATTENTION[own.model_type](own, layer_idx)
+        for module in attention.modules():
+            # transformers changes the attention function in the model's configuration object.
+            if hasattr(module, "config"):
+                module.config = config
+        return attention
 
 
-def _attention(config: MixedDiffConfig, layer_idx: int) -> LlamaAttention:
-    own = config.layer_config(layer_idx)
-    attention = ATTENTION[own.model_type](own, layer_idx)
-    for module in attention.modules():
-        # transformers changes the attention function in the model's configuration object.
-        if hasattr(module, "config"):
-            module.config = config
-    return attention
-
-
-class MixedDiffForCausalLM(MixedDiffPreTrainedModel, LlamaForCausalLM):
+class MixedDiffForCausalLM(MixedDiffPreTrainedModel, DiffBaseForCausalLM):
     """``MixedDiffModel`` with the projection of its outputs to the vocabulary."""
 
-    def __init__(self, config: MixedDiffConfig) -> None:
-        # LlamaForCausalLM's constructor would also build a complete LlamaModel, so skip it.
-        PreTrainedModel.__init__(self, config)
-        self.model = MixedDiffModel(config)
-        self.vocab_size = config.vocab_size
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.post_init()
+    decoder = MixedDiffModel

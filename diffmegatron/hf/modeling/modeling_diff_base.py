@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Base classes of a Llama with another attention.
+
+This file imports only torch and transformers, because exported models contain a copy of it.
+"""
+
+from collections.abc import Callable
+
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import (
+    LlamaForCausalLM,
+    LlamaModel,
+    eager_attention_forward,
+)
+
+
+class DiffBaseModel(LlamaModel):
+    """Llama's decoder; a subclass sets ``new_attention``, a function of config and layer index."""
+
+    new_attention: Callable[[PretrainedConfig, int], nn.Module]
+
+    def __init__(self, config: PretrainedConfig) -> None:
+        super().__init__(config)
+        for layer_idx, layer in enumerate(self.layers):
+            layer.self_attn = self.new_attention(config, layer_idx)
+        self.post_init()
+
+
+class DiffBaseForCausalLM(LlamaForCausalLM):
+    """A decoder of class ``decoder`` with the projection of its outputs to the vocabulary."""
+
+    decoder: type[DiffBaseModel]
+
+    def __init__(self, config: PretrainedConfig) -> None:
+        # LlamaForCausalLM's constructor would also build a complete LlamaModel, so skip it.
+        PreTrainedModel.__init__(self, config)
+        self.model = self.decoder(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+
+def attention_function(config: PretrainedConfig) -> Callable:
+    """Return the attention function of transformers that a configuration names."""
+    name = config._attn_implementation
+    return eager_attention_forward if name == "eager" else ALL_ATTENTION_FUNCTIONS[name]
