@@ -143,7 +143,7 @@ def corpus(layout: Any, suffix: str, parts: int = 0) -> Reader:
             opened = open_corpus(str(prefix))
             opened.check_index()
             int(opened.tokens[:].sum())
-            for document in range(opened.num_documents if opened.is_fine_tuning else 0):
+            for document in range(opened.num_documents if opened.manifest.is_fine_tuning else 0):
                 opened.loss_mask(document)
 
         return Path(f"{prefix}{suffix}"), read

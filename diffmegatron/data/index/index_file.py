@@ -11,9 +11,10 @@ The format is that of ``megatron/core/datasets/indexed_dataset.py`` (``_IndexWri
 Megatron's own writer keeps all values in Python lists.
 """
 
+import itertools
 import os
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,62 +56,51 @@ def write_index(path: Path, lengths: np.ndarray, counts: np.ndarray, dtype: np.d
         lengths: int32 ``[sequences]``, number of tokens of each sequence.
         counts: int32 ``[documents]``, number of sequences of each document.
     """
-    with create_file(path) as stream:
-        header = (_MAGIC, 1, _TYPE_CODES[dtype], len(lengths), len(counts) + 1)
-        stream.write(_HEADER.pack(*header))
-        for part in _buffers(lengths):
-            stream.write(part.astype(np.int32, copy=False).data)
-        for starts in _sums_before(lengths):
-            stream.write((starts * dtype.itemsize).data)
-        for starts in _sums_before(counts):
-            stream.write(starts.data)
-        stream.write(np.int64(len(lengths)).tobytes())
-        stream.flush()
-        os.fsync(stream.fileno())
+    header = IndexHeader(dtype, len(lengths), len(counts) + 1)
+    _write(path, header, [lengths], _sums_before(_buffers(counts)))
 
 
 def merge_indexes(path: Path, indexes: Sequence[Path]) -> None:
     """Write and fsync one index for the concatenation of token files of one dtype."""
     headers = [read_header(index) for index in indexes]
-    opened = [
-        _mapped(index, header)
-        for index, header in zip(indexes, headers, strict=True)
-        if header.documents
-    ]
-    dtype, sequences = headers[0].dtype, sum(header.sequences for header in headers)
+    filled = [pair for pair in zip(indexes, headers, strict=True) if pair[1].documents]
+    sequences = sum(header.sequences for header in headers)
     documents = sum(header.documents for header in headers)
+    lengths = [_mapped(index, np.int32, 0, header.sequences) for index, header in filled]
+    starts = itertools.accumulate(map(len, lengths), initial=0)
+    boundaries = (
+        part + start
+        for (index, header), start in zip(filled, starts, strict=False)
+        for part in _buffers(_mapped(index, np.int64, 12 * header.sequences, header.documents))
+    )
+    _write(path, IndexHeader(headers[0].dtype, sequences, documents + 1), lengths, boundaries)
+
+
+def _write(
+    path: Path,
+    header: IndexHeader,
+    lengths: Sequence[np.ndarray],
+    boundaries: Iterable[np.ndarray],
+) -> None:
+    """Write an index from arrays of sequence lengths and the first sequence of each document."""
     with create_file(path) as stream:
-        stream.write(_HEADER.pack(_MAGIC, 1, _TYPE_CODES[dtype], sequences, documents + 1))
-        for lengths, _, _ in opened:
-            for part in _buffers(lengths):
-                stream.write(part.data)
-        before = 0
-        for lengths, pointers, _ in opened:
-            for part in _buffers(pointers):
-                stream.write((part + before).data)
-            before += int(pointers[-1]) + int(lengths[-1]) * dtype.itemsize
-        before = 0
-        for lengths, _, boundaries in opened:
-            for part in _buffers(boundaries[:-1]):
-                stream.write((part + before).data)
-            before += len(lengths)
+        code, sequences = _TYPE_CODES[header.dtype], header.sequences
+        stream.write(_HEADER.pack(_MAGIC, 1, code, sequences, header.boundaries))
+        for part in _buffers(*lengths):
+            stream.write(part.astype(np.int32, copy=False).data)
+        for starts in _sums_before(_buffers(*lengths)):
+            stream.write((starts * header.dtype.itemsize).data)
+        for starts in boundaries:
+            stream.write(starts.data)
         stream.write(np.int64(sequences).tobytes())
         stream.flush()
         os.fsync(stream.fileno())
 
 
-def _mapped(path: Path, header: IndexHeader) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Memory-map an index; return its lengths, byte offsets and document boundaries."""
-    place, arrays = _HEADER.size, []
-    for dtype, count in (
-        (np.int32, header.sequences),
-        (np.int64, header.sequences),
-        (np.int64, header.boundaries),
-    ):
-        arrays.append(np.asarray(np.memmap(path, dtype, mode="r", offset=place, shape=(count,))))
-        place += arrays[-1].nbytes
-    lengths, pointers, boundaries = arrays
-    return lengths, pointers, boundaries
+def _mapped(path: Path, dtype: type, offset: int, count: int) -> np.ndarray:
+    """Memory-map an array of an index that begins ``offset`` bytes after the header."""
+    place = _HEADER.size + offset
+    return np.asarray(np.memmap(path, dtype, mode="r", offset=place, shape=(count,)))
 
 
 def read_header(path: Path) -> IndexHeader:
@@ -163,14 +153,15 @@ def _damaged_boundary(path: str | Path, boundaries: np.ndarray, place: int) -> U
     )
 
 
-def _buffers(array: np.ndarray) -> Iterator[np.ndarray]:
-    return (array[start : start + _BUFFER] for start in range(0, len(array), _BUFFER))
+def _buffers(*arrays: np.ndarray) -> Iterator[np.ndarray]:
+    for array in arrays:
+        yield from (array[start : start + _BUFFER] for start in range(0, len(array), _BUFFER))
 
 
-def _sums_before(array: np.ndarray) -> Iterator[np.ndarray]:
-    """Yield, in pieces, the exclusive cumulative sum of an array as int64."""
+def _sums_before(parts: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
+    """Yield, in the same parts, the exclusive cumulative sum of an array as int64."""
     total = 0
-    for part in _buffers(array):
+    for part in parts:
         ends = total + np.cumsum(part, dtype=np.int64)
         yield ends - part
         total = int(ends[-1])

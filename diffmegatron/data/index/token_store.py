@@ -3,7 +3,11 @@
 The tokens of a corpus that was merged from parts stay in one file per part.
 """
 
+import itertools
+from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -11,13 +15,55 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset, _IndexReader
 
 from diffmegatron.data.index.corpus_manifest import Manifest, parts_folder, read_manifest
 from diffmegatron.data.index.index_file import check_boundaries
-from diffmegatron.data.index.part_tokens import PartTokens, Tokens
 from diffmegatron.data.index.verify_corpus import check_sizes
 from diffmegatron.data.tokenizers import Tokenizer
 from diffmegatron.errors import UserError
-from diffmegatron.files import format_path, shorten
+from diffmegatron.files import format_path, open_file, shorten
 
 _BUFFER = 1 << 22
+# Each mapping keeps a file open, and the usual limit is 1024 open files per process.
+_MAPPED_AT_ONCE = 128
+
+
+class PartTokens:
+    """Concatenation of files of token ids, read by slices like one array.
+
+    A file is memory-mapped when it is first read.
+
+    ``files`` has the path and the size in bytes of each file. A slice within one file is a view. A
+    slice over several files is a copy, which is rare: a document never spans two files.
+    """
+
+    def __init__(self, files: Sequence[tuple[Path, int]], dtype: np.dtype) -> None:
+        self.dtype, self.itemsize = dtype, dtype.itemsize
+        filled = [(path, size // dtype.itemsize) for path, size in files if size]
+        self._starts = list(itertools.accumulate((length for _, length in filled), initial=0))
+        # As a decorator of a method, lru_cache would keep this object and its mapped files alive.
+        self._mapped = lru_cache(_MAPPED_AT_ONCE)(lambda number: _map(*filled[number], dtype))
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def __getitem__(self, place: slice, /) -> np.ndarray:
+        first, end, _ = place.indices(len(self))
+        number = bisect_right(self._starts, first) - 1
+        found = []
+        while first < end:
+            start, stop = self._starts[number], min(end, self._starts[number + 1])
+            found.append(self._mapped(number)[first - start : stop - start])
+            first, number = stop, number + 1
+        return found[0] if len(found) == 1 else np.concatenate([np.empty(0, self.dtype), *found])
+
+
+def _map(path: Path, length: int, dtype: np.dtype) -> np.ndarray:
+    with open_file(path) as stream:
+        try:
+            return np.asarray(np.memmap(stream, dtype, "r", shape=(length,)))
+        except (OSError, ValueError) as error:
+            raise UserError(f"cannot map {format_path(path)}: {error}; copy it again") from None
+
+
+Tokens = np.ndarray | PartTokens
 
 
 @dataclass(frozen=True)
@@ -48,21 +94,6 @@ class Corpus:
     def num_documents(self) -> int:
         """Number of documents."""
         return len(self.lengths)
-
-    @property
-    def vocab_size(self) -> int:
-        """Vocabulary size of the tokenizer: its highest id plus one."""
-        return self.manifest.tokenizer.vocab_size
-
-    @property
-    def end_of_document(self) -> int:
-        """Id of the token that ends every document."""
-        return self.manifest.tokenizer.end_of_document
-
-    @property
-    def is_fine_tuning(self) -> bool:
-        """True if documents consist of prompts and responses, for supervised fine-tuning."""
-        return self.manifest.is_fine_tuning
 
     def loss_mask(self, document: int) -> np.ndarray:
         """Return the loss mask of a fine-tuning document, bool ``[tokens]``, True in responses.

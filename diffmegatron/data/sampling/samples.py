@@ -95,7 +95,7 @@ class SourceSamples:
             tokens[end : end + length] = stored[first : first + length]
             end += length
         self._check_ids(tokens[:filled])
-        tokens[filled:] = self.corpus.end_of_document
+        tokens[filled:] = self.corpus.manifest.tokenizer.end_of_document
         starts = np.concatenate([[0], ends if filled < len(tokens) else ends[:-1]])
         return Sample(tokens, starts, self._loss_mask(pieces, filled), self.corpus.prefix)
 
@@ -107,7 +107,7 @@ class SourceSamples:
 
     def _check_ids(self, tokens: np.ndarray) -> None:
         """Refuse ids outside the vocabulary, which could cause an error on the GPU."""
-        ids = self.corpus.vocab_size
+        ids = self.corpus.manifest.tokenizer.vocab_size
         smallest, largest = int(tokens.min()), int(tokens.max())
         if smallest < 0 or largest >= ids:
             raise UserError(
@@ -118,7 +118,7 @@ class SourceSamples:
 
     def _loss_mask(self, pieces: Pieces, filled: int) -> np.ndarray | None:
         loss_mask = np.arange(self._seq_length + 1) < filled
-        if not self.corpus.is_fine_tuning:
+        if not self.corpus.manifest.is_fine_tuning:
             return None if loss_mask.all() else loss_mask
         parts = [
             self.corpus.loss_mask(document)[start : start + length]

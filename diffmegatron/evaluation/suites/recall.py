@@ -13,8 +13,7 @@ import numpy as np
 from pydantic import Field
 from typing_extensions import override
 
-from diffmegatron.data.index.part_tokens import Tokens
-from diffmegatron.data.index.token_store import open_corpus
+from diffmegatron.data.index.token_store import Tokens, open_corpus
 from diffmegatron.data.tokenizers import load_tokenizer
 from diffmegatron.errors import UserError
 from diffmegatron.evaluation.requests import ItemGenerator, Scoring

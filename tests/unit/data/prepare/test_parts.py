@@ -20,10 +20,9 @@ from typer.testing import CliRunner
 
 from diffmegatron.cli import app
 from diffmegatron.config.data_config import DataConfig
-from diffmegatron.data.index import part_tokens
+from diffmegatron.data.index import token_store
 from diffmegatron.data.index.corpus_manifest import Manifest
-from diffmegatron.data.index.part_tokens import PartTokens
-from diffmegatron.data.index.token_store import open_corpus
+from diffmegatron.data.index.token_store import PartTokens, open_corpus
 from diffmegatron.data.prepare import preparation
 from diffmegatron.data.prepare.corpus_readers import CorpusFile, find_files, read_records
 from diffmegatron.data.prepare.merge_parts import merge
@@ -265,7 +264,7 @@ def test_tokens_of_files_read_as_one_array(
 def test_few_files_are_open_at_once(
     merged: tuple[Path, Manifest], whole: tuple[Path, Manifest], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(part_tokens, "_MAPPED_AT_ONCE", 2)
+    monkeypatch.setattr(token_store, "_MAPPED_AT_ONCE", 2)
     reference = open_corpus(str(whole[0]))
     corpus = open_corpus(str(merged[0]))
     for place in (*range(0, len(corpus.tokens), 50), 0):

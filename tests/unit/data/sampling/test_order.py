@@ -257,9 +257,10 @@ class _Corpus(SimpleNamespace):
             lengths=sizes,
             offsets=(ends - sizes) * tokens.itemsize,
             tokens=tokens,
-            end_of_document=END,
-            vocab_size=len(tokens),
-            is_fine_tuning=False,
+            manifest=SimpleNamespace(
+                tokenizer=SimpleNamespace(end_of_document=END, vocab_size=len(tokens)),
+                is_fine_tuning=False,
+            ),
         )
 
 
