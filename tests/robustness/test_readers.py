@@ -21,7 +21,6 @@ from diffmegatron.attention.variants.dex import Dex
 from diffmegatron.checkpoint.checkpoint_format import open_checkpoint
 from diffmegatron.checkpoint.checkpoint_manifest import MANIFEST
 from diffmegatron.config.load import check_recipe, load_stages
-from diffmegatron.data.index.sealed_json import write_sealed
 from diffmegatron.data.index.token_store import open_corpus
 from diffmegatron.data.prepare.corpus_readers import find_files, read_records
 from diffmegatron.data.prepare.encode import encode_batch
@@ -39,7 +38,7 @@ from diffmegatron.evaluation.document_datasets import DATASETS
 from diffmegatron.evaluation.math_datasets import BENCHMARKS
 from diffmegatron.evaluation.result_file import RecordFile
 from diffmegatron.evaluation.targets import find_targets
-from diffmegatron.files import read_json
+from diffmegatron.files import read_json, write_sealed
 from diffmegatron.hf.configuration import model_section, read_config
 from diffmegatron.hf.pretrained_files import DTYPES_NAME, Dtypes, keep_original
 from diffmegatron.hf.pretrained_weights import Source

@@ -9,9 +9,8 @@ from typing import Annotated, Any, BinaryIO, Generic, Self, TypeVar
 
 from pydantic import BaseModel, Field
 
-from diffmegatron.data.index.sealed_json import read_sealed, write_sealed
 from diffmegatron.errors import UserError
-from diffmegatron.files import format_path
+from diffmegatron.files import format_path, read_sealed, write_sealed
 
 _STATE = "journal.json"
 _BUFFER = 1 << 24

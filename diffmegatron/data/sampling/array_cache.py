@@ -17,7 +17,6 @@ import numpy as np
 from pydantic import Field
 
 from diffmegatron.data.index.corpus_manifest import hash_file
-from diffmegatron.data.index.sealed_json import read_sealed, write_sealed
 from diffmegatron.data.sampling.permutation import derive_key
 from diffmegatron.errors import UserError
 from diffmegatron.file_lock import FileLock
@@ -27,7 +26,9 @@ from diffmegatron.files import (
     format_path,
     open_file,
     os_error_text,
+    read_sealed,
     sync_path,
+    write_sealed,
 )
 from diffmegatron.section import Section
 
