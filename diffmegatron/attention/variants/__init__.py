@@ -1,26 +1,23 @@
-"""The registry of attention variants, and the parser of a recipe's section ``model.attention``.
-
-The kind of a variant is its name in a recipe.
-"""
+"""The registry of attention variants, and the parser of a recipe's section ``model.attention``."""
 
 import difflib
 from collections.abc import Mapping
-from typing import Any
 
-from diffmegatron.attention.variants.base import Variant
-from diffmegatron.attention.variants.dex import Dex
-from diffmegatron.attention.variants.diff_v1 import DiffV1
-from diffmegatron.attention.variants.diff_v2 import DiffV2
-from diffmegatron.attention.variants.grouped import Grouped
-from diffmegatron.attention.variants.pattern import Pattern
-from diffmegatron.attention.variants.softmax import Softmax
 from diffmegatron.files import shorten
+
+from .base import Variant
+from .dex import Dex
+from .diff_v1 import DiffV1
+from .diff_v2 import DiffV2
+from .grouped import Grouped
+from .pattern import Pattern
+from .softmax import Softmax
 
 __all__ = ["VARIANTS", "Variant", "model_types", "of_model_type", "read_variant", "register"]
 
 VARIANTS: dict[str, type[Variant]] = {}
-# Renamed members of `Variant`: dict from the former name, which a user's class may still define, to
-# the present name in the error message.
+# Former names of members of `Variant`, which a user's class may still define. The values are the
+# present names, as the error message writes them.
 RENAMED = {
     "attend": "forward, whose tensors are [b, s, ...],",
     "normalised": "normalize_qk",
@@ -31,12 +28,7 @@ RENAMED = {
 
 
 def register(variant: type[Variant]) -> type[Variant]:
-    """Register a variant under the default value of its field ``kind``; usable as a decorator.
-
-    Raises:
-        ValueError: another class has the same kind, or the class defines a member under a former
-            name (a key of ``RENAMED``).
-    """
+    """Register a variant under the default value of its field ``kind``; usable as a decorator."""
     for former, present in RENAMED.items():
         if former in vars(variant):
             raise ValueError(
@@ -70,13 +62,8 @@ def _readable() -> list[type[Variant]]:
 def read_variant(section: object) -> Variant:
     """Return the variant of a recipe's section ``model.attention``.
 
-    Args:
-        section: mapping with a ``kind``, or a list of such mappings for a ``Pattern`` of several
-            kinds. A ``Variant`` is returned unchanged.
-
-    Raises:
-        ValueError: the section is of another type, or a kind is missing or unknown.
-        ValidationError: a key or value does not fit the kind.
+    The section is a mapping with a ``kind``, or a list of such mappings for a `Pattern`. A variant
+    is returned unchanged. An invalid section raises ValueError.
     """
     if isinstance(section, Variant):
         return section
@@ -88,14 +75,13 @@ def read_variant(section: object) -> Variant:
             f"model.attention is {shorten(repr(section))}; it takes a mapping with a kind of "
             f"{kinds}, such as {{kind: diff_v1, num_heads: 12}}, or a list of such mappings"
         )
-    values: dict[str, Any] = dict(section)
-    kind = values.get("kind")
+    kind = section.get("kind")
     if kind is None:
         raise ValueError(f"model.attention.kind is missing; give one of {kinds}")
     if not isinstance(kind, str) or kind not in VARIANTS:
         near = difflib.get_close_matches(str(kind), VARIANTS, n=1, cutoff=0.6)
-        hint = f"did you mean {near[0]!r}, of {kinds}?" if near else f"give one of {kinds}"
-        if not near:
-            hint += ", or name the file of a kind of your own with --import"
+        hint = f"give one of {kinds}, or name the file of a kind of your own with --import"
+        if near:
+            hint = f"did you mean {near[0]!r}, of {kinds}?"
         raise ValueError(f"model.attention.kind is {shorten(repr(kind))}; {hint}")
-    return VARIANTS[kind].model_validate(values)
+    return VARIANTS[kind].model_validate(dict(section))

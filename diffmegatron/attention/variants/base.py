@@ -1,17 +1,13 @@
-"""The base class of all attention variants.
+"""The base class of attention variants, and the classes that appear in its interface.
 
-A variant, or *kind* of attention, is one class in one file of this package. Every layer has two
-projections: the fused projection to queries, keys and values, and the output projection. The class
-defines the other parameters of a layer and its forward pass. It also defines the recipe's section
-with the sizes of the heads, the costs in memory and arithmetic, and the mapping to Hugging Face. No
-other module depends on the name of a kind.
+A variant, or *kind* of attention, is one class in one file of this package. No other module depends
+on the name of a kind. A differential kind subtracts a second softmax map from a first one. Signal
+heads are the query heads of the first map, and noise heads are those of the second map.
 
-A differential kind subtracts a second softmax map from a first one. Signal heads are the query
-heads of the first map, and noise heads are the query heads of the second map. In the shapes s is
-the number of tokens, b the number of sequences, and d the number of channels of a query head.
+In the shapes s is the number of tokens, b the number of sequences, and d the width of a query head.
 
-Commands that only read a recipe import these files and must start fast. Functions that compute with
-tensors therefore import torch themselves.
+Commands that only read a recipe must start fast. Therefore only functions that compute with tensors
+import torch.
 """
 
 import math
@@ -22,31 +18,25 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import Field
 
-from diffmegatron.attention.kernels.costs import Sizes
-from diffmegatron.attention.kernels.registry import BACKENDS, Backend
-from diffmegatron.attention.variants.hugging_face import HuggingFace, WeightRule
-from diffmegatron.attention.variants.layer import Context, Layer
-from diffmegatron.attention.variants.projection_heads import Heads
+from diffmegatron.attention.kernels.costs import FLOAT32, Sizes
+from diffmegatron.attention.kernels.registry import BACKENDS, SOFTMAX
 from diffmegatron.errors import UserError
 from diffmegatron.files import shorten
 from diffmegatron.section import Section, SizeOrZero, divisors
 
+from .hugging_face import HuggingFace, WeightRule
+from .layer import Context, Layer
+from .projection_heads import Heads
+
 if TYPE_CHECKING:
     from torch import Tensor
 
-FLOAT32 = 4
-# Methods that compute a layer, and methods that map its weights to Hugging Face. A class that
-# overrides a method of the first group must not inherit the second group (`Variant.check_export`).
+# A class that overrides a method of COMPUTATION must not inherit all methods of EXPORT.
 COMPUTATION = ("normalize_qk", "gate", "forward", "current_lambda")
 EXPORT = ("hugging_face", "weight_rules", "layer_rules")
-# Name of the bias of the fused projection to queries, keys and values. All other parameters that a
-# kind declares are outside the two projections.
+# Name of the bias of `linear_qkv`. All other declared parameters are outside the two projections.
 QKV_BIAS = "linear_qkv.bias"
 ContextCommunication = Literal["ring", "all_gather", "ulysses"]
-
-
-Layers = tuple[range, ...]
-"""Ranges of layer numbers; the first layer has number 0."""
 
 
 def overlap(some: range, others: range) -> int:
@@ -73,12 +63,11 @@ class Parameter:
     Attributes:
         name: name under ``self_attention.``, or ``QKV_BIAS``.
         shape: shape of the unsharded parameter.
-        initial: standard deviation of normally distributed initial values, or fixed initial values.
-            With ``matrix``, initial values are chosen as for the network's other weight matrices.
+        initial: initial values; a number is the standard deviation of a normal distribution, and
+            ``matrix`` selects those of the network's other weight matrices.
         role: group for weight decay and for counting parameters.
-        float32: whether a layer computes with the parameter's float32 values, even in a bf16 run.
-        sharded: whether the first axis is cut into equal ranges, one per tensor-parallel rank in
-            the order of the ranks. If false, each rank has the whole parameter.
+        float32: whether the parameter stays in float32 in a bf16 run.
+        sharded: whether the first axis is divided among the tensor-parallel ranks, in their order.
     """
 
     name: str
@@ -104,18 +93,13 @@ class Kernels:
 
     Attributes:
         element: bytes of a number in the run's precision.
-        device: device of the operations. Fused operations on a GPU save fewer tensors than the
-            separate operations on a CPU.
+        device: a GPU has fused operations, which save fewer tensors than those of a CPU.
         backend: name of the attention backend; never "auto".
-        communication: method of communication between context-parallel ranks; None for one rank.
+        communication: method of the context-parallel ranks; None for one rank.
         context: number of context-parallel ranks.
-        keys: number of keys in a row of scores, including masked keys, averaged over the rank's
-            queries. With packed documents, the sequences of a microbatch are concatenated, so a row
-            has the keys of the whole microbatch.
-        has_mask: whether attention needs a mask that torch's ``is_causal`` cannot express. Packed
-            documents need a mask, because a query sees only keys of its own document. An all-gather
-            of keys needs a mask, because ``is_causal`` assumes that the first query and the first
-            key have the same position.
+        keys: mean number of keys in a row of scores, including masked keys. Packed sequences of a
+            microbatch are concatenated, so a row has the keys of all of them.
+        has_mask: whether attention needs a mask that torch's ``is_causal`` cannot express.
         recomputes_core: whether the backward pass computes attention again from q, k and v.
     """
 
@@ -129,46 +113,56 @@ class Kernels:
     recomputes_core: bool
 
     @property
+    def key_shards(self) -> int:
+        """Number of ranks whose keys and values this rank saves."""
+        return self.context if self.communication == "all_gather" else 1
+
+    @property
     def keys_per_query(self) -> float:
-        """Number of keys that this rank's attention calls receive, divided by its tokens.
+        """Number of keys in this rank's attention calls, divided by its number of tokens.
 
-        Some kernels save a copy of all keys and values of a call, so this is also the number of
-        copies per token. Without an all-gather, the number is 1. With an all-gather, a rank makes
-        two calls, one for each of its two chunks of queries. Each call receives the keys of all
-        positions up to the end of its chunk.
+        After an all-gather over P ranks, rank r makes two calls with one of the 2 P chunks of
+        queries each. They receive the keys of r + 1 and of 2 P - r chunks, so (2 P + 1) / 2.
         """
-        if self.communication != "all_gather":
-            return 1.0
-        # With P context-parallel ranks a sequence has 2 * P equal chunks. Rank r has the tokens of
-        # chunks r and 2 * P - 1 - r. The two calls receive the keys of r + 1 and of 2 * P - r
-        # chunks. The sum is 2 * P + 1 chunks of keys, for two chunks of tokens.
-        return (2 * self.context + 1) / 2
+        return (2 * self.context + 1) / 2 if self.communication == "all_gather" else 1.0
 
-    def softmax_keys(self, heads: Heads, backend: Backend) -> float:
-        """Return the bytes per token of the keys and values that softmax attention saves."""
-        # Only torch's backends have `saves_bias`. If there is a mask, they copy the keys and values
-        # for each query head, in each attention call.
-        if self.has_mask and backend.saves_bias and heads.queries > heads.keys:
-            return 2 * self.element * heads.query_channels * self.keys_per_query
-        # After an all-gather, this rank saves the keys and values of all context-parallel ranks.
-        whole = self.context if self.communication == "all_gather" else 1
-        return 2 * self.element * heads.key_channels * whole
+    @property
+    def copies_softmax_output(self) -> bool:
+        """True if the output of softmax attention is copied before the next operation."""
+        if self.communication in ("all_gather", "ulysses"):
+            return True
+        return self.has_mask and SOFTMAX[self.backend].saves_bias
+
+    def softmax_bytes(self, heads: Heads) -> tuple[float, float]:
+        """Return the saved bytes per token of softmax attention, except for its output.
+
+        The first number counts q, k and v. The second number counts the log-sum-exps, and the
+        output if it is copied, because the next operation saves the copy.
+        """
+        queries, keys = self.element * heads.query_channels, self.element * heads.key_channels
+        if self.has_mask and SOFTMAX[self.backend].saves_bias and heads.queries > heads.keys:
+            # With a mask, torch copies keys and values for each query head in each call.
+            inputs = queries + 2 * queries * self.keys_per_query
+        else:
+            inputs = queries + 2 * keys * self.key_shards
+        if self.communication is None:
+            # v is a view of the fused projection's output, so the unrotated q and k also stay.
+            inputs += queries + keys
+        copy = queries if self.copies_softmax_output else 0
+        return inputs, copy + FLOAT32 * heads.queries
 
 
 class Variant(Section, ABC):
     """A kind of attention and its sizes: the section ``model.attention`` of a recipe.
 
     ``num_heads`` and ``num_kv_heads`` count heads of this kind. In DIFF V1, for example, a head has
-    two softmax maps, and a key-value head has two keys. If either ``num_heads`` or ``head_dim`` is
-    missing, it is chosen so that the heads' outputs fill ``hidden_size``.
+    two softmax maps, and a key-value head has two keys.
 
     Attributes:
         title: name of a network of this kind, for reports.
-        output_width: width of a head's output, divided by the width of a query.
-        operation: attention function of the kernels. "differential" has two maps and values of
-            width 2d. "softmax" has one map; :meth:`forward` may subtract the outputs of some heads
-            from the outputs of other heads.
-        reads_hidden: whether :meth:`gate` uses the layer's normalised input.
+        output_width: width of a head's output, divided by ``head_dim``.
+        operation: attention function that :meth:`forward` calls.
+        reads_hidden: whether the kind defines :meth:`gate`.
         model_types: model types of Hugging Face that :meth:`from_hugging_face` accepts.
         can_mix: whether other layers of the network may have another kind.
         free_keys: keys of the section that a run may change when it starts from existing weights.
@@ -187,46 +181,43 @@ class Variant(Section, ABC):
     can_mix: ClassVar[bool] = True
     free_keys: ClassVar[frozenset[str]] = frozenset()
 
+    # The section of the recipe
+
     @classmethod
     def with_files(
         cls, section: Mapping[str, Any], *, may_be_missing: bool = False
     ) -> Mapping[str, Any]:
         """Return a recipe's section in which names of files are replaced by the files' content.
 
-        By default the section is returned unchanged.
-
-        Args:
-            may_be_missing: accept a file that does not exist yet. Values are then assumed for its
-                content, and :attr:`assumption` describes them.
-
-        Raises:
-            UserError: a file cannot be read, or has an unexpected content.
+        With ``may_be_missing``, the content of a missing file is assumed (:attr:`assumption`).
         """
         return section
 
-    def sized(self, hidden_size: int) -> Self:
-        """Return the section with all sizes filled in.
+    @property
+    def assumption(self) -> str | None:
+        """Sentence for ``plan`` about values that :meth:`with_files` assumed; None without any."""
+        return None
 
-        Raises:
-            ValueError: neither ``num_heads`` nor ``head_dim`` is given, or a size does not fit.
-        """
-        sizes = {"num_heads": self.num_heads, "head_dim": self.head_dim}
-        given = {name: size for name, size in sizes.items() if size}
-        if not given:
+    def sized(self, hidden_size: int) -> Self:
+        """Return the section with all sizes filled in; ValueError if they do not fit."""
+        heads, width = self.num_heads, self.head_dim
+        if not heads and not width:
             raise ValueError("model.attention has neither num_heads nor head_dim; give one of them")
-        if len(given) == 1:
-            ((name, size),) = given.items()
-            missing = next(each for each in sizes if each != name)
-            if hidden_size % (self.output_width * size):
+        if not heads or not width:
+            given, missing = ("num_heads", "head_dim") if heads else ("head_dim", "num_heads")
+            channels = self.output_width * (heads or width)
+            if hidden_size % channels:
+                factor = "" if self.output_width == 1 else f"{self.output_width} x "
                 raise ValueError(
-                    f"model.hidden_size {hidden_size} is not a multiple of {self._width_in_words()}"
-                    f"model.attention.{name} {size}; give one that divides it, or {missing} too"
+                    f"model.hidden_size {hidden_size} is not a multiple of {factor}"
+                    f"model.attention.{given} {heads or width}; give one that divides it, or "
+                    f"{missing} too"
                 )
-            sizes[missing] = hidden_size // (self.output_width * size)
-        # By default each group of ``ratio`` signal heads has its own key-value head. This is the
-        # largest possible number, because a group shares its key-value head with its noise head.
-        kv_heads = self.num_kv_heads or max(1, sizes["num_heads"] // self.ratio)
-        sized = self.model_copy(update=sizes | {"num_kv_heads": kv_heads})
+            heads, width = (size or hidden_size // channels for size in (heads, width))
+        # A group of `ratio` signal heads shares its key-value head with its noise head.
+        kv_heads = self.num_kv_heads or max(1, heads // self.ratio)
+        sizes = {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": width}
+        sized = self.model_copy(update=sizes)
         sized.check()
         return sized
 
@@ -236,11 +227,7 @@ class Variant(Section, ABC):
         return 1
 
     def check(self) -> None:
-        """Check that the sizes fit each other, after :meth:`sized` has filled them in.
-
-        Raises:
-            ValueError: a size does not fit.
-        """
+        """Raise ValueError if the sizes that :meth:`sized` filled in do not fit each other."""
         if self.head_dim % 2:
             raise ValueError(
                 f"model.attention.head_dim {self.head_dim} is odd; rotary embeddings rotate pairs "
@@ -249,32 +236,31 @@ class Variant(Section, ABC):
         if self.num_heads % self.ratio:
             raise ValueError(
                 f"model.attention.signal_per_noise {self.ratio} does not divide num_heads "
-                f"{self.num_heads}, the signal heads; choose one of {_fits(self.num_heads)}"
+                f"{self.num_heads}, the signal heads; choose one of {_divisors(self.num_heads)}"
             )
         most = self.num_heads // self.ratio
         if most % self.num_kv_heads:
             share = f" / signal_per_noise {self.ratio}" if self.ratio > 1 else ""
             raise ValueError(
                 f"model.attention.num_kv_heads {self.num_kv_heads} does not divide num_heads "
-                f"{self.num_heads}{share}; choose one of {_fits(most)}"
+                f"{self.num_heads}{share}; choose one of {_divisors(most)}"
             )
+
+    def check_layers(self, num_layers: int) -> None:
+        """Raise ValueError if settings that list layers do not fit the number of layers."""
+        return
+
+    def resized(self, num_layers: int, sizes: Mapping[str, int]) -> "Variant":
+        """Return the kind with the small sizes of a rehearsal."""
+        return self.model_copy(update=dict(sizes))
 
     def of_layer(self, layer: int) -> "Variant":
         """Return the kind of a layer; layers are numbered from 0."""
         return self
 
-    def by_kind(self, num_layers: int) -> "tuple[tuple[Variant, Layers], ...]":
-        """Return a pair for every kind in the network: the kind, and the ranges of its layers."""
+    def by_kind(self, num_layers: int) -> "tuple[tuple[Variant, tuple[range, ...]], ...]":
+        """Return every kind in the network with the ranges of its layers, numbered from 0."""
         return ((self, (range(num_layers),)),)
-
-    @property
-    def mixed_export_kind(self) -> "Variant":
-        """Kind that replaces this kind in the export of a network with several kinds.
-
-        The Hugging Face class for such networks supports only some kinds. A kind that the class
-        does not support overrides this property. The replacement must compute the same function.
-        """
-        return self
 
     @property
     def heads_in_words(self) -> str:
@@ -287,113 +273,48 @@ class Variant(Section, ABC):
         """Return the keys of the section with their values."""
         return self.model_dump()
 
-    def check_layers(self, num_layers: int) -> None:
-        """Raise ValueError if settings that list layers do not fit the number of layers."""
-        return
+    def warnings(self, hidden_size: int, parameters: int, lr: float) -> Iterator[str]:
+        """Yield a sentence for each doubtful setting.
 
-    def resized(self, num_layers: int, sizes: Mapping[str, int]) -> "Variant":
-        """Return the same kind with other sizes, for a rehearsal (a test run with small sizes)."""
-        return self.model_copy(update=dict(sizes))
+        ``parameters`` counts the network without embeddings, and ``lr`` is the peak learning rate.
+        """
+        return iter(())
+
+    @abstractmethod
+    def baseline(self) -> "Variant":
+        """Return softmax attention with as many output, key and value channels in all heads."""
 
     def foundation(self) -> "Variant | None":
-        """Return another kind of attention from whose weights a run may start, or None.
+        """Return another kind from whose weights a run of this kind may start, or None.
 
-        A run may always start from weights of its own kind. Parameters that the other kind does not
-        declare get the initial values of a new run.
+        Parameters that the other kind does not declare get their usual initial values.
         """
         return None
 
     @property
     def fingerprint(self) -> str | None:
-        """Hash of the pretrained weights from which values of this section were computed, or None.
-
-        If a run starts from weights of the kind :meth:`foundation`, these weights must have this
-        hash. With None, their hash is not checked.
-        """
+        """Hash that the weights of :meth:`foundation` must have; None allows any weights."""
         return None
 
-    @property
-    def assumption(self) -> str | None:
-        """Sentence for ``plan`` about values that :meth:`with_files` assumed for a missing file.
-
-        None if no values were assumed.
-        """
-        return None
+    # The network
 
     @property
     @abstractmethod
     def heads(self) -> Heads:
         """Layout of the heads in the projections."""
 
-    @abstractmethod
-    def baseline(self) -> "Variant":
-        """Return softmax attention with as many channels as this kind, for a comparison.
-
-        Summed over all heads, the outputs have as many channels in both kinds, and so have the keys
-        and values. The number of heads and the width of one head may differ.
-        """
-
     def parameters(self, hidden_size: int) -> tuple[Parameter, ...]:
         """Return a layer's parameters other than the two projections; by default none."""
         return ()
-
-    def own_products(self, hidden_size: int) -> float:
-        """Return the multiply-adds per token and layer of the matrices in :meth:`parameters`.
-
-        If the layers differ, this is the mean over all layers.
-        """
-        own = self.parameters(hidden_size)
-        return sum(math.prod(each.shape) for each in own if each.role == "matrix")
-
-    @abstractmethod
-    def products(self) -> int:
-        """Return the multiply-adds of a layer's forward pass per (query, key) pair.
-
-        This is the smallest number with which the equations can be computed. The backward pass
-        needs twice as many.
-        """
-
-    def work(self, backend: str, *, deterministic: bool = False) -> tuple[int, int]:
-        """Return the multiply-adds of a backend per (query, visible key) pair, for all heads.
-
-        Args:
-            backend: name of a backend for :attr:`operation`.
-            deterministic: whether the backend sums gradients in a fixed order.
-
-        Returns:
-            Multiply-adds of the forward pass, and of the backward pass. The backward pass includes
-            the second computation of the scores.
-        """
-        sizes = self.kernel_sizes(element=2, keys=0)._replace(is_deterministic=deterministic)
-        return BACKENDS[self.operation][backend].work(sizes)
-
-    def kernel_sizes(self, element: int, keys: float) -> Sizes:
-        """Return the sizes for cost functions of kernels; :class:`Sizes` defines the arguments."""
-        heads = self.heads
-        return Sizes(element, self.head_dim, heads.queries, 0, heads.keys, keys)
-
-    @abstractmethod
-    def saved_bytes(self, kernels: Kernels) -> tuple[float, float]:
-        """Return the bytes per token that all heads of a layer save for the backward pass.
-
-        Returns:
-            Two numbers: the bytes of q, k, v and the input of the output projection; and the bytes
-            of all tensors between these, which selective recomputation computes again.
-        """
-
-    def kv_cache_bytes(self, element: int) -> int:
-        """Return the bytes per token and layer of the key-value cache."""
-        return 2 * self.heads.key_channels * element
 
     def normalize_qk(self, layer: Layer, query: "Tensor", key: "Tensor") -> "tuple[Tensor, Tensor]":
         """Normalise queries and keys [s, b, ..., d] before their rotation, if the kind does so."""
         return query, key
 
     def gate(self, layer: Layer, hidden: "Tensor") -> "Tensor | None":
-        """Compute what :meth:`forward` needs from the layer's normalised input [s, b, hidden].
+        """Compute what :meth:`forward` needs from the normalised input [s, b, hidden].
 
-        Returns:
-            A tensor [s, b, ...], or None if :meth:`forward` needs only q, k and v.
+        The result is [s, b, ...], or None if :meth:`forward` needs only q, k and v.
         """
         return None
 
@@ -418,20 +339,58 @@ class Variant(Section, ABC):
         """
 
     def current_lambda(self, layer: Layer) -> "Tensor | None":
-        """Return lambda of a layer for the log as a 0-dim float32 tensor, or None.
+        """Return lambda of a layer for the log as a 0-dim float32 tensor.
 
-        If lambda depends on the token, the result is None. Such a kind logs the mean of lambda with
-        :meth:`Layer.observe`.
+        The result is None if lambda depends on the token. Such a kind calls :meth:`Layer.observe`.
         """
         return None
 
+    # Costs
+
+    @abstractmethod
+    def products(self) -> int:
+        """Return the fewest multiply-adds of a layer's forward pass per (query, key) pair."""
+
+    def own_products(self, hidden_size: int) -> float:
+        """Return the multiply-adds per token of the matrices in :meth:`parameters`.
+
+        If the layers differ, the result is the mean over all layers.
+        """
+        own = self.parameters(hidden_size)
+        return sum(math.prod(each.shape) for each in own if each.role == "matrix")
+
+    def kernel_sizes(self, element: int, keys: float) -> Sizes:
+        """Return the sizes for the cost functions of the kernels."""
+        heads = self.heads
+        return Sizes(element, self.head_dim, heads.queries, 0, heads.keys, keys)
+
+    def work(self, backend: str, *, deterministic: bool = False) -> tuple[int, int]:
+        """Return a backend's multiply-adds per (query, visible key) pair, for all heads.
+
+        The two numbers are those of the forward pass and of the backward pass. The backward pass
+        includes the second computation of the scores. ``deterministic`` requires gradients that are
+        summed in a fixed order.
+        """
+        sizes = self.kernel_sizes(element=2, keys=0)._replace(is_deterministic=deterministic)
+        return BACKENDS[self.operation][backend].work(sizes)
+
+    @abstractmethod
+    def saved_bytes(self, kernels: Kernels) -> tuple[float, float]:
+        """Return the bytes per token that all heads of a layer save for the backward pass.
+
+        The first number counts q, k, v and the input of the output projection. The second number
+        counts the tensors between them, which selective recomputation computes again.
+        """
+
+    def kv_cache_bytes(self, element: int) -> int:
+        """Return the bytes per token and layer of the key-value cache."""
+        return 2 * self.heads.key_channels * element
+
+    # Hugging Face
+
     @abstractmethod
     def hugging_face(self, hidden_size: int) -> HuggingFace:
-        """Return the description of the Hugging Face model class that computes this kind.
-
-        Raises:
-            UserError: no class computes these settings.
-        """
+        """Return the description of the Hugging Face class; UserError if none computes the kind."""
 
     @classmethod
     def from_hugging_face(cls, config: Mapping[str, Any]) -> Self:
@@ -439,15 +398,31 @@ class Variant(Section, ABC):
         # A kind without ``model_types`` does not need this method, so it is not abstract.
         raise NotImplementedError
 
-    def subtracted_maps(self, attention: Any, maps: "Tensor", hidden: "Tensor") -> "Tensor":
-        """Compute the attention maps after subtraction, for a layer of the Hugging Face class.
+    @abstractmethod
+    def weight_rules(self, ours: str, theirs: str, hidden_size: int) -> list[WeightRule]:
+        """Return the rules that map the weights of a layer's attention to Hugging Face and back.
 
-        By default the result is ``maps``, because a kind with one map per head subtracts nothing.
+        ``ours`` and ``theirs`` are prefixes of the attention's weights here and at Hugging Face.
+        """
+
+    def layer_rules(
+        self, ours: str, theirs: str, hidden_size: int, *, layer: int, step: int
+    ) -> list[WeightRule]:
+        """Return :meth:`weight_rules` for one layer, counted from 1, at one optimizer step."""
+        return self.weight_rules(ours, theirs, hidden_size)
+
+    @property
+    def mixed_export_kind(self) -> "Variant":
+        """Kind that computes the same in the export of a network with several kinds."""
+        return self
+
+    def subtracted_maps(self, attention: Any, maps: "Tensor", hidden: "Tensor") -> "Tensor":
+        """Return the attention maps of a layer of the Hugging Face class after subtraction.
 
         Args:
             attention: attention module of the layer.
-            maps: softmax maps of all query heads, float32 [query heads, query tokens, key tokens].
-                The heads are in the order of the rows of the weight of ``q_proj``.
+            maps: softmax maps, float32 [query heads, query tokens, key tokens], in the order of the
+                rows of ``q_proj``.
             hidden: input of the attention at the query tokens, [query tokens, hidden_size].
 
         Returns:
@@ -457,47 +432,25 @@ class Variant(Section, ABC):
 
     @property
     def map_pairs(self) -> tuple[tuple[int, int], ...]:
-        """Signal map and noise map of each head, as indices into the query heads.
+        """Signal map and noise map of each head, as indices into ``maps`` before subtraction.
 
-        The order of the query heads is that of ``maps`` in :meth:`subtracted_maps`. The tuple is
-        empty for kinds with one map per head.
+        The tuple is empty for kinds with one map per head.
         """
         return ()
 
-    @abstractmethod
-    def weight_rules(self, ours: str, theirs: str, hidden_size: int) -> list[WeightRule]:
-        """Return the rules that map the weights of a layer's attention to Hugging Face and back.
-
-        ``ours`` and ``theirs`` are prefixes of the attention's weights here and at Hugging Face.
-        """
-
     @property
     def inherited_export(self) -> str | None:
-        """Name of the kind from whose class this class inherits its export, or None.
-
-        An export consists of weight rules (:meth:`layer_rules` or :meth:`weight_rules`) and of
-        :meth:`hugging_face`. If both are inherited, the result is the kind that defines the weight
-        rules. The result is None if this class defines both, or if the parent class is not a
-        :class:`Variant`.
-        """
+        """Name of the kind whose weight rules or :meth:`hugging_face` this class inherits."""
         rules = "layer_rules" if "layer_rules" in vars(type(self)) else "weight_rules"
-        for name in (rules, "hugging_face"):
-            owner = next(each for each in type(self).__mro__ if name in vars(each))
-            if owner is not type(self):
-                field = owner.model_fields["kind"] if issubclass(owner, Variant) else None
-                return None if field is None else str(field.default)
-        return None
+        owners = (self._owner(rules), self._owner("hugging_face"))
+        inherited = next((owner for owner in owners if owner is not type(self)), None)
+        if inherited is None or not issubclass(inherited, Variant):
+            return None
+        return str(inherited.model_fields["kind"].default)
 
     def check_export(self) -> None:
-        """Refuse an inherited mapping to Hugging Face if the computation is overridden.
-
-        Raises:
-            UserError: a class overrides a method of ``COMPUTATION`` and inherits all of ``EXPORT``.
-        """
-        computing, exporting = (
-            next(each for each in type(self).__mro__ if not vars(each).keys().isdisjoint(names))
-            for names in (COMPUTATION, EXPORT)
-        )
+        """Raise UserError if a class overrides ``COMPUTATION`` and inherits ``EXPORT``."""
+        computing, exporting = self._owner(*COMPUTATION), self._owner(*EXPORT)
         if computing is exporting or not issubclass(computing, exporting):
             return
         overridden = ", ".join(name for name in COMPUTATION if name in vars(computing))
@@ -508,15 +461,8 @@ class Variant(Section, ABC):
         )
 
     def check_mixed_export(self) -> None:
-        """Refuse an inherited :attr:`mixed_export_kind` if the computation is overridden.
-
-        Raises:
-            UserError: a class overrides a method of ``COMPUTATION`` and inherits the property.
-        """
-        computing, replacing = (
-            next(each for each in type(self).__mro__ if not vars(each).keys().isdisjoint(names))
-            for names in (COMPUTATION, ("mixed_export_kind",))
-        )
+        """Raise UserError if a class overrides ``COMPUTATION`` and inherits `mixed_export_kind`."""
+        computing, replacing = self._owner(*COMPUTATION), self._owner("mixed_export_kind")
         if replacing is Variant or computing is replacing or not issubclass(computing, replacing):
             return
         raise UserError(
@@ -525,31 +471,11 @@ class Variant(Section, ABC):
             f"its mixed_export_kind; define mixed_export_kind in {computing.__name__}"
         )
 
-    def layer_rules(
-        self, ours: str, theirs: str, hidden_size: int, *, layer: int, step: int
-    ) -> list[WeightRule]:
-        """Return the rules that map the attention weights of one layer at one step.
-
-        By default these are :meth:`weight_rules`.
-
-        Args:
-            layer: global number of the layer, from 1.
-            step: number of optimizer steps that produced the weights.
-        """
-        return self.weight_rules(ours, theirs, hidden_size)
-
-    def warnings(self, hidden_size: int, parameters: int, lr: float) -> Iterator[str]:
-        """Yield warnings about doubtful settings, one sentence each.
-
-        Args:
-            parameters: number of parameters of the network without embeddings.
-            lr: peak learning rate.
-        """
-        return iter(())
-
-    def _width_in_words(self) -> str:
-        return "" if self.output_width == 1 else f"{self.output_width} x "
+    def _owner(self, *members: str) -> type:
+        """Return the most derived class that defines one of the members."""
+        classes = type(self).__mro__
+        return next(each for each in classes if not vars(each).keys().isdisjoint(members))
 
 
-def _fits(number: int) -> str:
+def _divisors(number: int) -> str:
     return shorten(str(divisors(number)))

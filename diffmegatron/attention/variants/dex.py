@@ -1,17 +1,16 @@
 """DEX: differential extension of a pretrained softmax attention (Kong, Jang, Kwak, NeurIPS 2025).
 
-arXiv 2505.16333, figure 9. O is a head's output for a token, a row vector of the head dimension d.
-In the selected heads of layer l (the first layer has l = 1),
+arXiv 2505.16333, figure 9. O is the output of a selected head for a token, a row vector of width d:
 
-    O' = O - lambda(t) O W_D,    lambda(t) = (1 - a) (t / T) lambda_init + a lambda_learn,
+    O' = O - lambda(t) O W_D
+    lambda(t) = (1 - a) (t / T) lambda_init + a lambda_learn,    a = min(1, t / T)
 
-with a = min(1, t / T) and lambda_init = 0.8 - 0.6 exp(-0.3 (l - 1)). In all other heads O' = O. t
-is the number of optimizer steps done, and T the number of steps of the annealing. A layer has one
-trained matrix W_D [d, d] and one trained number lambda_learn.
+In all other heads O' = O. t is the number of completed optimizer steps, and T the length of the
+annealing. Layer l, counted from 1, has lambda_init = 0.8 - 0.6 exp(-0.3 (l - 1)), a trained matrix
+W_D [d, d] and a trained number lambda_learn.
 
-O' is linear in O, so every checkpoint can be exported as a plain Transformer. The output projection
-multiplies a head's output by a matrix W [d, hidden]. The export replaces W of each selected head by
-(I - lambda W_D) W.
+O' is linear in O, so the export is a plain Transformer. If W [d, hidden] is the part of the output
+projection for a selected head, the export has (I - lambda W_D) W instead.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,48 +19,33 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import (
-    Field,
-    GetCoreSchemaHandler,
-    GetPydanticSchema,
-    SerializeAsAny,
-    model_validator,
-)
-from pydantic_core import CoreSchema, core_schema
+from pydantic import Field, GetPydanticSchema, SerializeAsAny, model_validator
+from pydantic_core import core_schema
 from typing_extensions import override
 
-from diffmegatron.attention.variants import hugging_face as hf
-from diffmegatron.attention.variants.base import (
-    Constant,
-    Context,
-    Identity,
-    Kernels,
-    Layer,
-    Parameter,
-    Variant,
-)
-from diffmegatron.attention.variants.diff_v1 import LambdaInit
-from diffmegatron.attention.variants.softmax import Softmax
 from diffmegatron.errors import UserError
 from diffmegatron.files import format_path, read_text, shorten
 from diffmegatron.section import Count, Section, Size
 from diffmegatron.validation import validated
+from diffmegatron.yaml_documents import MAX_BYTES, parse_yaml
+
+from . import hugging_face as hf
+from .base import Constant, Context, Identity, Kernels, Layer, Parameter
+from .diff_v1 import LambdaInit
+from .softmax import Softmax
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 PROJECTION, LAMBDA_LEARN = "dex_projection", "lambda_learn"
-# Share of each layer's heads that ``dex select`` selects by default. ``diffmegatron plan`` assumes
-# this share while the file of ``dex select`` does not exist.
+# Share of each layer's heads that ``dex select`` selects by default, and that ``plan`` assumes
+# while the file of ``dex select`` does not exist.
 SHARE = 0.5
 Heads = tuple[tuple[int, ...], ...]
 
 
 class SelectedOn(Section):
-    """The model on which ``dex select`` selected the heads.
-
-    ``fingerprint`` is a hash of the model's weights.
-    """
+    """The model on which ``dex select`` selected the heads; the fingerprint hashes its weights."""
 
     num_layers: Size
     num_heads: Size
@@ -79,34 +63,32 @@ class HeadsFile(Section):
 
 @dataclass(frozen=True)
 class Unselected:
-    """A placeholder for ``selected_heads`` while the file with the heads does not exist yet.
-
-    A recipe with this placeholder cannot be written to YAML.
-    """
+    """Value of ``selected_heads`` while the file with the heads does not exist yet."""
 
     file: str
 
 
-def _heads_schema(_: Any, schema_of: GetCoreSchemaHandler) -> CoreSchema:
-    """Return a schema that accepts valid :data:`Heads` and any `Unselected`.
-
-    With a plain union of the two types, an invalid value would give one error message per type.
-    """
-
-    def check(value: Any, check_heads: Callable[[Any], Heads]) -> Heads | Unselected:
-        return value if isinstance(value, Unselected) else check_heads(value)
-
-    return core_schema.no_info_wrap_validator_function(check, schema_of(Heads))
+def _check_heads(value: Any, check: Callable[[Any], Heads]) -> Heads | Unselected:
+    return value if isinstance(value, Unselected) else check(value)
 
 
-SelectedHeads = Annotated[Heads | Unselected, GetPydanticSchema(_heads_schema), SerializeAsAny()]
+# The schema is that of `Heads`, because a union reports an error for each of its types.
+SelectedHeads = Annotated[
+    Heads | Unselected,
+    GetPydanticSchema(
+        lambda _, schema_of: core_schema.no_info_wrap_validator_function(
+            _check_heads, schema_of(Heads)
+        )
+    ),
+    SerializeAsAny(),
+]
 
 
 class ProjectionInit(Section):
     """Initial values of W_D; the paper does not state them.
 
-    ``scale`` is the standard deviation of the kind ``normal``, or the factor by which the kind
-    ``identity`` multiplies the identity matrix. The kind ``zero`` has no scale.
+    ``scale`` is the standard deviation of the kind ``normal``, or the factor of the identity matrix
+    in the kind ``identity``.
     """
 
     kind: Literal["zero", "normal", "identity"] = "zero"
@@ -132,17 +114,14 @@ class ProjectionInit(Section):
 class Dex(Softmax):
     """Softmax attention whose ``selected_heads`` have a differential term.
 
-    ``selected_heads`` has one list per layer with the numbers of the selected query heads, from 0.
-    It may also be the path of a file that ``diffmegatron dex select`` wrote. The resolved recipe
-    then contains the numbers from the file. If the file is missing, ``plan`` assumes that ``SHARE``
-    of every layer's heads are selected.
+    If lambda_learn and W_D start at zero and there is no annealing, both stay zero, because the
+    gradient of each is proportional to the other.
 
-    ``annealing_steps`` is T in the module docstring. If it is null, lambda is lambda_learn from the
-    first step, for example in a run that continues after the annealing.
-
-    lambda_learn starts at ``lambda_learn_init``. This value should not be zero if W_D starts at
-    zero. The gradient of lambda_learn is proportional to W_D, and the gradient of W_D is
-    proportional to lambda. If both start at zero and ``annealing_steps`` is null, both stay zero.
+    Attributes:
+        selected_heads: numbers of each layer's selected query heads, from 0. A recipe may have the
+            path of a file that ``diffmegatron dex select`` wrote instead.
+        annealing_steps: T. If it is null, lambda is lambda_learn from the first step.
+        lambda_learn_init: initial value of lambda_learn.
     """
 
     can_mix: ClassVar[bool] = False
@@ -154,7 +133,7 @@ class Dex(Softmax):
     lambda_learn_init: float = 0.1
 
     title: ClassVar[str] = "Transformer with DEX"
-    # Empty, because an export of this kind is plain softmax attention and is imported as such.
+    # An export is plain softmax attention and is imported as such.
     model_types: ClassVar[tuple[str, ...]] = ()
     free_keys: ClassVar[frozenset[str]] = frozenset(
         {"annealing_steps", "projection_init", "lambda_learn_init", "selected_on"}
@@ -167,10 +146,6 @@ class Dex(Softmax):
         """Replace a path in ``selected_heads`` by the heads in its file, and set ``selected_on``.
 
         If the file is missing and ``may_be_missing`` is true, the heads are `Unselected`.
-
-        Raises:
-            UserError: the file cannot be read, has another format, or is missing and
-                ``may_be_missing`` is false.
         """
         path = section.get("selected_heads")
         if not isinstance(path, str):
@@ -181,6 +156,18 @@ class Dex(Softmax):
             return {**section, "selected_heads": Unselected(path)}
         file = _read_heads(Path(path)).model_dump(mode="json")
         return {**section, "selected_heads": file["heads"], "selected_on": file["model"]}
+
+    @property
+    @override
+    def assumption(self) -> str | None:
+        if not isinstance(self.selected_heads, Unselected):
+            return None
+        return (
+            f"{format_path(Path(self.selected_heads.file))}, the file of "
+            "model.attention.selected_heads, is not written yet: counted are "
+            f"{_assumed(self.num_heads)} of the {self.num_heads} heads of every layer, a --share "
+            f"of {SHARE:g}"
+        )
 
     @override
     def check(self) -> None:
@@ -209,19 +196,15 @@ class Dex(Softmax):
 
     @override
     def check_layers(self, num_layers: int) -> None:
-        if isinstance(self.selected_heads, Unselected):
-            return
-        if len(self.selected_heads) != num_layers:
+        heads = self.selected_heads
+        if not isinstance(heads, Unselected) and len(heads) != num_layers:
             raise ValueError(
-                f"model.attention.selected_heads has {len(self.selected_heads)} layers and "
+                f"model.attention.selected_heads has {len(heads)} layers and "
                 f"model.num_layers is {num_layers}; give a list of heads for every layer"
             )
 
     def resized(self, num_layers: int, sizes: Mapping[str, int]) -> Self:
-        """Return this section with other sizes, for a rehearsal (a test run with small sizes).
-
-        In every layer, the first half of the heads is selected, and at least one head.
-        """
+        """Return the kind with the sizes of a rehearsal; half of each layer's heads is selected."""
         half = tuple(range(_assumed(sizes["num_heads"])))
         heads = {"selected_heads": (half,) * num_layers, "selected_on": None}
         return self.model_copy(update={**sizes, **heads})
@@ -231,20 +214,17 @@ class Dex(Softmax):
         shared = {name: getattr(self, name) for name in Softmax.model_fields if name != "kind"}
         return Softmax.model_construct(**shared)
 
-    def foundation(self) -> Variant:
-        """Return the softmax attention of a pretrained Transformer that a run can start from."""
+    @override
+    def foundation(self) -> Softmax:
         return self.baseline()
 
     @property
+    @override
     def fingerprint(self) -> str | None:
-        """Fingerprint of the weights on which the heads were selected; None: not recorded."""
         return None if self.selected_on is None else self.selected_on.fingerprint
 
     def parameters(self, hidden_size: int) -> tuple[Parameter, ...]:
-        """Return the parameters of softmax attention, and W_D and lambda_learn.
-
-        Tensor parallelism does not shard W_D and lambda_learn.
-        """
+        """Return the parameters of softmax attention, and W_D and lambda_learn."""
         square = (self.head_dim, self.head_dim)
         return (
             *super().parameters(hidden_size),
@@ -252,23 +232,19 @@ class Dex(Softmax):
             Parameter(LAMBDA_LEARN, (1,), Constant(self.lambda_learn_init), "lambda", float32=True),
         )
 
-    @property
-    def assumption(self) -> str | None:
-        """Sentence about the heads that ``plan`` assumes; None if the recipe has the heads."""
-        if not isinstance(self.selected_heads, Unselected):
-            return None
-        return (
-            f"{format_path(Path(self.selected_heads.file))}, the file of "
-            "model.attention.selected_heads, is not written yet: counted are "
-            f"{_assumed(self.num_heads)} of the {self.num_heads} heads of every layer, a --share "
-            f"of {SHARE:g}"
-        )
+    def own_products(self, hidden_size: int) -> float:
+        """Return the multiply-adds per token and layer of O W_D, as a mean over all layers."""
+        return self._selected_per_layer * self.head_dim**2
 
-    def _selected(self, layer: int) -> tuple[int, ...]:
-        """Return the selected heads of the layer with the global number ``layer``, from 1."""
-        if isinstance(self.selected_heads, Unselected):
-            raise _not_selected(self.selected_heads.file)
-        return self.selected_heads[layer - 1]
+    @override
+    def saved_bytes(self, kernels: Kernels) -> tuple[float, float]:
+        projected, core = super().saved_bytes(kernels)
+        # Saved are a copy of O of the selected heads, and O' of all heads. O' replaces the headwise
+        # norm's output or the copy of the kernel's output, if softmax attention counts one.
+        saved = self._selected_per_layer * self.head_dim
+        if not self.headwise_norm and not kernels.copies_softmax_output:
+            saved += self.heads.query_channels
+        return projected, core + kernels.element * saved
 
     @property
     def _selected_per_layer(self) -> float:
@@ -276,25 +252,17 @@ class Dex(Softmax):
             return _assumed(self.num_heads)
         return sum(map(len, self.selected_heads)) / len(self.selected_heads)
 
-    def own_products(self, hidden_size: int) -> float:
-        """Return the multiply-adds per token and layer of O W_D, as a mean over all layers."""
-        return self._selected_per_layer * self.head_dim**2
+    @override
+    def current_lambda(self, layer: Layer) -> "Tensor":
+        learned = layer.parameter(LAMBDA_LEARN)[0]
+        return self._lambda(layer.layer_number, layer.step, learned)
 
-    def saved_bytes(self, kernels: Kernels) -> tuple[float, float]:
-        """Return the bytes per token that a layer saves for the backward pass, as two numbers.
-
-        :meth:`.base.Variant.saved_bytes` defines the two numbers. The second number is larger than
-        in softmax attention. It also counts the copy of O of the selected heads, and usually O' of
-        all heads. The output projection saves O', while the attention kernel saves O.
-        """
-        projected, core = super().saved_bytes(kernels)
-        selected = self._selected_per_layer * self.head_dim
-        # In these two cases softmax attention counts a tensor that only the output projection
-        # saves: the headwise norm's output, or a copy of the kernel's output. O' replaces this
-        # tensor and has the same size.
-        replaces_other = self.headwise_norm or self._copies_output(kernels)
-        result = 0 if replaces_other else self.heads.query_channels
-        return projected, core + kernels.element * (selected + result)
+    def _lambda(self, layer: int, step: int, learned: "Tensor") -> "Tensor":
+        if self.annealing_steps is None:
+            return learned
+        passed = step / self.annealing_steps
+        a = min(1.0, passed)
+        return (1 - a) * passed * LambdaInit().of_layer(layer) + a * learned
 
     def forward(
         self,
@@ -307,20 +275,16 @@ class Dex(Softmax):
     ) -> "Tensor":
         """Return O' of the selected heads and O of the others, [b, s, heads of this rank, d].
 
-        The heads are split into runs of neighbours that are all selected or all unselected. This
-        avoids an index tensor, which would be copied to the device in every layer.
-
-        A rank without selected heads computes the differential term for zero heads. W_D then has a
-        gradient of zero on this rank. The sum of the gradients over all tensor-parallel ranks needs
-        a gradient from every rank.
+        The heads are split into runs of neighbours instead of gathered with an index tensor, which
+        would be copied to the device in every layer. A rank without selected heads computes the
+        term for zero heads, because every rank needs a gradient of W_D for the sum over the ranks.
         """
         import torch
 
         heads = super().forward(layer, context, query, key, value, gate)
         lengths = self._runs(layer)
-        # The gradient of W_D is a sum over tokens, and their order changes its last bits. Keep the
-        # order [s, b, ...] of earlier versions, so that runs which resume from old checkpoints stay
-        # reproducible.
+        # The order [s, b, ...] determines the last bits of the gradient of W_D. Earlier versions
+        # had this order, and their runs must resume to the same numbers.
         parts = list(heads.transpose(0, 1).split(lengths, dim=2))
         selected = torch.cat(parts[1::2], dim=2)
         projection = (self.current_lambda(layer) * layer.parameter(PROJECTION)).to(selected.dtype)
@@ -329,40 +293,31 @@ class Dex(Softmax):
         return torch.cat(parts, dim=2).transpose(0, 1)
 
     def _runs(self, layer: Layer) -> list[int]:
-        """Return the lengths of alternating runs of this rank's heads: unselected, selected, ...
+        """Return the lengths of runs of this rank's heads: unselected, selected, unselected, ...
 
-        The first and the last run are unselected; their length may be 0.
+        The last run is selected. The first and the last run may have length 0.
         """
         selected = {*self._selected(layer.layer_number)}
-        runs = groupby(head in selected for head in layer.share(self.num_heads))
-        lengths = [(kind, sum(1 for _ in run)) for kind, run in runs]
-        before = [0] if lengths[0][0] else []
-        after = [] if lengths[-1][0] else [0]
-        return [*before, *(length for _, length in lengths), *after]
+        flags = (head in selected for head in layer.share(self.num_heads))
+        lengths = [len([*run]) for _, run in groupby([False, *flags, True])]
+        lengths[0] -= 1
+        lengths[-1] -= 1
+        return lengths
 
-    def current_lambda(self, layer: Layer) -> "Tensor":
-        """Return lambda of a layer at the present optimizer step, a 0-dim float32 tensor."""
-        learned = layer.parameter(LAMBDA_LEARN)[0]
-        return self._lambda(layer.layer_number, layer.step, learned)
-
-    def _lambda(self, layer: int, step: int, learned: "Tensor") -> "Tensor":
-        if self.annealing_steps is None:
-            return learned
-        passed = step / self.annealing_steps
-        share = min(1.0, passed)
-        return (1 - share) * passed * LambdaInit().of_layer(layer) + share * learned
+    def _selected(self, layer: int) -> tuple[int, ...]:
+        """Return the selected heads of a layer, counted from 1 over all pipeline stages."""
+        if isinstance(self.selected_heads, Unselected):
+            raise _not_selected(self.selected_heads.file)
+        return self.selected_heads[layer - 1]
 
     def layer_rules(
         self, ours: str, theirs: str, hidden_size: int, *, layer: int, step: int
     ) -> list[hf.WeightRule]:
         """Return the rules that map a layer's attention weights to a plain Transformer and back.
 
-        Only the output projection differs from the rules of softmax attention. The export
-        multiplies (I - lambda W_D) into it, in float64. The stored ``linear_proj.weight`` [hidden,
-        heads * d] is the transposed projection. The columns of a selected head are therefore
-        multiplied from the right by the transpose of (I - lambda W_D).
-
-        The import sets W_D and lambda_learn to zero.
+        The export multiplies (I - lambda W_D) into the output projection, in float64. The stored
+        matrix [hidden, heads * d] is transposed, so its columns of a selected head are multiplied
+        from the right by the transpose. The import sets W_D and lambda_learn to zero.
         """
         name, d = f"{ours}.linear_proj.weight", self.head_dim
         selected = self._selected(layer)
@@ -411,9 +366,6 @@ def _not_selected(path: str) -> UserError:
 
 
 def _read_heads(path: Path) -> HeadsFile:
-    """Read and check a file that ``dex select`` wrote."""
-    from diffmegatron.yaml_documents import MAX_BYTES, parse_yaml
-
     content = parse_yaml(read_text(path, max_bytes=MAX_BYTES), format_path(path))
     name = f"{format_path(path)}, read as a file of 'diffmegatron dex select'"
     file = validated(HeadsFile, content, name)

@@ -5,8 +5,8 @@
     DiffAttn(X) = (softmax(Q1 K1^T / sqrt(d)) - lambda softmax(Q2 K2^T / sqrt(d))) V
     head = (1 - lambda_init) RMSNorm(DiffAttn(X))
 
-lambda_init is 0.8 - 0.6 exp(-0.3 (l - 1)) in layer l, where the first layer has l = 1. Per head, Qi
-and Ki have d channels, and V has 2d.
+In layer l, counted from 1, lambda_init is 0.8 - 0.6 exp(-0.3 (l - 1)). Per head, Qi and Ki have d
+channels, and V has 2d.
 """
 
 import math
@@ -16,22 +16,15 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 from typing_extensions import override
 
-from diffmegatron.attention.kernels import costs
-from diffmegatron.attention.kernels.registry import DIFFERENTIAL, Backend
-from diffmegatron.attention.variants import hugging_face as hf
-from diffmegatron.attention.variants.base import (
-    FLOAT32,
-    Constant,
-    Context,
-    Kernels,
-    Layer,
-    Parameter,
-    Variant,
-)
-from diffmegatron.attention.variants.projection_heads import Heads, Rows
-from diffmegatron.attention.variants.softmax import Softmax
+from diffmegatron.attention.kernels.costs import FLOAT32, Sizes, ring_saved
+from diffmegatron.attention.kernels.registry import DIFFERENTIAL
 from diffmegatron.errors import UserError
 from diffmegatron.section import Section
+
+from . import hugging_face as hf
+from .base import Constant, Context, Kernels, Layer, Parameter, Variant
+from .projection_heads import Heads, Rows
+from .softmax import Softmax
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -44,8 +37,7 @@ LARGE_MODEL, LARGE_MODEL_LR = 5e9, 7.5e-5
 class LambdaInit(Section):
     """The policy of lambda_init (Ye et al., ICLR 2025, section 2.1 and the ablations of 3.8).
 
-    ``exponential`` is 0.8 - 0.6 exp(-0.3 (l - 1)), where l is the global layer number from 1.
-    ``constant`` is ``value`` in every layer.
+    ``exponential`` is 0.8 - 0.6 exp(-0.3 (l - 1)). ``constant`` is ``value`` in every layer.
     """
 
     policy: Literal["exponential", "constant"] = "exponential"
@@ -70,10 +62,8 @@ class LambdaInit(Section):
 class DiffV1(Variant):
     """Differential heads, each with two softmax maps and an output of width 2d; d is ``head_dim``.
 
-    ``num_heads`` is half the number of heads of the Transformer of the same size
-    (:meth:`baseline`). Each of the ``num_kv_heads`` key-value heads has two keys of width d and one
-    value of width 2d. A layer has four lambda vectors of length d. Their initial values are
-    normally distributed with standard deviation ``lambda_std``, as in the reference code.
+    Each of the ``num_kv_heads`` key-value heads has two keys of width d and a value of width 2d.
+    ``lambda_std`` is the initial standard deviation of the lambda vectors, as in the authors' code.
     ``headwise_norm`` is the RMSNorm over each head's output, whose weight all heads share.
     """
 
@@ -87,111 +77,6 @@ class DiffV1(Variant):
     operation: ClassVar[Literal["differential", "softmax"]] = "differential"
     free_keys: ClassVar[frozenset[str]] = frozenset({"lambda_std"})
     model_types: ClassVar[tuple[str, ...]] = ("diffllama",)
-
-    @property
-    def noise_heads(self) -> int:
-        """Number of query heads of the second map."""
-        return self.num_heads // self.ratio
-
-    @property
-    def heads(self) -> Heads:
-        """Layout of the heads in the rows of ``linear_qkv``.
-
-        There is one block per key-value head, and a block has two halves. The first half has the
-        signal query heads, the first key and the first half of the value. The second half has the
-        noise query heads, the second key and the second half of the value. With one noise head per
-        signal head, each half has the layout of a query group in Megatron-core.
-        """
-        signal, noise = (n // self.num_kv_heads for n in (self.num_heads, self.noise_heads))
-        rows: Rows = (("q", signal), ("k", 1), ("v", 1), ("q", noise), ("k", 1), ("v", 1))
-        return Heads(self.head_dim, self.num_kv_heads, rows, 2 * signal)
-
-    def baseline(self) -> Softmax:
-        """Return the Transformer with twice as many heads and key-value heads of the same width."""
-        # Twice a valid number of heads can exceed a recipe's limit, so skip the validation.
-        return Softmax.model_construct(
-            num_heads=2 * self.num_heads,
-            num_kv_heads=2 * self.num_kv_heads,
-            head_dim=self.head_dim,
-        )
-
-    def parameters(self, hidden_size: int) -> tuple[Parameter, ...]:
-        """Return the lambda vectors and, with ``headwise_norm``, the norm's weight.
-
-        They are not sharded by tensor parallelism, and are stored in float32. Rounding the vectors
-        to bf16 would change lambda by 1e-3 to 5e-3.
-        """
-        vectors = [
-            Parameter(name, (self.head_dim,), self.lambda_std, "lambda", float32=True)
-            for name in LAMBDA_VECTORS
-        ]
-        norm = Parameter("head_norm", (2 * self.head_dim,), Constant(1.0), "norm", float32=True)
-        return (*vectors, norm) if self.headwise_norm else tuple(vectors)
-
-    @override
-    def products(self) -> int:
-        # Per (query, key) pair, each query head of either map needs d multiply-adds for its score.
-        # Each differential head needs 2d for the product of its subtracted maps with the values.
-        # Some kernels multiply both maps with the values before they subtract (paper, appendix A).
-        # Their additional multiply-adds are not counted.
-        maps = self.num_heads + self.noise_heads
-        return (maps + 2 * self.num_heads) * self.head_dim
-
-    @override
-    def saved_bytes(self, kernels: Kernels) -> tuple[float, float]:
-        heads, sizes = self.heads, self.kernel_sizes(kernels.element, kernels.keys)
-        outputs = heads.output_channels
-        backend = DIFFERENTIAL[kernels.backend]
-        fuses_norm = False
-        if kernels.communication == "ring":
-            core: float = costs.ring_saved(sizes) + kernels.element * outputs
-        else:
-            core = backend.saved(sizes)
-            fuses_norm = backend.fuses_norm and not sizes.is_grouped
-            core += kernels.element * outputs if backend.saves_result else 0
-        if self.headwise_norm and not fuses_norm:
-            # The norm saves its float32 input and one float32 per head, and on a CPU also its
-            # normalised input.
-            core += FLOAT32 * (outputs * (2 if kernels.device == "cpu" else 1) + self.num_heads)
-        projected = kernels.element * (heads.query_channels + outputs)
-        if kernels.recomputes_core:
-            # Selective recomputation saves the arguments of `forward`. The argument `value` can be
-            # a view of the output of the fused QKV projection, so this whole output is counted.
-            projected += kernels.element * (heads.query_channels + 2 * heads.key_channels)
-        return projected + self._keys_bytes(kernels, backend), core
-
-    def _keys_bytes(self, kernels: Kernels, backend: Backend) -> float:
-        """Return the bytes per token of saved keys and values that `Backend.saved` excludes."""
-        keys = kernels.element * self.heads.key_channels
-        if kernels.communication == "ring":
-            return 2 * keys
-        # Number of context-parallel ranks whose keys and values this rank has. An all-gather
-        # collects those of all ranks.
-        whole = kernels.context if kernels.communication == "all_gather" else 1
-        if backend.saves_values:
-            return 2 * keys * whole
-        if kernels.has_mask and backend.saves_bias and self.num_heads > self.num_kv_heads:
-            # If there is a mask, torch's backend copies the keys and values for every query head.
-            # Each query head has two calls, one for each half of the value. Each call copies the
-            # key (d) and one half of the value (d), so both calls copy 4 * d.
-            heads = self.num_heads + self.noise_heads
-            return 4 * kernels.element * self.head_dim * heads * kernels.keys_per_query
-        # In the remaining cases, the backend saves the keys without a copy, and copies of the
-        # values. One token has `keys` bytes of keys, and as many bytes of values. The bytes are:
-        # - `keys * whole` for the keys.
-        # - `keys * (keys_per_query - 1)` for the copies of values. Each attention call copies the
-        #   values that it receives. Per token of this rank, these are `keys_per_query` copies.
-        #   One of them is subtracted, because `Backend.saved` already includes one copy per token.
-        # - `arrived` for the values before the copy. With several context-parallel ranks, keys and
-        #   values are views of one received tensor. The saved keys keep this tensor in memory.
-        arrived = 0 if kernels.communication is None else keys * whole
-        return keys * (whole + kernels.keys_per_query - 1) + arrived
-
-    @override
-    def kernel_sizes(self, element: int, keys: float) -> costs.Sizes:
-        return costs.Sizes(
-            element, self.head_dim, self.num_heads, self.noise_heads, self.num_kv_heads, keys
-        )
 
     def warnings(self, hidden_size: int, parameters: int, lr: float) -> Iterator[str]:
         """Yield a warning for each setting that differs from the paper and is often a mistake.
@@ -227,12 +112,96 @@ class DiffV1(Variant):
                 "6.8B on; loss spikes with a rising gradient norm were reported at 7B"
             )
 
+    def baseline(self) -> Softmax:
+        """Return the Transformer with twice as many heads and key-value heads of the same width."""
+        # Twice a valid number of heads can exceed a recipe's limit, so skip the validation.
+        return Softmax.model_construct(
+            num_heads=2 * self.num_heads,
+            num_kv_heads=2 * self.num_kv_heads,
+            head_dim=self.head_dim,
+        )
+
+    @property
+    def noise_heads(self) -> int:
+        """Number of query heads of the second map."""
+        return self.num_heads // self.ratio
+
+    @property
+    def heads(self) -> Heads:
+        """Layout of the heads: one block per key-value head.
+
+        The first half of a block has the signal query heads, the first key and the first half of
+        the value. The second half has the noise query heads, the second key and the second half of
+        the value.
+        """
+        signal, noise = (n // self.num_kv_heads for n in (self.num_heads, self.noise_heads))
+        rows: Rows = (("q", signal), ("k", 1), ("v", 1), ("q", noise), ("k", 1), ("v", 1))
+        return Heads(self.head_dim, self.num_kv_heads, rows, 2 * signal)
+
+    def parameters(self, hidden_size: int) -> tuple[Parameter, ...]:
+        """Return the lambda vectors and, with ``headwise_norm``, the norm's weight.
+
+        Rounding the vectors to bf16 would change lambda by 1e-3 to 5e-3.
+        """
+        vectors = [
+            Parameter(name, (self.head_dim,), self.lambda_std, "lambda", float32=True)
+            for name in LAMBDA_VECTORS
+        ]
+        norm = Parameter("head_norm", (2 * self.head_dim,), Constant(1.0), "norm", float32=True)
+        return (*vectors, norm) if self.headwise_norm else tuple(vectors)
+
+    @override
+    def products(self) -> int:
+        # A score costs d in each query head. The product of the subtracted maps with the values
+        # costs 2d in each signal head.
+        return (3 * self.num_heads + self.noise_heads) * self.head_dim
+
+    @override
+    def kernel_sizes(self, element: int, keys: float) -> Sizes:
+        return Sizes(
+            element, self.head_dim, self.num_heads, self.noise_heads, self.num_kv_heads, keys
+        )
+
+    @override
+    def saved_bytes(self, kernels: Kernels) -> tuple[float, float]:
+        heads, sizes = self.heads, self.kernel_sizes(kernels.element, kernels.keys)
+        outputs, backend = heads.output_channels, DIFFERENTIAL[kernels.backend]
+        if kernels.communication == "ring":
+            core, saves_result, fuses_norm = float(ring_saved(sizes)), True, False
+        else:
+            core, saves_result = backend.saved(sizes), backend.saves_result
+            fuses_norm = backend.fuses_norm and not sizes.is_grouped
+        if saves_result:
+            core += kernels.element * outputs
+        if self.headwise_norm and not fuses_norm:
+            # The norm saves its float32 input and one float32 per head, and on a CPU also its
+            # normalised input.
+            core += FLOAT32 * (outputs * (2 if kernels.device == "cpu" else 1) + self.num_heads)
+        projected = kernels.element * (heads.query_channels + outputs)
+        if kernels.recomputes_core:
+            # The argument `value` of `forward` is saved, a view of the fused projection's output.
+            projected += kernels.element * (heads.query_channels + 2 * heads.key_channels)
+        return projected + self._key_value_bytes(kernels), core
+
+    def _key_value_bytes(self, kernels: Kernels) -> float:
+        backend, keys = DIFFERENTIAL[kernels.backend], kernels.element * self.heads.key_channels
+        if kernels.communication == "ring" or backend.saves_values:
+            return 2 * keys * kernels.key_shards
+        if kernels.has_mask and backend.saves_bias and self.num_heads > self.num_kv_heads:
+            # With a mask, torch copies keys and values for each query head in each call. There are
+            # two calls per query head, each with one half of the value.
+            return 4 * kernels.element * self.heads.query_channels * kernels.keys_per_query
+        # The backend saves the keys themselves, and a copy of the values of each call. One copy
+        # per token is already in `Backend.saved`.
+        saved = keys * (kernels.key_shards + kernels.keys_per_query - 1)
+        # Communication receives keys and values in one tensor, so the values stay too.
+        return saved if kernels.communication is None else saved + keys * kernels.key_shards
+
     @override
     def current_lambda(self, layer: Layer) -> "Tensor":
         vectors = (layer.parameter(name) for name in LAMBDA_VECTORS)
         return _lambda(vectors, self.lambda_init.of_layer(layer.layer_number))
 
-    @override
     def forward(
         self,
         layer: Layer,
@@ -242,47 +211,37 @@ class DiffV1(Variant):
         value: "Tensor",
         gate: "Tensor | None",
     ) -> "Tensor":
+        """Return (1 - lambda_init) RMSNorm(DiffAttn(X)), [b, s, num_heads, 2d]."""
         from diffmegatron.attention.kernels.api import HeadwiseNorm
 
-        # [Q1; Q2] = X W_Q, [K1; K2] = X W_K, V = X W_V
         q1, k1, q2, k2, v = self._split(query, key, value)
-        # lambda = exp(lambda_q1 . lambda_k1) - exp(lambda_q2 . lambda_k2) + lambda_init
         lambda_ = self.current_lambda(layer)
-        # (1 - lambda_init) RMSNorm(head), which diff_attention applies to its result
         norm = None
         if self.headwise_norm:
             scale = 1.0 - self.lambda_init.of_layer(layer.layer_number)
             norm = HeadwiseNorm(layer.parameter("head_norm"), layer.norm_eps, scale)
-        # head = (softmax(Q1 K1^T / sqrt(d)) - lambda softmax(Q2 K2^T / sqrt(d))) V
+        # norm((softmax(Q1 K1^T / sqrt(d)) - lambda softmax(Q2 K2^T / sqrt(d))) V)
         return context.diff_attention(q1, k1, q2, k2, v, lambda_=lambda_, norm=norm)
 
     def _split(self, query: "Tensor", key: "Tensor", value: "Tensor") -> tuple["Tensor", ...]:
-        """Return q1, k1, q2, k2 and v from heads in the order of :attr:`heads`.
+        """Return q1 [b, s, h, d], k1, q2 [b, s, h / r, d], k2 and v from heads in blocks.
 
-        Returns:
-            q1 [b, s, h, d], q2 [b, s, h / r, d], k1 and k2 [b, s, h_kv, d], v [b, s, h_kv, 2d]. h
-            and h_kv count the heads of this rank, and r is the number of signal heads per noise
-            head.
+        k1 and k2 are [b, s, h_kv, d], and v is [b, s, h_kv, 2d]. h and h_kv count the heads of this
+        rank, and r is :attr:`ratio`.
         """
         blocks = key.shape[2] // 2
         noise = query.shape[2] // blocks // (self.ratio + 1)
         q1, q2 = query.unflatten(2, (blocks, -1)).split([self.ratio * noise, noise], dim=3)
         q1, q2 = q1.flatten(2, 3), q2.flatten(2, 3)
         if self.ratio > 1:
-            # A view of the noise heads would keep the signal heads in memory, so copy the noise
-            # heads. `flatten` has already copied the signal heads into q1.
+            # A view of the noise heads would keep the signal heads in memory, so copy them.
             q2 = q2.contiguous()
         k1, k2 = key.unflatten(2, (blocks, 2)).unbind(3)
         v = value.unflatten(2, (blocks, 2)).flatten(3)
         return q1, k1, q2, k2, v
 
     def hugging_face(self, hidden_size: int) -> hf.HuggingFace:
-        """Return the description of Hugging Face's class DiffLlama.
-
-        Raises:
-            UserError: lambda_init does not have the policy "exponential", or the headwise norm is
-                off.
-        """
+        """Return the description of Hugging Face's class DiffLlama."""
         if self.lambda_init.policy != "exponential":
             raise UserError(
                 f"model.attention.lambda_init.policy {self.lambda_init.policy!r} cannot be "
@@ -305,13 +264,6 @@ class DiffV1(Variant):
             },
         )
 
-    @property
-    def mixed_export_kind(self) -> Variant:
-        """Grouped attention with one signal head per noise head, which is equivalent to DIFF V1."""
-        from diffmegatron.attention.variants.grouped import Grouped
-
-        return Grouped(signal_per_noise=1, **self.model_dump(exclude={"kind"}))
-
     @classmethod
     @override
     def from_hugging_face(cls, config: Mapping[str, Any]) -> Self:
@@ -329,10 +281,8 @@ class DiffV1(Variant):
         In DiffLlama all signal query heads precede all noise query heads, all first keys precede
         all second keys, and the first halves of all values precede the second halves.
 
-        DiffLlama's headwise norm has no weight. The export therefore multiplies the norm's weight
-        into the output projection, in fp32. Weight c scales the column that reads channel c of a
-        head, in every head. The import sets the norm's weight to 1. The lambda vectors stay in
-        fp32, because rounding to bf16 would change lambda by up to 5e-3.
+        DiffLlama's headwise norm has no weight, so the export multiplies the weight into the output
+        projection. The import sets our norm's weight to 1.
         """
 
         def fold(proj: "Tensor", norm: "Tensor") -> tuple["Tensor", ...]:
@@ -349,11 +299,21 @@ class DiffV1(Variant):
         return [
             hf.qkv(ours, theirs, self.heads, hidden_size),
             hf.WeightRule(proj_and_norm, {f"{theirs}.o_proj.weight": shape}, fold, unfold),
-            *(
-                hf.same(f"{ours}.{name}", f"{theirs}.{name}", (self.head_dim,), keep_fp32=True)
-                for name in LAMBDA_VECTORS
-            ),
+            *self._vector_rules(ours, theirs),
         ]
+
+    def _vector_rules(self, ours: str, theirs: str) -> list[hf.WeightRule]:
+        return [
+            hf.same(f"{ours}.{name}", f"{theirs}.{name}", (self.head_dim,), keep_fp32=True)
+            for name in LAMBDA_VECTORS
+        ]
+
+    @property
+    def mixed_export_kind(self) -> Variant:
+        """Grouped attention with one signal head per noise head, which is equivalent to DIFF V1."""
+        from .grouped import Grouped
+
+        return Grouped(signal_per_noise=1, **self.model_dump(exclude={"kind"}))
 
     @property
     @override
@@ -370,9 +330,5 @@ class DiffV1(Variant):
 
 
 def _lambda(vectors: "Iterable[Tensor]", lambda_init: float) -> "Tensor":
-    """Return exp(lambda_q1 . lambda_k1) - exp(lambda_q2 . lambda_k2) + lambda_init.
-
-    ``vectors`` are the ``LAMBDA_VECTORS`` in their order.
-    """
     q1, k1, q2, k2 = vectors
     return (q1 * k1).sum().exp() - (q2 * k2).sum().exp() + lambda_init

@@ -1,9 +1,8 @@
 """Grouped differential attention (Motif, arXiv 2510.06949): DIFF V1 with fewer noise heads.
 
-Motif-2-12.7B has 32 signal and 8 noise heads, and 16 key and 16 value heads of width 128. In this
-package its configuration is ``num_heads`` 32, ``signal_per_noise`` 4 and ``num_kv_heads`` 8. A
-key-value head of this package consists of two keys of width 128 and one value of width 256, so
-Motif's 16 keys and 16 values are 8 key-value heads.
+Motif-2-12.7B has 32 signal heads, 8 noise heads, 16 keys and 16 values of width 128. Here it has
+``num_heads`` 32, ``signal_per_noise`` 4 and ``num_kv_heads`` 8, because a key-value head has two
+keys of width 128 and one value of width 256.
 """
 
 from collections.abc import Iterator, Mapping
@@ -11,9 +10,10 @@ from typing import Any, ClassVar, Literal, Self
 
 from typing_extensions import override
 
-from diffmegatron.attention.variants import hugging_face as hf
-from diffmegatron.attention.variants.diff_v1 import LAMBDA_VECTORS, DiffV1, LambdaInit
 from diffmegatron.section import Size
+
+from . import hugging_face as hf
+from .diff_v1 import DiffV1, LambdaInit
 
 
 class Grouped(DiffV1):
@@ -30,7 +30,7 @@ class Grouped(DiffV1):
 
     @property
     def ratio(self) -> int:
-        """Number of signal heads per noise head."""
+        """Number r of signal heads per noise head."""
         return self.signal_per_noise
 
     @override
@@ -38,13 +38,8 @@ class Grouped(DiffV1):
         # The inherited warnings compare the settings with the models in the paper of DIFF V1.
         return iter(())
 
-    @property
-    @override
-    def mixed_export_kind(self) -> "Grouped":
-        return self
-
     def hugging_face(self, hidden_size: int) -> hf.HuggingFace:
-        """Return the description of this package's own model class, whose code is exported too."""
+        """Return the description of this package's own model class."""
         return hf.HuggingFace(
             "grouped_diff",
             "GroupedDiffForCausalLM",
@@ -77,21 +72,19 @@ class Grouped(DiffV1):
         )
 
     def weight_rules(self, ours: str, theirs: str, hidden_size: int) -> list[hf.WeightRule]:
-        """Return the rules that convert a layer's weights to the exported class and back.
+        """Return the rules of the exported class, which has DiffLlama's order of heads.
 
-        In the exported class, all signal heads precede all noise heads, and all first keys precede
-        all second keys. The two halves of a value stay adjacent.
+        However, the two halves of a value stay adjacent.
         """
-        vectors = [
-            hf.same(f"{ours}.{name}", f"{theirs}.{name}", (self.head_dim,), keep_fp32=True)
-            for name in LAMBDA_VECTORS
-        ]
-        norm = hf.same(
-            f"{ours}.head_norm", f"{theirs}.subln.weight", (2 * self.head_dim,), keep_fp32=True
-        )
+        norm, shape = (f"{ours}.head_norm", f"{theirs}.subln.weight"), (2 * self.head_dim,)
         return [
             hf.qkv(ours, theirs, self.heads, hidden_size, paired_values=True),
             hf.output(ours, theirs, self.heads, hidden_size),
-            *vectors,
-            *([norm] if self.headwise_norm else []),
+            *self._vector_rules(ours, theirs),
+            *([hf.same(*norm, shape, keep_fp32=True)] if self.headwise_norm else []),
         ]
+
+    @property
+    @override
+    def mixed_export_kind(self) -> "Grouped":
+        return self

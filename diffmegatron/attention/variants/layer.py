@@ -1,7 +1,4 @@
-"""Protocols for two arguments of a variant's ``forward``: the layer, and the attention functions.
-
-A variant is a kind of attention.
-"""
+"""Protocols of two arguments of a variant's ``forward``: the layer, and the attention functions."""
 
 from typing import TYPE_CHECKING, Protocol
 
@@ -12,12 +9,12 @@ if TYPE_CHECKING:
 
 
 class Layer(Protocol):
-    """Members of the class ``SelfAttention`` (attention/self_attention.py) that a variant may use.
+    """Members of ``SelfAttention`` (attention/self_attention.py) that a variant may use.
 
     Attributes:
         layer_number: number of the layer from 1, over all pipeline stages.
         norm_eps: epsilon that norms add to the mean square.
-        step: number of optimizer steps that produced the network's weights.
+        step: number of completed optimizer steps.
     """
 
     layer_number: int
@@ -28,7 +25,7 @@ class Layer(Protocol):
         """Return this rank's range of ``count`` items divided among the tensor-parallel ranks."""
 
     def parameter(self, name: str) -> "Tensor":
-        """Return the parameter ``name`` that the variant declared, or this rank's shard of it."""
+        """Return the declared parameter ``name``, or this rank's shard of it."""
 
     def project(self, name: str, hidden: "Tensor") -> "Tensor":
         """Multiply hidden states [s, b, hidden] by the declared matrix ``name`` [rows, hidden].
@@ -41,12 +38,11 @@ class Layer(Protocol):
 
 
 class Context(Protocol):
-    """Causal attention to the whole sequence, which may be sharded over context-parallel ranks.
+    """Causal attention of this rank's queries to the whole sequence.
 
-    :mod:`diffmegatron.attention.context_parallel.whole_sequence` implements the methods.
-
-    All tensors are `[b, s, heads, width]`, with b sequences and the s positions of this rank. d is
-    the width of a query, and h the number of heads of Q1.
+    All tensors are `[b, s, heads, width]` for b sequences and the s positions of this rank. d is
+    the width of a query, and h the number of heads of Q1. The class ``WholeSequence`` in
+    attention/context_parallel implements this protocol.
     """
 
     def softmax_attention(self, q: "Tensor", k: "Tensor", v: "Tensor", /) -> "Tensor":
@@ -64,9 +60,7 @@ class Context(Protocol):
         lambda_: "Tensor",
         norm: "HeadwiseNorm | None" = None,
     ) -> "Tensor":
-        """Return differential attention, `[b, s, h, 2d]`.
+        """Return (softmax(Q1 K1^T / sqrt(d)) - lambda softmax(Q2 K2^T / sqrt(d))) V.
 
-        The result is (softmax(Q1 K1^T / sqrt(d)) - lambda softmax(Q2 K2^T / sqrt(d))) V. If
-        ``norm`` is given, it is applied to the result. ``lambda_`` is a 0-dim tensor, the same for
-        all heads.
+        The result is `[b, s, h, 2d]`, normalised by ``norm``. ``lambda_`` is a 0-dim tensor.
         """

@@ -3,27 +3,17 @@
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn, Self
+from typing import Any, ClassVar, Literal, NoReturn, Self
 
 from pydantic import SerializationInfo, SerializeAsAny, model_serializer
 from typing_extensions import override
 
-from diffmegatron.attention.variants import hugging_face as hf
-from diffmegatron.attention.variants.base import (
-    Context,
-    Kernels,
-    Layer,
-    Layers,
-    Parameter,
-    Variant,
-    overlap,
-)
-from diffmegatron.attention.variants.projection_heads import Heads
 from diffmegatron.errors import UserError
 from diffmegatron.files import shorten
 
-if TYPE_CHECKING:
-    from torch import Tensor
+from . import hugging_face as hf
+from .base import Variant, overlap
+from .projection_heads import Heads
 
 LAYERS = "layers"
 # Model types whose attention the exported file modeling_mixed_diff.py can build.
@@ -34,15 +24,13 @@ _RANGES = re.compile(r"\d{1,10}(-\d{1,10})?(, *\d{1,10}(-\d{1,10})?)*")
 class Pattern(Variant):
     """Several kinds of attention, each for some of the layers.
 
-    A recipe lists the kinds with their layers::
+    A recipe lists the kinds with their layers, which are counted from 1. The entry without
+    ``layers`` has all remaining layers::
 
         model:
           attention:
             - {kind: diff_v1, num_heads: 4, layers: 5-8}
             - {kind: softmax, num_heads: 8}
-
-    ``layers`` has numbers and ranges, separated by commas. The first layer has number 1. The entry
-    without ``layers`` has all remaining layers.
 
     Attributes:
         kinds: variant of each entry, in the order of the list; never a pattern itself.
@@ -61,15 +49,8 @@ class Pattern(Variant):
     def read(cls, entries: Sequence[object], read: Callable[[object], Variant]) -> Variant:
         """Return the variant that the list ``model.attention`` of a recipe describes.
 
-        Args:
-            entries: sections of kinds, each with a key ``layers``, which one section may omit.
-
-        Returns:
-            The pattern, or the kind of a single entry without ``layers``.
-
-        Raises:
-            ValueError: the list is empty, a kind cannot be combined with others, ``layers`` is
-                malformed, or several entries have no ``layers``.
+        The result is a pattern, or the kind of a single entry without ``layers``. ``read`` parses
+        the section of one kind. An invalid list raises ValueError.
         """
         kinds, layers = [], []
         for entry in entries:
@@ -94,59 +75,47 @@ class Pattern(Variant):
             )
         return cls(kinds=tuple(kinds), layers=tuple(layers))
 
+    @property
+    def _entries(self) -> list[tuple[Variant, str | None]]:
+        return list(zip(self.kinds, self.layers, strict=True))
+
     @model_serializer(mode="plain")
     def _as_list(self, info: SerializationInfo) -> list[dict[str, Any]]:
         return [
             ({} if layers is None else {LAYERS: layers}) | each.model_dump(mode=info.mode)
-            for each, layers in zip(self.kinds, self.layers, strict=True)
+            for each, layers in self._entries
         ]
 
+    def keys(self) -> dict[str, Any]:
+        """Return the keys of all entries, with prefixes such as ``[5-8].num_heads``."""
+        return {
+            f"[{layers or 'the rest'}].{key}": value
+            for each, layers in self._entries
+            for key, value in each.model_dump().items()
+        }
+
     @property
+    @override
     def heads_in_words(self) -> str:
-        """Heads of every kind, as ``plan`` prints them."""
         return "; ".join(
             f"{each.kind} in {'the rest' if layers is None else f'layers {layers}'}: "
             f"{each.heads_in_words}"
-            for each, layers in zip(self.kinds, self.layers, strict=True)
+            for each, layers in self._entries
         )
 
     @property
     def ratio(self) -> int:
         """Least common multiple of the ratios of all kinds.
 
-        The ratio of a kind is its number of signal heads per noise head, or 1 without noise heads.
-        A multiple of the result is a valid ``num_heads`` for every kind.
+        Every multiple of it is a valid ``num_heads`` for every kind.
         """
         return math.lcm(*(each.ratio for each in self.kinds))
-
-    def keys(self) -> dict[str, Any]:
-        """Return the keys and values of all entries.
-
-        Each key is prefixed with the layers of its entry, such as ``[5-8].num_heads``.
-        """
-        return {
-            f"[{layers or 'the rest'}].{key}": value
-            for each, layers in zip(self.kinds, self.layers, strict=True)
-            for key, value in each.model_dump().items()
-        }
-
-    @override
-    def by_kind(self, num_layers: int) -> tuple[tuple[Variant, Layers], ...]:
-        named = [None if each is None else _ranges(each) for each in self.layers]
-        rest = tuple(_between([r for ranges in named if ranges for r in ranges], num_layers))
-        return tuple(
-            (each, rest if ranges is None else ranges)
-            for each, ranges in zip(self.kinds, named, strict=True)
-        )
 
     def sized(self, hidden_size: int) -> Self:
         """Return the pattern with all sizes of its kinds filled in.
 
         The pattern's own ``num_heads`` and ``num_kv_heads`` are the greatest common divisors over
         the kinds, because a parallel layout must divide the heads of every kind.
-
-        Raises:
-            ValueError: the kinds have different values of ``head_dim``.
         """
         kinds = tuple(each.sized(hidden_size) for each in self.kinds)
         widths = sorted({each.head_dim for each in kinds})
@@ -164,15 +133,11 @@ class Pattern(Variant):
             }
         )
 
+    @override
     def check_layers(self, num_layers: int) -> None:
-        """Check that every layer has exactly one entry, and that every entry has layers.
-
-        Raises:
-            ValueError: a layer does not exist, has two entries or none, or an entry has no layers.
-        """
         taken: list[range] = []
-        for text in self.layers:
-            for each in () if text is None else _ranges(text):
+        for text in filter(None, self.layers):
+            for each in _ranges(text):
                 if not 0 <= each.start < each.stop <= num_layers:
                     raise ValueError(
                         f"model.attention has layers {shorten(repr(text))}, and model.num_layers "
@@ -184,7 +149,7 @@ class Pattern(Variant):
                         "names some; give each layer one kind"
                     )
                 taken.append(each)
-        rest = list(_between(taken, num_layers))
+        rest = _between(taken, num_layers)
         if rest and None not in self.layers:
             raise ValueError(
                 f"model.attention names no kind for layer {rest[0].start + 1}; leave layers out of "
@@ -197,25 +162,30 @@ class Pattern(Variant):
             )
 
     def resized(self, num_layers: int, sizes: Mapping[str, int]) -> Variant:
-        """Return the pattern with other sizes and another number of layers.
+        """Return the pattern with the sizes of a rehearsal, and one layer per entry.
 
-        Each entry gets one layer, and the last entry also gets all remaining layers. If there are
-        fewer layers than entries, the result is the last entry's kind.
+        The last entry has all further layers. It is the result if there are fewer layers than
+        entries.
         """
-        kinds = [each.resized(num_layers, sizes) for each in self.kinds]
+        kinds = tuple(each.resized(num_layers, sizes) for each in self.kinds)
         if num_layers < len(kinds):
             return kinds[-1]
-        *first, last = kinds
-        layers = (*(str(number) for number in range(1, len(first) + 1)), None)
-        return self.model_copy(update={"kinds": (*first, last), "layers": layers})
+        layers = (*map(str, range(1, len(kinds))), None)
+        return self.model_copy(update={"kinds": kinds, "layers": layers})
 
-    @property
-    def heads(self) -> Heads:
-        """Layout of the first kind's heads.
+    @override
+    def by_kind(self, num_layers: int) -> tuple[tuple[Variant, tuple[range, ...]], ...]:
+        taken = [each for text in filter(None, self.layers) for each in _ranges(text)]
+        rest = _between(taken, num_layers)
+        return tuple(
+            (each, rest if text is None else _ranges(text)) for each, text in self._entries
+        )
 
-        Megatron-core uses only the width of a head from it, which is the same for all kinds.
-        """
-        return self.kinds[0].heads
+    @override
+    def of_layer(self, layer: int) -> Variant:
+        named = (k for k, text in self._entries if text and any(layer in r for r in _ranges(text)))
+        rest = (kind for kind, text in self._entries if text is None)
+        return next(named, None) or next(rest)
 
     def baseline(self) -> Variant:
         """Return a pattern of the kinds' baselines, or one baseline if all are equal."""
@@ -224,19 +194,20 @@ class Pattern(Variant):
             return baselines[0]
         return self.model_copy(update={"kinds": baselines})
 
+    @override
     def warnings(self, hidden_size: int, parameters: int, lr: float) -> Iterator[str]:
-        """Yield the warnings of every kind, each sentence once."""
         sentences = [s for each in self.kinds for s in each.warnings(hidden_size, parameters, lr)]
         return iter(dict.fromkeys(sentences))
 
-    def hugging_face(self, hidden_size: int) -> hf.HuggingFace:
-        """Return the description of this package's class for networks with several kinds.
+    @property
+    def heads(self) -> Heads:
+        """Heads of the first kind; Megatron-core uses only their width, which all kinds share."""
+        return self.kinds[0].heads
 
-        Raises:
-            UserError: the class cannot compute one of the kinds.
-        """
+    def hugging_face(self, hidden_size: int) -> hf.HuggingFace:
+        """Return the description of this package's class for networks with several kinds."""
         entries = []
-        for kind, layers in zip(self.kinds, self.layers, strict=True):
+        for kind, layers in self._entries:
             kind.check_mixed_export()
             described = kind.mixed_export_kind.hugging_face(hidden_size)
             if described.model_type not in EXPORTED:
@@ -258,7 +229,7 @@ class Pattern(Variant):
     @classmethod
     @override
     def from_hugging_face(cls, config: Mapping[str, Any]) -> Self:
-        from diffmegatron.attention.variants import of_model_type
+        from . import of_model_type
 
         kinds = []
         for entry in config["layer_kinds"]:
@@ -267,55 +238,17 @@ class Pattern(Variant):
             kinds.append(kind.from_hugging_face({**config, **entry}))
         return cls(kinds=tuple(kinds), layers=tuple(each[LAYERS] for each in config["layer_kinds"]))
 
+    @override
     def layer_rules(
         self, ours: str, theirs: str, hidden_size: int, *, layer: int, step: int
     ) -> list[hf.WeightRule]:
-        """Return the weight rules of one layer, from the kind of this layer.
-
-        ``layer`` counts from 1, unlike in :meth:`of_layer`.
-        """
         kind = self.of_layer(layer - 1).mixed_export_kind
         return kind.layer_rules(ours, theirs, hidden_size, layer=layer, step=step)
 
-    def of_layer(self, layer: int) -> Variant:
-        """Return the kind of a layer; layers are numbered from 0."""
-        entries = list(zip(self.kinds, self.layers, strict=True))
-        named = (k for k, text in entries if text and any(layer in r for r in _ranges(text)))
-        rest = (kind for kind, text in entries if text is None)
-        return next(named, None) or next(rest)
-
-    @override
-    def parameters(self, hidden_size: int) -> tuple[Parameter, ...]:
-        self._refuse()
-
-    @override
-    def products(self) -> int:
-        self._refuse()
-
-    @override
-    def saved_bytes(self, kernels: Kernels) -> tuple[float, float]:
-        self._refuse()
-
-    @override
-    def forward(
-        self,
-        layer: Layer,
-        context: Context,
-        query: "Tensor",
-        key: "Tensor",
-        value: "Tensor",
-        gate: "Tensor | None",
-    ) -> "Tensor":
-        self._refuse()
-
-    @override
-    def weight_rules(self, ours: str, theirs: str, hidden_size: int) -> list[hf.WeightRule]:
-        self._refuse()
-
-    def _refuse(self) -> NoReturn:
-        # Callers must first get the kind of a layer from `of_layer` or `by_kind`, so a call of this
-        # method is a bug.
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise NotImplementedError("a pattern has no layers itself; call of_layer(layer) first")
+
+    parameters = products = saved_bytes = forward = weight_rules = _refuse
 
 
 def _layers_as_text(given: object) -> str | None:
@@ -339,12 +272,12 @@ def _ranges(text: str) -> tuple[range, ...]:
     return tuple(ranges)
 
 
-def _between(taken: Sequence[range], num_layers: int) -> Iterator[range]:
-    """Yield the ranges of layers that are not in ``taken``, in order."""
-    free = 0
-    for each in sorted(taken, key=lambda each: each.start):
+def _between(taken: Sequence[range], num_layers: int) -> tuple[range, ...]:
+    """Return the ranges of layers that are not in ``taken``, in order."""
+    free, found = 0, []
+    end = range(num_layers, num_layers)
+    for each in [*sorted(taken, key=lambda each: each.start), end]:
         if each.start > free:
-            yield range(free, each.start)
+            found.append(range(free, each.start))
         free = max(free, each.stop)
-    if free < num_layers:
-        yield range(free, num_layers)
+    return tuple(found)

@@ -11,19 +11,15 @@ Rows = tuple[tuple[Literal["q", "k", "v"], int], ...]
 class Heads:
     """The heads of one layer in the order of the rows of ``linear_qkv``.
 
-    The rows consist of ``blocks`` equal blocks, one for each of the ``num_kv_heads`` key-value
-    heads. Each rank of tensor parallelism or Ulysses has a contiguous range of whole blocks.
-
-    A block of the Transformer has one key head, one value head and all query heads that attend to
-    them. In differential attention, a block can have two key heads, one for each map. It then has
-    two value heads, the halves of a value of double width.
+    The rows consist of ``blocks`` equal blocks, one per key-value head of the kind. Each rank of
+    tensor parallelism or Ulysses has a contiguous range of whole blocks. In differential attention
+    a block can have two key heads, one per map, and two value heads, the halves of a wide value.
 
     Attributes:
         head_dim: number of channels of a query, key or value head.
-        rows: the heads of a block in the order of its rows, as pairs of a kind ("q", "k" or "v")
-            and a number of consecutive heads. Example: (("q", 4), ("k", 1), ("v", 1)) has four
-            queries per key.
-        outputs: number of output channels of the attention per block, divided by ``head_dim``.
+        rows: the heads of a block in the order of its rows, as pairs of a kind and a number of
+            consecutive heads. Example: (("q", 4), ("k", 1), ("v", 1)) has four queries per key.
+        outputs: output channels of the attention per block, divided by ``head_dim``.
     """
 
     head_dim: int
@@ -31,48 +27,22 @@ class Heads:
     rows: Rows
     outputs: int
 
-    def per_block(self, kind: str) -> int:
-        """Return the number of heads of a kind ("q", "k" or "v") in a block."""
-        return sum(count for each, count in self.rows if each == kind)
-
     def channels(self, kind: str) -> int:
         """Return the number of rows of ``linear_qkv`` that belong to a kind ("q", "k" or "v")."""
-        return self.blocks * self.per_block(kind) * self.head_dim
+        return self._count(kind) * self.head_dim
 
-    def query_slices(self, keys: int) -> Iterator[slice]:
-        """Yield the slice of query heads that attend to each key head, in the order of key heads.
-
-        ``keys`` is the number of key heads in a contiguous range of blocks, for example in the
-        range of one rank. The slices count query heads from the start of this range. Within a
-        block, queries attend to the next key in ``rows``.
-        """
-        counts = [count for kind, count in self.rows if kind == "q"]
-        first = 0
-        for key in range(keys):
-            count = counts[key % len(counts)]
-            yield slice(first, first + count)
-            first += count
-
-    @property
-    def group(self) -> Rows:
-        """Shortest sequence of pairs that, repeated one or more times, equals ``rows``.
-
-        Example: if ``rows`` is q, k, v, q, k, v, and both halves have equal numbers of heads, the
-        group is q, k, v.
-        """
-        lengths = (n for n in range(1, len(self.rows)) if len(self.rows) % n == 0)
-        repeated = (n for n in lengths if self.rows == self.rows[:n] * (len(self.rows) // n))
-        return self.rows[: next(repeated, len(self.rows))]
+    def _count(self, kind: str) -> int:
+        return self.blocks * sum(count for each, count in self.rows if each == kind)
 
     @property
     def queries(self) -> int:
         """Number of query heads of the layer."""
-        return self.blocks * self.per_block("q")
+        return self._count("q")
 
     @property
     def keys(self) -> int:
         """Number of key heads of the layer, which equals the number of value heads."""
-        return self.blocks * self.per_block("k")
+        return self._count("k")
 
     @property
     def query_channels(self) -> int:
@@ -93,3 +63,26 @@ class Heads:
     def output_channels(self) -> int:
         """Number of channels of the attention's output, the input of ``linear_proj``."""
         return self.blocks * self.outputs * self.head_dim
+
+    @property
+    def group(self) -> Rows:
+        """Shortest sequence of pairs that, repeated one or more times, equals ``rows``.
+
+        Example: the group of q, k, v, q, k, v is q, k, v if both halves have equal numbers.
+        """
+        lengths = (n for n in range(1, len(self.rows)) if len(self.rows) % n == 0)
+        repeated = (n for n in lengths if self.rows == self.rows[:n] * (len(self.rows) // n))
+        return self.rows[: next(repeated, len(self.rows))]
+
+    def query_slices(self, keys: int) -> Iterator[slice]:
+        """Yield the slice of query heads that attend to each of the first ``keys`` key heads.
+
+        Both are counted within any range of whole blocks, such as the heads of one rank. Within a
+        block, queries attend to the next key in ``rows``.
+        """
+        counts = [count for kind, count in self.rows if kind == "q"]
+        first = 0
+        for key in range(keys):
+            count = counts[key % len(counts)]
+            yield slice(first, first + count)
+            first += count

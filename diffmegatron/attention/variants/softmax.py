@@ -5,42 +5,26 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from typing_extensions import override
 
-from diffmegatron.attention.kernels.registry import SOFTMAX
-from diffmegatron.attention.variants import hugging_face as hf
-from diffmegatron.attention.variants.base import (
-    FLOAT32,
-    QKV_BIAS,
-    Constant,
-    Context,
-    Kernels,
-    Layer,
-    Parameter,
-    Variant,
-)
-from diffmegatron.attention.variants.projection_heads import Heads, Rows
+from diffmegatron.attention.kernels.costs import FLOAT32
 from diffmegatron.errors import UserError
+
+from . import hugging_face as hf
+from .base import QKV_BIAS, Constant, Context, Kernels, Layer, Parameter, Variant
+from .projection_heads import Heads, Rows
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 QK_NORMS = ("q_norm", "k_norm")
-# Keys that every exported SeedOss configuration has. The dropouts are 0, because SeedOss applies
-# them by default.
-_SEED_OSS = {
-    "attention_bias": True,
-    "attention_out_bias": False,
-    "attention_dropout": 0.0,
-    "residual_dropout": 0.0,
-}
 
 
 class Softmax(Variant):
     """Softmax attention; ``num_heads / num_kv_heads`` query heads share a key-value head.
 
-    ``qkv_bias`` adds a bias to queries, keys and values, as in Qwen2 and Qwen2.5. ``qk_norm``
-    applies an RMSNorm to each query and each key before their rotation, as in Qwen3.
-    ``headwise_norm`` applies an RMSNorm to each head's output, an ablation in the paper of the
-    Differential Transformer (Ye et al., table 6).
+    Attributes:
+        qkv_bias: adds a bias to queries, keys and values, as in Qwen2 and Qwen2.5.
+        qk_norm: applies an RMSNorm to queries and keys before their rotation, as in Qwen3.
+        headwise_norm: applies an RMSNorm to each head's output (Ye et al., ICLR 2025, table 6).
     """
 
     kind: Literal["softmax"] = "softmax"
@@ -53,17 +37,13 @@ class Softmax(Variant):
 
     @property
     def heads(self) -> Heads:
-        """Layout of the heads in ``linear_qkv``, as in Megatron-core.
-
-        Each block of rows has the query heads that share a key head, then this key head, then its
-        value head.
-        """
+        """Layout of Megatron-core: per key head its query heads, the key head, its value head."""
         queries = self.num_heads // self.num_kv_heads
         rows: Rows = (("q", queries), ("k", 1), ("v", 1))
         return Heads(self.head_dim, self.num_kv_heads, rows, queries)
 
+    @override
     def baseline(self) -> "Softmax":
-        """Return this variant itself."""
         return self
 
     def parameters(self, hidden_size: int) -> tuple[Parameter, ...]:
@@ -79,66 +59,27 @@ class Softmax(Variant):
         return tuple(own)
 
     def products(self) -> int:
-        """Return the multiply-adds per (query, key) pair: ``2 * head_dim`` for each query head."""
+        """Return ``2 * head_dim`` multiply-adds for each query head."""
         return 2 * self.heads.query_channels
 
+    @override
     def saved_bytes(self, kernels: Kernels) -> tuple[float, float]:
-        """Return the bytes per token that a layer saves for the backward pass.
-
-        :meth:`.base.Variant.saved_bytes` defines the two numbers.
-        """
-        heads, element, backend = self.heads, kernels.element, SOFTMAX[kernels.backend]
-        queries = element * heads.query_channels
-        projected = 2 * queries + kernels.softmax_keys(heads, backend)
-        core: float = FLOAT32 * heads.queries
-        if kernels.communication is None:
-            # v is a view of the output of the fused q, k and v projection. The view keeps the whole
-            # output in memory, so the unrotated q and k are counted in addition to the rotated
-            # ones.
-            projected += queries + element * heads.key_channels
-        if self._copies_output(kernels):
-            # `projected` counts the input of the output projection. This input is usually the
-            # kernel's output. Here it is a copy, and both tensors stay in memory.
-            core += queries
+        heads, element, is_unfused = self.heads, kernels.element, kernels.device == "cpu"
+        is_narrow = element < FLOAT32
+        inputs, core = kernels.softmax_bytes(heads)
         if self.qk_norm:
-            projected += self._qk_norm_bytes(kernels)
+            # The norms save a float32 per head. On a CPU they also save their normalised input in
+            # float32, and in bf16 runs a float32 copy of their input.
+            inputs += FLOAT32 * (heads.queries + heads.keys)
+            if is_unfused:
+                channels = heads.query_channels + heads.key_channels
+                inputs += FLOAT32 * channels * (2 if is_narrow else 1)
         if self.headwise_norm:
-            core += self._norm_bytes(kernels)
-        return projected, core
-
-    @staticmethod
-    def _copies_output(kernels: Kernels) -> bool:
-        """Return whether the kernel's output is copied before the next operation."""
-        if kernels.communication in ("all_gather", "ulysses"):
-            return True
-        return kernels.has_mask and SOFTMAX[kernels.backend].saves_bias
-
-    def _qk_norm_bytes(self, kernels: Kernels) -> float:
-        """Return the bytes per token that the norms of queries and keys save.
-
-        The norms save one float32 per query head and per key head. On a CPU they are not fused and
-        also save their normalised input in float32. In bf16 runs on a CPU they save a float32 copy
-        of their input as well.
-        """
-        heads = self.heads
-        kept = FLOAT32 * (heads.queries + heads.keys)
-        if kernels.device == "cpu":
-            copies = 1 if kernels.element == FLOAT32 else 2
-            kept += copies * FLOAT32 * (heads.query_channels + heads.key_channels)
-        return kept
-
-    def _norm_bytes(self, kernels: Kernels) -> float:
-        """Return the bytes per token that the headwise norm adds.
-
-        The norm saves one float32 per head and its input in float32. In float32 runs this input is
-        the attention kernel's output, which ``saved_bytes`` already counts. On a CPU the norm also
-        saves its normalised input in float32. The norm's output is counted too, because the output
-        projection saves it.
-        """
-        channels = self.heads.query_channels
-        copy = 0 if kernels.element == FLOAT32 else FLOAT32 * channels
-        normalised = FLOAT32 * channels if kernels.device == "cpu" else 0
-        return copy + kernels.element * channels + FLOAT32 * self.num_heads + normalised
+            # The norm saves a float32 per head, its output, and its input in float32. The kernel
+            # already saves an input in float32. On a CPU the norm also saves its normalised input.
+            core += element * heads.query_channels + FLOAT32 * heads.queries
+            core += FLOAT32 * heads.query_channels * (is_narrow + is_unfused)
+        return inputs + element * heads.query_channels, core
 
     @override
     def normalize_qk(self, layer: Layer, query: "Tensor", key: "Tensor") -> "tuple[Tensor, Tensor]":
@@ -168,20 +109,15 @@ class Softmax(Variant):
         from diffmegatron.attention.kernels.api import HeadwiseNorm
 
         norm = HeadwiseNorm(layer.parameter("head_norm"), layer.norm_eps, 1.0)
-        # The gradient of the norm's weight is a sum over tokens, and their order changes its last
-        # bits. Keep the order [s, b, ...] of earlier versions, so that runs which resume from old
-        # checkpoints stay reproducible.
+        # The order [s, b, ...] determines the last bits of the gradient of the norm's weight.
+        # Earlier versions had this order, and their runs must resume to the same numbers.
         return norm.apply_to(heads.transpose(0, 1)).transpose(0, 1)
 
     def hugging_face(self, hidden_size: int) -> hf.HuggingFace:
-        """Return the description of the class for these settings: Qwen3, SeedOss, Mistral or Llama.
+        """Return the description of Qwen3, SeedOss, Mistral or Llama.
 
-        With ``qkv_bias`` the class is SeedOss. Qwen2 has the same biases, but transformers 5 always
-        builds Qwen's own tokenizer for a Qwen2 model. That tokenizer produces other ids than the
-        run's tokenizer.
-
-        Raises:
-            UserError: no class computes these settings.
+        With ``qkv_bias`` the class is SeedOss. Qwen2 has the same biases, but transformers 5 loads
+        Qwen's own tokenizer for every Qwen2 model.
         """
         if self.headwise_norm:
             raise UserError(
@@ -197,23 +133,26 @@ class Softmax(Variant):
             "num_attention_heads": self.num_heads,
             "num_key_value_heads": self.num_kv_heads,
         }
-        own = {"head_dim": self.head_dim}
+        own: dict[str, Any] = {"head_dim": self.head_dim}
         if self.qkv_bias:
-            # A run that started from a pretrained Qwen2 model exports the model's own config.json,
-            # and adds the values of `config` that this file lacks. The file usually lacks head_dim,
-            # and Qwen2 then uses hidden_size / num_heads. So `config` contains head_dim only if
-            # this default is wrong. A SeedOss export always gets head_dim from `fixed`.
+            # The config.json of a pretrained Qwen2 usually lacks head_dim, so add it only if it
+            # differs from Qwen2's default hidden_size / num_heads.
             if self.num_heads * self.head_dim != hidden_size:
                 config |= own
+            fixed = own | {
+                "attention_bias": True,
+                "attention_out_bias": False,
+                "attention_dropout": 0.0,
+                "residual_dropout": 0.0,
+            }
             return hf.HuggingFace(
-                "seed_oss", "SeedOssForCausalLM", config, fixed=own | _SEED_OSS, also=("qwen2",)
+                "seed_oss", "SeedOssForCausalLM", config, fixed=fixed, also=("qwen2",)
             )
         config |= own
         if self.qk_norm:
             return hf.HuggingFace("qwen3", "Qwen3ForCausalLM", config)
         if hidden_size % self.num_heads:
-            # Llama's configuration requires that the number of heads divides the hidden size;
-            # Mistral's does not.
+            # Llama's configuration requires that the number of heads divides the hidden size.
             whole = {"sliding_window": None}
             return hf.HuggingFace("mistral", "MistralForCausalLM", config | whole)
         return hf.HuggingFace("llama", "LlamaForCausalLM", config, also=("mistral",))
@@ -221,7 +160,6 @@ class Softmax(Variant):
     @classmethod
     @override
     def from_hugging_face(cls, config: Mapping[str, Any]) -> Self:
-        # With 0, `Variant.sized` chooses the head_dim with which the heads fill the hidden size.
         return cls(
             num_heads=config["num_attention_heads"],
             num_kv_heads=config["num_key_value_heads"],
