@@ -1,18 +1,14 @@
 """Ring attention: the ranks pass their keys and values around a ring; queries stay on their rank.
 
 It follows Liu et al., arXiv 2310.01889, for one softmax map or for the two maps of differential
-attention. Each rank has two chunks of the sequence (see `zigzag`). Attention is computed between a
-chunk of queries and a chunk of keys and values, and the results are merged exactly by their
-log-sum-exps. While a rank computes, it already receives the keys and values that it needs next.
-
-For the backward pass a rank saves only its own keys and values. The backward pass sends all keys
-and values around the ring again, together with their gradients.
+attention. A rank computes attention between its two chunks of queries (see `zigzag`) and each chunk
+of keys, while it receives the next keys. Results are merged exactly by their log-sum-exps. For the
+backward pass a rank saves only its own keys and values, which then go around the ring again.
 
 Shapes: b is the batch size, s the number of positions on this rank.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -44,16 +40,16 @@ def ring_attention(
 
     Args:
         group: context-parallel ranks.
-        backend: backend (kernel implementation) of attention between two chunks, as in
-            `chunk_attention`.
+        backend: backend of attention between two chunks, as in `chunk_attention`.
         heads: q, k, v or q1, k1, q2, k2, v of this rank's zigzag shard, `[b, s, heads, width]`
             each.
         lambda_: 0-dim factor of the second map; None with one map.
+        norm: applied to the result if given.
         cu_seqlens: boundaries of the documents in the whole sequence, `[documents + 1]` integers.
 
     Returns:
         `[b, s, heads, width]` with the heads of q1 and the width of v, in the dtype of v: the
-        output of the only map, or `out1 - lambda out2`; normalised if ``norm`` is given.
+        output of the only map, or `out1 - lambda out2`.
     """
     maps = QKV.of(*heads)
     # Keys and values are sent as one tensor [s, b, kv heads, channels]. A kv head has the channels
@@ -65,11 +61,9 @@ def ring_attention(
 
 
 class _Ring(NamedTuple):
-    """Three arguments of `ring_attention`; ``documents`` is the argument ``cu_seqlens``."""
-
     group: ProcessGroup
     backend: str
-    documents: Tensor | None
+    cu_seqlens: Tensor | None
 
 
 class _RingAttention(torch.autograd.Function):
@@ -77,15 +71,26 @@ class _RingAttention(torch.autograd.Function):
     def forward(
         ctx: Any, ring: _Ring, lambda_: Tensor | None, packed_kv: Tensor, *queries: Tensor
     ) -> Tensor:
+        # Output and log-sum-exp of each map, for each of the two chunks of queries.
         merged: dict[int, list[tuple[Tensor, Tensor]]] = {}
         for source, received in _circulate(packed_kv, ring.group):
             for pair in _visible_chunk_pairs(queries, received, source, ring):
                 parts = chunk_attention(pair.maps, **pair.options)
-                before = merged.get(pair.query_chunk)
-                merged[pair.query_chunk] = parts if before is None else _merge(before, parts)
-        outs, lses = _both_query_chunks(merged)
+                if pair.query_chunk in merged:
+                    parts = [
+                        merge_maps([out, new_out], [lse, new_lse])
+                        for (out, lse), (new_out, new_lse) in zip(
+                            merged[pair.query_chunk], parts, strict=True
+                        )
+                    ]
+                merged[pair.query_chunk] = parts
+        whole_maps = [
+            [torch.cat(halves, dim=1) for halves in zip(*both_chunks, strict=True)]
+            for both_chunks in zip(merged[0], merged[1], strict=True)
+        ]
+        outs, lses = zip(*whole_maps, strict=True)
         second = outs[1].to(packed_kv.dtype) if len(outs) > 1 else None
-        whole = WholeAttention(combine_maps(outs, lambda_).to(packed_kv.dtype), second, tuple(lses))
+        whole = WholeAttention(combine_maps(outs, lambda_).to(packed_kv.dtype), second, lses)
         ctx.save_for_backward(lambda_, packed_kv, whole.out, whole.out2, *queries, *whole.lses)
         ctx.ring = ring
         return whole.out
@@ -98,7 +103,11 @@ class _RingAttention(torch.autograd.Function):
         queries, lses = of_maps[:count], tuple(of_maps[count:])
         ring, whole = ctx.ring, WholeAttention(out, out2, lses)
         query_grads = [torch.zeros_like(q, dtype=lses[0].dtype) for q in queries]
-        ring_gradient = _RingGradient(ring.group)
+        # The gradient of a rank's keys and values travels with them. Each rank adds its part, and
+        # the last sum arrives at the rank of the keys. `sent` keeps a sum alive until it is sent.
+        sent: Tensor | None = None
+        arriving: Tensor | None = None
+        pending: list[Work] = []
         for source, received in _circulate(packed_kv, ring.group):
             kv_grad = torch.zeros_like(received, dtype=lses[0].dtype)
             for pair in _visible_chunk_pairs(queries, received, source, ring):
@@ -109,26 +118,24 @@ class _RingAttention(torch.autograd.Function):
                     total.chunk(2, dim=1)[pair.query_chunk].add_(part)
                 packed_part = torch.cat([*found.keys, found.v], dim=3).transpose(0, 1)
                 kv_grad.chunk(2)[pair.key_chunk].add_(packed_part)
-            ring_gradient.add_and_send(kv_grad)
-        dpacked_kv = ring_gradient.receive().to(packed_kv.dtype)
+            _wait(pending)
+            sent = kv_grad if arriving is None else kv_grad + arriving
+            arriving = torch.empty_like(sent)
+            pending = _send_and_receive(sent, arriving, ring.group)
+        _wait(pending)
+        assert arriving is not None
         dlambda = None
         if lambda_ is not None:
             dlambda = -whole.deltas(grad, lambda_)[1].sum().to(lambda_.dtype)
         dqueries = (total.to(q.dtype) for total, q in zip(query_grads, queries, strict=True))
-        return None, dlambda, dpacked_kv, *dqueries
+        return None, dlambda, arriving.to(packed_kv.dtype), *dqueries
 
 
-@dataclass(frozen=True)
-class _ChunkPair:
-    """A chunk of this rank's queries, and a chunk of keys and values that these queries see.
+class _ChunkPair(NamedTuple):
+    """A chunk of this rank's queries, and a chunk of a rank's keys and values that they see.
 
-    The keys and values may come from any rank.
-
-    Attributes:
-        query_chunk: number of the query chunk on this rank, 0 or 1.
-        key_chunk: number of the key chunk on the rank of the keys, 0 or 1.
-        options: positions of the chunks and the backend, as keyword arguments of `chunk_attention`
-            and `chunk_gradients`.
+    Chunks are numbered 0 and 1 on their rank. ``options`` are keyword arguments of
+    `chunk_attention` and `chunk_gradients`.
     """
 
     maps: QKV
@@ -140,11 +147,7 @@ class _ChunkPair:
 def _visible_chunk_pairs(
     queries: Sequence[Tensor], packed_kv: Tensor, source: int, ring: _Ring
 ) -> Iterator[_ChunkPair]:
-    """Yield the pairs of a query chunk of this rank and a key chunk of the rank ``source``.
-
-    Pairs in which the queries see no key are left out. ``packed_kv`` has the keys and values of
-    ``source``.
-    """
+    """Yield the pairs with a visible key among the keys ``packed_kv`` of the rank ``source``."""
     size, length = ring.group.size(), packed_kv.shape[0] // 2
     query_numbers, key_numbers = (rank_chunks(rank, size) for rank in (ring.group.rank(), source))
     width = queries[0].shape[3]
@@ -158,96 +161,30 @@ def _visible_chunk_pairs(
                 [width * n for n in range(1, len(queries) + 1)], dim=3
             )
             options = {
-                # A causal mask hides no key of an earlier chunk, and kernels are faster without a
-                # mask.
+                # The mask hides no key of an earlier chunk, and kernels without it are faster.
                 "causal": query_number == key_number,
                 "backend": ring.backend,
-                "cu_seqlens": ring.documents,
+                "cu_seqlens": ring.cu_seqlens,
                 "query_offset": query_number * length,
                 "key_offset": key_number * length,
             }
             yield _ChunkPair(QKV(chunks, tuple(keys), v), query_chunk, key_chunk, options)
 
 
-def _merge(
-    before: list[tuple[Tensor, Tensor]], parts: list[tuple[Tensor, Tensor]]
-) -> list[tuple[Tensor, Tensor]]:
-    """Merge the attention to one more chunk of keys into the result so far.
-
-    Both arguments have one (output, log-sum-exp) per map.
-    """
-    return [
-        merge_maps([out, new_out], [lse, new_lse])
-        for (out, lse), (new_out, new_lse) in zip(before, parts, strict=True)
-    ]
-
-
-def _both_query_chunks(
-    merged: dict[int, list[tuple[Tensor, Tensor]]],
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the outputs and the log-sum-exps of all maps for this rank's two query chunks.
-
-    ``merged`` has one (output, log-sum-exp) per map for each query chunk.
-    """
-    first, second = ([list(x) for x in zip(*merged[chunk], strict=True)] for chunk in (0, 1))
-    outs, lses = (
-        [torch.cat(chunks, dim=1) for chunks in zip(*two, strict=True)]
-        for two in zip(first, second, strict=True)
-    )
-    return outs, lses
-
-
 def _circulate(packed_kv: Tensor, group: ProcessGroup) -> Iterator[tuple[int, Tensor]]:
-    """Yield, for every rank of the ring, its number and its keys and values.
+    """Yield the number and the keys and values of every rank: r, r - 1, r - 2, ... on rank r.
 
-    On rank r the order is r, r - 1, r - 2 and so on, modulo the number of ranks. While the caller
-    uses the yielded keys and values, the next ones are received.
+    The next keys and values arrive while the caller uses the yielded ones.
     """
     size, rank = group.size(), group.rank()
     present = packed_kv.contiguous()
-    for hop in range(size):
-        if hop + 1 == size:
-            yield (rank - hop) % size, present
-            return
+    for hop in range(size - 1):
         following = torch.empty_like(present)
         pending = _send_and_receive(present, following, group)
         yield (rank - hop) % size, present
         _wait(pending)
         present = following
-
-
-class _RingGradient:
-    """Gradients of keys and values on their way around the ring.
-
-    At each hop a rank receives the partial gradient of another rank's keys and values, adds the
-    contribution of its own queries, and sends the sum to the next rank.
-    """
-
-    def __init__(self, group: ProcessGroup) -> None:
-        self._group = group
-        self._incoming: Tensor | None = None
-        self._sent: Tensor | None = None
-        self._pending: list[Work] = []
-
-    def add_and_send(self, part: Tensor) -> None:
-        """Add ``part`` to the received partial gradient, and start to send the sum.
-
-        ``part`` is the contribution of this rank's queries. The first call sends it alone.
-        """
-        total = part if self._incoming is None else part + self.receive()
-        self._sent = total
-        self._incoming = torch.empty_like(total)
-        self._pending = _send_and_receive(total, self._incoming, self._group)
-
-    def receive(self) -> Tensor:
-        """Wait for the gradient that the previous rank sent, and return it.
-
-        If `add_and_send` was called once per rank, the gradient is the complete gradient of this
-        rank's own keys and values.
-        """
-        assert self._incoming is not None
-        _wait(self._pending)
-        return self._incoming
+    yield (rank + 1) % size, present
 
 
 def _send_and_receive(outgoing: Tensor, incoming: Tensor, group: ProcessGroup) -> list[Work]:

@@ -1,12 +1,9 @@
 """Attention to the whole sequence: the functions that an attention variant's ``forward`` calls.
 
 The functions of the kernels are wrapped if the sequence is sharded over context-parallel ranks or
-has packed documents. The wrappers accept the same arguments.
-
-Each rank has a zigzag shard of the sequence: a chunk of its first half, and a chunk of its second
-half (:mod:`~diffmegatron.attention.context_parallel.zigzag`). In the shapes, b is the batch size,
-and s the number of positions on this rank. The arguments ``*heads`` are the tensors q, k, v or q1,
-k1, q2, k2, v. The results have the shape `[b, s, heads of q, width of v]`.
+has packed documents. The wrappers accept the same arguments ``*heads``: q, k, v or q1, k1, q2, k2,
+v. Each is a zigzag shard `[b, s, heads, width]` for the batch size b and the s positions of this
+rank. The result is `[b, s, heads of q, width of v]`.
 """
 
 from collections.abc import Callable
@@ -30,22 +27,11 @@ from diffmegatron.attention.context_parallel.zigzag import (
 from diffmegatron.attention.kernels.api import QKV, diff_attention, softmax_attention
 from diffmegatron.attention.variants.base import ContextCommunication
 
-# Function of (q, k, v) or (q1, k1, q2, k2, v) and options, like `softmax_attention` and
-# `diff_attention`.
 Attention = Callable[..., Tensor]
 
 
 class WholeSequence(NamedTuple):
-    """Two functions for causal attention of this rank's queries to the whole sequence.
-
-    In the shapes, d is the width of a query. The numbers of heads of the arguments may differ.
-
-    Attributes:
-        softmax_attention: function from this rank's q, k, v `[b, s, heads, d]` to
-            `[b, s, heads of q, d]`.
-        diff_attention: function from this rank's q1, k1, q2, k2 `[b, s, heads, d]`, v
-            `[b, s, heads, 2d]` and ``lambda_`` to `[b, s, heads of q1, 2d]`.
-    """
+    """Causal attention of this rank's queries to the whole sequence: a variant's ``Context``."""
 
     softmax_attention: Attention
     diff_attention: Attention
@@ -61,14 +47,13 @@ def whole_sequence(
 
     Args:
         group: context-parallel ranks; None is the same as one rank.
-        backend: backend (kernel implementation) of differential attention: ``auto``, or a name that
-            the command ``diffmegatron doctor`` lists.
-        documents: boundaries of packed documents; a query attends only within its own document.
-            1-dim integers on the CPU: positions in the concatenation of the batch's unsharded rows,
-            from 0 to the length of the concatenation. None: no boundaries.
+        backend: backend of differential attention: ``auto``, or a name that the command
+            ``diffmegatron doctor`` lists. It is always ``auto`` for softmax attention.
+        documents: boundaries of packed documents, 1-dim integers on the CPU. They are positions in
+            the concatenation of the batch's unsharded rows, from 0 to its length. None: no
+            boundaries.
     """
     size = 1 if group is None else group.size()
-    # `backend` applies to differential attention only; softmax attention always uses "auto".
     backends = ((softmax_attention, "auto"), (diff_attention, backend))
     functions: list[Attention] = []
     for kernel, name in backends:
@@ -109,15 +94,10 @@ def ulysses_attention(
 ) -> Tensor:
     """Attend over the whole sequence; each rank computes the attention of a range of the heads.
 
-    The method is Ulysses (Jacobs et al., arXiv 2309.14509), with one all-to-all before the
-    attention and one after it. ``attend`` receives the whole sequence in the order of positions.
-    The number of context-parallel ranks must divide the number of kv heads of a tensor-parallel
-    rank.
-
-    Args:
-        heads: this rank's zigzag shard of each tensor, `[b, s, heads, width]`. The heads of each
-            tensor are cut into equal ranges, one per rank. The queries of a range must attend to
-            the keys and values of the same range.
+    The method is Ulysses (Jacobs et al., arXiv 2309.14509), with an all-to-all before and after the
+    attention. ``attend`` receives the whole sequence in the order of positions. The heads of each
+    tensor are cut into equal ranges, one per rank, and the queries of a range must attend to the
+    keys and values of the same range.
     """
     size = group.size()
     shares = [x.transpose(0, 1).unflatten(2, (size, -1)) for x in heads]
@@ -133,13 +113,9 @@ def gathered_attention(
 ) -> Tensor:
     """Gather all keys and values, and attend twice, once for each of this rank's two chunks.
 
-    This method has the fewest communication steps and the fastest kernels, but it saves the keys
-    and values of the whole sequence for the backward pass. It suits short sequences on many ranks.
-
-    Args:
-        attend: attention function. Its arguments are the queries of one chunk, all keys and values
-            up to the end of this chunk, and ``query_offset``, the position of the first query.
-        heads: this rank's zigzag shard of each tensor, `[b, s, heads, width]`.
+    ``attend`` receives a chunk of queries, all keys and values up to its end, and ``query_offset``,
+    the position of its first query. This method has few communication steps and fast kernels, but
+    saves the keys and values of the whole sequence. It suits short sequences on many ranks.
     """
     maps = QKV.of(*heads)
     local = torch.cat([x.transpose(0, 1).flatten(2) for x in (*maps.keys, maps.v)], dim=2)
@@ -178,10 +154,7 @@ def _unpacked(packed: Tensor, shapes: list[torch.Size]) -> list[Tensor]:
 def row_boundaries(documents: Tensor, rows: int) -> list[Tensor]:
     """Return the boundaries of documents in each row, as positions from the start of the row.
 
-    Args:
-        documents: boundaries as positions in the concatenation of all rows: 1-dim integers that
-            begin with 0 and include the end of each row.
-        rows: number of rows in the batch.
+    ``documents`` are positions in the concatenation of all rows, and include the end of each row.
     """
     length = int(documents[-1]) // rows
     return [

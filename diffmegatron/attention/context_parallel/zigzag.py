@@ -15,10 +15,7 @@ def rank_chunks(rank: int, size: int) -> tuple[int, int]:
 
 
 def shard_sequence(whole: Tensor, dim: int, rank: int, size: int) -> Tensor:
-    """Return a rank's zigzag shard of the unsharded tensor ``whole`` along ``dim``.
-
-    The length of ``dim`` must be a multiple of 2 * ``size``; ``size`` is the number of ranks.
-    """
+    """Return a rank's zigzag shard of a tensor; 2 * ``size`` must divide the length of ``dim``."""
     chunks = whole.chunk(2 * size, dim)
     return torch.cat([chunks[number] for number in rank_chunks(rank, size)], dim)
 
