@@ -19,8 +19,8 @@ __all__ = ["HeadwiseNorm", "diff_attention", "diff_attention_v2", "softmax_atten
 
 
 def __getattr__(name: str) -> Any:
-    # Import the kernels only on first use, because they import torch. The code that reads recipes
-    # must not import torch, but it imports `diffmegatron.attention.variants`, and so this file.
+    # Code that reads recipes imports this file and must start fast. The kernels import torch, so
+    # they are imported on first use.
     if name not in __all__:
         raise AttributeError(f"module 'diffmegatron.attention' has no attribute {name!r}")
     from diffmegatron.attention.kernels import api

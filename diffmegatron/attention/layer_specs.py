@@ -1,8 +1,7 @@
-"""Layer specs: a variant's self-attention inside Megatron's own layers.
+"""Layer specs: a variant's self-attention inside Megatron's own layers, and the layers' norm.
 
-A *host* is the library of a layer's linear and norm classes. ``local`` uses Megatron-core's own
-linear layers and our RMSNorm. ``transformer_engine`` uses Transformer Engine's classes around the
-same attention. :func:`available_host` chooses the host.
+A *host* is the library of a layer's linear and norm classes. ``local`` uses Megatron-core's linear
+layers and our RMSNorm, and ``transformer_engine`` uses Transformer Engine's classes.
 """
 
 from typing import Literal, TypeAlias
@@ -20,10 +19,10 @@ from megatron.core.transformer.transformer_layer import (
     TransformerLayer,
     TransformerLayerSubmodules,
 )
+from torch import Tensor
 
 from diffmegatron.attention.lora import LoraColumnParallelLinear, LoraRowParallelLinear
-from diffmegatron.attention.rms_norm import RMSNorm
-from diffmegatron.attention.self_attention import SelfAttention, SelfAttentionSubmodules
+from diffmegatron.attention.self_attention import SelfAttention
 from diffmegatron.attention.variants.base import ContextCommunication, Variant
 from diffmegatron.config.model_config import LoraConfig
 
@@ -31,15 +30,43 @@ Host = Literal["local", "transformer_engine"]
 Linear: TypeAlias = type | ModuleSpec
 
 
+class RMSNorm(torch.nn.Module):
+    """RMSNorm of the local host, with the constructor arguments of Megatron's norms.
+
+    Megatron's own fallback, ``WrappedTorchNorm``, does not support sequence parallelism. Here the
+    weight's attribute ``sequence_parallel`` makes :mod:`diffmegatron.optim.tensor_sums` sum its
+    gradient over the ranks, because each rank normalises only its shard of the sequence.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.hidden_size = hidden_size
+        self.eps = eps
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Normalise [..., hidden_size] over the last dimension, in the input's dtype."""
+        return torch.nn.functional.rms_norm(hidden, (self.hidden_size,), self.weight, self.eps)
+
+
 def available_host(lora: LoraConfig | None = None) -> Host:
     """Return ``transformer_engine`` if it can run and there is no LoRA, and ``local`` if not.
 
     Transformer Engine's modules cannot be built without a CUDA device. LoRA needs the normalised
-    input of a projection. Transformer Engine computes the norm and the projection in one module and
-    does not return this input.
+    input of a projection, which Transformer Engine's fused modules do not return.
     """
     is_usable = HAVE_TE and torch.cuda.is_available()
     return "transformer_engine" if is_usable and lora is None else "local"
+
+
+def final_norm(host: Host) -> type:
+    """Return the class of the norm after the last layer."""
+    if host == "transformer_engine":
+        from megatron.core.extensions.transformer_engine import TENorm
+
+        return TENorm
+    return RMSNorm
 
 
 def layer_spec(
@@ -54,112 +81,76 @@ def layer_spec(
     Args:
         variant: kind of attention and its sizes.
         host: library of the linear and norm classes.
-        backend: kernel implementation of differential attention: ``auto``, or a name that the
-            command ``diffmegatron doctor`` lists. For softmax attention, ``auto`` is used.
+        backend: kernel of differential attention: ``auto``, or a name that the command
+            ``diffmegatron doctor`` lists. It is always ``auto`` for softmax attention.
         communication: method of communication between context-parallel ranks.
         lora: LoRA of the projections, for the local host only.
     """
-    attention = {"variant": variant, "backend": backend, "communication": communication}
-    if host == "transformer_engine":
-        return _transformer_engine_layer(attention)
-    return _local_layer(attention, lora)
+    input_norm: type = RMSNorm
+    mlp_norm: type = RMSNorm
+    # Checkpoint keys of the local layer, so that checkpoints do not depend on the host.
+    keys: dict[str, str] = {}
+    if host == "local":
+        linear = _local_linear(lora)
+    else:
+        from megatron.core.extensions.transformer_engine import (
+            TEColumnParallelLinear,
+            TELayerNormColumnParallelLinear,
+            TENorm,
+            TERowParallelLinear,
+        )
 
-
-def final_norm(host: Host) -> type:
-    """Return the class of the norm after the last layer."""
-    if host == "transformer_engine":
-        from megatron.core.extensions.transformer_engine import TENorm
-
-        return TENorm
-    return RMSNorm
-
-
-def _local_layer(attention: dict[str, object], lora: LoraConfig | None) -> ModuleSpec:
-    linear = _linear_layers(lora)
-    return ModuleSpec(
-        module=TransformerLayer,
-        submodules=TransformerLayerSubmodules(
-            input_layernorm=RMSNorm,
-            self_attention=_self_attention(attention, linear["linear_qkv"], linear["linear_proj"]),
-            self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=RMSNorm,
-            mlp=_mlp(linear["linear_fc1"], linear["linear_fc2"]),
-            mlp_bda=get_bias_dropout_add,
-        ),
-    )
-
-
-def _linear_layers(lora: LoraConfig | None) -> dict[str, Linear]:
-    """Return a dict from the names of a layer's projections to their classes or specs."""
-    plain: dict[str, Linear] = {
-        "linear_qkv": ColumnParallelLinear,
-        "linear_proj": RowParallelLinear,
-        "linear_fc1": ColumnParallelLinear,
-        "linear_fc2": RowParallelLinear,
+        fused, row = TELayerNormColumnParallelLinear, TERowParallelLinear
+        linear = {"linear_qkv": fused, "linear_proj": row, "linear_fc1": fused, "linear_fc2": row}
+        mlp_norm = IdentityOp
+        keys["mlp.linear_fc1.layer_norm_"] = "pre_mlp_layernorm."
+        if variant.reads_hidden:
+            # The variant uses the normalised input also outside of linear_qkv.
+            input_norm, linear["linear_qkv"] = TENorm, TEColumnParallelLinear
+        else:
+            input_norm = IdentityOp
+            keys["self_attention.linear_qkv.layer_norm_"] = "input_layernorm."
+    attention = {
+        "variant": variant,
+        "backend": backend,
+        "communication": communication,
+        "linear_qkv": linear["linear_qkv"],
+        "linear_proj": linear["linear_proj"],
     }
-    if lora is None:
-        return plain
-    column, row = LoraColumnParallelLinear, LoraRowParallelLinear
-    adapted = {
-        "linear_qkv": ModuleSpec(module=column, params={"lora": lora}),
-        "linear_proj": ModuleSpec(module=row, params={"lora": lora}),
-        "linear_fc1": ModuleSpec(module=column, params={"lora": lora, "gated": True}),
-        "linear_fc2": ModuleSpec(module=row, params={"lora": lora}),
-    }
-    return plain | {name: adapted[name] for name in lora.targets}
-
-
-def _transformer_engine_layer(attention: dict[str, object]) -> ModuleSpec:
-    """Build the spec of a layer whose norms are fused with the projections that follow them.
-
-    A variant with ``reads_hidden`` uses the normalised input also outside of ``linear_qkv``, so its
-    norm before attention is a separate module. The map of checkpoint keys renames the weights of
-    fused norms as in the local layer, so checkpoints do not depend on the host.
-    """
-    from megatron.core.extensions.transformer_engine import (
-        TEColumnParallelLinear,
-        TELayerNormColumnParallelLinear,
-        TENorm,
-        TERowParallelLinear,
-    )
-
-    variant = attention["variant"]
-    assert isinstance(variant, Variant)
-    keys = {"mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm."}
-    input_norm, linear_qkv = TENorm, TEColumnParallelLinear
-    if not variant.reads_hidden:
-        input_norm, linear_qkv = IdentityOp, TELayerNormColumnParallelLinear
-        keys["self_attention.linear_qkv.layer_norm_"] = "input_layernorm."
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=input_norm,
-            self_attention=_self_attention(attention, linear_qkv, TERowParallelLinear),
+            self_attention=ModuleSpec(module=SelfAttention, params=attention),
             self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=IdentityOp,
-            mlp=_mlp(TELayerNormColumnParallelLinear, TERowParallelLinear),
+            pre_mlp_layernorm=mlp_norm,
+            mlp=_mlp(linear["linear_fc1"], linear["linear_fc2"]),
             mlp_bda=get_bias_dropout_add,
             sharded_state_dict_keys_map=keys,
         ),
     )
 
 
-def _self_attention(
-    attention: dict[str, object], column_linear: Linear, row_linear: Linear
-) -> ModuleSpec:
-    return ModuleSpec(
-        module=SelfAttention,
-        params=attention,
-        submodules=SelfAttentionSubmodules(linear_qkv=column_linear, linear_proj=row_linear),
-    )
+def _local_linear(lora: LoraConfig | None) -> dict[str, Linear]:
+    column, row = ColumnParallelLinear, RowParallelLinear
+    linear: dict[str, Linear] = {
+        "linear_qkv": column,
+        "linear_proj": row,
+        "linear_fc1": column,
+        "linear_fc2": row,
+    }
+    for name in () if lora is None else lora.targets:
+        module = LoraColumnParallelLinear if linear[name] is column else LoraRowParallelLinear
+        gated = {"gated": True} if name == "linear_fc1" else {}
+        linear[name] = ModuleSpec(module=module, params={"lora": lora, **gated})
+    return linear
 
 
 def _mlp(column_linear: Linear, row_linear: Linear) -> type[MLP]:
     """Return a class that builds Megatron-core's MLP with these projections.
 
-    All supported versions of Megatron-core build a class in the same way. With a ModuleSpec,
-    version 0.16 passes additional arguments only to its own MLP classes, and version 0.19 emits a
-    warning.
+    A class works in all supported versions of Megatron-core. With a ModuleSpec, version 0.16 passes
+    additional arguments only to its own MLP classes, and version 0.19 emits a warning.
     """
 
     class ProjectedMLP(MLP):

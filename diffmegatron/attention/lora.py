@@ -1,9 +1,7 @@
 """Megatron-core's parallel linear layers with a low-rank term: W x + (alpha / rank) B A x.
 
-The term follows Hu et al., 2021 (arXiv 2106.09685), without dropout. In a column-parallel layer B
-is sharded by rows like W, and each rank has the whole A. In a row-parallel layer A is sharded by
-columns like W, and each rank has the whole B. The library ``peft`` supports neither these layers
-nor the communication between A and B.
+The term follows Hu et al., 2021 (arXiv 2106.09685), without dropout. The library ``peft`` does not
+support tensor-parallel layers.
 """
 
 import torch
@@ -25,9 +23,7 @@ from diffmegatron.config.model_config import LoraConfig
 class LoraColumnParallelLinear(ColumnParallelLinear):
     """LoRA for ``linear_qkv`` and ``linear_fc1``; each rank has its rows of B, and the whole A.
 
-    Args:
-        gated: whether W consists of the two projections of SwiGLU. W and B of each rank then have
-            rows of both projections.
+    ``gated`` means that W consists of the two projections of SwiGLU. A rank has rows of both.
     """
 
     def __init__(
@@ -38,15 +34,14 @@ class LoraColumnParallelLinear(ColumnParallelLinear):
         dtype = self.config.params_dtype
         self.lora_a = _parameter(lora.rank, self.input_size, dtype)
         self.lora_b = _parameter(self.output_size_per_partition, lora.rank, dtype)
-        # Under sequence parallelism the gradient of A on a rank covers only the rank's shard of the
-        # sequence. This attribute makes optim/tensor_sums.py sum the gradient over the ranks.
+        # Under sequence parallelism the gradient of A covers only this rank's part of the sequence.
+        # The attribute makes optim/tensor_sums.py sum it over the ranks.
         self.lora_a.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, input_: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, None]:
         """Project [s, b, in] to [s, b, out / tensor-parallel ranks].
 
-        Under sequence parallelism the input is this rank's shard of s, and the output has the whole
-        s. The low-rank term communicates only the output of A, of width ``lora.rank``.
+        Under sequence parallelism the input is this rank's shard of s, and the output has all of s.
         """
         output, bias = super().forward(input_, *args, **kwargs)
         low = linear(input_, self.lora_a)
@@ -59,15 +54,11 @@ class LoraColumnParallelLinear(ColumnParallelLinear):
         return output + linear(self.scale * low, self.lora_b), bias
 
     def sharded_state_dict(
-        self,
-        prefix: str = "",
-        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
-        metadata: dict | None = None,
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> dict:
         """Return Megatron's sharded state of the layer, with B sharded by rows like W."""
-        state = _sharded(
-            self, {"weight": 0, "bias": 0, "lora_b": 0}, prefix, sharded_offsets, metadata
-        )
+        axes = {"weight": 0, "bias": 0, "lora_b": 0}
+        state = _sharded(self, axes, prefix, sharded_offsets, metadata)
         if self.gated:
             name = f"{prefix}lora_b"
             state[name] = apply_swiglu_sharded_factory(state[name], sharded_offsets)
@@ -99,10 +90,7 @@ class LoraRowParallelLinear(RowParallelLinear):
         return output + linear(self.scale * low, self.lora_b), bias
 
     def sharded_state_dict(
-        self,
-        prefix: str = "",
-        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
-        metadata: dict | None = None,
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> dict:
         """Return Megatron's sharded state of the layer, with A sharded by columns like W."""
         return _sharded(self, {"weight": 1, "lora_a": 1}, prefix, sharded_offsets, metadata)
@@ -116,7 +104,7 @@ def _sharded(
     module: ColumnParallelLinear | RowParallelLinear,
     axes: dict[str, int],
     prefix: str,
-    sharded_offsets: tuple[tuple[int, int, int], ...],
+    sharded_offsets: tuple,
     metadata: dict | None,
 ) -> dict:
     assert metadata is not None

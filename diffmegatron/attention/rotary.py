@@ -1,9 +1,7 @@
 """Rotary embedding: the angles of positions, and the rotation of queries and keys by them.
 
-Megatron-core's own rotation writes several tensors to memory in each pass: the rotated halves, two
-products and two concatenations. It also saves sines and cosines in every layer. The rotation in
-this module writes one product and adds to it in place. It saves only the angles, which all layers
-share.
+Megatron-core's own rotation writes several tensors in each pass, and saves sines and cosines in
+every layer. This rotation writes one tensor, and saves only the angles, which all layers share.
 """
 
 import math
@@ -24,17 +22,10 @@ def rotary_angles(
     group: distributed.ProcessGroup,
     device: torch.device,
 ) -> Tensor:
-    """Return the rotary angles of the positions on this context-parallel rank.
+    """Return the angles of this rank's positions in a sequence, float32 [s, 1, 1, d] in radians.
 
-    Args:
-        length: number of positions of the whole sequence.
-        width: number of channels of a head, d.
-        theta: base of the frequencies.
-        group: context-parallel ranks.
-
-    Returns:
-        Float32 [s, 1, 1, d] in radians for the s positions of this rank. Channels i and i + d / 2
-        have the same angle.
+    ``length`` counts the positions of the whole sequence, which the context-parallel ranks of
+    ``group`` share. ``width`` is d. Channels i and i + d / 2 have the same angle.
     """
     channels = torch.arange(0, width, 2, dtype=torch.float32, device=device)
     frequencies = 1.0 / (theta ** (channels / width))
@@ -46,17 +37,12 @@ def rotary_angles(
 
 
 def scaled_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    """Return the frequencies after scaling for long contexts, in radians per position.
+    """Scale frequencies [d / 2] for long contexts, in radians per position.
 
     The kind ``linear`` divides all frequencies by the factor. The kind ``llama3`` keeps high
-    frequencies, divides low frequencies, and interpolates in between.
-
-    The operations have the same order as in ``transformers`` (modeling_rope_utils.py), so float32
-    results are equal bit by bit. Megatron-core's own ``rope_scaling`` is not used, because only its
-    factor can be set.
-
-    Args:
-        frequencies: frequencies without scaling, [d / 2] float32.
+    frequencies, divides low frequencies, and interpolates in between. The float32 results equal
+    those of ``transformers`` (modeling_rope_utils.py) bit by bit. Of Megatron-core's own
+    ``rope_scaling`` only the factor can be set.
     """
     lowered = frequencies / scaling.factor
     if scaling.kind == "linear":
@@ -70,14 +56,9 @@ def scaled_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
 
 
 def rotate(query: Tensor, key: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotate channels i and i + d / 2 of each query and key head by the angle of their position.
+    """Rotate channels i and i + d / 2 of queries and keys [s, b, ..., d] by angles [s, 1, 1, d].
 
-    Sines and cosines are rounded to the dtype of the heads.
-
-    Args:
-        query, key: [s, b, ..., d] for s positions, b sequences and d channels per head; floating
-            point, with the same dtype. The results have the same shapes and dtype.
-        angles: [s, 1, 1, d] in radians; channels i and i + d / 2 have the same angle.
+    Queries and keys have one dtype, to which sines and cosines are rounded.
     """
     turned: tuple[Tensor, Tensor] = _Rotation.apply(angles, 1, query, key)
     return turned
@@ -99,10 +80,7 @@ class _Rotation(torch.autograd.Function):
 
 
 def _turned(heads: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
-    """Return heads [s, b, ..., d], rotated by the angles (direction 1) or back (direction -1).
-
-    ``cos`` is [s, 1, 1, d], and ``sin`` is [s, 1, 1, d / 2].
-    """
+    # `cos` is [s, 1, 1, d], and `sin` is [s, 1, 1, d / 2]. Direction -1 rotates back.
     ones = [1] * (heads.dim() - 2)
     cos, sin = (x.view(x.shape[0], *ones, x.shape[-1]) for x in (cos, sin))
     turned = heads * cos

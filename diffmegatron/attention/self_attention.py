@@ -1,13 +1,10 @@
 """Self-attention in Megatron-core's layers: projections, rotary embedding, the variant's attention.
 
-A variant is a kind of attention. Megatron's own ``SelfAttention`` does not fit variants that need
-the hidden states in attention, or that have more query heads than output heads. In differential
-attention, for example, the output of noise heads is subtracted from the output of other heads.
-Decoding is not supported.
+Megatron's own ``SelfAttention`` does not fit variants whose attention needs the hidden states, or
+that have more query heads than output heads. Decoding is not supported.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -41,23 +38,12 @@ from diffmegatron.attention.variants.base import (
 )
 
 # Function of the rotated queries and keys of this rank, [s, b, heads, d], and of the boundaries of
-# packed documents (None: no boundaries).
+# packed documents, or None.
 Observer = Callable[[Tensor, Tensor, Tensor | None], None]
-
-
-@dataclass
-class SelfAttentionSubmodules:
-    """Classes or specs of the two projections."""
-
-    linear_qkv: type | ModuleSpec
-    linear_proj: type | ModuleSpec
 
 
 class SelfAttention(MegatronModule):
     """Self-attention of one transformer layer, computed by a variant.
-
-    The variant declares the parameters of the layer other than the two projections, and computes
-    the attention from projected queries, keys and values.
 
     Attributes:
         variant: kind of attention and its sizes.
@@ -70,7 +56,6 @@ class SelfAttention(MegatronModule):
     def __init__(
         self,
         config: TransformerConfig,
-        submodules: SelfAttentionSubmodules,
         layer_number: int,
         cp_comm_type: str | None = None,
         pg_collection: ProcessGroupCollection | None = None,
@@ -79,6 +64,8 @@ class SelfAttention(MegatronModule):
         variant: Variant,
         backend: str,
         communication: ContextCommunication,
+        linear_qkv: type | ModuleSpec,
+        linear_proj: type | ModuleSpec,
     ) -> None:
         super().__init__(config=config)
         if config.rotary_interleaved:
@@ -92,11 +79,12 @@ class SelfAttention(MegatronModule):
         self.backend, self.communication = backend, communication
         self.observer: Observer | None = None
         self.observed: dict[str, Tensor] = {}
-        heads, common = variant.heads, {"config": config, "is_expert": False}
+        heads = variant.heads
+        common = {"config": config, "is_expert": False, "tp_group": self.tp_group}
         self._declared = {each.name: each for each in variant.parameters(config.hidden_size)}
         has_bias = self._declared.pop(QKV_BIAS, None) is not None
         self.linear_qkv = build_module(
-            submodules.linear_qkv,
+            linear_qkv,
             config.hidden_size,
             heads.qkv_channels,
             init_method=config.init_method,
@@ -104,11 +92,10 @@ class SelfAttention(MegatronModule):
             gather_output=False,
             skip_bias_add=False,
             tp_comm_buffer_name="qkv",
-            tp_group=self.tp_group,
             **common,
         )
         self.linear_proj = build_module(
-            submodules.linear_proj,
+            linear_proj,
             heads.output_channels,
             config.hidden_size,
             init_method=config.output_layer_init_method,
@@ -116,24 +103,20 @@ class SelfAttention(MegatronModule):
             input_is_parallel=True,
             skip_bias_add=True,
             tp_comm_buffer_name="proj",
-            tp_group=self.tp_group,
             **common,
         )
         for declared in self._declared.values():
             parameter = torch.nn.Parameter(self._initial(declared))
-            # Autograd's gradient of an unsharded parameter covers only the heads of this rank. The
-            # attribute makes optim/tensor_sums.py sum the gradient over the tensor-parallel ranks.
+            # The gradient of an unsharded parameter covers only this rank's heads. The attribute
+            # makes optim/tensor_sums.py sum it over the tensor-parallel ranks.
             parameter.has_partial_gradient = not declared.sharded  # type: ignore[attr-defined]
             if declared.sharded and config.perform_initialization:
                 set_tensor_model_parallel_attributes(parameter, True, 0, 1)
             self.register_parameter(declared.name, parameter)
 
     def _initial(self, declared: Parameter) -> Tensor:
-        """Return the initial values of a declared parameter, or of this rank's shard of it.
-
-        Every rank draws the random values of the unsharded parameter from torch's CPU generator.
-        Megatron seeds this generator equally on all tensor-parallel ranks, so the ranks agree.
-        """
+        # Every rank draws the values of the unsharded parameter from torch's CPU generator, which
+        # Megatron seeds equally on all tensor-parallel ranks.
         rows, *others = declared.shape
         own = self.share(rows) if declared.sharded else range(rows)
         dtype = torch.float32 if declared.float32 else self.config.params_dtype
@@ -166,12 +149,11 @@ class SelfAttention(MegatronModule):
             attention_mask: not used, as in Megatron's flash backends.
             rotary_pos_emb: angles of this rank's positions, [s, 1, 1, d] in radians.
             packed_seq_params: ``cu_seqlens_q`` has the boundaries of packed documents,
-                [documents + 1] integers on the CPU. The boundaries are positions in the
-                concatenation of the batch's unsharded rows, but the tensors are not concatenated
-                (``qkv_format`` is ``sbhd``). None: no boundaries.
+                [documents + 1] integers on the CPU. They are positions in the concatenation of the
+                batch's unsharded rows, although the tensors are not concatenated.
 
         Returns:
-            Output with the shape of hidden_states, and the bias, which is None.
+            Output with the shape of hidden_states, and None in place of a bias.
         """
         documents = None if packed_seq_params is None else packed_seq_params.cu_seqlens_q
         query, key, value = self._split(self.linear_qkv(hidden_states)[0])
@@ -194,12 +176,8 @@ class SelfAttention(MegatronModule):
     def _split(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Split the output of ``linear_qkv``, [s, b, channels], into queries, keys and values.
 
-        The channels consist of groups of heads, and :attr:`Heads.group` is the order of the q, k
-        and v heads in each group. The result is copied for heads that are not adjacent in a group.
-
-        Returns:
-            q [s, b, groups, queries per group, d], k [s, b, groups, keys per group, d] and v
-            [s, b, heads, d].
+        q is [s, b, groups, queries per group, d] for the groups of :attr:`Heads.group`, k is
+        [s, b, groups, keys per group, d], and v is [s, b, heads, d].
         """
         heads = self.variant.heads
         counts = [count for _, count in heads.group]
@@ -219,9 +197,9 @@ class SelfAttention(MegatronModule):
     def parameter(self, name: str) -> Tensor:
         """Return a declared parameter, or this rank's shard of it.
 
-        With ZeRO 3 in bf16, a parameter declared as float32 is stored in bf16, and its attribute
-        ``exact`` has the float32 value (:mod:`diffmegatron.optim.float32_parameters`). The method
-        then returns the float32 value, and the gradient still reaches the parameter.
+        ZeRO 3 in bf16 stores a float32 parameter in bf16, with the float32 value in its attribute
+        ``exact`` (:mod:`diffmegatron.optim.float32_parameters`). The result then has this value,
+        and the gradient still reaches the parameter.
         """
         parameter = getattr(self, name)
         exact = getattr(parameter, "exact", None)
@@ -230,19 +208,12 @@ class SelfAttention(MegatronModule):
         return parameter
 
     def project(self, name: str, hidden: Tensor) -> Tensor:
-        """Multiply hidden states by a matrix that is sharded by rows.
+        """Multiply hidden states [s, b, hidden] by the declared matrix ``name`` [rows, hidden].
 
-        Every tensor-parallel rank gathers the whole matrix and multiplies its hidden states by it,
-        so the ranks communicate only the matrix, the products and the gradients of both. A
-        column-parallel layer would communicate hidden states or their gradients, which are hundreds
-        of times larger, because the matrix has few rows.
-
-        Args:
-            name: name of the declared matrix [rows, hidden].
-            hidden: [s, b, hidden]; under sequence parallelism, this rank's shard of s.
-
-        Returns:
-            [s, b, rows of this rank] for the whole s.
+        The matrix is sharded by rows. The result is [s, b, rows of this rank] for the whole s, also
+        if sequence parallelism shards the hidden states. The matrix has few rows, so the ranks
+        communicate the matrix and the products. A column-parallel layer would communicate hidden
+        states or their gradients, which are hundreds of times larger.
         """
         weight = getattr(self, name)
         size = self.tp_group.size()
@@ -263,15 +234,11 @@ class SelfAttention(MegatronModule):
         self.observed[name] = value.detach().float().mean()
 
     def sharded_state_dict(
-        self,
-        prefix: str = "",
-        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
-        metadata: dict | None = None,
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> dict:
         """Return Megatron's sharded state, corrected for the sharded parameters of the variant.
 
-        Megatron's method treats all parameters that the module itself registers as replicated over
-        the tensor-parallel ranks.
+        Megatron's method treats all parameters that the module itself registers as replicated.
         """
         metadata = ensure_metadata_has_dp_cp_group(metadata)
         state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
@@ -286,11 +253,7 @@ class SelfAttention(MegatronModule):
         )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> torch.nn.Module:
-        """Apply ``fn``, but keep the dtype of the parameters that this module itself registers.
-
-        ``fn`` may cast the model to bf16, but a variant may declare parameters that must stay in
-        float32. The two projections are cast, because they are submodules.
-        """
+        """Apply ``fn``, such as a cast to bf16, but keep the dtype of the declared parameters."""
 
         def moved_only(tensor: Tensor) -> Tensor:
             moved = fn(tensor)
