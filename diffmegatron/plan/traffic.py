@@ -1,12 +1,7 @@
 """Number of bytes that a rank sends per training step, by kind of communication.
 
-The bytes are counted for ring algorithms. In an all-gather or reduce-scatter over k ranks, where
-the whole tensor has n bytes, each rank sends n * (k - 1) / k bytes. In an all-reduce it sends twice
-as many.
-
-Functions of this module raise UserError if the number of ranks does not fit the layout, if the
-global batch cannot be divided over the data-parallel ranks, or if the network has too many layers
-for the estimate of ZeRO 3.
+The bytes are those of ring algorithms. An all-gather or reduce-scatter of n bytes over k ranks
+sends n * (k - 1) / k bytes per rank, and an all-reduce twice as many.
 """
 
 import math
@@ -155,8 +150,8 @@ def _gates(recipe: Recipe) -> float:
     """Return the bytes per microbatch of projections that are separate from ``linear_qkv``.
 
     An example is V2's projection to lambda. Under sequence parallelism, its weight is gathered, and
-    its output changes from shards of the sequence to shards of the heads. Each of k ranks sends (k
-    - 1) / k of the bytes.
+    its output changes from shards of the sequence to shards of the heads. Each of k ranks sends a
+    share of (k - 1) / k.
     """
     model, parallel = recipe.model, recipe.parallel
     if not parallel.sequence_parallel:
