@@ -20,14 +20,10 @@ def score(
 ) -> list[list[Scored] | NotFiniteError]:
     """Compute the likelihoods of the continuations of several contexts in one batch.
 
-    A row of the batch is a context with one of its continuations. The last token of a continuation
-    is left out, because nothing is predicted after it. Two continuations that differ only in their
-    last token therefore share a row. If ``network.keeps_all_tokens``, a context with several rows
-    is processed once, and its keys and values are copied to the rows.
-
-    Returns:
-        For each request, a list with a :class:`Scored` per continuation, or an error if a loss is
-        not finite.
+    A row of the batch is a context with one continuation, without its last token, after which
+    nothing is predicted. Continuations that differ only in their last token share a row. If
+    ``network.keeps_all_tokens``, a context with several rows is processed once, and its keys and
+    values are copied to the rows.
     """
     if not all(context and all(continuations) for context, continuations in requests):
         raise ValueError("a request has a context or a continuation without tokens")
@@ -73,12 +69,7 @@ def check_finite(scored: list[Scored], before: int) -> list[Scored] | NotFiniteE
 
 
 class WrittenText:
-    """Text that is being generated as the answer to a request.
-
-    Attributes:
-        found: ids of the tokens generated so far.
-        labels: tree of the labels (allowed answers) that are still possible; None for free text.
-    """
+    """A text that is being generated, and the tree of labels that are still possible for it."""
 
     def __init__(self, request: Generation) -> None:
         self.request, self.labels = request, request.labels
@@ -121,11 +112,7 @@ class WrittenText:
 def generate(
     network: BatchedNetwork, requests: Sequence[Generation], tokenizer: Tokenizer
 ) -> list[list[int] | NotFiniteError]:
-    """Generate several texts, with the same shared tokens, in one batch by greedy decoding.
-
-    Returns:
-        For each request, the ids of the new tokens, or an error if a logit is not finite.
-    """
+    """Generate several texts, with the same shared tokens, in one batch by greedy decoding."""
     shared = requests[0].shared
     chunks: list[Sequence[int]] = [request.ids[shared:] for request in requests]
     columns = max(map(len, chunks)) + max(request.limit for request in requests)

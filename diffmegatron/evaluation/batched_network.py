@@ -62,9 +62,8 @@ class _ReservedLayer(DynamicLayer):
 class Rows:
     """State of a batch with one text per row, after the tokens that the network has processed.
 
-    Attributes:
-        cache: keys and values of the tokens processed so far; None if the rows have only one chunk.
-        is_token: False for padding, bool [rows, columns processed so far].
+    The cache is None if the rows have only one chunk. ``is_token`` is False for padding, bool
+    [rows, columns processed so far].
     """
 
     cache: Cache | None
@@ -84,9 +83,7 @@ class BatchedNetwork:
 
     A chunk is padded at its end. For chunks after the first, padding in the cache is masked, and
     position ids count only tokens. Each text therefore has the same results as if it were alone.
-
-    Args:
-        start: any valid token id, used as padding of empty chunks and as test input.
+    The token id ``start``, any valid one, is the padding of empty chunks and a test input.
     """
 
     def __init__(self, network: PreTrainedModel, start: int) -> None:
@@ -201,9 +198,7 @@ class BatchedNetwork:
     def score(self, found: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
         """Return losses in nats (float32 [n]), and whether tokens are the likeliest (bool [n]).
 
-        Args:
-            found: output of :meth:`read` at the n positions before the tokens.
-            wanted: ids of the tokens, int64 [n].
+        ``found`` is the output of :meth:`read` at the positions before the tokens ``wanted``.
         """
         nats, likeliest = [], []
         parts = zip(found.split(_LOGITS_AT_ONCE), wanted.split(_LOGITS_AT_ONCE), strict=True)

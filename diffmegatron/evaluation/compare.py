@@ -81,11 +81,8 @@ class RecordedRun:
 def compare(run_dirs: Sequence[Path], out: Path) -> Table:
     """Compare runs, and write ``compare.json``, ``compare.md`` and ``compare.png`` into ``out``.
 
-    Args:
-        run_dirs: runs of any recipes, finished or not; for stages, the folder that contains all.
-
-    Returns:
-        Table of the final figures, with a row per figure and a column per run.
+    A run with stages is the folder that contains all stages. The returned table has a row per
+    figure and a column per run.
     """
     runs = dict(zip(short_names(run_dirs), map(read_run, run_dirs), strict=True))
     figures = {name: final_figures(run) for name, run in runs.items()}

@@ -72,11 +72,9 @@ class Question:
 class Tasks:
     """The tasks of lm-eval that an evaluation uses, and the groups of tasks, by name.
 
-    Args:
-        names: names of tasks, groups and tags.
-        include_path: folder with further task configurations, or None.
-        data_dir: folder for relative paths in task configurations. A folder in it with the name of
-            a data set's repository replaces the repository on Hugging Face's hub.
+    ``names`` are tasks, groups and tags, and ``include_path`` is a folder with further tasks.
+    Relative paths in task configurations refer to ``data_dir``. A folder in it with the name of a
+    data set's repository replaces the repository on Hugging Face's hub.
     """
 
     def __init__(self, names: Sequence[str], include_path: Path | None, data_dir: Path) -> None:
@@ -119,10 +117,8 @@ class Tasks:
     ) -> list[Question]:
         """Return the first questions of every task, with their prompts.
 
-        Args:
-            shots: number of examples before each question; None for each task's own number.
-            samples: number of questions of each task; None for all.
-            chat_template: function that renders messages as a prompt; None for plain prompts.
+        None stands for each task's own number of shots (examples before a question), for all
+        samples (questions of a task), and for prompts without chat template.
         """
         found: list[Question] = []
         for name, task in self.tasks.items():

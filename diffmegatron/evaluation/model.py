@@ -94,11 +94,7 @@ class Model:
                 )
 
     def losses(self, ids: Sequence[int]) -> Tensor:
-        """Return the negative log-likelihoods of ``ids[1:]`` in nats, float32 [len(ids) - 1].
-
-        Raises:
-            NotFiniteError: a loss is not finite.
-        """
+        """Return losses of ``ids[1:]`` in nats, float32 [len(ids) - 1], or raise a NotFiniteError."""
         ((_, answer),) = self.answers([Scoring(ids[:1], [ids[1:]])])
         if isinstance(answer, NotFiniteError):
             raise answer

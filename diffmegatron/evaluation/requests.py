@@ -9,10 +9,7 @@ from diffmegatron.errors import NotFiniteError
 
 
 class LabelTree(dict[int, "LabelTree"]):
-    """Prefix tree of labels, the allowed answers of a request: next token id -> subtree.
-
-    A leaf has the attribute ``label``.
-    """
+    """Prefix tree of labels (allowed answers): next token id -> subtree. A leaf has a ``label``."""
 
     label: str | None = None
 

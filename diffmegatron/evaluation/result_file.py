@@ -36,10 +36,7 @@ _SEALED = re.compile(rb'(.+), "crc32": "([0-9a-f]{8})"\}')
 
 @dataclass
 class Measured:
-    """Records of a suite on a target, by key of the item, and remarks for the report.
-
-    A remark is a sentence about items that were not run or are not used.
-    """
+    """Records of a suite on a target by item, and sentences about items that are left out."""
 
     records: dict[str, Record] = field(default_factory=dict)
     remarks: list[str] = field(default_factory=list)
@@ -64,14 +61,9 @@ class _Line(dict[str, Any]):
 class RecordFile:
     """Context manager that reads the records of a file and appends new records.
 
-    An unfinished last line is dropped. A wrong checksum or another header is an error.
-
-    Args:
-        header: first line of the file: all values on which the records depend, such as the
-            settings, the hash of the items and the hash of the weights.
-
-    Attributes:
-        records: key of each item -> its record, read or added.
+    The header is the first line of the file. It has all values on which the records depend, such
+    as the settings and the hash of the weights. A wrong checksum or another header is an error,
+    and an unfinished last line is dropped. ``records`` maps the key of each item to its record.
     """
 
     def __init__(self, path: Path, header: dict[str, Any]) -> None:
@@ -167,10 +159,7 @@ class SharedRecords:
 
     Each process writes to a file of its own, in a folder beside the shared file; a single process
     writes to the shared file itself. :meth:`gather` moves the records of all files into the shared
-    file, including files that killed processes left in the folder.
-
-    Attributes:
-        records: key of each item -> its record in the shared file, after the last :meth:`gather`.
+    file, including files of killed processes, and sets ``records`` to the content of that file.
     """
 
     def __init__(self, path: Path, header: dict[str, Any], ranks: Ranks) -> None:

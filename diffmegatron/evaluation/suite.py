@@ -63,9 +63,8 @@ class Mean(NamedTuple):
 class Estimate(NamedTuple):
     """A value with its 95% interval, whose ends are None without an interval.
 
-    Attributes:
-        units: number of groups of items that the bootstrap draws together (:meth:`Suite.unit`);
-            None if the value is not computed from units.
+    ``units`` is the number of groups of items that the bootstrap draws together
+    (:meth:`Suite.unit`), and None if the value is not computed from units.
     """
 
     value: float
@@ -75,12 +74,10 @@ class Estimate(NamedTuple):
 
 
 class Published(NamedTuple):
-    """A measure's values in a paper, which the report prints beside the targets' values.
+    """Values of a measure in a paper, which the report prints beside the targets' values.
 
-    Attributes:
-        differential: value of the Differential Transformer.
-        transformer: value of the Transformer; None if the paper does not give it.
-        source: size of the paper's models, and the table.
+    ``transformer`` is None if the paper does not give it. ``source`` is the size of the paper's
+    models, and the table.
     """
 
     measure: str
@@ -97,8 +94,6 @@ class Suite(Section, ABC):
     tokens. Arguments ``records`` of type ``Mapping`` map each target's name to its items' records.
 
     Attributes:
-        title: the measured quantity.
-        description: the requests and the score, for readers of the report.
         passes: names of the two passes, over items and over follow-ups, in progress lines.
         reads_attention: whether the suite needs attention logits or maps.
         reads_runs: whether the suite reads only training records of runs and uses no network.

@@ -27,14 +27,7 @@ from diffmegatron.validation import describe, first_error
 
 @dataclass(frozen=True)
 class Target:
-    """A model to evaluate.
-
-    Attributes:
-        name: name in the report.
-        path: path on the command line.
-        checkpoint: directory of the checkpoint; None for a Hugging Face folder.
-        exports: folder into which checkpoints are exported.
-    """
+    """A model to evaluate; ``checkpoint`` is None for a Hugging Face folder."""
 
     name: str
     path: Path
@@ -140,11 +133,9 @@ class Target:
 
 
 def find_targets(paths: Sequence[Path], out: Path) -> list[Target]:
-    """Return a target for each path of a command line.
+    """Return a target for each path: a Hugging Face folder, a checkpoint, or a run_dir with one.
 
-    Args:
-        paths: Hugging Face folders, checkpoints, or run_dirs, which mean their newest checkpoint.
-        out: directory of the evaluation, below which checkpoints are exported.
+    Checkpoints are exported into a folder below ``out``, the directory of the evaluation.
     """
     if len({path.resolve() for path in paths}) < len(paths):
         raise UserError(
