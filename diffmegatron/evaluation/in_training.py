@@ -48,7 +48,16 @@ def open_evaluators(recipe: Recipe) -> list["SuiteEvaluator"]:
 
 
 def _opened(entry: EvaluateConfig, target: "_RunTarget") -> "SuiteEvaluator":
-    suite = _suite(entry, target)
+    light = [name for name, kind in SUITES.items() if kind.within_training]
+    if entry.suite not in light:
+        raise UserError(
+            f"training.evaluate has suite {shorten(repr(entry.suite))}; suites that can run within "
+            f"training are {', '.join(light)}"
+        )
+    kind, settings = SUITES[entry.suite], entry.settings
+    if "context" in kind.model_fields:
+        settings = {"context": int(min(MAX_DEFAULT_CONTEXT, target.context))} | settings
+    suite = validated(kind, settings, f"training.evaluate, suite {entry.suite!r}")
     suite.check(target)
     items = suite.items(target)
     longest = max((item.tokens for item in items), default=0)
@@ -59,19 +68,6 @@ def _opened(entry: EvaluateConfig, target: "_RunTarget") -> "SuiteEvaluator":
             f"{f'longest item needs {problem}' if items else 'data are empty'}"
         )
     return SuiteEvaluator(suite, items, target)
-
-
-def _suite(entry: EvaluateConfig, target: "_RunTarget") -> Suite:
-    light = [name for name, kind in SUITES.items() if kind.within_training]
-    if entry.suite not in light:
-        raise UserError(
-            f"training.evaluate has suite {shorten(repr(entry.suite))}; suites that can run within "
-            f"training are {', '.join(light)}"
-        )
-    kind, settings = SUITES[entry.suite], entry.settings
-    if "context" in kind.model_fields:
-        settings = {"context": int(min(MAX_DEFAULT_CONTEXT, target.context))} | settings
-    return validated(kind, settings, f"training.evaluate, suite {entry.suite!r}")
 
 
 class _ExportTokenizer(Tokenizer):

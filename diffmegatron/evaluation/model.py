@@ -94,7 +94,7 @@ class Model:
                 )
 
     def losses(self, ids: Sequence[int]) -> Tensor:
-        """Return losses of ``ids[1:]`` in nats, float32 [len(ids) - 1], or raise a NotFiniteError."""
+        """Return losses of ``ids[1:]`` in nats, float32 [len(ids) - 1], or raise NotFiniteError."""
         ((_, answer),) = self.answers([Scoring(ids[:1], [ids[1:]])])
         if isinstance(answer, NotFiniteError):
             raise answer

@@ -199,11 +199,9 @@ def _decimals(row: Sequence[Mapping[str, Any] | None]) -> int:
 def _estimate(found: Mapping[str, Any] | None, decimals: int, sign: str = "") -> str:
     if found is None:
         return ""
-    value, low, high = (
-        None if found[key] is None else f"{found[key]:{sign},.{decimals}f}"
-        for key in ("value", "low", "high")
-    )
-    return f"{value} [{low}, {high}]" if low is not None else str(value)
+    numbers = [found[key] for key in ("value", "low", "high") if found[key] is not None]
+    value, *ends = (f"{number:{sign},.{decimals}f}" for number in numbers)
+    return f"{value} [{', '.join(ends)}]" if ends else value
 
 
 def _finding(suite: Mapping[str, Any]) -> str:

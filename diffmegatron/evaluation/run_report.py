@@ -67,11 +67,10 @@ def _describe(run_dir: Path, recorded: RecordedRun) -> dict[str, Any]:
     difference = verify_export(export, tokens, training_logits(checkpoint, tokens))
     held_out = [loss for _, loss in recorded.series("valid/loss")]
     speeds = [speed for _, speed in recorded.series("perf/tokens_per_second")]
-    parameters = count_parameters(checkpoint.recipe.model)
     return {
         "title": checkpoint.recipe.model.attention.title,
         "attention": checkpoint.recipe.model.attention.model_dump(mode="json"),
-        "parameters": parameters.total,
+        "parameters": count_parameters(checkpoint.recipe.model).total,
         "tokens": checkpoint.state["step"] * checkpoint.recipe.training.tokens_per_step,
         "loss_first": held_out[0],
         "loss_last": held_out[-1],
