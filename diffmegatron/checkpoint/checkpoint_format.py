@@ -53,10 +53,7 @@ _Steps = Annotated[int, Field(ge=0, le=MAX_STEP)]
 
 
 class _State(BaseModel):
-    """The content of ``state.json``: the fields of :class:`Position`, and three more.
-
-    ``world_size`` is the number of rank files. ``versions`` has the versions of libraries, by name.
-    """
+    """The content of ``state.json``; ``world_size`` is the number of rank files."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 

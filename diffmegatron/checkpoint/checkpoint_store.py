@@ -129,9 +129,7 @@ class CheckpointStore:
 def prunable(steps: Sequence[int], keep_last: int, keep_every: int | None) -> list[int]:
     """Return the steps whose checkpoints a retention policy removes.
 
-    Args:
-        steps: steps of complete checkpoints, ascending.
-        keep_last: number of newest checkpoints to keep; at least 1.
-        keep_every: checkpoints at multiples of this step are also kept.
+    The ``keep_last`` (at least 1) newest of the ascending ``steps`` and multiples of ``keep_every``
+    stay.
     """
     return [step for step in steps[:-keep_last] if keep_every is None or step % keep_every]

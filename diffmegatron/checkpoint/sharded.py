@@ -179,11 +179,9 @@ class ShardedReader:
     def read_box(
         self, kind: str, name: str, offset: tuple[int, ...], shape: tuple[int, ...]
     ) -> Tensor:
-        """Return a box of a tensor in float32.
+        """Return a box of a tensor in float32; ``kind`` is one of :data:`KINDS`.
 
-        Args:
-            kind: one of :data:`KINDS`.
-            offset: first index of the box in the unsharded tensor, per axis.
+        ``offset`` is the first index of the box in the unsharded tensor, per axis.
         """
         whole = self.shape(name)
         if len(shape) != len(whole) or any(
@@ -271,12 +269,8 @@ def _overlap(box: Box, other: Box) -> tuple[tuple[slice, ...], tuple[slice, ...]
 def check_tiling(places: Sequence[Place], owner: str) -> None:
     """Check that the pieces of one tensor cover every element exactly once.
 
-    Every parallel layout cuts a tensor along the lines of a grid. The boxes must therefore be the
-    cells of a grid, which cannot overlap.
-
-    Args:
-        places: positions of all pieces of the tensor; at least one.
-        owner: name of the checkpoint in error messages.
+    The boxes must be the cells of a grid, because every parallel layout cuts a tensor along such
+    lines. ``owner`` is the name of the checkpoint in error messages.
     """
     boxes: dict[Box, list[Place]] = {}
     for place in places:

@@ -1,7 +1,4 @@
-"""The folders of a recipe's stages within its ``run_dir``.
-
-The stages of a recipe train one after the other, and each stage is a run with its own folder.
-"""
+"""The folders of a recipe's stages in its ``run_dir``; each stage is a run."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -19,9 +16,8 @@ from diffmegatron.own_code import NotImportedError
 class StageFolder:
     """The folder of one stage, or of a run without stages.
 
-    Attributes:
-        name: name of the stage; None for a run without stages.
-        run_dir: ``RUN_DIR/NAME`` for a stage; ``RUN_DIR`` for a run without stages.
+    ``name`` is the stage's name and ``run_dir`` is RUN_DIR/NAME. Without stages, they are None and
+    RUN_DIR.
     """
 
     name: str | None
@@ -39,10 +35,7 @@ def stage_folders(
     """Return the stages of a ``run_dir`` whose folders contain ``marker``, in order of training.
 
     A run without stages has one entry. Stages that start from the same stage are sorted by name.
-
-    Args:
-        marker: name of a file or folder.
-        recipe: file name of the resolved recipe in the folder of a stage.
+    ``recipe`` is the file name of the resolved recipe in the folder of a stage.
     """
     try:
         if (run_dir / marker).exists():

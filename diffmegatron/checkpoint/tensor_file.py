@@ -1,9 +1,9 @@
 """Reader and writer of one safetensors file: 1-D float32 tensors, then 1-D uint8 tensors.
 
-``safetensors.torch.save_file`` is not used. It holds Python's global interpreter lock, which would
-stall training during a background save, and the checksum would need another pass over the file.
-``safetensors.safe_open`` is not used, because it does not return the positions of the tensors. They
-allow one pass over the file for both the checksum and the check that all float32 values are finite.
+The safetensors library is not used. ``save_file`` holds Python's global interpreter lock, which
+would stall training during a background save. ``safe_open`` does not return the positions of the
+tensors. With them, one pass over the file computes the checksum and finds values that are not
+finite.
 """
 
 import json
@@ -54,9 +54,7 @@ class _Header(BaseModel):
 class TensorFile:
     """An opened safetensors file whose header has been checked.
 
-    Attributes:
-        metadata: strings of the header's ``__metadata__``.
-        tensors: header entry of each tensor by name.
+    ``metadata`` has the strings of ``__metadata__``, and ``tensors`` the header entries by name.
     """
 
     def __init__(self, path: Path) -> None:

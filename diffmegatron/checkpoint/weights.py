@@ -40,12 +40,8 @@ def write_checkpoint(
 ) -> Path:
     """Write unsharded weights as a checkpoint from which runs can start; return its directory.
 
-    No process group is needed. The weights of at most one file are in memory at a time.
-
-    Args:
-        weights: name and value of every tensor of the network; stored in float32.
-        run_dir: folder in which the folder ``checkpoints`` is created.
-        position: progress of the run that trained the weights.
+    No process group is needed. The float32 weights of at most one file are in memory at a time.
+    ``position`` is the progress of the run that trained the weights.
     """
     store = CheckpointStore(run_dir)
     directory = store.begin(position.step)
@@ -77,11 +73,8 @@ def _split_into_files(weights: Iterable[tuple[str, Tensor]]) -> Iterator[list[Pi
 def average_checkpoints(run_dir: Path, last: int, out: Path) -> Path:
     """Write the mean weights of the ``last`` newest checkpoints; return the new checkpoint's path.
 
-    The result has only weights. Its step and data position are those of the newest checkpoint. In a
-    run with stages, the checkpoints of the last stage are averaged. Sums are float64.
-
-    Args:
-        out: folder in which ``checkpoints`` is created; it must not contain checkpoints yet.
+    In a run with stages, the checkpoints of the last stage are averaged. Step and data position are
+    those of the newest checkpoint. ``out`` must not contain checkpoints yet.
     """
     if (out / CHECKPOINTS).exists():
         raise UserError(
@@ -129,10 +122,8 @@ def load_network(checkpoint: Checkpoint, recipe: Recipe, parallel_state: Paralle
     """Build this rank's shard of a network for inference, with the weights of a checkpoint.
 
     The weights are rounded to the precision of the run that wrote the checkpoint, except parameters
-    that the kind of attention declares as float32.
-
-    Args:
-        recipe: recipe with the network, and the parallel layout and precision of the inference.
+    that the kind of attention declares as float32. ``recipe`` has the layout and precision of the
+    inference.
     """
     precision = DTYPES[checkpoint.recipe.training.precision]
     network = build_model(recipe, parallel_state, initial_weights=False).eval()

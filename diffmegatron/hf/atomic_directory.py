@@ -17,8 +17,8 @@ from diffmegatron.files import check_utf8, explain_os_errors, format_path
 def atomic_directory(out: Path) -> Iterator[Path]:
     """Yield a temporary directory, which is renamed to ``out`` on success and removed otherwise.
 
-    ``out`` must be new or empty. A running process keeps its temporary directory locked. Unlocked
-    ones for ``out``, which killed processes left behind, are removed first.
+    ``out`` must be new or empty. Temporary directories of killed processes are removed first: a
+    running process keeps its own locked.
     """
     out = out.resolve()
     check_utf8(out)
@@ -52,10 +52,7 @@ def _remove_left(out: Path) -> None:
 
 @contextmanager
 def _locked(directory: Path, *, wait: bool = True) -> Iterator[bool]:
-    """Lock a directory (flock) within the context; yield False if that fails.
-
-    With ``wait``, wait for another process's lock. Some file systems do not support locks.
-    """
+    """Lock a directory (flock) within the context; yield False if that fails."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         try:

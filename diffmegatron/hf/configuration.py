@@ -45,23 +45,21 @@ _FULL = "full_attention"
 # transformers creates lists with an entry per layer, so a huge number would exhaust the memory.
 _MAX_LAYERS = 10_000
 # Kind of RoPE scaling -> {key in a recipe's rope_scaling: key in rope_parameters of config.json}.
-_LLAMA3 = {
-    "low_freq_factor": "low_freq_factor",
-    "high_freq_factor": "high_freq_factor",
-    "original_length": "original_max_position_embeddings",
-}
 _SCALINGS: dict[str, dict[str, str]] = {
     "linear": {"factor": "factor"},
-    "llama3": {"factor": "factor"} | _LLAMA3,
+    "llama3": {
+        "factor": "factor",
+        "low_freq_factor": "low_freq_factor",
+        "high_freq_factor": "high_freq_factor",
+        "original_length": "original_max_position_embeddings",
+    },
 }
 
 
 def to_hf_config(recipe: Recipe, end_of_document: int, dtype: torch.dtype) -> PretrainedConfig:
     """Return the configuration of the Hugging Face class that computes the recipe's network.
 
-    Args:
-        end_of_document: id of the token between training documents, used as bos and eos token.
-        dtype: dtype of the exported weights.
+    ``end_of_document`` is the bos and eos token, and ``dtype`` that of the exported weights.
     """
     model = recipe.model
     described = hugging_face_class(model)
@@ -85,8 +83,8 @@ def to_hf_config(recipe: Recipe, end_of_document: int, dtype: torch.dtype) -> Pr
 def write_config(config: PretrainedConfig, directory: Path) -> None:
     """Write ``config.json`` so that transformers 5 and 4.57 use the same rotary embedding.
 
-    transformers 4.57 ignores ``rope_parameters`` of transformers 5, and would use a theta of
-    10,000. Its own keys ``rope_theta`` and ``rope_scaling`` are therefore added.
+    transformers 4.57 reads ``rope_theta`` and ``rope_scaling`` instead of ``rope_parameters``.
+    Without these keys, it would use a theta of 10,000.
     """
     config.save_pretrained(directory)
     path = directory / CONFIG_NAME
@@ -125,24 +123,18 @@ def network_keys(model: ModelConfig) -> dict[str, Any]:
 def changed_keys(config: PretrainedConfig, recipe: Recipe) -> dict[str, Any]:
     """Return the keys that differ between a pretrained model and a recipe, with recipe values.
 
-    ``max_position_embeddings`` changes only if the run's sequences are longer. The class of
-    ``config`` must be able to compute the recipe's network.
+    ``max_position_embeddings`` changes only if the run's sequences are longer.
     """
-    changed = {
-        key: value
-        for key, value in network_keys(recipe.model).items()
-        if not _has_value(config, key, value)
-    }
+    changed = {}
+    for key, value in network_keys(recipe.model).items():
+        own = getattr(config, key, None)
+        # The pretrained model may have further RoPE parameters.
+        is_rope = key == "rope_parameters"
+        if not (value.items() <= (own or {}).items() if is_rope else own == value):
+            changed[key] = value
     if recipe.training.seq_length > config.max_position_embeddings:
         changed["max_position_embeddings"] = recipe.training.seq_length
     return changed
-
-
-def _has_value(config: PretrainedConfig, key: str, value: Any) -> bool:
-    own = getattr(config, key, None)
-    if key != "rope_parameters":
-        return bool(own == value)
-    return own is not None and bool(value.items() <= own.items())
 
 
 def load_config(folder: Path) -> PretrainedConfig:
@@ -207,7 +199,6 @@ def _check_count(path: Path, values: Mapping[str, Any], key: str, most: int) -> 
 
 
 def _check_code(path: Path, raw: Mapping[str, Any]) -> None:
-    """Refuse a model that needs code from its folder, unless this package has the same code."""
     code = raw.get("auto_map")
     own = [config().auto_map for config, *_ in CLASSES if config.model_type == raw["model_type"]]
     if code is not None and code not in own:
@@ -223,9 +214,9 @@ def _check_rope(path: Path, raw: Mapping[str, Any], rope: Mapping[str, Any]) -> 
     if nested := [key for key, value in rope.items() if isinstance(value, Mapping)]:
         raise _no_equivalent(path, f"{section}.{nested[0]}", rope[nested[0]], "one for all layers")
     kind, share = rope.get("rope_type"), rope.get("partial_rotary_factor", 1)
-    if kind not in ("default", *_SCALINGS):
-        known = ", ".join(("default", *_SCALINGS))
-        raise _no_equivalent(path, f"{section}.rope_type", kind, known)
+    known = ("default", *_SCALINGS)
+    if kind not in known:
+        raise _no_equivalent(path, f"{section}.rope_type", kind, ", ".join(known))
     if share != 1:
         raise _no_equivalent(path, "partial_rotary_factor", share, "1")
     for key in ("rope_theta", *_SCALINGS.get(kind, {}).values()):
@@ -236,10 +227,11 @@ def _check_rope(path: Path, raw: Mapping[str, Any], rope: Mapping[str, Any]) -> 
     # transformers 4 and 5 read these keys at different places, so the values must be equal.
     own = raw.get(section) or {}
     for key in ("rope_theta", "original_max_position_embeddings"):
-        if raw.get(key) is not None and raw[key] != own.get(key, rope.get(key)):
+        within = own.get(key, rope.get(key))
+        if raw.get(key) is not None and raw[key] != within:
             raise UserError(
                 f"{format_path(path)} has {key} {shorten(repr(raw[key]))}, but in {section} it is "
-                f"{shorten(repr(own.get(key, rope.get(key))))}; keep one of the two"
+                f"{shorten(repr(within))}; keep one of the two"
             )
 
 
@@ -251,12 +243,7 @@ def _no_equivalent(path: Path, field: str, value: object, known: str) -> UserErr
 
 
 def model_section(config: PretrainedConfig, vocab_padding: int) -> dict[str, Any]:
-    """Return the section ``model`` of a recipe that describes a pretrained model's network.
-
-    Args:
-        config: configuration from :func:`read_config`.
-        vocab_padding: number of padding rows to add to the embedding.
-    """
+    """Return the section ``model`` of a recipe for a configuration from :func:`read_config`."""
     values = config.to_dict()
     model_type, rope = values["model_type"], values["rope_parameters"]
     variant = of_model_type(model_type)

@@ -37,22 +37,14 @@ _SAMPLE = (
 def export_checkpoint(
     directory: Path, out: Path, *, verify: bool = True, tokens: Tensor | None = None
 ) -> Verified | None:
-    """Write a checkpoint as Hugging Face files and compare the logits of both models.
+    """Write a checkpoint as Hugging Face files; compare the logits of both models.
+
+    After an error, nothing is written to ``out``.
 
     Args:
-        directory: directory of the checkpoint, which may have any parallel layout.
-        out: directory to create.
-        verify: whether to compare the logits of ``transformers`` and of the training network. Both
-            models must fit into this process's memory in float32.
+        directory: directory of the checkpoint.
+        verify: whether to compare. Both models must then fit into this process's memory in float32.
         tokens: ids [b, s] for the comparison, at most 256; None: the ids of a short built-in text.
-
-    Returns:
-        The comparison; None without ``verify``.
-
-    Raises:
-        UserError: the checkpoint is unusable, Hugging Face cannot compute this network, ``out``
-            exists and is not empty, or the logits differ too much. Nothing is then written to
-            ``out``.
     """
     transformers_logging.disable_progress_bar()
     # This verifies the checksums. In the comparison, both models would have the damaged weights.
@@ -100,10 +92,10 @@ def export_checkpoint(
 def _rounded_differently(
     recipe: Recipe, dtype: torch.dtype, original: Original | None, step: int
 ) -> torch.dtype:
-    """Return the key of ``TOLERANCE`` for comparing the export with the training network.
+    """Return the key of ``TOLERANCE`` for the comparison.
 
-    It is float32 if the export only rearranges weights, so that both networks have equal weights.
-    In all other cases it is the coarser of the run's ``dtype`` and the exported dtype.
+    It is float32 if the export only rearranges weights, and otherwise the coarser of the dtypes of
+    the run and the export.
     """
     is_folded = recipe.model.lora is not None or any(
         rule.folds for rule in table(recipe.model, step)
@@ -115,10 +107,7 @@ def _rounded_differently(
 
 
 def _likely_cause(recipe: Recipe) -> str:
-    """Return a likely cause of different logits as text; "" if none is known.
-
-    A user's kind of attention may inherit an export, although it computes something else.
-    """
+    """Return a likely cause of different logits as text; empty if none is known."""
     kind, inherited = recipe.model.attention.kind, recipe.model.attention.inherited_export
     if inherited is None:
         return ""
@@ -146,15 +135,10 @@ def merged_weights(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
 
 @torch.no_grad()
 def training_logits(checkpoint: Checkpoint, tokens: Tensor) -> Tensor:
-    """Return the logits that the Megatron network computes with a checkpoint's weights.
+    """Return float32 logits [b, s, tokens] of the Megatron network for ids [b, s], on the CPU.
 
-    The weights are rounded to the precision of the run, and the arithmetic is float32.
-
-    Args:
-        tokens: ids [b, s].
-
-    Returns:
-        float32 [b, s, vocabulary size without padding], on the CPU.
+    The weights are rounded to the precision of the run, and the arithmetic is float32. Padding of
+    the vocabulary is dropped.
     """
     recipe = checkpoint.recipe
     # On a GPU, the Triton kernels compute float32 products in TF32, which exceeds the tolerance.

@@ -15,8 +15,7 @@ from diffmegatron.files import format_path, read_json, shorten
 from diffmegatron.hf.atomic_directory import atomic_directory
 from diffmegatron.hf.configuration import model_section, read_config
 from diffmegatron.hf.export_checkpoint import sample, training_logits
-from diffmegatron.hf.pretrained_files import keep_original
-from diffmegatron.hf.pretrained_weights import Source
+from diffmegatron.hf.pretrained_files import Source, keep_original
 from diffmegatron.hf.tokenizer import CONFIG
 from diffmegatron.hf.weight_mapping import from_hf, table
 from diffmegatron.hf.write_export import SUMMATION, Verified, verify_export
@@ -43,11 +42,10 @@ def import_model(
     Args:
         folder: folder of the model, with ``config.json``, safetensors files, ``tokenizer.json`` and
             ``tokenizer_config.json``.
-        out: directory to create.
         vocab_multiple: the embedding and the output layer are padded to a multiple of this number
             of rows, so that tensor-parallel ranks can shard them. Exports have no padding rows.
         verify: whether to compare the logits of ``transformers`` and of the training network. Both
-            models must fit into this process's memory in float32.
+            models must then fit into this process's memory in float32.
 
     Returns:
         The comparison; None without ``verify``.
@@ -89,11 +87,8 @@ def import_model(
 def _recipe(section: dict[str, Any], source: Source, length: int, out: Path, name: str) -> Recipe:
     """Return a recipe of the model, which recipes of other runs extend.
 
-    The data sources, number of steps, batch size and learning rate are placeholders.
-
-    Args:
-        section: section ``model`` of the recipe.
-        name: name of the recipe in error messages.
+    Its data sources, number of steps, batch size and learning rate are placeholders. ``name`` is
+    the name of the recipe in error messages.
     """
     out = out.resolve()
     values = {

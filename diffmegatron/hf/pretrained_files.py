@@ -1,50 +1,217 @@
-"""Files of the pretrained model that a run started from: config.json, tokenizer and dtypes.
+"""Files of a pretrained model: its tensors, and what exports of runs that start from it keep.
 
-``diffmegatron import`` writes them into a folder, which becomes ``data.tokenizer`` of the recipe.
-Only a folder from an import has ``dtypes.json``.
+Exports keep config.json, the tokenizer and the dtypes. ``diffmegatron import`` copies these files
+into a folder, which becomes ``data.tokenizer`` of the recipe.
 """
 
+import re
 import shutil
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from pydantic import BaseModel, ConfigDict
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
 from transformers import CONFIG_NAME, PretrainedConfig
-from transformers.utils import GENERATION_CONFIG_NAME
+from transformers.utils import (
+    GENERATION_CONFIG_NAME,
+    SAFE_WEIGHTS_INDEX_NAME,
+    SAFE_WEIGHTS_NAME,
+)
 
-from diffmegatron.attention.variants.hugging_face import HuggingFace
+from diffmegatron.attention.variants.hugging_face import HuggingFace, WeightRule
 from diffmegatron.config.schema import Recipe
-from diffmegatron.files import explain_os_errors, format_path, read_json
+from diffmegatron.errors import UserError
+from diffmegatron.files import explain_os_errors, file_size, format_path, read_json, shorten
 from diffmegatron.hf.configuration import changed_keys, read_config, write_config
-from diffmegatron.hf.pretrained_weights import DTYPES, Source
 from diffmegatron.hf.tokenizer import copy_tokenizer
 
 DTYPES_NAME = "dtypes.json"
-_Name = Literal["F16", "BF16", "F32"]
+_DtypeName = Literal["F16", "BF16", "F32"]
+DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
+# RoPE buffers that old files contain. They are not weights, and transformers ignores them too.
+_BUFFER = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
+_EMBEDDING, _OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
+_PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}\.safetensors")
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+
+
+class Stored(NamedTuple):
+    """Description of a tensor from its safetensors file; ``dtype`` is a name such as BF16."""
+
+    path: Path
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class _Index(BaseModel):
+    """Content of ``model.safetensors.index.json``: tensor name -> file name."""
+
+    weight_map: dict[str, str]
+
+
+class Source:
+    """Tensors in a pretrained model's folder.
+
+    The constructor reads only the headers of the files, and compares them with the index.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.tensors: dict[str, Stored] = {}
+        index = _read_index(folder)
+        for file in sorted(set(index.values())) if index else [SAFE_WEIGHTS_NAME]:
+            for name, stored in _read_header(folder / file):
+                if name in self.tensors:
+                    raise UserError(
+                        f"{format_path(stored.path)} and {self.tensors[name].path.name} both hold "
+                        f"{shorten(name)}; each tensor must be in one file"
+                    )
+                self.tensors[name] = stored
+        if not self.tensors:
+            raise UserError(
+                f"{format_path(folder / SAFE_WEIGHTS_NAME)} contains no tensor; copy it again"
+            )
+        for name, file in index.items():
+            if name not in self.tensors or self.tensors[name].path.name != file:
+                raise UserError(
+                    f"{format_path(folder / file)} lacks {shorten(name)}, which "
+                    f"{SAFE_WEIGHTS_INDEX_NAME} lists for it; copy both again"
+                )
+
+    @property
+    def usual_dtype(self) -> str:
+        """Name of the most frequent dtype, such as BF16."""
+        return Counter(stored.dtype for stored in self.tensors.values()).most_common(1)[0][0]
+
+    def check(self, rules: Iterable[WeightRule], *, tied: bool) -> None:
+        """Check that the files contain exactly the tensors of the network in ``config.json``.
+
+        If the embedding is also the output layer (``tied``), the files may contain both matrices.
+        They must then be equal.
+        """
+        config, left = "config.json", set(self.tensors)
+        for name, shape in (item for rule in rules for item in rule.theirs.items()):
+            stored = self.tensors.get(name)
+            if stored is None:
+                raise UserError(
+                    f"{format_path(self.folder)} has no tensor {name}, which its {config} requires"
+                )
+            if stored.shape != shape:
+                raise UserError(
+                    f"{format_path(stored.path)} has {name} with shape {list(stored.shape)}; "
+                    f"{config} requires {list(shape)}"
+                )
+            if stored.dtype not in DTYPES:
+                raise UserError(
+                    f"{format_path(stored.path)} has {name} in {stored.dtype}; only "
+                    f"{', '.join(DTYPES)} can be imported"
+                )
+            left.remove(name)
+        copies = {_OUTPUT} if tied else set()
+        if unknown := sorted(n for n in left - copies if not _BUFFER.fullmatch(n)):
+            raise UserError(
+                f"{format_path(self.tensors[unknown[0]].path)} has {shorten(unknown[0])}, which is "
+                f"not a tensor of the model in {config}"
+            )
+        if left & copies and not torch.equal(self.read(_OUTPUT), self.read(_EMBEDDING)):
+            raise UserError(
+                f"{format_path(self.tensors[_OUTPUT].path)} has different {_OUTPUT} and "
+                f"{_EMBEDDING}, and {config} ties them (tie_word_embeddings)"
+            )
+
+    def stream(self, rules: Iterable[WeightRule]) -> Iterator[tuple[str, Tensor]]:
+        """Yield the name and stored value of each tensor in the order of ``rules``.
+
+        Raises:
+            UserError: a file cannot be read, or a tensor has NaN or infinite values.
+        """
+        for name in (name for rule in rules for name in rule.theirs):
+            tensor = self.read(name)
+            if not tensor.isfinite().all():
+                raise UserError(
+                    f"{format_path(self.tensors[name].path)} has values in {name} that are not "
+                    "finite; training cannot start from it"
+                )
+            yield name, tensor
+
+    def read(self, name: str) -> Tensor:
+        """Return the values of a tensor in its stored dtype."""
+        path = self.tensors[name].path
+        try:
+            with safe_open(path, framework="pt") as file:
+                return file.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise _unreadable(path, error) from None
+
+
+def _read_index(folder: Path) -> Mapping[str, str]:
+    """Return the index, tensor name -> file name; empty for a model in one file."""
+    if (folder / SAFE_WEIGHTS_NAME).exists():
+        return {}
+    path = folder / SAFE_WEIGHTS_INDEX_NAME
+    if not path.exists():
+        raise _no_weights(folder)
+    index: dict[str, str] = read_json(path, _Index).weight_map
+    bad = next((file for file in index.values() if not _PLAIN.fullmatch(file)), None)
+    if bad is not None or not index:
+        raise UserError(
+            f"{format_path(path)} is damaged: its weight_map must have a .safetensors file of its "
+            f"folder for each tensor{'' if bad is None else f', not {shorten(repr(bad))}'}"
+        )
+    return index
+
+
+def _no_weights(folder: Path) -> UserError:
+    pickles = sorted(path.name for kind in _PICKLES for path in folder.glob(kind))
+    if pickles:
+        return UserError(
+            f"{format_path(folder)} has its weights in {shorten(pickles[0])}, a pickle, which can "
+            "run any program when it is read; convert them to safetensors"
+        )
+    return UserError(
+        f"{format_path(folder)} has neither {SAFE_WEIGHTS_NAME} nor {SAFE_WEIGHTS_INDEX_NAME}; "
+        "give the folder of a Hugging Face model"
+    )
+
+
+def _read_header(path: Path) -> Iterator[tuple[str, Stored]]:
+    file_size(path)  # raises a clear error if the file is missing or not regular
+    try:
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 - The file cannot be iterated.
+                tensor = file.get_slice(name)
+                yield name, Stored(path, tuple(tensor.get_shape()), tensor.get_dtype())
+    except (SafetensorError, OSError) as error:
+        raise _unreadable(path, error) from None
+
+
+def _unreadable(path: Path, error: Exception) -> UserError:
+    return UserError(
+        f"{format_path(path)} is not a complete safetensors file ({shorten(str(error))}); copy it "
+        "again"
+    )
 
 
 class Dtypes(BaseModel):
-    """Content of ``dtypes.json``, in the notation of safetensors.
+    """Content of ``dtypes.json``; dtypes are named as in safetensors, such as BF16.
 
-    Attributes:
-        usual: most frequent dtype of the model's tensors.
-        others: name of each tensor with another dtype -> its dtype.
+    ``usual`` is the most frequent dtype. ``others`` has the dtype of all other tensors, by name.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    usual: _Name
-    others: dict[str, _Name]
+    usual: _DtypeName
+    others: dict[str, _DtypeName]
 
 
 @dataclass(frozen=True)
 class Original:
-    """Configuration and dtypes of the pretrained model that a run started from.
-
-    ``folder`` contains them as ``config.json`` and ``dtypes.json``, and the tokenizer.
-    """
+    """Files of the pretrained model that a run started from, in ``folder``."""
 
     folder: Path
     config: PretrainedConfig
@@ -60,17 +227,11 @@ class Original:
         return DTYPES[self.dtypes.others.get(name, self.dtypes.usual)]
 
     def can_compute(self, described: HuggingFace) -> bool:
-        """Return whether the pretrained model's class can compute a kind of attention.
-
-        ``described`` is the Hugging Face class with which this kind of attention is exported.
-        """
+        """Return whether the model's class computes what the class ``described`` does."""
         return self.config.model_type in (described.model_type, *described.also)
 
     def write_config(self, recipe: Recipe, directory: Path) -> None:
-        """Write ``config.json``, changed where the recipe differs from the pretrained model.
-
-        ``generation_config.json`` is copied if the model has one.
-        """
+        """Write ``config.json`` with the recipe's changes; copy ``generation_config.json``."""
         if changed := changed_keys(self.config, recipe):
             config = type(self.config).from_dict(self.config.to_dict() | changed)
             write_config(config, directory)
@@ -97,10 +258,7 @@ def keep_original(source: Source, folder: Path) -> None:
 
 
 def find_original(recipe: Recipe) -> Original | None:
-    """Return the files of the pretrained model that a run started from.
-
-    Return None if the recipe's tokenizer folder is not from ``diffmegatron import``.
-    """
+    """Return the pretrained model that a run started from, or None."""
     folder = Path(recipe.data.tokenizer)
     if not (folder / DTYPES_NAME).is_file():
         return None

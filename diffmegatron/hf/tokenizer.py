@@ -66,23 +66,16 @@ SAMPLE = (
 def write_tokenizer(
     tokenizer: Tokenizer, seq_length: int, directory: Path, *, chat: bool = False
 ) -> None:
-    """Write ``tokenizer.json`` and ``tokenizer_config.json``, and check the result.
+    """Write and check ``tokenizer.json`` and ``tokenizer_config.json``.
 
-    A tiktoken encoding is converted. The tokenizer files of a Hugging Face folder are copied. If a
-    copied tokenizer has other ids than in training, a warning is logged, and a chat gets no
-    template.
+    A tiktoken encoding is converted, and must have the same ids and texts for samples. The files of
+    a Hugging Face folder are copied. If they have other ids than in training, a warning is logged,
+    and there is no chat template.
 
     Args:
-        tokenizer: tokenizer of the run. In a converted tokenizer, the end-of-document token is also
-            the bos, eos and padding token.
         seq_length: maximum length of a text in tokens, which a converted tokenizer records.
-        directory: an existing directory with ``config.json``. ``AutoTokenizer`` chooses the
-            tokenizer class by the model type in this file.
+        directory: directory with ``config.json``, by which ``AutoTokenizer`` chooses its class.
         chat: whether to add the template of :mod:`diffmegatron.hf.chat_template`.
-
-    Raises:
-        UserError: the tokenizer is neither a tiktoken encoding nor from a Hugging Face folder, or a
-            converted tokenizer produces other ids or other text for a sample.
     """
     if isinstance(tokenizer, HuggingFaceTokenizer):
         _write_copied(tokenizer, directory, chat=chat)
@@ -127,7 +120,6 @@ def _write_copied(tokenizer: HuggingFaceTokenizer, directory: Path, *, chat: boo
         config.pop("chat_template", None)
         for template in directory.glob("chat_template.*"):
             template.unlink()
-        _write_config(config, directory)
         if _give_template(tokenizer, config, directory):
             return
         shutil.copyfile(tokenizer.folder / "tokenizer.json", directory / "tokenizer.json")

@@ -21,9 +21,7 @@ Weights = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 def table(model: ModelConfig, step: int = 0) -> tuple[WeightRule, ...]:
     """Return the rules of all weights of the model.
 
-    Args:
-        model: section ``model`` of the recipe.
-        step: training step of the weights, on which a factor of some kinds of attention depends.
+    A factor of some kinds of attention depends on ``step``, the training step of the weights.
     """
     hugging_face_class(model)
     norm = (model.hidden_size,)
@@ -55,10 +53,7 @@ def table(model: ModelConfig, step: int = 0) -> tuple[WeightRule, ...]:
 def _check_own_parameters(
     attention: Variant, hidden_size: int, rules: list[WeightRule], ours: str
 ) -> None:
-    """Refuse a kind of attention that declares a parameter for which it has no rule.
-
-    ``ours`` is the prefix of the names of the attention's weights in our network.
-    """
+    """Refuse a kind of attention that declares a parameter for which it has no rule."""
     known = {name for rule in rules for name in rule.ours}
     own = [each.name for each in attention.parameters(hidden_size)]
     if left_out := [name for name in own if f"{ours}.{name}" not in known]:
@@ -105,11 +100,6 @@ def to_hf(weights: Weights, model: ModelConfig, step: int = 0) -> Iterator[tuple
     """Convert our weights to Hugging Face's; yield a name and tensor once its inputs are read.
 
     The dtype is that of our weight, or float32 or float64 if another weight is folded into it.
-
-    Args:
-        weights: all unsharded weights of the model with their names, in any order.
-        model: section ``model`` of the recipe.
-        step: training step of the weights, as for :func:`table`.
     """
     lines = ((rule.ours, rule.theirs, rule.to_hf) for rule in table(model, step))
     return _convert(weights, lines)
@@ -118,12 +108,8 @@ def to_hf(weights: Weights, model: ModelConfig, step: int = 0) -> Iterator[tuple
 def from_hf(weights: Weights, model: ModelConfig) -> Iterator[tuple[str, Tensor]]:
     """Convert Hugging Face's weights to ours; yield the name and tensor of each of our weights.
 
-    If the export folds the weight of the headwise norm into the output projection, the import sets
-    the weight of our norm to ones.
-
-    Args:
-        weights: all weights of Hugging Face's network with their names, in any order.
-        model: section ``model`` of the recipe.
+    If the export folds the weight of the headwise norm into the output projection, the weight of
+    our norm becomes ones.
     """
     lines = ((rule.theirs, rule.ours, rule.from_hf) for rule in table(model))
     return _convert(weights, lines)

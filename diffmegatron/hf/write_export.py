@@ -81,19 +81,16 @@ def write_export(
     Args:
         weights: unsharded weights with Megatron's names, in any order. A generator is read one
             weight at a time.
-        recipe: recipe of the run that trained the weights.
-        tokenizer: tokenizer of the run.
-        out: directory to create; an empty directory may exist.
         dtype: dtype of the stored weights. Weights that must not be rounded, such as lambda
             vectors, are float32. (DiffLlama's ``from_pretrained`` rounds them when it loads in
-            bf16; no configuration prevents that.)
-        original: files of the pretrained model that the run started from. If its class can compute
-            the recipe's attention, the export has its class, its configuration with the recipe's
-            changes, and its dtypes. Otherwise ``original`` is ignored.
+            bf16.)
+        original: pretrained model that the run started from. If its class can compute the recipe's
+            attention, the export has its class, its dtypes, and its configuration with the recipe's
+            changes.
         step: training step of the weights. In some kinds of attention, a factor depends on it.
         chat: whether to add a chat template to the tokenizer, for a run trained on chats.
-        max_shard_bytes: maximum size of a safetensors file, and of the weights that the writer has
-            in memory. A single larger weight gets a file of its own.
+        max_shard_bytes: maximum size of a safetensors file, and of the weights in memory. A single
+            larger weight gets a file of its own.
         verify: check of the complete directory; an error prevents the export.
     """
     described = hugging_face_class(recipe.model)
@@ -206,7 +203,7 @@ def verify_export(directory: Path, tokens: Tensor, expected: Tensor) -> LogitDif
     """Load a Hugging Face model as a user would, in fp32 on the CPU, and compare its logits.
 
     Args:
-        directory: directory that :func:`write_export` wrote, or a pretrained model to import.
+        directory: an export, or a pretrained model to import.
         tokens: ids [batch, length]; at most ``MAX_VERIFY_TOKENS`` in total.
         expected: logits of the training model, [batch, length, vocab_size].
     """

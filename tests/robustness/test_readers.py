@@ -40,8 +40,7 @@ from diffmegatron.evaluation.result_file import RecordFile
 from diffmegatron.evaluation.targets import find_targets
 from diffmegatron.files import read_json, write_sealed
 from diffmegatron.hf.configuration import model_section, read_config
-from diffmegatron.hf.pretrained_files import DTYPES_NAME, Dtypes, keep_original
-from diffmegatron.hf.pretrained_weights import Source
+from diffmegatron.hf.pretrained_files import DTYPES_NAME, Dtypes, Source, keep_original
 from diffmegatron.hf.tokenizer import convert
 from diffmegatron.hf.weight_mapping import table
 from diffmegatron.training.monitoring.metrics import MetricsWriter, read_metrics

@@ -16,8 +16,8 @@ require_version("transformers>=4.57")
 class DiffBaseConfig(PretrainedConfig):
     """Configuration with Llama's keys, except those for biases and dropout.
 
-    A subclass sets ``AUTO_MAP``, and the keys of its attention before it calls this constructor,
-    which checks them. The arguments are those of ``LlamaConfig``.
+    A subclass sets ``AUTO_MAP``. It sets the keys of its attention before it calls this
+    constructor, which checks them.
     """
 
     AUTO_MAP: ClassVar[dict[str, str]] = {}
@@ -94,14 +94,10 @@ class DiffBaseConfig(PretrainedConfig):
 
 
 class NoiseHeadsConfig(DiffBaseConfig):
-    """Configuration of attention whose query heads are h signal heads and h / r noise heads.
+    """Configuration of attention with h signal heads and h / r noise heads.
 
     The output of a noise head, multiplied by lambda, is subtracted from the outputs of r signal
-    heads.
-
-    Args:
-        num_attention_heads: number of all query heads, h + h / r.
-        signal_per_noise: r, number of signal heads that share a noise head.
+    heads. ``num_attention_heads`` counts all query heads, h + h / r. ``signal_per_noise`` is r.
     """
 
     # Grouped attention has no plan, because a rank's rows of q_proj and k_proj are not contiguous.

@@ -10,8 +10,7 @@ class DiffV2Config(NoiseHeadsConfig):
     """Llama's configuration with the additional key ``signal_per_noise``.
 
     Args:
-        num_attention_heads: number of all query heads, h + h / r. Caches and serving engines use
-            this key as the number of heads of the attention call.
+        num_attention_heads: number of query heads in the attention call, h + h / r.
         signal_per_noise: r, number of signal heads that share a noise head.
         num_key_value_heads: number of key heads, and also of value heads. It must divide h / r.
         kwargs: Llama's keys, such as ``hidden_size``, and arguments of ``PretrainedConfig``.

@@ -81,11 +81,8 @@ class DiffV2Attention(LlamaAttention):
     def _combine(self, attended: Tensor, logits: Tensor) -> Tensor:
         """Return signal - sigmoid(logits) * noise of all h signal heads, [b, s, h * head_dim].
 
-        The computation and the result are in at least float32.
-
-        Args:
-            attended: outputs of all query heads, [b, s, h + h / r, head_dim].
-            logits: output of ``lambda_proj``, [b, s, h].
+        ``attended`` has all query heads, [b, s, h + h / r, head_dim]. ``logits`` is the output of
+        ``lambda_proj``, [b, s, h]. The result is at least float32.
         """
         wide = torch.promote_types(attended.dtype, torch.float32)
         groups = attended.to(wide).unflatten(-2, (-1, self.signal_per_noise + 1))

@@ -146,19 +146,16 @@ class GroupedDiffAttention(LlamaAttention):
         attention_mask: Tensor | None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Compute softmax attention of the signal heads, or of the noise heads.
+        """Return attention [b, s, heads, 2d] of signal or noise heads, and softmax maps or None.
 
-        There is one call for each half of the values' 2d channels, because fast attention functions
-        need values with as many channels as the keys.
+        Fast attention functions need values with as many channels as the keys, so each half of the
+        values has its own call.
 
         Args:
             module: ``self`` for the signal heads, ``self.noise`` for the noise heads.
             query: [b, heads, s, d].
             key: [b, h_kv, t, d].
             value_halves: first and last d channels of the values, [b, h_kv, t, d] each.
-
-        Returns:
-            The output [b, s, heads, 2d], and the softmax maps, or None if they are not available.
         """
         attend = attention_function(self.config)
         options = {**kwargs, "dropout": 0.0, "scaling": self.scaling}
@@ -170,11 +167,7 @@ class GroupedDiffAttention(LlamaAttention):
     def _combine(self, signal: Tensor, noise: Tensor) -> Tensor:
         """Return signal - lambda * noise after the headwise norm, if any, [b, s, h, 2d].
 
-        The computation and the result are in at least float32.
-
-        Args:
-            signal: outputs of the signal heads, [b, s, h, 2d].
-            noise: outputs of the noise heads, [b, s, h / r, 2d].
+        The signal is [b, s, h, 2d] and the noise [b, s, h / r, 2d]. The result is at least float32.
         """
         wide = torch.promote_types(signal.dtype, torch.float32)
         groups = signal.to(wide).unflatten(-2, (-1, self.signal_per_noise))
