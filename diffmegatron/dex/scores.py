@@ -5,8 +5,6 @@ sequences of a microbatch, heads of width d.
 """
 
 import math
-from abc import ABC, abstractmethod
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -28,93 +26,64 @@ _QUERIES = 256
 Sums = dict[int, Tensor]
 """Layer -> sum of each head's scores over this rank's share of the text, float64 [heads].
 
-The layers are those of this rank's pipeline stage, numbered from 1 over all stages. The heads are
-those of this rank.
+Layers are numbered from 1 over all pipeline stages. A score is the total of the sums over all data-
+and context-parallel ranks, divided by the total of the divisors that these functions also return.
 """
 
 
-class Score(ABC):
-    """Method to score the attention heads of a model; DEX extends heads with the best scores.
+def entropy_sums(
+    network: Network, microbatches: Sequence[Batch], parallel_state: ParallelState
+) -> tuple[Sums, float]:
+    """Return the sums of each head's attention entropies in nats, and the number of queries.
 
-    ``highest`` is True if the highest scores are the best, and False if the lowest are.
+    With context parallelism, a rank computes the entropies of some blocks of the whole sequence.
+    Only the totals over all ranks have the same queries.
     """
+    total: Sums = {}
 
-    highest: bool
+    def observe(layer: SelfAttention, query: Tensor, key: Tensor, ends: Tensor | None) -> None:
+        _add(total, layer, _sum_entropies(query, key, ends, layer))
 
-    @abstractmethod
-    def sums(
-        self, network: Network, microbatches: Sequence[Batch], parallel_state: ParallelState
-    ) -> tuple[Sums, float]:
-        """Return this rank's sums of scores, and its contribution to their divisor.
-
-        The caller adds up both over all data- and context-parallel ranks. The score of a head is
-        its total sum divided by the total contribution.
-        """
+    with _hooked(network, lambda layer: _set_observer(layer, partial(observe, layer))):
+        forward_only(network, microbatches, parallel_state)
+    return total, sum(batch.tokens.numel() for batch in microbatches)
 
 
-class Entropy(Score):
-    """Entropy in nats of a head's attention, averaged over all queries."""
+def gradient_sums(
+    network: Network, microbatches: Sequence[Batch], parallel_state: ParallelState
+) -> tuple[Sums, float]:
+    """Return the importances |dL/dxi| of heads, averaged over sequences (Michel et al., 2019).
 
-    highest = True
-
-    def sums(
-        self, network: Network, microbatches: Sequence[Batch], parallel_state: ParallelState
-    ) -> tuple[Sums, float]:
-        """Return the sums of the entropies over queries, and the number of this rank's queries.
-
-        With context parallelism, a rank computes the entropies of some blocks of the whole
-        sequence. Only the totals over all ranks have the same queries.
-        """
-        total: Sums = defaultdict(partial(torch.zeros, (), dtype=torch.float64))
-
-        def observe(layer: SelfAttention, query: Tensor, key: Tensor, ends: Tensor | None) -> None:
-            total[layer.layer_number] = total[layer.layer_number] + _entropy_sums(
-                query, key, ends, layer
-            )
-
-        with _hooked(network, lambda layer: _set_observer(layer, partial(observe, layer))):
-            forward_only(network, microbatches, parallel_state)
-        return dict(total), sum(batch.tokens.numel() for batch in microbatches)
-
-
-class Gradient(Score):
-    """Importance |dL/dxi| of a head (Michel et al., 2019), averaged over sequences.
-
-    xi is a factor of value 1 that multiplies the head's output, and L is the mean loss of a
-    sequence. The backward pass also computes the gradients of the weights, which need memory.
+    xi = 1 is a factor of a head's output, and L is the mean loss of a sequence. The sums are
+    already divided by the number of sequences of all ranks, so the divisors of all ranks add up to
+    1. The backward pass also computes the gradients of the weights, which need memory.
     """
+    total: Sums = {}
 
-    highest = False
+    def add(layer: SelfAttention, heads: Tensor, gradient: Tensor) -> None:
+        by_head = (heads.double() * gradient.double()).unflatten(
+            2, (-1, layer.variant.heads.head_dim)
+        )
+        by_sequence = by_head.sum((0, 3))
+        # The importance is the absolute value of a sum over the whole sequence, of which each
+        # context-parallel rank has only a share.
+        distributed.all_reduce(by_sequence, group=layer.context_group)
+        _add(total, layer, by_sequence.abs().sum(0).cpu())
 
-    def sums(
-        self, network: Network, microbatches: Sequence[Batch], parallel_state: ParallelState
-    ) -> tuple[Sums, float]:
-        """Return this rank's sums of the importances, and its contribution to their divisor.
+    with _hooked(network, lambda layer: _add_gradient_hook(layer, partial(add, layer))):
+        forward_backward(_EngineWithoutOptimizer(network), microbatches, parallel_state)
+    network.zero_grad(set_to_none=True)
+    # The loss is a mean over the global batch. `scale` removes two factors: forward_backward
+    # multiplies the loss by the number of data- and context-parallel ranks, and every
+    # context-parallel rank has added the importance of the whole sequence.
+    ranks = parallel_state.data_size * parallel_state.context_size
+    scale = 1 / (ranks * parallel_state.context_size)
+    return {layer: value * scale for layer, value in total.items()}, 1 / ranks
 
-        The sums are already divided by the number of sequences of all ranks, so the contributions
-        of all ranks add up to 1.
-        """
-        total: Sums = defaultdict(partial(torch.zeros, (), dtype=torch.float64))
 
-        def add(layer: SelfAttention, heads: Tensor, gradient: Tensor) -> None:
-            by_head = (heads.double() * gradient.double()).unflatten(
-                2, (-1, layer.variant.heads.head_dim)
-            )
-            by_sequence = by_head.sum((0, 3))
-            # The importance is the absolute value of a sum over the whole sequence, of which each
-            # context-parallel rank has only a share.
-            distributed.all_reduce(by_sequence, group=layer.context_group)
-            total[layer.layer_number] = total[layer.layer_number] + by_sequence.abs().sum(0).cpu()
-
-        with _hooked(network, lambda layer: _add_gradient_hook(layer, partial(add, layer))):
-            forward_backward(_EngineWithoutOptimizer(network), microbatches, parallel_state)
-        network.zero_grad(set_to_none=True)
-        # The loss is a mean over the global batch. `scale` removes two factors: forward_backward
-        # multiplies the loss by the number of data- and context-parallel ranks, and every
-        # context-parallel rank has added the importance of the whole sequence.
-        ranks = parallel_state.data_size * parallel_state.context_size
-        scale = 1 / (ranks * parallel_state.context_size)
-        return {layer: value * scale for layer, value in total.items()}, 1 / ranks
+def _add(total: Sums, layer: SelfAttention, values: Tensor) -> None:
+    number = layer.layer_number
+    total[number] = total[number] + values if number in total else values
 
 
 class _EngineWithoutOptimizer:
@@ -163,7 +132,7 @@ def _add_gradient_hook(
 
 
 @torch.no_grad()
-def _entropy_sums(
+def _sum_entropies(
     query: Tensor, key: Tensor, documents: Tensor | None, layer: SelfAttention
 ) -> Tensor:
     """Return the sums of the entropies over this rank's share of the queries, float64 [heads].

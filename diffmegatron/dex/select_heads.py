@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+from matplotlib.figure import Figure
 from torch import distributed
 
 from diffmegatron.attention.variants.dex import HeadsFile, SelectedOn
@@ -16,10 +17,9 @@ from diffmegatron.checkpoint.weights import load_network
 from diffmegatron.config.load import check_recipe, load_resolved
 from diffmegatron.config.parallel_config import ParallelConfig, RecomputeConfig
 from diffmegatron.config.schema import Recipe
-from diffmegatron.dex.picture import draw_scores
-from diffmegatron.dex.scores import Entropy, Gradient, Sums
+from diffmegatron.dex.scores import Sums, entropy_sums, gradient_sums
 from diffmegatron.errors import UserError
-from diffmegatron.files import format_path, os_error_text, write_durably
+from diffmegatron.files import format_path, os_error_text, write_durably, write_picture
 from diffmegatron.parallel.launcher import read_launch
 from diffmegatron.parallel.parallel_state import ParallelState, process_groups
 from diffmegatron.training.compute.batches import on_this_rank, open_loader
@@ -28,7 +28,12 @@ from diffmegatron.yaml_documents import dump_yaml
 
 Method = Literal["entropy", "gradient"]
 Scores = list[list[float]]
-METHODS = {"entropy": Entropy(), "gradient": Gradient()}
+# Name of a method -> its function, and whether the heads with the highest scores are the best.
+METHODS = {"entropy": (entropy_sums, True), "gradient": (gradient_sums, False)}
+_LABELS = {
+    "entropy": "attention entropy, nats",
+    "gradient": r"importance $|\partial L / \partial \xi_h|$",
+}
 
 
 def select_heads(
@@ -70,14 +75,12 @@ def select_heads(
         network = load_network(checkpoint, recipe, parallel_state)
         network.at_step(step)
         batches = open_loader(recipe, parallel_state, "train").read_step(0)
-        measured = METHODS[method].sums(
-            network, on_this_rank(batches, parallel_state), parallel_state
-        )
+        score, highest = METHODS[method]
+        measured = score(network, on_this_rank(batches, parallel_state), parallel_state)
         scores = _gather_scores(*measured, parallel_state)
         if not parallel_state.is_main:
             return None
         fingerprint = checkpoint.fingerprint()
-    highest = METHODS[method].highest
     heads = [select_layer_heads(of_layer, share, highest=highest) for of_layer in scores]
     made_on = SelectedOn(num_layers=len(scores), num_heads=len(scores[0]), fingerprint=fingerprint)
     file = HeadsFile.model_validate(
@@ -132,27 +135,27 @@ def _calibration_recipe(
     return check_recipe(values, format_path(saved), overrides)
 
 
-def _gather_scores(sums: Sums, weight: float, parallel_state: ParallelState) -> Scores:
+def _gather_scores(sums: Sums, divisor: float, parallel_state: ParallelState) -> Scores:
     """Return the score of every head as ``scores[layer][head]``, the same on every rank.
 
     The score of a head is the total of its ``sums`` over all data- and context-parallel ranks,
-    divided by the total of their ``weight``. ``sums`` maps a layer to the sums of this rank's
-    heads.
+    divided by the total of their ``divisor``.
     """
     coordinates = (parallel_state.data_rank, parallel_state.tensor_rank)
     own = {layer: value.tolist() for layer, value in sums.items()}
     ranks: list[tuple] = [() for _ in range(parallel_state.world_size)]
-    distributed.all_gather_object(ranks, (coordinates, own, weight))
+    distributed.all_gather_object(ranks, (coordinates, own, divisor))
+    # (layer, tensor-parallel rank) -> sums of the rank's heads, then their divisor
     parts: dict[tuple[int, int], torch.Tensor] = {}
-    weights: dict[tuple[int, int], float] = {}
     for (_, tensor), of_layers, count in sorted(ranks, key=lambda each: each[0]):
         for layer, values in of_layers.items():
             key = (layer, tensor)
-            parts[key] = parts.get(key, 0) + torch.tensor(values, dtype=torch.float64)
-            weights[key] = weights.get(key, 0) + count
+            part = torch.tensor([*values, count], dtype=torch.float64)
+            parts[key] = parts[key] + part if key in parts else part
     scores: dict[int, list[float]] = {}
-    for key in sorted(parts):
-        scores.setdefault(key[0], []).extend((parts[key] / weights[key]).tolist())
+    for layer, tensor in sorted(parts):
+        part = parts[layer, tensor]
+        scores.setdefault(layer, []).extend((part[:-1] / part[-1]).tolist())
     return list(scores.values())
 
 
@@ -165,8 +168,25 @@ def _write(out: Path, file: HeadsFile, scores: Scores, origin: dict[str, object]
     described = file.model_dump(mode="json") | {"calibration": origin, "scores": scores}
     table, picture = _files_beside(out)
     try:
-        draw_scores(picture, scores, file.heads, file.method)
+        _draw_scores(picture, scores, file.heads, file.method)
         write_durably(table, (json.dumps(described, indent=1) + "\n").encode())
         write_durably(out, dump_yaml(file.model_dump(mode="json")).encode())
     except OSError as error:
         raise UserError(f"cannot write {format_path(out)}: {os_error_text(error)}") from None
+
+
+def _draw_scores(path: Path, scores: Scores, heads: Sequence[Sequence[int]], method: str) -> None:
+    """Draw a colour map of the scores [layers][heads], with dots on the selected heads."""
+    figure = Figure(
+        figsize=(2.5 + 0.25 * len(scores[0]), 1.5 + 0.25 * len(scores)), layout="constrained"
+    )
+    axes = figure.subplots()
+    image = axes.imshow(scores, aspect="auto", cmap="viridis")
+    figure.colorbar(image, ax=axes, label=_LABELS[method])
+    marked = [(head, layer) for layer, selected in enumerate(heads) for head in selected]
+    axes.plot(
+        *zip(*marked, strict=True), "o", color="white", markeredgecolor="black", label="selected"
+    )
+    axes.set(xlabel="head", ylabel="layer", title="Heads that DEX extends (dots)")
+    axes.set_yticks(range(len(scores)), [str(layer + 1) for layer in range(len(scores))])
+    write_picture(path, figure)

@@ -13,12 +13,13 @@ from io import StringIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
+from typing_extensions import override
 
 from diffmegatron.errors import UserError
-from diffmegatron.evaluation.datasets import DataSet, Reader, choose
+from diffmegatron.evaluation.datasets import DATA_DIR, DataSet, Reader, choose
 from diffmegatron.evaluation.requests import Generation, LabelTree
-from diffmegatron.evaluation.suite import Item
+from diffmegatron.evaluation.suite import Item, Record, Suite
 from diffmegatron.evaluation.targets import Target
 from diffmegatron.files import format_path, read_bytes, read_json, read_text, shorten
 from diffmegatron.validation import validated
@@ -136,11 +137,22 @@ TASKS: dict[str, ClassificationTask] = {
 }
 
 
-def check_tasks(names: Sequence[str], data_dir: Path) -> None:
-    """Check that the files of all tasks can be read."""
-    for task in choose(names, TASKS, "task"):
-        task.train.examples(data_dir)
-        task.test.examples(data_dir)
+class ClassificationSuite(Suite):
+    """Base class of suites that classify the test texts of tasks after examples."""
+
+    data_dir: Path = DATA_DIR
+    tasks: tuple[str, ...] = Field(default=tuple(TASKS), min_length=1)
+
+    @override
+    def check(self, target: Target) -> None:
+        for task in choose(self.tasks, TASKS, "task"):
+            task.train.examples(self.data_dir)
+            task.test.examples(self.data_dir)
+
+    @override
+    def unit(self, key: str, record: Record) -> str:
+        """Return the test question, whose items with other examples are not independent."""
+        return f"{record['task']}/{record['question']}"
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from pydantic import AliasChoices, BaseModel
+from pydantic import AliasChoices, BaseModel, Field
 
 from diffmegatron.data.prepare.corpus_readers import find_files, read_records
 from diffmegatron.errors import UserError
@@ -17,6 +17,7 @@ from diffmegatron.validation import validated
 Example = TypeVar("Example")
 Reader = Callable[[Path], Iterator[Example]]
 Named = TypeVar("Named")
+DATA_DIR = Field(description="folder with the files of published data sets")
 _LINES = ".jsonl"
 _OTHER_ENDINGS = (".jsonl.gz", ".jsonl.zst", ".parquet")
 _MAX_ROW_BYTES = 1 << 28
@@ -81,22 +82,14 @@ def json_lines(row: type[Row]) -> Reader[Any]:
     return read
 
 
-def json_list(row: type[Row]) -> Reader[Any]:
-    """Return a reader that parses each entry of the list in a JSON file as the class ``row``."""
+def json_file(schema: Any) -> Reader[Any]:
+    """Return a reader of a JSON file with rows of type ``list[Row]`` or ``dict[str, Row]``."""
 
     def read(path: Path) -> Iterator[Any]:
-        rows: list[Row] = _parsed(path, list[row])  # type: ignore[valid-type]
-        return _examples(enumerate(rows, start=1), path)
-
-    return read
-
-
-def json_table(row: type[Row]) -> Reader[Any]:
-    """Return a reader that parses each value of the object in a JSON file as the class ``row``."""
-
-    def read(path: Path) -> Iterator[Any]:
-        rows: dict[str, Row] = _parsed(path, dict[str, row])  # type: ignore[valid-type]
-        return _examples(rows.items(), path)
+        content = read_bytes(path, max_bytes=_MAX_FILE_BYTES)
+        rows = parse_json(content, schema, format_path(path))
+        for number, row in rows.items() if isinstance(rows, dict) else enumerate(rows, start=1):
+            yield from row.examples(f"{format_path(path)} at row {number}")
 
     return read
 
@@ -117,12 +110,3 @@ def _columns(row: type[Row]) -> Iterator[str]:
     for name, field in row.model_fields.items():
         alias = field.validation_alias
         yield from map(str, alias.choices) if isinstance(alias, AliasChoices) else (name,)
-
-
-def _parsed(path: Path, schema: Any) -> Any:
-    return parse_json(read_bytes(path, max_bytes=_MAX_FILE_BYTES), schema, format_path(path))
-
-
-def _examples(rows: Iterable[tuple[int | str, Row]], path: Path) -> Iterator[Any]:
-    for number, row in rows:
-        yield from row.examples(f"{format_path(path)} at row {number}")

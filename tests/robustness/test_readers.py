@@ -34,9 +34,9 @@ from diffmegatron.data.sampling.array_cache import Cache
 from diffmegatron.data.tokenizers import END_OF_TEXT, load_tokenizer
 from diffmegatron.errors import UserError
 from diffmegatron.evaluation.classification_datasets import TASKS
-from diffmegatron.evaluation.document_datasets import DATASETS
-from diffmegatron.evaluation.math_datasets import BENCHMARKS
 from diffmegatron.evaluation.result_file import RecordFile
+from diffmegatron.evaluation.suites.hallucination import DATASETS
+from diffmegatron.evaluation.suites.math import BENCHMARKS
 from diffmegatron.evaluation.targets import find_targets
 from diffmegatron.files import read_json, write_sealed
 from diffmegatron.hf.configuration import model_section, read_config

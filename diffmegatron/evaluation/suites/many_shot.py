@@ -1,24 +1,21 @@
 """Many-shot classification in context with constrained decoding (Bertsch et al.; Ratner et al.)."""
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from pydantic import Field
 from typing_extensions import override
 
-from diffmegatron.evaluation.classification_datasets import TASKS, EncodedTask, check_tasks
+from diffmegatron.evaluation.classification_datasets import ClassificationSuite, EncodedTask
 from diffmegatron.evaluation.figures import Figure, estimate_measures, plot_curves
 from diffmegatron.evaluation.requests import ItemGenerator
-from diffmegatron.evaluation.suite import Item, Mean, Record, Records, Suite
+from diffmegatron.evaluation.suite import Item, Mean, Record, Records
 from diffmegatron.evaluation.targets import Target
 from diffmegatron.section import Count
-
-DATA_DIR = Field(description="folder with the files of published data sets")
 
 _MEAN = ", mean over shots"
 
 
-class ManyShot(Suite):
+class ManyShot(ClassificationSuite):
     """Accuracy of classification after ``shots`` examples of the training set.
 
     A prompt has the first examples of the shuffled training set. The model chooses among all labels
@@ -33,14 +30,8 @@ class ManyShot(Suite):
         "by task and by number of examples in total, and its mean over these numbers."
     )
 
-    data_dir: Path = DATA_DIR
-    tasks: tuple[str, ...] = Field(default=tuple(TASKS), min_length=1)
     shots: tuple[Count, ...] = Field(default=(1, 10, 50, 100, 200, 400, 800), min_length=1)
     samples: Count = Field(default=250, description="test items of a task")
-
-    @override
-    def check(self, target: Target) -> None:
-        check_tasks(self.tasks, self.data_dir)
 
     @override
     def items(self, target: Target) -> list[Item]:
@@ -72,11 +63,6 @@ class ManyShot(Suite):
         return sorted(
             measures, key=lambda name: (tasks.index(name.split(", ")[0]), name.endswith(_MEAN))
         )
-
-    @override
-    def unit(self, key: str, record: Record) -> str:
-        """Return the test question: its items, one per number of shots, are not independent."""
-        return f"{record['task']}/{record['question']}"
 
     @override
     def draw(self, figure: Figure, records: Mapping[str, Records]) -> bool:

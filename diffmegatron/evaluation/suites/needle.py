@@ -1,10 +1,12 @@
 """Multi-needle retrieval: find the numbers of cities in a long text (LWM, Gemini 1.5)."""
 
 import random
-from collections import defaultdict
+import re
 from collections.abc import Mapping, Sequence
+from functools import cache, lru_cache
+from itertools import accumulate
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import numpy as np
 from pydantic import Field
@@ -12,17 +14,142 @@ from typing_extensions import override
 
 from diffmegatron.errors import UserError
 from diffmegatron.evaluation.figures import Figure
-from diffmegatron.evaluation.haystack import (
-    CITIES,
-    HaystackPrompt,
-    draw_needles,
-    open_haystack,
-    question,
-)
 from diffmegatron.evaluation.requests import Generation, ItemGenerator
 from diffmegatron.evaluation.suite import Item, Mean, Published, Record, Records, Suite
 from diffmegatron.evaluation.targets import Target
+from diffmegatron.evaluation.text import digest, read_texts
+from diffmegatron.files import format_path
 from diffmegatron.section import Count, Size
+
+CITIES = re.findall(
+    r"\w+",
+    "Accra Adelaide Algiers Amsterdam Ankara Athens Auckland Baghdad Bangkok Barcelona Beirut "
+    "Belgrade Bergen Berlin Bogota Bologna Boston Brisbane Brussels Bucharest Budapest Cairo "
+    "Caracas Casablanca Chicago Copenhagen Dakar Dallas Delhi Denver Dhaka Dublin Durban "
+    "Edinburgh Florence Geneva Hamburg Hanoi Havana Helsinki Houston Istanbul Jakarta Karachi "
+    "Kigali Kinshasa Krakow Lagos Lahore Lima Lisbon London Lusaka Lyon Madrid Manila Marseille "
+    "Melbourne Miami Milan Montreal Moscow Mumbai Munich Nairobi Naples Osaka Oslo Ottawa Paris "
+    "Perth Porto Prague Quito Reykjavik Riga Rome Santiago Seattle Seoul Singapore Sofia "
+    "Stockholm Sydney Tallinn Tehran Tokyo Toronto Tunis Turin Valencia Vancouver Vienna "
+    "Vilnius Warsaw Zagreb Zurich",
+)
+_DIGITS = 7
+# A sentence with the space after it, or 1,000 characters if no sentence ends within them.
+_SENTENCE = re.compile(r"(?s).{1,1000}?(?:[.!?]['\")\]]*\s+|\Z)|.{1,1000}")
+
+
+class Needle(NamedTuple):
+    """A sentence to hide, which states the number of a city.
+
+    ``depth`` is the wanted share of the haystack's tokens before the sentence, from 0 to 1.
+    """
+
+    city: str
+    number: str
+    depth: float
+
+    @property
+    def sentence(self) -> str:
+        """Text of the sentence, with a space at its end."""
+        return f"The special magic {self.city} number is {self.number}. "
+
+
+class HaystackPrompt(NamedTuple):
+    """A prompt with hidden needles.
+
+    Attributes:
+        ids: ids of the start token, the haystack with its needles, and the question.
+        spans: for each given needle, its first position in ``ids`` and the position after its last.
+        haystack_end: position in ``ids`` at which the question begins.
+    """
+
+    ids: list[int]
+    spans: list[tuple[int, int]]
+    haystack_end: int
+
+
+def draw_needles(count: int, depth: float, draw: random.Random) -> list[Needle]:
+    """Return different needles: the first has the given depth, and the others random depths."""
+    cities = draw.sample(CITIES, count)
+    numbers = draw.sample(range(10 ** (_DIGITS - 1), 10**_DIGITS), count)
+    depths = [depth, *(draw.random() for _ in range(count - 1))]
+    return [Needle(*each) for each in zip(cities, map(str, numbers), depths, strict=True)]
+
+
+def question(cities: Sequence[str]) -> str:
+    """Return the question about some cities, followed by the beginning of its answer.
+
+    Without this beginning, a pretrained model may write any text, and a chat model may end at once.
+    """
+    listed = " and ".join(cities)
+    one = len(cities) == 1
+    number, ask, are = ("number", "What is", "is") if one else ("numbers", "What are", "are")
+    return (
+        f"\n\nQuestion: {ask} the special magic {number} for {listed}? Give no information from "
+        f"outside the text above.\nAnswer: The special magic {number} for {listed} {are}"
+    )
+
+
+class Haystack:
+    """A text in which needles are hidden: its sentences, encoded for a target."""
+
+    def __init__(self, path: Path, target: Target) -> None:
+        self._path, self._target = path, target
+        self.digest = digest(read_texts(path))
+        self._sentences = [
+            sentence for text in read_texts(path) for sentence in _SENTENCE.findall(text)
+        ]
+        if not self._sentences:
+            raise UserError(f"--haystack {format_path(path)} has no text")
+        self._encode = cache(target.encode)
+
+    def build_prompt(
+        self, needles: Sequence[Needle], asked: str, length: int, draw: random.Random
+    ) -> HaystackPrompt:
+        """Return a prompt of exactly ``length`` tokens that ends with the question ``asked``.
+
+        The haystack begins with a random sentence. The first sentence of the text follows its last
+        one. Each needle is inserted at the boundary between sentences that is nearest to its depth.
+        """
+        sentences = [self._target.encode(needle.sentence) for needle in needles]
+        ending = self._target.encode(asked)
+        space = length - 1 - len(ending) - sum(map(len, sentences))
+        if space < 1:
+            raise UserError(
+                f"{len(needles)} needles and their question have {length - 1 - space} tokens in "
+                f"{self._target.name}, and the length is {length}; give a larger length"
+            )
+        pieces = self._pieces(space, draw)
+        starts = [0, *accumulate(map(len, pieces))]
+        places = [min(starts, key=lambda start: abs(start - n.depth * space)) for n in needles]
+        ids, spans = [self._target.start_token], {}
+        order = sorted(range(len(needles)), key=lambda number: (places[number], number))
+        for start, piece in zip(starts, [*pieces, []], strict=True):
+            for number in order:
+                if places[number] == start:
+                    spans[number] = (len(ids), len(ids) + len(sentences[number]))
+                    ids += sentences[number]
+            ids += piece
+        return HaystackPrompt([*ids, *ending], [spans[n] for n in range(len(needles))], len(ids))
+
+    def _pieces(self, space: int, draw: random.Random) -> list[list[int]]:
+        """Return the ids of consecutive sentences from a random one on, ``space`` ids in total."""
+        first, pieces, left = draw.randrange(len(self._sentences)), [], space
+        for sentence in (*self._sentences[first:], *self._sentences[:first]):
+            if ids := self._encode(sentence)[:left]:
+                pieces.append(ids)
+                left -= len(ids)
+            if not left:
+                return pieces
+        raise UserError(
+            f"--haystack {format_path(self._path)} has {space - left} tokens in "
+            f"{self._target.name}, and the prompt needs {space}; give a longer text, or a shorter "
+            "length"
+        )
+
+
+# Consecutive prompts use the same haystack.
+open_haystack = lru_cache(maxsize=1)(Haystack)
 
 Share = Annotated[float, Field(ge=0, le=1)]
 # (N, R): number of hidden needles, and number of needles that the question is about.
@@ -97,14 +224,8 @@ class Retrieval(Suite):
     @override
     def requests_of(self, target: Target, item: Item) -> ItemGenerator:
         _, length, count, asked, depth = item.content
-        prompt, numbers = build_prompt(
-            self.haystack,
-            target,
-            item.key,
-            length - self.answer_tokens,
-            (count, asked),
-            depth,
-        )
+        room, pair = length - self.answer_tokens, (count, asked)
+        prompt, numbers = build_prompt(self.haystack, target, item.key, room, pair, depth)
         (tokens,) = yield [Generation(prompt.ids, self.answer_tokens, (_END,))]
         answer = target.tokenizer.decode(tokens).split(_END)[0]
         found = sum(number in answer for number in numbers) / asked
@@ -131,13 +252,18 @@ class Retrieval(Suite):
 
     def _table(self, records: Records, needles: int, asked: int) -> np.ndarray:
         """Return the mean share of numbers found, [depths, lengths]; NaN where there is no item."""
-        cells: dict[tuple[float, int], list[float]] = defaultdict(list)
-        for record in records:
-            if (record["needles"], record["asked"]) == (needles, asked):
-                cells[record["depth"], record["length"]].append(record["found"])
+
+        def share(*place: float) -> float:
+            found = [
+                record["found"]
+                for record in records
+                if (record["needles"], record["asked"], record["depth"], record["length"]) == place
+            ]
+            return float(np.mean(found)) if found else np.nan
+
         return np.array(
             [
-                [np.mean(cells.get((depth, length), [np.nan])) for length in self.lengths]
+                [share(needles, asked, depth, length) for length in self.lengths]
                 for depth in self.depths
             ]
         )

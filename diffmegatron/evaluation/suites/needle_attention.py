@@ -11,16 +11,23 @@ from typing_extensions import override
 from diffmegatron.errors import NotFiniteError
 from diffmegatron.evaluation.captured_attention import LayerAttention, watch_attention
 from diffmegatron.evaluation.figures import Figure, plot_maps
-from diffmegatron.evaluation.haystack import open_haystack
 from diffmegatron.evaluation.model import Model
 from diffmegatron.evaluation.suite import Direction, Item, Mean, Published, Record, Records, Suite
-from diffmegatron.evaluation.suites.needle import DEPTHS, HAYSTACK, Share, build_prompt
+from diffmegatron.evaluation.suites.needle import (
+    DEPTHS,
+    HAYSTACK,
+    Share,
+    build_prompt,
+    open_haystack,
+)
 from diffmegatron.evaluation.targets import Target
 from diffmegatron.section import Count, Size
 
 _TABLE = "3B, table 3"
-_ANSWER, _NOISE = (0.27, 0.30, 0.31, 0.32, 0.40), (0.01, 0.02, 0.02, 0.02, 0.01)
-_ANSWER_T, _NOISE_T = (0.03, 0.03, 0.03, 0.07, 0.09), (0.51, 0.54, 0.52, 0.49, 0.49)
+_PAPER = {
+    "answer": ((0.27, 0.30, 0.31, 0.32, 0.40), (0.03, 0.03, 0.03, 0.07, 0.09)),
+    "noise": ((0.01, 0.02, 0.02, 0.02, 0.01), (0.51, 0.54, 0.52, 0.49, 0.49)),
+}
 
 
 class NeedleAttention(Suite):
@@ -43,11 +50,8 @@ class NeedleAttention(Suite):
     )
     published = tuple(
         Published(f"{part}, depth {depth:.0%}", differential, transformer, _TABLE)
-        for part, ours, theirs in (
-            ("answer", _ANSWER, _ANSWER_T),
-            ("noise", _NOISE, _NOISE_T),
-        )
-        for depth, differential, transformer in zip(DEPTHS, ours, theirs, strict=True)
+        for part, values in _PAPER.items()
+        for depth, differential, transformer in zip(DEPTHS, *values, strict=True)
     )
 
     haystack: Path = HAYSTACK

@@ -2,27 +2,34 @@
 
 import random
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import zip_longest
-from pathlib import Path
 
 import numpy as np
 from pydantic import Field
 from typing_extensions import override
 
 from diffmegatron.evaluation.bootstrap import estimate_of_means
-from diffmegatron.evaluation.classification_datasets import EncodedTask, Example, check_tasks
+from diffmegatron.evaluation.classification_datasets import (
+    ClassificationSuite,
+    EncodedTask,
+    Example,
+)
 from diffmegatron.evaluation.figures import Figure, plot_curves
 from diffmegatron.evaluation.requests import ItemGenerator
-from diffmegatron.evaluation.suite import Direction, Estimate, Item, Mean, Record, Records, Suite
-from diffmegatron.evaluation.suites.many_shot import DATA_DIR
+from diffmegatron.evaluation.suite import Direction, Estimate, Item, Mean, Record, Records
 from diffmegatron.evaluation.targets import Target
 from diffmegatron.section import Count
 
 _ARRANGEMENTS = ("random", "alternating")
+_STATISTICS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "best": lambda means: means.max(-1),
+    "worst": lambda means: means.min(-1),
+    "margin": lambda means: np.ptp(means, axis=-1),
+}
 
 
-class Order(Suite):
+class Order(ClassificationSuite):
     """Accuracy of classification after the same examples in different orders.
 
     The examples are chosen from all classes in turn. The arrangement ``random`` shuffles all
@@ -39,15 +46,10 @@ class Order(Suite):
         "model that is robust, and grows by chance if there are few items."
     )
 
-    data_dir: Path = DATA_DIR
     tasks: tuple[str, ...] = Field(default=("trec",), min_length=1)
     shots: Count = 60
     permutations: Count = 10
     samples: Count = Field(default=100, description="test items of a task")
-
-    @override
-    def check(self, target: Target) -> None:
-        check_tasks(self.tasks, self.data_dir)
 
     @override
     def items(self, target: Target) -> list[Item]:
@@ -76,28 +78,16 @@ class Order(Suite):
         return {f"{record['task']}, {record['arrangement']}": Mean(float(record["right"]))}
 
     @override
-    def unit(self, key: str, record: Record) -> str:
-        """Return the test question: its items, one per order of examples, are not independent."""
-        return f"{record['task']}/{record['question']}"
-
-    @override
     def totals(self, records: Records) -> dict[str, Estimate]:
         """Return best accuracy, worst accuracy and margin of each task and arrangement.
 
         Each bootstrap resample draws questions, and has its own best and worst permutation.
         """
-        found: dict[str, Estimate] = {}
-        for name, right in _right_by_permutation(records).items():
-            statistics = {
-                "best": lambda means: means.max(-1),
-                "worst": lambda means: means.min(-1),
-                "margin": lambda means: np.ptp(means, axis=-1),
-            }
-            found |= {
-                f"{name}, {key}": estimate_of_means(right, statistic)
-                for key, statistic in statistics.items()
-            }
-        return found
+        return {
+            f"{name}, {key}": estimate_of_means(right, statistic)
+            for name, right in _right_by_permutation(records).items()
+            for key, statistic in _STATISTICS.items()
+        }
 
     @override
     def better(self, measure: str) -> Direction:

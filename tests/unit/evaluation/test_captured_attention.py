@@ -22,9 +22,14 @@ from diffmegatron.evaluation.captured_attention import (
     watch_attention,
 )
 from diffmegatron.evaluation.evaluate import evaluate
-from diffmegatron.evaluation.haystack import CITIES, Haystack, draw_needles, question
 from diffmegatron.evaluation.model import Model
-from diffmegatron.evaluation.suites.needle import build_prompt
+from diffmegatron.evaluation.suites.needle import (
+    CITIES,
+    Haystack,
+    build_prompt,
+    draw_needles,
+    question,
+)
 from diffmegatron.evaluation.suites.needle_attention import NeedleAttention
 from diffmegatron.evaluation.suites.outliers import (
     LOGITS,

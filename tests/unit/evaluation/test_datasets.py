@@ -11,7 +11,7 @@ import pytest
 from diffmegatron.errors import UserError
 from diffmegatron.evaluation.datasets import choose
 from diffmegatron.evaluation.evaluate_settings import EvaluateSettings
-from diffmegatron.evaluation.math_datasets import BENCHMARKS
+from diffmegatron.evaluation.suites.math import BENCHMARKS
 
 ROWS = [
     {"question": "2 and 3?", "answer": "It is 5.\n#### 5"},

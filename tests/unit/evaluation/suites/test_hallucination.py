@@ -17,12 +17,17 @@ import pytest
 
 from diffmegatron.errors import UserError
 from diffmegatron.evaluation import judge as judges
-from diffmegatron.evaluation.document_datasets import DATASETS, Passage
 from diffmegatron.evaluation.evaluate import evaluate
 from diffmegatron.evaluation.judge import Verdict, open_judge, parse_verdict
 from diffmegatron.evaluation.model import Model
 from diffmegatron.evaluation.requests import Generation
-from diffmegatron.evaluation.suites.hallucination import JUDGE_PROMPT, Hallucination, judge_question
+from diffmegatron.evaluation.suites.hallucination import (
+    DATASETS,
+    JUDGE_PROMPT,
+    Hallucination,
+    Passage,
+    judge_question,
+)
 from diffmegatron.evaluation.targets import find_targets
 from tests.paths import DOCS
 from tests.pretrained import write_pretrained

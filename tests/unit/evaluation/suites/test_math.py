@@ -10,10 +10,9 @@ import pytest
 
 from diffmegatron.errors import UserError
 from diffmegatron.evaluation.evaluate import evaluate
-from diffmegatron.evaluation.math_datasets import BENCHMARKS
 from diffmegatron.evaluation.model import Model
 from diffmegatron.evaluation.requests import Generation
-from diffmegatron.evaluation.suites.math import is_right
+from diffmegatron.evaluation.suites.math import BENCHMARKS, is_right
 from diffmegatron.evaluation.targets import find_targets
 from tests.pretrained import write_pretrained
 from tests.unit.evaluation.stand_ins import answering
