@@ -127,8 +127,6 @@ def _of_files(path: Path) -> Iterator[str]:
     for file in find_files([path], "*"):
         for record in read_records(file, _SETTINGS.columns, _MAX_BYTES):
             try:
-                if record.problem:
-                    raise UnusableError(record.problem)
                 (text,) = segments(parse(record, file.format, _SETTINGS), _SETTINGS)
             except UnusableError as error:
                 raise UserError(

@@ -14,7 +14,7 @@ import re
 from datetime import date
 from hashlib import sha256
 from itertools import takewhile
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from jinja2 import TemplateError
@@ -35,13 +35,6 @@ _PROBE = (
     {"role": "user", "content": "And 2 + 2?"},
     {"role": _ASSISTANT, "content": "Hello, it is 4."},
 )
-
-
-class _Rendered(NamedTuple):
-    """Rendered chat, and the character range of each response (its end is exclusive)."""
-
-    text: str
-    responses: list[tuple[int, int]]
 
 
 class ChatTemplate:
@@ -87,15 +80,20 @@ class ChatTemplate:
                 response cannot be found, or a token spans the beginning of a response.
         """
         checked_messages(messages, self._special)
-        rendered = self._rendered(messages)
-        encoding = self._encoded(rendered.text, return_offsets_mapping=True)
+        try:
+            text, responses = self._rendered(messages)
+        except (TemplateError, TypeError, ValueError) as error:
+            raise UnusableError(
+                f"the chat template cannot render this chat: {shorten(str(error))}"
+            ) from None
+        encoding = self._encoded(text, return_offsets_mapping=True)
         ids = np.array(encoding["input_ids"], dtype=np.uint32)
         starts = np.array([start for start, _ in encoding["offset_mapping"]])
         parts, place = [], 0
-        for start, end in rendered.responses:
+        for start, end in responses:
             first = int(np.searchsorted(starts, start))
             last = max(first, int(np.searchsorted(starts, end)))
-            prompt = self._encoded(rendered.text[:start])["input_ids"]
+            prompt = self._encoded(text[:start])["input_ids"]
             if ids[:first].tolist() != prompt:
                 raise UnusableError(
                     "a token of the chat template extends over the beginning of a response"
@@ -104,12 +102,13 @@ class ChatTemplate:
             place = last
         if len(parts[-1]) and parts[-1][-1] == self._end:
             parts[-1] = parts[-1][:-1]
-        return rendered.text, parts
+        return text, parts
 
     def _encoded(self, text: str, **options: Any) -> Any:
         return self._tokenizer(text, add_special_tokens=False, verbose=False, **options)
 
-    def _rendered(self, messages: list[dict[str, Any]]) -> _Rendered:
+    def _rendered(self, messages: list[dict[str, Any]]) -> tuple[str, list[tuple[int, int]]]:
+        """Return the text of a chat, and the character range of each response (end exclusive)."""
         if _GENERATION.search(self._template):
             return self._marked(messages)
         text = self._text(messages)
@@ -118,36 +117,27 @@ class ChatTemplate:
             for number, message in enumerate(messages)
             if message["role"] == _ASSISTANT
         ]
-        return _Rendered(text, responses)
+        return text, responses
 
-    def _marked(self, messages: list[dict[str, Any]]) -> _Rendered:
+    def _marked(self, messages: list[dict[str, Any]]) -> tuple[str, list[tuple[int, int]]]:
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        try:
-            texts, spans = render_jinja_template(
-                [messages],
-                chat_template=self._template,
-                return_assistant_tokens_mask=True,
-                strftime_now=_DAY.strftime,
-                **self._tokenizer.special_tokens_map,
-            )
-        except (TemplateError, TypeError, ValueError) as error:
-            raise _not_written(error) from None
+        texts, spans = render_jinja_template(
+            [messages],
+            chat_template=self._template,
+            return_assistant_tokens_mask=True,
+            strftime_now=_DAY.strftime,
+            **self._tokenizer.special_tokens_map,
+        )
         responses = [(start, end) for start, end in spans[0] if end > start]
         if not responses:
             raise UnusableError("the chat template marks no text of the assistant")
-        return _Rendered(texts[0], responses)
+        return texts[0], responses
 
     def _text(self, messages: list[dict[str, Any]], *, prompt: bool = False) -> str:
-        try:
-            text: str = self._tokenizer.apply_chat_template(
-                messages,
-                tokenize=False,
-                add_generation_prompt=prompt,
-                strftime_now=_DAY.strftime,
-            )
-        except (TemplateError, TypeError, ValueError) as error:
-            raise _not_written(error) from None
+        text: str = self._tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=prompt, strftime_now=_DAY.strftime
+        )
         return text
 
     def _response(self, text: str, messages: list[dict[str, Any]], number: int) -> tuple[int, int]:
@@ -166,7 +156,3 @@ class ChatTemplate:
         places = {token: until.find(token, written) for token in self._special}
         ends = [place + len(token) for token, place in places.items() if place >= 0]
         return len(before), min(ends, default=len(until))
-
-
-def _not_written(error: Exception) -> UnusableError:
-    return UnusableError(f"the chat template cannot render this chat: {shorten(str(error))}")

@@ -1,11 +1,10 @@
 """Convert a batch of raw records to token ids; ``prepare`` runs this in its worker processes."""
 
 import hashlib
-import json
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -39,10 +38,6 @@ class Reject(NamedTuple):
     line: int
     id: str | None
     reason: str
-
-    def to_json(self) -> bytes:
-        """Return the line of ``PREFIX.rejects.jsonl`` for this record."""
-        return json.dumps(self._asdict()).encode() + b"\n"
 
     def __str__(self) -> str:
         start = f" (counted from byte {self.before})" if self.before else ""
@@ -128,9 +123,10 @@ def _encoded(
     file: CorpusFile, record: Record, settings: PrepareSettings
 ) -> tuple[list[str], list[np.ndarray]]:
     """Return a record's texts, and ids per sequence; both are empty for a blank line."""
-    document = _document(file, record, settings)
-    if document is None:
+    is_blank = isinstance(record.payload, bytes) and not record.payload.strip()
+    if is_blank and file.format == "jsonl" and record.problem is None:
         return [], []
+    document = parse(record, file.format, settings)
     tokenizer = loaded(settings.tokenizer)
     try:
         if settings.layout == "template":
@@ -143,21 +139,13 @@ def _encoded(
         raise UnusableError(_SURROGATE) from None
 
 
-def _document(file: CorpusFile, record: Record, settings: PrepareSettings) -> dict[str, Any] | None:
-    if record.problem is not None:
-        raise UnusableError(record.problem)
-    if file.format == "jsonl" and isinstance(record.payload, bytes) and not record.payload.strip():
-        return None
-    return parse(record, file.format, settings)
-
-
 def _digest(document: np.ndarray) -> bytes:
     return hashlib.blake2b(document.data, digest_size=DIGEST_BYTES).digest()
 
 
 def _reject(file: CorpusFile, record: Record, settings: PrepareSettings, reason: str) -> Reject:
     identity = None
-    if settings.id_field is not None and record.problem is None:
+    if settings.id_field is not None:
         with suppress(UnusableError):
             identity = parse(record, file.format, settings).get(settings.id_field)
     name = None if identity is None else str(identity)

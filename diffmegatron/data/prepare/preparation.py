@@ -4,17 +4,24 @@ Results are appended to a :class:`Journal`. Each commit records the position in 
 """
 
 import dataclasses
+import itertools
+import json
 import time
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
 import pyarrow
 import pyarrow.parquet
+from pydantic import Field
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from diffmegatron.data.index.corpus_manifest import (
     FileRecord,
     InputRecord,
+    LengthBin,
     Manifest,
     PartRecord,
     TokenizerRecord,
@@ -26,7 +33,6 @@ from diffmegatron.data.index.index_file import write_index
 from diffmegatron.data.prepare.corpus_readers import CorpusFile
 from diffmegatron.data.prepare.encode import Deduplicator, EncodedBatch, loaded, token_dtype
 from diffmegatron.data.prepare.journal import Journal, remove_journal
-from diffmegatron.data.prepare.prepare_progress import PrepareProgress
 from diffmegatron.data.prepare.prepare_settings import PrepareSettings
 from diffmegatron.data.prepare.worker_pool import Position, encode_in_order
 from diffmegatron.errors import UserError
@@ -57,15 +63,6 @@ class Counts:
     empty: int = 0
     duplicates: int = 0
 
-    def add(self, batch: EncodedBatch, duplicates: int) -> None:
-        """Add the counts of a batch."""
-        self.documents += len(batch.counts)
-        self.tokens += len(batch.tokens)
-        self.text_bytes += batch.text_bytes
-        self.rejected += len(batch.rejects)
-        self.empty += batch.empty
-        self.duplicates += duplicates
-
 
 class Identity(Section):
     """Inputs and settings of a preparation; they must be unchanged to resume it.
@@ -79,7 +76,7 @@ class Identity(Section):
     part: PartRecord | None = None
 
 
-class State(Section):
+class State(Section, frozen=False):
     """Progress of a preparation, which each commit of the journal records.
 
     ``first_reject`` describes the first unusable record ("": none). ``finished`` means that all
@@ -88,7 +85,7 @@ class State(Section):
 
     identity: Identity
     position: Position = Position()
-    counts: Counts = Counts()
+    counts: Counts = Field(default_factory=Counts)
     first_reject: str = ""
     finished: bool = False
 
@@ -98,7 +95,7 @@ class Preparation:
 
     Args:
         prefix: path of the finished files without their endings.
-        state: state of the journal's last commit; for a new journal, the initial state.
+        state: state of the journal's last commit, which is updated; initial for a new journal.
     """
 
     def __init__(
@@ -110,73 +107,61 @@ class Preparation:
         journal: Journal,
     ) -> None:
         self.prefix, self.files, self.settings = prefix, files, settings
-        self.identity, self.position = state.identity, state.position
-        self.counts = dataclasses.replace(state.counts)
-        self.first_reject = state.first_reject
-        self.journal = journal
+        self.state, self.journal = state, journal
         self.deduplicator = (
             Deduplicator((journal.folder / DIGESTS).read_bytes()) if settings.deduplicate else None
         )
 
-    def encode(self, workers: int, commit_seconds: float, progress: PrepareProgress) -> None:
-        """Tokenise the rest of the corpus; commit every ``commit_seconds`` and at the end."""
-        progress.update(self.position, self.counts)
-        committed = time.monotonic()
-        for position, batch in encode_in_order(self.files, self.position, self.settings, workers):
-            self._append(batch)
-            self.position = position
-            progress.update(position, self.counts)
-            if time.monotonic() - committed >= commit_seconds:
-                self._commit(finished=False)
-                if self.counts.documents + self.counts.rejected >= _EARLY_CHECK:
-                    self._check_rejects()
-                committed = time.monotonic()
-        self._commit(finished=False)
-        self._check_rejects()
+    def run(self, workers: int, commit_seconds: float, show_progress: bool) -> None:
+        """Tokenise the rest of the corpus, and write the index and the manifest.
+
+        A commit follows every ``commit_seconds`` and at the end.
+        """
+        state, committed = self.state, time.monotonic()
+        with _progress(self.files, state, show_progress) as show:
+            batches = encode_in_order(self.files, state.position, self.settings, workers)
+            for state.position, batch in batches:
+                self._append(batch)
+                show()
+                if time.monotonic() - committed >= commit_seconds:
+                    self.journal.commit(state)
+                    if state.counts.documents + state.counts.rejected >= _EARLY_CHECK:
+                        self._check_rejects()
+                    committed = time.monotonic()
+            self.journal.commit(state)
+            self._check_rejects()
+            self._finish()
 
     def _append(self, batch: EncodedBatch) -> None:
-        duplicates = self.deduplicator.drop_duplicates(batch) if self.deduplicator else 0
-        self.journal.append(TOKENS, batch.tokens.data)
-        self.journal.append(LENGTHS, batch.lengths.data)
-        self.journal.append(COUNTS, batch.counts.data)
+        counts, journal = self.state.counts, self.journal
         if self.deduplicator:
-            self.journal.append(DIGESTS, b"".join(batch.digests))
+            counts.duplicates += self.deduplicator.drop_duplicates(batch)
+            journal.append(DIGESTS, b"".join(batch.digests))
+        journal.append(TOKENS, batch.tokens.data)
+        journal.append(LENGTHS, batch.lengths.data)
+        journal.append(COUNTS, batch.counts.data)
         for reject in batch.rejects:
-            self.first_reject = self.first_reject or str(reject)
-            self.journal.append(REJECTS, reject.to_json())
-        self.counts.add(batch, duplicates)
-
-    def _commit(self, *, finished: bool) -> None:
-        self.journal.commit(
-            State(
-                identity=self.identity,
-                position=self.position,
-                counts=self.counts,
-                first_reject=self.first_reject,
-                finished=finished,
-            )
-        )
+            self.state.first_reject = self.state.first_reject or str(reject)
+            journal.append(REJECTS, json.dumps(reject._asdict()).encode() + b"\n")
+        counts.documents += len(batch.counts)
+        counts.tokens += len(batch.tokens)
+        counts.text_bytes += batch.text_bytes
+        counts.rejected += len(batch.rejects)
+        counts.empty += batch.empty
 
     def _check_rejects(self) -> None:
-        limit = self.settings.max_reject_share
-        bad, seen = self.counts.rejected, self.counts.documents + self.counts.rejected
-        if bad > limit * seen:
-            restart = " with --restart" if self.counts.documents else ""
+        counts, limit = self.state.counts, self.settings.max_reject_share
+        seen = counts.documents + counts.rejected
+        if counts.rejected > limit * seen:
+            names = self.settings.field_settings
+            options = ", ".join(f"--{name.replace('_', '-')}" for name in names)
+            restart = " with --restart" if counts.documents else ""
             raise UserError(
-                f"{bad} of {seen} records cannot be used, more than the share --max-reject-share "
-                f"{limit:g}; the first is {self.first_reject}{self._columns()}; all are in "
-                f"{format_path(self.journal.folder / REJECTS)}; name the right fields "
-                f"({self._field_options()}){restart}, or allow more and resume"
+                f"{counts.rejected} of {seen} records cannot be used, more than the share "
+                f"--max-reject-share {limit:g}; the first is {self.state.first_reject}"
+                f"{self._columns()}; all are in {format_path(self.journal.folder / REJECTS)}; "
+                f"name the right fields ({options}){restart}, or allow more and resume"
             )
-
-    def _field_options(self) -> str:
-        options = {
-            "text": "--text-field",
-            "instruction": "--prompt-field, --response-field",
-            "chat": "--messages-field",
-            "template": "--messages-field",
-        }
-        return options[self.settings.layout]
 
     def _columns(self) -> str:
         """Return the column names of the Parquet file with the first reject, for the error message.
@@ -185,7 +170,7 @@ class Preparation:
         """
         required = set(self.settings.required_fields)
         for file in self.files:
-            if file.format == "parquet" and self.first_reject.startswith(
+            if file.format == "parquet" and self.state.first_reject.startswith(
                 f"{printable(file.path)} line"
             ):
                 with suppress(UserError, OSError, pyarrow.ArrowException):
@@ -195,28 +180,26 @@ class Preparation:
                     return "" if required <= set(names) else f", its columns: {listed}"
         return ""
 
-    def finish(self) -> None:
-        """Write the index and the manifest, and commit the journal as finished."""
-        if not self.counts.documents and self.identity.part is None:
-            self._refuse_empty()
-        folder = self.journal.folder
+    def _finish(self) -> None:
+        state, folder = self.state, self.journal.folder
+        if not state.counts.documents and state.identity.part is None:
+            remove_journal(folder)
+            names = ", ".join(format_path(file.path) for file in self.files[:3])
+            raise UserError(
+                f"the corpus holds no document with text ({len(self.files)} files: {names}"
+                f"{', ...' if len(self.files) > 3 else ''}); check the input and its layout"
+            )
         index = folder / INDEX
         lengths, counts = _mapped(folder / LENGTHS), _mapped(folder / COUNTS)
         write_index(index, lengths, counts, token_dtype(self.settings.tokenizer))
-        content = self._manifest(index, lengths, counts).sealed().to_json()
-        write_durably(folder / MANIFEST, content.encode())
-        self._commit(finished=True)
+        histogram = length_histogram(document_lengths(lengths, counts))
+        manifest = self._manifest(index, histogram).sealed()
+        write_durably(folder / MANIFEST, manifest.to_json().encode())
+        state.finished = True
+        self.journal.commit(state)
 
-    def _refuse_empty(self) -> None:
-        remove_journal(self.journal.folder)
-        names = ", ".join(format_path(file.path) for file in self.files[:3])
-        raise UserError(
-            f"the corpus holds no document with text ({len(self.files)} files: {names}"
-            f"{', ...' if len(self.files) > 3 else ''}); check the input and its layout"
-        )
-
-    def _manifest(self, index: Path, lengths: np.ndarray, counts: np.ndarray) -> Manifest:
-        tokenizer = loaded(self.settings.tokenizer)
+    def _manifest(self, index: Path, histogram: tuple[LengthBin, ...]) -> Manifest:
+        tokenizer, counts = loaded(self.settings.tokenizer), self.state.counts
         return Manifest(
             tokenizer=TokenizerRecord(
                 name=tokenizer.name,
@@ -224,15 +207,15 @@ class Preparation:
                 vocab_size=tokenizer.vocab_size,
                 end_of_document=tokenizer.end_of_document,
             ),
-            settings=self.identity.settings,
-            **dataclasses.asdict(self.counts),
-            lengths=length_histogram(document_lengths(lengths, counts)),
+            settings=self.state.identity.settings,
+            **dataclasses.asdict(counts),
+            lengths=histogram,
             inputs=tuple(map(_input_record, self.files)),
-            part=self.identity.part,
+            part=self.state.identity.part,
             outputs=(
                 FileRecord(
                     path=printable(f"{self.prefix.name}.bin"),
-                    bytes=self.counts.tokens * token_dtype(self.settings.tokenizer).itemsize,
+                    bytes=counts.tokens * token_dtype(self.settings.tokenizer).itemsize,
                     sha256=self.journal.sha256(TOKENS),
                 ),
                 FileRecord(
@@ -242,6 +225,40 @@ class Preparation:
                 ),
             ),
         )
+
+
+@contextmanager
+def _progress(files: list[CorpusFile], state: State, show: bool) -> Iterator[Callable[[], None]]:
+    """Show a progress line on standard error; yield the function that redraws it.
+
+    The rates (MB/s, tokens/s) are averages of this process.
+    """
+    starts = list(itertools.accumulate((file.size for file in files), initial=0))
+    counts, started = state.counts, time.monotonic()
+    first_bytes, first_tokens = counts.text_bytes, counts.tokens
+    line = Progress(
+        TextColumn("prepare"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TextColumn("{task.fields[rate]}"),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+        disable=not show,
+    )
+    task = line.add_task("prepare", total=max(1, starts[-1]), rate="")
+
+    def redraw() -> None:
+        seconds = max(1e-9, time.monotonic() - started)
+        rate = (
+            f"{(counts.text_bytes - first_bytes) / seconds / 1e6:.1f} MB/s  "
+            f"{(counts.tokens - first_tokens) / seconds:,.0f} tokens/s  {counts.rejected} rejected"
+        )
+        completed = starts[state.position.file] + state.position.offset
+        line.update(task, completed=completed, rate=rate)
+
+    with line:
+        redraw()
+        yield redraw
 
 
 def _mapped(path: Path) -> np.ndarray:

@@ -31,7 +31,6 @@ from diffmegatron.data.prepare.preparation import (
     Preparation,
     State,
 )
-from diffmegatron.data.prepare.prepare_progress import PrepareProgress
 from diffmegatron.data.prepare.prepare_settings import PrepareSettings
 from diffmegatron.errors import UserError
 from diffmegatron.file_lock import FileLock
@@ -106,15 +105,14 @@ def prepare(
             if finished is not None:
                 return finished
             state, journal = _unfinished(_partial(output_prefix), identity, restart=restart)
+            was_finished = state.finished
             with journal:
-                if not state.finished:
-                    run = Preparation(output_prefix, files, chosen, state, journal)
-                    with PrepareProgress(files, show_progress) as progress:
-                        run.encode(workers, commit_seconds, progress)
-                        run.finish()
+                if not was_finished:
+                    preparation = Preparation(output_prefix, files, chosen, state, journal)
+                    preparation.run(workers, commit_seconds, show_progress)
             _publish(output_prefix)
             # Files that an earlier, killed process finished may have been damaged since then.
-            return _verified(output_prefix) if state.finished else read_manifest(output_prefix)
+            return _verified(output_prefix) if was_finished else read_manifest(output_prefix)
     except OSError as error:
         raise UserError(
             f"cannot write {format_path(Path(error.filename or output_prefix))}: "

@@ -50,14 +50,16 @@ class PrepareSettings:
     ] = 0.05
 
     @property
+    def field_settings(self) -> tuple[str, ...]:
+        """Settings with the names of the fields that every record must have in this layout."""
+        if self.layout == "instruction":
+            return "prompt_field", "response_field"
+        return ("text_field",) if self.layout == "text" else ("messages_field",)
+
+    @property
     def required_fields(self) -> tuple[str, ...]:
         """Names of the fields that every record must have in this layout."""
-        return {
-            "text": (self.text_field,),
-            "instruction": (self.prompt_field, self.response_field),
-            "chat": (self.messages_field,),
-            "template": (self.messages_field,),
-        }[self.layout]
+        return tuple(getattr(self, name) for name in self.field_settings)
 
     @property
     def columns(self) -> tuple[str, ...]:

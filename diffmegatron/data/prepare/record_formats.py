@@ -25,9 +25,11 @@ def parse(record: Record, format: Format, settings: PrepareSettings) -> dict[str
     """Return the fields of a raw record by name; plain text is the field ``text_field``.
 
     Raises:
-        UnusableError: the record is not UTF-8, is not a JSON object, or lacks a field in
+        UnusableError: the record has a problem, is not UTF-8 or JSON, or lacks a field in
             ``settings.required_fields``.
     """
+    if record.problem is not None:
+        raise UnusableError(record.problem)
     if isinstance(record.payload, dict):
         document = {
             name: _decode(value) if isinstance(value, bytes) else value
@@ -38,7 +40,9 @@ def parse(record: Record, format: Format, settings: PrepareSettings) -> dict[str
         document = _parse_json(text) if format == "jsonl" else {settings.text_field: text}
     missing = [name for name in settings.required_fields if document.get(name) is None]
     if missing:
-        raise UnusableError(f"no field {missing[0]!r}{_only(document)}")
+        names = [repr(name) for name in document if document[name] is not None]
+        listed = ", ".join(names[:_LISTED]) + (", ..." if len(names) > _LISTED else "")
+        raise UnusableError(f"no field {missing[0]!r}{f', only {listed}' if names else ''}")
     return document
 
 
@@ -71,7 +75,7 @@ def _chat(messages: Any) -> list[str]:
             texts += [f"{content}{CHAT_END}", "\n"]
         else:
             texts[-1] += f"{content}{CHAT_END}\n"
-    return texts[: len(texts) - 1]
+    return texts[:-1]
 
 
 def checked_messages(messages: Any, markers: Sequence[str]) -> list[tuple[str, str]]:
@@ -108,13 +112,6 @@ def _parse_json(text: str) -> dict[str, Any]:
         kind = type(document).__name__
         raise UnusableError(f"JSON of type {kind}, not an object; a line must be one document")
     return document
-
-
-def _only(document: dict[str, Any]) -> str:
-    """Return the end of an error message: the names of the first 8 fields that are not None."""
-    names = [repr(name) for name in document if document[name] is not None]
-    listed = ", ".join(names[:_LISTED]) + (", ..." if len(names) > _LISTED else "")
-    return f", only {listed}" if names else ""
 
 
 def _decode(payload: bytes) -> str:

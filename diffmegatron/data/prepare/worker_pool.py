@@ -136,25 +136,18 @@ def _read_batches(
     files: list[CorpusFile], start: Position, columns: tuple[str, ...], max_bytes: int
 ) -> Iterator[tuple[Position, list[tuple[CorpusFile, Record]]]]:
     records: list[tuple[CorpusFile, Record]] = []
-    size = 0
-    for position, file, record in _records_after(files, start, columns, max_bytes):
-        records.append((file, record))
-        size += record.payload_bytes
-        if size >= _BATCH_BYTES or len(records) >= _BATCH_RECORDS:
-            yield position, records
-            records, size = [], 0
-    if records:
-        yield position, records
-
-
-def _records_after(
-    files: list[CorpusFile], start: Position, columns: tuple[str, ...], max_bytes: int
-) -> Iterator[tuple[Position, CorpusFile, Record]]:
+    position, size = start, 0
     for number in range(start.file, len(files)):
         file = files[number]
-        used = start.records if number == start.file else 0
-        offset = start.offset if number == start.file else 0
+        used, offset = (start.records, start.offset) if number == start.file else (0, 0)
         for record in itertools.islice(read_records(file, columns, max_bytes), used, None):
             used += 1
             offset = min(offset + record.payload_bytes, file.size)
-            yield Position(number, used, offset), file, record
+            position = Position(number, used, offset)
+            records.append((file, record))
+            size += record.payload_bytes
+            if size >= _BATCH_BYTES or len(records) >= _BATCH_RECORDS:
+                yield position, records
+                records, size = [], 0
+    if records:
+        yield position, records
