@@ -4,15 +4,16 @@ Weights, gradients and optimizer state are the bytes that DeepSpeed 0.19.8 alloc
 padding. Temporary memory is an estimate without the allocator's overhead.
 """
 
-from diffmegatron.model.accounting.flops import Flops, count_flops, frozen_matrices
-from diffmegatron.model.accounting.hardware import (
-    ACCELERATORS,
-    Accelerator,
-    find_accelerator,
+from diffmegatron.model.accounting.flops import (
+    Flops,
+    count_flops,
+    frozen_matrices,
+    mfu_metric,
+    model_flops_utilization,
 )
+from diffmegatron.model.accounting.hardware import ACCELERATORS, Accelerator, find_accelerator
 from diffmegatron.model.accounting.memory import (
     REDUCE_BUCKET,
-    Moment,
     StageMemory,
     largest_trained,
     memory_by_stage,
@@ -20,19 +21,13 @@ from diffmegatron.model.accounting.memory import (
     rank_parameters,
     trained_parameters,
 )
-from diffmegatron.model.accounting.mfu import mfu_metric, model_flops_utilization
-from diffmegatron.model.accounting.parameters import (
-    Parameters,
-    count_parameters,
-    count_trained,
-)
+from diffmegatron.model.accounting.parameters import Parameters, count_parameters, count_trained
 
 __all__ = [
     "ACCELERATORS",
     "REDUCE_BUCKET",
     "Accelerator",
     "Flops",
-    "Moment",
     "Parameters",
     "StageMemory",
     "count_flops",

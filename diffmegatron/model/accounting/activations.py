@@ -36,10 +36,12 @@ def stage_activations(recipe: Recipe, stage: int, microbatches: int, device: Dev
     parallel = recipe.parallel
     in_flight = virtual_stages_in_flight(recipe, stage, microbatches)
     kept = in_flight * virtual_stage_bytes(recipe, stage, device) + shared_bytes(recipe)
-    sharded = _hidden_bytes(recipe) * local_tokens(recipe)
+    sharded = hidden_states_bytes(recipe)
     if stage == 0 and not (is_trained(recipe, EMBEDDING) or is_trained(recipe, INPUT_NORM)):
         # No gradient depends on the input of the first layer, so no microbatch saves this input.
-        kept -= _first_layers_in_flight(recipe, in_flight) * sharded
+        # With interleaving, p microbatches in turn pass each virtual stage of a rank.
+        rounds, rest = divmod(in_flight, parallel.pipeline * parallel.virtual_pipeline)
+        kept -= (rounds * parallel.pipeline + min(rest, parallel.pipeline)) * sharded
     # ``exchanged`` counts tensors of hidden states for pipeline communication. Megatron-core keeps
     # sent hidden states until their gradient arrives.
     if stage == parallel.pipeline - 1:
@@ -65,13 +67,6 @@ def virtual_stages_in_flight(recipe: Recipe, stage: int, microbatches: int) -> i
     return min(microbatches * stages, ahead + 1)
 
 
-def _first_layers_in_flight(recipe: Recipe, in_flight: int) -> int:
-    """Return how many of the first stage's forward passes in flight include the first layer."""
-    size = recipe.parallel.pipeline
-    rounds, rest = divmod(in_flight, size * recipe.parallel.virtual_pipeline)
-    return rounds * size + min(rest, size)
-
-
 def local_tokens(recipe: Recipe) -> int:
     """Return the number of tokens of a microbatch on one context-parallel rank."""
     training = recipe.training
@@ -92,7 +87,7 @@ def layer_backward(recipe: Recipe, stage: int, device: Device) -> tuple[int, int
     model, parallel = recipe.model, recipe.parallel
     element, tokens = BYTES[recipe.training.precision], local_tokens(recipe)
     ffn = model.ffn_hidden_size / parallel.tensor
-    shards = parallel.tensor if parallel.sequence_parallel else 1
+    shards = _sequence_shards(recipe)
     # ``streams`` counts gradients of the residual stream, except one received from the next stage.
     # Stages in the middle keep the gradient that they sent last. The last stage has the gradient
     # of the loss. With interleaving and one layer per virtual stage, tests/simulated_cuda showed
@@ -146,7 +141,7 @@ def logits_bytes(recipe: Recipe, device: Device) -> int:
     per_logit = element
     if device == "cpu" and training.precision == "bf16":
         per_logit += FLOAT32
-    sharded = _hidden_bytes(recipe) * tokens
+    sharded = hidden_states_bytes(recipe)
     hidden_gradient: float = element * model.hidden_size * chunk
     # If the output layer is frozen, the gradient of the logits is freed before the gradient of the
     # hidden states is reduced.
@@ -175,9 +170,9 @@ def vocabulary_elements(recipe: Recipe) -> int:
     return recipe.model.vocab_size * recipe.model.hidden_size // recipe.parallel.tensor
 
 
-def final_hidden_bytes(recipe: Recipe) -> int:
-    """Return the bytes of the hidden states after the last layer, or of their gradient."""
-    return round(_hidden_bytes(recipe) * local_tokens(recipe))
+def hidden_states_bytes(recipe: Recipe) -> float:
+    """Return the bytes of a rank's hidden states between two layers, or of their gradient."""
+    return _hidden_bytes(recipe) * local_tokens(recipe)
 
 
 def final_norm_bytes(recipe: Recipe, device: Device) -> int:
@@ -230,13 +225,6 @@ def sums_tied_gradients(recipe: Recipe) -> bool:
     return is_tied and is_trained(recipe, EMBEDDING)
 
 
-def offloaded_activations(recipe: Recipe, stage: int, microbatches: int, device: Device) -> int:
-    """Return the bytes of activations that are offloaded to host memory; 0 without offloading."""
-    if not recipe.training.offload_activations:
-        return 0
-    return stage_activations(recipe, stage, microbatches, device) - shared_bytes(recipe)
-
-
 def virtual_stage_bytes(recipe: Recipe, stage: int, device: Device) -> float:
     """Return the bytes that a virtual stage saves for one microbatch.
 
@@ -246,7 +234,7 @@ def virtual_stage_bytes(recipe: Recipe, stage: int, device: Device) -> float:
     count = sum(count for _, count in kinds)
     layers = count // recipe.parallel.virtual_pipeline
     whole = sum(count * _layer_bytes(recipe, device, kind) for kind, count in kinds) / count
-    entrance = _hidden_bytes(recipe) * local_tokens(recipe)
+    entrance = hidden_states_bytes(recipe)
     if recompute.granularity != "full":
         return layers * whole
     if recompute.method == "uniform":
@@ -289,13 +277,17 @@ def _layer_bytes(recipe: Recipe, device: Device, kind: Variant) -> float:
 
 def _hidden_bytes(recipe: Recipe) -> float:
     """Return the bytes per token of a rank's hidden states; sequence parallelism shards them."""
-    shards = recipe.parallel.tensor if recipe.parallel.sequence_parallel else 1
+    shards = _sequence_shards(recipe)
     return BYTES[recipe.training.precision] * recipe.model.hidden_size / shards
+
+
+def _sequence_shards(recipe: Recipe) -> int:
+    return recipe.parallel.tensor if recipe.parallel.sequence_parallel else 1
 
 
 def _norm_and_projection_input(recipe: Recipe, device: Device) -> float:
     """Return the bytes per token that RMSNorm and the projection after it save."""
-    shards = recipe.parallel.tensor if recipe.parallel.sequence_parallel else 1
+    shards = _sequence_shards(recipe)
     per_token = 2 * _hidden_bytes(recipe) + FLOAT32 / shards
     if device == "cpu":
         hidden = recipe.model.hidden_size / shards

@@ -34,7 +34,7 @@ class Moment:
     gathered: int = 0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class StageMemory:
     """Memory of each rank of a pipeline stage, in bytes.
 
@@ -58,11 +58,11 @@ class StageMemory:
     gradients: int
     optimizer: int
     communication: int
-    activations: int
-    loss: Moment
-    reduction: Moment
-    layer: Moment
-    embedding: Moment
+    activations: int = 0
+    loss: Moment = Moment()
+    reduction: Moment = Moment()
+    layer: Moment = Moment()
+    embedding: Moment = Moment()
     update: int
     host: int
 
@@ -89,30 +89,33 @@ def memory_by_stage(
     recipe: Recipe, world_size: int, device: Device = "gpu"
 ) -> tuple[StageMemory, ...]:
     """Return the memory of a rank, for each pipeline stage."""
-    shards = recipe.data_parallel(world_size) * recipe.parallel.context
-    microbatches = recipe.num_microbatches(world_size)
     return tuple(
-        _stage_memory(recipe, stage, shards, microbatches, device)
+        _stage_memory(recipe, stage, world_size, device)
         for stage in range(recipe.parallel.pipeline)
     )
 
 
 def peak_memory(recipe: Recipe, world_size: int) -> int:
     """Return the estimated peak memory of a GPU, in the pipeline stage where it is largest."""
+    # Stages in the middle have as many layers, but no vocabulary matrix.
+    ends = {0, recipe.parallel.pipeline - 1}
+    return max(_stage_memory(recipe, stage, world_size, "gpu").total for stage in ends)
+
+
+def _stage_memory(recipe: Recipe, stage: int, world_size: int, device: Device) -> StageMemory:
+    # ZeRO partitions over the data x context parallel ranks.
     shards = recipe.data_parallel(world_size) * recipe.parallel.context
-    microbatches, last = recipe.num_microbatches(world_size), recipe.parallel.pipeline - 1
-    ends = {0, last}
-    return max(_stage_memory(recipe, stage, shards, microbatches, "gpu").total for stage in ends)
-
-
-def _stage_memory(
-    recipe: Recipe, stage: int, shards: int, microbatches: int, device: Device
-) -> StageMemory:
+    microbatches = recipe.num_microbatches(world_size)
     is_last = stage == recipe.parallel.pipeline - 1
     kept = activations.stage_activations(recipe, stage, microbatches, device)
-    waiting = activations.offloaded_activations(recipe, stage, microbatches, device)
+    waiting = 0
+    if recipe.training.offload_activations:
+        waiting = kept - activations.shared_bytes(recipe)
     states = _states(recipe, stage, shards, microbatches)
-    gathered = _gathered_bytes(recipe)
+    gathered = {"loss": 0, "layer": 0, "embedding": 0}
+    if recipe.parallel.zero_stage == 3:
+        element = BYTES[recipe.training.precision]
+        gathered = {name: element * size for name, size in count_gathers(recipe).whole.items()}
     logits = activations.logits_bytes(recipe, device) if is_last else 0
     layer, layer_freed = activations.layer_backward(recipe, stage, device)
     embedding = activations.embedding_backward(recipe, stage)
@@ -129,106 +132,52 @@ def _stage_memory(
 
 
 def _states(recipe: Recipe, stage: int, shards: int, microbatches: int) -> StageMemory:
-    """Return the memory of weights, gradients, optimizer state and update, without activations.
-
-    ``shards`` is the number of ranks over which ZeRO partitions (data x context parallel).
-    """
+    """Return the memory of weights, gradients, optimizer state and update, without activations."""
+    parallel, precision = recipe.parallel, recipe.training.precision
+    element = BYTES[precision]
     low, high = rank_parameters(recipe, stage)
     trained = sum(trained_parameters(recipe, stage))
-    element = BYTES[recipe.training.precision]
-    states = StageMemory(
-        stage=stage,
-        weights=element * low + FLOAT32 * high,
-        gradients=FLOAT32 * trained,
-        optimizer=3 * FLOAT32 * trained // shards,
-        communication=element * REDUCE_BUCKET,
-        activations=0,
-        loss=Moment(),
-        reduction=Moment(),
-        layer=Moment(),
-        embedding=Moment(),
-        update=FLOAT32 * trained // shards,
-        host=0,
-    )
-    if recipe.parallel.zero_stage == 3:
-        states = _zero_3(states, recipe, shards)
-    elif recipe.parallel.zero_stage == 2:
-        states = _zero_2(states, recipe, shards, microbatches)
-    elif not recipe.parallel.offload_optimizer:
-        states = _zero_1(states, recipe, shards)
-    if recipe.parallel.offload_optimizer:
-        return _offloaded(states, recipe, shards)
-    return states
-
-
-def _zero_1(states: StageMemory, recipe: Recipe, shards: int) -> StageMemory:
-    """Return ``states`` with the changes of ZeRO 1 without offload."""
-    if recipe.training.precision == "bf16":
-        return replace(states, communication=0, update=0)
-    return replace(states, communication=0, update=_float64_norm(states, recipe, shards))
-
-
-def _float64_norm(states: StageMemory, recipe: Recipe, shards: int) -> int:
-    """Return the bytes of the largest gradient in a rank's partition, copied to float64."""
-    elements = states.gradients // FLOAT32
-    return FLOAT64 * min(largest_trained(recipe, states.stage), elements // shards)
-
-
-def _zero_2(states: StageMemory, recipe: Recipe, shards: int, microbatches: int) -> StageMemory:
-    """Return ``states`` with the changes of ZeRO 2 (DeepSpeed's runtime/zero/stage_1_and_2.py)."""
-    norm, elements = _float64_norm(states, recipe, shards), states.gradients // FLOAT32
-    update = norm if recipe.training.precision == "bf16" else max(states.update, norm)
-    left = BYTES[recipe.training.precision] * elements // shards
-    update, gradients = max(update, left), states.gradients // shards
-    if microbatches == 1:
-        update, gradients = update + gradients, 0
-    return replace(
-        states,
-        gradients=gradients,
+    largest = largest_trained(recipe, stage)
+    weights, gradients = element * low + FLOAT32 * high, FLOAT32 * trained
+    optimizer, update = 3 * FLOAT32 * trained // shards, FLOAT32 * trained // shards
+    communication, in_layer, host = element * REDUCE_BUCKET, 0, 0
+    # To compute its norm, DeepSpeed copies a gradient of the rank's partition to float64.
+    norm = FLOAT64 * min(largest, trained // shards)
+    if parallel.zero_stage == 3:
+        weights, gradients = weights // shards, gradients // shards
+    elif parallel.zero_stage == 2:
+        # The rank's partition in the run's precision exists until the backward pass ends.
+        left = element * trained // shards
+        update = max(norm, left, update if precision == "fp32" else 0)
+        gradients //= shards
+        if microbatches == 1:  # The gradients are allocated at the end of the first microbatch.
+            update, gradients = update + gradients, 0
         # The bucket is allocated with the first gradient, which is after the loss.
-        communication=0,
-        layer=Moment(states.communication),
+        communication, in_layer = 0, communication
+    elif not parallel.offload_optimizer:
+        # Flat gradients are reduced in place (diffmegatron.optim.flat_gradients).
+        communication, update = 0, norm if precision == "fp32" else 0
+    if parallel.offload_optimizer:
+        partition = optimizer // (3 * FLOAT32)
+        host, optimizer = optimizer + FLOAT32 * partition, 0
+        if parallel.zero_stage == 3:
+            host, gradients, update = host + FLOAT32 * partition, 0, 0
+        else:
+            # Both sides have a buffer for the largest parameter.
+            communication = element * largest
+            host += element * partition + communication
+        if parallel.zero_stage == 1:
+            communication += FLOAT32 * REDUCE_BUCKET
+            update = FLOAT32 * largest if largest > REDUCE_BUCKET else 0
+    return StageMemory(
+        stage=stage,
+        weights=weights,
+        gradients=gradients,
+        optimizer=optimizer,
+        communication=communication,
         update=update,
-    )
-
-
-def _zero_3(states: StageMemory, recipe: Recipe, shards: int) -> StageMemory:
-    return replace(
-        states,
-        weights=states.weights // shards,
-        gradients=states.gradients // shards,
-    )
-
-
-def _gathered_bytes(recipe: Recipe) -> dict[str, int]:
-    """Return the bytes of gathered weights at the moments "loss", "layer" and "embedding"."""
-    if recipe.parallel.zero_stage < 3:
-        return dict.fromkeys(("loss", "layer", "embedding"), 0)
-    element, gathers = BYTES[recipe.training.precision], count_gathers(recipe)
-    return {name: element * elements for name, elements in gathers.whole.items()}
-
-
-def _offloaded(states: StageMemory, recipe: Recipe, shards: int) -> StageMemory:
-    """Return ``states`` with the optimizer offloaded to host memory."""
-    element = BYTES[recipe.training.precision]
-    partition = states.optimizer // (3 * FLOAT32)
-    gradients = FLOAT32 * partition
-    if recipe.parallel.zero_stage == 3:
-        host = states.optimizer + 2 * gradients
-        return replace(states, optimizer=0, gradients=0, update=0, host=host)
-    largest = largest_trained(recipe, states.stage)
-    buffer = element * largest
-    if recipe.parallel.zero_stage == 2:
-        held, update = buffer, states.update
-    else:
-        held = FLOAT32 * REDUCE_BUCKET + buffer
-        update = FLOAT32 * largest if largest > REDUCE_BUCKET else 0
-    return replace(
-        states,
-        optimizer=0,
-        communication=held,
-        update=update,
-        host=states.optimizer + gradients + element * partition + buffer,
+        host=host,
+        layer=Moment(in_layer),
     )
 
 
@@ -244,7 +193,7 @@ def _reduction(
     if weight == 0 or parallel.zero_stage == 3:
         return Moment()
     is_too_large, bucket = weight > REDUCE_BUCKET, element * REDUCE_BUCKET
-    freed = hidden = activations.final_hidden_bytes(recipe)
+    freed = hidden = round(activations.hidden_states_bytes(recipe))
     if parallel.offload_optimizer and parallel.zero_stage == 1:
         copy = FLOAT32 * largest_trained(recipe, stage)
     elif parallel.offload_optimizer:

@@ -1,10 +1,8 @@
 """Numbers of parameters of a network."""
 
 import math
-from collections.abc import Callable
+from collections import Counter
 from dataclasses import dataclass, fields
-from functools import partial
-from typing import Literal
 
 from diffmegatron.attention.variants.base import Variant
 from diffmegatron.config.model_config import ModelConfig
@@ -47,19 +45,22 @@ class Parameters:
 
 def count_parameters(model: ModelConfig) -> Parameters:
     """Count the parameters of the unsharded network that ``build_model`` builds."""
-    layers, vocabulary = model.num_layers, model.vocab_size * model.hidden_size
-
-    def of_all_layers(weights: Callable[[ModelConfig, Variant], int]) -> int:
-        return sum(count * weights(model, kind) for kind, count in counted_kinds(model))
-
+    vocabulary = model.vocab_size * model.hidden_size
+    projections = lora = 0
+    by_role: Counter[str] = Counter()
+    for kind, count in counted_kinds(model):
+        projections += count * projection_weights(model, kind)
+        lora += count * lora_weights(model, kind)
+        for each in kind.parameters(model.hidden_size):
+            by_role[each.role] += count * math.prod(each.shape)
     return Parameters(
         embedding=vocabulary,
-        attention=of_all_layers(attention_weights) + of_all_layers(partial(own_weights, "bias")),
-        lambdas=of_all_layers(partial(own_weights, "lambda")),
-        headwise_norms=of_all_layers(partial(own_weights, "norm")),
-        norms=(2 * layers + 1) * model.hidden_size,
-        mlp=layers * mlp_weights(model),
-        lora=of_all_layers(lora_weights),
+        attention=projections + by_role["matrix"] + by_role["bias"],
+        lambdas=by_role["lambda"],
+        headwise_norms=by_role["norm"],
+        norms=(2 * model.num_layers + 1) * model.hidden_size,
+        mlp=model.num_layers * mlp_weights(model),
+        lora=lora,
         output=0 if model.tied_embeddings else vocabulary,
     )
 
@@ -86,11 +87,6 @@ def counted_kinds(model: ModelConfig) -> list[tuple[Variant, int]]:
     return [(kind, sum(map(len, layers))) for kind, layers in kinds]
 
 
-def attention_weights(model: ModelConfig, kind: Variant) -> int:
-    """Count the weights of a layer's attention matrices, without biases and LoRA."""
-    return projection_weights(model, kind) + own_weights("matrix", model, kind)
-
-
 def projection_weights(model: ModelConfig, kind: Variant) -> int:
     """Count the weights of a layer's ``linear_qkv`` and ``linear_proj``."""
     heads = kind.heads
@@ -105,11 +101,3 @@ def mlp_weights(model: ModelConfig) -> int:
 def lora_weights(model: ModelConfig, kind: Variant) -> int:
     """Count the weights that LoRA adds to a layer."""
     return sum(math.prod(each.shape) for each in layer_tensors(model, kind) if is_lora(each.name))
-
-
-def own_weights(
-    role: Literal["matrix", "bias", "norm", "lambda"], model: ModelConfig, kind: Variant
-) -> int:
-    """Count the parameters of one role that a layer's attention has besides its projections."""
-    declared = kind.parameters(model.hidden_size)
-    return sum(math.prod(each.shape) for each in declared if each.role == role)
