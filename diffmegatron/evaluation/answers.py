@@ -69,7 +69,7 @@ def check_finite(scored: list[Scored], before: int) -> list[Scored] | NotFiniteE
 
 
 class WrittenText:
-    """A text that is being generated, and the tree of labels that are still possible for it."""
+    """A text that is being generated, and the labels (allowed answers) that are still possible."""
 
     def __init__(self, request: Generation) -> None:
         self.request, self.labels = request, request.labels
@@ -78,7 +78,7 @@ class WrittenText:
         self.has_ended = False
 
     def add(self, token: int | None, tokenizer: Tokenizer) -> None:
-        """Append the most likely next token; None (a logit is not finite) ends with an error."""
+        """Append the most likely next token; None means that a logit is not finite."""
         if token is None:
             after = len(self.request.ids) + len(self.found)
             self.answer = NotFiniteError(f"a logit after {after} tokens is not finite")

@@ -83,7 +83,7 @@ class BatchedNetwork:
 
     A chunk is padded at its end. For chunks after the first, padding in the cache is masked, and
     position ids count only tokens. Each text therefore has the same results as if it were alone.
-    The token id ``start``, any valid one, is the padding of empty chunks and a test input.
+    ``start`` is any valid token id. It pads empty chunks, and is a test input.
     """
 
     def __init__(self, network: PreTrainedModel, start: int) -> None:

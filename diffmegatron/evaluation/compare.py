@@ -2,7 +2,7 @@
 
 import json
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -89,7 +89,9 @@ def compare(run_dirs: Sequence[Path], out: Path) -> Table:
     out.mkdir(parents=True, exist_ok=True)
     picture, page, numbers = (out / f"compare.{suffix}" for suffix in ("png", "md", "json"))
     check_replaceable(picture, page, numbers)
-    table = figures_table(figures)
+    names = dict.fromkeys(name for run in figures.values() for name in run)
+    rows = [[name, *(_shown(run.get(name)) for run in figures.values())] for name in names]
+    table = ["", *figures], rows
     text = "# Runs compared\n\n" + markdown_table(table) + "\n\n![curves](compare.png)\n"
     plot_runs(picture, {name: curves_of(run) for name, run in runs.items()})
     write_durably(page, text.encode())
@@ -181,13 +183,6 @@ def _source_losses(stage: RecordedStage, after_step: float) -> dict[str, float]:
         if total := sum(entry[tokens] for entry in ending):
             losses[loss] = sum(entry[tokens] * entry[loss] for entry in ending) / total
     return losses
-
-
-def figures_table(figures: Mapping[str, Mapping[str, Any]]) -> Table:
-    """Return a table with a row for each figure that any run has, and a column for each run."""
-    names = dict.fromkeys(name for run in figures.values() for name in run)
-    rows = [[name, *(_shown(run.get(name)) for run in figures.values())] for name in names]
-    return ["", *figures], rows
 
 
 def _shown(value: object) -> str:

@@ -12,6 +12,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import chdir, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain, groupby
 from operator import itemgetter
 from pathlib import Path
@@ -38,7 +39,7 @@ from transformers import AutoTokenizer
 from typing_extensions import override
 
 from diffmegatron.errors import NotFiniteError, UserError
-from diffmegatron.evaluation.requests import Generation, Request, Scored, Scoring
+from diffmegatron.evaluation.requests import Generation, Request, Scoring
 from diffmegatron.evaluation.targets import Target
 from diffmegatron.files import format_path, shorten
 
@@ -261,27 +262,22 @@ class Encoder(TemplateLM):
         self, string: str, add_special_tokens: bool | None = None, **_: object
     ) -> list[int]:
         """Return the token ids of a text, by default with the tokenizer's special tokens."""
-        if add_special_tokens is None and has_bos_prefix(
-            string, self.tokenizer.decode(self.prefix_token_id)
-        ):
-            # A chat template has written the start token already.
-            add_special_tokens = False
-        chosen = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
-        return self.tokenizer.encode(string, verbose=False, **chosen)
+        if add_special_tokens is None:
+            # A chat template may have written the start token already.
+            start = self.tokenizer.decode(self.prefix_token_id)
+            add_special_tokens = not has_bos_prefix(string, start)
+        return self.tokenizer.encode(string, verbose=False, add_special_tokens=add_special_tokens)
 
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
         """Render messages as a prompt with the tokenizer's chat template."""
-
-        def render(messages: list[dict[str, str]]) -> str:
-            return self.tokenizer.apply_chat_template(
-                messages,
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=not add_generation_prompt,
-            )
-
+        render = partial(
+            self.tokenizer.apply_chat_template,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=not add_generation_prompt,
+        )
         try:
             return render(chat_history)
         except TemplateError:
@@ -338,7 +334,11 @@ class Encoder(TemplateLM):
                 self._text(instance, tokens)
                 for instance, tokens in zip(question.instances, found, strict=True)
             ]
-        likelihoods = [_likelihood(scored) for scored in chain.from_iterable(found)]
+        # Log-likelihood in nats, and whether greedy decoding produces the continuation.
+        likelihoods = [
+            (-float(each.losses.double().sum()), bool(each.is_most_likely.all()))
+            for each in chain.from_iterable(found)
+        ]
         if kind == "loglikelihood":
             return likelihoods
         left = iter(likelihoods)
@@ -425,11 +425,6 @@ def _check_supported(name: str, task: Task) -> None:
 
 def _decoding(instance: Instance) -> Any:
     return normalize_gen_kwargs(instance.args[1], DEFAULT_MAX_GEN_TOKS)
-
-
-def _likelihood(scored: Scored) -> tuple[float, bool]:
-    """Return a continuation's log-likelihood in nats, and whether greedy decoding produces it."""
-    return -float(scored.losses.double().sum()), bool(scored.is_most_likely.all())
 
 
 def _stderr(

@@ -27,7 +27,7 @@ class Model:
     def __init__(self, target: Target, computing: Computing | None = None) -> None:
         self.target = target
         self.computing = computing or Computing()
-        # A second limit of a batch, reduced when a batch does not fit into the memory.
+        # Further limit on the tokens of a batch, reduced when a batch does not fit into the memory.
         self._batch_tokens: float = math.inf
 
     @cached_property

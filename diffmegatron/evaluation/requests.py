@@ -63,7 +63,7 @@ class Generation(NamedTuple):
 
 
 Request = Scoring | Generation
-# For Scoring, Generation, and any request for which the model computes NaN or infinity.
+# For Scoring, for Generation, and for any request if the model computes NaN or infinity.
 Answer = list[Scored] | list[int] | NotFiniteError
 # Yields requests, receives their answers in the same order, and returns the record of an item.
 ItemGenerator = Generator[Sequence[Request], Sequence[Any], dict[str, Any]]

@@ -37,8 +37,8 @@ class Item(NamedTuple):
     Attributes:
         key: name within the suite; the same for every target.
         tokens: context length that the item needs; 0 if any context suffices.
-        content: what the requests depend on. A restart uses recorded results only if a hash of the
-            items' ``repr`` is unchanged.
+        content: all values on which the requests depend. Their ``repr`` must show every change,
+            because a restart reuses records if a hash of the items' ``repr`` is unchanged.
     """
 
     key: str
@@ -217,16 +217,16 @@ class _OpenItem:
         self.record: Record | NotFiniteError | None = None
         self._advance(None)
 
-    def receive(self, number: int, answer: Answer) -> bool:
-        """Store the answer to request ``number``; return whether it completes the item."""
+    def receive(self, number: int, answer: Answer) -> Record | NotFiniteError | None:
+        """Store the answer to request ``number``; return the record if it completes the item."""
         if self.record is not None:
-            return False
+            return None
         self._answers[number] = answer
         if isinstance(answer, NotFiniteError):
             self.record = answer
         elif len(self._answers) == len(self.requests):
             self._advance([self._answers[place] for place in range(len(self.requests))])
-        return self.record is not None
+        return self.record
 
     def _advance(self, answers: list[Any] | None) -> None:
         self._answers: dict[int, Answer] = {}
@@ -258,5 +258,5 @@ def _score_items(
             requests = [item.requests[number] for item, number in places]
             for place, answer in model.answers(requests):
                 item, number = places[place]
-                if item.receive(number, answer) and item.record is not None:
-                    yield item.key, item.record
+                if (record := item.receive(number, answer)) is not None:
+                    yield item.key, record

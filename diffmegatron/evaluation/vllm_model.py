@@ -4,7 +4,6 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
-from transformers import PreTrainedModel
 from typing_extensions import override
 
 from diffmegatron.attention.variants import of_model_type
@@ -21,13 +20,6 @@ class VllmModel(Model):
 
     vLLM forms the batches itself. It does not report NaN or infinity in its logits.
     """
-
-    @cached_property
-    @override
-    def network(self) -> PreTrainedModel:
-        raise UserError(
-            f"the network of {self.target.name} is inside vLLM; give --engine transformers"
-        )
 
     @override
     def answers(self, requests: Sequence[Request]) -> Iterator[tuple[int, Answer]]:
