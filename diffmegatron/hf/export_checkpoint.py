@@ -54,6 +54,7 @@ def export_checkpoint(
     original = find_original(recipe)
     dtype = DTYPES[recipe.training.precision]
     step = checkpoint.state["step"]
+    layouts = (checkpoint.state["data"] or {}).get("layouts")
     rounded = _rounded_differently(recipe, dtype, original, step)
     tolerance = TOLERANCE[rounded]
     verified: list[Verified] = []
@@ -62,10 +63,12 @@ def export_checkpoint(
         ids = sample(tokenizer) if tokens is None else tokens
         difference = verify_export(written, ids, training_logits(checkpoint, ids))
         if not difference.relative <= tolerance:
+            kind, inherited = recipe.model.attention.kind, recipe.model.attention.inherited_export
+            cause = f"; kind {kind!r} inherits {inherited}'s export, which computes {inherited!r}"
             raise UserError(
                 f"the exported logits differ from the training network's by "
                 f"{difference.relative:.1e} relative, more than {tolerance:g}; "
-                f"{out} was not written{_likely_cause(recipe)}"
+                f"{out} was not written{cause if inherited else ''}"
             )
         reason = SUMMATION
         if rounded in _NAMES:
@@ -83,7 +86,8 @@ def export_checkpoint(
         dtype,
         original=original,
         step=step,
-        chat=_was_trained_on_chats(checkpoint),
+        # The training data had chats, all of them in ChatML.
+        chat=isinstance(layouts, list) and "chat" in layouts and "template" not in layouts,
         verify=compare if verify else None,
     )
     return verified[0] if verified else None
@@ -104,20 +108,6 @@ def _rounded_differently(
         return torch.float32
     stored = dtype if original is None else original.usual_dtype
     return max(dtype, stored, key=TOLERANCE.__getitem__)
-
-
-def _likely_cause(recipe: Recipe) -> str:
-    """Return a likely cause of different logits as text; empty if none is known."""
-    kind, inherited = recipe.model.attention.kind, recipe.model.attention.inherited_export
-    if inherited is None:
-        return ""
-    return f"; kind {kind!r} inherits {inherited}'s export, which computes {inherited!r}"
-
-
-def _was_trained_on_chats(checkpoint: Checkpoint) -> bool:
-    """Return whether the training data had chats, all of them in ChatML."""
-    layouts = (checkpoint.state["data"] or {}).get("layouts")
-    return isinstance(layouts, list) and "chat" in layouts and "template" not in layouts
 
 
 def merged_weights(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:

@@ -155,7 +155,16 @@ def _read_index(folder: Path) -> Mapping[str, str]:
         return {}
     path = folder / SAFE_WEIGHTS_INDEX_NAME
     if not path.exists():
-        raise _no_weights(folder)
+        pickles = sorted(found.name for kind in _PICKLES for found in folder.glob(kind))
+        if pickles:
+            raise UserError(
+                f"{format_path(folder)} has its weights in {shorten(pickles[0])}, a pickle, which "
+                "can run any program when it is read; convert them to safetensors"
+            )
+        raise UserError(
+            f"{format_path(folder)} has neither {SAFE_WEIGHTS_NAME} nor "
+            f"{SAFE_WEIGHTS_INDEX_NAME}; give the folder of a Hugging Face model"
+        )
     index: dict[str, str] = read_json(path, _Index).weight_map
     bad = next((file for file in index.values() if not _PLAIN.fullmatch(file)), None)
     if bad is not None or not index:
@@ -164,19 +173,6 @@ def _read_index(folder: Path) -> Mapping[str, str]:
             f"folder for each tensor{'' if bad is None else f', not {shorten(repr(bad))}'}"
         )
     return index
-
-
-def _no_weights(folder: Path) -> UserError:
-    pickles = sorted(path.name for kind in _PICKLES for path in folder.glob(kind))
-    if pickles:
-        return UserError(
-            f"{format_path(folder)} has its weights in {shorten(pickles[0])}, a pickle, which can "
-            "run any program when it is read; convert them to safetensors"
-        )
-    return UserError(
-        f"{format_path(folder)} has neither {SAFE_WEIGHTS_NAME} nor {SAFE_WEIGHTS_INDEX_NAME}; "
-        "give the folder of a Hugging Face model"
-    )
 
 
 def _read_header(path: Path) -> Iterator[tuple[str, Stored]]:

@@ -33,20 +33,14 @@ SUMMATION = "float32 sums depend on their order"
 
 
 class LogitDifference(NamedTuple):
-    """Largest difference between two tensors of logits; infinite if a logit is infinite or NaN."""
+    """Largest difference of logits; ``relative`` is divided by the largest expected logit."""
 
     absolute: float
     relative: float
 
 
 class Verified(NamedTuple):
-    """Result of a comparison of logits that passed; ``str`` gives the line that commands print.
-
-    Attributes:
-        relative: ``absolute`` divided by the largest absolute value of the expected logits.
-        tolerance: largest allowed ``relative`` difference.
-        reason: why the logits may differ, as text.
-    """
+    """Logits whose ``relative`` difference is at most ``tolerance``; ``reason`` explains it."""
 
     absolute: float
     relative: float
@@ -79,18 +73,15 @@ def write_export(
     model with ``trust_remote_code=True``. ``out`` is written completely or not at all.
 
     Args:
-        weights: unsharded weights with Megatron's names, in any order. A generator is read one
-            weight at a time.
+        weights: unsharded weights with Megatron's names. A generator is read one weight at a time.
         dtype: dtype of the stored weights. Weights that must not be rounded, such as lambda
-            vectors, are float32. (DiffLlama's ``from_pretrained`` rounds them when it loads in
-            bf16.)
+            vectors, are float32. (DiffLlama rounds them when it is loaded in bf16.)
         original: pretrained model that the run started from. If its class can compute the recipe's
-            attention, the export has its class, its dtypes, and its configuration with the recipe's
-            changes.
-        step: training step of the weights. In some kinds of attention, a factor depends on it.
-        chat: whether to add a chat template to the tokenizer, for a run trained on chats.
-        max_shard_bytes: maximum size of a safetensors file, and of the weights in memory. A single
-            larger weight gets a file of its own.
+            attention, the export has its class, its dtypes and its changed configuration.
+        step: training step of the weights, on which a factor of some kinds of attention depends.
+        chat: whether to add a chat template to the tokenizer.
+        max_shard_bytes: largest size of a safetensors file with more than one weight, and of the
+            weights in memory.
         verify: check of the complete directory; an error prevents the export.
     """
     described = hugging_face_class(recipe.model)
@@ -246,7 +237,7 @@ def _carries_our_code(directory: Path) -> bool:
 
 
 def logit_difference(logits: Tensor, expected: Tensor) -> LogitDifference:
-    """Return the largest absolute and relative difference between two tensors of equal shape."""
+    """Return the largest difference between two tensors; infinity if a value is NaN."""
     absolute = (logits - expected).abs().max()
     relative = absolute / expected.abs().max()
     # ``NaN > tolerance`` is false, so a caller could accept NaN.

@@ -16,11 +16,10 @@ require_version("transformers>=4.57")
 class DiffBaseConfig(PretrainedConfig):
     """Configuration with Llama's keys, except those for biases and dropout.
 
-    A subclass sets ``AUTO_MAP``. It sets the keys of its attention before it calls this
-    constructor, which checks them.
+    A subclass sets the keys of its attention before it calls this constructor, which checks them.
+    Its name ends with "Config", and the names of its files with its ``model_type``.
     """
 
-    AUTO_MAP: ClassVar[dict[str, str]] = {}
     keys_to_ignore_at_inference: ClassVar = ["past_key_values"]
     base_model_pp_plan: ClassVar = {
         "embed_tokens": (["input_ids"], ["inputs_embeds"]),
@@ -79,7 +78,13 @@ class DiffBaseConfig(PretrainedConfig):
                 raise ValueError(
                     f"{name} is {kwargs[name]!r}; this model has no biases and no dropout"
                 )
-        kwargs.setdefault("auto_map", dict(self.AUTO_MAP))
+        kind, name = self.model_type, type(self).__name__.removesuffix("Config")
+        auto_map = {
+            "AutoConfig": f"configuration_{kind}.{name}Config",
+            "AutoModel": f"modeling_{kind}.{name}Model",
+            "AutoModelForCausalLM": f"modeling_{kind}.{name}ForCausalLM",
+        }
+        kwargs.setdefault("auto_map", auto_map)
         # transformers 4 sets these keys only here; it ties embeddings by default.
         super().__init__(
             pad_token_id=pad_token_id,

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Configuration of a Llama whose attention is DIFF V2; see modeling_diff_v2.py."""
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from .configuration_diff_base import NoiseHeadsConfig
 
@@ -17,11 +17,6 @@ class DiffV2Config(NoiseHeadsConfig):
     """
 
     model_type = "diff_v2"
-    AUTO_MAP: ClassVar = {
-        "AutoConfig": "configuration_diff_v2.DiffV2Config",
-        "AutoModel": "modeling_diff_v2.DiffV2Model",
-        "AutoModelForCausalLM": "modeling_diff_v2.DiffV2ForCausalLM",
-    }
     base_model_tp_plan: ClassVar = {
         "layers.*.self_attn.q_proj": "colwise",
         "layers.*.self_attn.k_proj": "colwise",
@@ -31,15 +26,8 @@ class DiffV2Config(NoiseHeadsConfig):
         **NoiseHeadsConfig.base_model_tp_plan,
     }
 
-    # Without its own constructor, transformers 5 would make the class a dataclass.
-    def __init__(
-        self,
-        num_attention_heads: int = 64,
-        signal_per_noise: int = 1,
-        num_key_value_heads: int = 8,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(num_attention_heads, signal_per_noise, num_key_value_heads, **kwargs)
+    # transformers 5 makes a dataclass of a class without its own constructor.
+    __init__ = NoiseHeadsConfig.__init__
 
     def _check_attention(self) -> None:
         super()._check_attention()

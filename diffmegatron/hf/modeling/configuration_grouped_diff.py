@@ -2,7 +2,7 @@
 """Configuration of a Llama with grouped differential attention; see modeling_grouped_diff.py."""
 
 import math
-from typing import Any, ClassVar
+from typing import Any
 
 from .configuration_diff_base import NoiseHeadsConfig
 
@@ -30,11 +30,6 @@ class GroupedDiffConfig(NoiseHeadsConfig):
     """
 
     model_type = "grouped_diff"
-    AUTO_MAP: ClassVar = {
-        "AutoConfig": "configuration_grouped_diff.GroupedDiffConfig",
-        "AutoModel": "modeling_grouped_diff.GroupedDiffModel",
-        "AutoModelForCausalLM": "modeling_grouped_diff.GroupedDiffForCausalLM",
-    }
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Configuration of a Llama whose layers have different attention; see modeling_mixed_diff.py."""
 
-from typing import Any, ClassVar
+from typing import Any
 
 from transformers import LlamaConfig, PretrainedConfig
 
@@ -27,11 +27,6 @@ class MixedDiffConfig(DiffBaseConfig):
     """
 
     model_type = "mixed_diff"
-    AUTO_MAP: ClassVar = {
-        "AutoConfig": "configuration_mixed_diff.MixedDiffConfig",
-        "AutoModel": "modeling_mixed_diff.MixedDiffModel",
-        "AutoModelForCausalLM": "modeling_mixed_diff.MixedDiffForCausalLM",
-    }
 
     def __init__(
         self,

@@ -170,16 +170,14 @@ class GroupedDiffAttention(LlamaAttention):
         The signal is [b, s, h, 2d] and the noise [b, s, h / r, 2d]. The result is at least float32.
         """
         wide = torch.promote_types(signal.dtype, torch.float32)
+        first = torch.sum(self.lambda_q1.to(wide) * self.lambda_k1.to(wide))
+        second = torch.sum(self.lambda_q2.to(wide) * self.lambda_k2.to(wide))
+        lambda_ = torch.exp(first) - torch.exp(second) + self.lambda_init
         groups = signal.to(wide).unflatten(-2, (-1, self.signal_per_noise))
-        heads = groups - self._lambda(wide) * noise.to(wide).unsqueeze(-2)
+        heads = groups - lambda_ * noise.to(wide).unsqueeze(-2)
         if self.subln is not None:
             heads = (1 - self.lambda_init) * self.subln(heads)
         return heads.flatten(-3, -2)
-
-    def _lambda(self, dtype: torch.dtype) -> Tensor:
-        first = torch.sum(self.lambda_q1.to(dtype) * self.lambda_k1.to(dtype))
-        second = torch.sum(self.lambda_q2.to(dtype) * self.lambda_k2.to(dtype))
-        return torch.exp(first) - torch.exp(second) + self.lambda_init
 
 
 class GroupedDiffPreTrainedModel(LlamaPreTrainedModel):
