@@ -28,14 +28,8 @@ from torch import Tensor
 
 from diffmegatron.attention.context_parallel.whole_sequence import whole_sequence
 from diffmegatron.attention.rotary import rotate
-from diffmegatron.attention.variants.base import (
-    QKV_BIAS,
-    Constant,
-    ContextCommunication,
-    Identity,
-    Parameter,
-    Variant,
-)
+from diffmegatron.attention.variants.base import ContextCommunication, Variant
+from diffmegatron.attention.variants.layer import QKV_BIAS, Constant, Identity, Parameter
 
 # Function of the rotated queries and keys of this rank, [s, b, heads, d], and of the boundaries of
 # packed documents, or None.

@@ -7,7 +7,7 @@ these rows are then 0 too. ``diffmegatron.optim.adamw`` applies weight decay onl
 import torch
 from torch import Tensor
 
-from diffmegatron.attention.variants.projection_heads import Heads
+from diffmegatron.attention.variants.layer import Heads
 from diffmegatron.config.schema import Recipe
 from diffmegatron.config.tensors import layer_number, network_tensors
 from diffmegatron.config.trainable_patterns import (

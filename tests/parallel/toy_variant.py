@@ -17,7 +17,7 @@ from diffmegatron.attention.variants.base import (
     Variant,
 )
 from diffmegatron.attention.variants.hugging_face import HuggingFace, WeightRule
-from diffmegatron.attention.variants.projection_heads import Heads
+from diffmegatron.attention.variants.layer import Heads
 from diffmegatron.attention.variants.softmax import Softmax
 from diffmegatron.errors import UserError
 

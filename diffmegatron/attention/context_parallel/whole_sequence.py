@@ -8,7 +8,7 @@ rank. The result is `[b, s, heads of q, width of v]`.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from megatron.core.tensor_parallel.mappings import (
@@ -26,15 +26,9 @@ from diffmegatron.attention.context_parallel.zigzag import (
 )
 from diffmegatron.attention.kernels.api import QKV, diff_attention, softmax_attention
 from diffmegatron.attention.variants.base import ContextCommunication
+from diffmegatron.attention.variants.layer import Context
 
 Attention = Callable[..., Tensor]
-
-
-class WholeSequence(NamedTuple):
-    """Causal attention of this rank's queries to the whole sequence: a variant's ``Context``."""
-
-    softmax_attention: Attention
-    diff_attention: Attention
 
 
 def whole_sequence(
@@ -42,7 +36,7 @@ def whole_sequence(
     communication: ContextCommunication,
     backend: str,
     documents: Tensor | None,
-) -> WholeSequence:
+) -> Context:
     """Return the attention functions of a layer.
 
     Args:
@@ -53,24 +47,22 @@ def whole_sequence(
             the concatenation of the batch's unsharded rows, from 0 to its length. None: no
             boundaries.
     """
-    size = 1 if group is None else group.size()
     backends = ((softmax_attention, "auto"), (diff_attention, backend))
     functions: list[Attention] = []
     for kernel, name in backends:
         attend: Attention = partial(kernel, backend=name)
-        if group is None or size == 1:
-            wrapped = attend if documents is None else partial(in_one_row, attend, documents)
-        elif communication == "ulysses":
-            rows = attend if documents is None else partial(in_one_row, attend, documents)
-            wrapped = partial(ulysses_attention, rows, group)
-        else:
-            wrapped = partial(gathered_attention, attend, group)
-            if communication == "ring":
-                wrapped = partial(ring_attention, group, name)
-            if documents is not None:
-                wrapped = partial(by_row, wrapped, documents)
+        wrapped = attend if documents is None else partial(in_one_row, attend, documents)
+        if group is not None and group.size() > 1:
+            if communication == "ulysses":
+                wrapped = partial(ulysses_attention, wrapped, group)
+            else:
+                wrapped = partial(gathered_attention, attend, group)
+                if communication == "ring":
+                    wrapped = partial(ring_attention, group, name)
+                if documents is not None:
+                    wrapped = partial(by_row, wrapped, documents)
         functions.append(wrapped)
-    return WholeSequence(*functions)
+    return Context(*functions)
 
 
 def in_one_row(attend: Attention, documents: Tensor, *heads: Tensor, **options: Any) -> Tensor:

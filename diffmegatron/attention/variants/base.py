@@ -1,20 +1,18 @@
-"""The base class of attention variants, and the classes that appear in its interface.
+"""The base class of attention variants, and the classes that its costs are computed from.
 
 A variant, or *kind* of attention, is one class in one file of this package. No other module depends
 on the name of a kind. A differential kind subtracts a second softmax map from a first one. Signal
-heads are the query heads of the first map, and noise heads are those of the second map.
+heads are the query heads of the first map, and noise heads are those of the second map. In shapes s
+is the number of tokens, b the number of sequences, and d the width of a query head.
 
-In the shapes s is the number of tokens, b the number of sequences, and d the width of a query head.
-
-Commands that only read a recipe must start fast. Therefore only functions that compute with tensors
-import torch.
+Only functions that compute with tensors import torch, because a recipe must be read fast.
 """
 
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import Field
 
@@ -25,8 +23,8 @@ from diffmegatron.files import shorten
 from diffmegatron.section import Section, SizeOrZero, divisors
 
 from .hugging_face import HuggingFace, WeightRule
-from .layer import Context, Layer
-from .projection_heads import Heads
+from .layer import Constant as Constant
+from .layer import Context, Heads, Layer, Parameter
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,57 +32,12 @@ if TYPE_CHECKING:
 # A class that overrides a method of COMPUTATION must not inherit all methods of EXPORT.
 COMPUTATION = ("normalize_qk", "gate", "forward", "current_lambda")
 EXPORT = ("hugging_face", "weight_rules", "layer_rules")
-# Name of the bias of `linear_qkv`. All other declared parameters are outside the two projections.
-QKV_BIAS = "linear_qkv.bias"
 ContextCommunication = Literal["ring", "all_gather", "ulysses"]
 
 
 def overlap(some: range, others: range) -> int:
     """Return the number of elements that two ranges have in common."""
     return max(0, min(some.stop, others.stop) - max(some.start, others.start))
-
-
-class Constant(NamedTuple):
-    """Initial values that are all equal to one number."""
-
-    value: float
-
-
-class Identity(NamedTuple):
-    """Initial values of a square matrix: the identity times a number."""
-
-    scale: float
-
-
-@dataclass(frozen=True)
-class Parameter:
-    """A parameter of a layer's attention, other than the matrices of the two projections.
-
-    Attributes:
-        name: name under ``self_attention.``, or ``QKV_BIAS``.
-        shape: shape of the unsharded parameter.
-        initial: initial values; a number is the standard deviation of a normal distribution, and
-            ``matrix`` selects those of the network's other weight matrices.
-        role: group for weight decay and for counting parameters.
-        float32: whether the parameter stays in float32 in a bf16 run.
-        sharded: whether the first axis is divided among the tensor-parallel ranks, in their order.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    initial: float | Constant | Identity | Literal["matrix"]
-    role: Literal["matrix", "bias", "norm", "lambda"]
-    float32: bool = False
-    sharded: bool = False
-
-    def __post_init__(self) -> None:
-        if self.role not in ("matrix", "bias", "norm", "lambda"):
-            raise UserError(
-                f"parameter {self.name!r} has the role {self.role!r}; give matrix, bias, norm or "
-                "lambda"
-            )
-        if not self.shape:
-            raise UserError(f"parameter {self.name!r} has no axis; give the shape (1,) to a scalar")
 
 
 @dataclass(frozen=True)
@@ -97,8 +50,8 @@ class Kernels:
         backend: name of the attention backend; never "auto".
         communication: method of the context-parallel ranks; None for one rank.
         context: number of context-parallel ranks.
-        keys: mean number of keys in a row of scores, including masked keys. Packed sequences of a
-            microbatch are concatenated, so a row has the keys of all of them.
+        keys: mean number of keys in a row of scores, including masked keys. With packed documents
+            a row has the keys of the whole microbatch.
         has_mask: whether attention needs a mask that torch's ``is_causal`` cannot express.
         recomputes_core: whether the backward pass computes attention again from q, k and v.
     """
@@ -121,8 +74,8 @@ class Kernels:
     def keys_per_query(self) -> float:
         """Number of keys in this rank's attention calls, divided by its number of tokens.
 
-        After an all-gather over P ranks, rank r makes two calls with one of the 2 P chunks of
-        queries each. They receive the keys of r + 1 and of 2 P - r chunks, so (2 P + 1) / 2.
+        After an all-gather over P ranks, rank r attends to the keys of r + 1 and of 2 P - r chunks,
+        with one chunk of queries each.
         """
         return (2 * self.context + 1) / 2 if self.communication == "all_gather" else 1.0
 
@@ -134,10 +87,10 @@ class Kernels:
         return self.has_mask and SOFTMAX[self.backend].saves_bias
 
     def softmax_bytes(self, heads: Heads) -> tuple[float, float]:
-        """Return the saved bytes per token of softmax attention, except for its output.
+        """Return the saved bytes per token of q, k and v, and of the softmax attention's results.
 
-        The first number counts q, k and v. The second number counts the log-sum-exps, and the
-        output if it is copied, because the next operation saves the copy.
+        The results are the log-sum-exps, and the output only if it is copied. The next operation
+        saves the output or the copy.
         """
         queries, keys = self.element * heads.query_channels, self.element * heads.key_channels
         if self.has_mask and SOFTMAX[self.backend].saves_bias and heads.queries > heads.keys:
@@ -146,7 +99,7 @@ class Kernels:
         else:
             inputs = queries + 2 * keys * self.key_shards
         if self.communication is None:
-            # v is a view of the fused projection's output, so the unrotated q and k also stay.
+            # v is a view of the fused projection's output, which also has the unrotated q and k.
             inputs += queries + keys
         copy = queries if self.copies_softmax_output else 0
         return inputs, copy + FLOAT32 * heads.queries
@@ -187,7 +140,7 @@ class Variant(Section, ABC):
     def with_files(
         cls, section: Mapping[str, Any], *, may_be_missing: bool = False
     ) -> Mapping[str, Any]:
-        """Return a recipe's section in which names of files are replaced by the files' content.
+        """Replace names of files in a recipe's section by the files' content.
 
         With ``may_be_missing``, the content of a missing file is assumed (:attr:`assumption`).
         """
@@ -274,10 +227,7 @@ class Variant(Section, ABC):
         return self.model_dump()
 
     def warnings(self, hidden_size: int, parameters: int, lr: float) -> Iterator[str]:
-        """Yield a sentence for each doubtful setting.
-
-        ``parameters`` counts the network without embeddings, and ``lr`` is the peak learning rate.
-        """
+        """Yield a sentence for each doubtful setting; ``parameters`` excludes embeddings."""
         return iter(())
 
     @abstractmethod
@@ -285,10 +235,7 @@ class Variant(Section, ABC):
         """Return softmax attention with as many output, key and value channels in all heads."""
 
     def foundation(self) -> "Variant | None":
-        """Return another kind from whose weights a run of this kind may start, or None.
-
-        Parameters that the other kind does not declare get their usual initial values.
-        """
+        """Return another kind from whose weights a run of this kind may start, or None."""
         return None
 
     @property
@@ -312,9 +259,9 @@ class Variant(Section, ABC):
         return query, key
 
     def gate(self, layer: Layer, hidden: "Tensor") -> "Tensor | None":
-        """Compute what :meth:`forward` needs from the normalised input [s, b, hidden].
+        """Compute a further argument of :meth:`forward`, [s, b, ...], or None.
 
-        The result is [s, b, ...], or None if :meth:`forward` needs only q, k and v.
+        ``hidden`` is the normalised input of the layer, [s, b, hidden].
         """
         return None
 
@@ -339,10 +286,7 @@ class Variant(Section, ABC):
         """
 
     def current_lambda(self, layer: Layer) -> "Tensor | None":
-        """Return lambda of a layer for the log as a 0-dim float32 tensor.
-
-        The result is None if lambda depends on the token. Such a kind calls :meth:`Layer.observe`.
-        """
+        """Return lambda of a layer for the log, 0-dim float32; None if tokens have their own."""
         return None
 
     # Costs
@@ -352,10 +296,7 @@ class Variant(Section, ABC):
         """Return the fewest multiply-adds of a layer's forward pass per (query, key) pair."""
 
     def own_products(self, hidden_size: int) -> float:
-        """Return the multiply-adds per token of the matrices in :meth:`parameters`.
-
-        If the layers differ, the result is the mean over all layers.
-        """
+        """Return the multiply-adds per token of the matrices in :meth:`parameters`."""
         own = self.parameters(hidden_size)
         return sum(math.prod(each.shape) for each in own if each.role == "matrix")
 
@@ -367,9 +308,8 @@ class Variant(Section, ABC):
     def work(self, backend: str, *, deterministic: bool = False) -> tuple[int, int]:
         """Return a backend's multiply-adds per (query, visible key) pair, for all heads.
 
-        The two numbers are those of the forward pass and of the backward pass. The backward pass
-        includes the second computation of the scores. ``deterministic`` requires gradients that are
-        summed in a fixed order.
+        The numbers are those of the forward and of the backward pass. The backward pass computes
+        the scores again. ``deterministic`` sums gradients in a fixed order.
         """
         sizes = self.kernel_sizes(element=2, keys=0)._replace(is_deterministic=deterministic)
         return BACKENDS[self.operation][backend].work(sizes)
@@ -379,7 +319,7 @@ class Variant(Section, ABC):
         """Return the bytes per token that all heads of a layer save for the backward pass.
 
         The first number counts q, k, v and the input of the output projection. The second number
-        counts the tensors between them, which selective recomputation computes again.
+        counts the tensors in between, which selective recomputation computes again.
         """
 
     def kv_cache_bytes(self, element: int) -> int:
@@ -400,9 +340,9 @@ class Variant(Section, ABC):
 
     @abstractmethod
     def weight_rules(self, ours: str, theirs: str, hidden_size: int) -> list[WeightRule]:
-        """Return the rules that map the weights of a layer's attention to Hugging Face and back.
+        """Return the rules that map the weights of a layer to Hugging Face and back.
 
-        ``ours`` and ``theirs`` are prefixes of the attention's weights here and at Hugging Face.
+        ``ours`` and ``theirs`` are the prefixes of their names here and there.
         """
 
     def layer_rules(
@@ -417,25 +357,19 @@ class Variant(Section, ABC):
         return self
 
     def subtracted_maps(self, attention: Any, maps: "Tensor", hidden: "Tensor") -> "Tensor":
-        """Return the attention maps of a layer of the Hugging Face class after subtraction.
+        """Return the maps of a layer of the Hugging Face class after subtraction.
 
         Args:
             attention: attention module of the layer.
             maps: softmax maps, float32 [query heads, query tokens, key tokens], in the order of the
-                rows of ``q_proj``.
+                rows of ``q_proj``. The result is [num_heads, query tokens, key tokens].
             hidden: input of the attention at the query tokens, [query tokens, hidden_size].
-
-        Returns:
-            Maps as float32 [num_heads, query tokens, key tokens].
         """
         return maps
 
     @property
     def map_pairs(self) -> tuple[tuple[int, int], ...]:
-        """Signal map and noise map of each head, as indices into ``maps`` before subtraction.
-
-        The tuple is empty for kinds with one map per head.
-        """
+        """Indices of each head's signal map and noise map; empty with one map per head."""
         return ()
 
     @property

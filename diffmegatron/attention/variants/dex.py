@@ -30,8 +30,9 @@ from diffmegatron.validation import validated
 from diffmegatron.yaml_documents import MAX_BYTES, parse_yaml
 
 from . import hugging_face as hf
-from .base import Constant, Context, Identity, Kernels, Layer, Parameter
+from .base import Kernels
 from .diff_v1 import LambdaInit
+from .layer import Constant, Context, Identity, Layer, Parameter
 from .softmax import Softmax
 
 if TYPE_CHECKING:
@@ -114,14 +115,12 @@ class ProjectionInit(Section):
 class Dex(Softmax):
     """Softmax attention whose ``selected_heads`` have a differential term.
 
+    ``selected_heads`` has the numbers of each layer's selected query heads, from 0. A recipe may
+    instead have the path of a file that ``diffmegatron dex select`` wrote. ``annealing_steps`` is
+    T; null means that lambda is lambda_learn from the first step.
+
     If lambda_learn and W_D start at zero and there is no annealing, both stay zero, because the
     gradient of each is proportional to the other.
-
-    Attributes:
-        selected_heads: numbers of each layer's selected query heads, from 0. A recipe may have the
-            path of a file that ``diffmegatron dex select`` wrote instead.
-        annealing_steps: T. If it is null, lambda is lambda_learn from the first step.
-        lambda_learn_init: initial value of lambda_learn.
     """
 
     can_mix: ClassVar[bool] = False
@@ -239,8 +238,8 @@ class Dex(Softmax):
     @override
     def saved_bytes(self, kernels: Kernels) -> tuple[float, float]:
         projected, core = super().saved_bytes(kernels)
-        # Saved are a copy of O of the selected heads, and O' of all heads. O' replaces the headwise
-        # norm's output or the copy of the kernel's output, if softmax attention counts one.
+        # The term saves a copy of O of the selected heads, and O' of all heads. O' replaces the
+        # headwise norm's output, or the copy of the kernel's output.
         saved = self._selected_per_layer * self.head_dim
         if not self.headwise_norm and not kernels.copies_softmax_output:
             saved += self.heads.query_channels
@@ -275,9 +274,9 @@ class Dex(Softmax):
     ) -> "Tensor":
         """Return O' of the selected heads and O of the others, [b, s, heads of this rank, d].
 
-        The heads are split into runs of neighbours instead of gathered with an index tensor, which
-        would be copied to the device in every layer. A rank without selected heads computes the
-        term for zero heads, because every rank needs a gradient of W_D for the sum over the ranks.
+        Runs of neighbouring heads need no index tensor, which would be copied to the device in each
+        layer. A rank without selected heads computes the term for zero heads, because the sum of
+        W_D's gradient needs every rank.
         """
         import torch
 
@@ -293,9 +292,9 @@ class Dex(Softmax):
         return torch.cat(parts, dim=2).transpose(0, 1)
 
     def _runs(self, layer: Layer) -> list[int]:
-        """Return the lengths of runs of this rank's heads: unselected, selected, unselected, ...
+        """Return the lengths of this rank's unselected, selected, unselected, ..., selected runs.
 
-        The last run is selected. The first and the last run may have length 0.
+        The first and the last length may be 0.
         """
         selected = {*self._selected(layer.layer_number)}
         flags = (head in selected for head in layer.share(self.num_heads))
@@ -315,9 +314,8 @@ class Dex(Softmax):
     ) -> list[hf.WeightRule]:
         """Return the rules that map a layer's attention weights to a plain Transformer and back.
 
-        The export multiplies (I - lambda W_D) into the output projection, in float64. The stored
-        matrix [hidden, heads * d] is transposed, so its columns of a selected head are multiplied
-        from the right by the transpose. The import sets W_D and lambda_learn to zero.
+        The export multiplies (I - lambda W_D) into the output projection, in float64. Its weight is
+        stored transposed, [hidden, heads * d]. The import sets W_D and lambda_learn to zero.
         """
         name, d = f"{ours}.linear_proj.weight", self.head_dim
         selected = self._selected(layer)

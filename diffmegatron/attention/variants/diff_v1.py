@@ -22,8 +22,8 @@ from diffmegatron.errors import UserError
 from diffmegatron.section import Section
 
 from . import hugging_face as hf
-from .base import Constant, Context, Kernels, Layer, Parameter, Variant
-from .projection_heads import Heads, Rows
+from .base import Kernels, Variant
+from .layer import Constant, Context, Heads, Layer, Parameter, Rows
 from .softmax import Softmax
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class DiffV1(Variant):
 
     Each of the ``num_kv_heads`` key-value heads has two keys of width d and a value of width 2d.
     ``lambda_std`` is the initial standard deviation of the lambda vectors, as in the authors' code.
-    ``headwise_norm`` is the RMSNorm over each head's output, whose weight all heads share.
+    ``headwise_norm`` is the RMSNorm of each head's output, with one weight for all heads.
     """
 
     kind: Literal["diff_v1"] = "diff_v1"
@@ -130,19 +130,16 @@ class DiffV1(Variant):
     def heads(self) -> Heads:
         """Layout of the heads: one block per key-value head.
 
-        The first half of a block has the signal query heads, the first key and the first half of
-        the value. The second half has the noise query heads, the second key and the second half of
-        the value.
+        The first half of a block has the signal heads, their key, and the first half of the value.
+        The second half has the noise heads, their key, and the second half of the value.
         """
         signal, noise = (n // self.num_kv_heads for n in (self.num_heads, self.noise_heads))
         rows: Rows = (("q", signal), ("k", 1), ("v", 1), ("q", noise), ("k", 1), ("v", 1))
         return Heads(self.head_dim, self.num_kv_heads, rows, 2 * signal)
 
     def parameters(self, hidden_size: int) -> tuple[Parameter, ...]:
-        """Return the lambda vectors and, with ``headwise_norm``, the norm's weight.
-
-        Rounding the vectors to bf16 would change lambda by 1e-3 to 5e-3.
-        """
+        """Return the lambda vectors and, with ``headwise_norm``, the norm's weight."""
+        # Rounding the vectors to bf16 would change lambda by 1e-3 to 5e-3.
         vectors = [
             Parameter(name, (self.head_dim,), self.lambda_std, "lambda", float32=True)
             for name in LAMBDA_VECTORS
@@ -278,11 +275,10 @@ class DiffV1(Variant):
     def weight_rules(self, ours: str, theirs: str, hidden_size: int) -> list[hf.WeightRule]:
         """Return the rules that convert a layer's weights to those of DiffLlama and back.
 
-        In DiffLlama all signal query heads precede all noise query heads, all first keys precede
-        all second keys, and the first halves of all values precede the second halves.
-
-        DiffLlama's headwise norm has no weight, so the export multiplies the weight into the output
-        projection. The import sets our norm's weight to 1.
+        In DiffLlama all signal heads precede all noise heads, all first keys precede all second
+        keys, and the first halves of all values precede the second halves. Its headwise norm has no
+        weight, so the export multiplies the weight into the output projection. The import sets it
+        to 1.
         """
 
         def fold(proj: "Tensor", norm: "Tensor") -> tuple["Tensor", ...]:

@@ -17,8 +17,8 @@ from diffmegatron.attention.kernels.costs import FLOAT32
 from diffmegatron.section import Size
 
 from . import hugging_face as hf
-from .base import Context, Kernels, Layer, Parameter, Variant
-from .projection_heads import Heads, Rows
+from .base import Kernels, Variant
+from .layer import Context, Heads, Layer, Parameter, Rows
 from .softmax import Softmax
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from .projection_heads import Heads
+    from .layer import Heads
 
 Shapes = Mapping[str, tuple[int, ...]]
 Rearrange = Callable[..., tuple["Tensor", ...]]
@@ -32,11 +32,7 @@ class WeightRule(NamedTuple):
 
     @property
     def folds(self) -> bool:
-        """True if ``to_hf`` multiplies one weight into another.
-
-        A bf16 export rounds the product, but training rounds each weight, so the logits differ
-        slightly.
-        """
+        """True if ``to_hf`` multiplies one weight into another, so that bf16 rounds the product."""
         return len(self.ours) > len(self.theirs)
 
 
@@ -77,16 +73,15 @@ def qkv(
 ) -> WeightRule:
     """Return the rule that splits ``linear_qkv`` into ``q_proj``, ``k_proj`` and ``v_proj``.
 
-    ``Heads.rows`` lists the runs of heads in a block of ``linear_qkv``. If a block has two runs of
-    queries, ``q_proj`` has the first runs of all blocks before the second runs. The order in
-    ``k_proj`` and ``v_proj`` is the same. With ``paired_values``, ``v_proj`` instead has all values
-    of the first block, then those of the second block, and so on.
+    If the blocks of ``linear_qkv`` have two runs of queries (``Heads.rows``), ``q_proj`` has the
+    first runs of all blocks before the second runs. The order in ``k_proj`` and ``v_proj`` is the
+    same. With ``paired_values``, ``v_proj`` instead has the values block by block.
     """
     d = heads.head_dim
     sizes = {"q": heads.queries, "k": heads.keys, "v": heads.keys}
 
     def orders() -> list["Tensor"]:
-        """Return the numbers of the heads in ``linear_qkv`` that each projection has, in order."""
+        """Return the heads of each projection in order, as numbers of heads in ``linear_qkv``."""
         import torch
 
         blocks = torch.arange(sum(sizes.values())).unflatten(0, (heads.blocks, -1))
@@ -119,19 +114,12 @@ def qkv(
 
 def qkv_bias(ours: str, theirs: str, heads: "Heads") -> WeightRule:
     """Return the rule that splits the bias of ``linear_qkv`` into three projections' biases."""
-    rows = qkv(ours, theirs, heads, 1)
-
-    def split(fused: "Tensor") -> tuple["Tensor", ...]:
-        return tuple(part[:, 0] for part in rows.to_hf(fused[:, None]))
-
-    def join(*biases: "Tensor") -> tuple["Tensor", ...]:
-        (fused,) = rows.from_hf(*(bias[:, None] for bias in biases))
-        return (fused[:, 0],)
+    rule = qkv(ours, theirs, heads, 1)
 
     def of_bias(shapes: Shapes) -> Shapes:
         return {f"{name.removesuffix('weight')}bias": shape[:1] for name, shape in shapes.items()}
 
-    return WeightRule(of_bias(rows.ours), of_bias(rows.theirs), split, join)
+    return rule._replace(ours=of_bias(rule.ours), theirs=of_bias(rule.theirs))
 
 
 def output(ours: str, theirs: str, heads: "Heads", hidden_size: int) -> WeightRule:

@@ -1,11 +1,138 @@
-"""Protocols of two arguments of a variant's ``forward``: the layer, and the attention functions."""
+"""The interface between a variant and its layer: heads, parameters, arguments of ``forward``."""
 
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+
+from diffmegatron.errors import UserError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from diffmegatron.attention.kernels.api import HeadwiseNorm
+# Name of the bias of `linear_qkv`. All other declared parameters are outside the two projections.
+QKV_BIAS = "linear_qkv.bias"
+Rows = tuple[tuple[Literal["q", "k", "v"], int], ...]
+
+
+@dataclass(frozen=True)
+class Heads:
+    """The heads of one layer in the order of the rows of ``linear_qkv``.
+
+    The rows consist of equal blocks, one per key-value head of the kind. Each rank of tensor
+    parallelism or Ulysses has a contiguous range of whole blocks. A block of DIFF V1 has two key
+    heads, one per map, and two value heads, the halves of a value.
+
+    Attributes:
+        head_dim: width of a query, key or value head.
+        blocks: number of blocks.
+        rows: the heads of a block in order, as kinds with numbers of consecutive heads. Example:
+            (("q", 4), ("k", 1), ("v", 1)) has four queries per key.
+        outputs: output channels of the attention per block, divided by ``head_dim``.
+    """
+
+    head_dim: int
+    blocks: int
+    rows: Rows
+    outputs: int
+
+    def channels(self, kind: str) -> int:
+        """Return the number of rows of ``linear_qkv`` of a kind: "q", "k" or "v"."""
+        return self._count(kind) * self.head_dim
+
+    def _count(self, kind: str) -> int:
+        return self.blocks * sum(count for each, count in self.rows if each == kind)
+
+    @property
+    def queries(self) -> int:
+        """Number of query heads of the layer."""
+        return self._count("q")
+
+    @property
+    def keys(self) -> int:
+        """Number of key heads, and of value heads, of the layer."""
+        return self._count("k")
+
+    @property
+    def query_channels(self) -> int:
+        """Number of channels of all queries of a token."""
+        return self.queries * self.head_dim
+
+    @property
+    def key_channels(self) -> int:
+        """Number of channels of all keys, and of all values, of a token."""
+        return self.keys * self.head_dim
+
+    @property
+    def qkv_channels(self) -> int:
+        """Number of rows of ``linear_qkv``."""
+        return self.query_channels + 2 * self.key_channels
+
+    @property
+    def output_channels(self) -> int:
+        """Number of output channels of the attention, the input of ``linear_proj``."""
+        return self.blocks * self.outputs * self.head_dim
+
+    @property
+    def group(self) -> Rows:
+        """Shortest sequence whose repetition is ``rows``: q, k, v for q, k, v, q, k, v."""
+        lengths = (n for n in range(1, len(self.rows)) if len(self.rows) % n == 0)
+        repeated = (n for n in lengths if self.rows == self.rows[:n] * (len(self.rows) // n))
+        return self.rows[: next(repeated, len(self.rows))]
+
+    def query_slices(self, keys: int) -> Iterator[slice]:
+        """Yield the slice of query heads that attend to each of ``keys`` key heads.
+
+        The heads are those of whole blocks. Queries attend to the next key of their block.
+        """
+        counts = [count for kind, count in self.rows if kind == "q"]
+        first = 0
+        for key in range(keys):
+            count = counts[key % len(counts)]
+            yield slice(first, first + count)
+            first += count
+
+
+class Constant(NamedTuple):
+    """Initial values that are all equal to one number."""
+
+    value: float
+
+
+class Identity(NamedTuple):
+    """Initial values of a square matrix: the identity times a number."""
+
+    scale: float
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter of a layer's attention, other than the matrices of the two projections.
+
+    Attributes:
+        name: name under ``self_attention.``, or ``QKV_BIAS``.
+        shape: shape of the unsharded parameter.
+        initial: initial values; a number is the standard deviation of a normal distribution, and
+            ``matrix`` selects those of the network's other weight matrices.
+        role: group for weight decay and for counting parameters.
+        float32: whether the parameter stays in float32 in a bf16 run.
+        sharded: whether the first axis is divided among the tensor-parallel ranks, in their order.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    initial: float | Constant | Identity | Literal["matrix"]
+    role: Literal["matrix", "bias", "norm", "lambda"]
+    float32: bool = False
+    sharded: bool = False
+
+    def __post_init__(self) -> None:
+        if self.role not in ("matrix", "bias", "norm", "lambda"):
+            raise UserError(
+                f"parameter {self.name!r} has the role {self.role!r}; give matrix, bias, norm or "
+                "lambda"
+            )
+        if not self.shape:
+            raise UserError(f"parameter {self.name!r} has no axis; give the shape (1,) to a scalar")
 
 
 class Layer(Protocol):
@@ -28,39 +155,28 @@ class Layer(Protocol):
         """Return the declared parameter ``name``, or this rank's shard of it."""
 
     def project(self, name: str, hidden: "Tensor") -> "Tensor":
-        """Multiply hidden states [s, b, hidden] by the declared matrix ``name`` [rows, hidden].
+        """Multiply [s, b, hidden] by the declared, sharded matrix ``name`` [rows, hidden].
 
-        The matrix is sharded by rows, and the result is [s, b, rows of this rank].
+        The result is [s, b, rows of this rank].
         """
 
     def observe(self, name: str, value: "Tensor") -> None:
         """Store the mean over all elements of ``value`` for the log, under ``name``."""
 
 
-class Context(Protocol):
-    """Causal attention of this rank's queries to the whole sequence.
+class Context(NamedTuple):
+    """Functions for causal attention of this rank's queries to the whole sequence.
 
-    All tensors are `[b, s, heads, width]` for b sequences and the s positions of this rank. d is
-    the width of a query, and h the number of heads of Q1. The class ``WholeSequence`` in
-    attention/context_parallel implements this protocol.
+    All tensors are `[b, s, heads, width]`. s counts the positions of this rank, d is the width of a
+    query, and h the number of heads of Q1.
+
+    Attributes:
+        softmax_attention: function of (q, k, v) that returns softmax(Q K^T / sqrt(d)) V of every
+            query head, `[b, s, heads, d]`.
+        diff_attention: function of (q1, k1, q2, k2, v, lambda_=..., norm=None) that returns
+            (softmax(Q1 K1^T / sqrt(d)) - lambda softmax(Q2 K2^T / sqrt(d))) V, `[b, s, h, 2d]`.
+            ``lambda_`` is a 0-dim tensor. ``norm`` is a `HeadwiseNorm` of the result.
     """
 
-    def softmax_attention(self, q: "Tensor", k: "Tensor", v: "Tensor", /) -> "Tensor":
-        """Return softmax(Q K^T / sqrt(d)) V of every query head: `[b, s, heads, d]`."""
-
-    def diff_attention(
-        self,
-        q1: "Tensor",
-        k1: "Tensor",
-        q2: "Tensor",
-        k2: "Tensor",
-        v: "Tensor",
-        /,
-        *,
-        lambda_: "Tensor",
-        norm: "HeadwiseNorm | None" = None,
-    ) -> "Tensor":
-        """Return (softmax(Q1 K1^T / sqrt(d)) - lambda softmax(Q2 K2^T / sqrt(d))) V.
-
-        The result is `[b, s, h, 2d]`, normalised by ``norm``. ``lambda_`` is a 0-dim tensor.
-        """
+    softmax_attention: Callable[..., "Tensor"]
+    diff_attention: Callable[..., "Tensor"]

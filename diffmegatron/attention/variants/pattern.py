@@ -13,7 +13,7 @@ from diffmegatron.files import shorten
 
 from . import hugging_face as hf
 from .base import Variant, overlap
-from .projection_heads import Heads
+from .layer import Heads
 
 LAYERS = "layers"
 # Model types whose attention the exported file modeling_mixed_diff.py can build.
@@ -24,17 +24,10 @@ _RANGES = re.compile(r"\d{1,10}(-\d{1,10})?(, *\d{1,10}(-\d{1,10})?)*")
 class Pattern(Variant):
     """Several kinds of attention, each for some of the layers.
 
-    A recipe lists the kinds with their layers, which are counted from 1. The entry without
-    ``layers`` has all remaining layers::
+    A recipe lists the kinds with their layers, counted from 1. ``kinds`` and ``layers`` have one
+    element per entry. The entry without ``layers`` (here None) has all remaining layers::
 
-        model:
-          attention:
-            - {kind: diff_v1, num_heads: 4, layers: 5-8}
-            - {kind: softmax, num_heads: 8}
-
-    Attributes:
-        kinds: variant of each entry, in the order of the list; never a pattern itself.
-        layers: text of each entry's ``layers`` in the recipe; None for the remaining layers.
+        attention: [{kind: diff_v1, num_heads: 4, layers: 5-8}, {kind: softmax, num_heads: 8}]
     """
 
     kind: Literal["pattern"] = "pattern"
@@ -47,10 +40,9 @@ class Pattern(Variant):
 
     @classmethod
     def read(cls, entries: Sequence[object], read: Callable[[object], Variant]) -> Variant:
-        """Return the variant that the list ``model.attention`` of a recipe describes.
+        """Return the pattern of a recipe's list, or the kind of a single entry without ``layers``.
 
-        The result is a pattern, or the kind of a single entry without ``layers``. ``read`` parses
-        the section of one kind. An invalid list raises ValueError.
+        ``read`` parses the section of one kind. An invalid list raises ValueError.
         """
         kinds, layers = [], []
         for entry in entries:
@@ -105,17 +97,14 @@ class Pattern(Variant):
 
     @property
     def ratio(self) -> int:
-        """Least common multiple of the ratios of all kinds.
-
-        Every multiple of it is a valid ``num_heads`` for every kind.
-        """
+        """Least common multiple of all kinds, whose multiples are valid values of ``num_heads``."""
         return math.lcm(*(each.ratio for each in self.kinds))
 
     def sized(self, hidden_size: int) -> Self:
         """Return the pattern with all sizes of its kinds filled in.
 
-        The pattern's own ``num_heads`` and ``num_kv_heads`` are the greatest common divisors over
-        the kinds, because a parallel layout must divide the heads of every kind.
+        Its own numbers of heads are the greatest common divisors, because a parallel layout must
+        divide the heads of every kind.
         """
         kinds = tuple(each.sized(hidden_size) for each in self.kinds)
         widths = sorted({each.head_dim for each in kinds})
@@ -164,8 +153,7 @@ class Pattern(Variant):
     def resized(self, num_layers: int, sizes: Mapping[str, int]) -> Variant:
         """Return the pattern with the sizes of a rehearsal, and one layer per entry.
 
-        The last entry has all further layers. It is the result if there are fewer layers than
-        entries.
+        The last entry has all further layers, or is the result if there are too few layers.
         """
         kinds = tuple(each.resized(num_layers, sizes) for each in self.kinds)
         if num_layers < len(kinds):

@@ -9,8 +9,8 @@ from diffmegatron.attention.kernels.costs import FLOAT32
 from diffmegatron.errors import UserError
 
 from . import hugging_face as hf
-from .base import QKV_BIAS, Constant, Context, Kernels, Layer, Parameter, Variant
-from .projection_heads import Heads, Rows
+from .base import Kernels, Variant
+from .layer import QKV_BIAS, Constant, Context, Heads, Layer, Parameter, Rows
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,10 +21,9 @@ QK_NORMS = ("q_norm", "k_norm")
 class Softmax(Variant):
     """Softmax attention; ``num_heads / num_kv_heads`` query heads share a key-value head.
 
-    Attributes:
-        qkv_bias: adds a bias to queries, keys and values, as in Qwen2 and Qwen2.5.
-        qk_norm: applies an RMSNorm to queries and keys before their rotation, as in Qwen3.
-        headwise_norm: applies an RMSNorm to each head's output (Ye et al., ICLR 2025, table 6).
+    ``qkv_bias`` adds a bias to queries, keys and values (Qwen2). ``qk_norm`` applies an RMSNorm to
+    queries and keys before their rotation (Qwen3). ``headwise_norm`` applies one to each head's
+    output (Ye et al., ICLR 2025, table 6).
     """
 
     kind: Literal["softmax"] = "softmax"
