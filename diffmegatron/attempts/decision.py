@@ -1,7 +1,6 @@
 """Decide after an attempt (one start of a job's ranks) whether the job continues or ends.
 
-The input is the end that each rank recorded. The exit status of srun is the status of only one
-rank, so it is not used.
+Every rank records its end. The exit status of srun is that of one rank only, so it is not used.
 """
 
 import signal
@@ -40,8 +39,8 @@ class Decision:
 
     Attributes:
         reason: one sentence about the cause, for the user.
-        hosts: hosts that are blamed for a fault or for lost ranks; empty if unknown.
-        unfit: hosts among ``hosts`` that failed the preflight checks.
+        hosts: hosts that are blamed for the end; empty if unknown.
+        unfit: hosts that failed the preflight checks.
     """
 
     cause: Cause
@@ -53,14 +52,11 @@ class Decision:
 def decide(
     ends: Mapping[int, End], ranks: int, host_of: Callable[[int], str], *, was_killed: bool = False
 ) -> Decision:
-    """Return the cause of an attempt's end, and the hosts to blame for it.
-
-    The rules are tried in the order of the code. The first rule that applies decides.
+    """Return the cause of an attempt's end by the first matching rule, and the hosts to blame.
 
     Args:
         ends: end of each rank that recorded one.
         ranks: number of ranks of the job.
-        host_of: function that returns the host of a rank.
         was_killed: whether the job was killed before all ranks had ended.
     """
     if was_killed:

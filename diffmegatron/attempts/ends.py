@@ -1,7 +1,7 @@
 """Records of how the ranks of an attempt (one start of a job) ended: one JSON file per rank.
 
-A rank writes its own file. If a signal or the watchdog ends the rank before that, the rank's shell
-in ``slurm.sh`` writes the file. A rank without a file was killed together with its shell or node.
+If a signal or the watchdog ends a rank, the rank's shell in ``slurm.sh`` writes its file. A rank
+without a file was killed together with its shell or node.
 """
 
 import logging
@@ -42,7 +42,7 @@ class End(Section):
     Attributes:
         status: exit status; 128 + N if signal N killed the rank.
         reason: one sentence; empty after success, or if the rank could not write it.
-        step: last step that the rank reached; None if unknown.
+        step: last step that the rank reached.
         time: seconds since 1970, by the host's clock.
     """
 
@@ -57,12 +57,11 @@ class Heartbeat(Section):
     """Training progress that rank 0 writes every few seconds.
 
     Attributes:
-        time: time of writing in seconds since 1970.
-        step: last step reached.
+        time: seconds since 1970.
         run_dir: folder of the run, or of the current stage.
         first_step: step at which the attempt began this run or stage.
         reports: number of comparisons of the ranks' speeds in this attempt.
-        slow: rank -> number of comparisons in which the rank was much slower than most ranks.
+        slow: rank -> number of comparisons in which it was much slower than most ranks.
     """
 
     time: float
@@ -83,8 +82,7 @@ class Heartbeat(Section):
 class RankRecord:
     """Writer of a rank's end and, on rank 0, of the heartbeat; a context manager around all work.
 
-    Args:
-        folder: directory of the attempt; None writes nothing.
+    Without a ``folder``, the directory of the attempt, nothing is written.
     """
 
     def __init__(self, folder: Path | None = None, rank: int = 0) -> None:
@@ -150,11 +148,7 @@ class RankRecord:
 
     @contextmanager
     def write_failures(self) -> Iterator[None]:
-        """Write the end of this rank only if the ``with`` block raises.
-
-        The preflight checks run in a separate process before the training process, which writes the
-        end after a success.
-        """
+        """Write the end of this rank only if the ``with`` block raises (preflight checks)."""
         try:
             yield
         except BaseException as error:
@@ -187,8 +181,8 @@ def end_name(rank: int) -> str:
 def read_ends(folder: Path) -> dict[int, End]:
     """Read the recorded end of each rank from the directory of an attempt; skip damaged files.
 
-    Without an intact final file, the temporary file (suffix ``.tmp``) is read. A rank that is
-    killed before it renames this file leaves no other.
+    A rank that is killed before it renames its temporary file (suffix ``.tmp``) leaves only this
+    file.
     """
     try:
         names = sorted(path.name for path in folder.iterdir())

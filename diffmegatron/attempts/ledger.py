@@ -1,8 +1,7 @@
 """Ledger of a job: one entry for each attempt (start of the job's ranks) in ``run_dir/attempts``.
 
-The entry ``NNNN.json`` is written when attempt NNNN begins, and again when it ends. In the
-directory ``NNNN/`` every rank records how it ended. If the job was killed first, the next attempt
-writes the end.
+``NNNN.json`` is the entry of attempt NNNN, and in ``NNNN/`` every rank records its end. If the job
+was killed, the next attempt completes the entry.
 """
 
 import logging
@@ -52,24 +51,18 @@ class Facts(Section):
 class Attempt(Section):
     """Entry of the ledger about one start of the job's ranks.
 
-    A run without stages counts as one stage. Saved progress is the step of the newest checkpoint,
-    summed over the stages.
+    Saved progress is the step of the newest checkpoint, summed over the stages.
 
     Attributes:
         number: number of the attempt, counted from 1.
-        stages: ``run_dir`` of each stage -> total number of its steps; empty if no recipe was
-            readable.
-        startup_seconds, step_seconds: watchdog timeouts of the first step and of other steps; the
-            largest values of all stages.
-        began: time of the beginning in seconds since 1970.
-        saved_at_start: saved progress at the beginning.
+        stages: ``run_dir`` of each stage (or of the only run) -> total number of its steps.
+        startup_seconds, step_seconds: watchdog timeouts of the first step and of other steps.
+        began, ended: seconds since 1970; ``ended`` is None until the end is recorded.
+        saved_at_start, saved: saved progress at the beginning and at the end.
         checkpoint: path of the newest checkpoint at the beginning; None without a checkpoint.
-        ended: time of the end in seconds since 1970; None until it is recorded.
         hosts, unfit: as in :class:`~diffmegatron.attempts.decision.Decision`.
-        stragglers: hosts of slow ranks (``Heartbeat.stragglers``).
-        first_step, last_step: steps of the attempt in the last stage that it trained; None if
-            unknown.
-        saved: saved progress at the end.
+        stragglers: hosts of slow ranks.
+        first_step, last_step: steps of the attempt in the last stage that it trained.
         faults: number of faults in a row up to this attempt, without a new checkpoint between them.
     """
 
@@ -121,12 +114,7 @@ class Attempt(Section):
 
 
 class Ledger:
-    """Ledger of one job, stored in ``run_dir/attempts``.
-
-    Args:
-        run_dir: ``run_dir`` of the recipe; for a recipe with stages, the parent folder of all
-            stages.
-    """
+    """Ledger of one job, stored in ``run_dir/attempts``; stages share their parent folder."""
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
@@ -155,10 +143,7 @@ class Ledger:
         return sorted(found, key=lambda attempt: attempt.number)
 
     def begin(self, recipes: Sequence[Recipe], facts: Facts) -> Attempt:
-        """Create the entry and the directory of a new attempt, for one recipe per stage.
-
-        First write the ends of earlier attempts that were killed with their job.
-        """
+        """Create the entry and directory of a new attempt; first end attempts that were killed."""
         before = self._end_killed()
         stages = {recipe.run_dir: recipe.training.total_steps for recipe in recipes}
         saved, checkpoint = _saved(stages)
@@ -185,8 +170,7 @@ class Ledger:
     def record_mistake(self, facts: Facts, why: str) -> None:
         """Write the entry of an attempt that a user's mistake ended before any rank started.
 
-        The recipe may be unreadable, so values from the recipe are copied from the previous
-        attempt.
+        Values from the recipe, which may be unreadable, are copied from the previous attempt.
         """
         copied: dict[str, Any] = {
             "stages": {},
@@ -215,11 +199,7 @@ class Ledger:
             log.warning("cannot write in %s: %s", format_path(self.directory), error)
 
     def end(self, attempt: Attempt, *, was_killed: bool = False) -> Attempt:
-        """Determine why an attempt ended, and write and return its entry.
-
-        A failed write is only logged. ``was_killed`` means that the attempt was killed with its
-        job.
-        """
+        """Determine why an attempt ended, and write and return its entry; log a failed write."""
         folder = self.folder(attempt.number)
         ends = read_ends(folder)
         decision = decide(ends, attempt.facts.ranks, attempt.host_of, was_killed=was_killed)
@@ -278,11 +258,7 @@ def suspects(attempts: Sequence[Attempt]) -> dict[str, int]:
 
 
 def bad_hosts(attempts: Sequence[Attempt]) -> list[str]:
-    """Return the hosts that the next attempt must avoid.
-
-    A host is avoided if it failed the last preflight checks, or if :func:`suspects` counts 2 or
-    more.
-    """
+    """Return the hosts that failed the last preflight checks, or were suspects at least twice."""
     unfit = set(attempts[-1].unfit) if attempts else set()
     faulty = {host for host, count in suspects(attempts).items() if count >= _MAX_HOST_FAULTS}
     return sorted(unfit | faulty)

@@ -1,8 +1,7 @@
 """The built-in hooks of every run, in the order in which the run calls them.
 
-- A step is *finite* if its loss and gradient norm are finite. The weights before a finite step
-  were sound.
-- A save is *open* from its start until it becomes a checkpoint, is dropped, or fails.
+A step is *finite* if its loss and gradient norm are finite; the weights before it were sound. A
+save is *open* from its start until it becomes a checkpoint, is dropped, or fails.
 """
 
 import math
@@ -36,14 +35,9 @@ _PRINTED = {HELD_OUT: "held-out loss", TEST: "test loss"}
 def builtin_hooks(recipe: Recipe, evaluators: Sequence[Evaluator]) -> list[Hook]:
     """Return the built-in hooks of a run, in the order of their calls.
 
-    - A save becomes a checkpoint before the guard acts, so the guard can roll back to it.
-    - Metrics and evaluations come after a rollback of the guard, which changes ``run.step``.
-    - Weights are evaluated before they are saved. If a held-out or test loss is not finite at the
-      last
-      step, the weights are not saved.
-
-    Args:
-        evaluators: one evaluator per entry of ``training.evaluate``.
+    A save becomes a checkpoint before the guard may roll back to it. Metrics and evaluations follow
+    the guard, which may change ``run.step``. Weights are evaluated before they are saved, because
+    broken weights are not saved at the last step.
     """
     assert len(evaluators) == len(recipe.training.evaluate), "one evaluator per entry is needed"
     config = recipe.training.profile
@@ -108,10 +102,7 @@ def _gpu_name() -> str | None:
 class EvaluationHook(Hook):
     """Evaluates held-out losses and the suites of ``training.evaluate`` at the steps they are due.
 
-    A stop request can end the run before its evaluations. The resumed run then runs them first.
-
-    Args:
-        evaluators: one per held-out split and suite.
+    A resumed run begins with the evaluations that a stop request prevented.
     """
 
     def __init__(self, evaluators: Sequence[Evaluator]) -> None:
@@ -173,10 +164,15 @@ class BeginSaveHook(Hook):
 
     @override
     def after_training(self, run: Run) -> None:
-        # `_save_now` ends the run with an error if `broken_reason` is set. A restarted run can set
-        # it for saved weights, when it first evaluates them.
+        # A restarted run can set `broken_reason` for saved weights, when it first evaluates them.
+        # `_check_sound` then ends the run with an error.
         if run.saver.saved_step != run.step or run.broken_reason is not None:
-            self._save_now(run)
+            with run.pause():
+                _check_sound(run)
+                run.saver.step_decided(finite=True)
+                run.complete_or_drop_save()
+                if run.saver.saved_step != run.step:
+                    run.write_metrics(run.saver.save_now(run.position()))
         run.saver.wait()
         if run.stopping and not run.is_finished and run.parallel_state.is_main:
             pending = ", ".join(run.pending_evaluators)
@@ -185,22 +181,13 @@ class BeginSaveHook(Hook):
                 f"stop requested: saved step {run.step}; the same command resumes from it{first}"
             )
 
-    def _save_now(self, run: Run) -> None:
-        with run.pause():
-            _check_sound(run)
-            run.saver.step_decided(finite=True)
-            run.complete_or_drop_save()
-            if run.saver.saved_step != run.step:
-                run.write_metrics(run.saver.save_now(run.position()))
-
 
 def _check_sound(run: Run) -> None:
     """End the run without saving if the present weights are broken.
 
-    During training, a later step detects weights that an update broke. After the last step, a
-    second forward pass on the last batch replaces that step.
+    After the last step no later step detects this, so run the last batch again.
     """
-    if run.broken_reason is None and not math.isfinite(run.forward(run.last_batch()).loss):
+    if run.broken_reason is None and not math.isfinite(run.loss_of_last_batch()):
         run.broken_reason = "loss of the last batch after its update is not finite"
     if run.broken_reason is not None:
         give_up(run, run.broken_reason)
@@ -209,8 +196,7 @@ def _check_sound(run: Run) -> None:
 class ProfileHook(Hook):
     """Traces the steps of ``training.profile`` with torch's profiler, into ``run_dir/profile``.
 
-    On a GPU it also writes a snapshot of the memory allocations. A run that resumes after the first
-    of these steps writes nothing.
+    A run that resumes after the first of these steps writes nothing.
     """
 
     def __init__(self, config: ProfileConfig) -> None:

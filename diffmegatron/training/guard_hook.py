@@ -1,7 +1,4 @@
-"""The hook that reacts to anomalous steps: it reports them, rolls back, or ends the run.
-
-The guard (:mod:`diffmegatron.optim.guard`) detects anomalous steps: NaN, infinity and spikes.
-"""
+"""The hook that reports anomalous steps (NaN, infinity, spikes), rolls back, or ends the run."""
 
 import json
 import logging
@@ -154,5 +151,5 @@ def _largest_logits(run: Run) -> dict[str, float]:
     if run.parallel_state.context_size > 1:
         return {}
     with run.pause():
-        logits = largest_logits(run.network, lambda: run.forward(run.last_batch()))
+        logits = largest_logits(run.network, run.loss_of_last_batch)
     return {f"layer_{layer:02d}": logit for layer, logit in logits.items()}

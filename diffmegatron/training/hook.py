@@ -13,8 +13,7 @@ class Hook:
     first, then these instances, then the registered hooks (:func:`register_hook`).
 
     A hook may call collectives, but not inside ``if run.parallel_state.is_main``. An exception in a
-    hook ends the run. If only one rank raises, the other ranks wait for the launcher or the
-    watchdog.
+    hook ends the run.
     """
 
     def before_training(self, run: "Run") -> None:
@@ -37,8 +36,8 @@ HOOKS: list[type[Hook]] = []
 def register_hook(hook: type[Hook]) -> type[Hook]:
     """Add a hook class to every run; usable as a class decorator.
 
-    Each run creates an instance without arguments. Use it in modules that ``--import`` or the
-    recipe's ``imports`` load, because the command line cannot pass ``hooks``.
+    Use it in modules that ``--import`` or the recipe's ``imports`` load. Each run creates an
+    instance without arguments.
     """
     if hook not in HOOKS:
         HOOKS.append(hook)

@@ -1,7 +1,7 @@
 """The state of a training run on one rank, shared by the training loop and its hooks."""
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -50,16 +50,11 @@ class Run:
         network: this rank's virtual pipeline stages of the model.
         step: number of the last completed step; 0 before the first step.
         values: metrics of the last completed step by name: loss, gradient norm, learning rates.
-        agreed: loss, gradient norm and flags of the last completed step, reduced over all ranks.
-        decision: the guard's decision on the last completed step.
-        stopping: whether the run saves and ends after the present hooks. A hook that sets it must
-            set
-            it on every rank.
-        pending_evaluators: names of the evaluators that are due at the last completed step and have
-            no
-            result yet. A resumed run begins with them.
-        broken_reason: sentence that shows that the weights may be broken, such as "held-out loss is
-            nan"; None if no loss or norm since the last step began was infinite or NaN.
+        agreed, decision: reduced values of the last completed step, and the guard's decision on it.
+        stopping: whether the run saves and ends after the present hooks; equal on every rank.
+        pending_evaluators: evaluators that are due at the last completed step without a result yet.
+        broken_reason: why the weights may be broken, such as "held-out loss is nan"; None if all
+            losses and norms of the last step and since are finite.
     """
 
     agreed: Agreement
@@ -107,10 +102,12 @@ class Run:
         ):
             print_line(change)
         self.metrics = self._open_metrics(exits)
-        self.wandb = self._open_wandb(exits)
+        self.wandb = None
+        if parallel_state.is_main and recipe.training.wandb is not None:
+            self.wandb = exits.enter_context(WandbWriter(recipe, recipe.training.wandb))
         self.source_losses = SourceLosses(recipe.data, parallel_state)
         self.clock = PhaseClock()
-        self.progress = self._new_progress()
+        self.progress = Progress(self.step, recipe.training)
 
     @property
     def is_at_last_step(self) -> bool:
@@ -153,17 +150,13 @@ class Run:
         size = self.recipe.training.global_batch_size
         return self.loader.read_step(max(0, self.loader.consumed_samples - size))
 
-    def forward(self, microbatches: Sequence[Batch]) -> Agreement:
-        """Run a forward pass on a global batch in evaluation mode; every rank must call this.
-
-        Args:
-            microbatches: this data-parallel rank's microbatches.
-        """
+    def loss_of_last_batch(self) -> float:
+        """Return the loss of the last step's batch in evaluation mode; all ranks must call this."""
         self.network.eval()
-        batch = on_this_rank(microbatches, self.parallel_state)
+        batch = on_this_rank(self.last_batch(), self.parallel_state)
         agreed = self.agree(forward_only(self.network, batch, self.parallel_state))
         self.network.train()
-        return agreed
+        return agreed.loss
 
     def write_metrics(self, values: Mapping[str, float]) -> None:
         """Record metrics of the current step, by name; only rank 0 writes them."""
@@ -176,7 +169,7 @@ class Run:
         if self.metrics is not None:
             self.metrics.rewind(self.step)
         self.source_losses.clear()
-        self.progress = self._new_progress()
+        self.progress = Progress(self.step, self.recipe.training)
 
     def complete_or_drop_save(self) -> None:
         """Complete the open save if its weights are sound, else drop it (on all ranks)."""
@@ -185,11 +178,7 @@ class Run:
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Exclude the time inside the context from the measured speed.
-
-        The watchdog's limit inside the context is ``watchdog.startup_seconds``, long enough for a
-        save.
-        """
+        """Exclude the time inside the context from the measured speed; allow time for a save."""
         started = time.perf_counter()
         with self.watchdog.long_limit():
             yield
@@ -206,10 +195,6 @@ class Run:
             load_weights(source, self.recipe, self.engine, self.shards)
         return BEGINNING
 
-    def _new_progress(self) -> Progress:
-        training = self.recipe.training
-        return Progress(self.step, training.total_steps, training.tokens_per_step)
-
     def _open_metrics(self, exits: ExitStack) -> MetricsWriter | None:
         if not self.parallel_state.is_main:
             return None
@@ -219,9 +204,3 @@ class Run:
         # A run without a checkpoint starts over, so drop all metrics of earlier starts (-1).
         last_step = -1 if self.saver.saved_step is None else self.step
         return exits.enter_context(MetricsWriter(run_dir, last_step))
-
-    def _open_wandb(self, exits: ExitStack) -> WandbWriter | None:
-        config = self.recipe.training.wandb
-        if config is None or not self.parallel_state.is_main:
-            return None
-        return exits.enter_context(WandbWriter(self.recipe, config))

@@ -1,7 +1,4 @@
-"""The training loop: :func:`train` runs a recipe, and :func:`train_step` does one step.
-
-Hooks run between the steps. They save, record metrics, evaluate, and roll back.
-"""
+"""The training loop. Hooks between the steps save, record metrics, evaluate, and roll back."""
 
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext, suppress
@@ -41,9 +38,8 @@ def train(
 ) -> bool:
     """Train a recipe on all ranks that the launcher started; return whether the run is finished.
 
-    The run resumes from the newest intact checkpoint in ``run_dir``. A run that stops early saves
-    first. It stops after a stop signal, near the job's time limit, or if a hook sets
-    ``run.stopping``.
+    The run resumes from the newest intact checkpoint in ``run_dir``. A run that stops early
+    (because of a signal, the job's time limit or a hook) saves first.
 
     Args:
         recipe: recipe that fits the number of ranks.
@@ -51,9 +47,6 @@ def train(
         evaluators: one evaluator per entry of ``training.evaluate``.
         hooks: user-defined hooks, called after the built-in hooks; the same on every rank.
         stop: handler of stop signals that the caller has already entered; None to create one.
-
-    Returns:
-        True if the last step is completed and every evaluation due at it is recorded.
     """
     launch, record = read_launch(), record or RankRecord()
     recipe = decide_document_mask(recipe, prints=launch.rank == 0)
@@ -126,9 +119,6 @@ def decide_document_mask(recipe: Recipe, *, prints: bool = True) -> Recipe:
     The default is true if sequences can contain several documents and a source has conversations. A
     response could otherwise learn to copy from unrelated conversations, which inference does not
     have.
-
-    Args:
-        prints: whether this rank prints a message if the default is true.
     """
     data = recipe.data
     if data.reset_attention_mask is not None:

@@ -28,17 +28,10 @@ def train_stages(
     open_evaluators: OpenEvaluators | None = None,
     hooks: Sequence[Hook] = (),
 ) -> bool:
-    """Train the stages of a recipe one after the other; skip the stages that are finished.
+    """Train the stages of a recipe one after the other; return whether all are finished.
 
-    A single stage is never skipped: :func:`train` handles a finished run.
-
-    Args:
-        record: writer of the heartbeat and of this rank's end, for the job script.
-        open_evaluators: function that returns the evaluators of a stage.
-        hooks: user-defined hooks, the same instances in every stage.
-
-    Returns:
-        True if all stages are finished; False after a stop signal, the job's time limit or a hook.
+    Finished stages are skipped, but not a single stage: :func:`train` handles a finished run.
+    Arguments are like those of :func:`train`; ``hooks`` are the same instances in every stage.
     """
     launch = read_launch()
     for recipe in recipes:

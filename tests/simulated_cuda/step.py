@@ -72,7 +72,7 @@ def train_step(
 
     def should_apply(norm: torch.Tensor) -> bool:
         nonlocal applied
-        agreed = agree(loss, norm, stop=False, writing=False, parallel_state=state)
+        agreed = agree(loss, norm, parallel_state=state)
         applied = guard.decide(agreed.loss, agreed.gradient_norm).applied
         return applied
 

@@ -166,7 +166,7 @@ def measure(file: Path, arguments: argparse.Namespace) -> dict:
 
 def decide(guard: Guard, loss, norm, parallel_state) -> bool:  # type: ignore[no-untyped-def]
     """All-reduce loss and norm as the trainer does; return whether the guard applies the step."""
-    agreed = agree(loss, norm, stop=False, writing=False, parallel_state=parallel_state)
+    agreed = agree(loss, norm, parallel_state=parallel_state)
     return guard.decide(agreed.loss, agreed.gradient_norm).applied
 
 

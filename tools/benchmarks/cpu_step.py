@@ -178,7 +178,7 @@ def our_step(
 
         def should_apply(norm: Tensor) -> bool:
             nonlocal agreed_loss
-            agreed = agree(loss, norm, stop=False, writing=False, parallel_state=parallel_state)
+            agreed = agree(loss, norm, parallel_state=parallel_state)
             agreed_loss = agreed.loss
             return guard.decide(agreed.loss, agreed.gradient_norm).applied
 

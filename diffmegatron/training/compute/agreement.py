@@ -28,10 +28,10 @@ class Agreement:
 
 def agree(
     loss: Tensor,
-    gradient_norm: Tensor | float,
+    gradient_norm: Tensor | float = 0.0,
     *,
-    stop: bool,
-    writing: bool,
+    stop: bool = False,
+    writing: bool = False,
     parallel_state: ParallelState,
 ) -> Agreement:
     """Return the maximum of each value over all ranks; every rank must call this function.
@@ -42,8 +42,6 @@ def agree(
     Args:
         loss: 0-dim float32.
         gradient_norm: 0-dim float32 or a number.
-        stop: whether this rank must stop.
-        writing: whether this rank is still writing its checkpoint file.
     """
     flags = torch.tensor([stop, writing], dtype=torch.float32, device=parallel_state.device)
     norm = torch.as_tensor(gradient_norm, dtype=torch.float32, device=parallel_state.device)
@@ -56,13 +54,10 @@ def agree(
 
 
 def lambdas(network: Network, parallel_state: ParallelState) -> dict[str, float]:
-    """Return lambda, the factor of the subtracted softmax map, of every layer; all ranks call this.
+    """Return lambda of every layer as metrics ``attn/lambda_layer_01`` etc.; all ranks call this.
 
-    Lambda that depends on head or token is averaged over all heads, and over this data-parallel
-    rank's tokens of the last forward pass.
-
-    Returns:
-        Lambda by metric name, e.g. ``attn/lambda_layer_01`` for the first layer.
+    Lambda is the factor of the subtracted softmax map. It is averaged over the heads, and over this
+    data-parallel rank's tokens of the last forward pass.
     """
     own = lambda_by_layer(network)
     if own and parallel_state.tensor_size > 1:

@@ -29,11 +29,9 @@ def verify_sources(
 ) -> None:
     """Check every data file against its hash on all ranks if ``data.verify`` is "hashes".
 
-    Each rank hashes some files, and all ranks synchronize after each gibibyte. Without this, a rank
-    could wait for another rank's terabyte for longer than the time limit of a collective.
-
-    Args:
-        extend_limit: context manager that extends the watchdog's time limit, entered per gibibyte.
+    Each rank hashes some files. All ranks synchronize after each gibibyte and enter
+    ``extend_limit``, which extends the watchdog's limit. Otherwise a wait for another rank could
+    exceed the time limit of a collective.
     """
     if data.verify != "hashes":
         return
@@ -68,8 +66,6 @@ def open_loader(
 ) -> Loader:
     """Return a loader of this data-parallel rank's batches of a split.
 
-    For the training split, check that the sources have enough samples for the run.
-
     Args:
         state: saved state of a loader to resume from; None to begin with the first sample.
     """
@@ -90,22 +86,20 @@ def open_loader(
 
 
 def on_this_rank(microbatches: Sequence[Batch], parallel_state: ParallelState) -> list[Batch]:
-    """Return the microbatches on this rank's device, sharded for context parallelism.
+    """Return microbatches of full sequences on this rank's device, sharded for context parallelism.
 
     Document ids stay unsharded and on the CPU, where the attention kernels read them.
-
-    Args:
-        microbatches: microbatches of this data-parallel rank, with full sequences, on the CPU.
     """
-    return [_on_this_rank(batch, parallel_state) for batch in microbatches]
-
-
-def _on_this_rank(batch: Batch, parallel_state: ParallelState) -> Batch:
-    tensors: dict[str, Tensor] = {name: getattr(batch, name) for name in _BY_TOKEN}
     rank, size = parallel_state.context_rank, parallel_state.context_size
-    if size > 1:
-        tensors = {name: shard_sequence(x, 1, rank, size) for name, x in tensors.items()}
-    if batch.sources is not None:
-        tensors["sources"] = batch.sources
-    device = parallel_state.device
-    return replace(batch, **{name: x.to(device, non_blocking=True) for name, x in tensors.items()})
+    moved = []
+    for batch in microbatches:
+        tensors: dict[str, Tensor] = {name: getattr(batch, name) for name in _BY_TOKEN}
+        if size > 1:
+            tensors = {name: shard_sequence(x, 1, rank, size) for name, x in tensors.items()}
+        if batch.sources is not None:
+            tensors["sources"] = batch.sources
+        on_device = {
+            name: x.to(parallel_state.device, non_blocking=True) for name, x in tensors.items()
+        }
+        moved.append(replace(batch, **on_device))
+    return moved

@@ -34,12 +34,7 @@ class Engine(Protocol):
         """Run the forward pass of :class:`~diffmegatron.model.network.Network`."""
 
     def backward(self, loss: Tensor, *, is_last: bool) -> None:
-        """Add the gradients of a microbatch's scaled loss to the accumulated ones.
-
-        Args:
-            loss: 0-dim.
-            is_last: whether this is the last microbatch of the step.
-        """
+        """Add the gradients of a microbatch's scaled loss (0-dim) to the accumulated ones."""
 
 
 def forward_backward(
@@ -52,9 +47,8 @@ def forward_backward(
 ) -> Tensor:
     """Run the forward and backward passes of a step, and return its mean loss.
 
-    Every counted token of the global batch has the same weight. A mean of the microbatches' means
-    would weight tokens unequally, because microbatches of fine-tuning data can have few counted
-    tokens.
+    Every counted token of the global batch has the same weight, even if microbatches have different
+    numbers of counted tokens.
 
     Args:
         microbatches: microbatches on this rank's device (``batches.on_this_rank``).
@@ -62,7 +56,7 @@ def forward_backward(
         observe: called with each microbatch and the detached losses of its tokens.
 
     Returns:
-        Mean loss of the counted tokens in the global batch; 0-dim float32, the same on every rank.
+        0-dim float32, the same on every rank.
     """
     count = _count(microbatches, parallel_state)
     # DeepSpeed averages the gradients of the data x context parallel ranks; they must be summed.
@@ -86,11 +80,7 @@ def forward_backward(
 def forward_only(
     network: Network, microbatches: Sequence[Batch], parallel_state: ParallelState
 ) -> Tensor:
-    """Return the mean loss of a global batch without gradients; 0-dim float32, equal on all ranks.
-
-    Args:
-        microbatches: microbatches on this rank's device (``batches.on_this_rank``).
-    """
+    """Return the mean loss of a global batch without gradients, as :func:`forward_backward`."""
     if parallel_state.pipeline_size > 1:
         losses = _pipeline(network, microbatches, parallel_state, None, nullcontext)
     else:
@@ -102,8 +92,7 @@ def token_losses(network: Network, batch: Batch, parallel_state: ParallelState) 
     """Return the loss of every token of a batch; every rank must call this.
 
     Args:
-        batch: microbatch on this rank's device, sharded for context parallelism; equal on all
-            data-parallel ranks.
+        batch: as from ``batches.on_this_rank``, but the same on all data-parallel ranks.
 
     Returns:
         Losses of the unsharded sequences, float32 [b, s x context size], the same on every rank.
@@ -112,15 +101,10 @@ def token_losses(network: Network, batch: Batch, parallel_state: ParallelState) 
 
 
 def next_tokens(network: Network, batch: Batch, parallel_state: ParallelState) -> Tensor:
-    """Return the id of the most likely next token at every position; every rank must call this.
+    """Return the id of the most likely next token at every position, int64.
 
-    Args:
-        batch: as in :func:`token_losses`.
-
-    Returns:
-        Ids of the unsharded sequences, int64 [b, s x context size], the same on every rank. The id
-            is
-        -1 where a logit is not finite.
+    The arguments and the result's shape are those of :func:`token_losses`. The id is -1 where a
+    logit is not finite.
     """
     read = network.virtual_stages[-1].likeliest_tokens
     return _forward(network, batch, parallel_state, read, has_labels=False)
@@ -138,8 +122,8 @@ def _forward(
     """Run the network, apply ``read`` to its output, and gather [b, s x context size] everywhere.
 
     Args:
-        read: maps the output of the last stage to one value per token [b, s].
-        has_labels: whether the output is the loss of each token; otherwise the logits.
+        read: maps the losses (with labels) or logits of the last stage to one value per token [b,
+            s].
     """
     own: Tensor | None
     if parallel_state.pipeline_size > 1:
@@ -160,10 +144,7 @@ def _forward(
 def _on_all_ranks(
     own: Tensor | None, batch: Batch, parallel_state: ParallelState, dtype: torch.dtype
 ) -> Tensor:
-    """Gather the last stage's values [b, s] over the sequence shards, and send them to every rank.
-
-    ``own`` is None on all pipeline stages except the last.
-    """
+    """Gather the last pipeline stage's values ``own`` [b, s], and send them to every rank."""
     rows, length = batch.tokens.shape
     whole = torch.empty(
         rows, length * parallel_state.context_size, dtype=dtype, device=parallel_state.device
@@ -191,11 +172,9 @@ def summed_loss(
 
 
 def _output(network: Callable[..., Tensor], batch: Batch, *, has_labels: bool) -> Tensor:
-    """Run a network or a pipeline stage on a microbatch.
+    """Return the loss of each token [b, s], or without labels the logits [b, s, v].
 
-    Returns:
-        On the last stage the loss of each token [b, s], or without labels the logits [b, s, v]. On
-        other stages the hidden states.
+    Pipeline stages before the last return hidden states.
     """
     return network(
         batch.tokens,
@@ -209,8 +188,8 @@ def _output(network: Callable[..., Tensor], batch: Batch, *, has_labels: bool) -
 def _packed_documents(batch: Batch) -> PackedSeqParams | None:
     """Return the document boundaries in Megatron's format; None if attention crosses documents.
 
-    The format is ``sbhd``, because tensors keep one row per sequence. Megatron computes rotary
-    embeddings for ``max_seqlen`` positions, so it is the length of a sequence.
+    The format is ``sbhd``, because tensors keep one row per sequence. ``max_seqlen`` is the length
+    of a sequence, because Megatron computes rotary embeddings for so many positions.
     """
     if batch.document_ids is None:
         return None
@@ -286,8 +265,7 @@ def _scheduled(
 
     Args:
         step: Megatron's ``forward_step_func``. It returns the stage's output and a function that
-            maps
-            the output of the last stage to a loss and a dict of tensors.
+            maps the output of the last stage to a loss and a dict of tensors.
     """
     batch, stages = microbatches[0], list(network.virtual_stages)
     iterators = [iter(microbatches) for _ in stages]
@@ -308,11 +286,10 @@ def _scheduled(
 def _mean_over_ranks(
     losses: Sequence[Tensor], count: Tensor, parallel_state: ParallelState
 ) -> Tensor:
-    """Return the mean loss of the global batch; 0-dim, equal on all ranks.
+    """Return the mean loss of the global batch from ``losses``, the summed losses of microbatches.
 
-    Args:
-        losses: summed losses of this rank's microbatches; empty except on the last pipeline stage.
-        count: number of counted tokens of the global batch, 0-dim.
+    ``losses`` is empty except on the last pipeline stage. ``count`` is the number of counted
+    tokens.
     """
     total = torch.zeros((), dtype=torch.float32, device=parallel_state.device)
     if losses:

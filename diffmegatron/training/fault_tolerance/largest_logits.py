@@ -16,11 +16,8 @@ _QUERIES = 256  # Query positions whose logits are in memory at the same time.
 def largest_logits(network: torch.nn.Module, forward: Callable[[], object]) -> dict[int, float]:
     """Return the largest attention logit q · k / sqrt(d) of each layer on this rank.
 
-    The maximum is over this rank's heads, all softmax maps of a head, and all pairs of query and
-    key that the causal mask and the document mask allow.
-
-    Args:
-        forward: function that runs the network on full sequences, without context parallelism.
+    The maximum is over this rank's heads, all softmax maps of a head, and all unmasked pairs of
+    query and key. ``forward`` runs the network on full sequences, without context parallelism.
 
     Returns:
         Largest logit by global layer number, from 1; NaN if a logit of the layer is NaN.
@@ -49,9 +46,8 @@ def _observe(
     Args:
         query: queries after rotation, [s, b, query heads, d].
         key: keys after rotation, [s, b, key heads, d].
-        documents: start of each document in the concatenated sequences, then the total length b *
-            s;
-            None if attention crosses documents.
+        documents: start of each document in the concatenated sequences, then the total length
+            b * s; None if attention crosses documents.
     """
     length, rows = query.shape[:2]
     ends = range(0, length * rows + 1, length) if documents is None else documents.tolist()

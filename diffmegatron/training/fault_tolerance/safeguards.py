@@ -60,8 +60,7 @@ def check_not_a_file(run_dir: Path) -> None:
 def exit_on_stop_signal(record: RankRecord) -> Iterator[None]:
     """End the process with exit status 75 if a stop signal arrives inside the context.
 
-    Use it from before the import of torch until :class:`StopRequest` is entered, while there is
-    nothing to save.
+    The context ends when :class:`StopRequest` is entered. Before, there is nothing to save.
     """
 
     def end(number: int, _: FrameType | None) -> None:
@@ -82,10 +81,7 @@ class StopRequest:
 
     The first SIGTERM, SIGUSR1 or SIGINT is stored, and all ranks stop together after the step. A
     second signal some seconds later ends the process at once. Rank 0 also checks the job's time
-    limit. Enter the context in the main thread.
-
-    Args:
-        folder: directory of the attempt (one start of the job's ranks); None without a job script.
+    limit, which ``slurm.sh`` writes into ``folder``, the directory of the attempt.
     """
 
     def __init__(self, launch: LaunchEnvironment, folder: Path | None = None) -> None:
@@ -95,11 +91,7 @@ class StopRequest:
         self._previous: dict[int, Any] = {}
 
     def is_pending(self, margin_seconds: float) -> bool:
-        """Return whether this rank received a stop signal, or (rank 0) the job's end is near.
-
-        Args:
-            margin_seconds: seconds before the end of a Slurm job at which the run should stop.
-        """
+        """Return whether this rank received a stop signal, or (rank 0) the job's end is near."""
         return self._first is not None or (
             self._limit is not None and self._limit.is_within(margin_seconds)
         )
@@ -160,14 +152,11 @@ class TimeLimit:
 
 
 def save_warnings(seconds: float, launch: LaunchEnvironment, margin: float) -> dict[str, str]:
-    """Return the warnings about a save that took too long for Slurm's time limits, by name.
+    """Return warnings by name if a save of some ``seconds`` is too long for Slurm's time limits.
 
-    "kill wait": the save took longer than KillWait, the time between SIGTERM and SIGKILL. "lead":
-    the save took longer than half of the time between the stop of the run and the end of the job.
-
-    Args:
-        seconds: duration of the save.
-        margin: ``checkpoint.time_limit_margin`` in seconds.
+    "kill wait": the time between SIGTERM and SIGKILL is too short. "lead": the time between the
+    stop of the run (at least ``margin`` seconds before the job's end) and the end is below twice a
+    save.
     """
     warnings = {}
     if launch.kill_wait is not None and seconds > launch.kill_wait:
@@ -193,16 +182,10 @@ def too_long_for_kill_wait(seconds: float, kill_wait: float) -> str:
 class Watchdog:
     """Timer that ends this process if a step or a save takes too long, so that the job restarts.
 
-    The stacks of all threads are written to ``folder/stacks/rank_XXXXX.txt``, and the process exits
-    with status 1. The launcher then ends the other ranks by SIGTERM, and they write their stacks
-    too.
-
-    The timer is faulthandler's thread in C. A Python thread could not run while a hanging library
-    call holds the global interpreter lock.
-
-    Args:
-        folder: directory in which ``stacks`` is created.
-        rank: rank in the launcher's numbering, because torch.distributed starts later.
+    It writes the stacks of all threads to ``folder/stacks/rank_XXXXX.txt``. The launcher then ends
+    the other ranks by SIGTERM, and they write their stacks too. The timer is faulthandler's thread
+    in C. A Python thread could not run while a hanging library call holds the global interpreter
+    lock.
     """
 
     def __init__(self, config: WatchdogConfig, folder: Path, rank: int) -> None:
@@ -229,7 +212,12 @@ class Watchdog:
                 # Remove stacks that a stop signal wrote.
                 with log_write_errors(self._path):
                     os.ftruncate(self._file, self._size)
-            self._close()
+            is_empty = os.fstat(self._file).st_size == 0
+            os.close(self._file)
+            with suppress(OSError):  # The folder may contain the stacks of other ranks.
+                if is_empty:
+                    self._path.unlink()
+                self._path.parent.rmdir()
 
     def _open(self) -> int:
         with log_write_errors(self._path):
@@ -239,14 +227,6 @@ class Watchdog:
             self._size = os.fstat(descriptor).st_size
             return descriptor
         return os.dup(_STANDARD_ERROR)
-
-    def _close(self) -> None:
-        is_empty = os.fstat(self._file).st_size == 0
-        os.close(self._file)
-        with suppress(OSError):  # The folder may contain the stacks of other ranks.
-            if is_empty:
-                self._path.unlink()
-            self._path.parent.rmdir()
 
     def restart_timer(self) -> None:
         """Restart the timer with the limit ``watchdog.step_seconds``."""

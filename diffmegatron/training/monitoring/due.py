@@ -34,9 +34,7 @@ def due_at(recipe: Recipe, step: int) -> list[str]:
 def unrecorded_at(recipe: Recipe, step: int, run_dir: Path) -> list[str]:
     """Return the names of the evaluators that are due at a step but have no recorded value.
 
-    Args:
-        step: newest step in ``metrics.jsonl``, of which only the last entries are read.
-        run_dir: directory of the run. It may differ from ``recipe.run_dir`` if it was moved.
+    ``step`` must be the newest step in ``run_dir/metrics.jsonl``, whose last entries are read.
     """
     try:
         entries = newest_entries(run_dir)

@@ -1,6 +1,6 @@
 """Evaluators: measurements of a network during training, such as the held-out losses."""
 
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Protocol
 
 from diffmegatron.config.schema import Recipe
@@ -18,8 +18,8 @@ Values = dict[str, float]
 class Evaluator(Protocol):
     """Measurement of the network during training, which leaves the weights unchanged.
 
-    Attributes:
-        name: name of its metric, or prefix of the names of its metrics, such as ``eval/recall``.
+    ``name`` is the name of its metric, or the prefix of its metrics' names, such as
+    ``eval/recall``.
     """
 
     name: str
@@ -27,12 +27,9 @@ class Evaluator(Protocol):
     def measure(
         self, network: Network, parallel_state: ParallelState
     ) -> Generator[None, None, Values]:
-        """Measure in parts of a few forward passes, the same on every rank, and yield between them.
+        """Yield after every few forward passes, where a stop request can end the measurement.
 
-        A stop request can end the measurement at a yield.
-
-        Returns:
-            Values by the name of the metric.
+        Return values by the name of the metric.
         """
 
 
@@ -60,9 +57,7 @@ class _SplitLoss:
             )
             loss = forward_only(network, batch, parallel_state)
             # The loss may be NaN on one rank only, but all ranks must make the same decisions.
-            losses.append(
-                agree(loss, 0.0, stop=False, writing=False, parallel_state=parallel_state).loss
-            )
+            losses.append(agree(loss, parallel_state=parallel_state).loss)
         return {self.name: sum(losses) / len(losses)}
 
 
@@ -77,25 +72,20 @@ def measure(
     parallel_state: ParallelState,
     should_continue: Callable[[], bool],
 ) -> dict[str, Values]:
-    """Run evaluators one after the other until ``should_continue`` returns False.
+    """Run evaluators until ``should_continue``, called after every part, returns False.
 
-    Args:
-        should_continue: called after every part; must return the same value on all ranks.
-
-    Returns:
-        Values of each evaluator that was completed, by the evaluator's name.
+    Return the values of each completed evaluator, by its name.
     """
     found: dict[str, Values] = {}
+
+    def parts(evaluator: Evaluator) -> Iterator[None]:
+        found[evaluator.name] = yield from evaluator.measure(network, parallel_state)
+        yield
+
     network.eval()
     try:
         for evaluator in due:
-            parts: Generator[None, None, Values] | None = evaluator.measure(network, parallel_state)
-            while parts is not None:
-                try:
-                    next(parts)
-                except StopIteration as end:
-                    found[evaluator.name] = end.value
-                    parts = None
+            for _ in parts(evaluator):
                 if not should_continue():
                     return found
     finally:

@@ -36,11 +36,8 @@ _LINE_BEGINS = b'{"step": '
 class MetricsWriter:
     """Writer that appends metrics to ``metrics.jsonl`` and to TensorBoard's event files.
 
-    Write errors are logged and do not end the run (see :class:`Records`). After an error of
-    TensorBoard its events are dropped until the next start or rollback.
-
-    Args:
-        last_step: entries of later steps are dropped; -1 drops all entries.
+    Write errors are logged and do not end the run. It drops entries of steps after ``last_step``;
+    -1 drops all entries.
     """
 
     def __init__(self, run_dir: Path, last_step: int) -> None:
@@ -65,7 +62,8 @@ class MetricsWriter:
         """Record metrics of a step; leave out NaN and infinity, which JSON does not have."""
         values = {name: value for name, value in values.items() if math.isfinite(value)}
         now = time.time()
-        self._lines.append(_line({"step": step, "time": round(now, 3), **values}))
+        entry = {"step": step, "time": round(now, 3), **values}
+        self._lines.append(json.dumps(entry).encode() + b"\n")
         self._events.write(step, now, values)
 
     def __enter__(self) -> Self:
@@ -184,10 +182,6 @@ def _read_lines(path: Path) -> tuple[list[bytes], bytes]:
     """Return the complete lines of a file, and the bytes after the last newline."""
     *lines, unfinished = read_bytes(path, max_bytes=_MAX_BYTES).split(b"\n")
     return [line + b"\n" for line in lines], unfinished
-
-
-def _line(entry: Mapping[str, float]) -> bytes:
-    return json.dumps(entry).encode() + b"\n"
 
 
 def _parsed(line: bytes) -> Entry | None:

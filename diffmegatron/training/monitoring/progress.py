@@ -5,17 +5,15 @@ import time
 from contextlib import suppress
 from datetime import timedelta
 
+from diffmegatron.config.training_config import TrainingConfig
+
 
 class Progress:
-    """Printer of a run's console lines, and meter of its speed.
+    """Printer of a run's console lines, and meter of its speed since ``first_step``."""
 
-    Args:
-        first_step: step of the run when this object is created.
-    """
-
-    def __init__(self, first_step: int, total_steps: int, tokens_per_step: int) -> None:
-        self._total_steps = total_steps
-        self._tokens_per_step = tokens_per_step
+    def __init__(self, first_step: int, training: TrainingConfig) -> None:
+        self._total_steps = training.total_steps
+        self._tokens_per_step = training.tokens_per_step
         self._first = self._marked = (first_step, time.perf_counter())
 
     def tokens_per_second(self, step: int) -> float:

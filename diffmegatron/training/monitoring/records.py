@@ -25,11 +25,7 @@ def log_write_errors(path: Path, errors: type[Exception] = OSError) -> Iterator[
 
 
 class Records:
-    """File to which a run appends records, with a buffer for the time when writing fails.
-
-    While writing fails, the newest 10,000 records are kept in memory. Each :meth:`append` tries to
-    write all kept records.
-    """
+    """File to which a run appends records; the newest 10,000 stay in memory while writing fails."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -44,9 +40,19 @@ class Records:
         try:
             self._write()
         except OSError as error:
-            self._failed(error)
+            if not self._failing:
+                log.error(
+                    "cannot write %s: %s; the run continues and tries again",
+                    format_path(self._path),
+                    os_error_text(error),
+                )
+            self._failing = True
         else:
-            self._recovered()
+            if self._failing:
+                log.warning(
+                    "%s is written again; %d records lost", format_path(self._path), self._lost
+                )
+            self._failing, self._lost = False, 0
 
     def drop(self, is_unwanted: Callable[[bytes], bool]) -> None:
         """Discard the pending records for which ``is_unwanted`` returns True."""
@@ -75,20 +81,6 @@ class Records:
                 self._pending.popleft()
         finally:
             os.close(descriptor)
-
-    def _failed(self, error: OSError) -> None:
-        if not self._failing:
-            log.error(
-                "cannot write %s: %s; the run continues and tries again",
-                format_path(self._path),
-                os_error_text(error),
-            )
-        self._failing = True
-
-    def _recovered(self) -> None:
-        if self._failing:
-            log.warning("%s is written again; %d records lost", format_path(self._path), self._lost)
-        self._failing, self._lost = False, 0
 
 
 def _write_whole(descriptor: int, record: bytes) -> None:

@@ -16,8 +16,7 @@ SOURCE_LOSS, SOURCE_TOKENS = "train/loss/", "train/loss_tokens/"
 class SourceLosses:
     """Sums of losses and numbers of counted tokens, by source, since the last report.
 
-    Each rank sums over its own tokens on its device, without synchronization. With only one source
-    nothing is summed.
+    With only one source nothing is summed.
     """
 
     def __init__(self, data: DataConfig, parallel_state: ParallelState) -> None:
@@ -35,12 +34,7 @@ class SourceLosses:
         self._step: list[Tensor] = []
 
     def add(self, batch: Batch, losses: Tensor) -> None:
-        """Add a microbatch of the present step.
-
-        Args:
-            batch: microbatch on this rank's device, sharded for context parallelism.
-            losses: losses of the microbatch's tokens [sequences, positions], detached.
-        """
+        """Add a microbatch of the step, with its detached losses [sequences, positions]."""
         if batch.sources is None:
             return
         counted = torch.stack([losses.float() * batch.loss_mask, batch.loss_mask])
@@ -58,10 +52,8 @@ class SourceLosses:
 
         Returns:
             ``train/loss_tokens/SOURCE``, the number of counted tokens, and ``train/loss/SOURCE``,
-                their
-            mean loss (missing without tokens). SOURCE is the shortest unique suffix of the source's
-                path.
-            Empty with only one source.
+            their mean loss (missing without tokens). SOURCE is the shortest unique suffix of the
+            source's path. The result is empty with only one source.
         """
         if len(self._names) == 1:
             return {}

@@ -22,12 +22,9 @@ _SLOWER = 1.5
 class PhaseClock:
     """Clock of the seconds that this rank has spent in each phase since the last report.
 
-    On a GPU, the first two phases only launch kernels. The phase ``update`` reads a value from the
-    device, so its time includes the wait for the kernels of all phases.
-
-    Attributes:
-        slow_ranks: result of :func:`slow` for the last report; always empty with pipeline
-            parallelism.
+    On a GPU, only the phase ``update`` waits for the kernels, so it includes the time of all
+    kernels. ``slow_ranks`` is :func:`slow` of the last report; it is empty with pipeline
+    parallelism.
     """
 
     def __init__(self) -> None:
@@ -50,9 +47,8 @@ class PhaseClock:
     def report(self, parallel_state: ParallelState) -> dict[str, float]:
         """Return metrics of the slowest rank in each phase, and restart; all ranks must call this.
 
-        Returns:
-            For each phase ``perf/PHASE_slowest_rank``, the number of the rank, and
-            ``perf/PHASE_seconds_slowest``, its mean seconds per step since the last report.
+        The metrics are its number, ``perf/PHASE_slowest_rank``, and its mean seconds per step,
+        ``perf/PHASE_seconds_slowest``.
         """
         mine = torch.tensor(
             [self._seconds[phase] / max(1, self._steps) for phase in PHASES],

@@ -3,7 +3,8 @@
 import importlib.util
 import logging
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
@@ -38,7 +39,7 @@ class WandbWriter:
         import wandb
 
         run_dir, config = Path(self._recipe.run_dir), self._config
-        try:
+        with self._until_failure("begin"):
             self._run = wandb.init(
                 project=config.project,
                 entity=config.entity,
@@ -50,30 +51,26 @@ class WandbWriter:
             )
             # W&B's own step counter cannot decrease, as the step does after a rollback.
             self._run.define_metric("*", step_metric="step")
-        except Exception as error:  # No failure of the service may end the training.
-            self._give_up("begin", error)
         return self
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Send the metrics of a step."""
-        if self._run is None:
-            return
-        try:
-            self._run.log({"step": step, **values})
-        except Exception as error:
-            self._give_up("continue", error)
+        if self._run is not None:
+            with self._until_failure("continue"):
+                self._run.log({"step": step, **values})
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if self._run is None:
-            return
-        try:
-            self._run.finish(exit_code=0 if kind is None else 1)
-        except Exception as error:
-            self._give_up("end", error)
+        if self._run is not None:
+            with self._until_failure("end"):
+                self._run.finish(exit_code=0 if kind is None else 1)
 
-    def _give_up(self, doing: str, error: Exception) -> None:
-        self._run = None
-        log.error("W&B could not %s: %s; the run continues without it", doing, error)
+    @contextmanager
+    def _until_failure(self, doing: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self._run = None
+            log.error("W&B could not %s: %s; the run continues without it", doing, error)
 
 
 def _run_id(run_dir: Path) -> str:

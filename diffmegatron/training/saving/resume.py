@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,28 +41,21 @@ def starting_checkpoint(
             "checkpoint.resume is false; give another run_dir or move them away"
         )
     checkpoint = newest_good(store, parallel_state)
-    if checkpoint is not None:
-        _check_has_optimizer(checkpoint)
-        check_same_run(checkpoint.directory, checkpoint.recipe, recipe)
-        _check_not_past(checkpoint, recipe)
-    return checkpoint
-
-
-def _check_has_optimizer(checkpoint: Checkpoint) -> None:
+    if checkpoint is None:
+        return None
     if checkpoint.is_weights_only:
         raise UserError(
             f"{checkpoint.directory} has weights and no optimizer state, so no run can resume from "
             "it; set checkpoint.start_from to it, and give another run_dir"
         )
-
-
-def _check_not_past(checkpoint: Checkpoint, recipe: Recipe) -> None:
+    check_same_run(checkpoint.directory, checkpoint.recipe, recipe)
     step, steps = checkpoint.state["step"], recipe.training.total_steps
     if step > steps:
         raise UserError(
             f"{checkpoint.directory} is at step {step} and the recipe ends at step {steps}; give "
             f"training.steps of at least {step}, or another run_dir"
         )
+    return checkpoint
 
 
 def open_together(directory: Path, parallel_state: ParallelState) -> Checkpoint:
@@ -77,11 +69,8 @@ def newest_good(
 ) -> Checkpoint | None:
     """Return the newest checkpoint whose files match their hashes, or None; all ranks call this.
 
-    If there are checkpoints but all are damaged, raise UserError, so that the run does not start
-    over without notice.
-
-    Args:
-        before: try only checkpoints of steps before this one, and never raise.
+    If all checkpoints are damaged, raise UserError instead of silently starting over. With
+    ``before``, only earlier steps are tried, and nothing is raised.
     """
     # Ranks that list the directory themselves could find different checkpoints.
     steps = [step for step in from_rank_0(store.steps) if before is None or step < before]
@@ -104,10 +93,8 @@ def rollback_checkpoint(
 ) -> Checkpoint | None:
     """Return the checkpoint to roll back to, or None if there is none; all ranks must call this.
 
-    Args:
-        no_progress: whether no step was applied since the last rollback. The newest intact
-            checkpoint
-            is then renamed, never to be used again, and an older one is returned if there is one.
+    If no step was applied since the last rollback (``no_progress``), rename the newest intact
+    checkpoint and return an older one, if there is an older one.
     """
     newest = newest_good(store, parallel_state)
     if not no_progress or newest is None:
@@ -124,12 +111,12 @@ def rollback_checkpoint(
 def open_start(recipe: Recipe, parallel_state: ParallelState) -> Checkpoint | None:
     """Open the checkpoint of ``checkpoint.start_from``, or return None; all ranks must call this.
 
-    A path of a run gives its newest intact checkpoint. A path of a recipe with stages gives that of
-    the last stage with a checkpoint.
+    A path of a run selects its newest intact checkpoint, in the last stage that has one.
     """
     if recipe.checkpoint.start_from is None:
         return None
-    path = from_rank_0(partial(_run_dir, Path(recipe.checkpoint.start_from)))
+    start = Path(recipe.checkpoint.start_from)
+    path = from_rank_0(lambda: last_stage(start).run_dir if is_run_dir(start) else start)
     source = newest_good(CheckpointStore(path), parallel_state) or open_together(
         path, parallel_state
     )
@@ -138,20 +125,16 @@ def open_start(recipe: Recipe, parallel_state: ParallelState) -> Checkpoint | No
     return source
 
 
-def _run_dir(start: Path) -> Path:
-    """Return ``start``, or for the ``run_dir`` of a run the folder of its last stage."""
-    return last_stage(start).run_dir if is_run_dir(start) else start
-
-
 def _check_made_for(source: Checkpoint, attention: Variant) -> None:
     """Check that the heads in ``model.attention`` were selected on the weights of ``source`` (DEX).
 
     A checkpoint with the same kind of attention is not checked, because training has changed the
     weights since the selection.
     """
-    is_foundation = source.recipe.model.attention.kind != attention.kind
-    made_for, found = attention.fingerprint, source.fingerprint() if is_foundation else None
-    if None not in (made_for, found) and made_for != found:
+    made_for = attention.fingerprint
+    if made_for is None or source.recipe.model.attention.kind == attention.kind:
+        return
+    if (found := source.fingerprint()) != made_for:
         raise UserError(
             f"model.attention was made for weights of fingerprint {made_for} and "
             f"{format_path(source.directory)} has {found}; select the heads on the model that the "
@@ -160,12 +143,7 @@ def _check_made_for(source: Checkpoint, attention: Variant) -> None:
 
 
 def mixture_change(before: Mapping[str, Any] | None, now: Mapping[str, Any]) -> str | None:
-    """Return one line that describes how ``data.sources`` has changed; None without a change.
-
-    Args:
-        before: state of the loader in the checkpoint; None for a new run.
-        now: state of the loader that the resumed run has opened.
-    """
+    """Describe the change of ``data.sources`` between two states of the loader in one line."""
     if before is None:
         return None
     # A mixture is a list of periods: sources and weights from a certain sample on. Only the last
@@ -205,10 +183,10 @@ def load_snapshot(
 def load_weights(
     source: Checkpoint, recipe: Recipe, engine: ZeroEngine, shards: ParameterShards
 ) -> None:
-    """Load the weights of a checkpoint, without optimizer state and data position.
+    """Load only the weights of a checkpoint.
 
-    Parameters that the checkpoint's network does not have keep their initial values: those of
-    another attention variant, and LoRA matrices.
+    Parameters that the checkpoint's network lacks (of another attention variant, or LoRA matrices)
+    keep their initial values.
     """
 
     def is_new(name: str) -> bool:

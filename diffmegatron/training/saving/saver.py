@@ -1,11 +1,8 @@
 """Asynchronous saves: training waits only for a copy to host memory, and a thread writes the copy.
 
-A save is open from its start until it becomes a checkpoint, is dropped, or fails. It becomes a
-checkpoint when rank 0 renames its directory, under two conditions:
-
-- Every rank has written its file (:mod:`~diffmegatron.training.compute.agreement`).
-- The saved weights are sound: a step after the start of the save was finite. After the last step
-  there is no such step, so the caller of :meth:`Saver.save_now` checks the weights.
+An open save becomes a checkpoint when every rank has written its file and the weights are sound: a
+step after the start of the save was finite. After the last step there is no such step, so the
+caller of :meth:`Saver.save_now` checks the weights.
 """
 
 import errno
@@ -46,11 +43,8 @@ _RETRIES = 2
 class Saver:
     """Saver of a run's checkpoints on one rank; all ranks must call the same methods in order.
 
-    Args:
-        run_dir: on rank 0 the open run directory, to detect that it was moved or removed.
-
-    Attributes:
-        saved_step: step of the newest checkpoint; None if there is none.
+    Rank 0 passes the open ``run_dir``, to detect that it was moved or removed. ``saved_step`` is
+    the step of the newest checkpoint; None if there is none.
     """
 
     def __init__(
@@ -102,13 +96,10 @@ class Saver:
         return not self.is_open and 0 < self._failed_in_a_row <= _RETRIES
 
     def start(self, position: Position) -> dict[str, float]:
-        """Copy this rank's tensors to host memory, and start the thread that writes them.
+        """Copy tensors to host memory, and start the thread that writes them; return metrics.
 
         If ``run_dir`` was moved or removed, the run ends. A new folder would have neither the
         earlier checkpoints nor the run's lock.
-
-        Returns:
-            Metrics of a failed save if the save cannot begin; otherwise an empty dict.
         """
         assert not self.is_open
         with self._errors_on_all_ranks():
@@ -157,12 +148,9 @@ class Saver:
         return {}
 
     def complete(self) -> dict[str, float]:
-        """Wait until all ranks have written, and turn the open save into a checkpoint.
+        """Wait until all ranks have written, and complete the checkpoint; return metrics.
 
         A failed save leaves no checkpoint and is logged. The method does not check the weights.
-
-        Returns:
-            Metrics of the save.
         """
         position, write = self._position, self._write
         assert position is not None and write is not None
@@ -193,10 +181,7 @@ class Saver:
         }
 
     def save_now(self, position: Position) -> dict[str, float]:
-        """Save without waiting for a later finite step, and return the metrics of the save.
-
-        All ranks raise UserError if the save and all its retries fail.
-        """
+        """Save without waiting for a later finite step, and retry failures; return metrics."""
         self._failed_in_a_row = 0
         while True:
             values = self.start(position)
@@ -210,8 +195,8 @@ class Saver:
     def _copy_to_host(self) -> tuple[dict[str, Tensor], str]:
         """Return copies of this rank's tensors by name, and a JSON text with their places.
 
-        All saves share the buffers. The operating system must map each page of new buffers and CUDA
-        must pin it, which would cost more time than the copy.
+        All saves share the buffers, because mapping and pinning new pages would cost more than the
+        copy.
         """
         pieces = [
             piece
