@@ -62,7 +62,6 @@ NOT_ENTERED = {
     "evaluation/model.py:Model._answers_of": HARDWARE,
     "evaluation/model.py:Model.network": HARDWARE,
     "evaluation/results.py:_provenance": HARDWARE,
-    "evaluation/run_report.py:write_report": HARDWARE,
     "evaluation/suites/throughput.py:Throughput.score": HARDWARE,
     "evaluation/suites/throughput.py:_wait": HARDWARE,
     "operations/preflight.py:": HARDWARE,
@@ -70,6 +69,7 @@ NOT_ENTERED = {
     "operations/preflight.py:_product_seconds": HARDWARE,
     "operations/preflight.py:_seconds": HARDWARE,
     "operations/preflight.py:_measure_collectives": HARDWARE,
+    "operations/quickstart.py:write_report": HARDWARE,
     "operations/quickstart.py:with_machine_overrides": "the precision of the quickstart on a GPU",
     "operations/quickstart.py:ranks": "the number of ranks of the quickstart on GPUs",
 }
