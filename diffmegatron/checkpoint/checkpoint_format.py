@@ -53,7 +53,7 @@ _Steps = Annotated[int, Field(ge=0, le=MAX_STEP)]
 
 
 class _State(BaseModel):
-    """The content of ``state.json``; ``world_size`` is the number of rank files."""
+    """Content of ``state.json``; ``world_size`` is the number of rank files."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -88,10 +88,7 @@ BEGINNING = Position(0, 0, None, None)
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """An opened and verified checkpoint; tensors are loaded into memory only on demand.
-
-    ``state`` is the content of ``state.json``.
-    """
+    """An opened and verified checkpoint; ``state`` is the content of ``state.json``."""
 
     directory: Path
     manifest: Manifest
@@ -110,11 +107,7 @@ class Checkpoint:
             yield name, self.tensors.read_tensor(WEIGHT, name)
 
     def fingerprint(self) -> str:
-        """Return a hash of the weights, 16 hex digits, that distinguishes models of the same shape.
-
-        It covers only the first row of every ``linear_qkv`` and does not depend on the parallel
-        layout.
-        """
+        """Return 16 hex digits, a hash of the first row of every unsharded ``linear_qkv``."""
         digest = hashlib.sha256()
         for layer in range(self.recipe.model.num_layers):
             name = f"decoder.layers.{layer}.self_attention.linear_qkv.weight"
@@ -168,10 +161,7 @@ def finish_checkpoint(
     entries: list[FileEntry],
     contents: Contents = "run",
 ) -> None:
-    """Write the state, recipe and manifest of a checkpoint, then rename it to its final name.
-
-    One process calls this function after all ranks have written their files.
-    """
+    """Write state, recipe and manifest beside the files of all ranks; rename the checkpoint."""
     directory = store.unfinished_path(position.step)
     state = asdict(position) | {
         "world_size": len(entries),
@@ -209,8 +199,8 @@ def _rank_files(directory: Path, world_size: int, entries: dict[str, FileEntry])
 def check_same_run(directory: Path, saved_recipe: Recipe, recipe: Recipe) -> None:
     """Check that a run with ``recipe`` may resume from a checkpoint with ``saved_recipe``.
 
-    The network, the tokenizer, the order of the samples and the trained parameters must be equal.
-    Other settings may change, e.g. the parallel layout or the sampling weights of the data sources.
+    The network, tokenizer, order of samples and trained parameters must be equal. Other settings
+    may change.
     """
     saved, wanted = (
         model_keys(each.model, each.model.attention)

@@ -53,10 +53,7 @@ class CheckpointStore:
         return sorted(int(match[1]) for match in found if match)
 
     def complete(self) -> list[int]:
-        """Return the steps of all complete checkpoints, ascending; log a warning for damaged ones.
-
-        Only the manifest and the sizes of the files are checked.
-        """
+        """Return the steps whose files have the manifest's sizes, ascending; log the others."""
         found = []
         for step in self.steps():
             try:
@@ -101,9 +98,7 @@ class CheckpointStore:
     def remove(self, step: int) -> None:
         """Rename a checkpoint so that no reader finds it, then delete its files.
 
-        Raises:
-            OSError: the checkpoint cannot be removed. It is unchanged if its directory is not
-                writable.
+        After an OSError for a directory without write permission, the checkpoint is unchanged.
         """
         path = self.path(step)
         # A rename needs write permission only on the parent folder, but the deletion of the files
@@ -113,11 +108,7 @@ class CheckpointStore:
         shutil.rmtree(self._rename(step, _REMOVED))
 
     def set_aside(self, step: int) -> Path:
-        """Rename a checkpoint so that no reader finds it; return the new path.
-
-        A rollback does this to the newest checkpoint if no step was applied since the previous
-        rollback.
-        """
+        """Rename a checkpoint that a rollback must not use again; return the new path."""
         return self._rename(step, _LEFT)
 
     def _rename(self, step: int, suffix: str) -> Path:
@@ -127,9 +118,5 @@ class CheckpointStore:
 
 
 def prunable(steps: Sequence[int], keep_last: int, keep_every: int | None) -> list[int]:
-    """Return the steps whose checkpoints a retention policy removes.
-
-    The ``keep_last`` (at least 1) newest of the ascending ``steps`` and multiples of ``keep_every``
-    stay.
-    """
+    """Return the steps to remove; the newest and multiples of ``keep_every`` stay."""
     return [step for step in steps[:-keep_last] if keep_every is None or step % keep_every]

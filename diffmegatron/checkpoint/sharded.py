@@ -103,9 +103,8 @@ def pieces_of(shards: Iterable[Shard], start: int, tensors: Mapping[str, Tensor]
     Most parameters have one shard. SwiGLU's fused gate and up projection has two (the rank's rows
     of each), which are not adjacent in the unsharded tensor.
 
-    Args:
-        start: index of the range's first element in the flattened parameter.
-        tensors: values of the range for each of :data:`KINDS`, [n] each.
+    ``start`` is the index of the range in the flattened parameter. ``tensors`` has the range's
+    values for each of :data:`KINDS`, [n] each.
     """
     numel = next(iter(tensors.values())).numel()
     pieces = []
@@ -121,10 +120,7 @@ def pieces_of(shards: Iterable[Shard], start: int, tensors: Mapping[str, Tensor]
 def named_tensors(
     pieces: Iterable[Piece], extra: Mapping[str, Tensor]
 ) -> tuple[dict[str, Tensor], str]:
-    """Return the tensors that a rank writes, by name, and the JSON description of its pieces.
-
-    The tensors share memory with the pieces. ``extra`` has further tensors, such as random states.
-    """
+    """Return the tensors that a rank writes, by name, and the JSON description of its pieces."""
     tensors: dict[str, Tensor] = {}
     described = []
     for index, piece in enumerate(pieces):
@@ -142,10 +138,7 @@ def write_pieces(path: Path, tensors: Mapping[str, Tensor], description: str) ->
 
 
 class ShardedReader:
-    """Reader of named tensors and their boxes from the rank files of a checkpoint.
-
-    The constructor checks that the pieces of all files cover every tensor exactly once.
-    """
+    """Reader of tensors from rank files; their pieces must cover every tensor exactly once."""
 
     def __init__(self, directory: Path, files: Iterable[str]) -> None:
         self._directory = directory
@@ -291,10 +284,7 @@ def check_tiling(places: Sequence[Place], owner: str) -> None:
 
 
 def _is_grid(boxes: list[Box], shape: tuple[int, ...]) -> bool:
-    """Return whether every box extends from one edge of the grid to the next, on every axis.
-
-    The edges of an axis are the offsets of all boxes, and the size of the tensor.
-    """
+    """Return whether the boxes are cells of a grid whose lines are the offsets of all boxes."""
     for axis, size in enumerate(shape):
         edges = sorted({offset[axis] for offset, _ in boxes} | {size})
         following = dict(pairwise(edges))

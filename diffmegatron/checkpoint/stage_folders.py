@@ -14,11 +14,7 @@ from diffmegatron.own_code import NotImportedError
 
 @dataclass(frozen=True)
 class StageFolder:
-    """The folder of one stage, or of a run without stages.
-
-    ``name`` is the stage's name and ``run_dir`` is RUN_DIR/NAME. Without stages, they are None and
-    RUN_DIR.
-    """
+    """The folder of one stage, or of a run without stages (``name`` is None)."""
 
     name: str | None
     run_dir: Path
@@ -74,12 +70,7 @@ def only_last(folders: Sequence[StageFolder]) -> StageFolder:
 
 
 def is_run_dir(path: Path) -> bool:
-    """Return whether a folder is a ``run_dir``; False for the folder of a single checkpoint.
-
-    Raises:
-        NotImportedError: the recipe of a stage has the key ``imports``, and its code is not
-            imported.
-    """
+    """Return whether a folder is a ``run_dir``; False for the folder of a single checkpoint."""
     try:
         stage_folders(path)
     except NotImportedError:
@@ -90,18 +81,12 @@ def is_run_dir(path: Path) -> bool:
 
 
 def newest_checkpoint(path: Path) -> Path | None:
-    """Return the newest complete checkpoint of a run; for a run with stages, of its last stage.
-
-    Return None if ``path`` is not a ``run_dir``, or if all checkpoints are damaged.
-    """
+    """Return the newest complete checkpoint of a ``run_dir`` (of its last stage), or None."""
     return last_stage(path).store.latest() if is_run_dir(path) else None
 
 
 def _start(run_dir: Path, recipe: str = RECIPE) -> str | None:
-    """Return the name of the stage from which the stage in ``run_dir`` started.
-
-    Return None if it did not start from a sibling folder, or if its recipe cannot be read.
-    """
+    """Return the name of the sibling folder from which a stage started, or None."""
     try:
         start_from = load_resolved(run_dir / recipe).checkpoint.start_from
     except NotImportedError:

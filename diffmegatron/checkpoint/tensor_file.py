@@ -52,10 +52,7 @@ class _Header(BaseModel):
 
 
 class TensorFile:
-    """An opened safetensors file whose header has been checked.
-
-    ``metadata`` has the strings of ``__metadata__``, and ``tensors`` the header entries by name.
-    """
+    """An opened file; ``tensors`` has the header entries by name, and ``metadata`` strings."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -134,13 +131,10 @@ class TensorFile:
 def write_safetensors(
     path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
 ) -> FileEntry:
-    """Write contiguous float32 or uint8 CPU tensors to the disk; return the file's manifest entry.
-
-    The checksum is that of the bytes in memory, so later checks detect damage on the way to the
-    disk.
-    """
+    """Write contiguous float32 or uint8 CPU tensors to the disk; return the manifest entry."""
     # float32 first, so that every float32 tensor starts at a multiple of four bytes.
     ordered = dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))
+    # The checksum of the bytes in memory lets later checks detect damage on the way to the disk.
     checksum, size, advised = 0, 0, 0
     with path.open("wb") as stream:
         for block in (memoryview(_header(ordered, metadata)), *_buffers(ordered)):

@@ -121,9 +121,8 @@ def _means(checkpoints: Sequence[Checkpoint]) -> Iterator[tuple[str, Tensor]]:
 def load_network(checkpoint: Checkpoint, recipe: Recipe, parallel_state: ParallelState) -> Network:
     """Build this rank's shard of a network for inference, with the weights of a checkpoint.
 
-    The weights are rounded to the precision of the run that wrote the checkpoint, except parameters
-    that the kind of attention declares as float32. ``recipe`` has the layout and precision of the
-    inference.
+    The weights are rounded to the precision of the checkpoint's run, except parameters that the
+    kind of attention declares as float32. ``recipe`` has the layout and precision of the inference.
     """
     precision = DTYPES[checkpoint.recipe.training.precision]
     network = build_model(recipe, parallel_state, initial_weights=False).eval()

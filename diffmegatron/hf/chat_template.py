@@ -61,10 +61,7 @@ def load_exported(directory: Path) -> Any:
 
 
 def check_chat(tokenizer: TrainingTokenizer, directory: Path, before_response: str = "") -> None:
-    """Raise UserError unless an export and ``prepare`` encode sample chats as the same token ids.
-
-    ``before_response`` is put at the beginning of every response.
-    """
+    """Raise UserError unless an export and ``prepare`` encode sample chats as the same ids."""
     exported = load_exported(directory)
     # verbose=True would warn of chats longer than a small model's seq_length.
     options = {"return_dict": False, "tokenizer_kwargs": {"verbose": False}}

@@ -57,10 +57,7 @@ _SCALINGS: dict[str, dict[str, str]] = {
 
 
 def to_hf_config(recipe: Recipe, end_of_document: int, dtype: torch.dtype) -> PretrainedConfig:
-    """Return the configuration of the Hugging Face class that computes the recipe's network.
-
-    ``end_of_document`` is the bos and eos token, and ``dtype`` that of the exported weights.
-    """
+    """Return the configuration of the Hugging Face class that computes the recipe's network."""
     model = recipe.model
     described = hugging_face_class(model)
     values = network_keys(model) | {
@@ -121,10 +118,7 @@ def network_keys(model: ModelConfig) -> dict[str, Any]:
 
 
 def changed_keys(config: PretrainedConfig, recipe: Recipe) -> dict[str, Any]:
-    """Return the keys that differ between a pretrained model and a recipe, with recipe values.
-
-    ``max_position_embeddings`` changes only if the run's sequences are longer.
-    """
+    """Return the keys that differ between a pretrained model and a recipe, with recipe values."""
     changed = {}
     for key, value in network_keys(recipe.model).items():
         own = getattr(config, key, None)
@@ -138,10 +132,7 @@ def changed_keys(config: PretrainedConfig, recipe: Recipe) -> dict[str, Any]:
 
 
 def load_config(folder: Path) -> PretrainedConfig:
-    """Load the configuration of any model that transformers or this package has a class for.
-
-    Code in the folder is never run. The attention function that ``config.json`` names is dropped.
-    """
+    """Load the configuration of any model that transformers or this package has a class for."""
     path = folder / CONFIG_NAME
     if (folder / _ADAPTER).exists():
         raise UserError(
@@ -162,7 +153,7 @@ def load_config(folder: Path) -> PretrainedConfig:
             f"{format_path(path)} has attn_implementation {shorten(repr(attention))}, whose code "
             "would be downloaded; remove the key"
         )
-    config._attn_implementation = None
+    config._attn_implementation = None  # transformers then uses its default
     return config
 
 

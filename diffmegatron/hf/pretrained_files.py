@@ -55,10 +55,7 @@ class _Index(BaseModel):
 
 
 class Source:
-    """Tensors in a pretrained model's folder.
-
-    The constructor reads only the headers of the files, and compares them with the index.
-    """
+    """Tensors in a pretrained model's folder; the constructor reads only the files' headers."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -125,11 +122,7 @@ class Source:
             )
 
     def stream(self, rules: Iterable[WeightRule]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the name and stored value of each tensor in the order of ``rules``.
-
-        Raises:
-            UserError: a file cannot be read, or a tensor has NaN or infinite values.
-        """
+        """Yield the name and finite stored value of each tensor in the order of ``rules``."""
         for name in (name for rule in rules for name in rule.theirs):
             tensor = self.read(name)
             if not tensor.isfinite().all():
@@ -194,10 +187,7 @@ def _unreadable(path: Path, error: Exception) -> UserError:
 
 
 class Dtypes(BaseModel):
-    """Content of ``dtypes.json``; dtypes are named as in safetensors, such as BF16.
-
-    ``usual`` is the most frequent dtype. ``others`` has the dtype of all other tensors, by name.
-    """
+    """Content of ``dtypes.json``: the most frequent dtype, and those of other tensors by name."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 

@@ -19,10 +19,7 @@ Weights = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 
 
 def table(model: ModelConfig, step: int = 0) -> tuple[WeightRule, ...]:
-    """Return the rules of all weights of the model.
-
-    A factor of some kinds of attention depends on ``step``, the training step of the weights.
-    """
+    """Return the rules of all weights of the model at a training step."""
     hugging_face_class(model)
     norm = (model.hidden_size,)
     rules = [_vocabulary(model, "embedding.word_embeddings", "model.embed_tokens")]

@@ -193,10 +193,8 @@ def _save(tensors: dict[str, Tensor], path: Path) -> None:
 def verify_export(directory: Path, tokens: Tensor, expected: Tensor) -> LogitDifference:
     """Load a Hugging Face model as a user would, in fp32 on the CPU, and compare its logits.
 
-    Args:
-        directory: an export, or a pretrained model to import.
-        tokens: ids [batch, length]; at most ``MAX_VERIFY_TOKENS`` in total.
-        expected: logits of the training model, [batch, length, vocab_size].
+    There are at most ``MAX_VERIFY_TOKENS`` ids in ``tokens`` [b, s]. The ``expected`` logits are
+    [b, s, vocab_size].
     """
     if tokens.numel() > MAX_VERIFY_TOKENS:
         raise ValueError(f"{tokens.numel()} tokens to verify; at most {MAX_VERIFY_TOKENS}")

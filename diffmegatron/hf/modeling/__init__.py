@@ -24,10 +24,7 @@ CLASSES = (
 
 
 def register() -> None:
-    """Register the models of this package with transformers' Auto classes.
-
-    ``save_pretrained`` then also writes the code files of these models.
-    """
+    """Register the models with transformers' Auto classes, and their code with save_pretrained."""
     for config, model, causal_lm in CLASSES:
         AutoConfig.register(config.model_type, config, exist_ok=True)
         AutoModel.register(config, model, exist_ok=True)

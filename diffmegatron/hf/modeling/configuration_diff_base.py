@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Base classes for the configurations of exported models with differential attention.
-
-This file imports only transformers, because exported models contain a copy of it.
-"""
+"""Base classes for the configurations of exported models with differential attention."""
 
 from typing import Any, ClassVar
 

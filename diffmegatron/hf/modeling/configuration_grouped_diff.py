@@ -10,20 +10,13 @@ from .configuration_diff_base import NoiseHeadsConfig
 class GroupedDiffConfig(NoiseHeadsConfig):
     """Llama's configuration with the keys of grouped differential attention.
 
-    Lambda is one number per layer, computed from lambda_init and four learned vectors:
-
-        lambda = exp(lambda_q1 . lambda_k1) - exp(lambda_q2 . lambda_k2) + lambda_init
-
     Args:
         num_attention_heads: number of all query heads, h + h / r.
-        signal_per_noise: r, number of signal heads that share a noise head. r = 1 is the attention
-            of the Differential Transformer.
-        num_key_value_heads: number of keys, 2 * h_kv. Each of the h_kv differential key-value heads
-            has a key for signal heads, a key for noise heads, and one value with twice as many
-            channels. h_kv must divide h / r.
+        signal_per_noise: r, number of signal heads that share a noise head.
+        num_key_value_heads: number of keys, 2 * h_kv. h_kv must divide h / r.
         lambda_init: "exponential" for 0.8 - 0.6 exp(-0.3 l) in layer l (from 0), or a constant
             between 0 and 1 for all layers.
-        lambda_std_dev: standard deviation of the initial values of the four vectors.
+        lambda_std_dev: standard deviation of the initial values of the four lambda vectors.
         headwise_norm: whether the difference of each signal head is normalized by an RMSNorm (all
             heads share its weight) and scaled by 1 - lambda_init.
         kwargs: Llama's keys, such as ``hidden_size``, and arguments of ``PretrainedConfig``.

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Base classes of a Llama with another attention.
-
-This file imports only torch and transformers, because exported models contain a copy of it.
-"""
+"""Base classes of a Llama with another attention."""
 
 from collections.abc import Callable
 

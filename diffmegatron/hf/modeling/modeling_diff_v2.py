@@ -10,9 +10,6 @@ head m:
 W_lambda is ``lambda_proj``. signal_n and noise_m are the attention outputs of the two heads for
 this token. All h + h / r heads are the query heads of one grouped-query attention with an ordinary
 key-value cache. In shapes, b is the batch size and s the number of positions.
-
-This file imports only torch, transformers and files of its folder, because exported models contain
-copies of them.
 """
 
 from typing import Any, ClassVar
@@ -54,13 +51,9 @@ class DiffV2Attention(LlamaAttention):
         past_key_values: Cache | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the attention's output [b, s, hidden], and the softmax maps of all query heads.
+        """Return the output [b, s, hidden], and the softmax maps of all query heads or None.
 
-        The maps are None if the attention function in use does not return them.
-
-        Args:
-            hidden_states: [b, s, hidden].
-            position_embeddings: cosines and sines of RoPE, [b, s, head_dim] each.
+        ``position_embeddings`` are cosines and sines of RoPE, [b, s, head_dim] each.
         """
         input_shape = hidden_states.shape[:-1]
         heads = (*input_shape, -1, self.head_dim)

@@ -10,11 +10,11 @@ those of the noise heads, and v is the value of the key-value head. For signal h
     head_n = (1 - lambda_init) * RMSNorm(out_n), over the 2d channels of out_n
 
 The heads are the input of ``o_proj``. If ``headwise_norm`` is False, head_n is out_n. There are
-h_kv = ``num_key_value_heads`` / 2 differential key-value heads. Order of the heads, with d channels
-(``head_dim``) per query:
+h_kv = ``num_key_value_heads`` / 2 differential key-value heads. Each has two keys, k1 for its
+signal heads and k2 for their noise heads. Order of the heads, with d = ``head_dim``:
 
     q_proj    rows: h signal heads of d rows each, then h / r noise heads of d rows each
-    k_proj    rows: h_kv keys for signal heads (k1) of d rows each, then h_kv for noise heads (k2)
+    k_proj    rows: k1 of all key-value heads, d rows each, then k2 of all of them
     v_proj    rows: h_kv values of 2d rows each
     o_proj    columns: h heads of 2d columns each
 
@@ -23,8 +23,7 @@ In ``q_proj``, block 5 * m + i of d rows is signal head 4 * m + i for i < 4, and
 i = 4. In ``k_proj``, block 2 * j + i of d rows is k1 (i = 0) or k2 (i = 1) of key-value head j.
 Values and output have the order above. The MLP has another activation, PolyNorm.
 
-In shapes, b is the batch size, s the number of queries and t the number of keys. This file imports
-only torch, transformers and files of its folder, because exported models contain copies of them.
+In shapes, b is the batch size, s the number of queries and t the number of keys.
 """
 
 from typing import Any, ClassVar
@@ -97,13 +96,11 @@ class GroupedDiffAttention(LlamaAttention):
         past_key_values: Cache | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the attention's output [b, s, hidden], and the softmax maps of all query heads.
+        """Return the output [b, s, hidden], and the softmax maps of all query heads or None.
 
-        The maps of signal heads precede those of noise heads. They are None if the attention
-        function in use does not return them.
+        The maps of signal heads precede those of noise heads.
 
         Args:
-            hidden_states: [b, s, hidden].
             position_embeddings: cosines and sines of RoPE, [b, s, d] each.
             past_key_values: cache with keys [b, 2 * h_kv, t, d] (all k1 and then all k2) and values
                 of the same shape (the first d channels of all values, and then the last d

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Llama in which each layer has one of three attentions: Llama's, grouped differential, DIFF V2.
-
-This file imports only torch, transformers and files of its folder, because exported models contain
-copies of these files.
-"""
+"""A Llama whose layers have Llama's attention, grouped differential attention or DIFF V2."""
 
 from typing import ClassVar
 
