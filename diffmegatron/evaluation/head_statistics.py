@@ -25,14 +25,11 @@ NEAR_ZERO = "share of |scores| below "
 ENTROPY, FIRST_ENTROPY, SECOND_ENTROPY = "entropy", "entropy, first map", "entropy, second map"
 NEGATIVE, NEGATIVE_MASS = "share of negative scores", "negative share of |scores|"
 
-# Name of a measure -> a number per layer.
-ByLayer = dict[str, list[float]]
-
 
 @torch.no_grad()
 def map_statistics(
     seen: Sequence[LayerAttention], top: float, epsilons: Sequence[float]
-) -> tuple[ByLayer, Tensor]:
+) -> tuple[dict[str, list[float]], Tensor]:
     """Return measures of every layer's maps, and the distances between the maps of all heads.
 
     Memory holds the maps of all layers for one block of rows.
@@ -161,39 +158,34 @@ def feature_alignment(features: Sequence[Tensor]) -> Tensor:
     """
     # HSIC does not depend on the mean over the tokens, which would cost precision in float32.
     centred = [x.float() - x.float().mean(0) for x in features]
-    kernels = [_Kernels(x) for x in centred]
     ends = torch.tensor([0, *(x.shape[1] for x in features)]).cumsum(0).tolist()
     found = features[0].new_zeros(ends[-1], ends[-1], dtype=torch.float64)
     for i, j in combinations_with_replacement(range(len(features)), 2):
-        part = kernels[i].hsic(kernels[j])
+        part = _hsic(centred[i], centred[j])
         found[ends[i] : ends[i + 1], ends[j] : ends[j + 1]] = part
         found[ends[j] : ends[j + 1], ends[i] : ends[i + 1]] = part.T
     lengths = found.diagonal().sqrt()
     return found / (lengths[:, None] * lengths)
 
 
-class _Kernels:
-    """Kernel matrix K of each head of a layer: X X^T for outputs X, with its diagonal set to zero.
+def _hsic(x: Tensor, y: Tensor) -> Tensor:
+    """Return n * (n - 3) times the unbiased HSIC of heads, float64 [heads of x, heads of y].
 
-    The matrices [tokens, tokens] are not stored.
+    x and y are outputs [n, heads, width]. The factor cancels in CKA. The kernel matrix of a head is
+    X X^T with its diagonal set to zero. The matrices [n, n] are not stored.
     """
+    n = len(x)
+    (x_diagonal, x_sums), (y_diagonal, y_sums) = _diagonal_and_sums(x), _diagonal_and_sums(y)
+    products = torch.einsum("nhd,nge->hgde", x, y)
+    trace = products.double().square().sum((2, 3)) - x_diagonal.T @ y_diagonal
+    totals = x_sums.sum(0)[:, None] * y_sums.sum(0) / ((n - 1) * (n - 2))
+    return trace + totals - 2 / (n - 2) * (x_sums.T @ y_sums)
 
-    def __init__(self, x: Tensor) -> None:
-        self._x = x
-        # For each head, the diagonal of X X^T and the row sums of K, float64 [tokens, heads].
-        self._diagonal = x.double().square().sum(2)
-        self._sums = torch.einsum("nhd,hd->nh", x.double(), x.double().sum(0)) - self._diagonal
 
-    def hsic(self, other: "_Kernels") -> Tensor:
-        """Return n * (n - 3) times the unbiased HSIC, float64 [heads, heads of other].
-
-        n is the number of tokens. The factor cancels in CKA.
-        """
-        n = len(self._x)
-        products = torch.einsum("nhd,nge->hgde", self._x, other._x)
-        trace = products.double().square().sum((2, 3)) - self._diagonal.T @ other._diagonal
-        totals = self._sums.sum(0)[:, None] * other._sums.sum(0) / ((n - 1) * (n - 2))
-        return trace + totals - 2 / (n - 2) * (self._sums.T @ other._sums)
+def _diagonal_and_sums(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the diagonals of X X^T and the row sums of kernel matrices, [n, heads]."""
+    diagonal = x.double().square().sum(2)
+    return diagonal, torch.einsum("nhd,hd->nh", x.double(), x.double().sum(0)) - diagonal
 
 
 def head_importance(model: Model, ids: Sequence[int], heads: int) -> Tensor:

@@ -6,7 +6,6 @@ from pathlib import Path
 
 from matplotlib import colormaps
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 
@@ -44,7 +43,6 @@ def plot_runs(path: Path, runs: Mapping[str, Curves]) -> None:
     with_lambda = [name for name, curves in runs.items() if curves.lambdas]
     rows, columns = (2 if with_lambda else 1), max(2, len(with_lambda))
     figure = Figure(figsize=(5.5 * columns, 4.2 * rows), layout="constrained")
-    FigureCanvasAgg(figure)
     upper, *lower = figure.subfigures(rows, 1, squeeze=False)[:, 0]
     losses, throughput = upper.subplots(1, 2)
     _plot_losses(losses, runs)

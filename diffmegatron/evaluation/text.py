@@ -3,7 +3,6 @@
 A source is the text at the path of one option ``--data [NAME=]PATH``.
 """
 
-import hashlib
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -48,7 +47,8 @@ class WindowSuite(TextSuite):
 
     def texts(self) -> Iterator[tuple[str, str]]:
         """Yield (name of the source, text) of documents, cut to ``characters``."""
-        characters = self.characters or default_characters(self.context)
+        # Common tokens have 3 to 5 characters on average, so 8 per token fill a window.
+        characters = self.characters or max(20_000, 8 * self.context)
         return first_texts(self.data, self.documents, characters)
 
     def windows(self, text: str, target: Target) -> list[list[int]]:
@@ -96,22 +96,6 @@ def first_texts(
     for name, path in named_paths(options).items():
         for text in islice(read_texts(path), documents):
             yield name, text[:characters]
-
-
-def default_characters(context: int) -> int:
-    """Return the default number of characters to which documents are cut.
-
-    Tokens of common vocabularies have 3 to 5 characters on average, so 8 per token fill a window.
-    """
-    return max(20_000, 8 * context)
-
-
-def digest(texts: Iterator[str]) -> str:
-    """Return one SHA-256 hash of all documents, in hexadecimal digits."""
-    found = hashlib.sha256()
-    for text in texts:
-        found.update(f"{len(text)}:{text}".encode())
-    return found.hexdigest()
 
 
 def _of_corpus(prefix: Path) -> Iterator[str]:

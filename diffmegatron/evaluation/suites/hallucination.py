@@ -226,7 +226,11 @@ class Hallucination(Suite):
     def requests_of(self, target: Target, item: Item) -> ItemGenerator:
         """Generate a text; for a follow-up item, judge the recorded text in ``item.content``."""
         if isinstance(item.content, dict):
-            return self._judged(item.content)
+            judge = self._judge()
+            assert judge is not None
+            answer = judge.ask(judge_question(item.content))
+            true, spans = parse_verdict(answer)
+            return {"task": item.content["task"], "verdict": true, "spans": spans, "said": answer}
         name, parts = item.content
         passage = Passage(*parts)
         ids, document = self._prompt(target, passage)
@@ -281,13 +285,6 @@ class Hallucination(Suite):
         return open_judge(
             self.judge, self.judge_model, self.judge_key, self.judge_tokens, self.judge_seconds
         )
-
-    def _judged(self, written: Record) -> Record:
-        judge = self._judge()
-        assert judge is not None
-        answer = judge.ask(judge_question(written))
-        true, spans = parse_verdict(answer)
-        return {"task": written["task"], "verdict": true, "spans": spans, "said": answer}
 
     def _prompt(self, target: Target, passage: Passage) -> tuple[list[int], str]:
         """Return the ids of a prompt, and its document without the middle if that is too long."""

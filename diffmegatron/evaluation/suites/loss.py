@@ -93,11 +93,11 @@ class Loss(WindowSuite):
             counted = np.array([isinstance(piece, str) or token != end for token in window])
             sums, counts = np.cumsum(losses * counted), np.cumsum(counted)
             nats, tokens = nats + float(sums[-1]), tokens + int(counts[-1])
-            for n in self.lengths:
-                if n <= len(window):
-                    _add(beginnings[n], sums[n - 1], counts[n - 1])
-                if len(window) == self.context - 1:
-                    _add(full[n], sums[n - 1], counts[n - 1])
+            is_full = len(window) == self.context - 1
+            for n in (n for n in self.lengths if n <= len(window)):
+                for table in (beginnings, full) if is_full else (beginnings,):
+                    table[n][0] += float(sums[n - 1])
+                    table[n][1] += int(counts[n - 1])
         return {
             "source": source,
             # A packed window may begin or end within a character.
@@ -176,11 +176,6 @@ class Loss(WindowSuite):
         axes.grid(alpha=0.3)
         place_legend(axes)
         return True
-
-
-def _add(sums: list[float], nats: float, tokens: float) -> None:
-    sums[0] += float(nats)
-    sums[1] += int(tokens)
 
 
 def _joined(texts: Sequence[str], target: Target) -> list[int]:

@@ -1,5 +1,6 @@
 """Multi-needle retrieval: find the numbers of cities in a long text (LWM, Gemini 1.5)."""
 
+import hashlib
 import random
 import re
 from collections.abc import Mapping, Sequence
@@ -17,7 +18,7 @@ from diffmegatron.evaluation.figures import Figure
 from diffmegatron.evaluation.requests import Generation, ItemGenerator
 from diffmegatron.evaluation.suite import Item, Mean, Published, Record, Records, Suite
 from diffmegatron.evaluation.targets import Target
-from diffmegatron.evaluation.text import digest, read_texts
+from diffmegatron.evaluation.text import read_texts
 from diffmegatron.files import format_path
 from diffmegatron.section import Count, Size
 
@@ -95,10 +96,12 @@ class Haystack:
 
     def __init__(self, path: Path, target: Target) -> None:
         self._path, self._target = path, target
-        self.digest = digest(read_texts(path))
-        self._sentences = [
-            sentence for text in read_texts(path) for sentence in _SENTENCE.findall(text)
-        ]
+        self._sentences: list[str] = []
+        hashed = hashlib.sha256()
+        for text in read_texts(path):
+            self._sentences += _SENTENCE.findall(text)
+            hashed.update(f"{len(text)}:{text}".encode())
+        self.digest = hashed.hexdigest()
         if not self._sentences:
             raise UserError(f"--haystack {format_path(path)} has no text")
         self._encode = cache(target.encode)

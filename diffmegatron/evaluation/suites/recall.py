@@ -73,7 +73,10 @@ class Recall(WindowSuite):
         pieces = [self.windows(text, target) for _, text in self.texts()]
         repeated = [[list(_repeated(window)) for window in each] for each in pieces]
         bigrams = {pair for each in repeated for window in each for pair, _ in window}
-        rare = self._rare(bigrams)
+        # `tokens` is a view of a mapped file, which is closed when `corpus` is deleted.
+        corpus = open_corpus(str(self.training))
+        counts = count_bigrams(corpus.tokens, bigrams)
+        rare = {pair for pair, count in counts.items() if count <= self.rare}
         return [
             Item(
                 str(number),
@@ -111,11 +114,6 @@ class Recall(WindowSuite):
     @override
     def better(self, measure: str) -> Direction | None:
         return None if measure == _SHARE else "lower"
-
-    def _rare(self, bigrams: set[tuple[int, int]]) -> set[tuple[int, int]]:
-        corpus = open_corpus(str(self.training))
-        counts = count_bigrams(corpus.tokens, bigrams)
-        return {pair for pair, count in counts.items() if count <= self.rare}
 
 
 def count_bigrams(tokens: Tokens, bigrams: set[tuple[int, int]]) -> dict[tuple[int, int], int]:

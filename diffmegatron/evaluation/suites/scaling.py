@@ -109,28 +109,27 @@ class Scaling(Suite):
         the kind's law has at x.
         """
         found: dict[str, float] = {}
-        fits = self._fits(records)
-        for kind, (law, sizes, is_baseline) in fits.items():
-            found |= {f"{kind}: a of a x^-b": law.a, f"{kind}: b of a x^-b": law.b}
-            if is_baseline:
+        kinds = self._kinds(records)
+        for kind, (points, is_baseline, law) in kinds.items():
+            if law is None:
                 continue
-            for other, (base, _, is_base) in fits.items():
-                if is_base:
+            found |= {f"{kind}: a of a x^-b": law.a, f"{kind}: b of a x^-b": law.b}
+            for other, (_, is_base, base) in kinds.items():
+                if is_base and base is not None and not is_baseline:
                     found |= {
                         f"{kind} at {x:.3g} {self.against}: share of {other}'s at equal loss": x
                         / base.size(law.loss(x))
-                        for x in sizes
+                        for x in sorted({x for x, _ in points})
                     }
         return found
 
     @override
     def remarks(self, records: Mapping[str, Records]) -> list[str]:
-        fits = self._fits(records)
         return [
             f"{kind}: no fit; the runs need at least two different numbers of {self.against}, and "
             "a loss that falls with them"
-            for kind in self._points(records)
-            if kind not in fits
+            for kind, (*_, law) in self._kinds(records).items()
+            if law is None
         ]
 
     @override
@@ -139,12 +138,11 @@ class Scaling(Suite):
 
     @override
     def draw(self, figure: Figure, records: Mapping[str, Records]) -> bool:
-        axes, fits = figure.subplots(), self._fits(records)
-        for kind, (points, _) in self._points(records).items():
+        axes = figure.subplots()
+        for kind, (points, _, law) in self._kinds(records).items():
             xs, losses = zip(*points, strict=True)
             (line,) = axes.plot(xs, losses, "o", label=kind)
-            if kind in fits:
-                law = fits[kind][0]
+            if law is not None:
                 grid = np.geomspace(min(xs), max(xs), 50)
                 axes.plot(grid, [law.loss(x) for x in grid], color=line.get_color())
         xlabel = "tokens seen" if self.against == "tokens" else "parameters without embeddings"
@@ -153,8 +151,13 @@ class Scaling(Suite):
         place_legend(axes)
         return True
 
-    def _points(self, records: Mapping[str, Records]) -> dict[str, tuple[list[Point], bool]]:
-        """Return kind of attention -> (sorted points (x, loss), whether it is the Transformer)."""
+    def _kinds(
+        self, records: Mapping[str, Records]
+    ) -> dict[str, tuple[list[Point], bool, PowerLaw | None]]:
+        """Return kind of attention -> (sorted points, whether it is the Transformer, its law).
+
+        The law is None if it cannot be fitted to the points (x, loss).
+        """
         found: dict[str, tuple[list[Point], bool]] = {}
         for (record,) in records.values():
             points, _ = found.setdefault(record["kind"], ([], record["is_baseline"]))
@@ -163,21 +166,10 @@ class Scaling(Suite):
                 points += [(tokens, loss) for tokens, loss in losses]
             else:
                 points.append((record["parameters"], losses[-1][1]))
-        return {kind: (sorted(points), baseline) for kind, (points, baseline) in found.items()}
-
-    def _fits(
-        self, records: Mapping[str, Records]
-    ) -> dict[str, tuple[PowerLaw, list[float], bool]]:
-        """Return kind of attention -> (law, ascending x, whether it is the Transformer).
-
-        Kinds without a fitted law are left out.
-        """
-        found = {}
-        for kind, (points, is_baseline) in self._points(records).items():
-            law = fit_power_law(points)
-            if law is not None:
-                found[kind] = (law, sorted({x for x, _ in points}), is_baseline)
-        return found
+        return {
+            kind: (sorted(points), is_baseline, fit_power_law(sorted(points)))
+            for kind, (points, is_baseline) in found.items()
+        }
 
 
 def fit_power_law(points: Sequence[Point]) -> PowerLaw | None:
