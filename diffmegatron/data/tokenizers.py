@@ -123,10 +123,6 @@ class _FolderConfig(BaseModel):
 
     eos_token: str | _Named | None = None
 
-    @property
-    def end(self) -> str | None:
-        return self.eos_token.content if isinstance(self.eos_token, _Named) else self.eos_token
-
 
 class _Description(BaseModel):
     """Content of the optional JSON file beside a ``.tiktoken`` file."""
@@ -145,7 +141,8 @@ class HuggingFaceTokenizer(Tokenizer):
         self.name, self.folder = folder, Path(folder)
         content = read_bytes(self.folder / "tokenizer.json")
         config = self.folder / "tokenizer_config.json"
-        token = read_json(config, _FolderConfig).end
+        token = read_json(config, _FolderConfig).eos_token
+        token = token.content if isinstance(token, _Named) else token
         try:
             self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
         except Exception as error:  # The library raises Exception itself, not a subclass.
@@ -200,24 +197,26 @@ def load_tokenizer(name_or_path: str) -> Tokenizer:
     ``<|endoftext|>`` is the last id. A copy of cl100k_base's file is loaded as ``cl100k_base``.
     """
     if name_or_path == BYTES:
-        return _byte_level()
+        encoding = tiktoken.Encoding(
+            BYTES,
+            # tiktoken's time for a piece is superlinear in its length, so pieces are short.
+            pat_str=r"[\s\S]{1,64}",
+            mergeable_ranks={bytes([byte]): byte for byte in range(256)},
+            special_tokens={END_OF_TEXT: 256},
+        )
+        return TiktokenTokenizer(BYTES, encoding, end_of_document=256)
     if name_or_path == CL100K:
-        return _cl100k(find_cl100k())
-    name = _as_folder(name_or_path)
-    path = Path(name)
-    if path.suffix == ".tiktoken":
-        return _from_file(path)
-    if path.is_dir():
+        return _from_file(find_cl100k(), is_cl100k=True)
+    path = Path(name_or_path)
+    name = str(path.parent) if path.name == "tokenizer.json" else name_or_path
+    if Path(name).suffix == ".tiktoken":
+        return _from_file(Path(name))
+    if Path(name).is_dir():
         return HuggingFaceTokenizer(name)
     raise UserError(
         f"tokenizer {name_or_path!r} is unknown; give {BYTES!r}, {CL100K!r}, a .tiktoken file, or "
         "a Hugging Face folder or its tokenizer.json"
     )
-
-
-def _as_folder(name_or_path: str) -> str:
-    path = Path(name_or_path)
-    return str(path.parent) if path.name == "tokenizer.json" else name_or_path
 
 
 def vocabulary_size(name_or_path: str) -> int:
@@ -239,73 +238,44 @@ def check_vocabulary(tokenizer: str, used: int, rows: int) -> None:
 
 def find_cl100k() -> Path:
     """Find ``cl100k_base.tiktoken`` in the folder $DIFFMEGATRON_TIKTOKEN or in tiktoken's cache."""
-    candidates = [
-        folder / file
-        for folder in _search_folders()
-        for file in (f"{CL100K}.tiktoken", CL100K_CACHE_NAME)
-    ]
-    found = next((path for path in candidates if path.is_file()), None)
-    if found is None:
-        raise UserError(
-            f"tokenizer {CL100K}: {CL100K}.tiktoken (sha256 {CL100K_FILE_SHA256}) is not on this "
-            f"machine; put it into a folder and name the folder in {SEARCH_VARIABLE}, or give "
-            "the path of the file as the tokenizer"
-        )
-    return found
-
-
-def _search_folders() -> list[Path]:
     variables = (SEARCH_VARIABLE, "TIKTOKEN_CACHE_DIR", "DATA_GYM_CACHE_DIR")
-    named = [Path(os.environ[variable]) for variable in variables if os.environ.get(variable)]
-    return [*named, Path(tempfile.gettempdir()) / "data-gym-cache"]
-
-
-def _byte_level() -> Tokenizer:
-    encoding = tiktoken.Encoding(
-        BYTES,
-        # tiktoken's time for a piece is superlinear in its length, so pieces have 64 characters.
-        pat_str=r"[\s\S]{1,64}",
-        mergeable_ranks={bytes([byte]): byte for byte in range(256)},
-        special_tokens={END_OF_TEXT: 256},
+    folders = [Path(os.environ[variable]) for variable in variables if os.environ.get(variable)]
+    for folder in (*folders, Path(tempfile.gettempdir()) / "data-gym-cache"):
+        for path in (folder / f"{CL100K}.tiktoken", folder / CL100K_CACHE_NAME):
+            if path.is_file():
+                return path
+    raise UserError(
+        f"tokenizer {CL100K}: {CL100K}.tiktoken (sha256 {CL100K_FILE_SHA256}) is not on this "
+        f"machine; put it into a folder and name the folder in {SEARCH_VARIABLE}, or give "
+        "the path of the file as the tokenizer"
     )
-    return TiktokenTokenizer(BYTES, encoding, end_of_document=256)
 
 
-def _cl100k(path: Path) -> Tokenizer:
+def _from_file(path: Path, *, is_cl100k: bool = False) -> Tokenizer:
     content = read_bytes(path)
-    found = hashlib.sha256(content).hexdigest()
-    if found != CL100K_FILE_SHA256:
+    sha256 = hashlib.sha256(content).hexdigest()
+    if is_cl100k and sha256 != CL100K_FILE_SHA256:
         raise UserError(
-            f"tokenizer file {path} has sha256 {found}, but {CL100K} is {CL100K_FILE_SHA256}; "
+            f"tokenizer file {path} has sha256 {sha256}, but {CL100K} is {CL100K_FILE_SHA256}; "
             "copy the file again"
         )
-    encoding = tiktoken.Encoding(
-        CL100K,
-        pat_str=CL100K_PATTERN,
-        mergeable_ranks=_parse_ranks(path, content),
-        special_tokens=CL100K_SPECIAL_TOKENS,
-    )
-    return TiktokenTokenizer(CL100K, encoding, CL100K_SPECIAL_TOKENS[END_OF_TEXT])
-
-
-def _from_file(path: Path) -> Tokenizer:
-    content = read_bytes(path)
-    if hashlib.sha256(content).hexdigest() == CL100K_FILE_SHA256:
-        return _cl100k(path)
     ranks = _parse_ranks(path, content)
-    pattern, special_tokens = CL100K_PATTERN, {END_OF_TEXT: max(ranks.values()) + 1}
+    name, pattern = str(path), CL100K_PATTERN
+    special_tokens = {END_OF_TEXT: max(ranks.values()) + 1}
     description = path.with_suffix(".json")
-    if os.path.lexists(description):
+    if sha256 == CL100K_FILE_SHA256:
+        name, special_tokens = CL100K, CL100K_SPECIAL_TOKENS
+    elif os.path.lexists(description):
         pattern, special_tokens = _read_description(description, set(ranks.values()))
     try:
         encoding = tiktoken.Encoding(
-            path.stem, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special_tokens
+            Path(name).stem, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special_tokens
         )
     except ValueError as error:
         raise UserError(
             f"{format_path(description)} has a pat_str that cannot be used: {shorten(str(error))}"
         ) from None
-    return TiktokenTokenizer(str(path), encoding, special_tokens[END_OF_TEXT])
+    return TiktokenTokenizer(name, encoding, special_tokens[END_OF_TEXT])
 
 
 def _parse_ranks(path: Path, content: bytes) -> dict[bytes, int]:

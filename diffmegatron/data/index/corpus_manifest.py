@@ -15,7 +15,15 @@ import numpy as np
 from pydantic import Field, field_validator, model_validator
 
 from diffmegatron.errors import UserError
-from diffmegatron.files import file_size, format_path, open_file, os_error_text, read_json, shorten
+from diffmegatron.files import (
+    file_size,
+    format_path,
+    open_file,
+    os_error_text,
+    printable,
+    read_json,
+    shorten,
+)
 from diffmegatron.section import Section
 
 _BUFFER = 1 << 20
@@ -119,13 +127,9 @@ class Manifest(Section):
         return settings
 
     @model_validator(mode="after")
-    def _has_documents(self) -> Self:
+    def _is_intact(self) -> Self:
         if self.part is None and not (self.documents and self.tokens):
             raise ValueError("there must be a document and a token")
-        return self
-
-    @model_validator(mode="after")
-    def _is_unchanged(self) -> Self:
         if self.checksum not in (None, self._checksum_of_rest()):
             raise ValueError("its checksum differs")
         return self
@@ -198,6 +202,11 @@ def hash_file(path: Path, before: int = 0, after: int = 0) -> str:
         if left <= 0:
             break
     return digest.hexdigest()
+
+
+def file_record(path: Path, name: str) -> FileRecord:
+    """Return the record of the file at ``path`` under the file name ``name``."""
+    return FileRecord(path=printable(name), bytes=path.stat().st_size, sha256=hash_file(path))
 
 
 def hash_in_parts(path: Path) -> Iterator[str]:

@@ -78,6 +78,5 @@ def check_hashes(prefix: str | Path) -> Manifest:
     manifest = read_manifest(prefix)
     check_sizes(prefix, manifest)
     for suffix in data_files(manifest):
-        for _ in check_hash(prefix, suffix):
-            pass
+        list(check_hash(prefix, suffix))
     return manifest

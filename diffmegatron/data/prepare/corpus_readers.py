@@ -209,12 +209,8 @@ def _read_parquet(file: CorpusFile, columns: tuple[str, ...], max_bytes: int) ->
         for batch in table.iter_batches(batch_size=256, columns=present):
             for row in _rows(_as_bytes(batch)):
                 line += 1
-                if isinstance(row, str):
-                    yield Record(line, b"", row)
-                    continue
-                record = Record(line, row)
-                too_large = record.payload_bytes > max_bytes
-                yield _oversized(line, max_bytes) if too_large else record
+                record = Record(line, b"", row) if isinstance(row, str) else Record(line, row)
+                yield _oversized(line, max_bytes) if record.payload_bytes > max_bytes else record
         if line != table.metadata.num_rows:
             raise EOFError(f"its header has {table.metadata.num_rows} rows")
 

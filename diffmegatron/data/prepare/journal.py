@@ -120,16 +120,9 @@ def _open(path: Path) -> BinaryIO:
 
 def remove_journal(folder: Path) -> None:
     """Delete a journal's folder; the commit is last, so that this can be repeated after a kill."""
-    for path in folder.iterdir():
-        if path.name != _STATE:
-            _remove(path)
-    if os.path.lexists(folder / _STATE):
-        _remove(folder / _STATE)
+    for path in sorted(folder.iterdir(), key=lambda path: path.name == _STATE):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
     folder.rmdir()
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink()

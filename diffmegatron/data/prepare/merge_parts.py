@@ -19,7 +19,7 @@ from diffmegatron.data.index.corpus_manifest import (
     FileRecord,
     LengthBin,
     Manifest,
-    hash_file,
+    file_record,
     manifest_path,
     parts_folder,
     pieces,
@@ -50,7 +50,12 @@ def merge(prefix: Path, *, show_progress: bool = True) -> Manifest:
             _check_cuts(prefix, manifests)
             if os.path.lexists(manifest_path(prefix)):
                 return _check_merged(prefix, manifests)
-            _check_free(prefix)
+            for name in (f"{prefix}.bin", f"{prefix}.partial"):
+                if os.path.lexists(name):
+                    raise UserError(
+                        f"{format_path(Path(name))} belongs to a preparation without parts; "
+                        "finish it, or delete it to merge the parts"
+                    )
             prefixes = [part.prefix(prefix) for part in parts]
             for part, manifest in zip(prefixes, manifests, strict=True):
                 check_sizes(part, manifest)
@@ -76,10 +81,14 @@ def _complete(prefix: Path) -> list[Part]:
             f"{format_path(prefix)} --part 1/8' and so on"
         )
     whole = [Part(number, found[0].of) for number in range(1, found[0].of + 1)]
-    for problem, parts in (
-        ("missing", [part for part in whole if part not in found]),
-        ("unfinished", [part for part in whole if not _is_finished(prefix, part)]),
-    ):
+    unfinished = [
+        part
+        for part in whole
+        if not os.path.lexists(manifest_path(place := part.prefix(prefix)))
+        or os.path.lexists(f"{place}.partial")
+    ]
+    missing = [part for part in whole if part not in found]
+    for problem, parts in (("missing", missing), ("unfinished", unfinished)):
         if parts:
             listed = ", ".join(map(str, parts[:_LISTED])) + (", ..." if parts[_LISTED:] else "")
             raise UserError(
@@ -88,11 +97,6 @@ def _complete(prefix: Path) -> list[Part]:
                 f"{' and so on' if parts[1:] else ''} first"
             )
     return whole
-
-
-def _is_finished(prefix: Path, part: Part) -> bool:
-    place = part.prefix(prefix)
-    return os.path.lexists(manifest_path(place)) and not os.path.lexists(f"{place}.partial")
 
 
 def _read(prefix: Path, part: Part) -> Manifest:
@@ -150,15 +154,6 @@ def _check_merged(prefix: Path, manifests: Sequence[Manifest]) -> Manifest:
         raise UserError(f"{damage} (or delete {path} and merge again)") from None
 
 
-def _check_free(prefix: Path) -> None:
-    for name in (f"{prefix}.bin", f"{prefix}.partial"):
-        if os.path.lexists(name):
-            raise UserError(
-                f"{format_path(Path(name))} belongs to a preparation without parts; finish it, or "
-                "delete it to merge the parts"
-            )
-
-
 def _record(manifest: Manifest) -> FileRecord:
     return manifest.outputs[0]
 
@@ -175,22 +170,17 @@ def _write(
     index = Path(f"{prefix}.idx")
     merge_indexes(index, [Path(f"{part}.idx") for part in prefixes])
     records = tuple(map(_record, manifests))
-    tokens = FileRecord(
-        path=printable(f"{prefix.name}.bin"),
-        bytes=sum(record.bytes for record in records),
-        sha256=sha256,
-    )
-    outputs = (
-        tokens,
-        FileRecord(path=printable(index.name), bytes=index.stat().st_size, sha256=hash_file(index)),
-    )
+    size, name = sum(record.bytes for record in records), printable(f"{prefix.name}.bin")
     merged = Manifest(
         tokenizer=manifests[0].tokenizer,
         settings=manifests[0].settings,
         **{name: sum(getattr(manifest, name) for manifest in manifests) for name in _COUNTS},
         lengths=_lengths(manifests),
         inputs=tuple(record for manifest in manifests for record in manifest.inputs),
-        outputs=outputs,
+        outputs=(
+            FileRecord(path=name, bytes=size, sha256=sha256),
+            file_record(index, index.name),
+        ),
         parts=records,
     ).sealed()
     write_durably(manifest_path(prefix), merged.to_json().encode())
@@ -216,13 +206,10 @@ def _hash_tokens(
     Each token file is read once; two threads compute its own hash and the hash of all tokens.
     """
     whole, console = hashlib.sha256(), Console(stderr=True)
-    numbered = list(zip(prefixes, manifests, strict=True))
+    parts = list(zip(prefixes, manifests, strict=True))
     with ThreadPoolExecutor(1) as other_core:
-        for prefix, manifest in track(
-            numbered, "merge", console=console, disable=not show_progress
-        ):
-            for _ in check_hash(prefix, ".idx"):
-                pass
+        for prefix, manifest in track(parts, "merge", console=console, disable=not show_progress):
+            list(check_hash(prefix, ".idx"))
             own, path = hashlib.sha256(), Path(f"{prefix}.bin")
             for piece in pieces(path):
                 pending = other_core.submit(whole.update, piece)

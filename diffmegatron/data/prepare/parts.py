@@ -13,7 +13,7 @@ from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 from diffmegatron.data.index.corpus_manifest import (
     Manifest,
@@ -70,13 +70,6 @@ class Part:
         return parts_folder(prefix) / self.name
 
 
-class _Place(NamedTuple):
-    """Index of a file (at the end of the input, the number of files) and byte offset in it."""
-
-    file: int
-    offset: int
-
-
 def cut(files: list[CorpusFile], part: Part) -> tuple[list[CorpusFile], PartRecord]:
     """Return the files, or ranges of files, that a part reads (possibly none), and its record.
 
@@ -84,38 +77,41 @@ def cut(files: list[CorpusFile], part: Part) -> tuple[list[CorpusFile], PartReco
     cuts.
     """
     starts = list(itertools.accumulate((file.size for file in files), initial=0))
-    first, last = (_place(files, starts, part, end) for end in (part.number - 1, part.number))
+    first, begin = _place(files, starts, part, part.number - 1)
+    last, end = _place(files, starts, part, part.number)
     chosen = []
-    for number in range(first.file, min(last.file + 1, len(files))):
+    for number in range(first, min(last + 1, len(files))):
         file = files[number]
-        before = first.offset if number == first.file else 0
-        after = file.size - last.offset if number == last.file else 0
+        before = begin if number == first else 0
+        after = file.size - end if number == last else 0
         # An empty file has no bytes to divide, but one part must still read it: an archive of 0
         # bytes is damaged, and only reading it reports the error.
-        if before + after < file.size or (not file.size and number < last.file):
+        if before + after < file.size or (not file.size and number < last):
             chosen.append(replace(file, before=before, after=after))
-    return chosen, PartRecord(number=part.number, of=part.of, corpus=_corpus(files))
+    listed = json.dumps([(printable(file.path), file.size) for file in files])
+    corpus = hashlib.sha256(listed.encode()).hexdigest()
+    return chosen, PartRecord(number=part.number, of=part.of, corpus=corpus)
 
 
-def _place(files: list[CorpusFile], starts: list[int], part: Part, number: int) -> _Place:
-    """Return the place in the input at which part ``number`` of ``part.of`` ends.
+def _place(files: list[CorpusFile], starts: list[int], part: Part, number: int) -> tuple[int, int]:
+    """Return the file index and the byte offset at which part ``number`` of ``part.of`` ends.
 
     The ideal place is byte ``number / part.of`` of the input. A JSONL file is cut at the next start
-    of a line. Another file is moved to the nearer of its ends. ``starts`` has the first byte of
-    each file and the total size.
+    of a line. Another file is moved to the nearer of its ends. The end of a file is the start of
+    the next one. ``starts`` has the first byte of each file and the total size.
     """
     if number == 0:
-        return _Place(0, 0)
+        return 0, 0
     wanted = starts[-1] * number // part.of
     place = bisect_right(starts, wanted) - 1
     if place == len(files):
-        return _Place(place, 0)
+        return place, 0
     file, offset = files[place], wanted - starts[place]
     if file.can_be_cut:
         offset = _next_line(file, offset)
     else:
         offset = file.size if 2 * offset > file.size else 0
-    return _Place(place + 1, 0) if offset == file.size else _Place(place, offset)
+    return (place + 1, 0) if offset == file.size else (place, offset)
 
 
 def _next_line(file: CorpusFile, offset: int) -> int:
@@ -130,11 +126,6 @@ def _next_line(file: CorpusFile, offset: int) -> int:
             return min(stream.tell(), file.size)
     except OSError as error:
         raise UserError(f"cannot read {format_path(file.path)}: {os_error_text(error)}") from None
-
-
-def _corpus(files: list[CorpusFile]) -> str:
-    listed = [(printable(file.path), file.size) for file in files]
-    return hashlib.sha256(json.dumps(listed).encode()).hexdigest()
 
 
 def find_parts(prefix: str | Path) -> list[Part]:

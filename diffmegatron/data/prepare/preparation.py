@@ -26,6 +26,7 @@ from diffmegatron.data.index.corpus_manifest import (
     PartRecord,
     TokenizerRecord,
     document_lengths,
+    file_record,
     hash_file,
     length_histogram,
 )
@@ -218,11 +219,7 @@ class Preparation:
                     bytes=counts.tokens * token_dtype(self.settings.tokenizer).itemsize,
                     sha256=self.journal.sha256(TOKENS),
                 ),
-                FileRecord(
-                    path=printable(f"{self.prefix.name}.idx"),
-                    bytes=index.stat().st_size,
-                    sha256=hash_file(index),
-                ),
+                file_record(index, f"{self.prefix.name}.idx"),
             ),
         )
 

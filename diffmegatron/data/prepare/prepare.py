@@ -111,8 +111,13 @@ def prepare(
                     preparation = Preparation(output_prefix, files, chosen, state, journal)
                     preparation.run(workers, commit_seconds, show_progress)
             _publish(output_prefix)
+            if not was_finished:
+                return read_manifest(output_prefix)
             # Files that an earlier, killed process finished may have been damaged since then.
-            return _verified(output_prefix) if was_finished else read_manifest(output_prefix)
+            try:
+                return check_hashes(output_prefix)
+            except UserError as damage:
+                raise UserError(f"{damage}{_REMEDY}") from None
     except OSError as error:
         raise UserError(
             f"cannot write {format_path(Path(error.filename or output_prefix))}: "
@@ -141,15 +146,15 @@ def _finished(
     try:
         manifest = read_manifest(prefix)
     except UserError as damage:
-        if not restart:
-            raise UserError(f"{damage}{_REMEDY}") from None
+        problem = damage
     else:
         _check_same(manifest, path, files, identity)
         try:
-            return _verified(prefix)
-        except UserError:
-            if not restart:
-                raise
+            return check_hashes(prefix)
+        except UserError as damage:
+            problem = damage
+    if not restart:
+        raise UserError(f"{problem}{_REMEDY}")
     path.unlink()
     return None
 
@@ -186,13 +191,6 @@ def _describe_changed_input(before: tuple[InputRecord, ...], now: list[CorpusFil
     if len(before) == len(now):
         return []
     return [f"{len(before)} input file{'s' if len(before) > 1 else ''} instead of {len(now)}"]
-
-
-def _verified(prefix: Path) -> Manifest:
-    try:
-        return check_hashes(prefix)
-    except UserError as damage:
-        raise UserError(f"{damage}{_REMEDY}") from None
 
 
 def _unfinished(folder: Path, identity: Identity, *, restart: bool) -> tuple[State, Journal]:
