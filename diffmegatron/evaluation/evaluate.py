@@ -144,8 +144,8 @@ def _run(suite: Suite, model: Model, out: Path, ranks: Ranks) -> Measured:
     with SharedRecords(out / suite.name / f"{target.name}.jsonl", header, ranks) as file:
         # Check the records of an earlier run before scoring, which may take hours.
         check_records(file.records.values(), suite.means)
-        # Suites that read only training records have items of 0 tokens. For them, do not load the
-        # network's configuration for `target.context`.
+        # Items of suites that read only training records have 0 tokens. The configuration of the
+        # network, which `target.context` loads, is not needed for them.
         long = [item for item in items if item.tokens and item.tokens > target.context]
         too_long = {item.key for item in long}
         fitting = [item for item in items if item.key not in too_long]

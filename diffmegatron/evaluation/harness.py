@@ -349,7 +349,7 @@ class Encoder(TemplateLM):
         instances = [Instance("loglikelihood", {}, each, 0) for each in arguments]
         return list(self.loglikelihood(instances, disable_tqdm=True))
 
-    # lm-eval's ``loglikelihood`` calls this method to score the ids; return them instead.
+    # lm-eval's ``loglikelihood`` calls this method to score the ids. Here it returns them.
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[tuple[str, str], list[int], list[int]]], **_: object
     ) -> Any:

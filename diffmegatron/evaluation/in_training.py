@@ -178,7 +178,8 @@ class SuiteEvaluator:
 def metric_name(suite: str, measure: str) -> str:
     """Return the name of a measure's metric, e.g. ``eval/loss/bits_per_byte``.
 
-    Commas are removed. Other characters than letters, digits and ``_.=%`` become underscores.
+    Commas are removed. A run of characters other than letters, digits and ``_.=%`` becomes an
+    underscore.
     """
     return f"{suite_evaluator_name(suite)}/" + re.sub(r"[^\w.=%]+", "_", measure.replace(",", ""))
 
@@ -224,7 +225,7 @@ class _RunModel(Model):
         """Return this rank's shard of a text as a batch of one row, padded at its end.
 
         Every context-parallel rank has two chunks of equal length, which sequence parallelism
-        divides among the tensor-parallel ranks. The length is a multiple of 2 * both sizes.
+        divides among the tensor-parallel ranks. The length is a multiple of 2 * their numbers.
         """
         unit = 2 * self._parallel_state.context_size * self._parallel_state.tensor_size
         more = -len(ids) % unit

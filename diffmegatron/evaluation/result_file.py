@@ -244,7 +244,7 @@ def digest(items: Sequence[Item]) -> str:
 
 
 def sealed_line(entry: dict[str, Any]) -> bytes:
-    """Return a nonempty entry as a line of JSON that ends with the CRC-32 of the bytes before."""
+    """Return an entry as a line of JSON that ends with the CRC-32 of the bytes before it."""
     content = _json(entry).removesuffix(b"}")
     return content + b', "crc32": "%s"}\n' % _checksum(content)
 

@@ -154,7 +154,7 @@ def have_one_tokenizer(targets: Sequence[Target]) -> bool:
 
 
 def encode_alike(one: Tokenizer, other: Tokenizer) -> bool:
-    """Return whether two tokenizers have one hash, or one size and one encoding of sample texts."""
+    """Return whether two tokenizers have equal hashes, or equal sizes and equal ids of samples."""
     return one.sha256 == other.sha256 or (
         one.vocab_size == other.vocab_size
         and all(one.encode(text).tolist() == other.encode(text).tolist() for text in SAMPLE)
@@ -162,7 +162,7 @@ def encode_alike(one: Tokenizer, other: Tokenizer) -> bool:
 
 
 def _names(paths: Sequence[Path]) -> list[str]:
-    """Return as many last components of each path, joined by ``-``, as make all names different."""
+    """Return distinct names: as many last components of each path as needed, joined by ``-``."""
     parts = [path.resolve().parts[1:] for path in paths]
     for count in range(1, max(map(len, parts)) + 1):
         names = ["-".join(each[-count:]) for each in parts]
