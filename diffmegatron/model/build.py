@@ -29,8 +29,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 def transformer_config(recipe: Recipe) -> TransformerConfig:
     """Return Megatron-core's configuration for a recipe.
 
-    Only Megatron-core's checks use its numbers of heads. The attention layers use the variant's
-    :class:`~diffmegatron.attention.variants.base.Heads`.
+    The attention layers do not use its numbers of heads, but those of the variant's ``heads``.
     """
     model, parallel = recipe.model, recipe.parallel
     heads = model.attention.heads
@@ -80,10 +79,7 @@ def transformer_config(recipe: Recipe) -> TransformerConfig:
 def build_model(
     recipe: Recipe, parallel_state: ParallelState, *, initial_weights: bool = True
 ) -> Network:
-    """Build all virtual stages of this pipeline rank on its device.
-
-    Without ``initial_weights``, the values of the weights are arbitrary.
-    """
+    """Build all virtual stages of this pipeline rank, with initial or uninitialized weights."""
     _check_backend(recipe, parallel_state)
     config = transformer_config(recipe)
     stages = [
@@ -150,11 +146,10 @@ def _check_backend(recipe: Recipe, parallel_state: ParallelState) -> None:
 
 
 def lambda_by_layer(network: Network) -> dict[int, Tensor]:
-    """Return lambda of each differential layer on this rank; keys are layer numbers, from 1.
+    """Return lambda (0-dim) of each differential layer on this rank, by layer number from 1.
 
-    Lambda is the factor of the softmax map that differential attention subtracts, 0-dim. If lambda
-    depends on the token, the value is the mean over this rank's heads and the tokens of the last
-    forward pass, and it is missing before the first one.
+    If lambda depends on the token, it is the mean over this rank's heads and the tokens of the last
+    forward pass, and missing before the first one.
     """
     found = {}
     for module in network.modules():

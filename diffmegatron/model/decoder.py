@@ -16,13 +16,9 @@ from torch import Tensor
 
 
 class Decoder(MegatronModule):
-    """The transformer layers of a virtual stage (a group of layers on a pipeline rank).
+    """The transformer layers of a virtual stage, from one spec per layer.
 
-    Args:
-        layer_specs: one spec per layer, in order.
-        final_norm: class of the norm after the network's last layer; None in all other virtual
-            stages.
-        vp_stage: index of the virtual stage on this rank; None without interleaving.
+    ``final_norm`` is None in all virtual stages except the network's last one.
     """
 
     def __init__(
@@ -54,10 +50,8 @@ class Decoder(MegatronModule):
         Args:
             hidden: hidden states [positions, batch, hidden size]. Under sequence parallelism, only
                 the positions of this tensor-parallel rank.
-            angles: rotary angles [positions, 1, 1, head width] of all positions of this
-                context-parallel rank.
-            documents: boundaries of the documents in the whole sequences; None if attention crosses
-                documents.
+            angles: rotary angles [positions, 1, 1, head width] of this context-parallel rank.
+            documents: boundaries of the documents; None if attention crosses documents.
         """
         for layers, is_recomputed in self._groups():
             run = partial(_run, layers, angles, documents)
@@ -68,11 +62,7 @@ class Decoder(MegatronModule):
         return hidden if self.final_layernorm is None else self.final_layernorm(hidden)
 
     def _groups(self) -> Iterator[tuple[Sequence[TransformerLayer], bool]]:
-        """Yield groups of consecutive layers, each with True if the backward pass recomputes it.
-
-        The method "uniform" recomputes groups of ``recompute_num_layers`` layers. The method
-        "block" recomputes the first ``recompute_num_layers`` layers one by one.
-        """
+        """Yield groups of consecutive layers, each with True if the backward pass recomputes it."""
         count, method = self.config.recompute_num_layers, self.config.recompute_method
         if self.config.recompute_granularity != "full":
             yield self.layers, False

@@ -1,7 +1,6 @@
 """Initial weights, which are the same for every parallel layout.
 
-The seed of a tensor's random values depends only on ``training.seed`` and the tensor's name. So two
-different models start with equal values in tensors of the same name and shape.
+The seed of a tensor depends only on ``training.seed`` and the tensor's name.
 """
 
 import hashlib

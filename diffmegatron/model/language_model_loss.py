@@ -16,20 +16,12 @@ Losses = Callable[[Tensor, Tensor], Tensor]
 
 
 def chunked_losses(losses: Losses, labels: Tensor, hidden: Tensor, size: int) -> Tensor:
-    """Compute the losses [b, s] in chunks of ``size`` positions, to limit the memory of the logits.
+    """Compute the losses [b, s] in chunks of ``size`` positions, to limit the memory of logits.
 
-    Only the logits of one chunk exist at a time; the backward pass recomputes them. Megatron-core's
-    fused linear cross-entropy runs only on Blackwell, and Liger's has no vocabulary-parallel output
-    layer.
-
-    Under sequence parallelism, the output layer gathers the positions of all tensor-parallel ranks.
-    A chunk therefore has positions of every rank, and ``size`` is rounded up to a multiple of their
-    number.
-
-    Args:
-        labels: ids of the next tokens, [b, s].
-        hidden: hidden states [s, b, hidden size], or [s / tensor-parallel size, b, hidden size]
-            under sequence parallelism.
+    The backward pass recomputes each chunk's logits. ``labels`` are [b, s]. ``hidden`` is [s, b,
+    hidden size], or [s / tensor-parallel size, b, hidden size] under sequence parallelism. A chunk
+    then has positions of every rank, because the output layer gathers them, and ``size`` is rounded
+    up.
     """
     by_rank = labels.unflatten(1, (-1, hidden.shape[0]))
     step = -(-size // by_rank.shape[1])
@@ -61,9 +53,8 @@ def cross_entropy(
     Args:
         fallback: Megatron-core's cross-entropy, used if the Triton kernel cannot run.
         labels: ids of the next tokens, [b, s].
-        logits: [s, b, v], where v is the size of this rank's vocabulary shard. They may be
-            overwritten.
-        group: tensor-parallel ranks, which shard the vocabulary.
+        logits: [s, b, size of this rank's vocabulary shard]; they may be overwritten.
+        group: tensor-parallel ranks.
         unpadded_size: number of ids in this rank's vocabulary shard before its padding.
     """
     if _has_kernel(logits):

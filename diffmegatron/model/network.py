@@ -29,19 +29,14 @@ class VirtualStage(LanguageModule):
     """Consecutive layers of the network on one pipeline rank.
 
     The first virtual stage of the network also has the embedding, and the last one the output
-    layer. Without interleaving, a pipeline stage is one virtual stage. Some attributes have
-    Megatron-core's names, because its schedules read them
-    (tests/unit/model/test_megatron_attributes.py).
+    layer. Without interleaving, a pipeline stage is one virtual stage. Megatron-core's schedules
+    read some attributes (tests/unit/model/test_megatron_attributes.py).
 
     Args:
-        layer_specs: one spec per layer, in order.
-        final_norm: class of the norm after the network's last layer.
         vocab_size: number of rows of the unsharded embedding and output layer, with padding.
         vocab_padding: number of padding rows at the end, which are not tokens.
-        rope_theta: base of the rotary frequencies.
         loss_chunk: number of positions whose logits are in memory at the same time; None for all.
-        pre_process: whether this is the network's first virtual stage.
-        post_process: whether this is the network's last virtual stage.
+        pre_process, post_process: whether this is the network's first or last virtual stage.
         vp_stage: index of the virtual stage on this rank; None without interleaving.
     """
 
@@ -104,10 +99,9 @@ class VirtualStage(LanguageModule):
             )
 
     def set_input_tensor(self, received: list[Tensor | None]) -> None:
-        """Set the hidden states from the previous stage; Megatron's schedules call this.
+        """Set the previous stage's hidden states, a list of one tensor [s, b, hidden size] or None.
 
-        ``received`` is a list of one tensor [s, b, hidden size], or ``[None]`` in the first virtual
-        stage.
+        Megatron's schedules call this.
         """
         (self._received,) = received
 
@@ -122,10 +116,9 @@ class VirtualStage(LanguageModule):
         """Run the virtual stage; :meth:`Network.forward` describes the arguments.
 
         Returns:
-            1. In every virtual stage except the network's last: hidden states [s, b, hidden size].
-            2. In the last stage, with ``labels``: the loss of each token, float32 [b, s].
-            3. In the last stage, without ``labels``: this tensor-parallel rank's shard of the
-              logits, [b, s, v].
+            Hidden states [s, b, hidden size] before the network's last stage. In the last stage,
+            the loss of each token, float32 [b, s], or without ``labels`` this rank's shard of the
+            logits, [b, s, v].
         """
         hidden = self.embedding(tokens, position_ids) if self.pre_process else self._received
         assert hidden is not None
@@ -163,14 +156,11 @@ class VirtualStage(LanguageModule):
         return min(max(self.unpadded_vocab_size - first, 0), shard_size)
 
     def likeliest_tokens(self, logits: Tensor) -> Tensor:
-        """Return the id of the most likely token at each position.
+        """Return the ids of the most likely tokens, int64 [b, s], from this rank's logits.
 
-        Args:
-            logits: this tensor-parallel rank's shard of the logits, [b, s, v].
-
-        Returns:
-            int64 [b, s], the same on every tensor-parallel rank, without ids of vocabulary padding.
-            The id is -1 if a logit of the position (except padding) is not finite.
+        ``logits`` are the vocabulary shard [b, s, v]. The ids are the same on every tensor-parallel
+        rank, and exclude vocabulary padding. An id is -1 if a logit of the position (except
+        padding) is not finite.
         """
         group, shard_size = self.tp_group, logits.shape[-1]
         first, unpadded_size = group.rank() * shard_size, self._unpadded_size(shard_size)
@@ -200,12 +190,11 @@ class Network(torch.nn.Module):
                 module.step = step
 
     def forward(self, *args: object, **kwargs: object) -> Tensor:
-        """Run the only virtual stage, and return the result of :meth:`VirtualStage.forward`.
+        """Run the only virtual stage; Megatron's schedules call several virtual stages themselves.
 
-        The arguments are ``tokens`` [b, s], ``position_ids`` [b, s] (without effect on rotary
-        positions), ``attention_mask`` (None, because attention is always causal), ``labels`` [b,
-        s], and ``packed_seq_params`` with the boundaries of packed documents. With several virtual
-        stages, Megatron's schedules call each of them instead.
+        The arguments are ``tokens`` [b, s], ``position_ids`` [b, s] (without effect),
+        ``attention_mask`` (None, attention is causal), ``labels`` [b, s] and ``packed_seq_params``
+        (document boundaries).
         """
         (stage,) = self.virtual_stages
         return stage(*args, **kwargs)
@@ -219,10 +208,7 @@ def _gathered(own: Tensor, group: distributed.ProcessGroup) -> Tensor:
 
 
 def declared_parameter(name: str, model: ModelConfig) -> Parameter | None:
-    """Return the attention variant's declaration of a tensor, with its shape and initial value.
-
-    The result is None if the attention variant of the tensor's layer does not declare the tensor.
-    """
+    """Return the attention variant's declaration of a tensor; None for all other tensors."""
     layer, found, own = name.rpartition(".self_attention.")
     if not found:
         return None

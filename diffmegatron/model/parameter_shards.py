@@ -1,7 +1,7 @@
 """Table of the shards of named tensors that each parameter of this rank stores.
 
-A named tensor is an unsharded tensor, e.g. ``decoder.layers.3.mlp.linear_fc1.weight`` of the
-network's fourth layer. The names and shapes come from Megatron-core's ``sharded_state_dict``.
+A named tensor is an unsharded tensor, e.g. ``decoder.layers.3.mlp.linear_fc1.weight``. Its name and
+shape come from Megatron-core's ``sharded_state_dict``.
 """
 
 import math
@@ -19,15 +19,14 @@ from diffmegatron.model.network import Network
 class Shard:
     """A box of a named tensor that this rank stores as a contiguous range of a parameter.
 
-    A box is a range of indices along each axis. A parameter that fuses several tensors or blocks
-    has several shards.
+    A parameter that fuses several tensors or blocks has several shards.
 
     Attributes:
         name, global_shape: name and shape of the unsharded tensor.
         offset, shape: first index and size of the box along each axis.
         start: index of the box's first element in the flattened parameter of this rank.
-        is_primary: whether checkpoints contain this rank's copy of the box, or its ZeRO partition
-            of the copy. One of the copies on several tensor-parallel ranks is primary.
+        is_primary: whether checkpoints contain this copy. One tensor-parallel rank's copy is
+            primary.
     """
 
     name: str

@@ -1,8 +1,4 @@
-"""Attributes and hooks of parameters for frozen tensors, frozen rows and learning-rate factors.
-
-If only some rows of a fused projection are frozen, their gradient is set to 0. Adam's updates of
-these rows are then 0 too. ``diffmegatron.optim.adamw`` applies weight decay only to the other rows.
-"""
+"""Attributes and hooks of parameters for frozen tensors, frozen rows and learning-rate factors."""
 
 import torch
 from torch import Tensor
@@ -24,8 +20,7 @@ def mark_trained(network: Network, recipe: Recipe) -> None:
     """Set attributes of the parameters from the recipe's training patterns.
 
     - ``requires_grad``: False for a fully frozen parameter.
-    - ``lr_factor``: factor of the learning rate; missing if the recipe trains everything with one
-      rate.
+    - ``lr_factor``: factor of the learning rate; missing if the recipe needs none.
     - ``trained_ranges``: ranges (first, end) of the trained rows' elements in the flattened
       parameter; set only if some rows are frozen.
     """
@@ -44,10 +39,10 @@ def mark_trained(network: Network, recipe: Recipe) -> None:
 
 
 def _freeze_rows(parameter: torch.nn.Parameter, frozen: tuple[str, ...], heads: Heads) -> None:
-    """Set the gradient of frozen rows to 0 by a hook, and set ``trained_ranges``.
+    """Set the gradient of frozen rows of ``linear_qkv`` to 0 by a hook, and set ``trained_ranges``.
 
-    ``parameter`` is ``linear_qkv`` on this rank: blocks of rows with the layout ``heads.rows``.
-    ``frozen`` has the kinds of frozen rows, such as "q".
+    ``frozen`` has the kinds of frozen rows, such as "q". Weight decay skips these rows by the
+    ranges.
     """
     kinds = [kind for kind, count in heads.rows for _ in range(count * heads.head_dim)]
     is_frozen = torch.tensor([kind in frozen for kind in kinds])
@@ -73,9 +68,8 @@ def _runs(rows: Tensor) -> list[tuple[int, int]]:
 def _require_hidden_gradients(network: Network) -> None:
     """Make the output of a frozen embedding require a gradient.
 
-    Megatron's recomputation is an autograd function of the hidden states. If they require no
-    gradient, autograd skips its backward pass, and the parameters of the recomputed layers get no
-    gradient.
+    Otherwise autograd skips the backward pass of Megatron's recomputation, and the parameters of
+    the recomputed layers get no gradient.
     """
 
     def require_gradient(module: torch.nn.Module, _: object, hidden: Tensor) -> None:

@@ -1,8 +1,4 @@
-"""AdamW with a gate, a callback that can refuse a step after the gradient norm is computed.
-
-DeepSpeed's step computes the gradient norm, clips the gradients and calls :class:`GatedAdamW`. The
-gate runs first, before weights and moments change.
-"""
+"""AdamW with a gate, a callback that can refuse a step after the gradient norm is computed."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -19,19 +15,14 @@ from diffmegatron.optim.partition import Partition
 class GatedAdamW(torch.optim.AdamW):
     """AdamW that can skip a step, and can apply weight decay to only some rows of a parameter.
 
-    Attributes:
-        gate: function that returns whether the present step is applied.
-        decaying_rows: result of :func:`decaying_rows`. Weight decay must not change frozen rows.
+    DeepSpeed calls it after it has computed the gradient norm and clipped the gradients.
     """
 
     gate: Callable[[], bool]
     decaying_rows: Mapping[Tensor, list[Tensor]]
 
     def step(self, closure: Any = None) -> Any:
-        """Update the weights of ``self.param_groups`` if the gate allows it.
-
-        DeepSpeed may call this once per parameter group, with only that group in ``param_groups``.
-        """
+        """Update the weights of ``self.param_groups`` (one or all groups) if the gate allows it."""
         if not self.gate():
             return None
         for group in self.param_groups:
@@ -42,10 +33,7 @@ class GatedAdamW(torch.optim.AdamW):
 
 
 def create_adamw(network: Network, recipe: Recipe) -> GatedAdamW:
-    """Return the optimizer for the trained parameters of this rank.
-
-    Its attributes ``gate`` and ``decaying_rows`` must be set before the first step.
-    """
+    """Return this rank's optimizer; set ``gate`` and ``decaying_rows`` before its first step."""
     optimizer = recipe.optimizer
     return GatedAdamW(
         _parameter_groups(network, recipe),
@@ -57,10 +45,10 @@ def create_adamw(network: Network, recipe: Recipe) -> GatedAdamW:
 
 
 def _parameter_groups(network: Network, recipe: Recipe) -> list[dict[str, Any]]:
-    """Group the trained parameters by dtype, weight decay and ``lr_factor``.
+    """Group the trained parameters by dtype, weight decay, frozen rows and ``lr_factor``.
 
-    ZeRO flattens a group into one buffer of one dtype. A parameter with frozen rows has
-    ``row_decay`` for its trained rows, because ``weight_decay`` would change the frozen rows too.
+    ZeRO flattens a group into one tensor. ``row_decay`` is the weight decay of the trained rows of
+    a parameter that also has frozen rows.
     """
     groups: dict[tuple[object, ...], dict[str, Any]] = {}
     for parameter, (shard, *_) in parameter_shards(network).items():
@@ -89,9 +77,9 @@ def _decays(name: str, parameter: torch.Tensor, recipe: Recipe) -> bool:
 
 
 def decaying_rows(partition: Partition, network: torch.nn.Module) -> dict[Tensor, list[Tensor]]:
-    """Return this rank's trained rows of parameters that also have frozen rows.
+    """Map flat master tensors to the trained rows of parameters that also have frozen rows.
 
-    The result maps each flat master tensor with such rows to the views of the rows in it.
+    The rows are views of this rank's partition.
     """
     found: dict[Tensor, list[Tensor]] = {}
     for parameter in network.parameters():

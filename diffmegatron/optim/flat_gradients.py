@@ -1,8 +1,8 @@
 """Flat float32 gradients for ZeRO 1: one 1-dim tensor per parameter group.
 
-The backward pass accumulates gradients in the flat tensors, so the reduction over ranks needs no
-copy. DeepSpeed's own reduction concatenates all bf16 gradients (``buffered_allreduce_fallback`` in
-runtime/engine.py), and copies float32 gradients three times (``reduce_gradients`` in
+The backward pass accumulates in the flat tensors, so their reduction over ranks needs no copy.
+DeepSpeed's reduction copies all bf16 gradients once (``buffered_allreduce_fallback`` in
+runtime/engine.py), and float32 gradients three times (``reduce_gradients`` in
 runtime/zero/stage_1_and_2.py).
 """
 
@@ -45,7 +45,7 @@ class FlatGradients:
 def flat_gradients(zero_optimizer: Any) -> FlatGradients | None:
     """Replace the gradient hooks of DeepSpeed's ZeRO 1 optimizer, and return its flat gradients.
 
-    For other ZeRO stages and for an offloaded optimizer, change nothing and return None.
+    With other ZeRO stages or an offloaded optimizer, return None.
     """
     if hasattr(zero_optimizer, "fp32_groups_gradients_flat"):
         return _Bf16Gradients(zero_optimizer)
@@ -57,8 +57,8 @@ def flat_gradients(zero_optimizer: Any) -> FlatGradients | None:
 class _Bf16Gradients(FlatGradients):
     """DeepSpeed's own flat float32 gradients of a bf16 model, with other hooks.
 
-    DeepSpeed's hooks copy a bf16 gradient to float32 before they add it, which needs 4 bytes per
-    element of the largest matrix. The hooks here add it directly, with the same result.
+    DeepSpeed's hooks copy a bf16 gradient to float32 before they add it. The hooks here add it
+    directly.
     """
 
     def __init__(self, zero_optimizer: Any) -> None:
@@ -83,7 +83,7 @@ class _Bf16Gradients(FlatGradients):
 def _add(
     zero_optimizer: Any, place: tuple[int, int], total: Tensor, parameter: torch.nn.Parameter
 ) -> None:
-    """Add a new bf16 gradient to the float32 ``total``, and set the attributes of DeepSpeed's hook.
+    """Add a new bf16 gradient to the float32 ``total``, as DeepSpeed's hook does.
 
     ``place`` is the index of the parameter group, and the index of the parameter in the group.
     """

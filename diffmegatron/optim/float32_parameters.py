@@ -1,8 +1,7 @@
 """Parameters that must be float32 in a bf16 model under ZeRO 3: lambda vectors and headwise norms.
 
-ZeRO 3 flattens all partitions into one buffer (``defragment`` in runtime/zero/stage3.py), so it
-stores these parameters in bf16 too. The core attention computes with a copy of the float32 master
-weight, which every rank has in the attribute ``parameter.exact``.
+ZeRO 3 flattens all partitions into one bf16 buffer (``defragment`` in runtime/zero/stage3.py). The
+core attention therefore computes with a float32 copy of the master weight, ``parameter.exact``.
 """
 
 from collections.abc import Mapping
@@ -17,11 +16,8 @@ from diffmegatron.optim.partition import Partition
 class ExactValues:
     """Copies of the float32 master weights of a few small parameters, in their attribute ``exact``.
 
-    Args:
-        values: float32 values of the parameters before DeepSpeed rounded them to bf16. The
-            constructor writes them into the master weights of trained parameters.
-        partition: this rank's partition of the master weights.
-        group: ranks over which ZeRO partitions the master weights.
+    ``values`` are the parameters before DeepSpeed rounded them to bf16. The constructor also writes
+    them into the master weights of trained parameters.
     """
 
     def __init__(

@@ -1,8 +1,4 @@
-"""Access to frozen weights for checkpoints.
-
-Frozen weights have no optimizer state, so they are saved from the network. The ranks of a
-data-parallel group divide each frozen weight into equal ranges, and each rank saves one of them.
-"""
+"""Access to frozen weights for checkpoints; frozen weights have no optimizer state."""
 
 from collections.abc import Iterator
 
@@ -19,11 +15,9 @@ class FrozenWeights:
         self._group, self._rank, self._ranks = group, group.rank(), group.size()
 
     def ranges(self) -> Iterator[tuple[torch.nn.Parameter, int, Tensor]]:
-        """Yield this rank's range of each frozen parameter, unless the range is empty.
+        """Yield parameter, start index and values (a view, [n]) of this rank's ranges.
 
-        Yields:
-            The parameter; the index of the range's first element in the flattened parameter; and
-            the values of the range [n], a view. After writing to the views, call :meth:`refresh`.
+        After writing to the views, call :meth:`refresh`.
         """
         for parameter in self._parameters:
             weight = _full_weight(parameter)
@@ -39,10 +33,7 @@ class FrozenWeights:
                 yield parameter, start, held
 
     def refresh(self) -> None:
-        """Copy every rank's range to all ranks, for weights of which each rank has a full copy.
-
-        All ranks must call this method.
-        """
+        """Copy every rank's ranges to all ranks; call it on all ranks."""
         for parameter in self._parameters:
             weight = _full_weight(parameter)
             if weight is None:  # ZeRO 3 gathers the ranges before each use.

@@ -90,9 +90,9 @@ class Guard:
         self.rollbacks = int(state["rollbacks"])
 
     def rolled_back(self, state: dict[str, Any]) -> None:
-        """Restore the recent steps from a checkpoint's ``state``, and count the rollback.
+        """Restore the recent steps, but not the counts, from a checkpoint's ``state``.
 
-        The counts are not restored. Otherwise the run would never reach its limit on rollbacks.
+        If a rollback reset the counts, the run would never reach its limit on rollbacks.
         """
         self._restore_recent(state)
         self._in_a_row = 0
@@ -104,7 +104,7 @@ class Guard:
             self._recent[name].extend(values)
 
     def metrics(self) -> dict[str, float]:
-        """Return the counts of skipped steps, spikes and rollbacks; the keys are metric names."""
+        """Return the counts by their metric names."""
         return {
             "guard/skipped_steps": self.skipped,
             "guard/spikes": self.spikes,

@@ -136,11 +136,9 @@ def accumulated_gradient(parameter: torch.nn.Parameter) -> Tensor | None:
 def local_gradient_norms(
     partition: Partition, network: torch.nn.Module, device: torch.device
 ) -> tuple[list[torch.nn.Parameter], Tensor]:
-    """Return the norm of each gradient, or part of it, that this rank stores.
+    """Return the parameters whose gradient, or part of it, this rank stores, and its norm.
 
-    Returns:
-        The n parameters, and the norms of their gradients, float32 [n] on ``device``. The device is
-        not synchronized.
+    The norms are float32 [n] on ``device``, which is not synchronized.
     """
     on_parameters = ((each, accumulated_gradient(each)) for each in network.parameters())
     held = [(each, gradient) for each, gradient in on_parameters if gradient is not None]

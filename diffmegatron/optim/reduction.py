@@ -23,10 +23,8 @@ class Bucket:
     """Gradients of consecutive parameters that are reduced in one all-reduce.
 
     Attributes:
-        flat: flattened gradients, float32 [n].
-        gradients: gradient of each parameter, a view into ``flat``.
+        flat: flattened gradients, float32 [n]; ``gradients`` are views into it.
         missing: parameters whose gradient is not yet complete in this backward pass.
-        work: the running all-reduce.
     """
 
     flat: Tensor
@@ -38,8 +36,7 @@ class Bucket:
 class GradientReduction:
     """Averaging of flat gradients over data-parallel ranks, which replaces DeepSpeed's reduction.
 
-    The ``named_parameters`` of ``network`` are in the order of the forward pass. A bucket has at
-    most ``bucket_size`` elements, or one larger parameter.
+    A bucket has at most ``bucket_size`` elements, or one larger parameter.
     """
 
     def __init__(
@@ -74,9 +71,8 @@ class GradientReduction:
     def overlapping(self) -> Iterator[None]:
         """Reduce each bucket as soon as the backward pass inside this context completes it.
 
-        Use it for the last microbatch. A gradient counts as complete when the backward pass has
-        added to it as often as in the previous step. In the first step, the reduction starts when
-        the context ends.
+        Use it for the last microbatch. A gradient is complete after as many additions as in the
+        previous step. In the first step, the reduction starts when the context ends.
         """
         self._expected, self._arrived = self._arrived, Counter()
         for bucket in self._buckets:
@@ -91,9 +87,8 @@ class GradientReduction:
     def finish(self) -> tuple[list[torch.nn.Parameter], Tensor]:
         """Reduce the remaining buckets, wait for all, and pass the averages to DeepSpeed.
 
-        Returns:
-            All n parameters of the buckets, and the norms of their gradients on this rank before
-            the reduction, float32 [n] on the device. The device is not synchronized.
+        Return the n parameters, and the norms of their gradients on this rank before the reduction,
+        float32 [n] on the device, which is not synchronized.
         """
         self._start(len(self._buckets))
         for bucket in self._buckets:
@@ -109,7 +104,7 @@ class GradientReduction:
         return parameters, norms
 
     def reset(self) -> None:
-        """Set the gradients to zero; call this method after DeepSpeed's step."""
+        """Set the gradients to zero, after DeepSpeed's step."""
         self._gradients.reset()
 
     def close(self) -> None:

@@ -11,10 +11,8 @@ def learning_rate(step: int, total_steps: int, optimizer: OptimizerConfig) -> fl
     It rises linearly to ``lr`` during the warm-up. Then it depends on ``schedule.kind``:
 
     - ``constant``: it stays at ``lr``.
-    - ``linear`` and ``cosine``: it falls to ``final_lr`` at the last step, linearly or as half a
-      cosine.
-    - ``wsd`` (warm-up, stable, decay): it stays at ``lr``, and falls linearly to ``final_lr`` over
-      the last ``schedule.decay(total_steps)`` steps.
+    - ``linear`` and ``cosine``: it falls to ``final_lr``, linearly or as half a cosine.
+    - ``wsd`` (warm-up, stable, decay): it falls linearly in the last ``schedule.decay`` steps.
     """
     schedule = optimizer.schedule
     warmup = schedule.warmup(total_steps)

@@ -1,12 +1,10 @@
 """Reduction over tensor-parallel ranks of the gradients of replicated parameters.
 
-A rank computes only a part of the gradient of some small replicated parameters: of lambda and
-headwise norms the part of its heads; under sequence parallelism, of norms and LoRA's matrices the
-part of its positions. The gradient is the sum over the ranks.
-
-With ZeRO 1, :func:`sum_together` runs once per step, because in every microbatch 3B parameters
-would need 200 tiny all-reduces. ZeRO 2, ZeRO 3 and an offloaded optimizer consume gradients during
-the backward pass, so they need :func:`sum_in_backward`.
+A rank computes only a part of the gradient of some small parameters: of lambda and headwise norms
+the part of its heads; under sequence parallelism, of norms and LoRA's matrices the part of its
+positions. With ZeRO 1, the parts are summed once per step (:func:`sum_together`). With ZeRO 2, ZeRO
+3 and an offloaded optimizer, the backward pass sums them (:func:`sum_in_backward`), because it also
+consumes the gradients.
 """
 
 from collections.abc import Sequence
@@ -21,8 +19,7 @@ from diffmegatron.optim.flat_gradients import FlatGradients
 def shared_parameters(network: torch.nn.Module) -> list[torch.nn.Parameter]:
     """Return the trained parameters of which each tensor-parallel rank has a partial gradient.
 
-    They have the attribute ``sequence_parallel``, set by Megatron, or ``has_partial_gradient``, set
-    by :class:`~diffmegatron.attention.self_attention.SelfAttention`.
+    Megatron sets ``sequence_parallel``, and ``SelfAttention`` sets ``has_partial_gradient``.
     """
     return [
         parameter

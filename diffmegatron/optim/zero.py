@@ -42,11 +42,9 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 class Fragment:
     """A range of one parameter's elements that this rank saves and restores.
 
-    Attributes:
-        start: index of the range's first element in the flattened parameter.
-        tensors: 1-dim views of the range in the float32 master weight ("weight") and in Adam's
-            moments ("exp_avg", "exp_avg_sq"). A frozen parameter has only "weight", in the
-            network's dtype.
+    ``start`` is the range's first index in the flattened parameter. ``tensors`` are 1-dim views of
+    the float32 master weight ("weight") and of Adam's moments ("exp_avg", "exp_avg_sq"). A frozen
+    parameter has only "weight", in the network's dtype.
     """
 
     parameter: torch.nn.Parameter
@@ -99,27 +97,20 @@ class ZeroEngine:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Destroy the engine, before its process groups are destroyed.
-
-        Otherwise DeepSpeed's hooks would keep about fifty threads per run alive.
-        """
+        """Destroy the engine, while its process groups exist, to end DeepSpeed's threads."""
         if self._reduction is not None:
             self._reduction.close()
         self._engine.destroy()
 
     def __call__(self, *args: object, **kwargs: object) -> Tensor:
-        """Run the network's forward pass for training.
-
-        DeepSpeed's engine must run it. Otherwise ZeRO 3 would keep only the last microbatch's
-        gradients.
-        """
+        """Run the network's forward pass for training, which ZeRO 3 must count."""
         return self._engine(*args, **kwargs)
 
     def backward(self, loss: Tensor, *, is_last: bool) -> None:
         """Run the backward pass of a microbatch, and accumulate its gradients.
 
-        ``loss`` (0-dim) is already scaled for the sum over all microbatches. In the last microbatch
-        before :meth:`step`, the reduction over ranks may begin during the backward pass.
+        ``loss`` (0-dim) is already scaled for the sum over all microbatches. If ``is_last``, the
+        reduction over ranks may begin during the backward pass.
         """
         reduction = self._reduction if self._overlaps and is_last else None
         with nullcontext() if reduction is None else reduction.overlapping():
@@ -128,11 +119,10 @@ class ZeroEngine:
     def step(self, learning_rate: float, allow: Callable[[Tensor], bool]) -> None:
         """Reduce the gradients, update the weights if ``allow`` returns True, clear the gradients.
 
-        Args:
-            learning_rate: learning rate, which each parameter group multiplies by its factor.
-            allow: called once on every rank with the gradient norm over all ranks before clipping,
-                0-dim float32. The norm is infinite on a rank where a gradient is not finite.
-                ``allow`` must then return False on all ranks.
+        Every rank calls ``allow`` once, with the gradient norm over all ranks before clipping
+        (0-dim float32). On a rank where a gradient is not finite, the norm is infinite. ``allow``
+        must then return False on all ranks. Each parameter group multiplies ``learning_rate`` by
+        its factor.
         """
         if self._reduction is None:
             self._local_norms = local_gradient_norms(
@@ -171,8 +161,8 @@ class ZeroEngine:
     def local_gradient_norms(self) -> dict[torch.nn.Parameter, float]:
         """Return the norm of each gradient on this rank at the beginning of the last :meth:`step`.
 
-        With ZeRO 1 and no offloaded optimizer, these are norms before the reduction over ranks, so
-        they show on which rank a gradient is not finite. Before the first step the result is empty.
+        With ZeRO 1 and no offloaded optimizer, these norms precede the reduction over ranks, so
+        they show on which rank a gradient is not finite.
         """
         parameters, norms = self._local_norms
         return dict(zip(parameters, norms.tolist(), strict=True))
@@ -197,9 +187,9 @@ class ZeroEngine:
         return int(self._optimizer.optimizer.state[self._partition.flats[0]]["step"].item())
 
     def restore(self, updates: int) -> None:
-        """Apply the values that were written into :meth:`fragments`; call it on all ranks.
+        """Apply values that were written into :meth:`fragments`, and set Adam's number of updates.
 
-        ``updates`` is the number of updates so far, for Adam's bias correction.
+        All ranks must call this method.
         """
         for flat in self._partition.flats:
             self._optimizer.optimizer.state[flat]["step"].fill_(updates)
@@ -289,8 +279,8 @@ def _restoring(
 ) -> Callable[[object], torch.optim.Optimizer]:
     """Return a function that restores float32 parameters and then creates the optimizer.
 
-    In bf16, ``deepspeed.initialize`` rounds every parameter to bf16. It calls its argument
-    ``optimizer`` after that, and before it flattens the parameter groups.
+    ``deepspeed.initialize`` calls it after it has rounded every parameter of a bf16 model, and
+    before it flattens the parameter groups.
     """
 
     def restore_and_create(_: object) -> torch.optim.Optimizer:

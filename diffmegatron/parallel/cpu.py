@@ -1,7 +1,6 @@
-"""Patches that let Megatron-core run without CUDA.
+"""Patches that let Megatron-core run without CUDA, only inside a context.
 
-All patches are removed at the end of the context, because other code needs the original functions,
-e.g. ``transformers`` on the meta device. Only functions that would fail without CUDA are replaced.
+Other code needs the original functions, e.g. ``transformers`` on the meta device.
 """
 
 from collections.abc import Iterator
@@ -48,20 +47,16 @@ def without_cuda() -> Iterator[None]:
 class _TorchOnCpu:
     """Replacement of the name ``torch`` in Megatron's ``pipeline_parallel.schedules``.
 
-    It creates ordinary CPU tensors instead of CUDA tensors and pinned tensors. A
-    ``TorchFunctionMode`` would intercept every operation, which costs a seventh of the time of a
-    small step.
+    A ``TorchFunctionMode`` would intercept every operation, a seventh of the time of a small step.
     """
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
 
     def tensor(self, data: Any, *, pin_memory: bool = False, **keywords: Any) -> Tensor:
-        """Create a tensor that is not pinned."""
         return torch.tensor(data, **keywords)
 
     def zeros(self, *size: Any, device: Any = None, **keywords: Any) -> Tensor:
-        """Create zeros on the CPU."""
         return torch.zeros(*size, **keywords)
 
 

@@ -52,11 +52,8 @@ def default_group(
 
     Enter this context once around several
     :func:`~diffmegatron.parallel.parallel_state.process_groups`. Under ``torchrun``, a second
-    default group would find the keys of the first one in the agent's store and wait forever.
-
-    Args:
-        timeout: time limit of a collective.
-        meeting_seconds: time limit for all ranks to connect.
+    default group would wait forever. ``timeout`` limits a collective, and ``meeting_seconds`` the
+    connection of all ranks.
     """
     if distributed.is_initialized():
         yield
@@ -82,10 +79,7 @@ def default_group(
 
 @contextmanager
 def _prefixing_tracebacks_once() -> Iterator[None]:
-    """Prevent torch from wrapping ``sys.excepthook`` again for each default group.
-
-    Torch's wrapper prints the rank before every line of a traceback, and outlives the group.
-    """
+    """Prevent torch from adding a wrapper of ``sys.excepthook`` for each default group."""
     sys.excepthook = wrapped = getattr(sys.excepthook, _WRAPPED, sys.excepthook)
     yield
     if sys.excepthook is not wrapped:

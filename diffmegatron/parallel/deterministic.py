@@ -13,8 +13,7 @@ _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 def deterministic_algorithms() -> Iterator[None]:
     """Use deterministic algorithms inside the context; operations without one raise an error.
 
-    Attention kernels follow torch's setting. cuBLAS needs ``CUBLAS_WORKSPACE_CONFIG`` before its
-    first matrix product, so this variable is set if the environment has no value.
+    cuBLAS needs ``CUBLAS_WORKSPACE_CONFIG`` before its first matrix product.
     """
     was_on = torch.are_deterministic_algorithms_enabled()
     warned_only = torch.is_deterministic_algorithms_warn_only_enabled()

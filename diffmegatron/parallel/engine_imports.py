@@ -12,8 +12,7 @@ def importing_engines() -> Iterator[None]:
     """Make imports inside the context faster; the imported modules work as usual.
 
     Megatron-core (``jit_fuser``) and DeepSpeed (Muon) wrap functions in ``torch.compile``, which
-    loads Inductor even if they are never called. Here ``torch.compile`` compiles at the first call.
-    Python's garbage collector is off, because it would traverse all modules repeatedly.
+    loads Inductor. Here ``torch.compile`` compiles at the first call. The garbage collector is off.
     """
     collecting = gc.isenabled()
     gc.disable()
@@ -30,8 +29,6 @@ def importing_engines() -> Iterator[None]:
 
 
 def _compiling_when_called(compile_: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a replacement of ``torch.compile`` that compiles each function at its first call."""
-
     def delayed(model: Any = None, **options: Any) -> Any:
         if model is None:
             return functools.partial(delayed, **options)

@@ -15,18 +15,16 @@ _MAX_RANKS = 10_000_000
 
 @dataclass(frozen=True)
 class LaunchEnvironment:
-    """Rank and rendezvous of this process, and time limits of its Slurm job.
+    """Rank and rendezvous of this process, and time limits of its Slurm job (None if unknown).
 
     Attributes:
         local_rank: rank of this process on its machine, from 0.
         master: host and port of the rendezvous store; None for a single process without launcher.
-        agent_store: whether torchrun's agent serves the store at ``master`` and keeps it through
-            restarts; otherwise rank 0 serves it.
+        agent_store: whether torchrun's agent serves the store and keeps it through restarts.
         attempt: number of times that torchrun has restarted this machine's ranks.
-        job_end: end time of the Slurm job, in seconds since 1970; None if unknown.
-        signal_seconds: seconds before the job's end at which Slurm sends a stop signal; None if
-            unknown.
-        kill_wait: seconds from Slurm's SIGTERM to its SIGKILL; None if unknown.
+        job_end: end time of the Slurm job, in seconds since 1970.
+        signal_seconds: seconds before the job's end at which Slurm sends a stop signal.
+        kill_wait: seconds from Slurm's SIGTERM to its SIGKILL.
     """
 
     rank: int = 0

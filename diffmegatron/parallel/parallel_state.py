@@ -26,11 +26,8 @@ T = TypeVar("T")
 class ParallelState:
     """This rank's place in the parallel layout, and its device.
 
-    Attributes:
-        pipeline_rank: pipeline stage of this rank, from 0.
-        virtual_pipeline_size: number of virtual stages per rank; 1 without interleaving.
-        data_size: number of data-parallel ranks. The context-parallel ranks of a sequence count as
-            one.
+    ``virtual_pipeline_size`` is the number of virtual stages per rank. The context-parallel ranks
+    of a sequence count as one data-parallel rank.
     """
 
     rank: int
@@ -90,9 +87,9 @@ class ParallelState:
 class ModelParallelUnit:
     """Adapter that passes Megatron's process groups to DeepSpeed, as its argument ``mpu``.
 
-    DeepSpeed's data-parallel group is Megatron's data x context parallel group. The methods
-    ``get_sequence_parallel_*`` are missing on purpose. With them, ZeRO 1 and 2 would sum the
-    gradients over the context-parallel ranks, but ZeRO 3 would average them.
+    ZeRO partitions over the data x context parallel ranks. The methods ``get_sequence_parallel_*``
+    are missing on purpose: with them, ZeRO 1 and 2 would sum gradients over the context-parallel
+    ranks, but ZeRO 3 would average them.
     """
 
     get_data_parallel_group = staticmethod(
@@ -122,8 +119,7 @@ class ModelParallelUnit:
 def fail_together(problem: str | None) -> None:
     """Raise a UserError on all ranks if a rank passes a ``problem``, the text of an error.
 
-    All ranks must call this function, so that no rank waits for a failed one in the next
-    collective. The message is that of the lowest rank with a problem.
+    All ranks must call this function. The message is that of the lowest rank with a problem.
     """
     problems: list[str | None] = [None] * distributed.get_world_size()
     distributed.all_gather_object(problems, problem)
@@ -163,8 +159,7 @@ def process_groups(
 ) -> Iterator[ParallelState]:
     """Create the process groups of a layout, and destroy them at the end of the context.
 
-    The layout must fit the number of ranks. ``seed`` is for Megatron's model-parallel random
-    states, and ``timeout`` is the time limit of a collective.
+    ``seed`` is for Megatron's random states, and ``timeout`` is the time limit of a collective.
     """
     device = own_device()
     with without_cuda(), default_group(timeout), _ending_new_groups():
@@ -193,9 +188,8 @@ _FROZEN_AT_START = 10_000
 def _ending_new_groups() -> Iterator[None]:
     """Destroy all process groups that are created inside the context.
 
-    Megatron's ``destroy_model_parallel`` only drops its references to some forty groups, so torch
-    would keep fifty threads per layout under gloo. A network refers to its groups until its
-    reference cycles are collected.
+    Megatron's ``destroy_model_parallel`` only drops its references to some forty groups, and
+    networks refer to them in cycles, so torch would keep fifty threads per layout under gloo.
     """
     # Torch has no public function that lists a rank's process groups.
     groups = distributed.distributed_c10d._world.pg_map

@@ -14,7 +14,7 @@ _CUDA_BYTES = 16
 
 
 def random_states() -> dict[str, Tensor]:
-    """Return a dict from the name of each random state of this rank to a 1-dim uint8 tensor."""
+    """Return this rank's random states by name, 1-dim uint8 tensors."""
     states = {"random.cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         states["random.cuda"] = torch.cuda.get_rng_state()
@@ -24,13 +24,10 @@ def random_states() -> dict[str, Tensor]:
 
 
 def restore_random_states(saved: Callable[[str], Tensor | None]) -> list[str]:
-    """Restore the random states of this rank; states that were not saved stay unchanged.
+    """Restore this rank's random states that ``saved`` returns, and leave the others unchanged.
 
-    ``saved`` returns the saved state of a name, or None. GPU states cannot be restored on a CPU,
-    nor CPU states on a GPU; they stay unchanged too.
-
-    Returns:
-        Names of the states that were not restored because they belong to the other kind of device.
+    Return the names of states that were saved on the other kind of device, GPU or CPU, and
+    therefore cannot be restored.
     """
     states, of_another_device = random_states(), []
     device_sizes = {states["random.cpu"].numel(), _CUDA_BYTES}

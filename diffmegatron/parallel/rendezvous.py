@@ -30,8 +30,7 @@ _SIZES = "rank 0 was started with WORLD_SIZE"
 def meet(launch: LaunchEnvironment, seconds: float) -> Store:
     """Wait until all ranks have arrived, and return a store that is connected to all of them.
 
-    The time limit applies to the connection to rank 0, and then to the arrival of all ranks.
-    Different values of ``WORLD_SIZE`` raise a UserError, all other problems a MachineError.
+    ``seconds`` limits the connection to rank 0, and then the arrival of all ranks.
     """
     assert launch.master is not None
     host, port = launch.master
@@ -157,10 +156,7 @@ def _is_listening(host: str, port: int) -> bool:
 
 
 def _join(host: str, port: int, seconds: float, place: str) -> Store:
-    """Connect torch's client to the store within a time limit.
-
-    A thread runs the client, because it waits without limit for a server of another kind.
-    """
+    """Connect torch's client in a thread, because it ignores time limits if another service listens."""
     joined: list[Store] = []
 
     def join() -> None:
@@ -177,7 +173,7 @@ def _join(host: str, port: int, seconds: float, place: str) -> Store:
 
 
 def _wait_until(condition: Callable[[], bool], seconds: float) -> bool:
-    """Poll a condition until it is true or the time is over, and return whether it is true."""
+    """Poll a condition, and return whether it became true in time."""
     deadline, pause = time.monotonic() + seconds, 0.01
     while not condition():
         if time.monotonic() >= deadline:

@@ -1,7 +1,6 @@
 """Parameters, FLOPs and memory of a recipe, computed without torch or a GPU.
 
-Weights, gradients and optimizer state are the bytes that DeepSpeed 0.19.8 allocates, without ZeRO's
-padding. Temporary memory is an estimate without the allocator's overhead.
+ZeRO's padding and the overhead of the allocator are not counted. Temporary memory is an estimate.
 """
 
 from diffmegatron.model.accounting.flops import (

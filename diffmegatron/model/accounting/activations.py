@@ -1,8 +1,4 @@
-"""Estimate of saved activations and of the temporary memory of backward passes.
-
-Functions return bytes on one rank, except where they name another unit. "Saved" means saved for the
-backward pass. Not counted are the narrow activations between LoRA's two matrices.
-"""
+"""Estimate of activations saved for backward and of temporary memory, in bytes on one rank."""
 
 from typing import Literal
 
@@ -28,11 +24,7 @@ FLOAT32 = 4
 
 
 def stage_activations(recipe: Recipe, stage: int, microbatches: int, device: Device) -> int:
-    """Return the bytes of a pipeline stage's activations at the peak of its schedule.
-
-    At the peak, every microbatch whose backward pass has not run has saved its activations.
-    ``microbatches`` is the number of microbatches per step.
-    """
+    """Return the bytes of a pipeline stage's activations when most microbatches are in flight."""
     parallel = recipe.parallel
     in_flight = virtual_stages_in_flight(recipe, stage, microbatches)
     kept = in_flight * virtual_stage_bytes(recipe, stage, device) + shared_bytes(recipe)
@@ -57,8 +49,7 @@ def stage_activations(recipe: Recipe, stage: int, microbatches: int, device: Dev
 def virtual_stages_in_flight(recipe: Recipe, stage: int, microbatches: int) -> int:
     """Return the largest number of a rank's forward passes whose backward pass has not run yet.
 
-    A forward pass runs one microbatch through one virtual stage. Source:
-    ``get_pp_rank_microbatches`` in Megatron-core's pipeline_parallel/schedules.py.
+    Source: ``get_pp_rank_microbatches`` in Megatron-core's pipeline_parallel/schedules.py.
     """
     size, stages = recipe.parallel.pipeline, recipe.parallel.virtual_pipeline
     if stages == 1:
@@ -74,15 +65,10 @@ def local_tokens(recipe: Recipe) -> int:
 
 
 def layer_backward(recipe: Recipe, stage: int, device: Device) -> tuple[int, int]:
-    """Return the temporary memory of one layer's backward pass.
+    """Return the bytes that one layer's backward pass needs, and the saved bytes that it frees.
 
-    The peak is during the backward pass of SwiGLU or of ``linear_fc1``. The function chooses the
-    moment with the larger difference between added and freed bytes.
-
-    Returns:
-        Bytes added to the saved activations, and bytes of the saved activations that are already
-        freed. With full recomputation or offloading, the freed bytes were recomputed or copied from
-        the host, so they are subtracted from the first number instead.
+    The peak is in the backward pass of SwiGLU or of ``linear_fc1``. Freed bytes that were
+    recomputed or copied from the host reduce the first number instead.
     """
     model, parallel = recipe.model, recipe.parallel
     element, tokens = BYTES[recipe.training.precision], local_tokens(recipe)
@@ -127,13 +113,7 @@ def _swiglu_bytes(recipe: Recipe, device: Device) -> float:
 
 
 def logits_bytes(recipe: Recipe, device: Device) -> int:
-    """Return the temporary bytes of the loss and of the output layer's backward pass.
-
-    The result is the larger memory of two moments. The cross-entropy needs the logits, which their
-    gradient or the probabilities overwrite. The output layer's backward pass needs the gradients of
-    the logits, of the weight and of the hidden states. With ``training.loss_chunk``, only one chunk
-    of tokens has logits at a time.
-    """
+    """Return the temporary bytes of the loss or, if larger, of the output layer's backward pass."""
     model, training, parallel = recipe.model, recipe.training, recipe.parallel
     element, tokens = BYTES[training.precision], local_tokens(recipe)
     chunk = min(tokens, training.loss_chunk or tokens)
@@ -187,11 +167,7 @@ def _keeps_input(recipe: Recipe, projection: str) -> bool:
 
 
 def embedding_backward(recipe: Recipe, stage: int) -> int:
-    """Return the temporary bytes of the embedding's backward pass; 0 if it cannot be the peak.
-
-    The gradients of the embedding's weight and of its output are in memory. Without a pipeline, the
-    output layer's backward pass needs more memory than that of an untied embedding.
-    """
+    """Return the temporary bytes of the embedding's backward pass; 0 if it cannot be the peak."""
     parallel, model = recipe.parallel, recipe.model
     if stage > 0 or not is_trained(recipe, EMBEDDING):
         return 0
@@ -217,19 +193,13 @@ def embedding_freed(recipe: Recipe, stage: int, microbatches: int, device: Devic
 
 
 def sums_tied_gradients(recipe: Recipe) -> bool:
-    """Return whether autograd sums the two gradients of a tied embedding on the same rank.
-
-    In a pipeline, the embedding and the output layer are on different ranks.
-    """
+    """Return whether both layers of a trained tied embedding are on the same rank."""
     is_tied = recipe.model.tied_embeddings and recipe.parallel.pipeline == 1
     return is_tied and is_trained(recipe, EMBEDDING)
 
 
 def virtual_stage_bytes(recipe: Recipe, stage: int, device: Device) -> float:
-    """Return the bytes that a virtual stage saves for one microbatch.
-
-    Layers with different attention variants count with their mean over the pipeline stage.
-    """
+    """Return the bytes that a virtual stage saves for one microbatch."""
     recompute, kinds = recipe.recompute, stage_kinds(recipe, stage)
     count = sum(count for _, count in kinds)
     layers = count // recipe.parallel.virtual_pipeline
@@ -297,12 +267,7 @@ def _norm_and_projection_input(recipe: Recipe, device: Device) -> float:
 
 
 def attention_bytes_per_token(recipe: Recipe, device: Device, kind: Variant) -> tuple[float, float]:
-    """Return the bytes per token that the attention of one layer saves.
-
-    Returns:
-        Bytes of q, k, v and the output projection's input; and additional bytes of the core
-        attention, including a dense mask if the kernels save one.
-    """
+    """Return the saved bytes per token of a layer's attention projections and of its core."""
     kernels = _kernels(recipe, device, kind)
     projected, core = (each / recipe.parallel.tensor for each in kind.saved_bytes(kernels))
     if kernels.has_mask and BACKENDS[kind.operation][kernels.backend].saves_bias:
@@ -337,11 +302,7 @@ def context_communication(recipe: Recipe) -> ContextCommunication | None:
 
 
 def shared_bytes(recipe: Recipe) -> int:
-    """Return the bytes of the tensors that layers and microbatches share.
-
-    The rotary angles are one float32 tensor per virtual stage. Under sequence parallelism,
-    Megatron-core also has one buffer for gathered hidden states.
-    """
+    """Return the bytes of rotary angles and of the buffer for gathered hidden states."""
     parallel = recipe.parallel
     positions = recipe.training.seq_length // parallel.context
     shared = FLOAT32 * recipe.model.attention.head_dim * positions * parallel.virtual_pipeline

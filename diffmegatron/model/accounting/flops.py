@@ -27,10 +27,8 @@ class Flops:
 def count_flops(model: ModelConfig, seq_length: int, frozen: int = 0) -> Flops:
     """Return the model FLOPs per token of causal training, without recomputation.
 
-    A weight needs 2 FLOPs in the forward pass and 4 in the backward pass; a frozen weight needs 2
-    in the backward pass. ``frozen`` is the result of :func:`frozen_matrices`. The FLOPs of
-    attention are those of its equation, computed in the cheapest way. A query attends to half the
-    sequence on average.
+    Attention is computed in the cheapest way for its equation. A query attends to half the sequence
+    on average. ``frozen`` is the result of :func:`frozen_matrices`.
     """
     weights: float = model.vocab_size * model.hidden_size
     attention = 0.0
@@ -43,10 +41,7 @@ def count_flops(model: ModelConfig, seq_length: int, frozen: int = 0) -> Flops:
 
 
 def frozen_matrices(recipe: Recipe) -> int:
-    """Return the number of elements of all frozen matrices that are used in matrix products.
-
-    A fused matrix, such as ``linear_qkv``, counts only if all its parts are frozen.
-    """
+    """Return the number of elements of all frozen matrices in matrix products."""
     if trains_everything(recipe):
         return 0
     model = recipe.model
@@ -61,21 +56,14 @@ def frozen_matrices(recipe: Recipe) -> int:
 def model_flops_utilization(
     tokens_per_second: float, flops_per_token: float, num_gpus: int, accelerator: Accelerator
 ) -> float:
-    """Return the achieved model FLOP/s divided by the GPUs' bf16 peak, a number from 0 to 1.
-
-    ``tokens_per_second`` is the speed of the whole run.
-    """
+    """Return the achieved model FLOP/s of all GPUs divided by their bf16 peak, from 0 to 1."""
     return tokens_per_second * flops_per_token / (num_gpus * accelerator.peak_flops)
 
 
 def mfu_metric(
     recipe: Recipe, world_size: int, tokens_per_second: float, device_name: str | None
 ) -> dict[str, float]:
-    """Return ``{"perf/mfu": MFU}``; empty on a CPU, on an unknown GPU and in a float32 run.
-
-    ``tokens_per_second`` is the speed of the whole run. ``device_name`` is the name that CUDA
-    reports; None on a CPU.
-    """
+    """Return ``{"perf/mfu": MFU}`` for the speed of the whole run; empty if the peak is unknown."""
     accelerator = None if device_name is None else find_accelerator(device_name)
     if accelerator is None or recipe.training.precision != "bf16":
         return {}

@@ -8,10 +8,9 @@ class Accelerator:
     """Data-sheet values of a GPU model.
 
     Attributes:
-        peak_flops: peak of dense bf16 matrix products in FLOP/s, without structured sparsity.
-        memory_gib: nominal memory in GiB.
-        memory_bandwidth: memory bandwidth in bytes/s.
-        link_bandwidth: bandwidth to the other GPUs of the same node, in bytes/s per direction.
+        peak_flops: dense bf16 FLOP/s, without structured sparsity.
+        memory_bandwidth: bytes/s.
+        link_bandwidth: bytes/s per direction to the other GPUs of the same node.
     """
 
     peak_flops: float

@@ -39,16 +39,13 @@ class StageMemory:
     """Memory of each rank of a pipeline stage, in bytes.
 
     Attributes:
-        weights: weights for the forward pass; with ZeRO 3 this rank's partition.
-        gradients: accumulated gradients; with ZeRO 2 and 3 this rank's partition.
-        optimizer: this rank's partition of the float32 master weights and of Adam's moments.
-        communication: bucket for reducing gradients. ZeRO 2's bucket is part of ``layer`` instead.
-            With ZeRO 1 or 2 and an offloaded optimizer, also a buffer for the largest parameter.
+        weights, gradients, optimizer: this rank's partitions, where ZeRO partitions them.
+        communication: bucket for reducing gradients (ZeRO 2: in ``layer``). With an offloaded
+            optimizer of ZeRO 1 or 2, also a buffer for the largest parameter.
         activations: saved activations of all microbatches in flight, except those on the host.
-        loss: memory during the loss and the backward pass of the output layer.
-        reduction: memory while DeepSpeed copies or reduces the output layer's gradient.
-        layer: memory during the backward pass of one layer.
-        embedding: memory during the backward pass of the embedding.
+        loss: the loss and the backward pass of the output layer.
+        reduction: copying or reducing the output layer's gradient.
+        layer, embedding: backward pass of one layer, or of the embedding.
         update: temporary memory of the optimizer's update, after the activations are freed.
         host: memory offloaded to the host, which is not part of the total.
     """
@@ -184,7 +181,7 @@ def _states(recipe: Recipe, stage: int, shards: int, microbatches: int) -> Stage
 def _reduction(
     recipe: Recipe, stage: int, shards: int, microbatches: int, device: Device
 ) -> Moment:
-    """Return the memory while DeepSpeed copies or reduces the output layer's weight gradient.
+    """Return the memory while DeepSpeed copies or reduces the output layer's gradient.
 
     The copies of ZeRO 3 are not estimated.
     """
@@ -212,10 +209,9 @@ def _reduction(
 def _reduced_together(recipe: Recipe, stage: int, shards: int) -> int:
     """Return the number of elements in ZeRO 2's largest copy of gradient pieces (output layer).
 
-    DeepSpeed splits a gradient at the boundaries of the ranks' partitions. It copies consecutive
-    pieces into one tensor when they exceed the bucket, and reduces this tensor
-    (``allreduce_and_scatter`` in runtime/zero/stage_1_and_2.py). A single piece that exceeds the
-    bucket is not copied.
+    DeepSpeed splits a gradient at the boundaries of the ranks' partitions, and copies consecutive
+    pieces into one tensor when they exceed the bucket (``allreduce_and_scatter`` in
+    runtime/zero/stage_1_and_2.py). It does not copy a single piece that exceeds the bucket.
     """
     weight, matrices = activations.output_weight(recipe), trained_parameters(recipe, stage)[0]
     piece = -(-matrices // shards)
@@ -230,8 +226,7 @@ def _reduced_together(recipe: Recipe, stage: int, shards: int) -> int:
 def largest_trained(recipe: Recipe, stage: int) -> int:
     """Return the number of elements of a stage's largest trained parameter on a rank.
 
-    If everything is trained, this is a vocabulary matrix. For the stages in the middle, which have
-    none, the result is then too large.
+    It is too large for stages without vocabulary matrix if everything is trained.
     """
     if trains_everything(recipe):
         return activations.vocabulary_elements(recipe)
@@ -243,11 +238,7 @@ def largest_trained(recipe: Recipe, stage: int) -> int:
 
 
 def rank_parameters(recipe: Recipe, stage: int) -> tuple[int, int]:
-    """Return the numbers of parameters on a rank, before ZeRO 3 partitions them.
-
-    Returns:
-        Number of parameters in the run's precision, and number of always-float32 parameters.
-    """
+    """Return the numbers of parameters in the run's precision, and always in float32, on a rank."""
     size = recipe.parallel.tensor
     tensors = [(each, 1) for each in stage_outer_tensors(recipe, stage)] + [
         (each, count)
@@ -262,11 +253,7 @@ def rank_parameters(recipe: Recipe, stage: int) -> tuple[int, int]:
 
 
 def trained_parameters(recipe: Recipe, stage: int) -> tuple[int, int]:
-    """Return the numbers of parameters with optimizer state on a rank, before ZeRO partitions them.
-
-    A partly frozen fused projection has optimizer state for all its rows. The two numbers are
-    defined as in :func:`rank_parameters`.
-    """
+    """Return those numbers of :func:`rank_parameters` that have optimizer state."""
     if trains_everything(recipe):
         return rank_parameters(recipe, stage)
     counts = [0, 0]

@@ -17,7 +17,6 @@ class Parameters:
 
     Attributes:
         attention: attention matrices with their biases, without LoRA.
-        lambdas: parameters from which lambda is computed.
         headwise_norms: attention's norms over the channels of a head.
         norms: norms over the hidden size, including the final norm.
         output: output layer; 0 if it is tied to the embedding.

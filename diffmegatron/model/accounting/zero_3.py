@@ -1,9 +1,7 @@
 """Simulation of the weights that ZeRO 3 gathers and releases during a microbatch.
 
-Before each call of a module, DeepSpeed fetches (all-gathers) its weights and prefetches those of
-the next modules. After the call it releases the weights. The simulation follows
-``PartitionedParameterCoordinator`` of DeepSpeed 0.19.8 with the defaults of runtime/zero/config.py.
-It describes every microbatch except a run's first one, in which DeepSpeed gathers more.
+It follows ``PartitionedParameterCoordinator`` of DeepSpeed 0.19.8 with the defaults of
+runtime/zero/config.py. In a run's first microbatch, DeepSpeed gathers more.
 """
 
 from collections import deque
@@ -42,11 +40,8 @@ _BEFORE, _AFTER = 3, 2
 class Gathers:
     """Numbers of weight elements that a tensor-parallel rank gathers from the ZeRO 3 partitions.
 
-    Attributes:
-        per_microbatch: number of elements gathered during a microbatch.
-        whole: number of gathered elements in memory during the backward pass of the output layer
-            ("loss"), of the last layer's first MLP projection ("layer") and of the embedding
-            ("embedding").
+    ``whole`` has the elements in memory during the backward pass of the output layer ("loss"), of
+    the last layer's first MLP projection ("layer") and of the embedding ("embedding").
     """
 
     per_microbatch: int
@@ -72,14 +67,10 @@ def count_gathers(recipe: Recipe) -> Gathers:
 
 
 def _calls(recipe: Recipe) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """Return the modules of a network and the order of their calls in a microbatch.
+    """Return each module's number of weight elements, and the indices of the called modules.
 
-    Module 0 has no weights and represents all small modules outside the layers.
-
-    Returns:
-        Number of weight elements of each module on a rank; indices of the modules in the order of
-        the forward calls; the same for the backward pass, with the forward calls of recomputed
-        layers.
+    The calls are those of the forward pass, and of the backward pass with recomputed forward calls.
+    Module 0 represents all small modules outside the layers.
     """
     model, size = recipe.model, recipe.parallel.tensor
     outer = {each.name: each.elements(size) for each in outer_tensors(model)}
@@ -103,10 +94,7 @@ def _calls(recipe: Recipe) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int,
 
 
 def _layers_backward(recipe: Recipe, layers: Sequence[Sequence[int]]) -> Iterator[int]:
-    """Yield the module indices of all layers in the order of the calls in the backward pass.
-
-    All forward calls of a recomputed group come directly before its backward calls.
-    """
+    """Yield the module indices of the backward calls, with those of recomputed forward calls."""
     recompute, end = recipe.recompute, len(layers)
     together, recomputed = 1, 0
     if recompute.granularity == "full":
@@ -124,14 +112,11 @@ def _layers_backward(recipe: Recipe, layers: Sequence[Sequence[int]]) -> Iterato
 
 @lru_cache(maxsize=64)
 def _follow(modules: tuple[int, ...], calls: tuple[int, ...]) -> tuple[list[int], int]:
-    """Simulate the fetches and releases of weights during a microbatch.
+    """Return the gathered elements in memory during each call, and the sum of all gathers.
 
     ``modules`` has the number of weight elements of each module, and ``calls`` the module of each
-    call.
-
-    Returns:
-        Number of gathered elements in memory during each call, and number of elements gathered in
-        all calls together.
+    call. Before a call, DeepSpeed fetches the module's weights and prefetches those of the next
+    calls.
     """
     before = (0, *accumulate(modules[each] for each in calls))
     next_calls = _next_calls(calls)
