@@ -34,7 +34,7 @@ class RMSNorm(torch.nn.Module):
     """RMSNorm of the local host, with the constructor arguments of Megatron's norms.
 
     Megatron's own fallback, ``WrappedTorchNorm``, does not support sequence parallelism. Here the
-    weight's attribute ``sequence_parallel`` makes :mod:`diffmegatron.optim.tensor_sums` sum its
+    weight's attribute ``sequence_parallel`` makes :mod:`diffmegatron.optim.reduction` sum its
     gradient over the ranks, because each rank normalises only its shard of the sequence.
     """
 

@@ -35,7 +35,7 @@ class LoraColumnParallelLinear(ColumnParallelLinear):
         self.lora_a = _parameter(lora.rank, self.input_size, dtype)
         self.lora_b = _parameter(self.output_size_per_partition, lora.rank, dtype)
         # Under sequence parallelism the gradient of A covers only this rank's part of the sequence.
-        # The attribute makes optim/tensor_sums.py sum it over the ranks.
+        # The attribute makes optim/reduction.py sum it over the ranks.
         self.lora_a.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, input_: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, None]:

@@ -102,7 +102,7 @@ class SelfAttention(MegatronModule):
         for declared in self._declared.values():
             parameter = torch.nn.Parameter(self._initial(declared))
             # The gradient of an unsharded parameter covers only this rank's heads. The attribute
-            # makes optim/tensor_sums.py sum it over the tensor-parallel ranks.
+            # makes optim/reduction.py sum it over the tensor-parallel ranks.
             parameter.has_partial_gradient = not declared.sharded  # type: ignore[attr-defined]
             if declared.sharded and config.perform_initialization:
                 set_tensor_model_parallel_attributes(parameter, True, 0, 1)

@@ -89,7 +89,11 @@ def build_model(
     network = Network(stages).to(parallel_state.device)
     if initial_weights:
         initialize(network, recipe)
-    _mark_tensor_parallel(network)
+    for parameter, shards in parameter_shards(network).items():
+        # The gradient norm needs this attribute to count replicated parameters once. Megatron sets
+        # it only in its own initialization.
+        is_sharded = parameter.numel() < math.prod(shards[0].global_shape)
+        parameter.tensor_model_parallel = is_sharded  # type: ignore[attr-defined]
     mark_trained(network, recipe)
     return network
 
@@ -159,14 +163,3 @@ def lambda_by_layer(network: Network) -> dict[int, Tensor]:
             if value is not None:
                 found[module.layer_number] = value.detach()
     return found
-
-
-def _mark_tensor_parallel(network: Network) -> None:
-    """Set ``tensor_model_parallel`` on every parameter: True if tensor-parallel ranks shard it.
-
-    The gradient norm then counts replicated parameters once. Megatron sets the attribute only in
-    its own initialization.
-    """
-    for parameter, shards in parameter_shards(network).items():
-        whole = math.prod(shards[0].global_shape)
-        parameter.tensor_model_parallel = parameter.numel() < whole  # type: ignore[attr-defined]

@@ -6,7 +6,7 @@ runtime/engine.py), and float32 gradients three times (``reduce_gradients`` in
 runtime/zero/stage_1_and_2.py).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -33,7 +33,17 @@ class FlatGroup:
 class FlatGradients:
     """A rank's accumulated gradients, in the same order on all data-parallel ranks."""
 
-    groups: Sequence[FlatGroup]
+    def __init__(
+        self,
+        zero_optimizer: Any,
+        flats: Iterable[Tensor],
+        parameters: Iterable[Sequence[torch.nn.Parameter]],
+    ) -> None:
+        self.groups = [FlatGroup(*each) for each in zip(flats, parameters, strict=True)]
+        self._optimizer = zero_optimizer
+        for hook in zero_optimizer._grad_acc_hooks:
+            hook.remove()
+        zero_optimizer._grad_acc_hooks.clear()
 
     def assign_to_optimizer(self) -> None:
         """Assign the reduced gradients to the attributes that DeepSpeed's step reads."""
@@ -62,16 +72,11 @@ class _Bf16Gradients(FlatGradients):
     """
 
     def __init__(self, zero_optimizer: Any) -> None:
-        self.groups = [
-            FlatGroup(flat, parameters)
-            for flat, parameters in zip(
-                zero_optimizer.fp32_groups_gradients_flat, zero_optimizer.bf16_groups, strict=True
-            )
-        ]
-        for hook in zero_optimizer._grad_acc_hooks:
-            hook.remove()
+        super().__init__(
+            zero_optimizer, zero_optimizer.fp32_groups_gradients_flat, zero_optimizer.bf16_groups
+        )
         # DeepSpeed's engine removes the hooks in this list when it is destroyed.
-        zero_optimizer._grad_acc_hooks[:] = [
+        zero_optimizer._grad_acc_hooks += [
             parameter.register_post_accumulate_grad_hook(
                 partial(_add, zero_optimizer, (number, place), gradient)
             )
@@ -99,19 +104,10 @@ class _Float32Gradients(FlatGradients):
     """Gradients of a float32 model; each ``parameter.grad`` is a view of a flat tensor."""
 
     def __init__(self, zero_optimizer: Any) -> None:
-        self._optimizer = zero_optimizer
+        flats = [torch.zeros_like(weights) for weights in zero_optimizer.bit16_groups_flat]
+        super().__init__(zero_optimizer, flats, zero_optimizer.bit16_groups)
         # The norm, summed in float64, is finite if and only if all gradients are finite.
         zero_optimizer.check_grad_overflow = False
-        # DeepSpeed's hooks count gradients and allocate buckets, which are not used.
-        for hook in zero_optimizer._grad_acc_hooks:
-            hook.remove()
-        zero_optimizer._grad_acc_hooks.clear()
-        self.groups = [
-            FlatGroup(torch.zeros_like(weights), parameters)
-            for weights, parameters in zip(
-                zero_optimizer.bit16_groups_flat, zero_optimizer.bit16_groups, strict=True
-            )
-        ]
         self._own = [self._own_partition(number) for number in range(len(self.groups))]
         self._assign_views()
 

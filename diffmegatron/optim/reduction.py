@@ -1,12 +1,12 @@
-"""Reduction of ZeRO 1's gradients over the data-parallel ranks, in float32 and in place.
+"""Reduction of gradients over data-parallel ranks (ZeRO 1) and over tensor-parallel ranks.
 
-During the last microbatch's backward pass, a bucket is reduced as soon as its gradients are
-complete. The buckets and their order depend only on the network, so all ranks reduce the same
-bucket next. The sums are bitwise the same with and without overlap.
+During the last microbatch's backward pass, a bucket is reduced over the data-parallel ranks, in
+float32 and in place, as soon as its gradients are complete. The buckets and their order depend only
+on the network, so all ranks reduce the same bucket next.
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -152,3 +152,61 @@ def _buckets(group: FlatGroup, size: int) -> Iterator[Bucket]:
         stop += parameter.numel()
     if gradients:
         yield Bucket(group.flat[start:stop], gradients)
+
+
+def shared_parameters(network: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """Return the trained parameters of which each tensor-parallel rank has a partial gradient.
+
+    Of lambda and headwise norms, it is the part of the rank's heads (``has_partial_gradient``).
+    Under sequence parallelism, it is the part of the rank's positions of other norms and of LoRA's
+    matrices (``sequence_parallel``).
+    """
+    return [
+        parameter
+        for parameter in network.parameters()
+        if parameter.requires_grad
+        and (
+            getattr(parameter, "sequence_parallel", False)
+            or getattr(parameter, "has_partial_gradient", False)
+        )
+    ]
+
+
+def gradients_of(
+    parameters: Sequence[torch.nn.Parameter], gradients: FlatGradients
+) -> list[Tensor]:
+    """Return the gradients of some parameters as views into the flat gradients."""
+    wanted = set(parameters)
+    return [
+        gradient
+        for group in gradients.groups
+        for parameter, gradient in group.gradients()
+        if parameter in wanted
+    ]
+
+
+def sum_together(gradients: Sequence[Tensor], group: ProcessGroup) -> None:
+    """Sum float32 gradients over the ranks of a group in place, once per step with ZeRO 1."""
+    if not gradients:
+        return
+    total = torch.cat([gradient.flatten() for gradient in gradients])
+    distributed.all_reduce(total, group=group)
+    parts = total.split([gradient.numel() for gradient in gradients])
+    torch._foreach_copy_(
+        list(gradients), [part.view_as(x) for part, x in zip(parts, gradients, strict=True)]
+    )
+
+
+def sum_in_backward(parameters: Sequence[torch.nn.Parameter], group: ProcessGroup) -> None:
+    """Register hooks that sum each gradient over the group as soon as autograd has computed it.
+
+    ZeRO 2, ZeRO 3 and an offloaded optimizer consume gradients during the backward pass.
+    """
+
+    def summed(gradient: Tensor) -> Tensor:
+        total = gradient.contiguous().clone()
+        distributed.all_reduce(total, group=group)
+        return total
+
+    for parameter in parameters:
+        parameter.register_hook(summed)

@@ -22,10 +22,14 @@ from diffmegatron.model.network import Network
 from diffmegatron.optim.adamw import create_adamw, decaying_rows
 from diffmegatron.optim.flat_gradients import flat_gradients
 from diffmegatron.optim.float32_parameters import ExactValues
-from diffmegatron.optim.frozen_weights import FrozenWeights
-from diffmegatron.optim.partition import accumulated_gradient, local_gradient_norms, partition_of
-from diffmegatron.optim.reduction import GradientReduction
-from diffmegatron.optim.tensor_sums import (
+from diffmegatron.optim.partition import (
+    FrozenWeights,
+    accumulated_gradient,
+    local_gradient_norms,
+    partition_of,
+)
+from diffmegatron.optim.reduction import (
+    GradientReduction,
     gradients_of,
     shared_parameters,
     sum_in_backward,

@@ -175,7 +175,22 @@ def process_groups(
                 create_gloo_process_groups=False,
             )
             model_parallel_cuda_manual_seed(seed)
-            yield _current_state(device)
+            yield ParallelState(
+                rank=distributed.get_rank(),
+                world_size=distributed.get_world_size(),
+                device=device,
+                tensor_size=megatron_state.get_tensor_model_parallel_world_size(),
+                tensor_rank=megatron_state.get_tensor_model_parallel_rank(),
+                pipeline_size=megatron_state.get_pipeline_model_parallel_world_size(),
+                pipeline_rank=megatron_state.get_pipeline_model_parallel_rank(),
+                virtual_pipeline_size=(
+                    megatron_state.get_virtual_pipeline_model_parallel_world_size() or 1
+                ),
+                context_size=megatron_state.get_context_parallel_world_size(),
+                context_rank=megatron_state.get_context_parallel_rank(),
+                data_size=megatron_state.get_data_parallel_world_size(),
+                data_rank=megatron_state.get_data_parallel_rank(),
+            )
         finally:
             megatron_state.destroy_model_parallel()
 
@@ -206,22 +221,3 @@ def _ending_new_groups() -> Iterator[None]:
         for group in [each for each in groups if each not in existing]:
             distributed.destroy_process_group(group)
         gc.collect()
-
-
-def _current_state(device: torch.device) -> ParallelState:
-    return ParallelState(
-        rank=distributed.get_rank(),
-        world_size=distributed.get_world_size(),
-        device=device,
-        tensor_size=megatron_state.get_tensor_model_parallel_world_size(),
-        tensor_rank=megatron_state.get_tensor_model_parallel_rank(),
-        pipeline_size=megatron_state.get_pipeline_model_parallel_world_size(),
-        pipeline_rank=megatron_state.get_pipeline_model_parallel_rank(),
-        virtual_pipeline_size=(
-            megatron_state.get_virtual_pipeline_model_parallel_world_size() or 1
-        ),
-        context_size=megatron_state.get_context_parallel_world_size(),
-        context_rank=megatron_state.get_context_parallel_rank(),
-        data_size=megatron_state.get_data_parallel_world_size(),
-        data_rank=megatron_state.get_data_parallel_rank(),
-    )

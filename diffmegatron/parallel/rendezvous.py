@@ -156,7 +156,7 @@ def _is_listening(host: str, port: int) -> bool:
 
 
 def _join(host: str, port: int, seconds: float, place: str) -> Store:
-    """Connect torch's client in a thread, because it ignores time limits if another service listens."""
+    """Connect torch's client in a thread, because it has no time limit at another server."""
     joined: list[Store] = []
 
     def join() -> None:
