@@ -89,7 +89,6 @@ class MetricsHook(Hook):
 
 
 def _peak_memory() -> int:
-    """Return this process's peak memory in bytes: allocated on the GPU, or resident on a CPU."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -48,10 +48,7 @@ class GuardHook(Hook):
             self._roll_back(run, run.decision.reason)
 
     def _roll_back(self, run: Run, reason: str) -> None:
-        """Load an intact checkpoint, but keep the position in the data.
-
-        The batches from the checkpoint up to the anomalous step are not read again.
-        """
+        """Load an intact checkpoint, but continue with the batch after the anomalous step."""
         with run.pause():
             run.complete_or_drop_save()
             run.saver.wait()
@@ -135,7 +132,7 @@ def _new_path(directory: Path, step: int) -> Path:
 
 
 def _by_layer(norms: Mapping[str, float]) -> dict[str, float]:
-    """Combine norms by tensor name into norms of layers (``layer_01``) and of other tensors."""
+    """Combine norms of tensors into norms of layers ("layer_01") and of other tensors."""
     squares: dict[str, float] = defaultdict(float)
     for name, norm in norms.items():
         layer = _LAYER.match(name)
@@ -146,7 +143,7 @@ def _by_layer(norms: Mapping[str, float]) -> dict[str, float]:
 def _largest_logits(run: Run) -> dict[str, float]:
     """Return the largest attention logit of each layer on the last batch, by layer name.
 
-    The result is empty under context parallelism, because a rank lacks the keys of other ranks.
+    Under context parallelism it is empty, because a rank lacks the keys of other ranks.
     """
     if run.parallel_state.context_size > 1:
         return {}

@@ -121,9 +121,7 @@ def _forward(
 ) -> Tensor:
     """Run the network, apply ``read`` to its output, and gather [b, s x context size] everywhere.
 
-    Args:
-        read: maps the losses (with labels) or logits of the last stage to one value per token [b,
-            s].
+    ``read`` maps the last stage's losses (with labels) or logits to one value per token [b, s].
     """
     own: Tensor | None
     if parallel_state.pipeline_size > 1:
@@ -144,7 +142,7 @@ def _forward(
 def _on_all_ranks(
     own: Tensor | None, batch: Batch, parallel_state: ParallelState, dtype: torch.dtype
 ) -> Tensor:
-    """Gather the last pipeline stage's values ``own`` [b, s], and send them to every rank."""
+    """Send the last pipeline stage's values ``own`` [b, s] to every rank, for whole sequences."""
     rows, length = batch.tokens.shape
     whole = torch.empty(
         rows, length * parallel_state.context_size, dtype=dtype, device=parallel_state.device
@@ -188,8 +186,8 @@ def _output(network: Callable[..., Tensor], batch: Batch, *, has_labels: bool) -
 def _packed_documents(batch: Batch) -> PackedSeqParams | None:
     """Return the document boundaries in Megatron's format; None if attention crosses documents.
 
-    The format is ``sbhd``, because tensors keep one row per sequence. ``max_seqlen`` is the length
-    of a sequence, because Megatron computes rotary embeddings for so many positions.
+    Tensors keep one row per sequence (``sbhd``). ``max_seqlen`` is the number of positions for
+    which Megatron computes rotary embeddings.
     """
     if batch.document_ids is None:
         return None
@@ -224,14 +222,10 @@ def _pipeline(
     forward_context: Callable[[], AbstractContextManager[object]],
     observe: Observer | None = None,
 ) -> list[Tensor]:
-    """Run Megatron's 1F1B schedule, and return the summed losses on the last stage (else none).
+    """Run Megatron's 1F1B schedule; on the last stage return the summed loss of each microbatch.
 
-    The schedule reads ``config`` of the module that it calls. It must call the network, because
-    ``config`` of DeepSpeed's engine is DeepSpeed's configuration.
-
-    Args:
-        weight: factor of each summed loss before the backward pass; None for no backward pass.
-        forward_context: function that returns a context manager for each forward pass.
+    The schedule reads ``config`` of the module that it calls, so it cannot call DeepSpeed's engine.
+    Without a ``weight`` of the losses, there is no backward pass.
     """
     # The schedule divides each loss by the number of microbatches and multiplies it by the
     # context-parallel size. This factor cancels both.
@@ -263,9 +257,8 @@ def _scheduled(
 ) -> list[dict[str, Tensor]]:
     """Run Megatron's pipeline schedule; on the last stage return each microbatch's dict.
 
-    Args:
-        step: Megatron's ``forward_step_func``. It returns the stage's output and a function that
-            maps the output of the last stage to a loss and a dict of tensors.
+    ``step`` is Megatron's ``forward_step_func``. It returns the stage's output and a function that
+    maps the output of the last stage to a loss and a dict of tensors.
     """
     batch, stages = microbatches[0], list(network.virtual_stages)
     iterators = [iter(microbatches) for _ in stages]
@@ -286,11 +279,7 @@ def _scheduled(
 def _mean_over_ranks(
     losses: Sequence[Tensor], count: Tensor, parallel_state: ParallelState
 ) -> Tensor:
-    """Return the mean loss of the global batch from ``losses``, the summed losses of microbatches.
-
-    ``losses`` is empty except on the last pipeline stage. ``count`` is the number of counted
-    tokens.
-    """
+    """Divide the sum of ``losses``, which only the last pipeline stage has, by ``count``."""
     total = torch.zeros((), dtype=torch.float32, device=parallel_state.device)
     if losses:
         total += torch.stack(list(losses)).sum()

@@ -74,9 +74,7 @@ def _observe(
 def _largest(queries: Tensor, keys: Tensor) -> Tensor:
     """Return the largest q · k of one document under the causal mask; 0-dim.
 
-    Args:
-        queries: query heads that share one key head, [tokens, heads, d].
-        keys: the key head, [tokens, 1, d].
+    The ``queries`` [tokens, heads, d] share the key head ``keys`` [tokens, 1, d].
     """
     found = []
     for first in range(0, len(queries), _QUERIES):

@@ -85,16 +85,28 @@ class StopRequest:
     """
 
     def __init__(self, launch: LaunchEnvironment, folder: Path | None = None) -> None:
-        self._prints = launch.rank == 0
-        self._limit = TimeLimit(launch.job_end, folder) if launch.rank == 0 else None
+        self._is_main = launch.rank == 0
+        self._job_end, self._folder = launch.job_end, folder
+        self._next_reading = 0.0
         self._first: float | None = None
         self._previous: dict[int, Any] = {}
 
     def is_pending(self, margin_seconds: float) -> bool:
         """Return whether this rank received a stop signal, or (rank 0) the job's end is near."""
-        return self._first is not None or (
-            self._limit is not None and self._limit.is_within(margin_seconds)
-        )
+        if self._first is not None or not self._is_main:
+            return self._first is not None
+        if self._folder is not None and time.monotonic() >= self._next_reading:
+            self._next_reading = time.monotonic() + _JOB_END_SECONDS
+            self._read_job_end(self._folder / JOB_END)
+        return self._job_end is not None and time.time() > self._job_end - margin_seconds
+
+    def _read_job_end(self, path: Path) -> None:
+        with suppress(UserError):  # Keep the known end if the file is missing or damaged.
+            text = read_text(path, max_bytes=_MAX_JOB_END_BYTES).strip()
+            if text == "none":
+                self._job_end = None
+            elif text.isascii() and text.isdecimal():
+                self._job_end = float(text)
 
     def __enter__(self) -> Self:
         for number in SIGNALS:
@@ -110,45 +122,13 @@ class StopRequest:
         one_request = _ONE_INTERRUPT_SECONDS if number == signal.SIGINT else _ONE_REQUEST_SECONDS
         if self._first is None:
             self._first = now
-            if self._prints:
+            if self._is_main:
                 # print() fails in a handler that interrupts another print().
                 name = signal.Signals(number).name
                 with suppress(OSError):
                     os.write(2, f"{name}: stopping after this step; again: at once\n".encode())
         elif now - self._first > one_request:
             os._exit(128 + number)
-
-
-class TimeLimit:
-    """End time of a Slurm job, which an administrator can change while the job runs.
-
-    Args:
-        at_start: end time known at the start of the job, in seconds since 1970; None if unknown.
-        folder: directory in which ``slurm.sh`` updates the end time; None without a job script.
-    """
-
-    def __init__(self, at_start: float | None, folder: Path | None) -> None:
-        self._end, self._folder = at_start, folder
-        self._next_reading = 0.0
-
-    def is_within(self, seconds: float) -> bool:
-        """Return whether the job ends in less than ``seconds``, or is past its end time."""
-        self._read()
-        return self._end is not None and time.time() > self._end - seconds
-
-    def _read(self) -> None:
-        """Read the end time at most every ten seconds; keep the old one if the file is damaged."""
-        if self._folder is None or time.monotonic() < self._next_reading:
-            return
-        self._next_reading = time.monotonic() + _JOB_END_SECONDS
-        try:
-            text = read_text(self._folder / JOB_END, max_bytes=_MAX_JOB_END_BYTES).strip()
-        except UserError:
-            return
-        if text == "none":
-            self._end = None
-        elif text.isascii() and text.isdecimal():
-            self._end = float(text)
 
 
 def save_warnings(seconds: float, launch: LaunchEnvironment, margin: float) -> dict[str, str]:

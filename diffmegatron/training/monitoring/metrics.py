@@ -145,8 +145,7 @@ def newest_entries(run_dir: Path, max_bytes: int = 1 << 18) -> list[Entry]:
 def _drop_after(path: Path, last_step: int) -> None:
     """Drop the entries after ``last_step`` from a file of metrics.
 
-    An intact file is truncated, which needs no free space on the disk. A damaged file is renamed,
-    and its intact entries are written to a new file.
+    Truncation needs no free space on the disk. A damaged file is renamed and rewritten instead.
     """
     if not os.path.lexists(path):
         return

@@ -128,8 +128,8 @@ def open_start(recipe: Recipe, parallel_state: ParallelState) -> Checkpoint | No
 def _check_made_for(source: Checkpoint, attention: Variant) -> None:
     """Check that the heads in ``model.attention`` were selected on the weights of ``source`` (DEX).
 
-    A checkpoint with the same kind of attention is not checked, because training has changed the
-    weights since the selection.
+    A checkpoint of the same kind of attention was trained since the selection, so it is not
+    checked.
     """
     made_for = attention.fingerprint
     if made_for is None or source.recipe.model.attention.kind == attention.kind:

@@ -195,8 +195,7 @@ class Saver:
     def _copy_to_host(self) -> tuple[dict[str, Tensor], str]:
         """Return copies of this rank's tensors by name, and a JSON text with their places.
 
-        All saves share the buffers, because mapping and pinning new pages would cost more than the
-        copy.
+        All saves share the buffers, because mapping new pages would cost more than the copy.
         """
         pieces = [
             piece
@@ -287,7 +286,7 @@ class _Write(threading.Thread):
         self.problem: str | None = None
 
     def run(self) -> None:
-        """Write the file, and set ``entry`` or ``problem``."""
+        """Write the file."""
         try:
             self.entry = write_pieces(self._path, self._tensors, self._places)
         except Exception as error:  # The main thread raises the problem on all ranks.

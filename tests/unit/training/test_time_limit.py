@@ -1,12 +1,17 @@
 """The end time of a Slurm job, which an administrator may change while the job runs."""
 
 import time
+from pathlib import Path
 
 import pytest
 
 from diffmegatron.parallel.launcher import LaunchEnvironment
 from diffmegatron.training.fault_tolerance import safeguards
-from diffmegatron.training.fault_tolerance.safeguards import JOB_END, StopRequest, TimeLimit
+from diffmegatron.training.fault_tolerance.safeguards import JOB_END, StopRequest
+
+
+def stop_request(job_end: float | None, folder: Path) -> StopRequest:
+    return StopRequest(LaunchEnvironment(job_end=job_end), folder)
 
 
 @pytest.fixture(autouse=True)
@@ -18,29 +23,29 @@ def read_at_once(monkeypatch):
 def test_the_initial_job_end_holds_if_the_file_is_missing_or_invalid(noted, tmp_path):
     if noted is not None:
         (tmp_path / JOB_END).write_text(noted)
-    assert TimeLimit(time.time() + 100, tmp_path).is_within(101)
-    assert not TimeLimit(time.time() + 100, tmp_path).is_within(99)
-    assert not TimeLimit(None, tmp_path).is_within(1e9)
+    assert stop_request(time.time() + 100, tmp_path).is_pending(101)
+    assert not stop_request(time.time() + 100, tmp_path).is_pending(99)
+    assert not stop_request(None, tmp_path).is_pending(1e9)
 
 
 def test_the_end_moves_while_the_job_runs(tmp_path):
-    limit = TimeLimit(time.time() + 1000, tmp_path)
-    seen = [limit.is_within(300)]
+    stop = stop_request(time.time() + 1000, tmp_path)
+    seen = [stop.is_pending(300)]
     for noted in (time.time() + 200, time.time() + 5000, "none", time.time() + 200):
         (tmp_path / JOB_END).write_text(f"{noted if noted == 'none' else int(noted)}\n")
-        seen.append(limit.is_within(300))
+        seen.append(stop.is_pending(300))
     assert seen == [False, True, False, False, True]
 
 
 def test_the_file_is_not_read_at_every_step(tmp_path, monkeypatch):
     monkeypatch.setattr(safeguards, "_JOB_END_SECONDS", 10.0)
-    limit = TimeLimit(time.time() + 1000, tmp_path)
-    assert not limit.is_within(300)
+    stop = stop_request(time.time() + 1000, tmp_path)
+    assert not stop.is_pending(300)
     (tmp_path / JOB_END).write_text("1\n")
-    assert not limit.is_within(300)
+    assert not stop.is_pending(300)
     now = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now + 11)
-    assert limit.is_within(300)
+    assert stop.is_pending(300)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
