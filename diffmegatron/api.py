@@ -51,7 +51,7 @@ def train(
     stages = (recipe,) if isinstance(recipe, Recipe) else tuple(recipe)
     read_launch()
     with importing_engines():
-        from diffmegatron.training.training_stages import train_stages
+        from diffmegatron.training.trainer import train_stages
 
     opener: OpenEvaluators | None = None
     if any(stage.training.evaluate for stage in stages):

@@ -200,7 +200,7 @@ def train(config: Config, overrides: Overrides = None) -> None:
     from diffmegatron import api
     from diffmegatron.attempts.ends import EXIT_STOPPED, RankRecord
     from diffmegatron.config.load import load_stages
-    from diffmegatron.training.fault_tolerance.safeguards import exit_on_stop_signal
+    from diffmegatron.training.safeguards import exit_on_stop_signal
 
     with RankRecord.of_environment() as record, exit_on_stop_signal(record):
         stages = load_stages(config, overrides or [])

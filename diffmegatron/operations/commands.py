@@ -214,7 +214,7 @@ def preflight(
     have a problem.
     """
     from diffmegatron.attempts.ends import RankRecord
-    from diffmegatron.training.fault_tolerance.safeguards import exit_on_stop_signal
+    from diffmegatron.training.safeguards import exit_on_stop_signal
 
     record = RankRecord.of_environment()
     with record.write_failures(), exit_on_stop_signal(record):

@@ -31,8 +31,8 @@ from diffmegatron.operations.sbatch_file import (
 )
 from diffmegatron.operations.status import examine
 from diffmegatron.plan import Plan, plan_recipe
-from diffmegatron.training.fault_tolerance.safeguards import too_long_for_kill_wait
 from diffmegatron.training.monitoring.metrics import newest_entries
+from diffmegatron.training.safeguards import too_long_for_kill_wait
 
 # Seconds between SIGUSR1 and the time limit, before a save of this run has been measured.
 _SIGNAL_SECONDS = 600

@@ -164,10 +164,13 @@ class BeginSaveHook(Hook):
     @override
     def after_training(self, run: Run) -> None:
         # A restarted run can set `broken_reason` for saved weights, when it first evaluates them.
-        # `_check_sound` then ends the run with an error.
         if run.saver.saved_step != run.step or run.broken_reason is not None:
             with run.pause():
-                _check_sound(run)
+                # After the last step, no later step shows that the update broke the weights.
+                if run.broken_reason is None and not math.isfinite(run.loss_of_last_batch()):
+                    run.broken_reason = "loss of the last batch after its update is not finite"
+                if run.broken_reason is not None:
+                    give_up(run, run.broken_reason)
                 run.saver.step_decided(finite=True)
                 run.complete_or_drop_save()
                 if run.saver.saved_step != run.step:
@@ -179,17 +182,6 @@ class BeginSaveHook(Hook):
             print_line(
                 f"stop requested: saved step {run.step}; the same command resumes from it{first}"
             )
-
-
-def _check_sound(run: Run) -> None:
-    """End the run without saving if the present weights are broken.
-
-    After the last step no later step detects this, so run the last batch again.
-    """
-    if run.broken_reason is None and not math.isfinite(run.loss_of_last_batch()):
-        run.broken_reason = "loss of the last batch after its update is not finite"
-    if run.broken_reason is not None:
-        give_up(run, run.broken_reason)
 
 
 class ProfileHook(Hook):

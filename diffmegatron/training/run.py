@@ -24,13 +24,13 @@ from diffmegatron.parallel.parallel_state import ParallelState
 from diffmegatron.training.compute.agreement import Agreement, agree
 from diffmegatron.training.compute.batches import on_this_rank, open_loader, verify_sources
 from diffmegatron.training.compute.step import forward_only
-from diffmegatron.training.fault_tolerance.safeguards import StopRequest, Watchdog
 from diffmegatron.training.monitoring.metrics import MetricsWriter
 from diffmegatron.training.monitoring.progress import Progress, print_line
 from diffmegatron.training.monitoring.records import log_write_errors
 from diffmegatron.training.monitoring.source_losses import SourceLosses
 from diffmegatron.training.monitoring.stragglers import PhaseClock
 from diffmegatron.training.monitoring.wandb_writer import WandbWriter
+from diffmegatron.training.safeguards import StopRequest, Watchdog
 from diffmegatron.training.saving.resume import (
     load_snapshot,
     load_weights,

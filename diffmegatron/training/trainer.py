@@ -1,32 +1,104 @@
-"""The training loop. Hooks between the steps save, record metrics, evaluate, and roll back."""
+"""The training of a recipe's stages, and the training loop of one run.
+
+Hooks between the steps save, record metrics, evaluate, and roll back.
+"""
 
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from pathlib import Path
 
-from torch import Tensor
+from torch import Tensor, distributed
 
 from diffmegatron.attempts.ends import RankRecord
+from diffmegatron.checkpoint.checkpoint_format import check_same_run, read_recipe
+from diffmegatron.checkpoint.checkpoint_manifest import read_manifest
+from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
 from diffmegatron.config.schema import Recipe
-from diffmegatron.data.index.corpus_manifest import read_manifest
+from diffmegatron.data.index import corpus_manifest
 from diffmegatron.data.tokenizers import check_vocabulary, load_tokenizer
 from diffmegatron.optim.schedule import learning_rate
+from diffmegatron.parallel.default_group import default_group
 from diffmegatron.parallel.deterministic import deterministic_algorithms
 from diffmegatron.parallel.launcher import read_launch
-from diffmegatron.parallel.parallel_state import process_groups
+from diffmegatron.parallel.parallel_state import from_rank_0, process_groups
 from diffmegatron.training.builtin_hooks import builtin_hooks
 from diffmegatron.training.compute.batches import on_this_rank
 from diffmegatron.training.compute.step import forward_backward
-from diffmegatron.training.fault_tolerance.safeguards import (
-    StopRequest,
-    Watchdog,
-    check_not_a_file,
-    run_lock,
-)
 from diffmegatron.training.hook import Hook
-from diffmegatron.training.monitoring.evaluators import Evaluator
+from diffmegatron.training.monitoring.due import unrecorded_at
+from diffmegatron.training.monitoring.evaluators import Evaluator, OpenEvaluators
 from diffmegatron.training.monitoring.progress import print_line
+from diffmegatron.training.monitoring.wandb_writer import check_installed
 from diffmegatron.training.run import Run
+from diffmegatron.training.safeguards import StopRequest, Watchdog, check_not_a_file, run_lock
+
+
+def train_stages(
+    recipes: Sequence[Recipe],
+    record: RankRecord | None = None,
+    open_evaluators: OpenEvaluators | None = None,
+    hooks: Sequence[Hook] = (),
+) -> bool:
+    """Train the stages of a recipe one after the other; return whether all are finished.
+
+    Finished stages are skipped, but not a single stage: :func:`train` handles a finished run.
+    Arguments are like those of :func:`train`; ``hooks`` are the same instances in every stage.
+    """
+    launch = read_launch()
+    for recipe in recipes:
+        recipe.data_parallel(launch.ranks)
+        check_installed(recipe.training.wandb)
+    names = [
+        f"stage {number} of {len(recipes)}, {Path(recipe.run_dir).name}"
+        for number, recipe in enumerate(recipes, start=1)
+    ]
+    with default_group():
+        unfinished = _unfinished(recipes, names) if len(recipes) > 1 else list(recipes)
+        evaluators = [open_evaluators(recipe) if open_evaluators else () for recipe in unfinished]
+        if record is not None and not unfinished:
+            record.set_step(recipes[-1].training.total_steps, recipes[-1].run_dir)
+        # Share one StopRequest, so that a signal after a stage's last step stops the next stages.
+        with StopRequest(launch, record.folder if record else None) as stop:
+            for recipe, each in zip(unfinished, evaluators, strict=True):
+                if recipe is not unfinished[0] and _should_stop(stop, recipe):
+                    return False
+                if len(recipes) > 1 and distributed.get_rank() == 0:
+                    print_line(
+                        f"{names[recipes.index(recipe)]}: {recipe.training.total_steps} steps"
+                    )
+                if not train(recipe, record, each, hooks, stop):
+                    return False
+    return True
+
+
+def _should_stop(stop: StopRequest, following: Recipe) -> bool:
+    """Return, on every rank, whether at least one rank must stop before the next stage begins."""
+    pending: list[bool] = [False] * distributed.get_world_size()
+    is_pending = stop.is_pending(following.checkpoint.time_limit_margin)
+    distributed.all_gather_object(pending, is_pending)
+    if any(pending) and distributed.get_rank() == 0:
+        name = Path(following.run_dir).name
+        print_line(f"stop requested before stage {name}; the same command resumes with it")
+    return any(pending)
+
+
+def _unfinished(recipes: Sequence[Recipe], names: Sequence[str]) -> list[Recipe]:
+    """Return the recipes of the stages that are not finished, and print the finished stages."""
+    finished = from_rank_0(lambda: [_is_finished(recipe) for recipe in recipes])
+    for recipe, name, is_finished in zip(recipes, names, finished, strict=True):
+        if is_finished and distributed.get_rank() == 0:
+            print_line(f"{name}: finished at step {recipe.training.total_steps}")
+    return [recipe for recipe, done in zip(recipes, finished, strict=True) if not done]
+
+
+def _is_finished(recipe: Recipe) -> bool:
+    """Return whether a stage has the checkpoint and all evaluations of its last step."""
+    run_dir, steps = Path(recipe.run_dir), recipe.training.total_steps
+    newest = CheckpointStore(run_dir).latest()
+    if newest is None or read_manifest(newest).step != steps:
+        return False
+    check_same_run(newest, read_recipe(newest), recipe)
+    return recipe.checkpoint.resume and not unrecorded_at(recipe, steps, run_dir)
 
 
 def train(
@@ -126,7 +198,7 @@ def decide_document_mask(recipe: Recipe, *, prints: bool = True) -> Recipe:
     conversations = [
         source.path
         for source in data.sources
-        if data.packing != "none" and read_manifest(source.path).is_fine_tuning
+        if data.packing != "none" and corpus_manifest.read_manifest(source.path).is_fine_tuning
     ]
     if conversations and prints:
         print_line(

@@ -20,7 +20,7 @@ from diffmegatron.evaluation.evaluate import evaluate
 from diffmegatron.evaluation.in_training import metric_name, open_evaluators
 from diffmegatron.model.network import VirtualStage
 from diffmegatron.training.monitoring.metrics import TENSORBOARD, read_metrics
-from diffmegatron.training.training_stages import train_stages
+from diffmegatron.training.trainer import train_stages
 from tests.conftest import TINY
 from tests.parallel import within_worker
 from tests.ranks import launch

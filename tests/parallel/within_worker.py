@@ -12,7 +12,7 @@ from diffmegatron.evaluation.in_training import open_evaluators
 from diffmegatron.evaluation.model import Model
 from diffmegatron.evaluation.suite import Item, Record
 from diffmegatron.evaluation.suites.needle import Retrieval
-from diffmegatron.training.training_stages import train_stages
+from diffmegatron.training.trainer import train_stages
 
 
 def train(recipe: Recipe) -> None:

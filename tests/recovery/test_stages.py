@@ -12,11 +12,10 @@ from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
 from diffmegatron.config.load import load_recipe, load_stages
 from diffmegatron.config.schema import Recipe
 from diffmegatron.errors import UserError
-from diffmegatron.training import training_stages as stages_module
+from diffmegatron.training import trainer
 from diffmegatron.training.hook import Hook
 from diffmegatron.training.monitoring.metrics import read_metrics
-from diffmegatron.training.trainer import train
-from diffmegatron.training.training_stages import train_stages
+from diffmegatron.training.trainer import train, train_stages
 from tests.conftest import TINY
 
 STAGES = """
@@ -167,7 +166,7 @@ def test_a_mistake_in_a_stage_names_it(staged):
 def test_a_finished_stage_is_skipped_without_reading_its_weights(staged, capfd, monkeypatch):
     stages = load_stages(staged)
     assert train_stages(stages[:1])
-    monkeypatch.setattr(stages_module, "train", lambda recipe, *_: trained.append(recipe) or True)
+    monkeypatch.setattr(trainer, "train", lambda recipe, *_: trained.append(recipe) or True)
     trained: list[Recipe] = []
     # Damage the weights of the finished stage. train_stages must not read them; the run that starts
     # with these weights would check them.

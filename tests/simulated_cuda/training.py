@@ -13,7 +13,7 @@ from diffmegatron.config.schema import Recipe
 from diffmegatron.evaluation.in_training import open_evaluators
 from diffmegatron.training import trainer
 from diffmegatron.training.saving import saver
-from diffmegatron.training.training_stages import train_stages
+from diffmegatron.training.trainer import train_stages
 from tests.simulated_cuda.recorder import Recorder
 from tests.simulated_cuda.recording import Case
 

@@ -60,7 +60,7 @@ def start(mode: str, folder: str) -> None:
         import megatron.core  # noqa: F401
 
         phases.mark("Megatron-core")
-        import diffmegatron.training.training_stages  # noqa: F401
+        import diffmegatron.training.trainer  # noqa: F401
 
         phases.mark("diffmegatron")
         os.environ.setdefault("DS_ACCELERATOR", "cpu")

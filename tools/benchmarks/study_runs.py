@@ -21,8 +21,8 @@ from diffmegatron.errors import UserError
 from diffmegatron.evaluation.compare import final_figures, read_run
 from diffmegatron.files import format_path, parse_json, read_bytes, write_durably
 from diffmegatron.model.accounting import count_parameters
-from diffmegatron.training.fault_tolerance.safeguards import run_lock
 from diffmegatron.training.monitoring.evaluators import HELD_OUT, TEST
+from diffmegatron.training.safeguards import run_lock
 from tools.benchmarks.machine import cpu_name
 from tools.benchmarks.study_file import DuringTraining, PlannedRun, Study
 

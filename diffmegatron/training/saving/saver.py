@@ -30,8 +30,8 @@ from diffmegatron.optim.zero import ZeroEngine
 from diffmegatron.parallel.launcher import LaunchEnvironment
 from diffmegatron.parallel.parallel_state import ParallelState, errors_on_all_ranks, fail_together
 from diffmegatron.parallel.random import random_states
-from diffmegatron.training.fault_tolerance.safeguards import save_warnings
 from diffmegatron.training.monitoring.progress import print_line
+from diffmegatron.training.safeguards import save_warnings
 
 log = logging.getLogger(__name__)
 

@@ -11,10 +11,10 @@ from diffmegatron.config.stage_order import RESERVED, is_stage_name
 from diffmegatron.operations.launch import JOB_FILE, JOB_NUMBER, JOB_RECIPE
 from diffmegatron.operations.torchrun import SCRIPT
 from diffmegatron.training.builtin_hooks import PROFILE
-from diffmegatron.training.fault_tolerance.safeguards import LOCK, STACKS
 from diffmegatron.training.guard_hook import EVENTS
 from diffmegatron.training.monitoring.metrics import METRICS, TENSORBOARD
 from diffmegatron.training.monitoring.wandb_writer import RUN_ID
+from diffmegatron.training.safeguards import LOCK, STACKS
 
 WRITTEN = {ATTEMPTS, CHECKPOINTS, EVENTS, JOB_FILE, JOB_NUMBER, JOB_RECIPE, LOCK, METRICS}
 WRITTEN |= {PROFILE, RECIPE, RUN_ID, SCRIPT, STACKS, TENSORBOARD}

@@ -13,7 +13,7 @@ START = """
 import sys
 from diffmegatron.parallel.engine_imports import importing_engines
 with importing_engines():
-    import diffmegatron.training.training_stages
+    import diffmegatron.training.trainer
 from diffmegatron.optim.zero import import_deepspeed
 import_deepspeed()
 import deepspeed.runtime.zero.stage_1_and_2, deepspeed.runtime.zero.stage3

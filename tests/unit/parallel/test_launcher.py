@@ -6,7 +6,7 @@ import torch
 from diffmegatron.errors import UserError
 from diffmegatron.parallel.default_group import default_group
 from diffmegatron.parallel.launcher import LaunchEnvironment, read_launch
-from diffmegatron.training.fault_tolerance.safeguards import save_warnings
+from diffmegatron.training.safeguards import save_warnings
 
 WHOLE = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "host", "MASTER_PORT": "1234"}
 OTHERS = (

@@ -9,9 +9,9 @@ from diffmegatron.attention.self_attention import SelfAttention
 from diffmegatron.data.loader import Batch
 from diffmegatron.model.build import build_model
 from diffmegatron.parallel.parallel_state import process_groups
+from diffmegatron.training import guard_hook
 from diffmegatron.training.compute.step import summed_loss
-from diffmegatron.training.fault_tolerance import largest_logits as logits
-from diffmegatron.training.fault_tolerance.largest_logits import largest_logits
+from diffmegatron.training.guard_hook import largest_logits
 
 GROUPED = ("model.attention.kind=grouped", "model.attention.signal_per_noise=2")
 # Each kind has overrides of the tiny recipe, and a list with the key head of each query head. The
@@ -66,7 +66,7 @@ def a_batch(packed):
 def test_the_largest_logit_of_every_layer_is_found(kind, packed, tiny_recipe, monkeypatch):
     overrides, meets = KINDS[kind]
     recipe = tiny_recipe(*overrides, "model.initialization.std=0.5")
-    monkeypatch.setattr(logits, "_QUERIES", 24)
+    monkeypatch.setattr(guard_hook, "_QUERIES", 24)
     kind, expected = type(recipe.model.attention), {}
     forward = kind.forward
     ends = torch.tensor([0, 10, 64, 100, 128] if packed else [0, 64, 128])

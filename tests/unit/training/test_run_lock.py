@@ -13,12 +13,12 @@ import pytest
 from diffmegatron import file_lock
 from diffmegatron.errors import UserError
 from diffmegatron.file_lock import FileLock
-from diffmegatron.training.fault_tolerance.safeguards import run_lock
+from diffmegatron.training.safeguards import run_lock
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from diffmegatron.training.fault_tolerance.safeguards import run_lock
+from diffmegatron.training.safeguards import run_lock
 with run_lock(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(60)

@@ -7,8 +7,8 @@ import time
 import pytest
 
 from diffmegatron.parallel.launcher import LaunchEnvironment
-from diffmegatron.training.fault_tolerance import safeguards
-from diffmegatron.training.fault_tolerance.safeguards import StopRequest
+from diffmegatron.training import safeguards
+from diffmegatron.training.safeguards import StopRequest
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from diffmegatron.parallel.launcher import LaunchEnvironment
-from diffmegatron.training.fault_tolerance import safeguards
-from diffmegatron.training.fault_tolerance.safeguards import JOB_END, StopRequest
+from diffmegatron.training import safeguards
+from diffmegatron.training.safeguards import JOB_END, StopRequest
 
 
 def stop_request(job_end: float | None, folder: Path) -> StopRequest:

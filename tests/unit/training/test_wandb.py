@@ -9,8 +9,7 @@ import pytest
 
 from diffmegatron.errors import UserError
 from diffmegatron.training.monitoring.metrics import read_metrics
-from diffmegatron.training.trainer import train
-from diffmegatron.training.training_stages import train_stages
+from diffmegatron.training.trainer import train, train_stages
 
 SHORT = ["training.steps=4", "training.eval_batches=0", "checkpoint.interval=2"]
 TOLD = "training.wandb={project: pairs, name: first}"

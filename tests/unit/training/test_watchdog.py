@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from diffmegatron.config.recovery_config import WatchdogConfig
-from diffmegatron.training.fault_tolerance.safeguards import Watchdog
+from diffmegatron.training.safeguards import Watchdog
 
 SCRIPT = """
 import sys, threading, time
 from pathlib import Path
 from diffmegatron.config.recovery_config import WatchdogConfig
-from diffmegatron.training.fault_tolerance.safeguards import Watchdog
+from diffmegatron.training.safeguards import Watchdog
 
 def a_thread_of_the_loader():
     time.sleep(60)

@@ -1,1 +1,0 @@
-"""Fault tolerance: stop signals, watchdog, run lock and reports of anomalous steps."""
