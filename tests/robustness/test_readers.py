@@ -24,10 +24,9 @@ from diffmegatron.config.load import check_recipe, load_stages
 from diffmegatron.data.index.token_store import open_corpus
 from diffmegatron.data.prepare.corpus_readers import find_files, read_records
 from diffmegatron.data.prepare.encode import encode_batch
-from diffmegatron.data.prepare.journal import Journal, last_commit
+from diffmegatron.data.prepare.journal import Identity, Journal, State, last_commit
 from diffmegatron.data.prepare.merge_parts import merge
 from diffmegatron.data.prepare.parts import Part
-from diffmegatron.data.prepare.preparation import Identity, State
 from diffmegatron.data.prepare.prepare import prepare
 from diffmegatron.data.prepare.prepare_settings import PrepareSettings
 from diffmegatron.data.sampling.array_cache import Cache
@@ -141,7 +140,7 @@ def corpus(layout: Any, suffix: str, parts: int = 0) -> Reader:
             opened = open_corpus(str(prefix))
             opened.check_index()
             int(opened.tokens[:].sum())
-            for document in range(opened.num_documents if opened.manifest.is_fine_tuning else 0):
+            for document in range(len(opened.lengths) if opened.manifest.is_fine_tuning else 0):
                 opened.loss_mask(document)
 
         return Path(f"{prefix}{suffix}"), read
@@ -203,7 +202,7 @@ def journal(folder: Path) -> tuple[Path, Read]:
         begun.commit(State(identity=identity))
 
     def read() -> None:
-        Journal(folder / "out", ("tokens",), last_commit(folder / "out", State)).close()
+        Journal(folder / "out", ("tokens",), last_commit(folder / "out")).close()
 
     return resealed(folder, folder / "out/journal.json", read)
 

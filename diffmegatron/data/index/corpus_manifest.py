@@ -28,7 +28,6 @@ from diffmegatron.section import Section
 
 _BUFFER = 1 << 20
 _READ_BYTES = 1 << 24
-_HASHED_AT_ONCE = 1 << 30
 LAYOUTS = ("text", "instruction", "chat", "template")
 
 CountOrZero = Annotated[int, Field(ge=0, lt=1 << 63)]
@@ -207,21 +206,6 @@ def hash_file(path: Path, before: int = 0, after: int = 0) -> str:
 def file_record(path: Path, name: str) -> FileRecord:
     """Return the record of the file at ``path`` under the file name ``name``."""
     return FileRecord(path=printable(name), bytes=path.stat().st_size, sha256=hash_file(path))
-
-
-def hash_in_parts(path: Path) -> Iterator[str]:
-    """Yield the sha256 of the bytes read so far: after every GiB, and at the end of the file.
-
-    The caller can do other work between two values.
-    """
-    digest, read = hashlib.sha256(), 0
-    for piece in pieces(path):
-        digest.update(piece)
-        read += len(piece)
-        if read >= _HASHED_AT_ONCE:
-            read = 0
-            yield digest.hexdigest()
-    yield digest.hexdigest()
 
 
 def pieces(path: Path, before: int = 0) -> Iterator[memoryview]:

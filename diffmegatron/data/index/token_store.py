@@ -26,12 +26,10 @@ _MAPPED_AT_ONCE = 128
 
 
 class PartTokens:
-    """Concatenation of files of token ids, read by slices like one array.
+    """Concatenation of token files, read by slices like one array; ``files`` are paths and sizes.
 
-    A file is memory-mapped when it is first read.
-
-    ``files`` has the path and the size in bytes of each file. A slice within one file is a view. A
-    slice over several files is a copy, which is rare: a document never spans two files.
+    A file is memory-mapped when it is first read. A slice within one file is a view. A slice over
+    several files is a copy, which is rare: a document never spans two files.
     """
 
     def __init__(self, files: Sequence[tuple[Path, int]], dtype: np.dtype) -> None:
@@ -90,11 +88,6 @@ class Corpus:
     index: _IndexReader
     dataset: IndexedDataset | None
 
-    @property
-    def num_documents(self) -> int:
-        """Number of documents."""
-        return len(self.lengths)
-
     def loss_mask(self, document: int) -> np.ndarray:
         """Return the loss mask of a fine-tuning document, bool ``[tokens]``, True in responses.
 
@@ -110,7 +103,7 @@ class Corpus:
         segments = self.index.sequence_lengths
         check_boundaries(f"{self.prefix}.idx", self.index.document_indices)
         expected = 0
-        for first in range(0, self.num_documents, _BUFFER):
+        for first in range(0, len(self.lengths), _BUFFER):
             lengths = self.lengths[first : first + _BUFFER].astype(np.int64)
             offsets = self.offsets[first : first + _BUFFER]
             ends = expected + np.cumsum(lengths) * self.tokens.itemsize

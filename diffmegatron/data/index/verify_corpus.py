@@ -4,19 +4,22 @@ Comparing sizes is fast and detects missing files, truncated files and files of 
 Comparing hashes reads every byte and also detects flipped bits.
 """
 
+import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 
 from diffmegatron.data.index.corpus_manifest import (
     Manifest,
-    hash_in_parts,
     manifest_path,
     parts_folder,
+    pieces,
     read_manifest,
 )
 from diffmegatron.data.index.index_file import IndexHeader, read_header
 from diffmegatron.errors import UserError
 from diffmegatron.files import file_size, format_path
+
+_HASHED_AT_ONCE = 1 << 30
 
 
 def data_files(manifest: Manifest) -> tuple[str, ...]:
@@ -53,20 +56,23 @@ def check_sizes(prefix: str | Path, manifest: Manifest) -> IndexHeader:
 
 
 def check_hash(prefix: str | Path, suffix: str) -> Iterator[None]:
-    """Compare the hash of one data file with the manifest; yield after every GiB.
+    """Compare the hash of one data file with the manifest; ``suffix`` is from :func:`data_files`.
 
-    ``suffix`` is one of the suffixes that :func:`data_files` returns. The caller can do other work
-    between two GiB.
+    The generator yields after every GiB and at the end of the file, for other work of the caller.
     """
     path, manifest = Path(f"{prefix}{suffix}"), read_manifest(prefix)
     # The files may have been renamed to another prefix, so find the recorded hash by suffix.
     recorded = {Path(output.path).suffix: output.sha256 for output in manifest.outputs}
     recorded |= {f".parts/{part.path}": part.sha256 for part in manifest.parts}
-    sha256 = ""
-    for sofar in hash_in_parts(path):
-        sha256 = sofar
-        yield
-    if sha256 != recorded.get(suffix):
+    digest, read = hashlib.sha256(), 0
+    for piece in pieces(path):
+        digest.update(piece)
+        read += len(piece)
+        if read >= _HASHED_AT_ONCE:
+            read = 0
+            yield
+    yield
+    if digest.hexdigest() != recorded.get(suffix):
         raise UserError(
             f"{format_path(path)} is damaged: its sha256 is not that of "
             f"{format_path(manifest_path(prefix))}; copy or prepare it again"

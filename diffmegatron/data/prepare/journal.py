@@ -1,21 +1,65 @@
-"""Append-only files with commits; committed data survives a kill of the process."""
+"""Append-only files with commits: the progress of a preparation, which survives a kill."""
 
 import hashlib
 import os
 import shutil
 import stat
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, Generic, Self, TypeVar
+from typing import Annotated, BinaryIO, Self
 
 from pydantic import BaseModel, Field
 
+from diffmegatron.data.index.corpus_manifest import PartRecord
+from diffmegatron.data.prepare.worker_pool import Position
 from diffmegatron.errors import UserError
 from diffmegatron.files import format_path, read_sealed, write_sealed
+from diffmegatron.section import Section
 
 _STATE = "journal.json"
 _BUFFER = 1 << 24
 
-State = TypeVar("State", bound=BaseModel)
+
+@dataclass
+class Counts:
+    """Running totals of a preparation.
+
+    ``documents`` and ``tokens`` exclude duplicates; ``text_bytes`` (UTF-8) includes them.
+    ``tokens`` includes end-of-document tokens. ``rejected`` and ``empty`` count input records.
+    """
+
+    documents: int = 0
+    tokens: int = 0
+    text_bytes: int = 0
+    rejected: int = 0
+    empty: int = 0
+    duplicates: int = 0
+
+
+class Identity(Section):
+    """Inputs and settings of a preparation; they must be unchanged to resume it.
+
+    ``files`` has the path, the number of bytes to read and the modification time (ns) of each file.
+    ``part`` is None if the whole corpus is prepared.
+    """
+
+    settings: dict[str, str | bool | int | None]
+    files: tuple[tuple[str, int, int], ...]
+    part: PartRecord | None = None
+
+
+class State(Section, frozen=False):
+    """Progress of a preparation, which each commit of the journal records.
+
+    ``first_reject`` describes the first unusable record ("": none). ``finished`` means that all
+    files are complete and can be renamed.
+    """
+
+    identity: Identity
+    position: Position = Position()
+    counts: Counts = Field(default_factory=Counts)
+    first_reject: str = ""
+    finished: bool = False
 
 
 class FileState(BaseModel):
@@ -25,19 +69,19 @@ class FileState(BaseModel):
     sha256: str
 
 
-class Commit(BaseModel, Generic[State]):
-    """Last commit of a journal: the caller's state, and the state of each file by name."""
+class Commit(BaseModel):
+    """Last commit of a journal."""
 
     state: State
     files: dict[str, FileState]
 
 
-def last_commit(folder: Path, schema: type[State]) -> Commit[State] | None:
+def last_commit(folder: Path) -> Commit | None:
     """Return the last commit in the folder of a journal; None if there is no commit."""
     path = folder / _STATE
     if not os.path.lexists(path):
         return None
-    commit: Commit[State] = read_sealed(path, Commit[schema])  # type: ignore[valid-type]
+    commit: Commit = read_sealed(path, Commit)
     return commit
 
 
@@ -48,7 +92,7 @@ class Journal:
     after the commit. Without a ``commit``, all files are emptied.
     """
 
-    def __init__(self, folder: Path, names: tuple[str, ...], commit: Commit[Any] | None) -> None:
+    def __init__(self, folder: Path, names: tuple[str, ...], commit: Commit | None) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
         self._files: dict[str, BinaryIO] = {}
@@ -85,7 +129,7 @@ class Journal:
         """Return the sha256 of all bytes of the file ``name``, committed or not."""
         return self._digests[name].hexdigest()
 
-    def commit(self, state: BaseModel) -> None:
+    def commit(self, state: State) -> None:
         """Write ``state`` and all appended data durably."""
         for file in self._files.values():
             file.flush()
@@ -94,7 +138,7 @@ class Journal:
             name: FileState(bytes=file.tell(), sha256=self.sha256(name))
             for name, file in self._files.items()
         }
-        content = Commit[BaseModel](state=state, files=files).model_dump_json(serialize_as_any=True)
+        content = Commit(state=state, files=files).model_dump_json()
         write_sealed(self.folder / _STATE, content)
 
     def close(self) -> None:

@@ -14,7 +14,6 @@ from pathlib import Path
 import numpy as np
 import pyarrow
 import pyarrow.parquet
-from pydantic import Field
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
@@ -23,7 +22,6 @@ from diffmegatron.data.index.corpus_manifest import (
     InputRecord,
     LengthBin,
     Manifest,
-    PartRecord,
     TokenizerRecord,
     document_lengths,
     file_record,
@@ -33,12 +31,11 @@ from diffmegatron.data.index.corpus_manifest import (
 from diffmegatron.data.index.index_file import write_index
 from diffmegatron.data.prepare.corpus_readers import CorpusFile
 from diffmegatron.data.prepare.encode import Deduplicator, EncodedBatch, loaded, token_dtype
-from diffmegatron.data.prepare.journal import Journal, remove_journal
+from diffmegatron.data.prepare.journal import Journal, State, remove_journal
 from diffmegatron.data.prepare.prepare_settings import PrepareSettings
-from diffmegatron.data.prepare.worker_pool import Position, encode_in_order
+from diffmegatron.data.prepare.worker_pool import encode_in_order
 from diffmegatron.errors import UserError
 from diffmegatron.files import format_path, open_file, printable, shorten, write_durably
-from diffmegatron.section import Section
 
 TOKENS, LENGTHS, COUNTS, DIGESTS = "tokens.bin", "lengths.i32", "counts.i32", "digests.bin"
 REJECTS = "rejects.jsonl"
@@ -47,48 +44,6 @@ INDEX, MANIFEST = "index.idx", "manifest.json"
 # Number of documents and rejects from which on each commit checks the share of rejects. Among fewer
 # records, a single reject is already a large share.
 _EARLY_CHECK = 1000
-
-
-@dataclasses.dataclass
-class Counts:
-    """Running totals of a preparation.
-
-    ``documents`` and ``tokens`` exclude duplicates; ``text_bytes`` (UTF-8) includes them.
-    ``tokens`` includes end-of-document tokens. ``rejected`` and ``empty`` count input records.
-    """
-
-    documents: int = 0
-    tokens: int = 0
-    text_bytes: int = 0
-    rejected: int = 0
-    empty: int = 0
-    duplicates: int = 0
-
-
-class Identity(Section):
-    """Inputs and settings of a preparation; they must be unchanged to resume it.
-
-    ``files`` has the path, the number of bytes to read and the modification time (ns) of each file.
-    ``part`` is None if the whole corpus is prepared.
-    """
-
-    settings: dict[str, str | bool | int | None]
-    files: tuple[tuple[str, int, int], ...]
-    part: PartRecord | None = None
-
-
-class State(Section, frozen=False):
-    """Progress of a preparation, which each commit of the journal records.
-
-    ``first_reject`` describes the first unusable record ("": none). ``finished`` means that all
-    files are complete and can be renamed.
-    """
-
-    identity: Identity
-    position: Position = Position()
-    counts: Counts = Field(default_factory=Counts)
-    first_reject: str = ""
-    finished: bool = False
 
 
 class Preparation:

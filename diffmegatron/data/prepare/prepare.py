@@ -19,7 +19,7 @@ from diffmegatron.data.index.corpus_manifest import (
 from diffmegatron.data.index.verify_corpus import check_hashes
 from diffmegatron.data.prepare.corpus_readers import CorpusFile, find_files
 from diffmegatron.data.prepare.encode import loaded, template
-from diffmegatron.data.prepare.journal import Journal, last_commit, remove_journal
+from diffmegatron.data.prepare.journal import Identity, Journal, State, last_commit, remove_journal
 from diffmegatron.data.prepare.parts import Part, check_fits, cut
 from diffmegatron.data.prepare.preparation import (
     FILES,
@@ -27,9 +27,7 @@ from diffmegatron.data.prepare.preparation import (
     MANIFEST,
     REJECTS,
     TOKENS,
-    Identity,
     Preparation,
-    State,
 )
 from diffmegatron.data.prepare.prepare_settings import PrepareSettings
 from diffmegatron.errors import UserError
@@ -196,29 +194,25 @@ def _describe_changed_input(before: tuple[InputRecord, ...], now: list[CorpusFil
 def _unfinished(folder: Path, identity: Identity, *, restart: bool) -> tuple[State, Journal]:
     """Open the journal in ``folder`` at its last commit, or begin a new journal."""
     try:
-        commit = last_commit(folder, State)
+        commit = last_commit(folder)
         state = commit.state if commit else State(identity=identity)
         if state.identity == identity:
             return state, Journal(folder, () if state.finished else FILES, commit)
         # Without documents (for instance after a wrong --text-field), no work is lost.
         is_lost = bool(state.counts.documents)
-        problem = _describe_other_preparation(folder, state.identity, identity)
+        others = other_settings(state.identity.settings, identity.settings)
+        if (state.identity.files, state.identity.part) != (identity.files, identity.part):
+            others.append("other input files")
+        problem = (
+            f"{format_path(folder)} holds an unfinished preparation with {', '.join(others)}; "
+            "finish that one with its own command"
+        )
     except UserError as error:
         is_lost, problem = True, str(error)
     if is_lost and not restart:
         raise UserError(f"{problem}, or add --restart to drop it and begin this one")
     remove_journal(folder)
     return State(identity=identity), Journal(folder, FILES, None)
-
-
-def _describe_other_preparation(folder: Path, before: Identity, now: Identity) -> str:
-    others = other_settings(before.settings, now.settings)
-    if (before.files, before.part) != (now.files, now.part):
-        others.append("other input files")
-    return (
-        f"{format_path(folder)} holds an unfinished preparation with {', '.join(others)}; finish "
-        "that one with its own command"
-    )
 
 
 def _publish(prefix: Path) -> None:

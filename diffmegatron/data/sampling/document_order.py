@@ -93,7 +93,7 @@ def open_order(corpus: Corpus, selection: Selection, cache: Cache) -> DocumentOr
 def build_order(corpus: Corpus, selection: Selection) -> Arrays:
     """Compute a :class:`DocumentOrder`; return its arrays, and its histograms as JSON values."""
     corpus.check_index()
-    documents = select_split(corpus.num_documents, selection)
+    documents = select_split(len(corpus.lengths), selection)
     all_lengths = corpus.lengths[documents]
     documents = documents[keep_long(all_lengths, documents, selection)]
     # Unlike numpy's random numbers, these hashes are the same in every version. They are distinct,

@@ -17,8 +17,7 @@ from diffmegatron.config.data_config import DataConfig
 from diffmegatron.data.index.corpus_manifest import read_manifest
 from diffmegatron.data.prepare.corpus_readers import find_files, read_records
 from diffmegatron.data.prepare.encode import encode_batch
-from diffmegatron.data.prepare.journal import Journal, last_commit
-from diffmegatron.data.prepare.preparation import Identity, State
+from diffmegatron.data.prepare.journal import Identity, Journal, State, last_commit
 from diffmegatron.data.prepare.prepare import prepare
 from diffmegatron.data.prepare.prepare_settings import PrepareSettings
 from diffmegatron.data.sampling.array_cache import Cache
@@ -180,7 +179,7 @@ def test_journals(tmp_path: Path) -> None:
         journal.commit(State(identity=identity))
 
     def read() -> None:
-        commit = last_commit(folder, State)
+        commit = last_commit(folder)
         assert commit is not None and commit.state.identity == identity
         Journal(folder, ("tokens",), commit).close()
 

@@ -72,6 +72,6 @@ def test_opening_is_constant_in_time_and_memory(tmp_path: Path, parts: int) -> N
     corpus = open_corpus(str(tmp_path / "sparse"))
     assert time.process_time() - started < 0.1
     assert resident_bytes() - before < 1 << 20, "the arrays are memory-mapped, not read"
-    assert corpus.num_documents == DOCUMENTS
+    assert len(corpus.lengths) == DOCUMENTS
     assert len(corpus.tokens) == DOCUMENTS * LENGTH
     assert corpus.tokens[DOCUMENTS * LENGTH - 3 :].tolist() == [0, 0, 0]
