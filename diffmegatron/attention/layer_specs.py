@@ -78,13 +78,9 @@ def layer_spec(
 ) -> ModuleSpec:
     """Return the spec of one transformer layer: pre-norm, no biases, SwiGLU.
 
-    Args:
-        variant: kind of attention and its sizes.
-        host: library of the linear and norm classes.
-        backend: kernel of differential attention: ``auto``, or a name that the command
-            ``diffmegatron doctor`` lists. It is always ``auto`` for softmax attention.
-        communication: method of communication between context-parallel ranks.
-        lora: LoRA of the projections, for the local host only.
+    ``backend`` is the kernel of differential attention: ``auto``, or a name that the command
+    ``diffmegatron doctor`` lists. ``communication`` is that of the context-parallel ranks. Only the
+    local host supports ``lora``.
     """
     input_norm: type = RMSNorm
     mlp_norm: type = RMSNorm
@@ -110,13 +106,8 @@ def layer_spec(
         else:
             input_norm = IdentityOp
             keys["self_attention.linear_qkv.layer_norm_"] = "input_layernorm."
-    attention = {
-        "variant": variant,
-        "backend": backend,
-        "communication": communication,
-        "linear_qkv": linear["linear_qkv"],
-        "linear_proj": linear["linear_proj"],
-    }
+    attention = {"variant": variant, "backend": backend, "communication": communication}
+    attention |= {name: linear[name] for name in ("linear_qkv", "linear_proj")}
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(

@@ -136,7 +136,7 @@ class SelfAttention(MegatronModule):
         packed_seq_params: PackedSeqParams | None = None,
         **_: object,
     ) -> tuple[Tensor, Tensor | None]:
-        """Compute causal self-attention; Megatron's layer calls it like Megatron's SelfAttention.
+        """Return causal self-attention with the shape of ``hidden_states``, and None for a bias.
 
         Args:
             hidden_states: [s, b, hidden]; under sequence parallelism, this rank's shard of s.
@@ -145,9 +145,6 @@ class SelfAttention(MegatronModule):
             packed_seq_params: ``cu_seqlens_q`` has the boundaries of packed documents,
                 [documents + 1] integers on the CPU. They are positions in the concatenation of the
                 batch's unsharded rows, although the tensors are not concatenated.
-
-        Returns:
-            Output with the shape of hidden_states, and None in place of a bias.
         """
         documents = None if packed_seq_params is None else packed_seq_params.cu_seqlens_q
         query, key, value = self._split(self.linear_qkv(hidden_states)[0])

@@ -38,18 +38,14 @@ def ring_attention(
 ) -> Tensor:
     """Return causal attention of this rank's queries over the whole sequence.
 
-    Args:
-        group: context-parallel ranks.
-        backend: backend of attention between two chunks, as in `chunk_attention`.
-        heads: q, k, v or q1, k1, q2, k2, v of this rank's zigzag shard, `[b, s, heads, width]`
-            each.
-        lambda_: 0-dim factor of the second map; None with one map.
-        norm: applied to the result if given.
-        cu_seqlens: boundaries of the documents in the whole sequence, `[documents + 1]` integers.
+    The result is `[b, s, heads of q1, width of v]` in the dtype of v: the output of the only map or
+    `out1 - lambda out2`, normalised by ``norm``.
 
-    Returns:
-        `[b, s, heads, width]` with the heads of q1 and the width of v, in the dtype of v: the
-        output of the only map, or `out1 - lambda out2`.
+    Args:
+        backend: backend of attention between two chunks, as in `chunk_attention`.
+        heads: q, k, v or q1, k1, q2, k2, v of this rank's zigzag shard, `[b, s, heads, width]`.
+        lambda_: 0-dim factor of the second map; None with one map.
+        cu_seqlens: boundaries of the documents in the whole sequence, `[documents + 1]` integers.
     """
     maps = QKV.of(*heads)
     # Keys and values are sent as one tensor [s, b, kv heads, channels]. A kv head has the channels

@@ -41,11 +41,9 @@ def whole_sequence(
 
     Args:
         group: context-parallel ranks; None is the same as one rank.
-        backend: backend of differential attention: ``auto``, or a name that the command
-            ``diffmegatron doctor`` lists. It is always ``auto`` for softmax attention.
+        backend: backend of differential attention; softmax attention has ``auto``.
         documents: boundaries of packed documents, 1-dim integers on the CPU. They are positions in
-            the concatenation of the batch's unsharded rows, from 0 to its length. None: no
-            boundaries.
+            the concatenation of the batch's unsharded rows, from 0 to its length.
     """
     backends = ((softmax_attention, "auto"), (diff_attention, backend))
     functions: list[Attention] = []

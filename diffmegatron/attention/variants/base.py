@@ -50,8 +50,7 @@ class Kernels:
         backend: name of the attention backend; never "auto".
         communication: method of the context-parallel ranks; None for one rank.
         context: number of context-parallel ranks.
-        keys: mean number of keys in a row of scores, including masked keys. With packed documents
-            a row has the keys of the whole microbatch.
+        keys: mean length of a row of scores, with masked keys, and with those of packed documents.
         has_mask: whether attention needs a mask that torch's ``is_causal`` cannot express.
         recomputes_core: whether the backward pass computes attention again from q, k and v.
     """
@@ -89,8 +88,8 @@ class Kernels:
     def softmax_bytes(self, heads: Heads) -> tuple[float, float]:
         """Return the saved bytes per token of q, k and v, and of the softmax attention's results.
 
-        The results are the log-sum-exps, and the output only if it is copied. The next operation
-        saves the output or the copy.
+        The results are the log-sum-exps, and the output if it is copied. Otherwise the next
+        operation counts the output.
         """
         queries, keys = self.element * heads.query_channels, self.element * heads.key_channels
         if self.has_mask and SOFTMAX[self.backend].saves_bias and heads.queries > heads.keys:
@@ -109,12 +108,10 @@ class Variant(Section, ABC):
     """A kind of attention and its sizes: the section ``model.attention`` of a recipe.
 
     ``num_heads`` and ``num_kv_heads`` count heads of this kind. In DIFF V1, for example, a head has
-    two softmax maps, and a key-value head has two keys.
+    two softmax maps, and a key-value head has two keys. docs/variants.md lists all members.
 
     Attributes:
-        title: name of a network of this kind, for reports.
         output_width: width of a head's output, divided by ``head_dim``.
-        operation: attention function that :meth:`forward` calls.
         reads_hidden: whether the kind defines :meth:`gate`.
         model_types: model types of Hugging Face that :meth:`from_hugging_face` accepts.
         can_mix: whether other layers of the network may have another kind.
@@ -291,9 +288,12 @@ class Variant(Section, ABC):
 
     # Costs
 
-    @abstractmethod
     def products(self) -> int:
-        """Return the fewest multiply-adds of a layer's forward pass per (query, key) pair."""
+        """Return the fewest multiply-adds of a layer's forward pass per (query, key) pair.
+
+        By default each query head needs d for its score and d for its sum of values.
+        """
+        return 2 * self.heads.query_channels
 
     def own_products(self, hidden_size: int) -> float:
         """Return the multiply-adds per token of the matrices in :meth:`parameters`."""

@@ -238,8 +238,8 @@ class Dex(Softmax):
     @override
     def saved_bytes(self, kernels: Kernels) -> tuple[float, float]:
         projected, core = super().saved_bytes(kernels)
-        # The term saves a copy of O of the selected heads, and O' of all heads. O' replaces the
-        # headwise norm's output, or the copy of the kernel's output.
+        # The term saves a copy of O of the selected heads, and O' of all heads. Without the term, the
+        # headwise norm's output or a copy of the output is saved in place of O', if they exist.
         saved = self._selected_per_layer * self.head_dim
         if not self.headwise_norm and not kernels.copies_softmax_output:
             saved += self.heads.query_channels

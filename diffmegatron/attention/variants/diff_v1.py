@@ -277,8 +277,8 @@ class DiffV1(Variant):
 
         In DiffLlama all signal heads precede all noise heads, all first keys precede all second
         keys, and the first halves of all values precede the second halves. Its headwise norm has no
-        weight, so the export multiplies the weight into the output projection. The import sets it
-        to 1.
+        weight, so the export multiplies the weight into the output projection. The import sets the
+        weight to 1.
         """
 
         def fold(proj: "Tensor", norm: "Tensor") -> tuple["Tensor", ...]:

@@ -66,10 +66,6 @@ class DiffV2(Variant):
         shape = (self.num_heads, hidden_size)
         return (Parameter("lambda_proj", shape, "matrix", "matrix", sharded=True),)
 
-    def products(self) -> int:
-        """Return ``2 * head_dim`` multiply-adds for each signal and noise head."""
-        return 2 * self.heads.query_channels
-
     @override
     def saved_bytes(self, kernels: Kernels) -> tuple[float, float]:
         inputs, core = kernels.softmax_bytes(self.heads)

@@ -72,9 +72,9 @@ class Grouped(DiffV1):
         )
 
     def weight_rules(self, ours: str, theirs: str, hidden_size: int) -> list[hf.WeightRule]:
-        """Return the rules of the exported class, which has DiffLlama's order of heads.
+        """Return the rules of the exported class.
 
-        However, the two halves of a value stay adjacent.
+        The order of heads is DiffLlama's, but the two halves of a value stay adjacent.
         """
         norm, shape = (f"{ours}.head_norm", f"{theirs}.subln.weight"), (2 * self.head_dim,)
         return [

@@ -16,12 +16,9 @@ Rearrange = Callable[..., tuple["Tensor", ...]]
 class WeightRule(NamedTuple):
     """Conversion between a few weights of this package and the same weights of transformers.
 
-    Attributes:
-        ours: unsharded shape of each of this package's weights, by name.
-        theirs: shape of each weight of the transformers model, by name.
-        to_hf: function of the tensors of ``ours``, in that order. It returns those of ``theirs``.
-        from_hf: inverse of ``to_hf``.
-        keep_fp32: whether the weights stay in float32 in a bf16 export.
+    ``ours`` and ``theirs`` map names of weights to their unsharded shapes. ``to_hf`` has the tensors
+    of ``ours`` as arguments and returns those of ``theirs``, both in order. ``from_hf`` is its
+    inverse. With ``keep_fp32`` the weights stay in float32 in a bf16 export.
     """
 
     ours: Shapes

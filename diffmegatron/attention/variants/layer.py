@@ -108,14 +108,9 @@ class Identity(NamedTuple):
 class Parameter:
     """A parameter of a layer's attention, other than the matrices of the two projections.
 
-    Attributes:
-        name: name under ``self_attention.``, or ``QKV_BIAS``.
-        shape: shape of the unsharded parameter.
-        initial: initial values; a number is the standard deviation of a normal distribution, and
-            ``matrix`` selects those of the network's other weight matrices.
-        role: group for weight decay and for counting parameters.
-        float32: whether the parameter stays in float32 in a bf16 run.
-        sharded: whether the first axis is divided among the tensor-parallel ranks, in their order.
+    docs/variants.md describes the fields. ``shape`` is that of the unsharded parameter. A number in
+    ``initial`` is a standard deviation. A ``sharded`` parameter has its first axis divided among
+    the tensor-parallel ranks, in their order.
     """
 
     name: str

@@ -57,10 +57,6 @@ class Softmax(Variant):
             own.append(Parameter("head_norm", d, Constant(1.0), "norm", float32=True))
         return tuple(own)
 
-    def products(self) -> int:
-        """Return ``2 * head_dim`` multiply-adds for each query head."""
-        return 2 * self.heads.query_channels
-
     @override
     def saved_bytes(self, kernels: Kernels) -> tuple[float, float]:
         heads, element, is_unfused = self.heads, kernels.element, kernels.device == "cpu"
