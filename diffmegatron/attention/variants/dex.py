@@ -13,76 +13,27 @@ O' is linear in O, so the export is a plain Transformer. If W [d, hidden] is the
 projection for a selected head, the export has (I - lambda W_D) W instead.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from itertools import groupby
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
-from pydantic import Field, GetPydanticSchema, SerializeAsAny, model_validator
-from pydantic_core import core_schema
+from pydantic import Field, model_validator
 from typing_extensions import override
 
-from diffmegatron.errors import UserError
-from diffmegatron.files import format_path, read_text, shorten
-from diffmegatron.section import Count, Section, Size
-from diffmegatron.validation import validated
-from diffmegatron.yaml_documents import MAX_BYTES, parse_yaml
+from diffmegatron.files import shorten
+from diffmegatron.section import Count, Section
 
 from . import hugging_face as hf
 from .base import Kernels
 from .diff_v1 import LambdaInit
 from .layer import Constant, Context, Identity, Layer, Parameter
+from .selected_heads import SelectedHeads, SelectedOn, Unselected, assumed_heads, read_selected
 from .softmax import Softmax
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 PROJECTION, LAMBDA_LEARN = "dex_projection", "lambda_learn"
-# Share of each layer's heads that ``dex select`` selects by default, and that ``plan`` assumes
-# while the file of ``dex select`` does not exist.
-SHARE = 0.5
-Heads = tuple[tuple[int, ...], ...]
-
-
-class SelectedOn(Section):
-    """The model on which ``dex select`` selected the heads; the fingerprint hashes its weights."""
-
-    num_layers: Size
-    num_heads: Size
-    fingerprint: str
-
-
-class HeadsFile(Section):
-    """Content of the file that ``diffmegatron dex select`` writes."""
-
-    model: SelectedOn
-    method: Literal["entropy", "gradient"]
-    share: float = Field(gt=0, le=1)
-    heads: Heads
-
-
-@dataclass(frozen=True)
-class Unselected:
-    """Value of ``selected_heads`` while the file with the heads does not exist yet."""
-
-    file: str
-
-
-def _check_heads(value: Any, check: Callable[[Any], Heads]) -> Heads | Unselected:
-    return value if isinstance(value, Unselected) else check(value)
-
-
-# The schema is that of `Heads`, because a union reports an error for each of its types.
-SelectedHeads = Annotated[
-    Heads | Unselected,
-    GetPydanticSchema(
-        lambda _, schema_of: core_schema.no_info_wrap_validator_function(
-            _check_heads, schema_of(Heads)
-        )
-    ),
-    SerializeAsAny(),
-]
 
 
 class ProjectionInit(Section):
@@ -142,31 +93,17 @@ class Dex(Softmax):
     def with_files(
         cls, section: Mapping[str, Any], *, may_be_missing: bool = False
     ) -> Mapping[str, Any]:
-        """Replace a path in ``selected_heads`` by the heads in its file, and set ``selected_on``.
-
-        If the file is missing and ``may_be_missing`` is true, the heads are `Unselected`.
-        """
-        path = section.get("selected_heads")
-        if not isinstance(path, str):
+        """Replace a path in ``selected_heads`` by the content of the file."""
+        file = section.get("selected_heads")
+        if not isinstance(file, str):
             return section
-        if _is_missing(path):
-            if not may_be_missing:
-                raise _not_selected(path)
-            return {**section, "selected_heads": Unselected(path)}
-        file = _read_heads(Path(path)).model_dump(mode="json")
-        return {**section, "selected_heads": file["heads"], "selected_on": file["model"]}
+        return {**section, **read_selected(file, may_be_missing=may_be_missing)}
 
     @property
     @override
     def assumption(self) -> str | None:
-        if not isinstance(self.selected_heads, Unselected):
-            return None
-        return (
-            f"{format_path(Path(self.selected_heads.file))}, the file of "
-            "model.attention.selected_heads, is not written yet: counted are "
-            f"{_assumed(self.num_heads)} of the {self.num_heads} heads of every layer, a --share "
-            f"of {SHARE:g}"
-        )
+        heads = self.selected_heads
+        return heads.assumption(self.num_heads) if isinstance(heads, Unselected) else None
 
     @override
     def check(self) -> None:
@@ -204,7 +141,7 @@ class Dex(Softmax):
 
     def resized(self, num_layers: int, sizes: Mapping[str, int]) -> Self:
         """Return the kind with the sizes of a rehearsal; half of each layer's heads is selected."""
-        half = tuple(range(_assumed(sizes["num_heads"])))
+        half = tuple(range(assumed_heads(sizes["num_heads"])))
         heads = {"selected_heads": (half,) * num_layers, "selected_on": None}
         return self.model_copy(update={**sizes, **heads})
 
@@ -238,8 +175,8 @@ class Dex(Softmax):
     @override
     def saved_bytes(self, kernels: Kernels) -> tuple[float, float]:
         projected, core = super().saved_bytes(kernels)
-        # The term saves a copy of O of the selected heads, and O' of all heads. Without the term, the
-        # headwise norm's output or a copy of the output is saved in place of O', if they exist.
+        # The term saves a copy of O of the selected heads, and O' of all heads. Without the term,
+        # the headwise norm's output or a copy of the output is saved in place of O', if it exists.
         saved = self._selected_per_layer * self.head_dim
         if not self.headwise_norm and not kernels.copies_softmax_output:
             saved += self.heads.query_channels
@@ -248,7 +185,7 @@ class Dex(Softmax):
     @property
     def _selected_per_layer(self) -> float:
         if isinstance(self.selected_heads, Unselected):
-            return _assumed(self.num_heads)
+            return assumed_heads(self.num_heads)
         return sum(map(len, self.selected_heads)) / len(self.selected_heads)
 
     @override
@@ -306,7 +243,7 @@ class Dex(Softmax):
     def _selected(self, layer: int) -> tuple[int, ...]:
         """Return the selected heads of a layer, counted from 1 over all pipeline stages."""
         if isinstance(self.selected_heads, Unselected):
-            raise _not_selected(self.selected_heads.file)
+            raise self.selected_heads.error()
         return self.selected_heads[layer - 1]
 
     def layer_rules(
@@ -339,37 +276,3 @@ class Dex(Softmax):
         }
         rules[rules.index(output)] = hf.WeightRule(folded, output.theirs, fold, unfold)
         return rules
-
-
-def _assumed(num_heads: int) -> int:
-    return max(1, round(SHARE * num_heads))
-
-
-def _is_missing(path: str) -> bool:
-    try:
-        Path(path).stat()
-    except FileNotFoundError:
-        return True
-    except (OSError, ValueError):  # The caller then reads the file, which reports these errors.
-        return False
-    return False
-
-
-def _not_selected(path: str) -> UserError:
-    return UserError(
-        f"model.attention.selected_heads names {format_path(Path(path))}, which does not exist; "
-        "write it with 'diffmegatron dex select MODEL --data PREFIX --out "
-        f"{format_path(Path(path))}'"
-    )
-
-
-def _read_heads(path: Path) -> HeadsFile:
-    content = parse_yaml(read_text(path, max_bytes=MAX_BYTES), format_path(path))
-    name = f"{format_path(path)}, read as a file of 'diffmegatron dex select'"
-    file = validated(HeadsFile, content, name)
-    if file.model.num_layers != len(file.heads):
-        raise UserError(
-            f"{format_path(path)} has heads of {len(file.heads)} layers, and model.num_layers is "
-            f"{file.model.num_layers}; run 'diffmegatron dex select' again"
-        )
-    return file

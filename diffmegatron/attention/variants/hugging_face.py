@@ -16,9 +16,9 @@ Rearrange = Callable[..., tuple["Tensor", ...]]
 class WeightRule(NamedTuple):
     """Conversion between a few weights of this package and the same weights of transformers.
 
-    ``ours`` and ``theirs`` map names of weights to their unsharded shapes. ``to_hf`` has the tensors
-    of ``ours`` as arguments and returns those of ``theirs``, both in order. ``from_hf`` is its
-    inverse. With ``keep_fp32`` the weights stay in float32 in a bf16 export.
+    ``ours`` and ``theirs`` map names of weights to unsharded shapes. ``to_hf`` has the tensors of
+    ``ours`` as arguments and returns those of ``theirs``. ``from_hf`` is its inverse. Both keep the
+    order of the names. With ``keep_fp32`` the weights stay in float32 in a bf16 export.
     """
 
     ours: Shapes

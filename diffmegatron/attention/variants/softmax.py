@@ -127,14 +127,14 @@ class Softmax(Variant):
         config: dict[str, Any] = {
             "num_attention_heads": self.num_heads,
             "num_key_value_heads": self.num_kv_heads,
+            "head_dim": self.head_dim,
         }
-        own: dict[str, Any] = {"head_dim": self.head_dim}
         if self.qkv_bias:
-            # The config.json of a pretrained Qwen2 usually lacks head_dim, so add it only if it
-            # differs from Qwen2's default hidden_size / num_heads.
-            if self.num_heads * self.head_dim != hidden_size:
-                config |= own
-            fixed = own | {
+            if self.num_heads * self.head_dim == hidden_size:
+                # This is Qwen2's default, which a pretrained Qwen2's config.json usually omits.
+                del config["head_dim"]
+            fixed = {
+                "head_dim": self.head_dim,
                 "attention_bias": True,
                 "attention_out_bias": False,
                 "attention_dropout": 0.0,
@@ -143,7 +143,6 @@ class Softmax(Variant):
             return hf.HuggingFace(
                 "seed_oss", "SeedOssForCausalLM", config, fixed=fixed, also=("qwen2",)
             )
-        config |= own
         if self.qk_norm:
             return hf.HuggingFace("qwen3", "Qwen3ForCausalLM", config)
         if hidden_size % self.num_heads:
