@@ -14,13 +14,7 @@ from typing import Annotated
 from pydantic import AfterValidator, ConfigDict, Field
 
 from diffmegatron.errors import UserError
-from diffmegatron.files import (
-    explain_os_errors,
-    format_path,
-    os_error_text,
-    read_json,
-    shorten,
-)
+from diffmegatron.files import explain_os_errors, format_path, os_error_text, read_json, shorten
 
 MANIFEST = "manifest.json"
 STEP_NAME = re.compile(r"step_(\d{8})")

@@ -17,11 +17,7 @@ from pydantic import BaseModel, ConfigDict
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import CONFIG_NAME, PretrainedConfig
-from transformers.utils import (
-    GENERATION_CONFIG_NAME,
-    SAFE_WEIGHTS_INDEX_NAME,
-    SAFE_WEIGHTS_NAME,
-)
+from transformers.utils import GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from diffmegatron.attention.variants.hugging_face import HuggingFace, WeightRule
 from diffmegatron.config.schema import Recipe
