@@ -1,7 +1,6 @@
 """Scores of attention heads on text: the entropy of their attention, or their importance.
 
-Shapes: s positions of a sequence on this rank (with context parallelism, only a share of them), b
-sequences of a microbatch, heads of width d.
+s is the number of a sequence's positions on this rank, b the number of sequences, d a head's width.
 """
 
 import math
@@ -34,10 +33,10 @@ and context-parallel ranks, divided by the total of the divisors that these func
 def entropy_sums(
     network: Network, microbatches: Sequence[Batch], parallel_state: ParallelState
 ) -> tuple[Sums, float]:
-    """Return the sums of each head's attention entropies in nats, and the number of queries.
+    """Return the sums of attention entropies in nats, and this rank's number of queries.
 
-    With context parallelism, a rank computes the entropies of some blocks of the whole sequence.
-    Only the totals over all ranks have the same queries.
+    With context parallelism, a rank sums other queries than it counts. The totals over all ranks
+    agree.
     """
     total: Sums = {}
 
@@ -52,11 +51,10 @@ def entropy_sums(
 def gradient_sums(
     network: Network, microbatches: Sequence[Batch], parallel_state: ParallelState
 ) -> tuple[Sums, float]:
-    """Return the importances |dL/dxi| of heads, averaged over sequences (Michel et al., 2019).
+    """Return the importances |dL/dxi| of heads (Michel et al., 2019), and their divisor.
 
-    xi = 1 is a factor of a head's output, and L is the mean loss of a sequence. The sums are
-    already divided by the number of sequences of all ranks, so the divisors of all ranks add up to
-    1. The backward pass also computes the gradients of the weights, which need memory.
+    xi = 1 is a factor of a head's output, and L is the mean loss of a sequence. The importances are
+    means over the sequences of all ranks, so the divisors of all ranks add up to 1.
     """
     total: Sums = {}
 
@@ -119,10 +117,7 @@ def _set_observer(
 def _add_gradient_hook(
     layer: SelfAttention, add: Callable[[Tensor, Tensor], None]
 ) -> Callable[[], object]:
-    """Make each backward pass call ``add`` with the heads' outputs and their gradient.
-
-    Both tensors are [s, b, heads * d] for the heads of this rank, before the output projection.
-    """
+    """Call ``add`` with the heads' outputs and their gradient, both [s, b, heads * d]."""
 
     def hook(_: torch.nn.Module, inputs: tuple[Tensor, ...]) -> None:
         heads = inputs[0]
@@ -137,11 +132,9 @@ def _sum_entropies(
 ) -> Tensor:
     """Return the sums of the entropies over this rank's share of the queries, float64 [heads].
 
-    Args:
-        query: queries [s, b, heads, d].
-        key: keys [s, b, key heads, d].
-        documents: boundaries [documents + 1] of packed documents in the concatenated whole
-            sequences of the batch; None if every sequence is one document.
+    ``query`` is [s, b, heads, d], and ``key`` [s, b, key heads, d]. ``documents`` has the
+    boundaries of packed documents in the concatenated sequences; None if every sequence is one
+    document.
     """
     group = layer.context_group
     if group.size() > 1:

@@ -91,10 +91,7 @@ def select_heads(
 
 
 def select_layer_heads(scores: Sequence[float], share: float, *, highest: bool) -> tuple[int, ...]:
-    """Return the ascending indices of the best-scored heads of a layer; lower ones win ties.
-
-    At least one head is selected. With ``highest``, the highest scores are the best.
-    """
+    """Return the ascending indices of a layer's best-scored heads, at least one."""
     count = max(1, round(share * len(scores)))
     order = sorted(range(len(scores)), key=lambda head: scores[head], reverse=highest)
     return tuple(sorted(order[:count]))
@@ -138,8 +135,8 @@ def _calibration_recipe(
 def _gather_scores(sums: Sums, divisor: float, parallel_state: ParallelState) -> Scores:
     """Return the score of every head as ``scores[layer][head]``, the same on every rank.
 
-    The score of a head is the total of its ``sums`` over all data- and context-parallel ranks,
-    divided by the total of their ``divisor``.
+    A score is the total of ``sums`` over all data- and context-parallel ranks, divided by the total
+    of ``divisor``.
     """
     coordinates = (parallel_state.data_rank, parallel_state.tensor_rank)
     own = {layer: value.tolist() for layer, value in sums.items()}

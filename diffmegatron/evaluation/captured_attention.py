@@ -30,8 +30,7 @@ class CapturedCall(NamedTuple):
 
     Attributes:
         query: queries after rotary embedding, [query heads, s, d].
-        key: keys after rotary embedding, [key heads, s, d]; consecutive query heads share a key
-            head.
+        key: keys after rotary embedding, [key heads, s, d]; consecutive query heads share one.
         scaling: factor of the dot products of queries and keys.
     """
 
@@ -40,9 +39,9 @@ class CapturedCall(NamedTuple):
     scaling: float
 
     def logits(self, first: int, end: int) -> Tensor:
-        """Return the causally masked logits of the queries ``first`` to ``end - 1``.
+        """Return the logits of queries ``first`` to ``end - 1``, float32 [query heads, rows, end].
 
-        The result is float32 [query heads, end - first, end], with -inf for keys after the query.
+        They are -inf for keys after the query.
         """
         query = self.query[:, first:end].float().unflatten(0, (len(self.key), -1))
         logits = torch.einsum("kqrd,ktd->kqrt", query, self.key[:, :end].float()) * self.scaling
@@ -57,8 +56,7 @@ class LayerAttention:
     Attributes:
         number: index of the layer, from 0.
         hidden: input of the attention module, [s, hidden_size].
-        calls: calls of the attention function; together they have all query heads, in the order of
-            ``q_proj``'s rows.
+        calls: calls of the attention function, with all query heads in the order of ``q_proj``.
     """
 
     number: int
@@ -175,11 +173,7 @@ def _largest(logits: Tensor) -> float:
 
 @contextmanager
 def _attending(network: PreTrainedModel, attend: Callable) -> Iterator[None]:
-    """Replace the attention function of a network within this context.
-
-    ``transformers`` builds no mask for functions of others, so ``attend`` must apply the causal
-    mask.
-    """
+    """Replace the attention function of a network; ``attend`` must apply the causal mask itself."""
     usual = network.config._attn_implementation
     ALL_ATTENTION_FUNCTIONS[_NAME] = attend
     network.config._attn_implementation = _NAME

@@ -36,11 +36,7 @@ class Example(NamedTuple):
 
 @dataclass(frozen=True)
 class ClassificationTask:
-    """A classification data set, and the form of its prompt.
-
-    ``text`` and ``label`` are the words before a text and its label, e.g. ``Question`` and
-    ``Type``.
-    """
+    """A classification data set, and the words before a text and its label, e.g. ``Question``."""
 
     train: DataSet[Example]
     test: DataSet[Example]
@@ -159,10 +155,8 @@ class ClassificationSuite(Suite):
 class Prompt:
     """The part of a prompt that many questions share: examples, and labels to choose from.
 
-    Attributes:
-        digest: hash of examples and labels. The ``repr`` of a prompt, computed for every question,
-            has only this hash.
-        prefix: ids of the start token and the examples.
+    The ``repr`` of a prompt is computed for every question. It has only ``digest``, the hash of
+    examples and labels. ``prefix`` has the ids of the start token and the examples.
     """
 
     digest: str
@@ -186,12 +180,8 @@ class Prompt:
 class EncodedTask:
     """A classification task, encoded with the tokenizer of a target (a model to evaluate).
 
-    Args:
-        count: number of test examples to draw with a fixed seed; all are used if there are fewer.
-        shots: largest number of examples in a prompt.
-
-    Attributes:
-        train: examples of the training set, shuffled with a fixed seed.
+    ``train`` has the shuffled training set, at least ``shots`` examples. At most ``count`` test
+    examples are drawn. Both use fixed seeds.
     """
 
     def __init__(self, name: str, data_dir: Path, count: int, target: Target, shots: int) -> None:
@@ -212,8 +202,7 @@ class EncodedTask:
     def items(self, examples: Sequence[Example], key: str, *more: Any) -> list[Item]:
         """Return an item for every test question, with the same examples before each.
 
-        The key of an item is ``KEY/NUMBER``, and its content is (``*more``, prompt, ids of the
-        question, correct label).
+        The content of an item is (``*more``, prompt, ids of the question, correct label).
         """
         text = "".join(map(self._task.demonstration, examples))
         digest = hashlib.sha256(repr((text, self._names)).encode()).hexdigest()

@@ -26,12 +26,10 @@ _MAX_FILE_BYTES = 1 << 30
 
 @dataclass(frozen=True)
 class DataSet(Generic[Example]):
-    """A data set in a file, in the format in which the data set was published.
+    """A data set in a file under ``--data-dir``, in the format in which it was published.
 
-    Attributes:
-        file: name under ``--data-dir``. If a ``.jsonl`` file is missing, a compressed or Parquet
-            file of the same stem is read.
-        origin: format and source of the file, for error messages.
+    If a ``.jsonl`` file is missing, a compressed or Parquet file of the same stem is read.
+    ``origin`` has format and source of the file, for error messages.
     """
 
     file: str

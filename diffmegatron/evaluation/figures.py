@@ -19,8 +19,7 @@ else:
 def estimate_measures(suite: Suite, records: Records) -> dict[str, Estimate]:
     """Return the estimate of each measure with a weight above 0.
 
-    A unit (:meth:`Suite.unit`) may have only one record per measure, because the bootstrap draws
-    single records here.
+    A unit (:meth:`Suite.unit`) may have one record per measure, because single records are drawn.
     """
     shares: dict[str, dict[str, Mean]] = {}
     for number, record in enumerate(records):
@@ -36,10 +35,7 @@ def plot_bars(
     targets: Mapping[str, Sequence[Estimate | None]],
     ylabel: str,
 ) -> None:
-    """Plot a group of bars with intervals for each label.
-
-    ``targets`` maps each target to an estimate per label; None leaves out the bar.
-    """
+    """Plot a group of bars with intervals for each label; None in a target's values is no bar."""
     width = 0.8 / len(targets)
     for number, (target, estimates) in enumerate(targets.items()):
         places = [place for place, each in enumerate(estimates) if each is not None]
@@ -66,11 +62,7 @@ def plot_measures(
     *,
     is_share: bool = False,
 ) -> None:
-    """Plot measures of a suite as bars.
-
-    ``measures`` maps the label of each group of bars to its measure. With ``is_share``, the axis
-    ranges from 0 to 1.
-    """
+    """Plot bars of ``measures``, which maps labels to measures; the axis of shares ends at 1."""
     estimates = {name: estimate_measures(suite, each) for name, each in records.items()}
     bars = {
         target: [own.get(measure) for measure in measures.values()]
@@ -105,13 +97,12 @@ def plot_maps(
     quantity: str,
     is_logarithmic: bool = False,
 ) -> None:
-    """Plot tables of one quantity as colour maps with a common scale; ticks count from 1.
+    """Plot tables as colour maps with a common scale; ticks count from 1.
 
     Args:
         grid: axes of the maps, one for each table.
         tables: title of each map -> nonnegative values [rows, columns].
         quantity: label of the colour bar.
-        is_logarithmic: whether the colour scale is logarithmic.
     """
     from matplotlib.colors import LogNorm, Normalize
     from matplotlib.ticker import MaxNLocator

@@ -32,17 +32,14 @@ def map_statistics(
 ) -> tuple[dict[str, list[float]], Tensor]:
     """Return measures of every layer's maps, and the distances between the maps of all heads.
 
-    Memory holds the maps of all layers for one block of rows.
+    The measures map a name to a mean over rows and heads (or pairs of heads) for each layer. A
+    distance is 1 - cosine similarity, float64 [all heads, all heads]. Memory holds the maps of all
+    layers for one block of rows.
 
     Args:
         seen: layers of a forward pass, in order.
         top: share of a row's tokens that are its top tokens (the largest absolute scores).
         epsilons: thresholds for scores near zero; each threshold has a measure.
-
-    Returns:
-        Name of each measure -> mean over rows and heads (or pairs of heads), one number per layer.
-            Also 1 - cosine similarity of the maps of every two heads, float64 [all heads, all
-            heads].
     """
     rows, queries = seen[0].rows, sum(len(call.query) for each in seen for call in each.calls)
     sums: list[dict[str, tuple[Tensor | float, int]]] = [{} for _ in seen]
@@ -77,11 +74,8 @@ def _measured(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the name and the values [heads or pairs of heads, rows] of every measure.
 
-    Measures of top tokens leave out the rows that are too short to have a top token.
-
-    Args:
-        softmax: softmax maps of all query heads, [query heads, rows, keys].
-        maps: maps after subtraction, [heads, rows, keys].
+    ``softmax`` is [query heads, rows, keys], and ``maps`` after the subtraction [heads, rows,
+    keys]. Measures of top tokens leave out the rows that are too short to have a top token.
     """
     sizes = maps.abs()
     for epsilon in epsilons:
@@ -146,15 +140,10 @@ class _Block:
 
 @torch.no_grad()
 def feature_alignment(features: Sequence[Tensor]) -> Tensor:
-    """Return the linear CKA (centred kernel alignment) between the outputs of every two heads.
+    """Return the linear CKA (centred kernel alignment) of every two heads, float64.
 
     CKA is computed from the unbiased HSIC by equation 3 of Nguyen, Raghu, Kornblith (2021).
-
-    Args:
-        features: for each layer, the outputs of its heads, [tokens, heads, width].
-
-    Returns:
-        Float64 [all heads, all heads].
+    ``features`` has the outputs of each layer's heads, [tokens, heads, width].
     """
     # HSIC does not depend on the mean over the tokens, which would cost precision in float32.
     centred = [x.float() - x.float().mean(0) for x in features]
@@ -220,7 +209,7 @@ def head_outputs(model: Model, heads: int) -> Iterator[list[Tensor]]:
     """Collect the outputs of all heads in the forward passes of this context.
 
     Each forward pass of a single text appends a tensor [tokens, heads, width] per layer to the
-    list: the input of the layer's output projection.
+    list.
     """
     found: list[Tensor] = []
 

@@ -38,9 +38,8 @@ _SPANS = re.compile(r"(?im)^[ \t*]*problematic spans[ \t*]*:[ \t*]*(\[.*\])[ \t*
 class Verdict(NamedTuple):
     """The verdict of a judge on a text that a model wrote about a document.
 
-    Attributes:
-        true: whether the document supports the text; None if the answer has no clear verdict.
-        spans: phrases of the text that the answer lists as unsupported.
+    ``true`` is None if the answer has no clear verdict. ``spans`` has unsupported phrases of the
+    text.
     """
 
     true: bool | None
@@ -85,7 +84,7 @@ def open_judge(where: str, model: str, key: str, tokens: int, seconds: float) ->
         model: name of the model at the URL.
         key: environment variable that may contain the API key of the URL.
         tokens: largest number of tokens of an answer.
-        seconds: time limit from a request to the URL to the last byte of its answer.
+        seconds: time limit of a request to the URL, until the last byte of its answer.
     """
     if where.startswith(("http://", "https://")):
         return _Endpoint(where, model, key, tokens, seconds)

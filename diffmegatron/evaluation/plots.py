@@ -20,15 +20,10 @@ _NAMED_LAYERS = 8
 
 @dataclass(frozen=True)
 class Curves:
-    """The curves of a run.
+    """Curves of a run; losses are in nats per token.
 
-    Attributes:
-        losses: training losses in nats per token.
-        held_out: losses on held-out text in nats per token.
-        throughput: tokens per second.
-        lambdas: metric name that ends with ``_`` and a layer's number -> its lambda. Empty for
-            attention without lambda.
-        stage_starts: number of tokens seen at the start of each stage except the first.
+    ``lambdas`` maps metrics, which end with ``_`` and a layer's number, to lambda; it may be empty.
+    ``stage_starts`` has the number of tokens seen at the start of each stage except the first.
     """
 
     losses: Series

@@ -89,10 +89,7 @@ def read_texts(path: Path) -> Iterator[str]:
 def first_texts(
     options: tuple[str, ...], documents: int | None, characters: int
 ) -> Iterator[tuple[str, str]]:
-    """Yield (name of the source, text) of the first ``documents`` documents of each source.
-
-    Each text is cut to ``characters`` characters. If ``documents`` is None, all documents are used.
-    """
+    """Yield (name of the source, text) of the first documents of each source, or of all if None."""
     for name, path in named_paths(options).items():
         for text in islice(read_texts(path), documents):
             yield name, text[:characters]

@@ -60,12 +60,10 @@ def make_suites(
     """Return the suites of a command line with their settings.
 
     Args:
-        options: values of the fields ``data``, ``haystack`` and ``data_dir``, for every suite that
-            has such a field.
-        settings: settings as ``SUITE.KEY=VALUE`` with a YAML value. They replace values of
-            ``options``.
-        context: function that computes the default of the field ``context`` in tokens. It is called
-            only if a suite needs the default.
+        options: values of the fields ``data``, ``haystack`` and ``data_dir``, for suites that have
+            them.
+        settings: settings as ``SUITE.KEY=VALUE`` with a YAML value. They replace ``options``.
+        context: computes the default of the field ``context`` in tokens, if a suite needs it.
     """
     if len(set(names)) < len(names):
         raise UserError(f"--suite {','.join(names)} names a suite twice; give each once")

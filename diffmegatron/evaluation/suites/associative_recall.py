@@ -19,10 +19,10 @@ _BY_PAIRS = _ACCURACY + ", {} pairs"
 
 
 class AssociativeRecall(TextSuite):
-    """Share of values that the model predicts after the second occurrence of their keys.
+    """Share of values that are the most likely token after the second occurrence of their keys.
 
-    A text has 4 * D tokens: D pairs of a key and a value of one token each, then the same D pairs
-    in another order. A value is predicted if it is the most likely token after its key.
+    A text has 4 * D tokens: D pairs of a key and a value of one token each, then the same pairs
+    again in another order.
     """
 
     name = "associative-recall"

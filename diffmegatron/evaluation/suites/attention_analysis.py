@@ -70,7 +70,7 @@ class AttentionAnalysis(TextSuite):
         """Return the measures of a text.
 
         Distance and alignment have a mean and a table [layers, layers]. Importance has a table
-        [layers, heads]. Every other measure has a list [layers].
+        [layers, heads], and every other measure a list [layers].
         """
         seen: list[LayerAttention] = []
         count = model.target.variant.num_heads

@@ -23,9 +23,8 @@ from diffmegatron.section import Count, Size
 class Passage(NamedTuple):
     """A document to summarise, or to answer a question from.
 
-    Attributes:
-        question: question about the document; empty if the task is a summary.
-        references: correct answers to the question, or one reference summary.
+    ``question`` is empty if the task is a summary. ``references`` has correct answers to the
+    question, or one reference summary.
     """
 
     document: str

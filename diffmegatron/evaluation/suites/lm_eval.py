@@ -137,15 +137,12 @@ class LmEval(Suite):
     def totals(self, records: Records) -> dict[str, float | Estimate]:
         """Return metrics of groups, metrics that are not means, and the paper's average."""
         found: dict[str, float | Estimate] = {}
-        for name, shots, key, value, stderr in self._results(records):
+        for row in self._results(records):
+            name, key, value = row["task"], f"{row['metric']},{row['filter']}", row["value"]
             if name in self._library.groups or not self._library.is_mean(name, key):
-                error = None if stderr is None else _ERRORS_OF_95 * stderr
-                found[_measure(name, shots, key)] = Estimate(
-                    value,
-                    None if error is None else value - error,
-                    None if error is None else value + error,
-                    None,
-                )
+                error = None if row["stderr"] is None else _ERRORS_OF_95 * row["stderr"]
+                low, high = (None, None) if error is None else (value - error, value + error)
+                found[_measure(name, row["shots"], key)] = Estimate(value, low, high, None)
         for shots in dict.fromkeys(record["shots"] for record in records):
             each = [_accuracy(records, name, shots, metric) for name, (metric, _) in _PAPER.items()]
             values = [value for value in each if value is not None]
@@ -155,24 +152,8 @@ class LmEval(Suite):
 
     @override
     def details(self, records: Mapping[str, Records]) -> dict[str, Any]:
-        return {
-            "lm_eval": version("lm_eval"),
-            "results": {
-                target: [
-                    {
-                        "task": name,
-                        "version": self._library.version(name),
-                        "shots": shots,
-                        "metric": key.split(",", 1)[0],
-                        "filter": key.split(",", 1)[1],
-                        "value": value,
-                        "stderr": stderr,
-                    }
-                    for name, shots, key, value, stderr in self._results(of_target)
-                ]
-                for target, of_target in records.items()
-            },
-        }
+        results = {target: list(self._results(each)) for target, each in records.items()}
+        return {"lm_eval": version("lm_eval"), "results": results}
 
     @override
     def remarks(self, records: Mapping[str, Records]) -> list[str]:
@@ -211,10 +192,7 @@ class LmEval(Suite):
         return True
 
     def _bars(self, records: Records) -> dict[tuple[str, str], Estimate]:
-        """Return the first metric of groups with an aggregation, and of tasks outside them.
-
-        The keys are (shots, name), e.g. ``("5 shots", "piqa")``.
-        """
+        """Return (shots, name) -> first metric of groups with an aggregation and other tasks."""
         groups = [each for each in self._library.groups.values() if each.has_aggregation]
         in_groups = {task.task_name for group in groups for task in group.get_all_tasks()}
         totals = {
@@ -229,13 +207,10 @@ class LmEval(Suite):
                 found.setdefault((shots, name), each)
         return found
 
-    def _results(
-        self, records: Records
-    ) -> Iterator[tuple[str, str | int, str, float, float | None]]:
-        """Yield (name, shots, key, value, standard error) of each metric of each task and group.
+    def _results(self, records: Records) -> Iterator[dict[str, Any]]:
+        """Yield the value of each metric of each task and group.
 
-        ``key`` is metric and filter, e.g. ``acc,none``. ``shots`` of a group is ``own`` if the
-        tasks have different numbers of shots.
+        ``shots`` of a group is ``own`` if its tasks have different numbers of shots.
         """
         passes: dict[int | None, list[Record]] = {}
         for record in records:
@@ -250,8 +225,16 @@ class LmEval(Suite):
             of_group: str | int = common.pop() if len(common) == 1 else "own"
             for name, values in self._library.aggregate(by_task).items():
                 for key in (each for each in values if "," in each and "_stderr," not in each):
-                    stderr = values.get(key.replace(",", "_stderr,", 1))
-                    yield name, shots.get(name, of_group), key, values[key], stderr
+                    metric, filter_name = key.split(",", 1)
+                    yield {
+                        "task": name,
+                        "version": self._library.version(name),
+                        "shots": shots.get(name, of_group),
+                        "metric": metric,
+                        "filter": filter_name,
+                        "value": values[key],
+                        "stderr": values.get(f"{metric}_stderr,{filter_name}"),
+                    }
 
     @cached_property
     def _library(self) -> "Tasks":

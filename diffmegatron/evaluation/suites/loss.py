@@ -27,7 +27,7 @@ class Loss(WindowSuite):
 
     The start token precedes each window, so every byte of text counts exactly once, and models with
     different tokenizers can be compared per byte. With ``packed``, the documents of a source are
-    joined, and an end-of-document token follows each document. Its loss does not count.
+    joined. Each document ends with an end-of-document token, whose loss does not count.
     """
 
     name = "loss"

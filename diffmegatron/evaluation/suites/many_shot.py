@@ -16,11 +16,7 @@ _MEAN = ", mean over shots"
 
 
 class ManyShot(ClassificationSuite):
-    """Accuracy of classification after ``shots`` examples of the training set.
-
-    A prompt has the first examples of the shuffled training set. The model chooses among all labels
-    of the training set.
-    """
+    """Accuracy of classification after ``shots`` examples of the shuffled training set."""
 
     name = "many-shot"
     direction = "higher"

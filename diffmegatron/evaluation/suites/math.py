@@ -20,12 +20,7 @@ from diffmegatron.section import Count, Size
 
 
 class Problem(NamedTuple):
-    """A mathematical problem in words.
-
-    Attributes:
-        solution: steps to the answer; empty if the data set has none.
-        choices: answers to choose from; empty if the problem is not multiple-choice.
-    """
+    """A mathematical problem in words; ``choices`` is empty if it is not multiple-choice."""
 
     question: str
     answer: str
@@ -292,10 +287,7 @@ class Mathematics(Suite):
 
 
 def is_right(text: str, answer: str, choices: Sequence[str] = ()) -> bool:
-    """Return whether the answer in a text is mathematically equal to the correct answer.
-
-    With ``choices``, the answer in the text is the choice that occurs last.
-    """
+    """Return whether a text's answer (the last of ``choices`` in it, if any) is correct."""
     if choices:
         # If two choices end at the same position, the longer one contains the shorter one.
         return answer == max(choices, key=lambda choice: (_last(choice, text), len(choice))) and (

@@ -40,10 +40,7 @@ _SENTENCE = re.compile(r"(?s).{1,1000}?(?:[.!?]['\")\]]*\s+|\Z)|.{1,1000}")
 
 
 class Needle(NamedTuple):
-    """A sentence to hide, which states the number of a city.
-
-    ``depth`` is the wanted share of the haystack's tokens before the sentence, from 0 to 1.
-    """
+    """A sentence to hide: the number of a city, at a depth (share of the text before it)."""
 
     city: str
     number: str
@@ -111,8 +108,8 @@ class Haystack:
     ) -> HaystackPrompt:
         """Return a prompt of exactly ``length`` tokens that ends with the question ``asked``.
 
-        The haystack begins with a random sentence. The first sentence of the text follows its last
-        one. Each needle is inserted at the boundary between sentences that is nearest to its depth.
+        The haystack begins with a random sentence, and the text is repeated after its end. A needle
+        is inserted at the boundary between sentences that is nearest to its depth.
         """
         sentences = [self._target.encode(needle.sentence) for needle in needles]
         ending = self._target.encode(asked)
@@ -279,9 +276,8 @@ def build_prompt(
 
     Args:
         key: key of the item, which seeds its random choices.
-        length: number of tokens of the prompt.
         pair: number of needles to hide, and number of needles to find.
-        depth: share of the text before the first needle, from 0 to 1. Other depths are random.
+        depth: share of the text before the first needle. Other needles have random depths.
     """
     count, asked = pair
     draw = random.Random(key)

@@ -34,9 +34,8 @@ class NeedleAttention(Suite):
     """Shares of the last token's attention that fall on the needle and on the rest of the text.
 
     A share is a sum of absolute values in the last row of a head's attention map, divided by the
-    sum over the whole row. ``answer`` is the share of the needle that the question is about.
-    ``noise`` is the share of the rest of the haystack, with other needles, but without the start
-    token and the question.
+    sum of the row. ``answer`` is the needle that the question is about. ``noise`` is the rest of
+    the haystack with other needles, without the start token and the question.
     """
 
     name = "needle-attention"

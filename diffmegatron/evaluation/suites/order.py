@@ -32,9 +32,8 @@ _STATISTICS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 class Order(ClassificationSuite):
     """Accuracy of classification after the same examples in different orders.
 
-    The examples are chosen from all classes in turn. The arrangement ``random`` shuffles all
-    examples. ``alternating`` shuffles the examples of each class, and then uses one of each class
-    in turn.
+    The arrangement ``random`` shuffles all examples. ``alternating`` shuffles the examples of each
+    class, and then uses one of each class in turn.
     """
 
     name = "order"
@@ -135,7 +134,7 @@ def _in_turn(examples: Sequence[Example]) -> Iterator[Example]:
 def _right_by_permutation(records: Records) -> dict[str, np.ndarray]:
     """Return ``TASK, ARRANGEMENT`` -> whether answers are right, 0 or 1, [questions, permutations].
 
-    Questions that a permutation lacks are left out, because its prompt exceeded the context.
+    A question counts only if every permutation has an answer: some prompts may exceed the context.
     """
     right: dict[str, dict[int, dict[int, bool]]] = defaultdict(lambda: defaultdict(dict))
     for record in records:

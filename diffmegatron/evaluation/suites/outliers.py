@@ -43,11 +43,11 @@ _BINS, _WITHIN = 1 << 15, 1 << _LOW_BITS
 
 
 class Outliers(WindowSuite):
-    """Exact largest and median magnitudes of activations over held-out text.
+    """Exact largest and median magnitudes of attention logits and of the outputs of layers.
 
-    The activations are attention logits without masked entries, and the outputs of layers. There
-    are too many values to store, so the median needs two passes. The first pass counts magnitudes
-    by bin. The second pass counts the magnitudes in the median's bin by their position.
+    There are too many values to store, so the median needs two passes. The first pass counts
+    magnitudes by bin. The second pass counts those in the median's bin by their position in the
+    bin.
     """
 
     name = "outliers"

@@ -103,10 +103,9 @@ class Scaling(Suite):
 
     @override
     def across(self, records: Mapping[str, Records]) -> dict[str, float]:
-        """Return a and b of each kind's law, and shares of x at equal loss.
+        """Return a and b of each kind's law, and shares x / y for each x of the kind's runs.
 
-        A share is x / y for an x of the kind's runs. At y, the Transformer's law has the loss that
-        the kind's law has at x.
+        At y, the Transformer's law has the loss that the kind's law has at x.
         """
         found: dict[str, float] = {}
         kinds = self._kinds(records)
@@ -154,10 +153,7 @@ class Scaling(Suite):
     def _kinds(
         self, records: Mapping[str, Records]
     ) -> dict[str, tuple[list[Point], bool, PowerLaw | None]]:
-        """Return kind of attention -> (sorted points, whether it is the Transformer, its law).
-
-        The law is None if it cannot be fitted to the points (x, loss).
-        """
+        """Return kind -> (sorted points (x, loss), whether it is the Transformer, law or None)."""
         found: dict[str, tuple[list[Point], bool]] = {}
         for (record,) in records.values():
             points, _ = found.setdefault(record["kind"], ([], record["is_baseline"]))
