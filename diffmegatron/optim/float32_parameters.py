@@ -39,15 +39,13 @@ class ExactValues:
         if not self._parameters:
             return
         exact: list[Tensor] = [parameter.exact for parameter in self._parameters]  # type: ignore[attr-defined]
-        padded = torch.cat([self._padded_partition(p) for p in self._parameters])
-        distributed.all_reduce(padded, group=self._group)
-        for weight, value in zip(exact, padded.split([x.numel() for x in exact]), strict=True):
+        # Sum the partitions of all ranks, each padded with zeros.
+        total = torch.cat([torch.zeros_like(weight).flatten() for weight in exact])
+        flattened = total.split([weight.numel() for weight in exact])
+        for parameter, padded in zip(self._parameters, flattened, strict=True):
+            held = self._partition.range_of(parameter)
+            if held is not None:
+                padded[held.elements] = held.values
+        distributed.all_reduce(total, group=self._group)
+        for weight, value in zip(exact, flattened, strict=True):
             weight.copy_(value.view_as(weight))
-
-    def _padded_partition(self, parameter: torch.nn.Parameter) -> Tensor:
-        """Return the flattened master weight [n] with 0 outside this rank's partition."""
-        padded = torch.zeros_like(parameter.exact).flatten()  # type: ignore[attr-defined]
-        held = self._partition.range_of(parameter)
-        if held is not None:
-            padded[held.elements] = held.values
-        return padded

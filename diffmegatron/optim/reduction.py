@@ -154,35 +154,19 @@ def _buckets(group: FlatGroup, size: int) -> Iterator[Bucket]:
         yield Bucket(group.flat[start:stop], gradients)
 
 
-def shared_parameters(network: torch.nn.Module) -> list[torch.nn.Parameter]:
+def shared_parameters(network: torch.nn.Module) -> set[torch.nn.Parameter]:
     """Return the trained parameters of which each tensor-parallel rank has a partial gradient.
 
     Of lambda and headwise norms, it is the part of the rank's heads (``has_partial_gradient``).
     Under sequence parallelism, it is the part of the rank's positions of other norms and of LoRA's
     matrices (``sequence_parallel``).
     """
-    return [
+    marks = ("sequence_parallel", "has_partial_gradient")
+    return {
         parameter
         for parameter in network.parameters()
-        if parameter.requires_grad
-        and (
-            getattr(parameter, "sequence_parallel", False)
-            or getattr(parameter, "has_partial_gradient", False)
-        )
-    ]
-
-
-def gradients_of(
-    parameters: Sequence[torch.nn.Parameter], gradients: FlatGradients
-) -> list[Tensor]:
-    """Return the gradients of some parameters as views into the flat gradients."""
-    wanted = set(parameters)
-    return [
-        gradient
-        for group in gradients.groups
-        for parameter, gradient in group.gradients()
-        if parameter in wanted
-    ]
+        if parameter.requires_grad and any(getattr(parameter, mark, False) for mark in marks)
+    }
 
 
 def sum_together(gradients: Sequence[Tensor], group: ProcessGroup) -> None:
@@ -197,7 +181,7 @@ def sum_together(gradients: Sequence[Tensor], group: ProcessGroup) -> None:
     )
 
 
-def sum_in_backward(parameters: Sequence[torch.nn.Parameter], group: ProcessGroup) -> None:
+def sum_in_backward(parameters: set[torch.nn.Parameter], group: ProcessGroup) -> None:
     """Register hooks that sum each gradient over the group as soon as autograd has computed it.
 
     ZeRO 2, ZeRO 3 and an offloaded optimizer consume gradients during the backward pass.

@@ -30,7 +30,6 @@ from diffmegatron.optim.partition import (
 )
 from diffmegatron.optim.reduction import (
     GradientReduction,
-    gradients_of,
     shared_parameters,
     sum_in_backward,
     sum_together,
@@ -80,14 +79,19 @@ class ZeroEngine:
                 dist_init_required=False,
             )
         self._reduction: GradientReduction | None = None
-        shared = shared_parameters(network) if parallel_state.tensor_size > 1 else []
+        shared = shared_parameters(network) if parallel_state.tensor_size > 1 else set()
         self._shared_gradients: list[Tensor] = []
         if (gradients := flat_gradients(self._optimizer)) is not None:
             self._engine.enable_backward_allreduce = False
             self._reduction = GradientReduction(
                 gradients, network, parallel_state.data_group, REDUCE_BUCKET
             )
-            self._shared_gradients = gradients_of(shared, gradients)
+            self._shared_gradients = [
+                gradient
+                for group in gradients.groups
+                for parameter, gradient in group.gradients()
+                if parameter in shared
+            ]
         else:
             sum_in_backward(shared, parallel_state.tensor_group)
         has_peers = parallel_state.data_group.size() > 1

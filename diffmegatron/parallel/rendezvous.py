@@ -7,7 +7,7 @@ stores the outcome. Torch's own rendezvous waits half an hour and does not name 
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 
@@ -58,17 +58,20 @@ def meet(launch: LaunchEnvironment, seconds: float) -> Store:
 
 def _decide(store: Store, arrivals: list[str], seconds: float) -> str:
     """Return the problem of the rendezvous, or "" without one, and store it for the other ranks."""
-    if _wait_until(lambda: store.check(arrivals), seconds):
-        problem = _other_sizes(store.multi_get(arrivals))
-    else:
+    problem = ""
+    if not _wait_until(lambda: store.check(arrivals), seconds):
         problem = _missing_ranks(store, arrivals, seconds)
+    else:
+        first, *others = (size.decode() for size in store.multi_get(arrivals))
+        for rank, size in enumerate(others, start=1):
+            if size != first:
+                problem = f"{_SIZES} {first} and rank {rank} with {size}; give all ranks the same"
+                break
     store.set(_OUTCOME, problem)
     if problem:
         # The caller raises an error, which ends the store in this process. First wait until the
         # ranks that have arrived have read the problem.
-        received = [
-            _received(rank) for rank, key in enumerate(arrivals) if rank and store.check([key])
-        ]
+        received = [f"received/{key}" for key in arrivals[1:] if store.check([key])]
         _wait_until(lambda: store.check(received), _MARGIN_SECONDS)
     return problem
 
@@ -80,12 +83,8 @@ def _wait_for_decision(store: Store, arrivals: list[str], rank: int, seconds: fl
     if not _wait_until(lambda: store.check([_OUTCOME]), seconds + _MARGIN_SECONDS):
         return f"rank 0 arrived, and then sent nothing for {seconds:g} s"
     problem = store.get(_OUTCOME).decode()
-    store.set(_received(rank), "")
+    store.set(f"received/{arrivals[rank]}", "")
     return problem
-
-
-def _received(rank: int) -> str:
-    return f"received/{rank}"
 
 
 def _missing_ranks(store: Store, arrivals: list[str], seconds: float) -> str:
@@ -96,16 +95,6 @@ def _missing_ranks(store: Store, arrivals: list[str], seconds: float) -> str:
         f"of the {len(arrivals)} ranks of WORLD_SIZE, {'ranks' if missing[1:] else 'rank'} {named} "
         f"did not arrive within {seconds:g} s; read the log of a missing rank, or start fewer ranks"
     )
-
-
-def _other_sizes(sizes: Sequence[bytes]) -> str:
-    for rank, size in enumerate(sizes):
-        if size != sizes[0]:
-            return (
-                f"{_SIZES} {sizes[0].decode()} and rank {rank} with "
-                f"{size.decode()}; give all ranks the same"
-            )
-    return ""
 
 
 def _connected(

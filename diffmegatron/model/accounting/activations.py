@@ -81,7 +81,7 @@ def layer_backward(recipe: Recipe, stage: int, device: Device) -> tuple[int, int
     virtual_stages = parallel.pipeline * parallel.virtual_pipeline
     is_copied = parallel.virtual_pipeline > 1 and model.num_layers == virtual_stages
     streams = (stage > 0 or parallel.pipeline == 1) + is_copied
-    again = _recomputed_bytes(recipe, device) + _offloaded_bytes(recipe, device)
+    again = _restored_bytes(recipe, device)
     if sums_tied_gradients(recipe):
         again += element * output_weight(recipe)
     again += tokens * streams * _hidden_bytes(recipe)
@@ -212,25 +212,18 @@ def virtual_stage_bytes(recipe: Recipe, stage: int, device: Device) -> float:
     return recompute.layers * entrance + (layers - recompute.layers) * whole
 
 
-def _recomputed_bytes(recipe: Recipe, device: Device) -> float:
-    """Return the bytes of the activations that exist again at one time because of recomputation."""
+def _restored_bytes(recipe: Recipe, device: Device) -> float:
+    """Return the bytes that are recomputed or copied from the host at one time."""
     recompute = recipe.recompute
-    if recompute.granularity == "none":
-        return 0
     kinds = [kind for kind, _ in counted_kinds(recipe.model)]
-    if recompute.granularity == "selective":
+    layer = max(_layer_bytes(recipe, device, kind) for kind in kinds)
+    restored = 0.0
+    if recompute.granularity == "full":
+        restored = (recompute.layers if recompute.method == "uniform" else 1) * layer
+    elif recompute.granularity == "selective":
         cores = (attention_bytes_per_token(recipe, device, kind)[1] for kind in kinds)
-        return local_tokens(recipe) * max(cores)
-    together = recompute.layers if recompute.method == "uniform" else 1
-    layers = (_layer_bytes(recipe, device, kind) for kind in kinds)
-    return together * max(layers)
-
-
-def _offloaded_bytes(recipe: Recipe, device: Device) -> float:
-    """Return the bytes of one layer's offloaded activations while they are back on the device."""
-    if not recipe.training.offload_activations:
-        return 0
-    return max(_layer_bytes(recipe, device, kind) for kind, _ in counted_kinds(recipe.model))
+        restored = local_tokens(recipe) * max(cores)
+    return restored + layer if recipe.training.offload_activations else restored
 
 
 def _layer_bytes(recipe: Recipe, device: Device, kind: Variant) -> float:
@@ -268,14 +261,6 @@ def _norm_and_projection_input(recipe: Recipe, device: Device) -> float:
 
 def attention_bytes_per_token(recipe: Recipe, device: Device, kind: Variant) -> tuple[float, float]:
     """Return the saved bytes per token of a layer's attention projections and of its core."""
-    kernels = _kernels(recipe, device, kind)
-    projected, core = (each / recipe.parallel.tensor for each in kind.saved_bytes(kernels))
-    if kernels.has_mask and BACKENDS[kind.operation][kernels.backend].saves_bias:
-        core += kernels.element * kernels.keys
-    return projected, core
-
-
-def _kernels(recipe: Recipe, device: Device, kind: Variant) -> Kernels:
     communication = context_communication(recipe)
     has_documents = bool(recipe.data.reset_attention_mask)
     rows = recipe.training.micro_batch_size if has_documents else 1
@@ -284,7 +269,7 @@ def _kernels(recipe: Recipe, device: Device, kind: Variant) -> Kernels:
         # A rank has chunks r and 2 context - 1 - r of 2 context zigzag chunks. A chunk attends to
         # all keys up to its end, so the mean is (2 context + 1) / (4 context) of all keys.
         keys *= (2 * recipe.parallel.context + 1) / (4 * recipe.parallel.context)
-    return Kernels(
+    kernels = Kernels(
         element=BYTES[recipe.training.precision],
         device=device,
         backend=planned_backend(recipe, kind, device),
@@ -294,6 +279,10 @@ def _kernels(recipe: Recipe, device: Device, kind: Variant) -> Kernels:
         has_mask=has_documents or communication == "all_gather",
         recomputes_core=recipe.recompute.granularity == "selective",
     )
+    projected, core = (each / recipe.parallel.tensor for each in kind.saved_bytes(kernels))
+    if kernels.has_mask and BACKENDS[kind.operation][kernels.backend].saves_bias:
+        core += kernels.element * kernels.keys
+    return projected, core
 
 
 def context_communication(recipe: Recipe) -> ContextCommunication | None:

@@ -240,16 +240,13 @@ def largest_trained(recipe: Recipe, stage: int) -> int:
 def rank_parameters(recipe: Recipe, stage: int) -> tuple[int, int]:
     """Return the numbers of parameters in the run's precision, and always in float32, on a rank."""
     size = recipe.parallel.tensor
-    tensors = [(each, 1) for each in stage_outer_tensors(recipe, stage)] + [
-        (each, count)
-        for kind, count in stage_kinds(recipe, stage)
-        for each in layer_tensors(recipe.model, kind)
-    ]
-    low, high = (
-        sum(count * each.elements(size) for each, count in tensors if each.float32 == is_float32)
-        for is_float32 in (False, True)
-    )
-    return low, high
+    counts = [0, 0]
+    for tensor in stage_outer_tensors(recipe, stage):
+        counts[tensor.float32] += tensor.elements(size)
+    for kind, layers in stage_kinds(recipe, stage):
+        for tensor in layer_tensors(recipe.model, kind):
+            counts[tensor.float32] += layers * tensor.elements(size)
+    return counts[0], counts[1]
 
 
 def trained_parameters(recipe: Recipe, stage: int) -> tuple[int, int]:
