@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from diffmegatron.errors import UserError
-from diffmegatron.model.accounting import find_accelerator
+from diffmegatron.model.accounting.hardware import find_accelerator
 
 # PyPI name of each library -> what the library is used for.
 REQUIRED = {

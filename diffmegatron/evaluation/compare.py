@@ -22,7 +22,7 @@ from diffmegatron.files import (
     shortest_ends,
     write_durably,
 )
-from diffmegatron.model.accounting import count_parameters
+from diffmegatron.model.accounting.parameters import count_parameters
 from diffmegatron.training.monitoring.metrics import METRICS, Entry, read_metrics
 from diffmegatron.training.monitoring.source_losses import SOURCE_LOSS, SOURCE_TOKENS
 

@@ -25,7 +25,7 @@ from diffmegatron.data.index.corpus_manifest import read_manifest
 from diffmegatron.data.index.verify_corpus import check_sizes
 from diffmegatron.errors import UnfitNodeError, UserError
 from diffmegatron.files import format_path, os_error_text, shorten, write_durably
-from diffmegatron.model.accounting import count_parameters
+from diffmegatron.model.accounting.parameters import count_parameters
 from diffmegatron.operations.attempt import commit, versions
 from diffmegatron.parallel.default_group import default_group
 from diffmegatron.parallel.launcher import read_launch

@@ -33,7 +33,7 @@ from diffmegatron.files import shorten
 from diffmegatron.hf.export_checkpoint import training_logits
 from diffmegatron.hf.modeling import register
 from diffmegatron.hf.write_export import MAX_VERIFY_TOKENS, verify_export
-from diffmegatron.model.accounting import count_parameters
+from diffmegatron.model.accounting.parameters import count_parameters
 from diffmegatron.operations.recipes import CONFIGS
 
 RUNS = Path("runs/quickstart")

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, distributed
 
 from diffmegatron.config.schema import Recipe
-from diffmegatron.model.accounting import REDUCE_BUCKET
+from diffmegatron.model.accounting.memory import REDUCE_BUCKET
 from diffmegatron.model.network import Network
 from diffmegatron.optim.adamw import create_adamw, decaying_rows
 from diffmegatron.optim.flat_gradients import flat_gradients

@@ -4,12 +4,9 @@ from collections.abc import Iterator
 
 from diffmegatron.config.schema import Recipe
 from diffmegatron.errors import UserError
-from diffmegatron.model.accounting import (
-    ACCELERATORS,
-    StageMemory,
-    count_parameters,
-    peak_memory,
-)
+from diffmegatron.model.accounting.hardware import ACCELERATORS
+from diffmegatron.model.accounting.memory import StageMemory, peak_memory
+from diffmegatron.model.accounting.parameters import count_parameters
 from diffmegatron.plan.rank_layout import GIB, USABLE_SHARE, Layout, ranks_in_words
 from diffmegatron.plan.timing import GPUS_PER_NODE
 

@@ -14,7 +14,8 @@ from rich.table import Table
 from diffmegatron.config.divisibility import check_ranks
 from diffmegatron.config.schema import Recipe
 from diffmegatron.errors import UserError
-from diffmegatron.model.accounting import ACCELERATORS, peak_memory
+from diffmegatron.model.accounting.hardware import ACCELERATORS
+from diffmegatron.model.accounting.memory import peak_memory
 from diffmegatron.plan.rank_layout import GIB, USABLE_SHARE, Layout, ranks_in_words
 from diffmegatron.plan.summary import check_hardware, check_recipe_vocabulary
 from diffmegatron.plan.tables import duration, print_assumptions

@@ -7,19 +7,16 @@ from diffmegatron.config.schema import Recipe
 from diffmegatron.data.tokenizers import check_vocabulary, vocabulary_size
 from diffmegatron.errors import UserError
 from diffmegatron.files import shorten
-from diffmegatron.model.accounting import (
-    ACCELERATORS,
-    Flops,
+from diffmegatron.model.accounting.activations import BYTES
+from diffmegatron.model.accounting.flops import Flops, count_flops, frozen_matrices
+from diffmegatron.model.accounting.hardware import ACCELERATORS
+from diffmegatron.model.accounting.memory import StageMemory, memory_by_stage
+from diffmegatron.model.accounting.parameters import (
     Parameters,
-    StageMemory,
-    count_flops,
     count_parameters,
     count_trained,
-    frozen_matrices,
-    memory_by_stage,
+    counted_kinds,
 )
-from diffmegatron.model.accounting.activations import BYTES
-from diffmegatron.model.accounting.parameters import counted_kinds
 from diffmegatron.plan.advice import warnings
 from diffmegatron.plan.rank_layout import Layout
 from diffmegatron.plan.timing import Assumptions, Estimate, estimate_time

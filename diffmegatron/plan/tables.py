@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from diffmegatron.model.accounting import StageMemory
+from diffmegatron.model.accounting.memory import StageMemory
 from diffmegatron.plan.rank_layout import Layout, ranks_in_words
 from diffmegatron.plan.summary import Plan
 

@@ -10,15 +10,6 @@ from diffmegatron.attention.kernels.registry import BACKENDS
 from diffmegatron.attention.variants.base import Variant
 from diffmegatron.config.attention_backend import planned_backend
 from diffmegatron.config.schema import Recipe
-from diffmegatron.model.accounting import (
-    REDUCE_BUCKET,
-    Accelerator,
-    count_flops,
-    frozen_matrices,
-    largest_trained,
-    model_flops_utilization,
-    trained_parameters,
-)
 from diffmegatron.model.accounting.activations import (
     BYTES,
     FLOAT32,
@@ -26,6 +17,13 @@ from diffmegatron.model.accounting.activations import (
     context_communication,
     local_tokens,
 )
+from diffmegatron.model.accounting.flops import (
+    count_flops,
+    frozen_matrices,
+    model_flops_utilization,
+)
+from diffmegatron.model.accounting.hardware import Accelerator
+from diffmegatron.model.accounting.memory import REDUCE_BUCKET, largest_trained, trained_parameters
 from diffmegatron.model.accounting.parameters import counted_kinds
 from diffmegatron.plan.traffic import (
     attention_passes,

@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass
 from diffmegatron.config.schema import Recipe
 from diffmegatron.config.tensors import EMBEDDING
 from diffmegatron.config.trainable_patterns import is_trained
-from diffmegatron.model.accounting import REDUCE_BUCKET, trained_parameters
 from diffmegatron.model.accounting.activations import (
     BYTES,
     FLOAT32,
@@ -18,6 +17,7 @@ from diffmegatron.model.accounting.activations import (
     local_tokens,
     output_weight,
 )
+from diffmegatron.model.accounting.memory import REDUCE_BUCKET, trained_parameters
 from diffmegatron.model.accounting.parameters import counted_kinds
 from diffmegatron.model.accounting.zero_3 import count_gathers
 

@@ -8,7 +8,7 @@ import torch
 
 from diffmegatron.config.schema import Recipe
 from diffmegatron.data.loader import Batch
-from diffmegatron.model.accounting import memory_by_stage
+from diffmegatron.model.accounting.memory import memory_by_stage
 from diffmegatron.model.build import build_model
 from diffmegatron.optim.zero import ZeroEngine
 from diffmegatron.parallel.parallel_state import process_groups

@@ -88,7 +88,7 @@ def test_a_problem_on_every_node_is_a_user_error(tiny_recipe, tmp_path, monkeypa
 
 
 def test_the_needed_space_is_two_saves_or_one_if_an_old_one_is_removed(tiny_recipe, tmp_path):
-    from diffmegatron.model.accounting import count_parameters
+    from diffmegatron.model.accounting.parameters import count_parameters
     from tests.launch.conftest import checkpoint
 
     recipe = tiny_recipe("checkpoint.keep_last=2")

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from diffmegatron.config.schema import Recipe
-from diffmegatron.model.accounting import StageMemory, memory, memory_by_stage
+from diffmegatron.model.accounting import memory
+from diffmegatron.model.accounting.memory import StageMemory, memory_by_stage
 from tests.ranks import launch
 
 # Elements per gradient bucket. A bucket of 50 million elements, the default, would need much more

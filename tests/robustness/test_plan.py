@@ -12,7 +12,7 @@ from pydantic import BaseModel
 
 from diffmegatron.attention.variants import VARIANTS, Variant
 from diffmegatron.config.schema import Recipe
-from diffmegatron.model.accounting import ACCELERATORS
+from diffmegatron.model.accounting.hardware import ACCELERATORS
 from tests.conftest import TINY
 from tests.robustness.cases import for_all, run
 

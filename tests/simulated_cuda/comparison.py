@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from diffmegatron.config.load import load_stages
 from diffmegatron.config.schema import Recipe
-from diffmegatron.model.accounting import StageMemory, memory_by_stage
+from diffmegatron.model.accounting.memory import StageMemory, memory_by_stage
 from diffmegatron.plan.traffic import Traffic, stage_traffic
 from tests.simulated_cuda.recording import Case, Recording
 

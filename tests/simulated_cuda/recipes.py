@@ -26,7 +26,7 @@ from diffmegatron.attention.variants.selected_heads import SHARE
 from diffmegatron.config.load import load_stages
 from diffmegatron.config.schema import Recipe
 from diffmegatron.errors import UserError
-from diffmegatron.model.accounting import memory_by_stage
+from diffmegatron.model.accounting.memory import memory_by_stage
 from diffmegatron.plan.traffic import stage_traffic
 from tests.paths import CONFIGS, RESULTS, ROOT
 from tests.simulated_cuda.comparison import compare, recipe_of

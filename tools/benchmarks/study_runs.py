@@ -20,7 +20,7 @@ from diffmegatron.data.index.corpus_manifest import read_manifest
 from diffmegatron.errors import UserError
 from diffmegatron.evaluation.compare import final_figures, read_run
 from diffmegatron.files import format_path, parse_json, read_bytes, write_durably
-from diffmegatron.model.accounting import count_parameters
+from diffmegatron.model.accounting.parameters import count_parameters
 from diffmegatron.training.monitoring.evaluators import HELD_OUT, TEST
 from diffmegatron.training.safeguards import run_lock
 from tools.benchmarks.machine import cpu_name

@@ -19,7 +19,7 @@ from diffmegatron.evaluation.model import Model
 from diffmegatron.evaluation.suite import Direction, Item, Record, Records, Suite
 from diffmegatron.evaluation.targets import Target
 from diffmegatron.files import format_path
-from diffmegatron.model.accounting import count_parameters
+from diffmegatron.model.accounting.parameters import count_parameters
 from diffmegatron.training.monitoring.metrics import METRICS, read_metrics
 
 _RECIPE = "recipe.yaml"

@@ -14,7 +14,7 @@ from diffmegatron.config.tensors import network_tensors
 from diffmegatron.config.trainable_patterns import learning_rate_factor, trained_parts
 from diffmegatron.errors import UserError
 from diffmegatron.hf.configuration import model_section, read_config
-from diffmegatron.model.accounting import count_parameters, count_trained
+from diffmegatron.model.accounting.parameters import count_parameters, count_trained
 from diffmegatron.plan import plan_recipe
 from diffmegatron.plan.rehearse import small_recipe
 from tests.paths import CONFIGS

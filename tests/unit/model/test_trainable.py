@@ -16,14 +16,9 @@ from diffmegatron.config.tensors import network_tensors
 from diffmegatron.config.trainable_patterns import trained_parts
 from diffmegatron.errors import UserError
 from diffmegatron.hf.export_checkpoint import export_checkpoint, merged_weights
-from diffmegatron.model.accounting import (
-    count_flops,
-    count_parameters,
-    count_trained,
-    frozen_matrices,
-    rank_parameters,
-    trained_parameters,
-)
+from diffmegatron.model.accounting.flops import count_flops, frozen_matrices
+from diffmegatron.model.accounting.memory import rank_parameters, trained_parameters
+from diffmegatron.model.accounting.parameters import count_parameters, count_trained
 from diffmegatron.model.build import build_model, transformer_config
 from diffmegatron.model.parameter_shards import parameter_shards
 from diffmegatron.optim.schedule import learning_rate

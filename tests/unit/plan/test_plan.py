@@ -12,7 +12,7 @@ from rich.console import Console
 from diffmegatron.config.load import load_recipe, load_stages
 from diffmegatron.config.schema import Recipe
 from diffmegatron.errors import UserError
-from diffmegatron.model.accounting import memory_by_stage, peak_memory
+from diffmegatron.model.accounting.memory import memory_by_stage, peak_memory
 from diffmegatron.plan import Plan, plan_recipe, print_plan, run
 from tests.paths import CONFIGS
 

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from diffmegatron.config.load import load_recipe
 from diffmegatron.errors import UserError
-from diffmegatron.model.accounting import memory_by_stage
+from diffmegatron.model.accounting.memory import memory_by_stage
 from diffmegatron.plan import run_search
 from diffmegatron.plan.search import print_search, search
 from tests.paths import CONFIGS

@@ -5,8 +5,9 @@ import pytest
 from diffmegatron.config.load import load_recipe
 from diffmegatron.config.schema import Recipe
 from diffmegatron.errors import UserError
-from diffmegatron.model.accounting import ACCELERATORS, memory_by_stage, trained_parameters
 from diffmegatron.model.accounting.activations import attention_bytes_per_token
+from diffmegatron.model.accounting.hardware import ACCELERATORS
+from diffmegatron.model.accounting.memory import memory_by_stage, trained_parameters
 from diffmegatron.plan.search import search
 from diffmegatron.plan.timing import Assumptions, bubble_share, estimate_time
 from diffmegatron.plan.traffic import Traffic, count_traffic, stage_collectives, stage_traffic

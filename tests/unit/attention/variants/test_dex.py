@@ -16,7 +16,8 @@ from diffmegatron.cli import app
 from diffmegatron.config.load import check_recipe, load_recipe
 from diffmegatron.errors import UserError
 from diffmegatron.hf.weight_mapping import from_hf, to_hf
-from diffmegatron.model.accounting import count_flops, count_parameters
+from diffmegatron.model.accounting.flops import count_flops
+from diffmegatron.model.accounting.parameters import count_parameters
 from diffmegatron.plan import plan_recipe
 from diffmegatron.plan.rehearse import small_recipe
 from tests.paths import CONFIGS

@@ -23,7 +23,9 @@ from diffmegatron.evaluation.model import Model
 from diffmegatron.evaluation.targets import find_targets
 from diffmegatron.hf.export_checkpoint import export_checkpoint
 from diffmegatron.hf.import_model import import_model
-from diffmegatron.model.accounting import count_flops, count_parameters, rank_parameters
+from diffmegatron.model.accounting.flops import count_flops
+from diffmegatron.model.accounting.memory import rank_parameters
+from diffmegatron.model.accounting.parameters import count_parameters
 from diffmegatron.model.build import build_model, lambda_by_layer
 from diffmegatron.model.parameter_shards import parameter_shards
 from diffmegatron.parallel.parallel_state import process_groups

@@ -24,7 +24,7 @@ from diffmegatron.evaluation.suites.scaling import fit_power_law
 from diffmegatron.evaluation.suites.throughput import Throughput
 from diffmegatron.evaluation.targets import find_targets
 from diffmegatron.evaluation.text import named_paths, read_texts
-from diffmegatron.model.accounting import count_parameters
+from diffmegatron.model.accounting.parameters import count_parameters
 from tests.checkpoints import write_checkpoint
 from tests.conftest import TINY
 from tests.pretrained import write_pretrained
