@@ -52,7 +52,7 @@ class _Header(BaseModel):
 
 
 class TensorFile:
-    """An opened file; ``tensors`` has the header entries by name, and ``metadata`` strings."""
+    """An opened file; ``tensors`` maps names to header entries, ``metadata`` names to strings."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -99,7 +99,8 @@ class TensorFile:
             beginning = stream.read(_LENGTH_BYTES)
             length = int.from_bytes(beginning, "little")
             if length > min(size - _LENGTH_BYTES, MAX_BYTES):
-                # Possible lengths can begin like a pickle: 640 is stored as 80 02 (hex).
+                # Look for a pickle only if the length is impossible, because a valid length can
+                # begin with the same bytes: 640 is stored as 80 02 (hex).
                 if beginning[:2] in _PICKLES:
                     raise UserError(
                         f"{format_path(self.path)} is a pickle, which can run any program when it "

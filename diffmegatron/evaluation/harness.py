@@ -254,7 +254,10 @@ class Encoder(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """Id of the start token, or else the end token, before a scored text without a prompt."""
+        """Id of the token put before a scored text that has no prompt.
+
+        It is the start token, or the end token if the tokenizer has no start token.
+        """
         start = self.tokenizer.bos_token_id
         return self.eot_token_id if start is None else int(start)
 
@@ -295,8 +298,8 @@ class Encoder(TemplateLM):
             needed = max(_decoding(each)["max_gen_toks"] + 1 for each in question.instances)
         elif kind == "loglikelihood":
             for prompt, choice in question.arguments:
-                # A token has at least one byte, so only choices of more bytes must be encoded.
-                # lm-eval moves spaces at the end of the prompt to the choice.
+                # A token has at least one byte, so a choice of at most `self.context` bytes fits
+                # and need not be encoded. lm-eval moves spaces from the prompt's end to the choice.
                 if len(prompt.encode()) - len(prompt.rstrip().encode()) + len(choice.encode()) > (
                     self.context
                 ):
@@ -327,7 +330,7 @@ class Encoder(TemplateLM):
         return [Scoring(context, [after for _, after in group]) for context, group in groups], cut
 
     def answers(self, question: Question, found: Sequence[Any]) -> list[Any]:
-        """Convert a network's answers to :meth:`requests` into the form of lm-eval's models."""
+        """Return a network's answers to :meth:`requests` in the form that lm-eval's models use."""
         kind = question.instances[0].request_type
         if kind == "generate_until":
             return [

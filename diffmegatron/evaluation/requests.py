@@ -20,9 +20,10 @@ class LabelTree(dict[int, "LabelTree"]):
 
 
 class Scoring(NamedTuple):
-    """A request for the likelihoods of continuations of a context; all have one token id or more.
+    """A request for the likelihoods of continuations of a context.
 
-    The answer is a list with a :class:`Scored` for each continuation.
+    The context and each continuation have at least one token id. The answer is a list with a
+    :class:`Scored` for each continuation.
     """
 
     context: Sequence[int]

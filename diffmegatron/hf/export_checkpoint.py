@@ -21,10 +21,10 @@ from diffmegatron.hf.write_export import SUMMATION, Verified, verify_export, wri
 from diffmegatron.model.build import DTYPES
 from diffmegatron.parallel.parallel_state import process_groups
 
-# Largest allowed difference of the logits, divided by the largest logit. The key is the dtype in
-# which the networks round differently. For example, an export of DIFF V1 multiplies the norm's
-# weight into the output projection before it rounds, and training rounds first. Each bf16 rounding
-# has a relative error of up to 2^-9.
+# Largest allowed difference of the logits, divided by the largest logit. The key is the dtype to
+# which export and training round different values, or float32 if they round the same values. For
+# example, an export of DIFF V1 multiplies the norm's weight into the output projection before it
+# rounds, and training rounds first. Each bf16 rounding has a relative error of up to 2^-8.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 _NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 
@@ -44,10 +44,11 @@ def export_checkpoint(
     Args:
         directory: directory of the checkpoint.
         verify: whether to compare. Both models must then fit into this process's memory in float32.
-        tokens: ids [b, s] for the comparison, at most 256; None: the ids of a short built-in text.
+        tokens: ids [b, s] for the comparison, b * s <= 256; None: the ids of a short built-in text.
     """
     transformers_logging.disable_progress_bar()
-    # This verifies the checksums. In the comparison, both models would have the damaged weights.
+    # Verify the checksums, because the comparison cannot find damaged weights: both models would
+    # have them.
     checkpoint = open_checkpoint(directory)
     recipe = checkpoint.recipe
     tokenizer = load_tokenizer(recipe.data.tokenizer)
@@ -86,7 +87,7 @@ def export_checkpoint(
         dtype,
         original=original,
         step=step,
-        # The training data had chats, all of them in ChatML.
+        # True if the training data had chats, all in ChatML.
         chat=isinstance(layouts, list) and "chat" in layouts and "template" not in layouts,
         verify=compare if verify else None,
     )
@@ -125,7 +126,7 @@ def merged_weights(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
 
 @torch.no_grad()
 def training_logits(checkpoint: Checkpoint, tokens: Tensor) -> Tensor:
-    """Return float32 logits [b, s, tokens] of the Megatron network for ids [b, s], on the CPU.
+    """Return float32 logits [b, s, vocabulary] of the Megatron network for ids [b, s], on the CPU.
 
     The weights are rounded to the precision of the run, and the arithmetic is float32. Padding of
     the vocabulary is dropped.

@@ -83,7 +83,11 @@ def give_up(run: Run, reason: str) -> NoReturn:
 
 
 def _write_report(run: Run) -> None:
-    """Gather the affected layers of all ranks; rank 0 writes ``events/step_XXXXXXXX.json``."""
+    """Write ``events/step_XXXXXXXX.json`` on rank 0, with the measurements of every rank.
+
+    These are gradient norms, largest attention logits and names of tensors whose gradients are not
+    finite.
+    """
     decision, parallel_state = run.decision, run.parallel_state
     last_sample = run.loader.consumed_samples - 1
     lambda_by_layer = lambdas(run.network, parallel_state)

@@ -17,9 +17,8 @@ def first_order(backward: Backward) -> Backward:
     The Function must save its inputs with `save_for_backward`. Apply this decorator below
     `staticmethod`.
 
-    With torch's `once_differentiable` autograd treats the returned gradients as functions of the
-    incoming gradient, but not of the Function's inputs. `autograd.grad` with respect to the inputs
-    would silently omit the second derivative.
+    Torch's `once_differentiable` is not enough: it detaches the returned gradients, so
+    `autograd.grad` with respect to the Function's inputs could silently omit the second derivative.
     """
 
     @wraps(backward)

@@ -41,8 +41,8 @@ TOKENS, LENGTHS, COUNTS, DIGESTS = "tokens.bin", "lengths.i32", "counts.i32", "d
 REJECTS = "rejects.jsonl"
 FILES = (TOKENS, LENGTHS, COUNTS, DIGESTS, REJECTS)
 INDEX, MANIFEST = "index.idx", "manifest.json"
-# Number of documents and rejects from which on each commit checks the share of rejects. Among fewer
-# records, a single reject is already a large share.
+# Commits check the share of rejects only after this many documents and rejects together. Among
+# fewer records, a single reject is already a large share.
 _EARLY_CHECK = 1000
 
 
@@ -51,7 +51,8 @@ class Preparation:
 
     Args:
         prefix: path of the finished files without their endings.
-        state: state of the journal's last commit, which is updated; initial for a new journal.
+        state: state of the journal's last commit, or the initial state for a new journal; updated
+            in place.
     """
 
     def __init__(

@@ -17,7 +17,7 @@ from diffmegatron.errors import UserError
 
 @dataclass(frozen=True)
 class SourceWeight:
-    """PREFIX, content hash and relative weight of a source (corpus) in one period."""
+    """Path without .bin/.idx/.json, content hash and relative weight of a source in a period."""
 
     path: str
     content: str

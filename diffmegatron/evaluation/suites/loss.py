@@ -75,10 +75,11 @@ class Loss(WindowSuite):
 
     @override
     def requests_of(self, target: Target, item: Item) -> ItemGenerator:
-        """Return the sums of a document, or of a packed window without end-of-document tokens.
+        """Return the summed loss and the number of tokens of a document or a packed window.
 
-        ``beginnings`` maps each n of :attr:`lengths` to [nats, number of tokens] of tokens 1 to n,
-        over all windows with at least n tokens. ``full`` has the same over full windows.
+        End-of-document tokens in a packed window are not counted. ``beginnings`` maps each n of
+        :attr:`lengths` to [nats, number of tokens] of tokens 1 to n, over all windows with at least
+        n tokens. ``full`` has the same over full windows.
         """
         source, piece = item.content
         end = target.tokenizer.end_of_document
