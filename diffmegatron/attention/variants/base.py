@@ -1,4 +1,4 @@
-"""The base class of attention variants, and the classes that its costs are computed from.
+"""The base class of attention variants, and the kernel properties that determine its costs.
 
 A variant, or *kind* of attention, is one class in one file of this package. No other module depends
 on the name of a kind. A differential kind subtracts a second softmax map from a first one. Signal
@@ -50,7 +50,8 @@ class Kernels:
         backend: name of the attention backend; never "auto".
         communication: method of the context-parallel ranks; None for one rank.
         context: number of context-parallel ranks.
-        keys: mean length of a row of scores, with masked keys, and with those of packed documents.
+        keys: mean number of keys in a row of scores, including masked keys. With packed documents,
+            a row has the keys of the whole microbatch.
         has_mask: whether attention needs a mask that torch's ``is_causal`` cannot express.
         recomputes_core: whether the backward pass computes attention again from q, k and v.
     """
@@ -86,10 +87,10 @@ class Kernels:
         return self.has_mask and SOFTMAX[self.backend].saves_bias
 
     def softmax_bytes(self, heads: Heads) -> tuple[float, float]:
-        """Return the saved bytes per token of q, k and v, and of the softmax attention's results.
+        """Return the bytes per token that softmax attention saves: of q, k, v, and of its results.
 
-        The results are the log-sum-exps, and the output if it is copied. Otherwise the next
-        operation counts the output.
+        The results are the log-sum-exps, and the output if the next operation saves a copy of it.
+        The variant itself counts what the next operation saves.
         """
         queries, keys = self.element * heads.query_channels, self.element * heads.key_channels
         if self.has_mask and SOFTMAX[self.backend].saves_bias and heads.queries > heads.keys:

@@ -250,16 +250,8 @@ class DiffV1(Variant):
                 "model.attention.headwise_norm False with kind 'diff_v1' cannot be exported: "
                 "Hugging Face's DiffLlama always has the headwise norm"
             )
-        return hf.HuggingFace(
-            "diffllama",
-            "DiffLlamaForCausalLM",
-            {
-                "num_attention_heads": self.heads.queries,
-                "num_key_value_heads": self.heads.keys,
-                "head_dim": self.head_dim,
-                "lambda_std_dev": self.lambda_std,
-            },
-        )
+        config = hf.head_keys(self.heads) | {"lambda_std_dev": self.lambda_std}
+        return hf.HuggingFace("diffllama", "DiffLlamaForCausalLM", config)
 
     @classmethod
     @override

@@ -102,17 +102,8 @@ class DiffV2(Variant):
 
     def hugging_face(self, hidden_size: int) -> hf.HuggingFace:
         """Return the description of this package's own model class."""
-        return hf.HuggingFace(
-            "diff_v2",
-            "DiffV2ForCausalLM",
-            {
-                "num_attention_heads": self.heads.queries,
-                "signal_per_noise": self.signal_per_noise,
-                "num_key_value_heads": self.heads.keys,
-                "head_dim": self.head_dim,
-            },
-            remote_code=True,
-        )
+        config = hf.head_keys(self.heads) | {"signal_per_noise": self.signal_per_noise}
+        return hf.HuggingFace("diff_v2", "DiffV2ForCausalLM", config, remote_code=True)
 
     @classmethod
     @override

@@ -40,20 +40,13 @@ class Grouped(DiffV1):
 
     def hugging_face(self, hidden_size: int) -> hf.HuggingFace:
         """Return the description of this package's own model class."""
-        return hf.HuggingFace(
-            "grouped_diff",
-            "GroupedDiffForCausalLM",
-            {
-                "num_attention_heads": self.heads.queries,
-                "signal_per_noise": self.signal_per_noise,
-                "num_key_value_heads": self.heads.keys,
-                "head_dim": self.head_dim,
-                "headwise_norm": self.headwise_norm,
-                "lambda_init": self.lambda_init.value or self.lambda_init.policy,
-                "lambda_std_dev": self.lambda_std,
-            },
-            remote_code=True,
-        )
+        config = hf.head_keys(self.heads) | {
+            "signal_per_noise": self.signal_per_noise,
+            "headwise_norm": self.headwise_norm,
+            "lambda_init": self.lambda_init.value or self.lambda_init.policy,
+            "lambda_std_dev": self.lambda_std,
+        }
+        return hf.HuggingFace("grouped_diff", "GroupedDiffForCausalLM", config, remote_code=True)
 
     @classmethod
     @override

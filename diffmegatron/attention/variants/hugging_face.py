@@ -56,6 +56,15 @@ class HuggingFace:
     remote_code: bool = False
 
 
+def head_keys(heads: "Heads") -> dict[str, Any]:
+    """Return the keys of a configuration that describe the heads of the projections."""
+    return {
+        "num_attention_heads": heads.queries,
+        "num_key_value_heads": heads.keys,
+        "head_dim": heads.head_dim,
+    }
+
+
 def same(ours: str, theirs: str, shape: tuple[int, ...], *, keep_fp32: bool = False) -> WeightRule:
     """Return the rule of a weight that is copied without changes."""
     return WeightRule({ours: shape}, {theirs: shape}, _unchanged, _unchanged, keep_fp32)

@@ -124,11 +124,7 @@ class Softmax(Variant):
                 "model.attention.qkv_bias True with model.attention.qk_norm True cannot be "
                 "exported: Hugging Face's SeedOss has the one and Qwen3 the other"
             )
-        config: dict[str, Any] = {
-            "num_attention_heads": self.num_heads,
-            "num_key_value_heads": self.num_kv_heads,
-            "head_dim": self.head_dim,
-        }
+        config = hf.head_keys(self.heads)
         if self.qkv_bias:
             if self.num_heads * self.head_dim == hidden_size:
                 # This is Qwen2's default, which a pretrained Qwen2's config.json usually omits.
