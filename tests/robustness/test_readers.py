@@ -29,7 +29,7 @@ from diffmegatron.data.prepare.merge_parts import merge
 from diffmegatron.data.prepare.parts import Part
 from diffmegatron.data.prepare.prepare import prepare
 from diffmegatron.data.prepare.prepare_settings import PrepareSettings
-from diffmegatron.data.sampling.array_cache import Cache
+from diffmegatron.data.sampling.array_cache import cached_arrays
 from diffmegatron.data.tokenizers import END_OF_TEXT, load_tokenizer
 from diffmegatron.errors import UserError
 from diffmegatron.evaluation.classification_datasets import TASKS
@@ -215,7 +215,7 @@ def cache(folder: Path) -> tuple[Path, Read]:
     ends = np.arange(50, dtype=np.int64)
 
     def read() -> None:
-        arrays, _ = Cache(folder / "cache").open(("key",), lambda: ({"ends": ends}, {"a": 1}))
+        arrays, _ = cached_arrays(folder / "cache", ("key",), lambda: ({"ends": ends}, {"a": 1}))
         assert np.array_equal(arrays["ends"], ends)
 
     read()

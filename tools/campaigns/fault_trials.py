@@ -45,7 +45,7 @@ from diffmegatron.data.index.verify_corpus import check_hashes
 from diffmegatron.data.prepare import preparation
 from diffmegatron.data.prepare.corpus_readers import find_files, read_records
 from diffmegatron.data.prepare.prepare import prepare
-from diffmegatron.data.sampling.array_cache import Cache
+from diffmegatron.data.sampling.array_cache import cached_arrays
 from diffmegatron.errors import UserError
 from diffmegatron.file_lock import FileLock
 from diffmegatron.model.parameter_shards import Shard
@@ -139,7 +139,7 @@ def run_prepare(folder: Path, name: str = "out", source: str = "in.jsonl") -> st
 
 def open_cache(folder: Path) -> list[int]:
     """Return the array of a cache, and build the cache if it is missing."""
-    arrays, _ = Cache(folder / "cache").open(("key",), lambda: ({"ends": np.arange(500)}, {}))
+    arrays, _ = cached_arrays(folder / "cache", ("key",), lambda: ({"ends": np.arange(500)}, {}))
     return [int(value) for value in arrays["ends"]]
 
 

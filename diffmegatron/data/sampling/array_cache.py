@@ -9,7 +9,6 @@ import math
 import os
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
@@ -62,41 +61,36 @@ class Contents(Section):
     summary: dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Cache:
-    """Cache in the folder ``parent``, which is created with the first entry."""
+def cached_arrays(parent: Path, key: tuple[object, ...], build: Callable[[], Arrays]) -> Arrays:
+    """Return the memory-mapped arrays and the summary for a key; build them if necessary.
 
-    parent: Path
+    An existing entry is read completely to verify its checksums.
 
-    def open(self, key: tuple[object, ...], build: Callable[[], Arrays]) -> Arrays:
-        """Return the memory-mapped arrays and the summary for a key; build them if necessary.
-
-        An existing entry is read completely to verify its checksums.
-
-        Args:
-            key: all values on which the arrays depend.
-            build: function that computes one-dimensional arrays and a summary. It runs under a file
-                lock, so only one process at a time builds an entry.
-        """
-        name = repr((_VERSION, *key))
-        folder = self.parent / f"{derive_key(name):016x}"
-        if (found := _read(folder, name)) is not None:
-            return found
-        place = f"the index cache {self.parent}"
-        with FileLock(folder.with_suffix(".lock"), place, _ADVICE, patience=math.inf):
-            # Another process may have built the entry while this process waited for the lock.
-            if (found := _read(folder, name)) is None:
-                built = build()
-                try:
-                    _write(folder, name, *built)
-                except OSError as error:
-                    raise UserError(
-                        f"cannot write {place}: {os_error_text(error)}; {_ADVICE}"
-                    ) from None
-                found = _read(folder, name)
-        if found is None:
-            raise UserError(f"{place} does not hold what was written into it; {_ADVICE}")
+    Args:
+        parent: folder of the cache, which is created with the first entry.
+        key: all values on which the arrays depend.
+        build: function that computes one-dimensional arrays and a summary. It runs under a file
+            lock, so only one process at a time builds an entry.
+    """
+    name = repr((_VERSION, *key))
+    folder = parent / f"{derive_key(name):016x}"
+    if (found := _read(folder, name)) is not None:
         return found
+    place = f"the index cache {parent}"
+    with FileLock(folder.with_suffix(".lock"), place, _ADVICE, patience=math.inf):
+        # Another process may have built the entry while this process waited for the lock.
+        if (found := _read(folder, name)) is None:
+            built = build()
+            try:
+                _write(folder, name, *built)
+            except OSError as error:
+                raise UserError(
+                    f"cannot write {place}: {os_error_text(error)}; {_ADVICE}"
+                ) from None
+            found = _read(folder, name)
+    if found is None:
+        raise UserError(f"{place} does not hold what was written into it; {_ADVICE}")
+    return found
 
 
 def _read(folder: Path, name: str) -> Arrays | None:

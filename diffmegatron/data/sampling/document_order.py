@@ -6,13 +6,14 @@ documents are selected here.
 
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
 from diffmegatron.data.index.corpus_manifest import LengthBin, length_histogram
 from diffmegatron.data.index.token_store import Corpus
-from diffmegatron.data.sampling.array_cache import Arrays, Cache
+from diffmegatron.data.sampling.array_cache import Arrays, cached_arrays
 from diffmegatron.data.sampling.permutation import derive_key, random_bits, uniform
 from diffmegatron.errors import UserError
 
@@ -69,12 +70,10 @@ class DocumentOrder:
         return self.tokens / max(1, sum(part.tokens for part in self.split_lengths))
 
 
-def open_order(corpus: Corpus, selection: Selection, cache: Cache) -> DocumentOrder:
-    """Return the document order of a split from the cache; build it first if it is missing."""
-    arrays, summary = cache.open(
-        ("documents", corpus.manifest.content, selection),
-        lambda: build_order(corpus, selection),
-    )
+def open_order(corpus: Corpus, selection: Selection, cache: Path) -> DocumentOrder:
+    """Return the document order of a split from the folder ``cache``; build it if missing."""
+    key = ("documents", corpus.manifest.content, selection)
+    arrays, summary = cached_arrays(cache, key, lambda: build_order(corpus, selection))
     order = DocumentOrder(
         arrays["documents"],
         arrays["ends"],

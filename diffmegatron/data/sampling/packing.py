@@ -29,7 +29,6 @@ def pack(
         up to the end of each sequence.
     """
     parts = []
-    sequences = 0
     for first in range(0, max(1, len(documents)), _DOCUMENTS_AT_A_TIME):
         chosen = slice(first, first + _DOCUMENTS_AT_A_TIME)
         owners, starts, sizes = _cut(lengths[chosen], capacity)
@@ -37,7 +36,6 @@ def pack(
         order = np.argsort(places, kind="stable")
         counts = np.bincount(places)
         parts.append((documents[chosen][owners[order]], starts[order], sizes[order], counts))
-        sequences += len(counts)
     columns = [np.concatenate(column) for column in zip(*parts, strict=True)]
     return {
         "documents": columns[0],

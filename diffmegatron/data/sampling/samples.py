@@ -14,7 +14,6 @@ import numpy as np
 
 from diffmegatron.config.data_config import DataConfig
 from diffmegatron.data.index.token_store import Corpus, check_tokenizer, open_corpus
-from diffmegatron.data.sampling.array_cache import Cache
 from diffmegatron.data.sampling.document_order import DocumentOrder, Selection, Split, open_order
 from diffmegatron.data.sampling.mixture import MixtureHistory, Period, SourceWeight
 from diffmegatron.data.sampling.permutation import derive_key, permute
@@ -232,7 +231,7 @@ def open_samples(config: DataConfig, seq_length: int, seed: int, split: Split) -
                 "list one of them, with the sum of both weights"
             )
         check_tokenizer(corpus, tokenizer)
-        cache = Cache(Path(config.cache_dir or f"{corpus.prefix}.cache"))
+        cache = Path(config.cache_dir or f"{corpus.prefix}.cache")
         order = open_order(corpus, selection, cache)
         blocks = open_blocks(corpus, order, seq_length, config.packing, selection, cache)
         key = derive_key("samples", content, split, selection.seed)

@@ -5,13 +5,14 @@ and the last label. An epoch is one pass over the documents of the source.
 """
 
 from abc import ABC, abstractmethod
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 import numpy as np
 from typing_extensions import override
 
 from diffmegatron.data.index.token_store import Corpus
-from diffmegatron.data.sampling.array_cache import Arrays, Cache
+from diffmegatron.data.sampling.array_cache import Arrays, cached_arrays
 from diffmegatron.data.sampling.document_order import DocumentOrder, Selection
 from diffmegatron.data.sampling.packing import pack
 from diffmegatron.errors import UserError
@@ -121,7 +122,7 @@ def open_blocks(
     seq_length: int,
     packing: Packing,
     selection: Selection,
-    cache: Cache,
+    cache: Path,
 ) -> Blocks:
     """Return the blocks of a source."""
     if packing == "concatenate":
@@ -140,5 +141,5 @@ def open_blocks(
         lengths = corpus.lengths[order.documents]
         return pack(order.documents, lengths, seq_length + 1, combine=packing == "best_fit"), {}
 
-    arrays, _ = cache.open((packing, seq_length, corpus.manifest.content, selection), build)
-    return Packed(arrays)
+    key = (packing, seq_length, corpus.manifest.content, selection)
+    return Packed(cached_arrays(cache, key, build)[0])

@@ -20,7 +20,7 @@ from diffmegatron.data.prepare.encode import encode_batch
 from diffmegatron.data.prepare.journal import Identity, Journal, State, last_commit
 from diffmegatron.data.prepare.prepare import prepare
 from diffmegatron.data.prepare.prepare_settings import PrepareSettings
-from diffmegatron.data.sampling.array_cache import Cache
+from diffmegatron.data.sampling.array_cache import cached_arrays
 from diffmegatron.data.sampling.samples import open_samples
 from diffmegatron.errors import UserError
 
@@ -193,7 +193,7 @@ def test_caches(tmp_path: Path, name: str) -> None:
     ends, pick = np.arange(50, dtype=np.int64), random.Random(name)
     # Each case syncs files to the disk, so there are fewer cases.
     for _ in range(CASES // 3):
-        arrays, summary = Cache(tmp_path).open(("key",), lambda: ({"ends": ends}, {"a": 1}))
+        arrays, summary = cached_arrays(tmp_path, ("key",), lambda: ({"ends": ends}, {"a": 1}))
         assert summary == {"a": 1} and np.array_equal(arrays["ends"], ends)
         (path,) = tmp_path.glob(f"*/{name}")
         path.write_bytes(damaged(path.read_bytes(), pick))

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from diffmegatron.data.sampling import array_cache as module
-from diffmegatron.data.sampling.array_cache import Arrays, Cache
+from diffmegatron.data.sampling.array_cache import Arrays, cached_arrays
 from diffmegatron.errors import UserError
 
 KEY = ("documents", "sha", 3)
@@ -42,14 +42,14 @@ def refuse() -> Arrays:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Fill a cache with one entry, and return the folder of this entry."""
-    check(Cache(tmp_path / "cache").open(KEY, build))
+    check(cached_arrays(tmp_path / "cache", KEY, build))
     (found,) = (tmp_path / "cache").iterdir()
     return found
 
 
 def test_a_cache_entry_is_built_once(folder: Path) -> None:
-    check(Cache(folder.parent).open(KEY, refuse))
-    check(Cache(folder.parent).open((*KEY, "other"), build))
+    check(cached_arrays(folder.parent, KEY, refuse))
+    check(cached_arrays(folder.parent, (*KEY, "other"), build))
     assert len(list(folder.parent.iterdir())) == 2
 
 
@@ -82,9 +82,9 @@ def test_a_damaged_cache_entry_is_rebuilt(
     folder: Path, name: str, damage: Callable[[Path], None], caplog: Any
 ) -> None:
     damage(folder / name)
-    check(Cache(folder.parent).open(KEY, build))
+    check(cached_arrays(folder.parent, KEY, build))
     assert "this entry of the index cache is rebuilt" in caplog.text and name in caplog.text
-    check(Cache(folder.parent).open(KEY, refuse))
+    check(cached_arrays(folder.parent, KEY, refuse))
     assert list(folder.parent.iterdir()) == [folder]
 
 
@@ -94,23 +94,23 @@ def test_a_file_or_folder_in_place_of_an_entry_is_replaced(
 ) -> None:
     shutil.rmtree(folder)
     place(folder)
-    check(Cache(folder.parent).open(KEY, build))
+    check(cached_arrays(folder.parent, KEY, build))
     assert list(folder.parent.iterdir()) == [folder]
 
 
 def test_an_entry_of_another_key_is_replaced(folder: Path) -> None:
-    other = Cache(folder.parent.parent / "other")
-    other.open((*KEY, "other"), lambda: ({"documents": np.zeros(3, dtype=np.int64)}, {}))
-    (foreign,) = other.parent.iterdir()
+    other = folder.parent.parent / "other"
+    cached_arrays(other, (*KEY, "other"), lambda: ({"documents": np.zeros(3, dtype=np.int64)}, {}))
+    (foreign,) = other.iterdir()
     shutil.rmtree(folder)
     foreign.rename(folder)
-    check(Cache(folder.parent).open(KEY, build))
+    check(cached_arrays(folder.parent, KEY, build))
 
 
 def test_mapped_arrays_survive_a_rebuild(folder: Path) -> None:
-    arrays, _ = Cache(folder.parent).open(KEY, refuse)
+    arrays, _ = cached_arrays(folder.parent, KEY, refuse)
     (folder / "contents.json").unlink()
-    check(Cache(folder.parent).open(KEY, build))
+    check(cached_arrays(folder.parent, KEY, build))
     assert np.array_equal(arrays["documents"], np.arange(1000))
 
 
@@ -122,11 +122,11 @@ def test_the_first_rename_wins_without_a_lock(tmp_path: Path, monkeypatch: Any) 
                 # The temporary folder of an entry has the process id in its name.
                 patch.setattr(os, "getpid", lambda: 1)
                 patch.setattr("fcntl.flock", lambda *_: None)
-                Cache(tmp_path / "cache").open(KEY, build)
+                cached_arrays(tmp_path / "cache", KEY, build)
         return build()
 
     monkeypatch.setattr("fcntl.flock", lambda *_: None)
-    check(Cache(tmp_path / "cache").open(KEY, overtaken))
+    check(cached_arrays(tmp_path / "cache", KEY, overtaken))
     assert len(list((tmp_path / "cache").iterdir())) == 1
 
 
@@ -137,9 +137,9 @@ def test_a_full_disk_leaves_no_entry(tmp_path: Path, monkeypatch: Any) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(module, "write_sealed", full)
         with pytest.raises(UserError, match=r"cannot write the index cache .*: No space left"):
-            Cache(tmp_path / "cache").open(KEY, build)
+            cached_arrays(tmp_path / "cache", KEY, build)
     assert not list(tmp_path.glob("cache/*"))
-    check(Cache(tmp_path / "cache").open(KEY, build))
+    check(cached_arrays(tmp_path / "cache", KEY, build))
 
 
 def test_a_read_only_cache_is_used_while_its_entry_is_intact(
@@ -149,7 +149,7 @@ def test_a_read_only_cache_is_used_while_its_entry_is_intact(
         raise OSError(30, "Read-only file system")
 
     monkeypatch.setattr("diffmegatron.file_lock.FileLock._open", read_only)
-    check(Cache(folder.parent).open(KEY, refuse))
+    check(cached_arrays(folder.parent, KEY, refuse))
     flip(folder / "documents.int64")
     with pytest.raises(UserError, match=r"Read-only file system; set data\.cache_dir"):
-        Cache(folder.parent).open(KEY, build)
+        cached_arrays(folder.parent, KEY, build)
