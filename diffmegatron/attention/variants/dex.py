@@ -235,6 +235,7 @@ class Dex(Softmax):
         """
         selected = {*self._selected(layer.layer_number)}
         flags = (head in selected for head in layer.share(self.num_heads))
+        # With a further flag on each side, the runs begin unselected and end selected.
         lengths = [len([*run]) for _, run in groupby([False, *flags, True])]
         lengths[0] -= 1
         lengths[-1] -= 1
