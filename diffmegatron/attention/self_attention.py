@@ -188,9 +188,8 @@ class SelfAttention(MegatronModule):
     def parameter(self, name: str) -> Tensor:
         """Return a declared parameter, or this rank's shard of it.
 
-        ZeRO 3 in bf16 stores a float32 parameter in bf16, with the float32 value in its attribute
-        ``exact`` (:mod:`diffmegatron.optim.float32_parameters`). The result then has this value,
-        and the gradient still reaches the parameter.
+        ZeRO 3 in bf16 stores the float32 value of a parameter in its attribute ``exact``
+        (:mod:`diffmegatron.optim.float32_parameters`). The gradient still reaches the parameter.
         """
         parameter = getattr(self, name)
         exact = getattr(parameter, "exact", None)
@@ -202,9 +201,8 @@ class SelfAttention(MegatronModule):
         """Multiply hidden states [s, b, hidden] by the declared matrix ``name`` [rows, hidden].
 
         The matrix is sharded by rows. The result is [s, b, rows of this rank] for the whole s, also
-        if sequence parallelism shards the hidden states. The matrix has few rows, so the ranks
-        communicate the matrix and the products. A column-parallel layer would communicate hidden
-        states or their gradients, which are hundreds of times larger.
+        under sequence parallelism. The matrix has few rows, so the ranks communicate the matrix and
+        the products instead of hidden states, which are hundreds of times larger.
         """
         weight = getattr(self, name)
         size = self.tp_group.size()

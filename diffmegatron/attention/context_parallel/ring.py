@@ -1,11 +1,10 @@
 """Ring attention: the ranks pass their keys and values around a ring; queries stay on their rank.
 
-It follows Liu et al., arXiv 2310.01889, for one softmax map or for the two maps of differential
-attention. A rank computes attention between its two chunks of queries (see `zigzag`) and each chunk
-of keys, while it receives the next keys. Results are merged exactly by their log-sum-exps. For the
-backward pass a rank saves only its own keys and values, which then go around the ring again.
-
-Shapes: b is the batch size, s the number of positions on this rank.
+It follows Liu et al., arXiv 2310.01889, for one or two softmax maps. A rank computes attention
+between its two chunks of queries (see `zigzag`) and each chunk of keys, while it receives the next
+keys. Results are merged exactly by their log-sum-exps. For the backward pass a rank saves only its
+own keys and values, which go around the ring again. In shapes b is the batch size, and s the number
+of positions on this rank.
 """
 
 from collections.abc import Iterator, Sequence

@@ -85,9 +85,8 @@ def ulysses_attention(
     """Attend over the whole sequence; each rank computes the attention of a range of the heads.
 
     The method is Ulysses (Jacobs et al., arXiv 2309.14509), with an all-to-all before and after the
-    attention. ``attend`` receives the whole sequence in the order of positions. The heads of each
-    tensor are cut into equal ranges, one per rank, and the queries of a range must attend to the
-    keys and values of the same range.
+    attention. The heads of each tensor are cut into equal ranges, one per rank, and the queries of
+    a range must attend to the keys and values of the same range.
     """
     size = group.size()
     shares = [x.transpose(0, 1).unflatten(2, (size, -1)) for x in heads]

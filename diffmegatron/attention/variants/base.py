@@ -1,11 +1,10 @@
 """The base class of attention variants, and the kernel properties that determine its costs.
 
-A variant, or *kind* of attention, is one class in one file of this package. No other module depends
-on the name of a kind. A differential kind subtracts a second softmax map from a first one. Signal
-heads are the query heads of the first map, and noise heads are those of the second map. In shapes s
-is the number of tokens, b the number of sequences, and d the width of a query head.
-
-Only functions that compute with tensors import torch, because a recipe must be read fast.
+A variant, or *kind* of attention, is one class in one file of this package. A differential kind
+subtracts a second softmax map from a first one. Signal heads are the query heads of the first map,
+and noise heads are those of the second map. In shapes s is the number of tokens, b the number of
+sequences, and d the width of a query head. Only functions that compute with tensors import torch,
+because a recipe must be read fast.
 """
 
 import math
@@ -110,13 +109,8 @@ class Variant(Section, ABC):
 
     ``num_heads`` and ``num_kv_heads`` count heads of this kind. In DIFF V1, for example, a head has
     two softmax maps, and a key-value head has two keys. docs/variants.md lists all members.
-
-    Attributes:
-        output_width: width of a head's output, divided by ``head_dim``.
-        reads_hidden: whether the kind defines :meth:`gate`.
-        model_types: model types of Hugging Face that :meth:`from_hugging_face` accepts.
-        can_mix: whether other layers of the network may have another kind.
-        free_keys: keys of the section that a run may change when it starts from existing weights.
+    ``output_width`` is the width of a head's output, divided by ``head_dim``. ``free_keys`` are the
+    keys that a run may change when it starts from existing weights.
     """
 
     kind: str
@@ -273,9 +267,7 @@ class Variant(Section, ABC):
         value: "Tensor",
         gate: "Tensor | None",
     ) -> "Tensor":
-        """Compute the outputs of this rank's heads, [b, s, ...].
-
-        All tensor-parallel ranks together have :attr:`Heads.output_channels` outputs per token.
+        """Return the outputs of this rank's heads, [b, s, ...].
 
         Args:
             query: rotated queries of this rank, [b, s, query heads, d].
@@ -307,10 +299,9 @@ class Variant(Section, ABC):
         return Sizes(element, self.head_dim, heads.queries, 0, heads.keys, keys)
 
     def work(self, backend: str, *, deterministic: bool = False) -> tuple[int, int]:
-        """Return a backend's multiply-adds per (query, visible key) pair, for all heads.
+        """Return a backend's multiply-adds per (query, visible key) pair: forward and backward.
 
-        The numbers are those of the forward and of the backward pass. The backward pass computes
-        the scores again. ``deterministic`` sums gradients in a fixed order.
+        The backward pass computes the scores again. ``deterministic`` fixes the order of its sums.
         """
         sizes = self.kernel_sizes(element=2, keys=0)._replace(is_deterministic=deterministic)
         return BACKENDS[self.operation][backend].work(sizes)
@@ -358,12 +349,12 @@ class Variant(Section, ABC):
         return self
 
     def subtracted_maps(self, attention: Any, maps: "Tensor", hidden: "Tensor") -> "Tensor":
-        """Return the maps of a layer of the Hugging Face class after subtraction.
+        """Return [num_heads, query tokens, key tokens], the maps after subtraction.
 
         Args:
-            attention: attention module of the layer.
+            attention: attention module of a layer of the Hugging Face class.
             maps: softmax maps, float32 [query heads, query tokens, key tokens], in the order of the
-                rows of ``q_proj``. The result is [num_heads, query tokens, key tokens].
+                rows of ``q_proj``.
             hidden: input of the attention at the query tokens, [query tokens, hidden_size].
         """
         return maps

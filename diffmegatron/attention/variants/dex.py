@@ -7,10 +7,8 @@ arXiv 2505.16333, figure 9. O is the output of a selected head for a token, a ro
 
 In all other heads O' = O. t is the number of completed optimizer steps, and T the length of the
 annealing. Layer l, counted from 1, has lambda_init = 0.8 - 0.6 exp(-0.3 (l - 1)), a trained matrix
-W_D [d, d] and a trained number lambda_learn.
-
-O' is linear in O, so the export is a plain Transformer. If W [d, hidden] is the part of the output
-projection for a selected head, the export has (I - lambda W_D) W instead.
+W_D [d, d] and a trained number lambda_learn. O' is linear in O, so the export is a plain
+Transformer with (I - lambda W_D) W in place of a selected head's output projection W [d, hidden].
 """
 
 from collections.abc import Mapping

@@ -38,13 +38,11 @@ class HuggingFace:
     """The transformers model class that computes an attention variant, and its configuration.
 
     Attributes:
-        model_type: model type in the configuration of an export.
-        architecture: name of the class.
         config: keys and values that the variant requires in every configuration.
-        fixed: further keys and values of a new configuration. If the run started from a pretrained
-            model, the export keeps that model's configuration without them.
-        also: other model types with the same network and the same keys. If the run started from a
-            pretrained model of such a type, its export keeps the type.
+        fixed: further keys of a configuration, unless the run started from a pretrained model,
+            whose own configuration is exported.
+        also: other model types with the same network and keys. A run that started from a pretrained
+            model of such a type is exported with this type.
         remote_code: whether the export contains the code of the class.
     """
 

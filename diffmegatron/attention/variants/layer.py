@@ -166,9 +166,9 @@ class Context(NamedTuple):
     query, and h the number of heads of Q1.
 
     Attributes:
-        softmax_attention: function of (q, k, v) that returns softmax(Q K^T / sqrt(d)) V of every
-            query head, `[b, s, heads, d]`.
-        diff_attention: function of (q1, k1, q2, k2, v, lambda_=..., norm=None) that returns
+        softmax_attention: (q, k, v) -> softmax(Q K^T / sqrt(d)) V of every query head,
+            `[b, s, heads, d]`.
+        diff_attention: (q1, k1, q2, k2, v, lambda_=..., norm=None) ->
             (softmax(Q1 K1^T / sqrt(d)) - lambda softmax(Q2 K2^T / sqrt(d))) V, `[b, s, h, 2d]`.
             ``lambda_`` is a 0-dim tensor. ``norm`` is a `HeadwiseNorm` of the result.
     """
