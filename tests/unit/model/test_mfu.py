@@ -14,7 +14,7 @@ SHORT = ["training.steps=3", "training.eval_batches=0", "training.precision=bf16
 
 
 def test_a_run_records_and_prints_its_mfu(tiny_recipe, monkeypatch, capsys):
-    monkeypatch.setattr("diffmegatron.training.builtin_hooks.device_name", lambda: A100)
+    monkeypatch.setattr("diffmegatron.training.builtin_hooks._gpu_name", lambda: A100)
     recipe = tiny_recipe(*SHORT, "model.baseline=true")
     train(recipe)
     entries = [entry for entry in read_metrics(Path(recipe.run_dir)) if "train/loss" in entry]
