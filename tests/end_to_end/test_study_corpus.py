@@ -9,7 +9,7 @@ import pytest
 from diffmegatron.data.index.corpus_manifest import read_manifest
 from diffmegatron.data.tokenizers import load_tokenizer
 from diffmegatron.errors import UserError
-from diffmegatron.evaluation.suites.associative_recall import AssociativeRecall
+from diffmegatron.evaluation.suites.recall import AssociativeRecall
 from tools.benchmarks import study_corpus, study_recall, study_text
 
 

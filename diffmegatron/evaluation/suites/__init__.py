@@ -6,20 +6,16 @@ from typing import Any
 
 from diffmegatron.errors import UserError
 from diffmegatron.evaluation.suite import Suite
-from diffmegatron.evaluation.suites.associative_recall import AssociativeRecall
 from diffmegatron.evaluation.suites.attention_analysis import AttentionAnalysis
+from diffmegatron.evaluation.suites.classification import ManyShot, Order
 from diffmegatron.evaluation.suites.hallucination import Hallucination
 from diffmegatron.evaluation.suites.lm_eval import LmEval
-from diffmegatron.evaluation.suites.loss import Loss
-from diffmegatron.evaluation.suites.many_shot import ManyShot
+from diffmegatron.evaluation.suites.loss import Loss, Perplexity
 from diffmegatron.evaluation.suites.math import Mathematics
-from diffmegatron.evaluation.suites.needle import Retrieval
-from diffmegatron.evaluation.suites.needle_attention import NeedleAttention
-from diffmegatron.evaluation.suites.order import Order
+from diffmegatron.evaluation.suites.needle import NeedleAttention, Retrieval
 from diffmegatron.evaluation.suites.outliers import Outliers
-from diffmegatron.evaluation.suites.perplexity import Perplexity
 from diffmegatron.evaluation.suites.quantized_attention import QuantizedAttention
-from diffmegatron.evaluation.suites.recall import Recall
+from diffmegatron.evaluation.suites.recall import AssociativeRecall, Recall
 from diffmegatron.evaluation.suites.scaling import Scaling
 from diffmegatron.evaluation.suites.throughput import Throughput
 from diffmegatron.files import shorten

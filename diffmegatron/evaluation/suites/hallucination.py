@@ -5,7 +5,7 @@ The method is from Differential Transformer (Ye et al., tables 4 and 5) and Chua
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, ClassVar, NamedTuple
 
 from pydantic import Field
 from typing_extensions import override
@@ -164,6 +164,7 @@ class Hallucination(Suite):
     """
 
     name = "hallucination"
+    requests_only_free_text: ClassVar[bool] = True
     title = "Contextual hallucination, share of texts without it"
     description = (
         "The model summarises documents or answers questions about them; another model decides "
@@ -193,11 +194,6 @@ class Hallucination(Suite):
     judge_seconds: Annotated[float, Field(gt=0, le=86_400)] = Field(
         default=120.0, description="time limit of an answer from a URL"
     )
-
-    @property
-    @override
-    def requests_only_free_text(self) -> bool:
-        return True
 
     @override
     def check(self, target: Target) -> None:

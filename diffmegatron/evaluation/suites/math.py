@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 from pydantic import AliasChoices, Field, FiniteFloat
 from typing_extensions import override
@@ -204,6 +204,7 @@ class Mathematics(Suite):
     """
 
     name = "math"
+    requests_only_free_text: ClassVar[bool] = True
     title = "Mathematics, accuracy"
     description = (
         "The model solves problems in words. An answer counts if it is mathematically equal to "
@@ -216,11 +217,6 @@ class Mathematics(Suite):
     shots: int = Field(default=4, ge=0, description="0 for fine-tuned models")
     samples: Count = Field(default=250, description="number of problems per benchmark")
     answer_tokens: Size = 1024
-
-    @property
-    @override
-    def requests_only_free_text(self) -> bool:
-        return True
 
     @override
     def check(self, target: Target) -> None:

@@ -1,13 +1,15 @@
-"""Associative recall on real text: the loss at repeated bigrams (Arora et al., 2023, Zoology).
+"""Recall of tokens that followed the same token before (Arora et al., 2023, Zoology).
 
-A token is an AR hit (associative recall) if it is the second token of a bigram that occurs earlier
-in the context and is rare in the training corpus (Differential Transformer, Ye et al., table 6).
+``recall`` measures it on real text. A token is an AR hit (associative recall) if it is the second
+token of a bigram that occurs earlier in the context and is rare in the training corpus (table 6 of
+Differential Transformer, Ye et al.). ``associative-recall`` measures it on texts of pairs.
 """
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from pydantic import Field
@@ -16,17 +18,20 @@ from typing_extensions import override
 from diffmegatron.data.index.token_store import Tokens, open_corpus
 from diffmegatron.data.tokenizers import load_tokenizer
 from diffmegatron.errors import UserError
+from diffmegatron.evaluation.figures import Figure, estimate_measures, plot_curves
 from diffmegatron.evaluation.requests import ItemGenerator, Scoring
-from diffmegatron.evaluation.suite import Direction, Item, Mean, Published, Record
+from diffmegatron.evaluation.suite import Direction, Item, Mean, Published, Record, Records
 from diffmegatron.evaluation.targets import Target, encode_alike
-from diffmegatron.evaluation.text import WindowSuite
+from diffmegatron.evaluation.text import TextSuite, WindowSuite, first_texts
 from diffmegatron.files import format_path
-from diffmegatron.section import SizeOrZero
+from diffmegatron.section import Count, SizeOrZero
 
 HITS = "nats per token, AR hits"
 OTHERS = "nats per token, other tokens"
 _SHARE = "share of AR hits"
 _TABLE = "1.4B, table 6"
+_ACCURACY = "accuracy"
+_BY_PAIRS = _ACCURACY + ", {} pairs"
 # Number of tokens of the training corpus in memory at once.
 _BUFFER = 1 << 22
 
@@ -36,6 +41,7 @@ class Recall(WindowSuite):
 
     name = "recall"
     within_training = True
+    needs_one_tokenizer: ClassVar[bool] = True
     title = "Associative recall on held-out text"
     description = (
         "The loss of the second token of a rare pair that stands earlier in its window (AR "
@@ -52,11 +58,6 @@ class Recall(WindowSuite):
         default=1250,
         description="largest number of occurrences of the bigram in the training corpus",
     )
-
-    @property
-    @override
-    def needs_one_tokenizer(self) -> bool:
-        return True
 
     @override
     def check(self, target: Target) -> None:
@@ -141,3 +142,72 @@ def _repeated(window: list[int]) -> Iterator[tuple[tuple[int, int], int]]:
         if pair in seen:
             yield pair, place
         seen.add(pair)
+
+
+class AssociativeRecall(TextSuite):
+    """Share of values that are the most likely token after the second occurrence of their keys.
+
+    A text has 4 * D tokens: D pairs of a key and a value of one token each, then the same pairs
+    again in another order.
+    """
+
+    name = "associative-recall"
+    direction = "higher"
+    # Keys and values must be single tokens for all targets.
+    needs_one_tokenizer: ClassVar[bool] = True
+    title = "Multi-query associative recall"
+    description = (
+        "A text states pairs of a key and a value, then repeats the keys in another order; the "
+        "score is the share of values that the model predicts after their keys."
+    )
+
+    data: tuple[str, ...] = Field(
+        min_length=1, description="texts of pairs and the same pairs again, as PATH or NAME=PATH"
+    )
+    documents: Count = Field(default=512, description="number of documents per source")
+
+    @override
+    def items(self, target: Target) -> list[Item]:
+        found: list[Item] = []
+        for source, text in first_texts(self.data, self.documents, sys.maxsize):
+            ids = target.encode(text)
+            half = len(ids) // 2
+            stated = list(zip(ids[:half:2], ids[1:half:2], strict=False))
+            asked = list(zip(ids[half::2], ids[half + 1 :: 2], strict=False))
+            if len(ids) % 4 or sorted(stated) != sorted(asked) or len(dict(stated)) < len(stated):
+                raise UserError(
+                    f"text {len(found)} of source {source!r} has {len(ids)} tokens of "
+                    f"{target.name} that are not pairs of different keys and the same pairs again; "
+                    "give a text of 'python -m tools.benchmarks study_recall' and a model trained "
+                    "on it"
+                )
+            found.append(Item(f"{source}/{len(found)}", len(ids), ids))
+        return found
+
+    @override
+    def requests_of(self, target: Target, item: Item) -> ItemGenerator:
+        ids = item.content
+        half = len(ids) // 2
+        # The continuation begins after the first repeated key, so its values are at 0, 2, 4, ...
+        ((scored,),) = yield [Scoring(ids[: half + 1], [ids[half + 1 :]])]
+        right = scored.is_most_likely[::2]
+        return {"pairs": len(right), "right": int(right.sum())}
+
+    @override
+    def means(self, record: Record) -> dict[str, Mean]:
+        share = Mean(record["right"], record["pairs"], per_token=True)
+        return {_ACCURACY: share, _BY_PAIRS.format(record["pairs"]): share}
+
+    @override
+    def draw(self, figure: Figure, records: Mapping[str, Records]) -> bool:
+        points = {}
+        for name, of_target in records.items():
+            estimates = estimate_measures(self, of_target)
+            numbers = sorted({record["pairs"] for record in of_target})
+            points[name] = [(pairs, estimates[_BY_PAIRS.format(pairs)]) for pairs in numbers]
+        axes = figure.subplots()
+        plot_curves(axes, points, "pairs in a text", _ACCURACY)
+        axes.set(ylim=(-0.02, 1.02), title=self.title)
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter("{x:,.0f}")
+        return True

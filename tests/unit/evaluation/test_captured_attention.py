@@ -26,11 +26,11 @@ from diffmegatron.evaluation.model import Model
 from diffmegatron.evaluation.suites.needle import (
     CITIES,
     Haystack,
+    NeedleAttention,
     build_prompt,
     draw_needles,
     question,
 )
-from diffmegatron.evaluation.suites.needle_attention import NeedleAttention
 from diffmegatron.evaluation.suites.outliers import (
     LOGITS,
     RANKS,

@@ -18,7 +18,7 @@ from diffmegatron.evaluation.classification_datasets import (
 )
 from diffmegatron.evaluation.evaluate import evaluate
 from diffmegatron.evaluation.model import Model
-from diffmegatron.evaluation.suites.order import Order, arranged
+from diffmegatron.evaluation.suites.classification import Order, arranged
 from diffmegatron.evaluation.targets import find_targets
 from tests.pretrained import write_pretrained
 from tests.unit.evaluation.stand_ins import answering

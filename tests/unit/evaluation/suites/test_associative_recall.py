@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 
 from diffmegatron.errors import NotFiniteError, UserError
 from diffmegatron.evaluation.requests import Scored, Scoring
-from diffmegatron.evaluation.suites.associative_recall import AssociativeRecall
+from diffmegatron.evaluation.suites.recall import AssociativeRecall
 from tests.unit.evaluation.stand_ins import Answering
 
 TARGET = SimpleNamespace(name="model", encode=lambda text: [ord(word) for word in text.split()])
