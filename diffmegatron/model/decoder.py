@@ -47,11 +47,9 @@ class Decoder(MegatronModule):
     def forward(self, hidden: Tensor, angles: Tensor, documents: PackedSeqParams | None) -> Tensor:
         """Run the layers, and the final norm in the last virtual stage.
 
-        Args:
-            hidden: hidden states [positions, batch, hidden size]. Under sequence parallelism, only
-                the positions of this tensor-parallel rank.
-            angles: rotary angles [positions, 1, 1, head width] of this context-parallel rank.
-            documents: boundaries of the documents; None if attention crosses documents.
+        ``hidden`` is [positions, batch, hidden size], under sequence parallelism only this rank's
+        positions. ``angles`` are the rotary angles [positions, 1, 1, head width] of this
+        context-parallel rank. Without ``documents``, attention crosses the boundaries of documents.
         """
         for layers, is_recomputed in self._groups():
             run = partial(_run, layers, angles, documents)

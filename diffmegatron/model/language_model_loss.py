@@ -47,15 +47,10 @@ def cross_entropy(
 ) -> Tensor:
     """Return the loss of each token, [b, s], from this tensor-parallel rank's logits.
 
-    The softmax excludes vocabulary padding. Without this, the zero logits of padding would be more
-    probable than most tokens of an imported Hugging Face model.
-
-    Args:
-        fallback: Megatron-core's cross-entropy, used if the Triton kernel cannot run.
-        labels: ids of the next tokens, [b, s].
-        logits: [s, b, size of this rank's vocabulary shard]; they may be overwritten.
-        group: tensor-parallel ranks.
-        unpadded_size: number of ids in this rank's vocabulary shard before its padding.
+    The logits [s, b, vocabulary shard] may be overwritten. The softmax excludes vocabulary padding
+    after ``unpadded_size`` ids. Otherwise the zero logits of padding would be more probable than
+    most tokens of an imported Hugging Face model. ``fallback`` is Megatron-core's cross-entropy,
+    which runs if the Triton kernel cannot.
     """
     if _has_kernel(logits):
         from diffmegatron.model import cross_entropy_kernel

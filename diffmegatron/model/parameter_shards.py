@@ -19,8 +19,6 @@ from diffmegatron.model.network import Network
 class Shard:
     """A box of a named tensor that this rank stores as a contiguous range of a parameter.
 
-    A parameter that fuses several tensors or blocks has several shards.
-
     Attributes:
         name, global_shape: name and shape of the unsharded tensor.
         offset, shape: first index and size of the box along each axis.

@@ -68,8 +68,7 @@ def _runs(rows: Tensor) -> list[tuple[int, int]]:
 def _require_hidden_gradients(network: Network) -> None:
     """Make the output of a frozen embedding require a gradient.
 
-    Otherwise autograd skips the backward pass of Megatron's recomputation, and the parameters of
-    the recomputed layers get no gradient.
+    Otherwise autograd skips the backward pass of recomputed layers, and of their parameters.
     """
 
     def require_gradient(module: torch.nn.Module, _: object, hidden: Tensor) -> None:

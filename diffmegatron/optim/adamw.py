@@ -13,10 +13,7 @@ from diffmegatron.optim.partition import Partition
 
 
 class GatedAdamW(torch.optim.AdamW):
-    """AdamW that can skip a step, and can apply weight decay to only some rows of a parameter.
-
-    DeepSpeed calls it after it has computed the gradient norm and clipped the gradients.
-    """
+    """AdamW that can skip a step, and can apply weight decay to only some rows of a parameter."""
 
     gate: Callable[[], bool]
     decaying_rows: Mapping[Tensor, list[Tensor]]
@@ -77,10 +74,7 @@ def _decays(name: str, parameter: torch.Tensor, recipe: Recipe) -> bool:
 
 
 def decaying_rows(partition: Partition, network: torch.nn.Module) -> dict[Tensor, list[Tensor]]:
-    """Map flat master tensors to the trained rows of parameters that also have frozen rows.
-
-    The rows are views of this rank's partition.
-    """
+    """Map this rank's flat master tensors to their trained rows that need ``row_decay``."""
     found: dict[Tensor, list[Tensor]] = {}
     for parameter in network.parameters():
         held = partition.range_of(parameter) if hasattr(parameter, "trained_ranges") else None

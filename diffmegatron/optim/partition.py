@@ -14,12 +14,9 @@ from torch.distributed import ProcessGroup
 
 @dataclass(frozen=True)
 class ElementRange:
-    """A range of a parameter's elements that this rank stores in a flat master tensor.
+    """A range of a parameter's elements: ``flat[where]``, where ``flat`` is a flat master tensor.
 
-    Attributes:
-        flat: flat master tensor, float32 [n].
-        where: position of the range in ``flat``.
-        start: index of the range's first element in the flattened parameter.
+    ``start`` is the index of the range's first element in the flattened parameter.
     """
 
     flat: Tensor
@@ -137,7 +134,7 @@ def accumulated_gradient(parameter: torch.nn.Parameter) -> Tensor | None:
 def local_gradient_norms(
     partition: Partition, network: torch.nn.Module, device: torch.device
 ) -> tuple[list[torch.nn.Parameter], Tensor]:
-    """Return the parameters whose gradient, or part of it, this rank stores, and its norm.
+    """Return the parameters with a gradient (or part of it) on this rank, and the norms.
 
     The norms are float32 [n] on ``device``, which is not synchronized.
     """
@@ -153,10 +150,7 @@ def local_gradient_norms(
 
 
 class FrozenWeights:
-    """Frozen weights of a network for checkpoints, divided into one range per rank of a group.
-
-    ``group`` has the data-parallel ranks. Frozen weights have no optimizer state.
-    """
+    """Frozen weights for checkpoints, divided into one range per data-parallel rank."""
 
     def __init__(self, network: torch.nn.Module, group: ProcessGroup) -> None:
         self._parameters = [p for p in network.parameters() if not p.requires_grad]

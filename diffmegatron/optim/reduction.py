@@ -20,11 +20,9 @@ from diffmegatron.optim.flat_gradients import FlatGradients, FlatGroup
 
 @dataclass
 class Bucket:
-    """Gradients of consecutive parameters that are reduced in one all-reduce.
+    """Gradients (views of ``flat``, float32 [n]) that are reduced in one all-reduce.
 
-    Attributes:
-        flat: flattened gradients, float32 [n]; ``gradients`` are views into it.
-        missing: parameters whose gradient is not yet complete in this backward pass.
+    The gradients of ``missing`` are not yet complete in this backward pass.
     """
 
     flat: Tensor
@@ -34,10 +32,7 @@ class Bucket:
 
 
 class GradientReduction:
-    """Averaging of flat gradients over data-parallel ranks, which replaces DeepSpeed's reduction.
-
-    A bucket has at most ``bucket_size`` elements, or one larger parameter.
-    """
+    """Average of flat gradients over data-parallel ranks, which replaces DeepSpeed's reduction."""
 
     def __init__(
         self,
@@ -157,9 +152,8 @@ def _buckets(group: FlatGroup, size: int) -> Iterator[Bucket]:
 def shared_parameters(network: torch.nn.Module) -> set[torch.nn.Parameter]:
     """Return the trained parameters of which each tensor-parallel rank has a partial gradient.
 
-    Of lambda and headwise norms, it is the part of the rank's heads (``has_partial_gradient``).
-    Under sequence parallelism, it is the part of the rank's positions of other norms and of LoRA's
-    matrices (``sequence_parallel``).
+    Of lambda and headwise norms, it is the part of the rank's heads. Under sequence parallelism, of
+    other norms and LoRA's matrices, it is the part of the rank's positions.
     """
     marks = ("sequence_parallel", "has_partial_gradient")
     return {

@@ -50,10 +50,9 @@ def default_group(
 ) -> Iterator[None]:
     """Start torch's default process group for the context, unless it already exists.
 
-    Enter this context once around several
-    :func:`~diffmegatron.parallel.parallel_state.process_groups`. Under ``torchrun``, a second
-    default group would wait forever. ``timeout`` limits a collective, and ``meeting_seconds`` the
-    connection of all ranks.
+    Enter this context once around several contexts of process groups. Under ``torchrun``, a second
+    default group would wait forever. ``timeout`` limits each collective, and ``meeting_seconds``
+    the connection of all ranks.
     """
     if distributed.is_initialized():
         yield

@@ -117,10 +117,7 @@ class ModelParallelUnit:
 
 
 def fail_together(problem: str | None) -> None:
-    """Raise a UserError on all ranks if a rank passes a ``problem``, the text of an error.
-
-    All ranks must call this function. The message is that of the lowest rank with a problem.
-    """
+    """Raise a UserError on all ranks if one of them passes a ``problem``; all must call this."""
     problems: list[str | None] = [None] * distributed.get_world_size()
     distributed.all_gather_object(problems, problem)
     for rank, found in enumerate(problems):
@@ -130,10 +127,7 @@ def fail_together(problem: str | None) -> None:
 
 @contextmanager
 def errors_on_all_ranks() -> Iterator[None]:
-    """Raise a UserError on all ranks if the code inside the context raises one on any rank.
-
-    All ranks must enter this context.
-    """
+    """Raise a UserError of one rank on all ranks, which must all enter this context."""
     problem = None
     try:
         yield

@@ -26,8 +26,7 @@ def random_states() -> dict[str, Tensor]:
 def restore_random_states(saved: Callable[[str], Tensor | None]) -> list[str]:
     """Restore this rank's random states that ``saved`` returns, and leave the others unchanged.
 
-    Return the names of states that were saved on the other kind of device, GPU or CPU, and
-    therefore cannot be restored.
+    Return the names of states that were saved on the other kind of device (GPU or CPU).
     """
     states, of_another_device = random_states(), []
     device_sizes = {states["random.cpu"].numel(), _CUDA_BYTES}

@@ -24,7 +24,7 @@ FLOAT32 = 4
 
 
 def stage_activations(recipe: Recipe, stage: int, microbatches: int, device: Device) -> int:
-    """Return the bytes of a pipeline stage's activations when most microbatches are in flight."""
+    """Return the bytes of a pipeline stage's saved activations at the peak of its schedule."""
     parallel = recipe.parallel
     in_flight = virtual_stages_in_flight(recipe, stage, microbatches)
     kept = in_flight * virtual_stage_bytes(recipe, stage, device) + shared_bytes(recipe)
@@ -67,8 +67,7 @@ def local_tokens(recipe: Recipe) -> int:
 def layer_backward(recipe: Recipe, stage: int, device: Device) -> tuple[int, int]:
     """Return the bytes that one layer's backward pass needs, and the saved bytes that it frees.
 
-    The peak is in the backward pass of SwiGLU or of ``linear_fc1``. Freed bytes that were
-    recomputed or copied from the host reduce the first number instead.
+    Freed bytes that were recomputed or copied from the host reduce the first number instead.
     """
     model, parallel = recipe.model, recipe.parallel
     element, tokens = BYTES[recipe.training.precision], local_tokens(recipe)

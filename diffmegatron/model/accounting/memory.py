@@ -39,7 +39,8 @@ class StageMemory:
     """Memory of each rank of a pipeline stage, in bytes.
 
     Attributes:
-        weights, gradients, optimizer: this rank's partitions, where ZeRO partitions them.
+        weights, gradients, optimizer: this rank's part, where ZeRO partitions them. ``optimizer``
+            has the float32 master weights and Adam's moments.
         communication: bucket for reducing gradients (ZeRO 2: in ``layer``). With an offloaded
             optimizer of ZeRO 1 or 2, also a buffer for the largest parameter.
         activations: saved activations of all microbatches in flight, except those on the host.
@@ -181,10 +182,7 @@ def _states(recipe: Recipe, stage: int, shards: int, microbatches: int) -> Stage
 def _reduction(
     recipe: Recipe, stage: int, shards: int, microbatches: int, device: Device
 ) -> Moment:
-    """Return the memory while DeepSpeed copies or reduces the output layer's gradient.
-
-    The copies of ZeRO 3 are not estimated.
-    """
+    """Return the memory while ZeRO 1 or 2 copies or reduces the output layer's gradient."""
     parallel, element = recipe.parallel, BYTES[recipe.training.precision]
     weight = activations.output_weight(recipe)
     if weight == 0 or parallel.zero_stage == 3:
@@ -224,10 +222,7 @@ def _reduced_together(recipe: Recipe, stage: int, shards: int) -> int:
 
 
 def largest_trained(recipe: Recipe, stage: int) -> int:
-    """Return the number of elements of a stage's largest trained parameter on a rank.
-
-    It is too large for stages without vocabulary matrix if everything is trained.
-    """
+    """Return the number of elements of a stage's largest trained parameter on a rank."""
     if trains_everything(recipe):
         return activations.vocabulary_elements(recipe)
     return max(
