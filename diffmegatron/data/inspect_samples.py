@@ -30,15 +30,8 @@ def inspect(
 ) -> Iterator[Text]:
     """Yield the paragraphs to print: samples, table of the mixture, table of document lengths.
 
-    Args:
-        from_step: first optimizer step to inspect.
-        samples: number of samples to decode.
-        batches: number of global batches over which the mixture is counted.
-        max_tokens: maximum number of tokens to show of each sample.
-        lengths: PNG file in which to draw the document lengths; None: no file is written.
-
-    Raises:
-        OSError: the PNG cannot be written.
+    The mixture is counted over ``batches`` global batches from ``from_step`` on. ``lengths`` is the
+    PNG file in which to draw the document lengths; OSError is raised if it cannot be written.
     """
     if lengths is not None:
         check_replaceable(lengths)
@@ -90,8 +83,8 @@ def decoded(samples: Samples, index: int, tokenizer: Tokenizer, max_tokens: int)
 def length_table(samples: Samples) -> str:
     """Return a table of document lengths before and after length up-sampling.
 
-    A row counts the documents of a source with 2**k to 2**(k + 1) - 1 tokens, including the
-    end-of-document token, and the share of the source's tokens in them.
+    A row has the documents of a source with 2**k to 2**(k + 1) - 1 tokens, including the
+    end-of-document token, and their share of the source's tokens.
     """
     lines = [
         f"{'':<16} {'tokens,':>9} {'documents':>23} {'share of tokens':>17}",
@@ -142,8 +135,7 @@ def plot_lengths(samples: Samples, path: Path) -> None:
 def mixture_table(samples: Samples, first: int, number: int) -> str:
     """Return a table with the requested and the actual share of samples from each source.
 
-    The requested share is that of the newest weights. The actual share is counted over ``number``
-    samples, from the sample ``first`` on.
+    The requested share is that of the newest weights.
     """
     actual = Counter(samples[index].source for index in range(first, first + number))
     weights = samples.history.periods[-1].sources
@@ -167,10 +159,7 @@ def _tokens(bins: Sequence[LengthBin]) -> int:
 
 
 def choose_stage(stages: Sequence[Recipe], name: str | None) -> Recipe:
-    """Return the recipe of the stage whose ``run_dir`` ends with the folder ``name``.
-
-    ``stages`` is the result of :func:`~diffmegatron.config.load.load_stages`.
-    """
+    """Return the recipe of the stage whose ``run_dir`` ends with the folder ``name``."""
     if len(stages) == 1 and name is None:
         return stages[0]
     names = [Path(stage.run_dir).name for stage in stages] if len(stages) > 1 else []

@@ -18,34 +18,20 @@ _PREFETCH = 2
 
 @dataclass(frozen=True)
 class Batch:
-    """One microbatch of b samples with s tokens each.
+    """One microbatch of b samples with s tokens each."""
 
-    Attributes:
-        tokens: int64 ``[b, s]``, input token ids.
-        labels: int64 ``[b, s]``, the token after each input token.
-        loss_mask: float32 ``[b, s]``, 1 where the label contributes to the loss, else 0.
-        position_ids: int64 ``[b, s]``, position of each token in its row; with
-            ``data.reset_position_ids``, its position in its document.
-        document_ids: int32 ``[b, s]``, number of each token's document within its row, from 0; None
-            if attention crosses documents.
-        sources: int64 ``[b]``, index of each row's source in ``data.sources``; None if the recipe
-            has a single source.
-    """
-
-    tokens: torch.Tensor
-    labels: torch.Tensor
-    loss_mask: torch.Tensor
-    position_ids: torch.Tensor
+    tokens: torch.Tensor  # int64 [b, s]: inputs
+    labels: torch.Tensor  # int64 [b, s]: the token after each input
+    loss_mask: torch.Tensor  # float32 [b, s]: 1 where the label contributes to the loss, else 0
+    position_ids: torch.Tensor  # int64 [b, s]: position in the row (or in the document)
+    # int32 [b, s]: number of the document in the row; None if attention crosses documents.
     document_ids: torch.Tensor | None
+    # int64 [b]: index of each row's source in data.sources; None if the recipe has one source.
     sources: torch.Tensor | None = None
 
     @property
     def cu_seqlens(self) -> torch.Tensor:
-        """Cumulative document lengths for varlen attention kernels, int32 ``[documents + 1]``.
-
-        The rows of the batch are concatenated, so the last value is b * s. ``document_ids`` must
-        not be None.
-        """
+        """Cumulative document lengths of all rows for varlen kernels, int32 ``[documents + 1]``."""
         assert self.document_ids is not None
         changes = torch.ones_like(self.document_ids, dtype=torch.bool)
         changes[:, 1:] = self.document_ids[:, 1:] != self.document_ids[:, :-1]
@@ -89,10 +75,7 @@ def collate(samples: list[Sample], config: DataConfig) -> Batch:
 
 
 def _documents(samples: list[Sample], length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the number (int32) and the start (int64) of each token's document, both ``[b, s]``.
-
-    Both are counted within the token's row, from 0.
-    """
+    """Return each token's document number (int32) and document start (int64) in its row."""
     numbers, starts = [], []
     for sample in samples:
         lengths = np.diff(np.minimum(sample.starts, length), append=length)
@@ -109,13 +92,8 @@ class Loader:
     batch therefore contains the same samples for every layout of ranks.
 
     A thread reads steps ahead until the context of the loader ends. If it fails to read a step, the
-    error is raised when this step is requested.
-
-    Args:
-        samples: samples of the run; ``samples[i]`` is sample i.
-        micro_batch_size: samples per microbatch of one rank.
-        global_batch_size: samples per optimizer step, over all ranks.
-        consumed_samples: index of the first sample to read.
+    error is raised when this step is requested. ``consumed_samples`` is the index of the next
+    sample.
     """
 
     def __init__(

@@ -46,27 +46,18 @@ SEARCH_VARIABLE = "DIFFMEGATRON_TIKTOKEN"
 
 
 class Tokenizer(ABC):
-    """Tokenizer that is identified by a hash.
+    """Tokenizer that is identified by a hash."""
 
-    Attributes:
-        name: name or path that was passed to :func:`load_tokenizer`.
-        vocab_size: highest id plus one, including special tokens.
-        end_of_document: id of the token that ends every document.
-        sha256: hash of everything that determines the ids.
-        has_chat_tokens: whether ``CHAT_START`` and ``CHAT_END`` are tokens of the vocabulary.
-    """
-
-    name: str
-    vocab_size: int
-    end_of_document: int
-    sha256: str
-    has_chat_tokens: bool = False
+    name: str  # as passed to load_tokenizer
+    vocab_size: int  # highest id plus one, including special tokens
+    end_of_document: int  # id of the token that ends every document
+    sha256: str  # hash of everything that determines the ids
+    has_chat_tokens: bool = False  # whether CHAT_START and CHAT_END are tokens of the vocabulary
 
     def encode_chat(self, text: str) -> np.ndarray:
         """Return the n token ids of a chat, uint32 ``[n]``.
 
-        With ``has_chat_tokens``, each ``CHAT_START`` and ``CHAT_END`` becomes one token; without,
-        they are ordinary text.
+        Its ``CHAT_START`` and ``CHAT_END`` are single tokens if the vocabulary contains both.
         """
         return self.encode(text)
 
@@ -74,8 +65,7 @@ class Tokenizer(ABC):
     def encode(self, text: str) -> np.ndarray:
         """Return the n token ids, uint32 ``[n]``; special tokens are encoded as ordinary text.
 
-        Raises:
-            UnicodeEncodeError: the text has a lone surrogate, which UTF-8 cannot represent.
+        A lone surrogate, which UTF-8 cannot represent, raises a UnicodeEncodeError.
         """
 
     @abstractmethod
@@ -84,7 +74,7 @@ class Tokenizer(ABC):
 
 
 class TiktokenTokenizer(Tokenizer):
-    """Tokenizer of the tiktoken library, with the id of its end-of-document token."""
+    """Tokenizer of the tiktoken library."""
 
     def __init__(self, name: str, encoding: tiktoken.Encoding, end_of_document: int) -> None:
         self.name = name
@@ -132,10 +122,7 @@ class _Description(BaseModel):
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    """Fast tokenizer from a Hugging Face folder, for continued training of imported models.
-
-    The end-of-document token is the ``eos_token`` of ``tokenizer_config.json``.
-    """
+    """Fast tokenizer from a Hugging Face folder; its ``eos_token`` is the end of a document."""
 
     def __init__(self, folder: str) -> None:
         self.name, self.folder = folder, Path(folder)
@@ -191,10 +178,9 @@ class HuggingFaceTokenizer(Tokenizer):
 def load_tokenizer(name_or_path: str) -> Tokenizer:
     """Load the tokenizer ``bytes``, ``cl100k_base``, a ``.tiktoken`` file or a Hugging Face folder.
 
-    ``bytes`` has the 256 bytes and ``<|endoftext|>``. A Hugging Face folder may also be given as
-    its ``tokenizer.json``. For a ``.tiktoken`` file, ``pat_str`` and ``special_tokens`` come from
-    the JSON file of the same stem. Without that file, the pattern of ``cl100k_base`` is used, and
-    ``<|endoftext|>`` is the last id. A copy of cl100k_base's file is loaded as ``cl100k_base``.
+    ``bytes`` has the 256 bytes and ``<|endoftext|>``. For a ``.tiktoken`` file, ``pat_str`` and
+    ``special_tokens`` come from the JSON file of the same stem. Without that file, the pattern of
+    ``cl100k_base`` is used, and ``<|endoftext|>`` is the last id.
     """
     if name_or_path == BYTES:
         encoding = tiktoken.Encoding(

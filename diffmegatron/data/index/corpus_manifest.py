@@ -1,7 +1,6 @@
 """Manifest of a prepared corpus, ``PREFIX.json``: counts, settings, input files and checksums.
 
-It contains no times and no machine names, so equal inputs and settings give equal bytes. File names
-are UTF-8 text (:func:`~diffmegatron.files.printable`).
+It contains no times and no machine names, so equal inputs and settings give equal bytes.
 """
 
 import hashlib
@@ -34,14 +33,11 @@ CountOrZero = Annotated[int, Field(ge=0, lt=1 << 63)]
 
 
 class TokenizerRecord(Section):
-    """Tokenizer of a corpus. Tokenizers with equal ``sha256`` are interchangeable.
-
-    ``vocab_size`` is the highest id plus one, including special tokens.
-    """
+    """Tokenizer of a corpus. Tokenizers with equal ``sha256`` are interchangeable."""
 
     name: str
     sha256: str
-    vocab_size: CountOrZero
+    vocab_size: CountOrZero  # highest id plus one, including special tokens
     end_of_document: CountOrZero
 
 
@@ -54,32 +50,22 @@ class FileRecord(Section):
 
 
 class InputRecord(FileRecord):
-    """Range of an input file that ``prepare`` read; ``bytes`` and ``sha256`` refer to the range.
-
-    ``before`` and ``after`` are the numbers of bytes of the file before and after the range.
-    """
+    """Range of an input file that ``prepare`` read, with the numbers of bytes around it."""
 
     before: CountOrZero = 0
     after: CountOrZero = 0
 
 
 class PartRecord(Section):
-    """Part ``number`` (from 1) of ``of`` parts, written by ``prepare --part``.
-
-    ``corpus`` is a hash of the names and sizes of all input files, which is equal for all parts.
-    """
+    """Part ``number`` (from 1) of ``of`` parts of a corpus."""
 
     number: Annotated[int, Field(ge=1)]
     of: Annotated[int, Field(ge=1)]
-    corpus: str
+    corpus: str  # hash of the names and sizes of all input files, equal for all parts
 
 
 class LengthBin(Section):
-    """Numbers of documents and tokens in one bin of a histogram of document lengths.
-
-    The bin contains lengths from ``at_least`` (a power of two) to ``2 * at_least - 1`` tokens,
-    including the end-of-document token.
-    """
+    """Documents of ``at_least`` (a power of two) to ``2 * at_least - 1`` tokens in a histogram."""
 
     at_least: Annotated[CountOrZero, Field(ge=1)]
     documents: CountOrZero
@@ -87,36 +73,24 @@ class LengthBin(Section):
 
 
 class Manifest(Section):
-    """Content of ``PREFIX.json``.
-
-    Attributes:
-        tokens: number of tokens, including end-of-document tokens.
-        text_bytes: number of UTF-8 bytes of text that were tokenised.
-        rejected: number of records that could not be used.
-        empty: number of records without text.
-        duplicates: number of documents that were dropped as duplicates.
-        outputs: ``PREFIX.bin`` and ``PREFIX.idx``; for a merged corpus, ``PREFIX.bin`` is the
-            concatenation of the token files of its parts.
-        part: part that this corpus is; None for a whole corpus. Only a part may have no document.
-        parts: token files of a merged corpus in ``PREFIX.parts``; empty for any other corpus.
-        checksum: hash of all other fields; None in old manifests.
-    """
+    """Content of ``PREFIX.json``; ``part`` is None unless this corpus is a part."""
 
     version: Literal[1] = 1
     tokenizer: TokenizerRecord
     settings: dict[str, str | bool | int | None]
-    documents: CountOrZero
-    tokens: CountOrZero
-    text_bytes: CountOrZero
+    documents: CountOrZero  # above 0 in a whole corpus
+    tokens: CountOrZero  # with end-of-document tokens
+    text_bytes: CountOrZero  # UTF-8 bytes of tokenised text
     rejected: CountOrZero
     empty: CountOrZero
     duplicates: CountOrZero
     lengths: tuple[LengthBin, ...]
     inputs: tuple[InputRecord, ...]
+    # PREFIX.bin and PREFIX.idx. The PREFIX.bin of a merged corpus is the concatenation of parts.
     outputs: tuple[FileRecord, ...]
     part: PartRecord | None = None
-    parts: tuple[FileRecord, ...] = ()
-    checksum: str | None = None
+    parts: tuple[FileRecord, ...] = ()  # token files of a merged corpus in PREFIX.parts
+    checksum: str | None = None  # hash of all other fields; None in old manifests
 
     @field_validator("settings")
     @classmethod
@@ -158,10 +132,7 @@ class Manifest(Section):
 
 
 def other_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return a text "NAME VALUE" for each setting in ``now`` that differs from ``before``.
-
-    VALUE is the value in ``before``, or None if it is missing there.
-    """
+    """Return "NAME OLD_VALUE" for each setting in ``now`` that differs from ``before``."""
     return [
         f"{name} {shorten(repr(before.get(name)))}" for name in now if before.get(name) != now[name]
     ]
@@ -224,7 +195,7 @@ def pieces(path: Path, before: int = 0) -> Iterator[memoryview]:
 
 
 def length_histogram(lengths: Iterable[np.ndarray]) -> tuple[LengthBin, ...]:
-    """Return the non-empty range of a histogram of document lengths with a bin per power of two.
+    """Return a histogram with a bin per power of two, from the first to the last non-empty bin.
 
     ``lengths`` are arrays, int ``[documents]``, of token counts of at least 1.
     """
@@ -243,9 +214,8 @@ def length_histogram(lengths: Iterable[np.ndarray]) -> tuple[LengthBin, ...]:
 def document_lengths(lengths: np.ndarray, counts: np.ndarray) -> Iterator[np.ndarray]:
     """Yield the numbers of tokens of the documents in pieces, int64, in constant memory.
 
-    Args:
-        lengths: int32 ``[sequences]``, number of tokens of each sequence.
-        counts: int32 ``[documents]``, number of consecutive sequences of each document.
+    ``lengths`` int32 ``[sequences]`` are the tokens of each sequence, and ``counts`` int32
+    ``[documents]`` the sequences of each document.
     """
     sequence = 0
     for start in range(0, len(counts), _BUFFER):

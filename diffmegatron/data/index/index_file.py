@@ -52,9 +52,8 @@ class IndexHeader:
 def write_index(path: Path, lengths: np.ndarray, counts: np.ndarray, dtype: np.dtype) -> None:
     """Write and fsync an index for tokens of ``dtype`` (int32 or uint16).
 
-    Args:
-        lengths: int32 ``[sequences]``, number of tokens of each sequence.
-        counts: int32 ``[documents]``, number of sequences of each document.
+    ``lengths`` int32 ``[sequences]`` are the tokens of each sequence, and ``counts`` int32
+    ``[documents]`` the sequences of each document.
     """
     header = IndexHeader(dtype, len(lengths), len(counts) + 1)
     _write(path, header, [lengths], _sums_before(_buffers(counts)))

@@ -1,7 +1,4 @@
-"""Open prepared corpora; their files are memory-mapped.
-
-The tokens of a corpus that was merged from parts stay in one file per part.
-"""
+"""Open prepared corpora; their files are memory-mapped."""
 
 import itertools
 from bisect import bisect_right
@@ -70,29 +67,18 @@ class Corpus:
 
     Keep ``index`` and ``dataset`` alive as long as the arrays, which are views of their
     memory-mapped files: reading a view after they are deleted is a segmentation fault.
-
-    Attributes:
-        prefix: path of the corpus without ``.bin``.
-        tokens: int32 or uint16 ``[tokens]``, token ids of all documents.
-        lengths: int32 ``[documents]``, number of tokens of each document, including its
-            end-of-document token.
-        offsets: int64 ``[documents]``, byte at which each document begins in ``tokens``.
-        dataset: Megatron's reader of index and tokens; None for a merged corpus.
     """
 
-    prefix: str
+    prefix: str  # path without .bin
     manifest: Manifest
-    tokens: Tokens
-    lengths: np.ndarray
-    offsets: np.ndarray
+    tokens: Tokens  # int32 or uint16 [tokens]
+    lengths: np.ndarray  # int32 [documents]: tokens, including the end-of-document token
+    offsets: np.ndarray  # int64 [documents]: byte at which each document begins in the tokens
     index: _IndexReader
-    dataset: IndexedDataset | None
+    dataset: IndexedDataset | None  # None for a merged corpus, whose tokens are in several files
 
     def loss_mask(self, document: int) -> np.ndarray:
-        """Return the loss mask of a fine-tuning document, bool ``[tokens]``, True in responses.
-
-        The sequences of such a document alternate between prompts and responses, a prompt first.
-        """
+        """Return the loss mask of a fine-tuning document, bool ``[tokens]``, True in responses."""
         first, end = self.index.document_indices[document : document + 2]
         segments = self.index.sequence_lengths[first:end]
         _check_segments(self.prefix, segments)

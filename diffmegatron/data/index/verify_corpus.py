@@ -1,8 +1,4 @@
-"""Compare the data files of a corpus with the sizes and hashes in its manifest ``PREFIX.json``.
-
-Comparing sizes is fast and detects missing files, truncated files and files of another corpus.
-Comparing hashes reads every byte and also detects flipped bits.
-"""
+"""Compare the data files of a corpus with the sizes and hashes in its manifest ``PREFIX.json``."""
 
 import hashlib
 from collections.abc import Iterator

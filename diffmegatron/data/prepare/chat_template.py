@@ -73,11 +73,8 @@ class ChatTemplate:
     def encode(self, messages: Any) -> tuple[str, list[np.ndarray]]:
         """Return the rendered chat and uint32 arrays of ids: prompt, response, prompt, ...
 
-        The text after the last response and its end-of-document token are omitted.
-
-        Raises:
-            UnusableError: the messages have another form, the template cannot render them, a
-                response cannot be found, or a token spans the beginning of a response.
+        The text after the last response and its end-of-document token are omitted. A chat that
+        cannot be encoded in this way raises an UnusableError.
         """
         checked_messages(messages, self._special)
         try:

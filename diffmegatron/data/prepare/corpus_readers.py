@@ -39,18 +39,12 @@ _ZSTD_BYTES = 1 << 12
 
 
 class Record(NamedTuple):
-    """One raw document of a file.
+    """One raw document of a file."""
 
-    Attributes:
-        line: number of the line or row, counted from 1 at the start of the range that is read.
-        payload: JSONL: bytes of the line; plain text: bytes of the file; Parquet: values of the row
-            by column, with strings as bytes.
-        problem: reason why the document cannot be read. The payload is then empty.
-    """
-
-    line: int
+    line: int  # line or row, counted from 1 at the start of the range that is read
+    # The line of JSONL, the plain text, or a Parquet row by column with strings as bytes.
     payload: bytes | dict[str, Any]
-    problem: str | None = None
+    problem: str | None = None  # why the document cannot be read; the payload is then empty
 
     @property
     def payload_bytes(self) -> int:
@@ -70,16 +64,13 @@ class Fingerprint(NamedTuple):
 
 @dataclass(frozen=True)
 class CorpusFile:
-    """Input file, or a range of it without ``before`` bytes at its start and ``after`` at its end.
-
-    ``fingerprint`` is that of the whole file when it was found.
-    """
+    """Input file, or a range of it for one part of a preparation."""
 
     path: Path
     format: Format
-    fingerprint: Fingerprint
-    before: int = 0
-    after: int = 0
+    fingerprint: Fingerprint  # of the whole file, when it was found
+    before: int = 0  # bytes before the range
+    after: int = 0  # bytes after the range
 
     @property
     def size(self) -> int:
@@ -149,11 +140,9 @@ def _fingerprint(status: os.stat_result) -> Fingerprint:
 
 
 def read_records(file: CorpusFile, columns: tuple[str, ...], max_bytes: int) -> Iterator[Record]:
-    """Yield the records of a file in order.
+    """Yield the records of a file in order; a payload above ``max_bytes`` becomes a ``problem``.
 
-    Args:
-        columns: columns to read from a Parquet file; missing columns are ignored.
-        max_bytes: size limit of a payload. A larger record has an empty payload and a ``problem``.
+    Columns that a Parquet file lacks are ignored.
     """
     line = 0
     try:
@@ -216,10 +205,7 @@ def _read_parquet(file: CorpusFile, columns: tuple[str, ...], max_bytes: int) ->
 
 
 def _rows(batch: pyarrow.RecordBatch) -> Iterator[dict[str, Any] | str]:
-    """Yield each row as a dictionary, or as a text with the reason why its conversion failed.
-
-    Examples of reasons: a nested value has invalid UTF-8, or a date is beyond Python's range.
-    """
+    """Yield each row as a dictionary, or as a text with the reason why its conversion failed."""
     try:
         yield from batch.to_pylist()
     except (ValueError, OverflowError) as error:

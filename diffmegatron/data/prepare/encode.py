@@ -25,18 +25,12 @@ def token_dtype(tokenizer: str) -> np.dtype:
 
 
 class Reject(NamedTuple):
-    """Record that cannot be used, with the reason.
-
-    Attributes:
-        before: byte of the file at which reading began; above 0 only for a range of ``--part``.
-        line: number of the line or row, counted from 1 at ``before``.
-        id: value of the field ``id_field`` as text; None if the record has no such value.
-    """
+    """Record that cannot be used, with the reason."""
 
     file: str
-    before: int
-    line: int
-    id: str | None
+    before: int  # byte at which reading began; above 0 only for a range of --part
+    line: int  # line or row, counted from 1 at that byte
+    id: str | None  # value of the field id_field
     reason: str
 
     def __str__(self) -> str:
@@ -46,28 +40,15 @@ class Reject(NamedTuple):
 
 @dataclass
 class EncodedBatch:
-    """Encoded documents of one batch.
+    """Encoded documents, each of one sequence (plain text) or of prompts and responses in turn."""
 
-    A document of plain text is one sequence. A document for fine-tuning alternates prompts and
-    responses.
-
-    Attributes:
-        tokens: uint16 or int32 ``[tokens]``, all documents, each with an end-of-document id.
-        lengths: int32 ``[sequences]``, number of tokens of each sequence; the end-of-document id
-            counts in the last sequence of a document.
-        counts: int32 ``[documents]``, number of sequences of each document.
-        digests: 16-byte hash of the ids of each document; empty without ``deduplicate``.
-        empty: number of records without text, or whose last response is empty.
-        text_bytes: number of UTF-8 bytes of the encoded text.
-    """
-
-    tokens: np.ndarray
-    lengths: np.ndarray
-    counts: np.ndarray
-    digests: list[bytes]
+    tokens: np.ndarray  # uint16 or int32 [tokens]; each document ends with an end-of-document id
+    lengths: np.ndarray  # int32 [sequences]: tokens of each sequence, with end-of-document ids
+    counts: np.ndarray  # int32 [documents]: sequences of each document
+    digests: list[bytes]  # 16-byte hash of the ids of each document; empty without deduplicate
     rejects: list[Reject]
-    empty: int
-    text_bytes: int
+    empty: int  # records without text, or whose last response is empty
+    text_bytes: int  # UTF-8 bytes of the encoded text
 
 
 @lru_cache(maxsize=4)
@@ -155,8 +136,8 @@ def _reject(file: CorpusFile, record: Record, settings: PrepareSettings, reason:
 class Deduplicator:
     """Filter that drops documents whose token ids equal the ids of an earlier document.
 
-    Only a 16-byte hash of each document is stored. ``digests`` are the concatenated hashes of the
-    documents that were stored before an interruption.
+    It stores a 16-byte hash of each document. ``digests`` are the hashes from before an
+    interruption.
     """
 
     def __init__(self, digests: bytes) -> None:

@@ -22,44 +22,32 @@ _BUFFER = 1 << 24
 
 @dataclass
 class Counts:
-    """Running totals of a preparation.
+    """Running totals of a preparation."""
 
-    ``documents`` and ``tokens`` exclude duplicates; ``text_bytes`` (UTF-8) includes them.
-    ``tokens`` includes end-of-document tokens. ``rejected`` and ``empty`` count input records.
-    """
-
-    documents: int = 0
-    tokens: int = 0
-    text_bytes: int = 0
+    documents: int = 0  # without duplicates
+    tokens: int = 0  # without duplicates, with end-of-document tokens
+    text_bytes: int = 0  # UTF-8, with duplicates
     rejected: int = 0
     empty: int = 0
     duplicates: int = 0
 
 
 class Identity(Section):
-    """Inputs and settings of a preparation; they must be unchanged to resume it.
-
-    ``files`` has the path, the number of bytes to read and the modification time (ns) of each file.
-    ``part`` is None if the whole corpus is prepared.
-    """
+    """Inputs and settings of a preparation; they must be unchanged to resume it."""
 
     settings: dict[str, str | bool | int | None]
-    files: tuple[tuple[str, int, int], ...]
-    part: PartRecord | None = None
+    files: tuple[tuple[str, int, int], ...]  # path, bytes to read and modification time (ns)
+    part: PartRecord | None = None  # None: the whole corpus
 
 
 class State(Section, frozen=False):
-    """Progress of a preparation, which each commit of the journal records.
-
-    ``first_reject`` describes the first unusable record ("": none). ``finished`` means that all
-    files are complete and can be renamed.
-    """
+    """Progress of a preparation, which each commit of the journal records."""
 
     identity: Identity
     position: Position = Position()
     counts: Counts = Field(default_factory=Counts)
-    first_reject: str = ""
-    finished: bool = False
+    first_reject: str = ""  # description of the first unusable record
+    finished: bool = False  # whether all files are complete and can be renamed
 
 
 class FileState(BaseModel):
@@ -88,8 +76,7 @@ def last_commit(folder: Path) -> Commit | None:
 class Journal:
     """Folder of append-only files, with a file that records the last commit.
 
-    The constructor verifies the committed bytes of every file and removes bytes that were appended
-    after the commit. Without a ``commit``, all files are emptied.
+    The constructor verifies the committed bytes of every file and removes the bytes after them.
     """
 
     def __init__(self, folder: Path, names: tuple[str, ...], commit: Commit | None) -> None:

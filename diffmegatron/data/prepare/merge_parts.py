@@ -1,7 +1,7 @@
 """``diffmegatron data merge``: form one corpus from the parts that ``prepare --part`` wrote.
 
-The merge writes only ``PREFIX.idx`` and ``PREFIX.json``; the tokens stay in ``PREFIX.parts``. The
-index equals that of a single ``prepare``, except for duplicates, which are found only within parts.
+Only ``PREFIX.idx`` and ``PREFIX.json`` are written; the tokens stay in ``PREFIX.parts``. The index
+equals that of a single ``prepare``, except that duplicates are found only within parts.
 """
 
 import hashlib
@@ -37,10 +37,7 @@ _COUNTS = ("documents", "tokens", "text_bytes", "rejected", "empty", "duplicates
 
 
 def merge(prefix: Path, *, show_progress: bool = True) -> Manifest:
-    """Merge the parts of a corpus; if they are merged already, verify the merged corpus.
-
-    ``PREFIX.json`` is written last. If a merge is killed, the next merge starts from the beginning.
-    """
+    """Merge the parts of a corpus; if they are merged already, verify the merged corpus."""
     place = f"the parts of {format_path(prefix)}"
     try:
         with FileLock(Path(f"{prefix}.lock"), place, "merge others"):
@@ -124,10 +121,7 @@ def _check_alike(prefix: Path, parts: Sequence[Part], manifests: Sequence[Manife
 
 
 def _check_cuts(prefix: Path, manifests: Sequence[Manifest]) -> None:
-    """Check that in each divided input file, a part begins where the part before it ends.
-
-    The offsets differ if the file was changed between the preparations of two parts.
-    """
+    """Check that no divided input file was changed between the preparations of its parts."""
     expected: tuple[str, int] | None = None
     for record in (record for manifest in manifests for record in manifest.inputs):
         begins = (record.path, record.before) if record.before else None

@@ -1,8 +1,7 @@
 """Parts of a preparation (``prepare --part K/N``), which several machines prepare in parallel.
 
-The concatenated input files are cut into N ranges of about equal size. Plain JSONL is cut between
-two lines; any other file belongs to one part. All parts together have the documents of the corpus
-in the original order.
+The concatenated input files are cut into N ranges of about equal size. Only plain JSONL files are
+cut, between two lines.
 """
 
 import hashlib
@@ -71,11 +70,7 @@ class Part:
 
 
 def cut(files: list[CorpusFile], part: Part) -> tuple[list[CorpusFile], PartRecord]:
-    """Return the files, or ranges of files, that a part reads (possibly none), and its record.
-
-    The result depends only on the names and sizes of all input ``files`` and on line ends near
-    cuts.
-    """
+    """Return the files, or ranges of files, that a part reads (possibly none), and its record."""
     starts = list(itertools.accumulate((file.size for file in files), initial=0))
     first, begin = _place(files, starts, part, part.number - 1)
     last, end = _place(files, starts, part, part.number)
@@ -148,10 +143,7 @@ def find_parts(prefix: str | Path) -> list[Part]:
 
 
 def check_fits(prefix: Path, part: Part, record: PartRecord, settings: Mapping[str, Any]) -> None:
-    """Refuse to begin a part that could not be merged with the existing parts.
-
-    ``prefix`` is the prefix of the whole corpus. ``settings`` are those for the part's manifest.
-    """
+    """Refuse to begin a part that could not be merged with the existing parts."""
     begun = find_parts(prefix)
     if begun and begun[0].of != part.of:
         raise UserError(
@@ -171,9 +163,9 @@ def check_fits(prefix: Path, part: Part, record: PartRecord, settings: Mapping[s
 
 
 def difference(manifest: Manifest, settings: Mapping[str, Any], part: PartRecord) -> str:
-    """Describe the first difference between a finished part and a preparation; "" if there is none.
+    """Complete the sentence "The part was prepared ...", e.g. "from other input files".
 
-    The text completes "The part was prepared", e.g. "from other input files".
+    The result is "" if the part fits to the preparation with these ``settings`` and this ``part``.
     """
     if manifest.settings.get("tokenizer_sha256") != settings["tokenizer_sha256"]:
         return f"with tokenizer {shorten(repr(manifest.tokenizer.name))}"

@@ -1,7 +1,4 @@
-"""Encode a corpus, or the rest of it after an interruption, and write the finished files.
-
-Results are appended to a :class:`Journal`. Each commit records the position in the input.
-"""
+"""Encode a corpus, or the rest of it after an interruption, and write the finished files."""
 
 import dataclasses
 import itertools
@@ -47,13 +44,7 @@ _EARLY_CHECK = 1000
 
 
 class Preparation:
-    """Preparation in progress.
-
-    Args:
-        prefix: path of the finished files without their endings.
-        state: state of the journal's last commit, or the initial state for a new journal; updated
-            in place.
-    """
+    """Preparation in progress; ``state`` is the state of the last commit, or the initial one."""
 
     def __init__(
         self,
@@ -70,10 +61,7 @@ class Preparation:
         )
 
     def run(self, workers: int, commit_seconds: float, show_progress: bool) -> None:
-        """Tokenise the rest of the corpus, and write the index and the manifest.
-
-        A commit follows every ``commit_seconds`` and at the end.
-        """
+        """Tokenise the rest of the corpus with commits, and write the index and the manifest."""
         state, committed = self.state, time.monotonic()
         with _progress(self.files, state, show_progress) as show:
             batches = encode_in_order(self.files, state.position, self.settings, workers)
@@ -121,10 +109,7 @@ class Preparation:
             )
 
     def _columns(self) -> str:
-        """Return the column names of the Parquet file with the first reject, for the error message.
-
-        The result is "" if the file is not Parquet, is unreadable or has all required columns.
-        """
+        """Return the columns of the first reject's Parquet file, or "" if no column is missing."""
         required = set(self.settings.required_fields)
         for file in self.files:
             if file.format == "parquet" and self.state.first_reject.startswith(
@@ -182,10 +167,7 @@ class Preparation:
 
 @contextmanager
 def _progress(files: list[CorpusFile], state: State, show: bool) -> Iterator[Callable[[], None]]:
-    """Show a progress line on standard error; yield the function that redraws it.
-
-    The rates (MB/s, tokens/s) are averages of this process.
-    """
+    """Show a progress line, with the rates of this process; yield the function that redraws it."""
     starts = list(itertools.accumulate((file.size for file in files), initial=0))
     counts, started = state.counts, time.monotonic()
     first_bytes, first_tokens = counts.text_bytes, counts.tokens

@@ -72,8 +72,7 @@ def prepare(
         settings: other fields of :class:`PrepareSettings`.
 
     Raises:
-        UserError: an input, a setting or an existing file cannot be used, or another process holds
-            the lock.
+        UserError: an input, a setting or an existing file cannot be used.
     """
     _check_prefix(output_prefix)
     chosen = PrepareSettings(tokenizer=tokenizer, text_field=text_field, **settings)
@@ -177,7 +176,6 @@ def _check_same(
 
 
 def _describe_changed_input(before: tuple[InputRecord, ...], now: list[CorpusFile]) -> list[str]:
-    """Return at most one description."""
     for record, file in zip(before, now, strict=False):
         name = format_path(file.path)
         if record.path != printable(file.path):

@@ -67,11 +67,8 @@ class PrepareSettings:
         return self.required_fields + ((self.id_field,) if self.id_field else ())
 
     def recorded(self) -> dict[str, Any]:
-        """Return the settings for the manifest.
-
-        ``tokenizer`` is omitted, because a hash identifies it. ``max_reject_share`` is omitted,
-        because it does not change the documents.
-        """
+        """Return the settings for the manifest, which identifies the tokenizer by its hash."""
+        # max_reject_share does not change the documents.
         values = asdict(self)
         del values["tokenizer"], values["max_reject_share"]
         return values

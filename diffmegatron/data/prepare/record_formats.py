@@ -1,8 +1,6 @@
-"""Convert a raw record to a list of texts, called segments.
+"""Convert a raw record to texts (segments): one plain text, or prompts and responses in turn.
 
-Plain text is one segment. A document for fine-tuning alternates prompts (no loss) and responses
-(loss), a prompt first. Each segment becomes a sequence of a Megatron document, so every second
-sequence is a response.
+Each segment becomes a sequence of a Megatron document, so every second sequence is a response.
 """
 
 import json
@@ -22,12 +20,7 @@ _LISTED = 8
 
 
 def parse(record: Record, format: Format, settings: PrepareSettings) -> dict[str, Any]:
-    """Return the fields of a raw record by name; plain text is the field ``text_field``.
-
-    Raises:
-        UnusableError: the record has a problem, is not UTF-8 or JSON, or lacks a field in
-            ``settings.required_fields``.
-    """
+    """Return the fields of a raw record, which must be UTF-8 and have all required fields."""
     if record.problem is not None:
         raise UnusableError(record.problem)
     if isinstance(record.payload, dict):
@@ -47,11 +40,7 @@ def parse(record: Record, format: Format, settings: PrepareSettings) -> dict[str
 
 
 def segments(document: dict[str, Any], settings: PrepareSettings) -> list[str]:
-    """Return the segments of a document, for every layout except ``template``.
-
-    Raises:
-        UnusableError: a field does not have the form that the layout requires.
-    """
+    """Return the segments of a document, for every layout except ``template``."""
     if settings.layout == "chat":
         return _chat(document[settings.messages_field])
     texts = [document[name] for name in settings.required_fields]
@@ -62,10 +51,9 @@ def segments(document: dict[str, Any], settings: PrepareSettings) -> list[str]:
 
 
 def _chat(messages: Any) -> list[str]:
-    """Return the alternating prompts and responses of a chat in the ChatML format.
+    """Return the prompts and responses of a chat in turn, in the ChatML format.
 
     A response is an assistant's content and end marker. Its start marker and role end the prompt.
-    The text after the last response is dropped. The Hugging Face template in
     ``diffmegatron.hf.chat_template`` renders the same format.
     """
     texts = [""]
@@ -79,12 +67,7 @@ def _chat(messages: Any) -> list[str]:
 
 
 def checked_messages(messages: Any, markers: Sequence[str]) -> list[tuple[str, str]]:
-    """Return the role and content of each message of a chat.
-
-    Raises:
-        UnusableError: the value is not a list of messages with a text ``role`` and ``content``, no
-            message is from the assistant, or a message contains one of ``markers``.
-    """
+    """Return the role and content of each message of a chat; refuse ``markers`` in messages."""
     pairs = [_message(message) for message in messages] if isinstance(messages, list) else []
     for marker in markers:
         if any(marker in text for pair in pairs for text in pair):

@@ -27,15 +27,11 @@ _QUEUED_PER_WORKER = 3
 
 @dataclass(frozen=True)
 class Position:
-    """Position in the input of a preparation.
+    """Position in the input of a preparation."""
 
-    ``file`` is the index of the current file, and ``records`` the number of its records that are
-    done. ``offset`` is their approximate size in bytes, used only by the progress line.
-    """
-
-    file: int = 0
-    records: int = 0
-    offset: int = 0
+    file: int = 0  # index of the current file
+    records: int = 0  # number of its records that are done
+    offset: int = 0  # their approximate size in bytes, for the progress line
 
 
 def encode_in_order(
@@ -44,11 +40,7 @@ def encode_in_order(
     settings: PrepareSettings,
     workers: int,
 ) -> Iterator[tuple[Position, EncodedBatch]]:
-    """Encode the records after ``start``; yield each batch with the position after its last record.
-
-    ``workers`` is the number of processes that tokenise; 1 uses this process. At most about three
-    batches per worker are in memory at a time.
-    """
+    """Encode the records after ``start``; yield each batch with the position after its records."""
     batches = _read_batches(files, start, settings.columns, settings.max_document_bytes)
     if workers == 1:
         for position, batch in batches:
@@ -121,10 +113,9 @@ def _start_worker() -> None:
 
 
 def _exit_with_parent() -> None:
-    """End this worker process when its parent has ended.
+    """End this worker when its parent has ended.
 
-    Otherwise the worker would wait for work forever: the worker has the writing end of the queue
-    open, so the end of the parent does not close the queue.
+    The worker itself keeps the queue of work open, and would otherwise wait forever.
     """
     parent = multiprocessing.parent_process()
     if parent is not None:

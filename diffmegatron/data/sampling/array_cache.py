@@ -51,12 +51,9 @@ class ArrayRecord(Section):
 
 
 class Contents(Section):
-    """Table of contents of an entry, written last; an entry without it is unfinished.
+    """Table of contents of an entry, written last; an entry without it is unfinished."""
 
-    ``key`` is compared with the requested key, because the folder's name is only a hash of the key.
-    """
-
-    key: str
+    key: str  # compared with the requested key, of which the folder's name is only a hash
     arrays: dict[str, ArrayRecord]
     summary: dict[str, Any]
 
@@ -64,13 +61,8 @@ class Contents(Section):
 def cached_arrays(parent: Path, key: tuple[object, ...], build: Callable[[], Arrays]) -> Arrays:
     """Return the memory-mapped arrays and the summary for a key; build them if necessary.
 
-    An existing entry is read completely to verify its checksums.
-
-    Args:
-        parent: folder of the cache, which is created with the first entry.
-        key: all values on which the arrays depend.
-        build: function that computes one-dimensional arrays and a summary. It runs under a file
-            lock, so only one process at a time builds an entry.
+    ``key`` has all values on which the arrays depend. A file lock ensures that one process at a
+    time builds an entry. An existing entry is read completely to verify its checksums.
     """
     name = repr((_VERSION, *key))
     folder = parent / f"{derive_key(name):016x}"

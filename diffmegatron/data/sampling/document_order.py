@@ -1,8 +1,4 @@
-"""Choice and order of the documents of a split, built once and then read from a cache.
-
-Runs with different limits for length up-sampling can use the same prepared corpus, because the
-documents are selected here.
-"""
+"""Choice and order of the documents of a split, built once and then read from a cache."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,42 +18,25 @@ Split = Literal["train", "validation", "test"]
 
 @dataclass(frozen=True)
 class Selection:
-    """All values on which the document order of a corpus depends.
-
-    Attributes:
-        validation_fraction: share of the documents held out for validation, 0 to 1.
-        test_fraction: share of the documents held out for testing, 0 to 1.
-        split_seed: seed that determines which documents are held out.
-        seed: seed of the document order, and of the choice of short documents to keep.
-        long_tokens: minimum length of a long document in tokens, without the end-of-document token.
-            Long documents are always kept.
-        keep_short: probability of keeping each short document.
-    """
+    """All values on which the document order of a corpus depends."""
 
     split: Split
-    validation_fraction: float
+    validation_fraction: float  # share of the documents held out for validation, 0 to 1
     test_fraction: float
-    split_seed: int
-    seed: int
-    long_tokens: int = 0
-    keep_short: float = 1.0
+    split_seed: int  # determines which documents are held out
+    seed: int  # determines the order, and which short documents are kept
+    long_tokens: int = 0  # minimum length of a long document, without the end-of-document token
+    keep_short: float = 1.0  # probability of keeping a short document
 
 
 @dataclass(frozen=True)
 class DocumentOrder:
-    """Documents of a split in shuffled order, as a stream of n documents.
+    """Documents of a split that up-sampling keeps, as a stream of n documents in shuffled order."""
 
-    Attributes:
-        documents: int64 ``[n]``, index of each document in the corpus, in the order of the stream.
-        ends: int64 ``[n]``, number of tokens of the stream up to the end of each document.
-        split_lengths: length histogram of all documents of the split, before up-sampling.
-        lengths: length histogram of the n documents that up-sampling keeps.
-    """
-
-    documents: np.ndarray
-    ends: np.ndarray
-    split_lengths: tuple[LengthBin, ...]
-    lengths: tuple[LengthBin, ...]
+    documents: np.ndarray  # int64 [n]: index of each document in the corpus
+    ends: np.ndarray  # int64 [n]: number of tokens of the stream up to the end of each document
+    split_lengths: tuple[LengthBin, ...]  # histogram of the whole split, before up-sampling
+    lengths: tuple[LengthBin, ...]  # histogram of the n documents
 
     @cached_property
     def tokens(self) -> int:
@@ -145,12 +124,8 @@ def keep_long(lengths: np.ndarray, documents: np.ndarray, selection: Selection) 
     """Return which of n documents length up-sampling keeps, bool ``[n]``.
 
     Length up-sampling (Fu et al., arXiv 2402.10171) keeps all long and a few short documents. The
-    paper uses ``long_tokens`` 4096 and ``keep_short`` 0.1.
-
-    Args:
-        lengths: int ``[n]``, number of tokens of each document, with its end-of-document token.
-        documents: int ``[n]``, index of each document in the corpus. This index and the seed
-            determine whether a short document is kept.
+    paper uses ``long_tokens`` 4096 and ``keep_short`` 0.1. ``lengths`` include the end-of-document
+    token. ``documents`` are indices in the corpus.
     """
     if selection.keep_short == 1:
         return np.ones(len(documents), dtype=bool)

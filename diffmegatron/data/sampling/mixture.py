@@ -1,8 +1,7 @@
 """Mixture of weighted sources (corpora), which determines the source of each sample of a run.
 
-The weights and sources may change when a run resumes. A change at sample n begins a new period. The
-order before sample n stays unchanged, and each source continues with its next sample. A checkpoint
-stores all periods. A source is identified by the hash of its content, because its path may change.
+The weights and sources may change when a run resumes at sample n. The order before sample n stays
+unchanged, and each source continues with its next sample.
 """
 
 from bisect import bisect_right

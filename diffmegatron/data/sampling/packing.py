@@ -14,13 +14,9 @@ _DOCUMENTS_AT_A_TIME = 1 << 22
 def pack(
     documents: np.ndarray, lengths: np.ndarray, capacity: int, *, combine: bool
 ) -> dict[str, np.ndarray]:
-    """Assign every token of the n documents to exactly one sequence.
+    """Assign every token of the n documents to exactly one sequence of at most ``capacity`` tokens.
 
-    Args:
-        documents: int64 ``[n]``, document numbers.
-        lengths: int ``[n]``, number of tokens of each document.
-        capacity: maximum number of tokens of a sequence.
-        combine: whether to combine pieces by best fit; if False, each piece is a sequence.
+    If ``combine`` is False, each piece is a sequence.
 
     Returns:
         Four arrays by name. Three describe the p pieces in the order of their sequences:
@@ -48,8 +44,7 @@ def pack(
 def _cut(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Cut documents into pieces of at most ``capacity`` tokens.
 
-    Return for each piece the index of its document in ``lengths``, its first token in the document,
-    and its number of tokens.
+    Return the index of each piece's document, its first token in the document, and its length.
     """
     lengths = lengths.astype(np.int64)
     counts = -(-lengths // capacity)
@@ -60,16 +55,10 @@ def _cut(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray, np
 
 
 def best_fit(sizes: np.ndarray, capacity: int) -> np.ndarray:
-    """Assign pieces to bins (sequences) by the algorithm best-fit decreasing.
+    """Assign n pieces to bins by best-fit decreasing; return the number of each bin, int64 ``[n]``.
 
     Pieces of equal size are placed in one step, because a loop over all pieces would be slow.
-
-    Args:
-        sizes: int ``[n]``, size of each piece, from 1 to ``capacity``.
-        capacity: size of an empty bin.
-
-    Returns:
-        int64 ``[n]``, number of the bin of each piece, counted from 0.
+    ``capacity`` is the size of an empty bin.
     """
     places = np.empty(len(sizes), dtype=np.int64)
     by_size = np.argsort(-sizes, kind="stable")

@@ -24,35 +24,20 @@ from diffmegatron.errors import UserError
 
 @dataclass(frozen=True)
 class Sample:
-    """Training sample: a sequence of s tokens and the token after it.
+    """Training sample: a sequence of s tokens and the token after it."""
 
-    Attributes:
-        tokens: int64 ``[s + 1]``; ``tokens[:-1]`` are the inputs, ``tokens[1:]`` the labels.
-        starts: int64 ``[n]``, positions at which a document or the padding begins; the first is 0.
-        loss_mask: bool ``[s + 1]``, True for tokens that contribute to the loss as labels; None if
-            all tokens do.
-        source: prefix of the corpus of the sample.
-    """
-
-    tokens: np.ndarray
-    starts: np.ndarray
-    loss_mask: np.ndarray | None
-    source: str
+    tokens: np.ndarray  # int64 [s + 1]: tokens[:-1] are the inputs, tokens[1:] the labels
+    starts: np.ndarray  # int64 [n]: where a document or the padding begins; the first is 0
+    loss_mask: np.ndarray | None  # bool [s + 1]: True for labels with loss; None if all have loss
+    source: str  # prefix of the corpus
 
 
 class SourceSamples:
     """Samples of one source: the blocks of each epoch, in a new random order for each epoch.
 
     A block is one sequence (:class:`~diffmegatron.data.sampling.sequences.Blocks`). It belongs to
-    the epoch (pass over the documents) in which it begins.
-
-    Args:
-        order: documents of the split in shuffled order.
-        blocks: sequences built from these documents.
-        seq_length: number s of input tokens per sample.
-        key: key of the random order of the blocks.
-        repeat: whether to read the documents more than once. If False, there is one epoch, and a
-            block that extends into a second epoch is omitted.
+    the epoch (pass over the documents) in which it begins. ``key`` selects the random orders.
+    Without ``repeat``, only blocks that lie completely within the first epoch are samples.
     """
 
     def __init__(
@@ -132,10 +117,8 @@ class SourceSamples:
 class Samples:
     """All samples of a run, from all sources, indexed by the number of the sample in the run.
 
-    Attributes:
-        sources: content hash of each source -> its samples.
-        history: weights of the sources during each period of the run.
-        settings: all settings that determine the order, except the sources and their weights.
+    ``sources`` are keyed by content hash. ``settings`` determine the order of samples, together
+    with the sources and their weights.
     """
 
     def __init__(
@@ -185,8 +168,7 @@ class Samples:
     def resumed(self, state: Mapping[str, Any]) -> "Samples":
         """Return the samples of a run that resumes from a saved :meth:`state`.
 
-        If the weights or sources of the recipe differ from the saved ones, those of the recipe
-        apply from the saved ``consumed_samples`` on.
+        Changed weights or sources apply from the saved ``consumed_samples`` on.
         """
         for name, value in self.settings.items():
             if state["settings"].get(name) != value:
@@ -207,11 +189,10 @@ class Samples:
 
 
 def open_samples(config: DataConfig, seq_length: int, seed: int, split: Split) -> Samples:
-    """Open the sources of a recipe, and return the samples of a split.
+    """Open the sources of a recipe, and return the samples of a split; build the caches if needed.
 
-    The first call builds the index cache (document orders and packed sequences). ``seed``
-    determines the order of the training split only, so runs with different seeds are evaluated on
-    the same documents. ``seq_length`` is the number of input tokens per sample.
+    ``seed`` determines the order of the training split only, so runs with different seeds are
+    evaluated on the same documents.
     """
     if split != "train" and not getattr(config, f"{split}_fraction"):
         raise UserError(

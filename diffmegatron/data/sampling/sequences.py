@@ -21,17 +21,11 @@ Packing = Literal["concatenate", "best_fit", "none"]
 
 
 class Pieces(NamedTuple):
-    """The n pieces of documents that fill a sequence, in order; each array is int ``[n]``.
+    """The n pieces of documents that fill a sequence, in order; each array is int ``[n]``."""
 
-    Attributes:
-        documents: index of each piece's document in the corpus.
-        starts: index of each piece's first token in its document.
-        lengths: number of tokens of each piece.
-    """
-
-    documents: np.ndarray
-    starts: np.ndarray
-    lengths: np.ndarray
+    documents: np.ndarray  # index of the document in the corpus
+    starts: np.ndarray  # first token of the piece in its document
+    lengths: np.ndarray  # number of tokens of the piece
 
 
 class Blocks(ABC):
@@ -96,11 +90,7 @@ class Concatenated(Blocks):
 
 
 class Packed(Blocks):
-    """Blocks from the arrays of :func:`pack`, the same in every epoch.
-
-    With the packing ``best_fit`` a block may have pieces of several documents; with ``none`` it has
-    one piece. A block with fewer than s + 1 tokens is padded when a sample is read.
-    """
+    """Blocks from the arrays of :func:`pack`, the same in every epoch."""
 
     def __init__(self, arrays: dict[str, np.ndarray]) -> None:
         super().__init__(len(arrays["ends"]), 1, len(arrays["ends"]))
