@@ -19,7 +19,6 @@ from megatron.core.transformer.transformer_layer import (
     TransformerLayer,
     TransformerLayerSubmodules,
 )
-from torch import Tensor
 
 from diffmegatron.attention.lora import LoraColumnParallelLinear, LoraRowParallelLinear
 from diffmegatron.attention.self_attention import SelfAttention
@@ -30,7 +29,7 @@ Host = Literal["local", "transformer_engine"]
 Linear: TypeAlias = type | ModuleSpec
 
 
-class RMSNorm(torch.nn.Module):
+class RMSNorm(torch.nn.RMSNorm):
     """RMSNorm of the local host, with the constructor arguments of Megatron's norms.
 
     Megatron's own fallback, ``WrappedTorchNorm``, does not support sequence parallelism. Here the
@@ -39,15 +38,8 @@ class RMSNorm(torch.nn.Module):
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
-        super().__init__()
-        self.hidden_size = hidden_size
-        self.eps = eps
-        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        super().__init__(hidden_size, eps, dtype=config.params_dtype)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Normalise [..., hidden_size] over the last dimension, in the input's dtype."""
-        return torch.nn.functional.rms_norm(hidden, (self.hidden_size,), self.weight, self.eps)
 
 
 def available_host(lora: LoraConfig | None = None) -> Host:

@@ -82,11 +82,9 @@ class Softmax(Variant):
             return query, key
         from torch.nn.functional import rms_norm
 
-        normed = (
-            rms_norm(x, (self.head_dim,), layer.parameter(name), layer.norm_eps)
-            for x, name in zip((query, key), QK_NORMS, strict=True)
-        )
-        return next(normed), next(normed)
+        shape, eps = (self.head_dim,), layer.norm_eps
+        q_norm, k_norm = (layer.parameter(name) for name in QK_NORMS)
+        return rms_norm(query, shape, q_norm, eps), rms_norm(key, shape, k_norm, eps)
 
     def forward(
         self,
