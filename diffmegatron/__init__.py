@@ -37,7 +37,7 @@ __all__ = [
     "train",
 ]
 
-# Exported name -> its module, which is imported on first use because some import torch.
+# Exported name -> its module. Modules are imported on first use, because some import torch.
 _MODULES = {
     "Hook": "training.hook",
     "Recipe": "config.schema",
@@ -55,8 +55,9 @@ _MODULES = {
     "train": "api",
 }
 
-# Message and module patterns of library warnings that a user cannot act on. Some appear while
-# Megatron-core is imported, so they are set here. Python's option -W turns them off.
+# Regular expressions for the message and the module of library warnings that a user cannot act on.
+# Some warnings appear while Megatron-core is imported, so the filters are set before that import.
+# Python's option -W disables the filters.
 _LIBRARY_WARNINGS = (
     (r"(Transformer Engine and )?Apex (is|are) not installed\. Falling back", r"megatron\.core"),
     (r"full scope is deprecated", r"megatron\.core"),
@@ -70,7 +71,7 @@ _LIBRARY_WARNINGS = (
 if not sys.warnoptions:
     for _message, _module in _LIBRARY_WARNINGS:
         warnings.filterwarnings("ignore", _message, module=_module)
-    # DeepSpeed's import makes torch look for a CUDA compiler, and log that there is none.
+    # When DeepSpeed is imported, torch logs a warning if the CUDA toolkit exists without a GPU.
     logging.getLogger("torch.utils.cpp_extension").addFilter(
         lambda record: "No CUDA runtime is found" not in record.getMessage()
     )

@@ -1,6 +1,6 @@
 """Public functions that train, export and evaluate from Python; docs/python.md describes them.
 
-Quick checks come first, because the imports of torch, Megatron-core and DeepSpeed are slow.
+Each function runs quick checks before the slow imports of torch, Megatron-core and DeepSpeed.
 """
 
 from collections.abc import Sequence

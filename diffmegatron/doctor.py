@@ -56,7 +56,7 @@ BF16_CAPABILITY = (8, 0)
 
 @dataclass(frozen=True)
 class Finding:
-    """One row of the report: what was examined, what was found, and why or what for."""
+    """One row of the report: name of the examined thing, result, and reason or purpose."""
 
     name: str
     value: str
@@ -65,7 +65,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Report:
-    """Tables of findings by title, and one sentence for everything that is missing or unusable."""
+    """Tables of findings by title, and a sentence for each thing that is missing or unusable."""
 
     sections: Mapping[str, tuple[Finding, ...]]
     missing: tuple[str, ...]
@@ -137,7 +137,7 @@ def _gpus() -> tuple[Finding, ...]:
 
 
 def _layer_host() -> tuple[Finding, tuple[str, ...]]:
-    """Return the library of the transformer layers, and a sentence for ``Report.missing`` or ()."""
+    """Return which library builds the layers, and any sentences for ``Report.missing``."""
     if find_spec("transformer_engine") is None:
         return Finding("layers", "local", "transformer-engine is not installed"), ()
     try:

@@ -4,9 +4,9 @@
 class UserError(ValueError):
     """Error that the user can correct, usually in a recipe, a path, a file or a layout.
 
-    Any function of this package may raise it, so docstrings mention it only where it surprises. The
+    Any function of this package may raise this error; docstrings mention only unexpected cases. The
     message is one sentence that names what is wrong, its value and a correct value. The command
-    line prints it without a traceback and exits with ``exit_status``.
+    line prints the message without a traceback and exits with ``exit_status``.
     """
 
     exit_status = 2

@@ -1,7 +1,7 @@
 """File lock that the kernel releases when the process that holds the lock ends.
 
-The package filelock uses the same system call, but does not name the holder of a lock, leaves its
-file behind, and fails on file systems without locks.
+The package filelock uses the same system call, but does not name the holder of a lock, leaves the
+lock file behind, and fails on file systems without locks.
 """
 
 import fcntl
@@ -30,7 +30,7 @@ class FileLock:
     On a file system that does not support locks, the context is entered with a warning.
 
     Args:
-        path: lock file, created with its folder and removed again.
+        path: lock file; created on entry, with its folder if missing, and removed on exit.
         place: name of the locked resource in messages, such as ``run_dir runs/quickstart``.
         advice: advice for the user in messages, such as ``give another run_dir``.
         patience: seconds to wait for another process. A finite wait is announced on standard error.

@@ -1,7 +1,7 @@
 """Read files that may be damaged, and write files atomically.
 
-Files of a run may have been truncated or replaced. This module therefore reads all small files, and
-refuses files that are too large, not regular, or JSON nested too deeply.
+Files of a run may have been truncated or replaced. All small files are therefore read with this
+module, which refuses files that are too large or not regular, and JSON that is nested too deeply.
 """
 
 import errno
@@ -73,8 +73,7 @@ def read_text(path: Path, *, max_bytes: int = MAX_BYTES) -> str:
 def read_json(path: Path, schema: Any, *, max_bytes: int = MAX_BYTES) -> Any:
     """Return the content of a JSON file as a pydantic model, dataclass or typed collection.
 
-    ``schema`` is the type of the result. The error for content that does not fit it contains
-    ``cannot be used``.
+    ``schema`` is the type of the result.
     """
     return parse_json(read_bytes(path, max_bytes=max_bytes), schema, format_path(path))
 
@@ -82,7 +81,7 @@ def read_json(path: Path, schema: Any, *, max_bytes: int = MAX_BYTES) -> Any:
 def parse_json(content: bytes | str, schema: Any, name: str) -> Any:
     """Parse JSON as ``schema``, a pydantic model, dataclass or typed collection.
 
-    Python's own parser raises a ``RecursionError`` on deep nesting; pydantic's limits it.
+    Pydantic's parser refuses deep nesting; Python's own would raise a ``RecursionError``.
     """
     from pydantic import TypeAdapter, ValidationError
 
@@ -99,7 +98,7 @@ def parse_json(content: bytes | str, schema: Any, name: str) -> Any:
 
 @contextmanager
 def explain_os_errors(failure: str) -> Iterator[None]:
-    """Turn an OSError into a UserError; ``failure`` is its beginning, e.g. "cannot read FILE"."""
+    """Turn an OSError into a UserError that begins with ``failure``, e.g. "cannot read FILE"."""
     try:
         yield
     except OSError as error:
@@ -107,7 +106,7 @@ def explain_os_errors(failure: str) -> Iterator[None]:
 
 
 def create_file(path: Path) -> BinaryIO:
-    """Create or truncate a file for writing; a FIFO without a reader is an OSError."""
+    """Create or truncate a file for writing; raise OSError for a FIFO that no process reads."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK
     return os.fdopen(os.open(path, flags, 0o666), "wb")
 
@@ -178,8 +177,8 @@ class HeldFolder:
     def is_in_place(self) -> bool:
         """Return whether the path still leads to the folder that was opened.
 
-        Only a folder that was certainly moved, removed or replaced is not; an error such as EIO is
-        ignored.
+        The result is False only if the folder was certainly moved, removed or replaced. After
+        another error, such as EIO, it is True.
         """
         try:
             return os.path.samestat(self._path.stat(), os.fstat(self._descriptor))

@@ -28,7 +28,7 @@ class NotImportedError(UserError):
 
 
 def import_requested(names: Iterable[str]) -> None:
-    """Import the code named by ``--import`` here or in the parent process; tell child processes."""
+    """Import the code of ``--import`` in this or a parent process; pass the names to children."""
     asked = dict.fromkeys([*requested_imports(), *map(absolute, names)])
     for name in asked:
         import_code(name)

@@ -13,7 +13,7 @@ from pydantic_core import PydanticCustomError
 
 MAX_SIZE = 2**31 - 1
 MAX_COUNT = 2**62
-# File systems accept 255 bytes, and endings such as ".rejects.jsonl" are appended to a name.
+# File systems accept names of 255 bytes. Endings such as ".rejects.jsonl" are appended to a name.
 _NAME_BYTES = 200
 _PATH_BYTES = 512
 _NO_TEXT = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")

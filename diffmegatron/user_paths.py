@@ -18,7 +18,7 @@ _USER_ERRNOS = {
     *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENOTEMPTY, errno.ELOOP),
     *(errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENXIO, errno.EINVAL),
 }
-# Before Python 3.13, pathlib raises a RuntimeError with this message for a loop of links.
+# Before Python 3.13, pathlib raises a RuntimeError that begins so for a loop of symbolic links.
 _LOOP = "Symlink loop from "
 
 
@@ -62,8 +62,8 @@ def escape_undecodable_output() -> None:
 def _is_named(path: object, words: Sequence[str]) -> bool:
     """Return whether ``path`` belongs to a path on the command line.
 
-    It may begin with that path (``PREFIX.bin`` with ``PREFIX``) or be one of its parent folders. A
-    word ``KEY=VALUE`` also counts as the path ``VALUE``.
+    ``path`` may begin with a path of the command line (``PREFIX.bin`` for ``PREFIX``), or be one of
+    its parent folders. A word ``KEY=VALUE`` also counts as the path ``VALUE``.
     """
     if not isinstance(path, str | bytes | os.PathLike):
         return False

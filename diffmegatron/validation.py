@@ -13,7 +13,7 @@ Model = TypeVar("Model", bound=BaseModel)
 
 
 def validated(schema: type[Model], values: Any, name: str) -> Model:
-    """Return values as a pydantic model; error messages begin with ``name``, their source."""
+    """Return values as a pydantic model; errors begin with ``name``, the source of the values."""
     try:
         return schema.model_validate(values)
     except ValidationError as error:
@@ -32,7 +32,7 @@ def first_error(error: ValidationError) -> Any:
 def describe(error: Any, known_keys: Collection[str]) -> str:
     """Return one pydantic error as text: the key, its value, and the correct form.
 
-    ``known_keys`` are the valid keys, of which the text suggests the one nearest to an unknown key.
+    For an unknown key, the text suggests the most similar of ``known_keys``, the valid keys.
     """
     key = shorten(".".join(map(str, error["loc"]))) or "the content"
     if error["type"] == "extra_forbidden":

@@ -17,7 +17,7 @@ MAX_BYTES = 1 << 18
 MAX_DEPTH = 32
 # Limit on values and keys of a file. An alias counts as all nodes that it repeats.
 MAX_NODES = 5_000
-# Python's int() refuses more than 4,300 digits. A longer integer is parsed as text.
+# An integer with more digits is parsed as text. Python's int() refuses more than 4,300 digits.
 _DIGITS = 300
 
 _TAG = "tag:yaml.org,2002:"
@@ -58,7 +58,7 @@ class _Loader(_Notation, yaml.SafeLoader):
         # Depth of the current node, and levels found below it so far.
         self._depth = self._height = 0
         self._nodes = 0
-        # Nodes and levels below each composed node, which every alias of the node adds again.
+        # Numbers of nodes and levels below each composed node. Each alias adds both numbers again.
         self._extents: dict[yaml.Node | None, tuple[int, int]] = {}
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
@@ -113,7 +113,7 @@ _Loader.add_constructor(f"{_TAG}int", _construct_integer)
 def parse_yaml(text: str, name: str) -> Any:
     """Parse YAML into dictionaries, lists, text, numbers, booleans and None.
 
-    Do not modify the result: aliases refer to one object. Error messages call the text ``name``.
+    Do not modify the result, because aliases share one object. Errors call the text ``name``.
     """
     try:
         return yaml.load(text, Loader=_Loader)

@@ -11,7 +11,7 @@ from diffmegatron.section import PathText, Section, Seed, Size
 
 
 def _prefix(path: str) -> str:
-    """Remove the suffix ``.parts`` of the folder of a corpus that was prepared in parts."""
+    """Return PREFIX for ``PREFIX.parts``, the folder of a corpus that was prepared in parts."""
     named = PurePath(path)
     return str(named.with_suffix("")) if named.suffix == ".parts" else path
 
@@ -32,7 +32,7 @@ class Source(Section):
 class Upsampling(Section):
     """Length up-sampling (Fu et al., arXiv 2402.10171): a larger share of long documents.
 
-    Shorter documents than ``long_tokens`` are kept with the probability ``keep_short``.
+    Documents with fewer than ``long_tokens`` tokens are kept with the probability ``keep_short``.
     ``per_source`` preserves the share of tokens of each source. ``global`` raises the shares of
     sources with long documents.
     """

@@ -1,4 +1,7 @@
-"""Check that a parallel layout divides the model and its batches; errors name the nearest fit."""
+"""Check that a parallel layout divides the model and its batches.
+
+Errors name the nearest value that divides them.
+"""
 
 import math
 from typing import Literal
@@ -38,7 +41,7 @@ def data_parallel_size(recipe: RecipeSections, world_size: int) -> int:
     per_microbatch = data * training.micro_batch_size
     batch = training.global_batch_size
     if batch % per_microbatch:
-        # The global batch often comes from a paper, so propose another microbatch if possible.
+        # The global batch size often comes from a paper, so propose another micro_batch_size first.
         smaller = range(training.micro_batch_size - 1, 0, -1)
         micro = next((size for size in smaller if batch % (data * size) == 0), None)
         nearest = max(1, round(batch / per_microbatch)) * per_microbatch
@@ -104,7 +107,7 @@ def _check_tensor(recipe: RecipeSections) -> None:
 
 
 def _check_context(recipe: RecipeSections) -> None:
-    """Require a sequence length, and for Ulysses a number of heads, that ranks share equally."""
+    """Check that the ranks share the sequence, and with Ulysses also the heads, equally."""
     parallel, length = recipe.parallel, recipe.training.seq_length
     if parallel.context == 1:
         return
@@ -168,7 +171,7 @@ def _check_pipeline(recipe: RecipeSections) -> None:
 def _check_recompute(recipe: RecipeSections) -> None:
     """Check ``recompute.layers`` against the number of layers of a virtual stage.
 
-    Megatron-core would run past the last layer in a smaller last group of the method ``uniform``.
+    With ``uniform`` and a smaller last group, Megatron-core would run past the last layer.
     """
     recompute, parallel = recipe.recompute, recipe.parallel
     layers = recipe.model.num_layers // (parallel.pipeline * parallel.virtual_pipeline)

@@ -1,8 +1,9 @@
 """Read a :class:`Recipe` from YAML files and ``key=value`` overrides.
 
 ``extends`` names one or more other recipes, whose values are inherited. Mappings are merged key by
-key. Later files replace values of earlier files, and the recipe's own values replace both. Paths in
-``extends``, and values that begin with ``./`` or ``../``, are relative to the file with them.
+key. Values of later files replace those of earlier files, and the recipe's own values replace all
+inherited values. Paths in ``extends``, and values that begin with ``./`` or ``../``, are relative
+to the file that contains them.
 """
 
 import os
@@ -26,9 +27,9 @@ COMMAND_LINE = "the command line"
 # Largest number of files of one recipe. A file counts once for each file that extends it.
 MAX_FILES = 32
 
-# Content of files, and the file or stage that set each dotted key. Both can share nested
-# dictionaries after a merge, so never modify them in place.
+# Content of files. Merged values share nested dictionaries, so never modify them in place.
 Values = dict[str, Any]
+# Dotted key -> the file, the stage or the command line that set it.
 Origins = dict[str, str]
 
 
@@ -39,8 +40,8 @@ def load_recipe(
 
     Args:
         overrides: ``section.key=value`` strings; the value is YAML.
-        allow_missing_files: assume a content for missing files that ``model.attention`` names, as
-            ``diffmegatron plan`` does.
+        allow_missing_files: whether ``model.attention`` may name files that are missing. Their
+            content is then assumed, as for ``diffmegatron plan``.
 
     Raises:
         UserError: a file cannot be read or has stages, a key is unknown, or a value does not fit.
@@ -115,7 +116,7 @@ def load_resolved(path: Path) -> Recipe:
 
 
 def check_recipe(values: Values, name: str, overrides: Sequence[str] = ()) -> Recipe:
-    """Check values that do not come from a file; error messages call them ``name``."""
+    """Return a recipe from values that are not in a file; error messages call them ``name``."""
     return _validate(*_overridden(values, {}, overrides), name)
 
 
@@ -185,7 +186,7 @@ def _parents(extends: Any, path: Path) -> list[str]:
 
 
 def _with_absolute_paths(value: Any, folder: Path) -> Any:
-    """Make texts that begin with ``./`` or ``../`` absolute, starting at ``folder``."""
+    """Replace texts that begin with ``./`` or ``../`` by absolute paths, relative to ``folder``."""
     if isinstance(value, dict):
         return {key: _with_absolute_paths(each, folder) for key, each in value.items()}
     if isinstance(value, list):

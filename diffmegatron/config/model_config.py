@@ -21,8 +21,8 @@ class Initialization(Section):
     ``scaled`` divides ``std`` by sqrt(2 * num_layers) for the two projections that write into the
     residual stream, as GPT-2 and Megatron-core do. ``normal`` does not.
 
-    Untied embeddings start at N(0, 1): beside the output of the headwise norm, 0.02 would be too
-    small (docs/recipes.md shows the loss).
+    Untied embeddings start with standard deviation 1. With 0.02 they would be too small beside the
+    output of V1's headwise norm, which has unit size (docs/recipes.md shows the loss).
     """
 
     scheme: Literal["scaled", "normal"] = "scaled"
@@ -36,9 +36,9 @@ class RopeScaling(Section):
     """Scaling of the rotary frequencies of ``model.rope_theta``.
 
     ``linear`` divides all frequencies by ``factor`` (position interpolation, arXiv 2306.15595).
-    ``llama3`` (Llama 3.1) divides those with a wavelength above ``original_length /
-    low_freq_factor`` tokens, keeps those below ``original_length / high_freq_factor``, and
-    interpolates between.
+    ``llama3`` (Llama 3.1) divides frequencies with a wavelength above ``original_length /
+    low_freq_factor`` tokens, keeps frequencies with a wavelength below ``original_length /
+    high_freq_factor``, and interpolates between these wavelengths.
     """
 
     kind: Literal["linear", "llama3"]
@@ -88,11 +88,11 @@ class LoraConfig(Section):
 
 
 class ModelConfig(Section):
-    """The network.
+    """Sizes, attention and initial weights of the network.
 
     ``attention`` is the section of one kind of attention, or a list of such sections with the
-    layers of each (:mod:`diffmegatron.attention.variants.pattern`). ``baseline`` replaces it by the
-    Transformer's attention of the same width, also in the resolved recipe.
+    layers of each (:mod:`diffmegatron.attention.variants.pattern`). ``baseline`` replaces
+    ``attention`` by the Transformer's attention of the same width, also in the resolved recipe.
     """
 
     num_layers: Size

@@ -92,10 +92,11 @@ class RecomputeConfig(Section):
     """Activations that Megatron-core recomputes in the backward pass instead of saving them.
 
     ``selective`` recomputes the core attention: scores, softmax and the product with the values.
-    Fused kernels never save these, so it saves memory only without them.
+    Fused kernels never save these tensors, so ``selective`` saves memory only with other kernels.
 
-    ``full`` recomputes whole layers: ``uniform`` all layers in groups of ``layers``, of which only
-    the input is saved; ``block`` the first ``layers`` layers of each virtual stage.
+    ``full`` recomputes whole layers. ``uniform`` recomputes all layers in groups of ``layers``
+    layers, and saves only the input of each group. ``block`` recomputes the first ``layers`` layers
+    of each virtual stage.
     """
 
     granularity: Literal["none", "selective", "full"] = "none"

@@ -15,7 +15,8 @@ from diffmegatron.files import shorten
 MAX_STAGES = 64
 # Prefix of an override that changes only one stage: stages.NAME.key=value.
 STAGES = "stages."
-# Names that a run and its jobs write into run_dir. The folders of stages are in run_dir too.
+# Names that a run and its jobs write into run_dir. Stages must not have these names, because their
+# folders are in run_dir too.
 RESERVED = frozenset(
     {"attempts", "checkpoints", "events", "job.sh", "job.yaml", "job_number", "lock", "profile"}
     | {"metrics.jsonl", "recipe.yaml", "stacks", "tensorboard", "torchrun.sh", "wandb_id"}
@@ -91,7 +92,7 @@ def _starts_elsewhere(origin: str, start: Any) -> UserError:
 def by_stage(
     overrides: Sequence[str], stages: Mapping[str, Stage], path: str
 ) -> dict[str, list[str]]:
-    """Return the overrides of each stage by its name, those of all stages first.
+    """Return the overrides of each stage by its name, first those that apply to all stages.
 
     An override ``stages.NAME.key=value`` becomes ``key=value`` of the stage NAME.
     """
@@ -118,9 +119,10 @@ def by_stage(
 def check_can_start_from(before: Recipe, before_name: str, now: Recipe, now_name: str) -> None:
     """Check that the run ``now`` can start with the weights of the run ``before``.
 
-    The networks and tokenizers must be equal, but the new run may add LoRA, change the keys in
-    ``_FREE`` and the ``free_keys`` of its attention, and its kind of attention may extend that of
-    ``before`` (:meth:`~diffmegatron.attention.variants.base.Variant.foundation`).
+    The networks and tokenizers must be equal, with three exceptions. The new run may add LoRA. It
+    may change the keys in ``_FREE`` and the ``free_keys`` of its attention. Its kind of attention
+    may extend that of ``before``
+    (:meth:`~diffmegatron.attention.variants.base.Variant.foundation`).
     """
     attention = now.model.attention
     foundation = attention.foundation()
@@ -146,8 +148,8 @@ def check_can_start_from(before: Recipe, before_name: str, now: Recipe, now_name
 def rotary_changes(before: Recipe, now: Recipe) -> list[str]:
     """Return each change of the rotary embedding as ``key old -> new``.
 
-    Callers print the changes, because a stage that does not repeat an earlier change silently
-    undoes it.
+    Callers print the changes, because a stage that does not repeat a change of an earlier stage
+    would silently undo it.
     """
     was, is_now = (model_keys(each.model, each.model.attention) for each in (before, now))
     return [f"{key} {was[key]} -> {is_now[key]}" for key in _ROTARY if was[key] != is_now[key]]

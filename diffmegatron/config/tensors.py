@@ -25,7 +25,7 @@ class NamedTensor:
     Attributes:
         name: full name, or in :func:`layer_tensors` without the prefix ``decoder.layers.N.``.
         shape: shape before sharding.
-        sharded: whether tensor-parallel ranks shard the tensor, or each has a full copy.
+        sharded: True if each tensor-parallel rank has a shard, False if each has a full copy.
         float32: whether the tensor stays float32 in a bf16 run.
     """
 
@@ -72,7 +72,8 @@ def _lora(model: ModelConfig, projections: list[NamedTensor]) -> Iterator[NamedT
         target = place.rpartition(".")[2]
         if target in model.lora.targets:
             rows, columns = projection.shape
-            # A row-parallel projection shards its columns and so A, a column-parallel one B.
+            # A row-parallel projection shards its columns, so A is sharded. A column-parallel
+            # projection shards its rows, so B is sharded.
             is_row_parallel = target in ("linear_proj", "linear_fc2")
             rank = model.lora.rank
             yield NamedTensor(f"{place}.{LORA_A}", (rank, columns), is_row_parallel)

@@ -47,7 +47,7 @@ def _matched_parts(name: str, parts: tuple[str, ...], patterns: tuple[str, ...])
 
 
 def is_trained(recipe: RecipeSections, name: str) -> bool:
-    """Return whether a tensor with this name is trained, in any layer.
+    """Return whether a tensor with this name is trained in at least one layer.
 
     The name may lack its prefix, such as ``decoder.layers.N.``.
     """
