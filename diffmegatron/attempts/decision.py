@@ -28,7 +28,7 @@ class Cause(StrEnum):
     STOPPED = "stopped"
     """A signal or the time limit stopped the ranks; the job is requeued."""
     FAULT = "fault"
-    """A rank crashed, hung or did not connect; the ranks restart, up to ``ledger.MAX_FAULTS``."""
+    """A rank crashed, hung or did not connect; the ranks restart (at most ``MAX_FAULTS`` times)."""
     LOST = "lost"
     """The job was killed while ranks still ran (node failure, preemption, scancel); no fault."""
 

@@ -100,7 +100,7 @@ class RankRecord:
         return cls(Path(folder), int(rank)) if folder and rank.isdecimal() else cls()
 
     def set_step(self, step: int, run_dir: str) -> None:
-        """Record that the run has reached a step; rank 0 writes a heartbeat every five seconds."""
+        """Record that the run has reached a step; rank 0 writes a heartbeat from time to time."""
         self._step = step
         if self._start is None or self._start[0] != run_dir:
             self._start, self._last_heartbeat = (run_dir, step), 0.0

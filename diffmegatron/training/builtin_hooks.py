@@ -36,8 +36,8 @@ def builtin_hooks(recipe: Recipe, evaluators: Sequence[Evaluator]) -> list[Hook]
     """Return the built-in hooks of a run, in the order of their calls.
 
     A save becomes a checkpoint before the guard may roll back to it. Metrics and evaluations follow
-    the guard, which may change ``run.step``. Weights are evaluated before they are saved, because
-    broken weights are not saved at the last step.
+    the guard, which may change ``run.step``. Evaluations precede the last save, which omits broken
+    weights.
     """
     assert len(evaluators) == len(recipe.training.evaluate), "one evaluator per entry is needed"
     config = recipe.training.profile
@@ -138,6 +138,7 @@ class EvaluationHook(Hook):
 def _should_continue(run: Run) -> bool:
     """Return, on every rank, whether an evaluation continues; also restart the watchdog's timer."""
     agreed = run.agree(torch.zeros((), device=run.parallel_state.device))
+    # A stopping run saves its weights, so ignore stop requests if they may be broken.
     run.stopping = agreed.stop and run.broken_reason is None
     run.watchdog.restart_timer()
     run.rank_record.set_step(run.step, run.recipe.run_dir)

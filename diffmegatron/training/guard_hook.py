@@ -193,27 +193,21 @@ def _observe(
     Args:
         query: queries after rotation, [s, b, query heads, d].
         key: keys after rotation, [s, b, key heads, d].
-        documents: start of each document in the concatenated sequences, then the total length
-            b * s; None if attention crosses documents.
+        documents: start of each document in the concatenated sequences, and the total length;
+            None if attention crosses documents.
     """
     length, rows = query.shape[:2]
     ends = range(0, length * rows + 1, length) if documents is None else documents.tolist()
     # [s, b, heads, d] to [b * s, heads, d]: the sequences of the batch one after the other.
     queries, keys = (x.transpose(0, 1).flatten(0, 1).float() for x in (query, key))
-    pairs = [
-        (queries[:, query_heads], keys[:, key_head].unsqueeze(1))
+    largest = [
+        _largest(queries[first:end, query_heads], keys[first:end, key_head, None])
         for key_head, query_heads in enumerate(layer.variant.heads.query_slices(key.shape[2]))
+        for first, end in pairwise(ends)
+        if first < end
     ]
-    largest = torch.stack(
-        [
-            _largest(q[first:end], k[first:end])
-            for q, k in pairs
-            for first, end in pairwise(ends)
-            if first < end
-        ]
-    )
     # Torch's maximum of NaN and a number is NaN; Python's depends on the order.
-    value = float(largest.max()) / math.sqrt(query.shape[3])
+    value = float(torch.stack(largest).max()) / math.sqrt(query.shape[3])
     known = found.get(layer.layer_number, -math.inf)
     found[layer.layer_number] = math.nan if math.isnan(value + known) else max(value, known)
 

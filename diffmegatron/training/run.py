@@ -97,9 +97,8 @@ class Run:
         self.loader = exits.enter_context(
             open_loader(recipe, parallel_state, "train", position.data)
         )
-        if parallel_state.is_main and (
-            change := mixture_change(position.data, self.loader.state())
-        ):
+        change = mixture_change(position.data, self.loader.state())
+        if change is not None and parallel_state.is_main:
             print_line(change)
         self.metrics = self._open_metrics(exits)
         self.wandb = None

@@ -48,12 +48,8 @@ def train_stages(
     for recipe in recipes:
         recipe.data_parallel(launch.ranks)
         check_installed(recipe.training.wandb)
-    names = [
-        f"stage {number} of {len(recipes)}, {Path(recipe.run_dir).name}"
-        for number, recipe in enumerate(recipes, start=1)
-    ]
     with default_group():
-        unfinished = _unfinished(recipes, names) if len(recipes) > 1 else list(recipes)
+        unfinished = _unfinished(recipes) if len(recipes) > 1 else list(recipes)
         evaluators = [open_evaluators(recipe) if open_evaluators else () for recipe in unfinished]
         if record is not None and not unfinished:
             record.set_step(recipes[-1].training.total_steps, recipes[-1].run_dir)
@@ -62,10 +58,8 @@ def train_stages(
             for recipe, each in zip(unfinished, evaluators, strict=True):
                 if recipe is not unfinished[0] and _should_stop(stop, recipe):
                     return False
-                if len(recipes) > 1 and distributed.get_rank() == 0:
-                    print_line(
-                        f"{names[recipes.index(recipe)]}: {recipe.training.total_steps} steps"
-                    )
+                if len(recipes) > 1:
+                    _print_stage(recipes, recipe, f"{recipe.training.total_steps} steps")
                 if not train(recipe, record, each, hooks, stop):
                     return False
     return True
@@ -82,13 +76,22 @@ def _should_stop(stop: StopRequest, following: Recipe) -> bool:
     return any(pending)
 
 
-def _unfinished(recipes: Sequence[Recipe], names: Sequence[str]) -> list[Recipe]:
+def _print_stage(recipes: Sequence[Recipe], recipe: Recipe, state: str) -> None:
+    if distributed.get_rank() == 0:
+        number, name = recipes.index(recipe) + 1, Path(recipe.run_dir).name
+        print_line(f"stage {number} of {len(recipes)}, {name}: {state}")
+
+
+def _unfinished(recipes: Sequence[Recipe]) -> list[Recipe]:
     """Return the recipes of the stages that are not finished, and print the finished stages."""
     finished = from_rank_0(lambda: [_is_finished(recipe) for recipe in recipes])
-    for recipe, name, is_finished in zip(recipes, names, finished, strict=True):
-        if is_finished and distributed.get_rank() == 0:
-            print_line(f"{name}: finished at step {recipe.training.total_steps}")
-    return [recipe for recipe, done in zip(recipes, finished, strict=True) if not done]
+    unfinished = []
+    for recipe, is_finished in zip(recipes, finished, strict=True):
+        if is_finished:
+            _print_stage(recipes, recipe, f"finished at step {recipe.training.total_steps}")
+        else:
+            unfinished.append(recipe)
+    return unfinished
 
 
 def _is_finished(recipe: Recipe) -> bool:

@@ -53,6 +53,7 @@ def _hash(data: DataConfig, rank: int, ranks: int) -> Iterator[None]:
         for source in data.sources
         for suffix in data_files(read_manifest(source.path))
     ]
+    # Index files are small; put them last, so that the large files are spread evenly.
     files.sort(key=lambda file: file[1] == ".idx")
     for path, suffix in files[rank::ranks]:
         yield from check_hash(path, suffix)

@@ -27,9 +27,9 @@ class Evaluator(Protocol):
     def measure(
         self, network: Network, parallel_state: ParallelState
     ) -> Generator[None, None, Values]:
-        """Yield after every few forward passes, where a stop request can end the measurement.
+        """Return values by the name of the metric; yield after every few forward passes.
 
-        Return values by the name of the metric.
+        A stop request can end the measurement at a yield. All ranks must yield equally often.
         """
 
 

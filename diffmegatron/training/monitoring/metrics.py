@@ -36,8 +36,8 @@ _LINE_BEGINS = b'{"step": '
 class MetricsWriter:
     """Writer that appends metrics to ``metrics.jsonl`` and to TensorBoard's event files.
 
-    Write errors are logged and do not end the run. It drops entries of steps after ``last_step``;
-    -1 drops all entries.
+    Write errors are logged and do not end the run. The constructor drops entries of steps after
+    ``last_step``; -1 drops all entries.
     """
 
     def __init__(self, run_dir: Path, last_step: int) -> None:

@@ -143,7 +143,7 @@ def _check_made_for(source: Checkpoint, attention: Variant) -> None:
 
 
 def mixture_change(before: Mapping[str, Any] | None, now: Mapping[str, Any]) -> str | None:
-    """Describe the change of ``data.sources`` between two states of the loader in one line."""
+    """Return one line about a change of ``data.sources`` between two loader states, or None."""
     if before is None:
         return None
     # A mixture is a list of periods: sources and weights from a certain sample on. Only the last

@@ -272,12 +272,7 @@ class Saver:
 
 
 class _Write(threading.Thread):
-    """Thread that writes this rank's file of a checkpoint.
-
-    Attributes:
-        entry: name, size and checksum of the file; None until the file is written.
-        problem: error message if writing has failed; None otherwise.
-    """
+    """Thread that writes this rank's file, and at the end sets ``entry`` or ``problem``."""
 
     def __init__(self, path: Path, tensors: dict[str, Tensor], places: str) -> None:
         super().__init__(name="checkpoint-write", daemon=True)
