@@ -28,12 +28,10 @@ def read_bytes(path: Path, *, max_bytes: int = MAX_BYTES) -> bytes:
     with open_file(path) as stream:
         # read(n) allocates n bytes before it reads the first byte, so read in pieces.
         pieces, left = [], max_bytes + 1
-        try:
+        with explain_os_errors(f"cannot read {format_path(path)}"):
             while piece := stream.read(min(left, _PIECE)):
                 pieces.append(piece)
                 left -= len(piece)
-        except OSError as error:
-            raise UserError(f"cannot read {format_path(path)}: {os_error_text(error)}") from None
     content = b"".join(pieces)
     if len(content) > max_bytes:
         raise UserError(f"{format_path(path)} is larger than the limit of {max_bytes} bytes")

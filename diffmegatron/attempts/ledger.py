@@ -17,7 +17,14 @@ from diffmegatron.attempts.ends import read_ends, read_heartbeat
 from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
 from diffmegatron.config.schema import Recipe
 from diffmegatron.errors import UserError
-from diffmegatron.files import format_path, os_error_text, read_json, shorten, write_durably
+from diffmegatron.files import (
+    explain_os_errors,
+    format_path,
+    os_error_text,
+    read_json,
+    shorten,
+    write_durably,
+)
 from diffmegatron.section import Section
 
 log = logging.getLogger(__name__)
@@ -147,7 +154,7 @@ class Ledger:
         before = self._end_killed()
         stages = {recipe.run_dir: recipe.training.total_steps for recipe in recipes}
         saved, checkpoint = _saved(stages)
-        try:
+        with explain_os_errors(f"cannot write in {format_path(self.directory)}"):
             number = self._new_folder()
             attempt = Attempt(
                 number=number,
@@ -161,10 +168,6 @@ class Ledger:
                 faults=before[-1].faults if before else 0,
             )
             self._write(attempt)
-        except OSError as error:
-            raise UserError(
-                f"cannot write in {format_path(self.directory)}: {os_error_text(error)}"
-            ) from None
         return attempt
 
     def record_mistake(self, facts: Facts, why: str) -> None:

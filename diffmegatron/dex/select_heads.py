@@ -19,7 +19,7 @@ from diffmegatron.config.parallel_config import ParallelConfig, RecomputeConfig
 from diffmegatron.config.schema import Recipe
 from diffmegatron.dex.scores import Sums, entropy_sums, gradient_sums
 from diffmegatron.errors import UserError
-from diffmegatron.files import format_path, os_error_text, write_durably, write_picture
+from diffmegatron.files import explain_os_errors, format_path, write_durably, write_picture
 from diffmegatron.parallel.launcher import read_launch
 from diffmegatron.parallel.parallel_state import ParallelState, process_groups
 from diffmegatron.training.compute.batches import on_this_rank, open_loader
@@ -164,12 +164,10 @@ def _write(out: Path, file: HeadsFile, scores: Scores, origin: dict[str, object]
     """Write ``out`` last: if it exists, the other two files exist as well."""
     described = file.model_dump(mode="json") | {"calibration": origin, "scores": scores}
     table, picture = _files_beside(out)
-    try:
+    with explain_os_errors(f"cannot write {format_path(out)}"):
         _draw_scores(picture, scores, file.heads, file.method)
         write_durably(table, (json.dumps(described, indent=1) + "\n").encode())
         write_durably(out, dump_yaml(file.model_dump(mode="json")).encode())
-    except OSError as error:
-        raise UserError(f"cannot write {format_path(out)}: {os_error_text(error)}") from None
 
 
 def _draw_scores(path: Path, scores: Scores, heads: Sequence[Sequence[int]], method: str) -> None:

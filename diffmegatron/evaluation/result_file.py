@@ -20,8 +20,8 @@ from diffmegatron.errors import UserError
 from diffmegatron.evaluation.suite import Item, Record
 from diffmegatron.files import (
     create_file,
+    explain_os_errors,
     format_path,
-    os_error_text,
     parse_json,
     read_bytes,
     shorten,
@@ -69,7 +69,7 @@ class RecordFile:
     def __init__(self, path: Path, header: dict[str, Any]) -> None:
         self._path = path
         self.records: dict[str, Record] = {}
-        try:
+        with explain_os_errors(f"cannot write {format_path(self._path)}"):
             if os.path.lexists(path):
                 self._read(header)
             if not os.path.lexists(path) or not path.stat().st_size:
@@ -77,8 +77,6 @@ class RecordFile:
                 with create_file(path) as stream:
                     stream.write(sealed_line(header))
             self._stream = path.open("ab", buffering=0)
-        except OSError as error:
-            raise _unwritable(self._path, error) from None
 
     def __enter__(self) -> Self:
         return self
@@ -94,11 +92,9 @@ class RecordFile:
         """Append an item's record."""
         line = {"item": key} | record
         content = memoryview(sealed_line(line))
-        try:
+        with explain_os_errors(f"cannot write {format_path(self._path)}"):
             while content:
                 content = content[self._stream.write(content) :]
-        except OSError as error:
-            raise _unwritable(self._path, error) from None
         self.records[key] = line
 
     def _read(self, header: dict[str, Any]) -> None:
@@ -216,13 +212,11 @@ class SharedRecords:
             for key in dict.fromkeys((*order, *found)):
                 if key in found and key not in file.records:
                     file.add(key, found[key])
-        try:
+        with explain_os_errors(f"cannot write {format_path(self._parts)}"):
             for part in parts:
                 part.unlink()
             if parts:
                 self._parts.rmdir()
-        except OSError as error:
-            raise _unwritable(self._parts, error) from None
 
 
 def check_records(records: Iterable[Record], read: Callable[[Record], object]) -> None:
@@ -256,7 +250,3 @@ def _checksum(content: bytes) -> bytes:
 def _json(entry: dict[str, Any]) -> bytes:
     # JSON has no NaN. A suite with NaN in a record has a bug, so let this raise a ValueError.
     return json.dumps(entry, allow_nan=False, ensure_ascii=False).encode()
-
-
-def _unwritable(path: Path, error: OSError) -> UserError:
-    return UserError(f"cannot write {format_path(path)}: {os_error_text(error)}")

@@ -14,14 +14,13 @@ import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from diffmegatron.errors import UserError
 from diffmegatron.evaluation.bootstrap import difference, estimate
 from diffmegatron.evaluation.evaluate_settings import Computing
 from diffmegatron.evaluation.report_pages import to_html, to_markdown
 from diffmegatron.evaluation.result_file import Measured
 from diffmegatron.evaluation.suite import Estimate, Mean, Record, Suite
 from diffmegatron.evaluation.targets import Target, have_one_tokenizer
-from diffmegatron.files import format_path, os_error_text, write_durably, write_picture
+from diffmegatron.files import explain_os_errors, format_path, write_durably, write_picture
 
 REPORT = "report.html"
 
@@ -50,7 +49,7 @@ def write_results(
         },
     }
     pictures: dict[str, bytes] = {}
-    try:
+    with explain_os_errors(f"cannot write into {format_path(out)}"):
         for suite in suites:
             path, figure = (
                 out / f"{suite.name}.png",
@@ -65,8 +64,6 @@ def write_results(
         write_durably(out / "results.json", text.encode())
         write_durably(out / "report.md", to_markdown(outcome, pictures).encode())
         write_durably(out / REPORT, to_html(outcome, pictures).encode())
-    except OSError as error:
-        raise UserError(f"cannot write into {format_path(out)}: {os_error_text(error)}") from None
 
 
 def _provenance(computing: Computing) -> dict[str, Any]:

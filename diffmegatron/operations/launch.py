@@ -18,7 +18,7 @@ from diffmegatron.attempts.ledger import Ledger, bad_hosts, ledger_of
 from diffmegatron.config.load import dump_recipe, load_stages
 from diffmegatron.config.schema import Recipe
 from diffmegatron.errors import UserError
-from diffmegatron.files import format_path, os_error_text, shorten, write_durably
+from diffmegatron.files import explain_os_errors, format_path, shorten, write_durably
 from diffmegatron.operations.cluster import Cluster, load_cluster
 from diffmegatron.operations.recipe_checks import check_fit, check_starts, data_remarks
 from diffmegatron.operations.sbatch_file import (
@@ -165,14 +165,10 @@ def submit(launch: Submission, after: str | None = None) -> str:
             "--dry-run there, or give --torchrun on machines without Slurm"
         )
     dependency = [f"--dependency=afterok:{after}", "--kill-on-invalid-dep=yes"]
-    try:
+    with explain_os_errors(f"cannot write in {format_path(launch.path.parent)}"):
         write_files(launch)
         number = _sbatch(launch.path, [] if after is None else dependency)
         write_durably(launch.path.with_name(JOB_NUMBER), f"{number}\n".encode())
-    except OSError as error:
-        raise UserError(
-            f"cannot write in {format_path(launch.path.parent)}: {os_error_text(error)}"
-        ) from None
     return number
 
 

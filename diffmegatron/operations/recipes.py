@@ -8,7 +8,7 @@ from pathlib import Path
 
 from diffmegatron.config.load import recipe_files
 from diffmegatron.errors import UserError
-from diffmegatron.files import format_path, os_error_text, read_bytes, shorten
+from diffmegatron.files import explain_os_errors, format_path, read_bytes, shorten
 from diffmegatron.shipped_files import shipped_folder
 
 CONFIGS = shipped_folder("configs")
@@ -61,7 +61,7 @@ def copy(name: str, folder: Path) -> list[Path]:
         )
     sources = dict(_sources(name.removesuffix(".yaml")))
     targets = {folder / relative: source for relative, source in sources.items()}
-    try:
+    with explain_os_errors(f"cannot copy into {format_path(folder)}"):
         for target, source in targets.items():
             if os.path.lexists(target) and read_bytes(target) != source.read_bytes():
                 raise UserError(
@@ -71,8 +71,6 @@ def copy(name: str, folder: Path) -> list[Path]:
         for target, source in targets.items():
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(source, target)
-    except OSError as error:
-        raise UserError(f"cannot copy into {format_path(folder)}: {os_error_text(error)}") from None
     return [*targets]
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from diffmegatron.attempts.ledger import ledger_of
 from diffmegatron.config.load import load_stages
 from diffmegatron.errors import UserError
-from diffmegatron.files import format_path, os_error_text, shorten, write_durably
+from diffmegatron.files import explain_os_errors, format_path, shorten, write_durably
 from diffmegatron.operations.cluster import Cluster, load_cluster
 from diffmegatron.operations.recipe_checks import check_fit, check_starts
 from diffmegatron.own_code import import_environment
@@ -56,13 +56,9 @@ def torchrun_file(
 
 def write(path: Path, text: str) -> None:
     """Write the start script."""
-    try:
+    with explain_os_errors(f"cannot write in {format_path(path.parent)}"):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_durably(path, os.fsencode(text))
-    except OSError as error:
-        raise UserError(
-            f"cannot write in {format_path(path.parent)}: {os_error_text(error)}"
-        ) from None
 
 
 def _text(arguments: Sequence[str], nodes: int, cluster: Cluster, rendezvous: str | None) -> str:

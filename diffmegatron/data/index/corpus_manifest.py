@@ -15,10 +15,10 @@ from pydantic import Field, field_validator, model_validator
 
 from diffmegatron.errors import UserError
 from diffmegatron.files import (
+    explain_os_errors,
     file_size,
     format_path,
     open_file,
-    os_error_text,
     printable,
     read_json,
     shorten,
@@ -187,11 +187,9 @@ def pieces(path: Path, before: int = 0) -> Iterator[memoryview]:
     with open_file(path, buffering=0) as stream:
         stream.seek(before)
         buffer = memoryview(bytearray(_READ_BYTES))
-        try:
+        with explain_os_errors(f"cannot read {format_path(path)}"):
             while count := stream.readinto(buffer):  # type: ignore[attr-defined]
                 yield buffer[:count]
-        except OSError as error:
-            raise UserError(f"cannot read {format_path(path)}: {os_error_text(error)}") from None
 
 
 def length_histogram(lengths: Iterable[np.ndarray]) -> tuple[LengthBin, ...]:
