@@ -40,7 +40,7 @@ def begin(
     Args:
         nodes: host names of the job, in the order of the ranks.
         run_dir: folder of the ledger (record of all attempts) of a job from ``launch``. With None,
-            the recipe names it, so an attempt with an unreadable recipe is not recorded.
+            only the recipe names this folder, so an unreadable recipe is not recorded.
     """
     ranks = _num_ranks()
     job = os.environ.get("SLURM_JOB_ID", "")
@@ -94,7 +94,7 @@ def end(folder: Path, spares: int = 0) -> tuple[Attempt, int, list[str]]:
 
 
 def _may_use_spares(attempt: Attempt) -> bool:
-    # A fault at the start usually has another cause than a node, unless preflight found one.
+    # A node is rarely the cause of a fault before training, except if preflight found it unfit.
     is_known = attempt.has_trained or bool(attempt.unfit)
     return attempt.cause == Cause.FAULT and not attempt.is_over and is_known
 
@@ -103,8 +103,10 @@ def exit_status(attempt: Attempt, bad_hosts: Sequence[str] = ()) -> int:
     """Return the exit status of the job script, which determines how the job continues.
 
     0: finished. 2: a mistake of the user. 1: too many faults. 69: restart the ranks at once, after
-    a fault during training without ``bad_hosts``. 75: requeue the job in all other cases, because
-    Slurm needs minutes to detect a dead node.
+    a fault during training, if ``bad_hosts`` is empty. 75: requeue the job in all other cases. A
+    requeue takes minutes, which Slurm needs to detect a dead node.
+
+    ``bad_hosts`` are the hosts that the next attempt must avoid.
     """
     if not attempt.is_over:
         at_once = attempt.cause == Cause.FAULT and attempt.has_trained and not bad_hosts
@@ -132,7 +134,7 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str | None:
-    """Return the git commit of this package, with ``-dirty`` if files differ; None without git."""
+    """Return this package's git commit, with ``-dirty`` if files were changed; None without git."""
     folder = Path(diffmegatron.__file__).parent.parent
     if not (folder / ".git").exists():
         return None
@@ -155,7 +157,7 @@ def _num_ranks() -> int:
 
 
 def _address(nodes: Sequence[str]) -> str:
-    """Return a host name of the first node that can be resolved; Slurm's name is tried first."""
+    """Return a name of the first node that DNS can resolve; Slurm's name for it is tried first."""
     names = [*nodes[:1], socket.getfqdn(), socket.gethostname()]
     for name in names:
         try:

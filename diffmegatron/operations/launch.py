@@ -34,7 +34,7 @@ from diffmegatron.plan import Plan, plan_recipe
 from diffmegatron.training.monitoring.metrics import newest_entries
 from diffmegatron.training.safeguards import too_long_for_kill_wait
 
-# Seconds between SIGUSR1 and the time limit, before a save of this run has been measured.
+# Seconds between SIGUSR1 and the time limit if no save of this run has been measured yet.
 _SIGNAL_SECONDS = 600
 # Seconds in addition to the measured time of saves and steps.
 _SLACK_SECONDS = 60
@@ -157,7 +157,8 @@ def _launch(
 def submit(launch: Submission, after: str | None = None) -> str:
     """Write the job's files into ``run_dir``, submit the job, and return its Slurm ID.
 
-    ``after`` is the Slurm ID of a job that must finish first. If it fails, Slurm cancels this job.
+    ``after`` is the Slurm ID of a job that must finish first. If that job fails, Slurm cancels this
+    job.
     """
     if shutil.which("sbatch") is None:
         raise UserError(
@@ -226,7 +227,7 @@ def check_free(ledger: Ledger) -> None:
 
 
 def _queue() -> dict[str, str] | None:
-    """Return Slurm's queue as a dict, Slurm ID of a job -> state; None if squeue fails."""
+    """Return the state of each job in Slurm's queue, by Slurm ID; None if squeue fails."""
     output = _output("squeue", "--noheader", "--format=%A %T")
     if output is None:
         return None
@@ -236,7 +237,7 @@ def _queue() -> dict[str, str] | None:
 def _measured_seconds(recipes: Sequence[Recipe]) -> tuple[float | None, float]:
     """Return the seconds of the longest recorded save, and the median seconds of a step.
 
-    The first is None and the second 0 if nothing is recorded.
+    The first is None if no save is recorded. The second is 0 if no speed is recorded.
     """
     entries = [entry for recipe in recipes for entry in newest_entries(Path(recipe.run_dir))]
     saves = [e["ckpt/total_seconds"] for e in entries if "ckpt/total_seconds" in e]
@@ -252,7 +253,8 @@ def _measured_seconds(recipes: Sequence[Recipe]) -> tuple[float | None, float]:
 def _signal_seconds(save: float | None, step: float, cluster: Cluster) -> int:
     """Return how many seconds before the job's time limit Slurm sends SIGUSR1.
 
-    They suffice for two saves and two steps, because Slurm sends the signal on time or early.
+    This is enough for two saves and two steps, but at most half of the time limit. Slurm may send
+    the signal early, but not late.
     """
     measured = round(2 * (save or 0) + 2 * step) + _SLACK_SECONDS
     return min(_SIGNAL_SECONDS if save is None else measured, cluster.seconds // 2)

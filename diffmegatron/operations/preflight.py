@@ -43,9 +43,10 @@ _MATRIX = {"cpu": 512, "cuda": 8192}
 _REDUCTIONS, _PRODUCTS = 5, 20
 # A checkpoint stores three float32 values per parameter: the weight and two moments of Adam.
 _STATE_BYTES = 12
-# Limits for a rank's matrix product (times the median) and clock (seconds from the median).
+# Limits for a rank: seconds of its matrix product, as a multiple of the median of all ranks, and
+# seconds by which its clock may differ from the median.
 _MAX_SLOWDOWN, _CLOCK_SECONDS = 2.0, 5.0
-# Least free share of a GPU's memory.
+# Smallest accepted free share of a GPU's memory.
 _FREE_SHARE = 0.9
 REPORT = "preflight.json"
 _NO_GPU = "no GPU for LOCAL_RANK"
@@ -61,7 +62,7 @@ class Findings(Section):
         write_rate: bytes per second written to ``run_dir`` and synced to the disk.
         space: free bytes on the file system of ``run_dir``.
         clock: seconds since 1970, read by all ranks directly after a barrier.
-        versions: versions of this package and its libraries, and the git "commit".
+        versions: versions of this package and its libraries; the git commit under "commit".
         reduce_rate: bytes per second of the fastest all-reduce.
     """
 
@@ -185,7 +186,7 @@ def _versions() -> dict[str, str]:
 
 
 def _product_seconds() -> float:
-    """Return the seconds of the fastest of several matrix products, on a CPU in CPU time."""
+    """Return the seconds (on a CPU: of CPU time) of the fastest of several matrix products."""
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if kind == "cuda" else torch.float32
     matrix = torch.ones(_MATRIX[kind], _MATRIX[kind], device=kind, dtype=dtype)

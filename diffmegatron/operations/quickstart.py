@@ -125,7 +125,7 @@ def ranks() -> int:
 
 
 def with_machine_overrides(overrides: Sequence[str]) -> list[str]:
-    """Put overrides for this machine before the user's, which take precedence."""
+    """Return overrides for this machine, then the user's overrides, which take precedence."""
     precision = ["training.precision=bf16"] if torch.cuda.is_available() else []
     return [f"parallel.tensor={ranks()}", *precision, *overrides]
 
@@ -140,7 +140,7 @@ def torchrun() -> list[str]:
 def run(seconds: dict[str, float], phase: str, *arguments: str) -> None:
     """Run a phase in a new Python process, and add its duration to ``seconds``."""
     started = announce(phase)
-    # By default, each rank starts one thread per core, which is too many for two ranks.
+    # For several ranks, torchrun would set the same value, but print a warning about it.
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     result = subprocess.run([sys.executable, *arguments], env=environment, check=False)
     if result.returncode:

@@ -44,7 +44,7 @@ def check_fit(recipes: Sequence[Recipe], nodes: int, cluster: Cluster) -> None:
 def check_starts(recipes: Sequence[Recipe]) -> None:
     """Check that every ``checkpoint.start_from`` contains a checkpoint.
 
-    A stage that starts from another stage is not checked, nor is a run with its own checkpoint.
+    Stages that start from another stage, and runs that already have a checkpoint, are not checked.
     """
     own = {recipe.run_dir for recipe in recipes}
     for recipe in recipes:

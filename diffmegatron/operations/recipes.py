@@ -50,8 +50,8 @@ def description(name: str) -> str:
 def copy(name: str, folder: Path) -> list[Path]:
     """Copy a recipe with all files that it extends, a cluster file, or the launch scripts.
 
-    Return the paths of the copies in ``folder``, beginning with that of ``name``. A file with other
-    content is never replaced.
+    Return the paths of the copies in ``folder``, beginning with that of ``name``. An existing file
+    with other content is never replaced.
     """
     if name.removesuffix(".yaml") not in names():
         near = difflib.get_close_matches(shorten(name.removesuffix(".yaml")), names(), n=1)

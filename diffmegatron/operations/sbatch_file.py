@@ -27,7 +27,7 @@ class Job:
         nodes: number of nodes with ranks.
         arguments: arguments of ``diffmegatron train``: the recipe and its overrides.
         folder: absolute working directory.
-        run_dir: absolute folder of the job file, the job's output and the ledger.
+        run_dir: absolute folder of the job file, the job's output and the record of its attempts.
         signal_seconds: seconds before the time limit at which Slurm sends SIGUSR1.
         dependency: value of ``sbatch --dependency``.
         spares: number of additional nodes that replace failed ones.

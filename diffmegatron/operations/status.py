@@ -1,4 +1,4 @@
-"""``diffmegatron status``: show the progress of a job and its attempts (starts)."""
+"""``diffmegatron status``: show the progress of a job and its attempts (starts of its ranks)."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -177,7 +177,7 @@ def _status_without_ledger(run_dir: Path) -> Status:
 
 
 def _stages_beside(run_dir: Path) -> list[str]:
-    """Return the stages of the job whose ledger is in the parent of ``run_dir``; [] without one."""
+    """Return the stage names of a job with its ledger in ``run_dir``'s parent; [] without it."""
     attempts = Ledger(run_dir.resolve().parent).attempts()
     return [Path(stage).name for stage in attempts[-1].stages] if attempts else []
 
@@ -216,7 +216,7 @@ def _state(attempt: Attempt, heartbeat: Heartbeat | None, now: float) -> tuple[s
 def _seconds_left(entries: Sequence[Entry], step: int | None, steps: int | None) -> float | None:
     """Estimate the remaining seconds from the newest entries with a training loss.
 
-    An interval above ten times the median is ignored, because the job was requeued in it.
+    An interval above ten times the median is ignored, because the job was probably requeued in it.
     """
     marks = [(e["step"], e["time"]) for e in entries if "train/loss" in e and "time" in e]
     seconds_per_step = [

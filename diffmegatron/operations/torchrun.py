@@ -26,10 +26,10 @@ def torchrun_file(
     cluster_file: Path,
     rendezvous: str | None,
 ) -> tuple[Path, str]:
-    """Check a recipe, and return the path and the text of a start script, which is not written.
+    """Check a recipe, and return the path and the text of a start script without writing it.
 
-    Of the cluster file, the script uses ``setup``, ``environment`` and the number of ranks per
-    node. ``rendezvous`` is ``HOST:PORT`` of the first of several machines.
+    The script uses ``setup``, ``environment`` and the ranks per node of the cluster file.
+    ``rendezvous`` is ``HOST:PORT`` of the first of several machines; None for one machine.
     """
     recipes = load_stages(config, overrides)
     cluster = load_cluster(cluster_file)

@@ -7,7 +7,8 @@ from diffmegatron.config.schema import Recipe
 from diffmegatron.model.accounting.activations import context_communication
 
 GIB = 2**30
-# Share of a GPU's memory for a plan. CUDA, NCCL, workspaces and fragmentation use the rest.
+# Share of a GPU's memory that a plan may use. CUDA, NCCL, workspaces and fragmentation take the
+# rest.
 USABLE_SHARE = 0.9
 
 

@@ -1,8 +1,8 @@
 """``plan --rehearse``: a test of a recipe's parallel layout on CPU ranks of this machine.
 
-A rehearsal trains a tiny network for two steps with the recipe's layout, schedule, ZeRO stage,
-recomputation, data path and checkpoints. It does not test the memory, the speed and the kernels of
-a GPU.
+A rehearsal trains a tiny network for two steps with the recipe's parallel layout, pipeline
+schedule, ZeRO stage, recomputation, packing and way of saving. It does not test the memory, the
+speed and the kernels of a GPU.
 """
 
 import math
@@ -28,7 +28,7 @@ from diffmegatron.training.monitoring.metrics import read_metrics
 # A laptop starts 16 processes in a minute.
 MAX_RANKS = 16
 MAX_LAYERS = 128
-# Limit for query heads per key-value head, and for the MLP's width over the hidden size.
+# Limit for the query heads per key-value head, and for the MLP's width divided by the hidden size.
 MAX_RATIO = 16
 STEPS = 2
 HEAD_DIM = 8
@@ -67,7 +67,8 @@ def rehearse(stages: Sequence[Recipe], world_size: int | None = None) -> None:
 def small_recipe(recipe: Recipe, world_size: int | None, folder: Path) -> Rehearsal:
     """Return the rehearsal of a recipe: the smallest network, sequence and batch for its layout.
 
-    Data parallelism has at most 2 ranks. Other sizes are reduced only above ``MAX_RANKS`` ranks.
+    The data-parallel size is at most 2. Other parallel sizes are reduced only if the layout needs
+    more than ``MAX_RANKS`` ranks.
     """
     ranks = recipe.parallel.model_ranks if world_size is None else world_size
     data_size = recipe.data_parallel(ranks)
@@ -156,7 +157,7 @@ def _fewer_ranks(recipe: Recipe, data: int) -> tuple[dict[str, int], list[str]]:
 
 
 def _shrink_layers(values: dict[str, Any]) -> int:
-    """Return the number of layers in a virtual stage, and shrink recomputed groups to it."""
+    """Return the layers of a virtual stage, 1 or 2, and set ``recompute.layers`` to them."""
     recompute = values["recompute"]
     if recompute["layers"] == 1:
         return 1

@@ -137,9 +137,10 @@ def _cells(candidate: Candidate) -> tuple[str, ...]:
 def _fitting(
     recipe: Recipe, world_size: int, hardware: str, available: int
 ) -> tuple[list[Candidate], tuple[int, Recipe] | None]:
-    """Return the layouts that fit into ``available`` bytes, and the peak and recipe of the nearest.
+    """Return the layouts that fit into ``available`` bytes, and the nearest that does not fit.
 
-    The nearest is the smallest layout that does not fit, or None.
+    The nearest is the peak in bytes and the recipe of the layout that needs least memory. It is
+    None if every valid layout fits.
     """
     fitting: list[Candidate] = []
     nearest: tuple[int, Recipe] | None = None
@@ -176,7 +177,7 @@ def _valid(recipe: Recipe, layout: Changes, world_size: int) -> Iterator[tuple[C
 def _layouts(recipe: Recipe, world_size: int) -> Iterator[Changes]:
     """Yield the changes of the recipe that set each layout to try on ``world_size`` GPUs."""
     layers = recipe.model.num_layers
-    # True is an error in layouts that cannot overlap; None overlaps if the layout can.
+    # True is an error in layouts that cannot overlap gradients; None overlaps where possible.
     overlap = None if recipe.parallel.overlap_gradients else recipe.parallel.overlap_gradients
     for tensor, context, pipeline in _sizes(recipe, world_size):
         for virtual in VIRTUAL_STAGES if pipeline > 1 else (1,):

@@ -12,7 +12,7 @@ from diffmegatron.plan.rank_layout import Layout, ranks_in_words
 from diffmegatron.plan.summary import Plan
 
 _SECONDS_PER_DAY = 86_400
-# A shorter run on a GPU is not printed, because such a recipe is sized for a CPU.
+# No times are printed for a run that is shorter on a GPU, because its recipe is sized for a CPU.
 _SHORT_RUN_SECONDS = 60
 # Names of the rows in the traffic table, by attribute of Traffic.
 TRAFFIC = {
@@ -29,7 +29,7 @@ _ASSUMPTIONS = "assumptions"
 
 
 def print_plan(plan: Plan, console: Console, previous: Plan | None = None) -> None:
-    """Print a plan as tables, without what equals the plan of the ``previous`` training stage."""
+    """Print a plan as tables, without parts that equal those of ``previous``, the stage before."""
     same = [] if previous is None else _same(plan, previous)
     if same and previous is not None:
         names = Text(f"same as {previous.run_dir}: {', '.join(same)}", style="dim")
@@ -127,8 +127,8 @@ def _memory_table(plan: Plan) -> Table:
 def _memory_rows(stage: StageMemory) -> list[tuple[str, int]]:
     """Return the parts of a pipeline stage's memory as table rows: name and bytes.
 
-    The first four parts exist during the whole step. The others are temporary, and of those that
-    begin with "then" and "or", only one exists at a time.
+    The first four parts exist during the whole step, and the others for a part of the step. Of the
+    rows that begin with "then" or "or", only one exists at a time.
     """
     return [
         ("weights", stage.weights),
@@ -160,7 +160,7 @@ def _traffic_table(plan: Plan) -> Table:
 def _unit(total: int, units: Mapping[str, float]) -> tuple[str, float]:
     """Return the largest of the decreasing ``units`` that does not exceed ``total`` bytes.
 
-    The smallest unit is returned if every unit exceeds the total, and the largest for 0.
+    If every unit exceeds the total, return the smallest unit. For a total of 0, return the largest.
     """
     fitting = [each for each in units.items() if each[1] <= total]
     return fitting[0] if fitting else [*units.items()][-1 if total else 0]

@@ -46,7 +46,7 @@ class Assumptions:
         attention: fraction of peak FLOP/s that attention kernels reach.
         memory: fraction of memory bandwidth that element-wise operations and the optimizer reach.
         network: bandwidth between nodes in bytes/s per GPU and direction (400 Gb/s).
-        links: fraction of the bandwidth of links and network that collectives reach.
+        links: fraction of the bandwidth, within and between nodes, that collectives reach.
         latency: seconds that each collective takes in addition to the time of its bytes.
         host: bandwidth of host memory in bytes/s per GPU.
     """
@@ -60,7 +60,10 @@ class Assumptions:
     host: float = 25e9
 
     def sentences(self, recipe: Recipe, hardware: str, gpu: Accelerator) -> tuple[str, ...]:
-        """Return the assumptions in words; first runs usually miss those marked "optimistic"."""
+        """Return the assumptions in words.
+
+        First runs are usually slower than the assumptions marked "optimistic" imply.
+        """
         return (
             f"FLOP/s: bf16, {gpu.peak_flops / 1e12:,.0f} TFLOP/s dense peak of {hardware}; matrix "
             f"products reach {self.matmul:.0%}, attention {self.attention:.0%} (optimistic)",
@@ -260,9 +263,10 @@ def _communication(
 ) -> tuple[float, float]:
     """Return the seconds per step of communication that does not overlap with computation.
 
-    Ring attention overlaps with attention, and ZeRO 1's sum of gradients with the last microbatch's
-    backward pass. Megatron numbers ranks in the order tensor, context, data, pipeline. A group
-    therefore spans nodes if the product of the sizes up to its own exceeds a node's GPUs.
+    Ring attention's messages overlap with attention kernels, and ZeRO 1's sum of gradients with the
+    last microbatch's backward pass. Megatron numbers ranks in the order tensor, context, data,
+    pipeline. A group therefore spans nodes if the product of the sizes up to its own exceeds a
+    node's GPUs.
 
     Returns:
         Seconds within the pipeline's schedule, and seconds after it.
@@ -301,7 +305,7 @@ def _optimizer(recipe: Recipe, world_size: int, gpu: Accelerator, assumed: Assum
         sum(trained_parameters(recipe, stage)) for stage in range(recipe.parallel.pipeline)
     )
     partition = parameters / (recipe.data_parallel(world_size) * recipe.parallel.context)
-    # Master weights and two moments are read and written once, gradients read three times.
+    # Master weights and two moments are read and written once. Gradients are read three times.
     states = partition * (6 * FLOAT32 + 3 * FLOAT32)
     if recipe.parallel.offload_optimizer:
         moved = 2 * BYTES[recipe.training.precision] * partition

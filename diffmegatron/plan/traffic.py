@@ -93,8 +93,8 @@ def stage_collectives(recipe: Recipe, world_size: int, stage: int) -> Traffic:
         if is_last:
             chunks = _loss_chunks(recipe)
             tensor += (chunks - 1) * _output_transfers(recipe) / per_collective
-            # Cross-entropy reduces the largest logits, and the sums together with the labels'
-            # logits. With chunks, the backward pass repeats both.
+            # Cross-entropy has two all-reduces: one of the largest logits, and one of the sums of
+            # exponentials and the labels' logits. With chunks, the backward pass repeats both.
             tensor += 2 * chunks * (1 if recipe.training.loss_chunk is None else 2)
     layers = model.num_layers / parallel.pipeline
     communication, passes = context_communication(recipe), attention_passes(recipe)
@@ -102,14 +102,16 @@ def stage_collectives(recipe: Recipe, world_size: int, stage: int) -> Traffic:
     if communication == "ring":
         context = layers * (passes * (parallel.context - 1) + 2 * parallel.context - 1)
     elif communication is not None:
-        # Ulysses: q, k and v, then the outputs. All-gather: k and v. As many for the gradients.
+        # Ulysses has two collectives per forward pass: one of q, k and v, and one of the outputs.
+        # All-gather has one, of k and v. The backward pass has as many, for the gradients.
         context = layers * (passes + 1) * (2 if communication == "ulysses" else 1)
     elements = sum(trained_parameters(recipe, stage))
     gradients = weights = 0.0
     if world_size > parallel.model_ranks or parallel.context > 1:
         buckets = -(-elements // REDUCE_BUCKET)
         gradients = buckets * (1 if parallel.zero_stage < 2 else microbatches)
-        # ZeRO 1 and 2 gather two parameter groups, ZeRO 3 each module in both passes.
+        # ZeRO 1 and 2 gather two parameter groups. ZeRO 3 gathers each module in the forward and in
+        # the backward pass.
         weights = 2.0
         if parallel.zero_stage == 3:
             weights = 2 * microbatches * (layers * _MODULES_PER_LAYER + 2)
@@ -147,11 +149,11 @@ def _tensor(recipe: Recipe, stage: int) -> float:
 
 
 def _gates(recipe: Recipe) -> float:
-    """Return the bytes per microbatch of projections that are separate from ``linear_qkv``.
+    """Return the bytes per microbatch that are moved for projections outside ``linear_qkv``.
 
-    An example is V2's projection to lambda. Under sequence parallelism, its weight is gathered, and
-    its output changes from shards of the sequence to shards of the heads. Each of k ranks sends a
-    share of (k - 1) / k.
+    An example is V2's projection to lambda. Under sequence parallelism, the projection's weight is
+    gathered, and its output changes from shards of the sequence to shards of the heads. Each of k
+    tensor-parallel ranks sends (k - 1) / k of the returned bytes.
     """
     model, parallel = recipe.model, recipe.parallel
     if not parallel.sequence_parallel:
@@ -219,7 +221,7 @@ def _context(recipe: Recipe) -> float:
         heads = kind.heads
         pair = 2 * tokens * heads.key_channels / parallel.tensor
         if communication == "ulysses":
-            # A kernel of single softmax maps sends the output of each map.
+            # A softmax kernel returns the output of each map. Differential kernels subtract first.
             is_softmax = kind.operation == "softmax"
             results = heads.query_channels if is_softmax else heads.output_channels
             others = tokens * (heads.query_channels + results) / parallel.tensor
@@ -227,7 +229,7 @@ def _context(recipe: Recipe) -> float:
         else:
             forward = backward = element * pair * (size - 1)
             if communication == "ring":
-                # The float32 gradients of keys and values need one more message to return.
+                # The float32 gradients of keys and values need one more step to reach their rank.
                 backward += FLOAT32 * pair * size
         total += count * (attention_passes(recipe) * forward + backward)
     return total / parallel.pipeline
