@@ -22,7 +22,16 @@ queries and values, rounded up to powers of 2. With MAPS = 1 there is only the f
 import triton
 import triton.language as tl
 
-from .tiles import load_rows, load_tile, multiply, opaque, queries_of_keys, store_tile
+from .tiles import (
+    Heads,
+    Positions,
+    load_rows,
+    load_tile,
+    multiply,
+    opaque,
+    queries_of_keys,
+    store_tile,
+)
 
 
 @triton.jit
@@ -36,12 +45,9 @@ def _key_block_gradients(
     q1_source,
     q2_source,
     grad_source,
-    lse1_ptr,
-    lse2_ptr,
-    delta1_ptr,
-    delta2_ptr,
-    dq1_ptr,
-    dq2_ptr,
+    lse_ptrs,
+    delta_ptrs,
+    dq_ptrs,
     lambda_,
     row_begin,
     row_end,
@@ -50,26 +56,15 @@ def _key_block_gradients(
     batch,
     head,
     heads,
-    query_length,
-    stride_qb,
-    stride_qs,
-    stride_qh,
-    stride_gb,
-    stride_gs,
-    stride_gh,
     scale_log2,
     width: tl.constexpr,
     value_width: tl.constexpr,
     M: tl.constexpr,
     N: tl.constexpr,
-    D: tl.constexpr,
-    DV: tl.constexpr,
     MAPS: tl.constexpr,
     ONE_PASS: tl.constexpr,
     TMA: tl.constexpr,
     LICM: tl.constexpr,
-    ACCUMULATE: tl.constexpr,
-    INTERPRETED: tl.constexpr,
 ):
     """Add the contributions of the query rows [row_begin, row_end) of one head to dK and dV.
 
@@ -78,23 +73,15 @@ def _key_block_gradients(
     Otherwise these blocks would need registers, and too few would be left for matrix instructions
     that overlap with each other.
     """
+    query_length = q1_source.length
     for first_row in tl.range(row_begin, row_end, M, disable_licm=not LICM):
         rows = first_row + tl.arange(0, M)
         visible = (rows[:, None] >= query_start[None, :]) & (rows[:, None] < query_stop[None, :])
-        grad = load_tile(
-            grad_source, batch, head, first_row, query_length,
-            stride_gb, stride_gs, stride_gh, value_width, M, DV, TMA,
-        )  # fmt: skip
-        q1 = load_tile(
-            q1_source, batch, head, first_row, query_length,
-            stride_qb, stride_qs, stride_qh, width, M, D, TMA,
-        )  # fmt: skip
+        grad = load_tile(grad_source, batch, head, first_row, value_width, M, TMA)
+        q1 = load_tile(q1_source, batch, head, first_row, width, M, TMA)
         q2 = q1
         if MAPS == 2:
-            q2 = load_tile(
-                q2_source, batch, head, first_row, query_length,
-                stride_qb, stride_qs, stride_qh, width, M, D, TMA,
-            )  # fmt: skip
+            q2 = load_tile(q2_source, batch, head, first_row, width, M, TMA)
         if TMA:
             combined = tl.zeros([M, N], dtype=q1.dtype)
             dscores1 = tl.zeros([M, N], dtype=q1.dtype)
@@ -102,32 +89,26 @@ def _key_block_gradients(
             # The condition is always true. It hides from the compiler that the products below use
             # the results. Otherwise both warpgroups would compute all rows of the products in
             # `_map_gradients` (docs/design/kernels.md, "Products computed twice").
-            if first_row < opaque(row_end, INTERPRETED):
+            if first_row < opaque(row_end):
                 combined, dscores1, dscores2 = _map_gradients(
-                    q1, k1, q2, k2, v, grad, lse1_ptr, lse2_ptr, delta1_ptr, delta2_ptr, lambda_,
-                    visible, batch, head, first_row, query_length, heads, scale_log2,
-                    M, MAPS, TMA, ACCUMULATE, INTERPRETED,
+                    q1, k1, q2, k2, v, grad, lse_ptrs, delta_ptrs, lambda_, visible,
+                    batch, head, first_row, query_length, heads, scale_log2, M, MAPS, TMA,
                 )  # fmt: skip
         else:
             combined, dscores1, dscores2 = _map_gradients(
-                q1, k1, q2, k2, v, grad, lse1_ptr, lse2_ptr, delta1_ptr, delta2_ptr, lambda_,
-                visible, batch, head, first_row, query_length, heads, scale_log2,
-                M, MAPS, TMA, ACCUMULATE, INTERPRETED,
+                q1, k1, q2, k2, v, grad, lse_ptrs, delta_ptrs, lambda_, visible,
+                batch, head, first_row, query_length, heads, scale_log2, M, MAPS, TMA,
             )  # fmt: skip
-        dk1 += _sum_over_rows(dscores1, q1, TMA, ACCUMULATE, INTERPRETED)
+        dk1 += _sum_over_rows(dscores1, q1, TMA)
         if MAPS == 2:
-            dk2 += _sum_over_rows(dscores2, q2, TMA, ACCUMULATE, INTERPRETED)
-        dv += _sum_over_rows(combined, grad, TMA, ACCUMULATE, INTERPRETED)
+            dk2 += _sum_over_rows(dscores2, q2, TMA)
+        dv += _sum_over_rows(combined, grad, TMA)
         if ONE_PASS:
-            _add_dq(
-                dq1_ptr, dscores1, k1, batch, head, first_row, query_length, heads,
-                width, M, D, ACCUMULATE, INTERPRETED,
-            )  # fmt: skip
+            _add_dq(dq_ptrs[0], dscores1, k1, batch, head, first_row, query_length, heads, width)
             if MAPS == 2:
                 _add_dq(
-                    dq2_ptr, dscores2, k2, batch, head, first_row, query_length, heads,
-                    width, M, D, ACCUMULATE, INTERPRETED,
-                )  # fmt: skip
+                    dq_ptrs[1], dscores2, k2, batch, head, first_row, query_length, heads, width
+                )
     return dk1, dk2, dv
 
 
@@ -139,10 +120,8 @@ def _map_gradients(
     k2,
     v,
     grad,
-    lse1_ptr,
-    lse2_ptr,
-    delta1_ptr,
-    delta2_ptr,
+    lse_ptrs,
+    delta_ptrs,
     lambda_,
     visible,
     batch,
@@ -154,24 +133,22 @@ def _map_gradients(
     M: tl.constexpr,
     MAPS: tl.constexpr,
     TRANSPOSED: tl.constexpr,
-    ACCUMULATE: tl.constexpr,
-    INTERPRETED: tl.constexpr,
 ):
     """Return P1 - lambda P2, dS1 and dS2 of one block, each `[M, N]` in the inputs' dtype.
 
     With MAPS = 1 the results are P1, dS1 and dS1.
     """
-    dmap = _rows_times_keys(grad, v, TRANSPOSED, ACCUMULATE, INTERPRETED)
+    dmap = _rows_times_keys(grad, v, TRANSPOSED)
     # Rows past the last query get a log-sum-exp of +inf, which makes their weights zero.
-    lse1 = load_rows(lse1_ptr, batch, head, first_row, query_length, heads, float("inf"), M)
-    delta1 = load_rows(delta1_ptr, batch, head, first_row, query_length, heads, 0.0, M)
-    combined = _weights(q1, k1, lse1, visible, scale_log2, TRANSPOSED, ACCUMULATE, INTERPRETED)
+    lse1 = load_rows(lse_ptrs[0], batch, head, first_row, query_length, heads, float("inf"), M)
+    delta1 = load_rows(delta_ptrs[0], batch, head, first_row, query_length, heads, 0.0, M)
+    combined = _weights(q1, k1, lse1, visible, scale_log2, TRANSPOSED)
     dscores1 = (combined * (dmap - delta1[:, None])).to(q1.dtype)
     dscores2 = dscores1
     if MAPS == 2:
-        lse2 = load_rows(lse2_ptr, batch, head, first_row, query_length, heads, float("inf"), M)
-        delta2 = load_rows(delta2_ptr, batch, head, first_row, query_length, heads, 0.0, M)
-        weights2 = _weights(q2, k2, lse2, visible, scale_log2, TRANSPOSED, ACCUMULATE, INTERPRETED)
+        lse2 = load_rows(lse_ptrs[1], batch, head, first_row, query_length, heads, float("inf"), M)
+        delta2 = load_rows(delta_ptrs[1], batch, head, first_row, query_length, heads, 0.0, M)
+        weights2 = _weights(q2, k2, lse2, visible, scale_log2, TRANSPOSED)
         weights2 *= lambda_
         dscores2 = (weights2 * (delta2[:, None] - dmap)).to(q2.dtype)
         combined -= weights2
@@ -179,45 +156,24 @@ def _map_gradients(
 
 
 @triton.jit
-def _sum_over_rows(
-    map_block,
-    tile,
-    TRANSPOSED: tl.constexpr,
-    ACCUMULATE: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-):
+def _sum_over_rows(map_block, tile, TRANSPOSED: tl.constexpr):
     """Return `map_block^T @ tile`: `[M, N], [M, D] -> [N, D]`, or its transpose `[D, N]`."""
     if TRANSPOSED:
-        product = multiply(tl.trans(tile), map_block, ACCUMULATE, INTERPRETED)
+        product = multiply(tl.trans(tile), map_block)
     else:
-        product = multiply(tl.trans(map_block), tile, ACCUMULATE, INTERPRETED)
+        product = multiply(tl.trans(map_block), tile)
     return product
 
 
 @triton.jit
-def _weights(
-    q,
-    k,
-    lse,
-    visible,
-    scale_log2,
-    TRANSPOSED: tl.constexpr,
-    ACCUMULATE: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-):
+def _weights(q, k, lse, visible, scale_log2, TRANSPOSED: tl.constexpr):
     """Return a block `[M, N]` of a map, 2^(q k^T scale_log2 - lse), with 0 for hidden pairs."""
-    scores = _rows_times_keys(q, k, TRANSPOSED, ACCUMULATE, INTERPRETED)
+    scores = _rows_times_keys(q, k, TRANSPOSED)
     return tl.where(visible, tl.exp2(scores * scale_log2 - lse[:, None]), 0.0)
 
 
 @triton.jit
-def _rows_times_keys(
-    rows,
-    keys,
-    TRANSPOSED: tl.constexpr,
-    ACCUMULATE: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-):
+def _rows_times_keys(rows, keys, TRANSPOSED: tl.constexpr):
     """Return the product `rows @ keys^T` `[M, N]` of `rows` `[M, D]` and `keys` `[N, D]`.
 
     `rows` is a tile of Q or dO that the loop over query rows loads. With TRANSPOSED it is used only
@@ -225,36 +181,22 @@ def _rows_times_keys(
     buffer for the tile, and at d = 128 the shared memory is too small for that.
     """
     if TRANSPOSED:
-        product = tl.trans(multiply(keys, tl.trans(rows), ACCUMULATE, INTERPRETED))
+        product = tl.trans(multiply(keys, tl.trans(rows)))
     else:
-        product = multiply(rows, tl.trans(keys), ACCUMULATE, INTERPRETED)
+        product = multiply(rows, tl.trans(keys))
     return product
 
 
 @triton.jit
-def _add_dq(
-    dq_ptr,
-    dscores,
-    k,
-    batch,
-    head,
-    first_row,
-    query_length,
-    heads,
-    width: tl.constexpr,
-    M: tl.constexpr,
-    D: tl.constexpr,
-    ACCUMULATE: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-):
+def _add_dq(dq_ptr, dscores, k, batch, head, first_row, query_length, heads, width: tl.constexpr):
     """Add dS K of one block to dQ, a contiguous `[batch, length, heads, width]` tensor.
 
     `launch_backward` multiplies the complete dQ by `scale`. A TMA reduction would need another
     32 KiB of shared memory, which d = 128 with blocks of 64 keys does not leave.
     """
-    dq = multiply(dscores, k, ACCUMULATE, INTERPRETED)
-    rows = opaque(first_row, INTERPRETED) + tl.arange(0, M)
-    columns = tl.arange(0, D)
+    dq = multiply(dscores, k)
+    rows = opaque(first_row) + tl.arange(0, dq.shape[0])
+    columns = tl.arange(0, dq.shape[1])
     row_index = (tl.cast(batch, tl.int64) * query_length + rows.to(tl.int64)) * heads + head
     inside = (rows < query_length)[:, None] & (columns < width)[None, :]
     pointers = dq_ptr + row_index[:, None] * width + columns[None, :]
@@ -265,7 +207,7 @@ def _add_dq(
 def dkdv_kernel(
     q1,
     k1,
-    q2,
+    q2_source,
     k2,
     v,
     grad,
@@ -304,8 +246,6 @@ def dkdv_kernel(
     value_width: tl.constexpr,
     M: tl.constexpr,
     N: tl.constexpr,
-    D: tl.constexpr,
-    DV: tl.constexpr,
     MAPS: tl.constexpr,
     CAUSAL: tl.constexpr,
     DOCUMENTS: tl.constexpr,
@@ -313,7 +253,6 @@ def dkdv_kernel(
     TMA: tl.constexpr,
     LICM: tl.constexpr,
     ACCUMULATE: tl.constexpr,
-    INTERPRETED: tl.constexpr,
 ):
     """Compute dK and dV of N keys of one kv head; with ONE_PASS, also add to dQ.
 
@@ -323,27 +262,25 @@ def dkdv_kernel(
     batch = tl.program_id(1) // kv_heads
     kv_head = tl.program_id(1) % kv_heads
     keys = first_key + tl.arange(0, N)
-    query_start, query_stop = queries_of_keys(
-        keys, query_length, key_length, shift, query_start_ptr, query_stop_ptr, CAUSAL, DOCUMENTS
-    )
+    mask = Positions(query_length, key_length, shift, query_start_ptr, query_stop_ptr)
+    query_start, query_stop = queries_of_keys(keys, mask, CAUSAL, DOCUMENTS)
     is_key = keys < key_length
     row_begin = tl.min(tl.where(is_key, query_start, query_length), 0)
     row_end = tl.max(query_stop, 0)
-    k1_tile = load_tile(
-        k1, batch, kv_head, first_key, key_length,
-        stride_kb, stride_ks, stride_kh, width, N, D, TMA,
-    )  # fmt: skip
-    k2_tile = k1_tile
+    q1 = Heads(q1, query_length, stride_qb, stride_qs, stride_qh)
+    k1 = Heads(k1, key_length, stride_kb, stride_ks, stride_kh)
+    v = Heads(v, key_length, stride_vb, stride_vs, stride_vh)
+    grad = Heads(grad, query_length, stride_gb, stride_gs, stride_gh)
+    k1_tile = load_tile(k1, batch, kv_head, first_key, width, N, TMA)
+    q2, k2_tile = q1, k1_tile
     if MAPS == 2:
-        k2_tile = load_tile(
-            k2, batch, kv_head, first_key, key_length,
-            stride_kb, stride_ks, stride_kh, width, N, D, TMA,
-        )  # fmt: skip
-    v_tile = load_tile(
-        v, batch, kv_head, first_key, key_length,
-        stride_vb, stride_vs, stride_vh, value_width, N, DV, TMA,
-    )  # fmt: skip
+        q2 = Heads(q2_source, query_length, stride_qb, stride_qs, stride_qh)
+        k2 = Heads(k2, key_length, stride_kb, stride_ks, stride_kh)
+        k2_tile = load_tile(k2, batch, kv_head, first_key, width, N, TMA)
+    v_tile = load_tile(v, batch, kv_head, first_key, value_width, N, TMA)
     lambda_ = tl.load(lambda_ptr).to(ACCUMULATE)
+    D: tl.constexpr = triton.next_power_of_2(width)
+    DV: tl.constexpr = triton.next_power_of_2(value_width)
     if TMA:
         dk1 = tl.zeros([D, N], dtype=ACCUMULATE)
         dv = tl.zeros([DV, N], dtype=ACCUMULATE)
@@ -355,17 +292,13 @@ def dkdv_kernel(
     for head in range(kv_head * repeats, (kv_head + 1) * repeats):
         dk1, dk2, dv = _key_block_gradients(
             dk1, dk2, dv, k1_tile, k2_tile, v_tile, q1, q2, grad,
-            lse1_ptr, lse2_ptr, delta1_ptr, delta2_ptr, dq1_ptr, dq2_ptr, lambda_,
-            row_begin, row_end, query_start, query_stop, batch, head, heads,
-            query_length, stride_qb, stride_qs, stride_qh, stride_gb, stride_gs, stride_gh,
-            scale_log2, width, value_width, M, N, D, DV, MAPS, ONE_PASS, TMA, LICM,
-            ACCUMULATE, INTERPRETED,
+            (lse1_ptr, lse2_ptr), (delta1_ptr, delta2_ptr), (dq1_ptr, dq2_ptr), lambda_,
+            row_begin, row_end, query_start, query_stop, batch, head, heads, scale_log2,
+            width, value_width, M, N, MAPS, ONE_PASS, TMA, LICM,
         )  # fmt: skip
     if TMA:
         dk1, dk2, dv = tl.trans(dk1), tl.trans(dk2), tl.trans(dv)
-    store_tile(dk1_ptr, dk1 * scale, batch, kv_head, first_key, key_length, kv_heads, width, N, D)
+    store_tile(dk1_ptr, dk1 * scale, batch, kv_head, first_key, key_length, kv_heads, width)
     if MAPS == 2:
-        store_tile(
-            dk2_ptr, dk2 * scale, batch, kv_head, first_key, key_length, kv_heads, width, N, D
-        )
-    store_tile(dv_ptr, dv, batch, kv_head, first_key, key_length, kv_heads, value_width, N, DV)
+        store_tile(dk2_ptr, dk2 * scale, batch, kv_head, first_key, key_length, kv_heads, width)
+    store_tile(dv_ptr, dv, batch, kv_head, first_key, key_length, kv_heads, value_width)

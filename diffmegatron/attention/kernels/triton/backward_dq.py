@@ -2,13 +2,13 @@
 """Triton backward kernel for dQ, used if the kernel of dK and dV does not also compute dQ.
 
 `backward_dkdv` has the equations. A Triton program handles M query rows and loops over blocks of N
-keys. D and DV are the widths of queries and values, rounded up to powers of 2.
+keys. D is the width of queries, rounded up to a power of 2.
 """
 
 import triton
 import triton.language as tl
 
-from .tiles import keys_of_rows, load_rows, load_tile, multiply, store_tile
+from .tiles import Heads, Positions, keys_of_rows, load_rows, load_tile, multiply, store_tile
 
 
 @triton.jit
@@ -32,25 +32,14 @@ def _dq_of_block(
     row_stop,
     batch,
     kv_head,
-    key_length,
-    stride_kb,
-    stride_ks,
-    stride_kh,
-    stride_vb,
-    stride_vs,
-    stride_vh,
     scale_log2,
     width: tl.constexpr,
     value_width: tl.constexpr,
     N: tl.constexpr,
-    D: tl.constexpr,
-    DV: tl.constexpr,
     MAPS: tl.constexpr,
     MASKED: tl.constexpr,
     TMA: tl.constexpr,
     LICM: tl.constexpr,
-    ACCUMULATE: tl.constexpr,
-    INTERPRETED: tl.constexpr,
 ):
     """Add the contributions of the keys [key_begin, key_end) to dQ1 and dQ2, and return the sums.
 
@@ -60,32 +49,21 @@ def _dq_of_block(
     for first_key in tl.range(key_begin, key_end, N, disable_licm=not LICM):
         keys = first_key + tl.arange(0, N)
         visible = (keys[None, :] >= row_start[:, None]) & (keys[None, :] < row_stop[:, None])
-        v = load_tile(
-            v_source, batch, kv_head, first_key, key_length,
-            stride_vb, stride_vs, stride_vh, value_width, N, DV, TMA,
-        )  # fmt: skip
-        dmap = multiply(grad, tl.trans(v), ACCUMULATE, INTERPRETED)
-        k1 = load_tile(
-            k1_source, batch, kv_head, first_key, key_length,
-            stride_kb, stride_ks, stride_kh, width, N, D, TMA,
-        )  # fmt: skip
-        scores = multiply(q1, tl.trans(k1), ACCUMULATE, INTERPRETED)
-        weights = tl.exp2(scores * scale_log2 - lse1[:, None])
+        v = load_tile(v_source, batch, kv_head, first_key, value_width, N, TMA)
+        dmap = multiply(grad, tl.trans(v))
+        k1 = load_tile(k1_source, batch, kv_head, first_key, width, N, TMA)
+        weights = tl.exp2(multiply(q1, tl.trans(k1)) * scale_log2 - lse1[:, None])
         if MASKED:
             weights = tl.where(visible, weights, 0.0)
         dscores = (weights * (dmap - delta1[:, None])).to(k1.dtype)
-        dq1 += multiply(dscores, k1, ACCUMULATE, INTERPRETED)
+        dq1 += multiply(dscores, k1)
         if MAPS == 2:
-            k2 = load_tile(
-                k2_source, batch, kv_head, first_key, key_length,
-                stride_kb, stride_ks, stride_kh, width, N, D, TMA,
-            )  # fmt: skip
-            scores = multiply(q2, tl.trans(k2), ACCUMULATE, INTERPRETED)
-            weights = tl.exp2(scores * scale_log2 - lse2[:, None])
+            k2 = load_tile(k2_source, batch, kv_head, first_key, width, N, TMA)
+            weights = tl.exp2(multiply(q2, tl.trans(k2)) * scale_log2 - lse2[:, None])
             if MASKED:
                 weights = tl.where(visible, weights, 0.0)
             dscores = (weights * (delta2[:, None] - dmap) * lambda_).to(k2.dtype)
-            dq2 += multiply(dscores, k2, ACCUMULATE, INTERPRETED)
+            dq2 += multiply(dscores, k2)
     return dq1, dq2
 
 
@@ -94,7 +72,7 @@ def dq_kernel(
     q1,
     k1,
     q2,
-    k2,
+    k2_source,
     v,
     grad,
     lambda_ptr,
@@ -129,15 +107,12 @@ def dq_kernel(
     value_width: tl.constexpr,
     M: tl.constexpr,
     N: tl.constexpr,
-    D: tl.constexpr,
-    DV: tl.constexpr,
     MAPS: tl.constexpr,
     CAUSAL: tl.constexpr,
     DOCUMENTS: tl.constexpr,
     TMA: tl.constexpr,
     LICM: tl.constexpr,
     ACCUMULATE: tl.constexpr,
-    INTERPRETED: tl.constexpr,
 ):
     """Compute dQ of M query rows of one head, for both maps, or with MAPS = 1 for the only map.
 
@@ -148,31 +123,27 @@ def dq_kernel(
     head = tl.program_id(1) % heads
     kv_head = head // (heads // kv_heads)
     rows = tl.minimum(first_row + tl.arange(0, M), query_length - 1)
-    row_start, row_stop = keys_of_rows(
-        rows, query_length, key_length, shift, row_start_ptr, row_stop_ptr, CAUSAL, DOCUMENTS
-    )
-    q1_tile = load_tile(
-        q1, batch, head, first_row, query_length,
-        stride_qb, stride_qs, stride_qh, width, M, D, TMA,
-    )  # fmt: skip
-    grad_tile = load_tile(
-        grad, batch, head, first_row, query_length,
-        stride_gb, stride_gs, stride_gh, value_width, M, DV, TMA,
-    )  # fmt: skip
+    mask = Positions(query_length, key_length, shift, row_start_ptr, row_stop_ptr)
+    row_start, row_stop = keys_of_rows(rows, mask, CAUSAL, DOCUMENTS)
+    q1 = Heads(q1, query_length, stride_qb, stride_qs, stride_qh)
+    k1 = Heads(k1, key_length, stride_kb, stride_ks, stride_kh)
+    v = Heads(v, key_length, stride_vb, stride_vs, stride_vh)
+    grad = Heads(grad, query_length, stride_gb, stride_gs, stride_gh)
+    q1_tile = load_tile(q1, batch, head, first_row, width, M, TMA)
+    grad_tile = load_tile(grad, batch, head, first_row, value_width, M, TMA)
     # Rows past the last query get a log-sum-exp of +inf, which makes their weights zero.
     lse1 = load_rows(lse1_ptr, batch, head, first_row, query_length, heads, float("inf"), M)
     delta1 = load_rows(delta1_ptr, batch, head, first_row, query_length, heads, 0.0, M)
-    q2_tile, lse2, delta2 = q1_tile, lse1, delta1
+    k2, q2_tile, lse2, delta2 = k1, q1_tile, lse1, delta1
     if MAPS == 2:
-        q2_tile = load_tile(
-            q2, batch, head, first_row, query_length,
-            stride_qb, stride_qs, stride_qh, width, M, D, TMA,
-        )  # fmt: skip
+        q2 = Heads(q2, query_length, stride_qb, stride_qs, stride_qh)
+        k2 = Heads(k2_source, key_length, stride_kb, stride_ks, stride_kh)
+        q2_tile = load_tile(q2, batch, head, first_row, width, M, TMA)
         lse2 = load_rows(lse2_ptr, batch, head, first_row, query_length, heads, float("inf"), M)
         delta2 = load_rows(delta2_ptr, batch, head, first_row, query_length, heads, 0.0, M)
     lambda_ = tl.load(lambda_ptr).to(ACCUMULATE)
-    dq1 = tl.zeros([M, D], dtype=ACCUMULATE)
-    dq2 = tl.zeros([M, D], dtype=ACCUMULATE)
+    dq1 = tl.zeros(q1_tile.shape, dtype=ACCUMULATE)
+    dq2 = tl.zeros(q1_tile.shape, dtype=ACCUMULATE)
     key_begin = tl.min(row_start, 0)
     key_end = tl.max(row_stop, 0)
     unmasked_end = key_begin
@@ -181,16 +152,14 @@ def dq_kernel(
         unmasked_end = tl.min(row_stop, 0) // N * N
         dq1, dq2 = _dq_of_block(
             dq1, dq2, q1_tile, q2_tile, grad_tile, k1, k2, v, lse1, lse2, delta1, delta2, lambda_,
-            key_begin, unmasked_end, row_start, row_stop, batch, kv_head, key_length,
-            stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh, scale_log2,
-            width, value_width, N, D, DV, MAPS, False, TMA, LICM, ACCUMULATE, INTERPRETED,
+            key_begin, unmasked_end, row_start, row_stop, batch, kv_head, scale_log2,
+            width, value_width, N, MAPS, False, TMA, LICM,
         )  # fmt: skip
     dq1, dq2 = _dq_of_block(
         dq1, dq2, q1_tile, q2_tile, grad_tile, k1, k2, v, lse1, lse2, delta1, delta2, lambda_,
-        unmasked_end, key_end, row_start, row_stop, batch, kv_head, key_length,
-        stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh, scale_log2,
-        width, value_width, N, D, DV, MAPS, True, TMA, LICM, ACCUMULATE, INTERPRETED,
+        unmasked_end, key_end, row_start, row_stop, batch, kv_head, scale_log2,
+        width, value_width, N, MAPS, True, TMA, LICM,
     )  # fmt: skip
-    store_tile(dq1_ptr, dq1 * scale, batch, head, first_row, query_length, heads, width, M, D)
+    store_tile(dq1_ptr, dq1 * scale, batch, head, first_row, query_length, heads, width)
     if MAPS == 2:
-        store_tile(dq2_ptr, dq2 * scale, batch, head, first_row, query_length, heads, width, M, D)
+        store_tile(dq2_ptr, dq2 * scale, batch, head, first_row, query_length, heads, width)

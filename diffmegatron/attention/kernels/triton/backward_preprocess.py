@@ -8,7 +8,7 @@ out = O1 - lambda O2.
 import triton
 import triton.language as tl
 
-from .tiles import load_tile, store_rows, store_tile
+from .tiles import Heads, contiguous_heads, load_tile, store_rows, store_tile
 
 
 @triton.jit
@@ -31,8 +31,6 @@ def preprocess_kernel(
     norm_scale,
     value_width: tl.constexpr,
     M: tl.constexpr,
-    DV: tl.constexpr,
-    MAPS: tl.constexpr,
     NORM: tl.constexpr,
     ACCUMULATE: tl.constexpr,
 ):
@@ -46,19 +44,13 @@ def preprocess_kernel(
     first_row = tl.program_id(0) * M
     batch = tl.program_id(1) // heads
     head = tl.program_id(1) % heads
-    stride_head = value_width
-    stride_row = heads * stride_head
-    stride_batch = tl.cast(query_length, tl.int64) * stride_row
-    grad = load_tile(
-        grad_ptr, batch, head, first_row, query_length,
-        stride_gb, stride_gs, stride_gh, value_width, M, DV, False,
-    ).to(ACCUMULATE)  # fmt: skip
-    out = load_tile(
-        out_ptr, batch, head, first_row, query_length,
-        stride_batch, stride_row, stride_head, value_width, M, DV, False,
-    ).to(ACCUMULATE)  # fmt: skip
+    grad = Heads(grad_ptr, query_length, stride_gb, stride_gs, stride_gh)
+    out = contiguous_heads(out_ptr, query_length, heads, value_width)
+    out2 = contiguous_heads(out2_ptr, query_length, heads, value_width)
+    grad = load_tile(grad, batch, head, first_row, value_width, M).to(ACCUMULATE)
+    out = load_tile(out, batch, head, first_row, value_width, M).to(ACCUMULATE)
     if NORM:
-        columns = tl.arange(0, DV)
+        columns = tl.arange(0, out.shape[1])
         weight = tl.load(norm_weight_ptr + columns, mask=columns < value_width, other=0.0)
         rows = first_row + tl.arange(0, M)
         mean_square = tl.sum(out * out, 1) / value_width
@@ -74,18 +66,12 @@ def preprocess_kernel(
         grad_unit = grad * (weight.to(ACCUMULATE) * norm_scale)[None, :]
         projection = tl.sum(grad_unit * unit, 1) / value_width
         grad = (grad_unit - unit * projection[:, None]) * rstd[:, None]
-        store_tile(
-            grad_out_ptr, grad, batch, head, first_row, query_length, heads, value_width, M, DV
-        )
+        store_tile(grad_out_ptr, grad, batch, head, first_row, query_length, heads, value_width)
         grad = grad.to(grad_out_ptr.dtype.element_ty).to(ACCUMULATE)
     delta1 = tl.sum(grad * out, 1)
-    if MAPS == 2:
-        out2 = load_tile(
-            out2_ptr, batch, head, first_row, query_length,
-            stride_batch, stride_row, stride_head, value_width, M, DV, False,
-        )  # fmt: skip
-        delta2 = tl.sum(grad * out2.to(ACCUMULATE), 1)
-        # delta1 = rowsum(dO * out1), and out1 = out + lambda out2 is not saved.
-        delta1 += tl.load(lambda_ptr).to(ACCUMULATE) * delta2
-        store_rows(delta2_ptr, delta2, batch, head, first_row, query_length, heads, M)
-    store_rows(delta1_ptr, delta1, batch, head, first_row, query_length, heads, M)
+    out2 = load_tile(out2, batch, head, first_row, value_width, M)
+    delta2 = tl.sum(grad * out2.to(ACCUMULATE), 1)
+    # The delta of map 1 is rowsum(dO * out1), and out1 = out + lambda out2 is not saved.
+    delta1 += tl.load(lambda_ptr).to(ACCUMULATE) * delta2
+    store_rows(delta2_ptr, delta2, batch, head, first_row, query_length, heads)
+    store_rows(delta1_ptr, delta1, batch, head, first_row, query_length, heads)

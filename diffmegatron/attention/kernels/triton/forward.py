@@ -6,14 +6,23 @@ two accumulators `[rows, value width]` would not fit the registers. The output o
 (q2, k2) is computed first and stored in memory, where the backward pass needs it anyway.
 
 A block has M query rows and N keys. D and DV are the widths of queries and values, rounded up to
-powers of 2. q, k and v are pointers, or tensor descriptors with TMA. ACCUMULATE is the dtype of the
-accumulators.
+powers of 2. ACCUMULATE is the dtype of the accumulators.
 """
 
 import triton
 import triton.language as tl
 
-from .tiles import keys_of_rows, load_tile, multiply, opaque, store_rows, store_tile
+from .tiles import (
+    Heads,
+    Positions,
+    contiguous_heads,
+    keys_of_rows,
+    load_tile,
+    multiply,
+    opaque,
+    store_rows,
+    store_tile,
+)
 
 
 @triton.jit
@@ -30,24 +39,13 @@ def _attend(
     row_stop,
     batch,
     kv_head,
-    key_length,
-    stride_kb,
-    stride_ks,
-    stride_kh,
-    stride_vb,
-    stride_vs,
-    stride_vh,
     scale_log2,
     width: tl.constexpr,
     value_width: tl.constexpr,
     N: tl.constexpr,
-    D: tl.constexpr,
-    DV: tl.constexpr,
     MASKED: tl.constexpr,
     TMA: tl.constexpr,
     LICM: tl.constexpr,
-    ACCUMULATE: tl.constexpr,
-    INTERPRETED: tl.constexpr,
 ):
     """Continue the online softmax of M query rows over the keys [key_start, key_stop).
 
@@ -60,11 +58,8 @@ def _attend(
     [row_start, row_stop). LICM allows Triton to move loop-invariant code out of the loop.
     """
     for first_key in tl.range(key_start, key_stop, N, disable_licm=not LICM):
-        k = load_tile(
-            k_source, batch, kv_head, first_key, key_length,
-            stride_kb, stride_ks, stride_kh, width, N, D, TMA,
-        )  # fmt: skip
-        scores = multiply(q, tl.trans(k), ACCUMULATE, INTERPRETED) * scale_log2
+        k = load_tile(k_source, batch, kv_head, first_key, width, N, TMA)
+        scores = multiply(q, tl.trans(k)) * scale_log2
         if MASKED:
             keys = first_key + tl.arange(0, N)
             visible = (keys[None, :] >= row_start[:, None]) & (keys[None, :] < row_stop[:, None])
@@ -77,12 +72,9 @@ def _attend(
         weights = tl.exp2(scores - reference[:, None])
         rescale = tl.exp2(largest - reference)
         total = total * rescale + tl.sum(weights, 1)
-        v = load_tile(
-            v_source, batch, kv_head, first_key, key_length,
-            stride_vb, stride_vs, stride_vh, value_width, N, DV, TMA,
-        )  # fmt: skip
+        v = load_tile(v_source, batch, kv_head, first_key, value_width, N, TMA)
         accumulator = accumulator * rescale[:, None]
-        accumulator += multiply(weights.to(v.dtype), v, ACCUMULATE, INTERPRETED)
+        accumulator += multiply(weights.to(v.dtype), v)
         largest = new_largest
     return accumulator, largest, total
 
@@ -90,41 +82,25 @@ def _attend(
 @triton.jit
 def _one_map(
     q_source,
-    k_source,
-    v_source,
+    k,
+    v,
+    mask,
     lse_ptr,
     batch,
     head,
     kv_head,
     first_row,
     heads,
-    query_length,
-    key_length,
-    shift,
-    start_ptr,
-    stop_ptr,
-    stride_qb,
-    stride_qs,
-    stride_qh,
-    stride_kb,
-    stride_ks,
-    stride_kh,
-    stride_vb,
-    stride_vs,
-    stride_vh,
     scale_log2,
     width: tl.constexpr,
     value_width: tl.constexpr,
     M: tl.constexpr,
     N: tl.constexpr,
-    D: tl.constexpr,
-    DV: tl.constexpr,
     CAUSAL: tl.constexpr,
     DOCUMENTS: tl.constexpr,
     TMA: tl.constexpr,
     LICM: tl.constexpr,
     ACCUMULATE: tl.constexpr,
-    INTERPRETED: tl.constexpr,
 ):
     """Return the output of one map for M query rows, `[M, DV]`, and store their log-sum-exps.
 
@@ -132,15 +108,10 @@ def _one_map(
     visible keys has an output of zero and a log-sum-exp of -inf.
     """
     # Rows past the last query get its visible keys. Others would widen the block's range of keys.
-    rows = tl.minimum(first_row + tl.arange(0, M), query_length - 1)
-    row_start, row_stop = keys_of_rows(
-        rows, query_length, key_length, shift, start_ptr, stop_ptr, CAUSAL, DOCUMENTS
-    )
-    q = load_tile(
-        q_source, batch, head, first_row, query_length,
-        stride_qb, stride_qs, stride_qh, width, M, D, TMA,
-    )  # fmt: skip
-    accumulator = tl.zeros([M, DV], dtype=ACCUMULATE)
+    rows = tl.minimum(first_row + tl.arange(0, M), mask.query_length - 1)
+    row_start, row_stop = keys_of_rows(rows, mask, CAUSAL, DOCUMENTS)
+    q = load_tile(q_source, batch, head, first_row, width, M, TMA)
+    accumulator = tl.zeros([M, triton.next_power_of_2(value_width)], dtype=ACCUMULATE)
     largest = tl.full([M], float("-inf"), dtype=ACCUMULATE)
     total = tl.zeros([M], dtype=ACCUMULATE)
     key_start = tl.min(row_start, 0)
@@ -150,23 +121,16 @@ def _one_map(
         # Every row of the block sees all keys before `unmasked_stop`, so they need no mask.
         unmasked_stop = tl.min(row_stop, 0) // N * N
         accumulator, largest, total = _attend(
-            accumulator, largest, total, q, k_source, v_source,
-            key_start, unmasked_stop, row_start, row_stop, batch, kv_head, key_length,
-            stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh, scale_log2,
-            width, value_width, N, D, DV, False, TMA, LICM, ACCUMULATE, INTERPRETED,
+            accumulator, largest, total, q, k, v, key_start, unmasked_stop, row_start, row_stop,
+            batch, kv_head, scale_log2, width, value_width, N, False, TMA, LICM,
         )  # fmt: skip
     accumulator, largest, total = _attend(
-        accumulator, largest, total, q, k_source, v_source,
-        unmasked_stop, key_stop, row_start, row_stop, batch, kv_head, key_length,
-        stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh, scale_log2,
-        width, value_width, N, D, DV, True, TMA, LICM, ACCUMULATE, INTERPRETED,
+        accumulator, largest, total, q, k, v, unmasked_stop, key_stop, row_start, row_stop,
+        batch, kv_head, scale_log2, width, value_width, N, True, TMA, LICM,
     )  # fmt: skip
     empty = total == 0.0
-    store_rows(
-        lse_ptr,
-        tl.where(empty, float("-inf"), largest + tl.log2(tl.where(empty, 1.0, total))),
-        batch, head, first_row, query_length, heads, M,
-    )  # fmt: skip
+    lse = tl.where(empty, float("-inf"), largest + tl.log2(tl.where(empty, 1.0, total)))
+    store_rows(lse_ptr, lse, batch, head, first_row, mask.query_length, heads)
     return accumulator / tl.where(empty, 1.0, total)[:, None]
 
 
@@ -207,8 +171,6 @@ def forward_kernel(
     value_width: tl.constexpr,
     M: tl.constexpr,
     N: tl.constexpr,
-    D: tl.constexpr,
-    DV: tl.constexpr,
     MAPS: tl.constexpr,
     NORM: tl.constexpr,
     CAUSAL: tl.constexpr,
@@ -216,7 +178,6 @@ def forward_kernel(
     TMA: tl.constexpr,
     LICM: tl.constexpr,
     ACCUMULATE: tl.constexpr,
-    INTERPRETED: tl.constexpr,
 ):
     """Compute attention of M query rows of one head.
 
@@ -230,40 +191,35 @@ def forward_kernel(
     batch = tl.program_id(1) // heads
     head = tl.program_id(1) % heads
     kv_head = head // (heads // kv_heads)
+    q1 = Heads(q1, query_length, stride_qb, stride_qs, stride_qh)
+    k1 = Heads(k1, key_length, stride_kb, stride_ks, stride_kh)
+    v = Heads(v, key_length, stride_vb, stride_vs, stride_vh)
+    mask = Positions(query_length, key_length, shift, row_start_ptr, row_stop_ptr)
     if MAPS == 2:
+        q2 = Heads(q2, query_length, stride_qb, stride_qs, stride_qh)
+        k2 = Heads(k2, key_length, stride_kb, stride_ks, stride_kh)
         out2 = _one_map(
-            q2, k2, v, lse2_ptr, batch, head, kv_head, first_row, heads,
-            query_length, key_length, shift, row_start_ptr, row_stop_ptr,
-            stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh,
-            stride_vb, stride_vs, stride_vh, scale_log2,
-            width, value_width, M, N, D, DV, CAUSAL, DOCUMENTS, TMA, LICM, ACCUMULATE, INTERPRETED,
+            q2, k2, v, mask, lse2_ptr, batch, head, kv_head, first_row, heads, scale_log2,
+            width, value_width, M, N, CAUSAL, DOCUMENTS, TMA, LICM, ACCUMULATE,
         )  # fmt: skip
-        store_tile(out2_ptr, out2, batch, head, first_row, query_length, heads, value_width, M, DV)
+        store_tile(out2_ptr, out2, batch, head, first_row, query_length, heads, value_width)
         # Otherwise the compiler would keep the addresses of this map in registers for the next.
-        first_row = opaque(first_row, INTERPRETED)
+        first_row = opaque(first_row)
     out = _one_map(
-        q1, k1, v, lse1_ptr, batch, head, kv_head, first_row, heads,
-        query_length, key_length, shift, row_start_ptr, row_stop_ptr,
-        stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh,
-        stride_vb, stride_vs, stride_vh, scale_log2,
-        width, value_width, M, N, D, DV, CAUSAL, DOCUMENTS, TMA, LICM, ACCUMULATE, INTERPRETED,
+        q1, k1, v, mask, lse1_ptr, batch, head, kv_head, first_row, heads, scale_log2,
+        width, value_width, M, N, CAUSAL, DOCUMENTS, TMA, LICM, ACCUMULATE,
     )  # fmt: skip
     if MAPS == 2:
         # Other threads stored parts of the out2 tile that is loaded next, so wait for them.
         tl.debug_barrier()
-        out2 = load_tile(
-            out2_ptr, batch, head, first_row, query_length,
-            tl.cast(query_length, tl.int64) * (heads * value_width), heads * value_width,
-            value_width, value_width, M, DV, False,
-        )  # fmt: skip
+        stored = contiguous_heads(out2_ptr, query_length, heads, value_width)
+        out2 = load_tile(stored, batch, head, first_row, value_width, M)
         out -= tl.load(lambda_ptr).to(ACCUMULATE) * out2.to(ACCUMULATE)
-    store_tile(out_ptr, out, batch, head, first_row, query_length, heads, value_width, M, DV)
+    store_tile(out_ptr, out, batch, head, first_row, query_length, heads, value_width)
     if NORM:
-        columns = tl.arange(0, DV)
+        columns = tl.arange(0, out.shape[1])
         weight = tl.load(norm_weight_ptr + columns, mask=columns < value_width, other=0.0)
         # The columns of `out` past `value_width` are zero and add nothing to the sum.
         rstd = 1.0 / tl.sqrt(tl.sum(out * out, 1) / value_width + norm_eps)
         normed = out * rstd[:, None] * (weight.to(ACCUMULATE) * norm_scale)[None, :]
-        store_tile(
-            normed_ptr, normed, batch, head, first_row, query_length, heads, value_width, M, DV
-        )
+        store_tile(normed_ptr, normed, batch, head, first_row, query_length, heads, value_width)

@@ -138,7 +138,7 @@ def launch_preprocess(
         preprocess_kernel[grid](
             grad, out, out2, lambda_, norm_weight, grad_out, weight_parts,
             delta1, delta2, heads, length, *grad.stride()[:3], norm_eps, norm_scale,
-            value_width=width, M=PREPROCESS_ROWS, DV=triton.next_power_of_2(width), MAPS=2,
+            value_width=width, M=PREPROCESS_ROWS,
             NORM=norm_weight is not None, ACCUMULATE=accumulate(out), num_warps=8,
         )  # fmt: skip
     weight_grad = None
@@ -227,15 +227,12 @@ def _constants(q: Tensor, v: Tensor, blocks: Blocks, problem: Problem, maps: int
         "value_width": v.shape[3],
         "M": blocks.M,
         "N": blocks.N,
-        "D": triton.next_power_of_2(q.shape[3]),
-        "DV": triton.next_power_of_2(v.shape[3]),
         "MAPS": maps,
         "CAUSAL": problem.mask.causal,
         "DOCUMENTS": problem.mask.cu_seqlens is not None,
         "TMA": problem.tma,
         "LICM": blocks.licm,
         "ACCUMULATE": accumulate(q),
-        "INTERPRETED": triton.knobs.runtime.interpret,
         "num_warps": blocks.num_warps,
         "num_stages": blocks.num_stages,
     }

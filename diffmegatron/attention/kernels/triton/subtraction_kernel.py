@@ -4,8 +4,7 @@
 The heads tensor is `[batch, length, groups * (r + 1), width]`: each group has r signal heads,
 followed by the noise head that they share. Lambda is `[batch, length, groups * r]`. A program
 handles ROWS tokens of one group, loads the noise head once, and sums the noise head's gradient over
-the signal heads in registers. In the kernels `M` is ROWS, `ratio` is r, and `D` is the width
-rounded up to a power of 2.
+the signal heads in registers. In the kernels `M` is ROWS, and `ratio` is r.
 """
 
 from typing import Any
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from ..first_order import first_order
 from .kernel_launch import accumulate, on_device
-from .tiles import load_tile, store_tile
+from .tiles import Heads, load_tile, store_tile
 
 ROWS = 32
 
@@ -69,7 +68,6 @@ def _launch(heads: Tensor, lambda_: Tensor) -> tuple[tuple[int], tuple[int, ...]
     constants = {
         "width": width,
         "M": ROWS,
-        "D": triton.next_power_of_2(width),
         "ACCUMULATE": accumulate(heads),
         "num_warps": 4,
     }
@@ -107,26 +105,20 @@ def subtract_kernel(
     stride_h,
     width: tl.constexpr,
     M: tl.constexpr,
-    D: tl.constexpr,
     ACCUMULATE: tl.constexpr,
 ):
     """Compute `signal - lambda * noise` for M rows (tokens) of all signal heads of one group."""
     batch, group, first_row = _place(length, groups, M)
     is_row = first_row + tl.arange(0, M) < length
-    noise = load_tile(
-        heads_ptr, batch, group * (ratio + 1) + ratio, first_row, length,
-        stride_b, stride_s, stride_h, width, M, D, False,
-    ).to(ACCUMULATE)  # fmt: skip
+    heads = Heads(heads_ptr, length, stride_b, stride_s, stride_h)
+    noise = load_tile(heads, batch, group * (ratio + 1) + ratio, first_row, width, M).to(ACCUMULATE)
     for index in range(ratio):
         head = group * ratio + index
-        signal = load_tile(
-            heads_ptr, batch, head + group, first_row, length,
-            stride_b, stride_s, stride_h, width, M, D, False,
-        ).to(ACCUMULATE)  # fmt: skip
+        signal = load_tile(heads, batch, head + group, first_row, width, M).to(ACCUMULATE)
         pointers = _lambda_pointers(lambda_ptr, batch, head, first_row, length, groups * ratio, M)
         weight = tl.load(pointers, mask=is_row, other=0.0).to(ACCUMULATE)
         out = signal - weight[:, None] * noise
-        store_tile(out_ptr, out, batch, head, first_row, length, groups * ratio, width, M, D)
+        store_tile(out_ptr, out, batch, head, first_row, length, groups * ratio, width)
 
 
 @triton.jit
@@ -147,7 +139,6 @@ def subtract_backward_kernel(
     stride_h,
     width: tl.constexpr,
     M: tl.constexpr,
-    D: tl.constexpr,
     ACCUMULATE: tl.constexpr,
 ):
     """Compute the gradients of the heads and of lambda for M rows (tokens) of one group.
@@ -160,22 +151,18 @@ def subtract_backward_kernel(
     is_row = first_row + tl.arange(0, M) < length
     all_heads = groups * (ratio + 1)
     noise_head = group * (ratio + 1) + ratio
-    noise = load_tile(
-        heads_ptr, batch, noise_head, first_row, length,
-        stride_b, stride_s, stride_h, width, M, D, False,
-    ).to(ACCUMULATE)  # fmt: skip
-    dnoise = tl.zeros([M, D], dtype=ACCUMULATE)
+    heads = Heads(heads_ptr, length, stride_b, stride_s, stride_h)
+    noise = load_tile(heads, batch, noise_head, first_row, width, M).to(ACCUMULATE)
+    grads = Heads(grad_ptr, length, stride_gb, stride_gs, stride_gh)
+    dnoise = tl.zeros_like(noise)
     for index in range(ratio):
         head = group * ratio + index
-        grad = load_tile(
-            grad_ptr, batch, head, first_row, length,
-            stride_gb, stride_gs, stride_gh, width, M, D, False,
-        )  # fmt: skip
-        store_tile(dheads_ptr, grad, batch, head + group, first_row, length, all_heads, width, M, D)
+        grad = load_tile(grads, batch, head, first_row, width, M)
+        store_tile(dheads_ptr, grad, batch, head + group, first_row, length, all_heads, width)
         grad = grad.to(ACCUMULATE)
         pointers = _lambda_pointers(lambda_ptr, batch, head, first_row, length, groups * ratio, M)
         weight = tl.load(pointers, mask=is_row, other=0.0).to(ACCUMULATE)
         dnoise -= weight[:, None] * grad
         pointers = _lambda_pointers(dlambda_ptr, batch, head, first_row, length, groups * ratio, M)
         tl.store(pointers, -tl.sum(grad * noise, 1), mask=is_row)
-    store_tile(dheads_ptr, dnoise, batch, noise_head, first_row, length, all_heads, width, M, D)
+    store_tile(dheads_ptr, dnoise, batch, noise_head, first_row, length, all_heads, width)

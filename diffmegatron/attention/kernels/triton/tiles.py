@@ -1,71 +1,93 @@
 # mypy: disable-error-code="no-untyped-def"
 """Functions that the Triton kernels share: loads, stores, products, intervals of visible keys.
 
-Tensors are `[batch, length, heads, width]` with a last stride of 1. A *tile* is `[ROWS, WIDTH]`:
-ROWS consecutive rows (positions) of one head. WIDTH is `width` rounded up to a power of 2.
-
-A *source* is a pointer, or with TMA a tensor descriptor of the view `[batch, heads, length, width]`
-in blocks of `[1, 1, ROWS, WIDTH]`. For this order of dimensions the compiler folds the reshape to
-`[ROWS, WIDTH]` into the load, and the tile stays in shared memory. A block of `[1, ROWS, 1, WIDTH]`
-would pass through registers, which would spill.
+A *tile* is `[rows, WIDTH]`: consecutive rows (positions) of one head, with the width rounded up
+to a power of 2.
 """
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
+# Whether Triton's interpreter runs the kernels; `triton.jit` also decides this at import.
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+class Heads(NamedTuple):
+    """A `[batch, length, heads, width]` tensor in memory, with a last stride of 1.
+
+    Attributes:
+        source: a pointer, or with TMA a tensor descriptor of the view `[batch, heads, length,
+            width]` in blocks of `[1, 1, rows, WIDTH]`. For this order of dimensions the compiler
+            folds the reshape to `[rows, WIDTH]` into the load, and the tile stays in shared memory.
+    """
+
+    source: Any
+    length: Any
+    stride_batch: Any
+    stride_row: Any
+    stride_head: Any
+
+
+class Positions(NamedTuple):
+    """The positions of queries and keys, which `AttentionMask` describes.
+
+    Attributes:
+        shift: position of the first query minus position of the first key.
+        start_ptr, stop_ptr: with DOCUMENTS, tables of the visible interval of each row or key.
+    """
+
+    query_length: Any
+    key_length: Any
+    shift: Any
+    start_ptr: Any
+    stop_ptr: Any
+
 
 @triton.jit
 def load_tile(
-    source,
+    tensor,
     batch,
     head,
     first_row,
-    length,
-    stride_batch,
-    stride_row,
-    stride_head,
     width: tl.constexpr,
     ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    TMA: tl.constexpr,
+    TMA: tl.constexpr = False,
 ):
-    """Load ROWS rows of one head, from `first_row` on, as a tile `[ROWS, WIDTH]`.
+    """Load ROWS rows of one head of `Heads`, from `first_row` on, as a tile `[ROWS, WIDTH]`.
 
     Rows from `length` on and columns past `width` are zero.
     """
+    WIDTH: tl.constexpr = triton.next_power_of_2(width)
     if TMA:
-        tile = source.load([batch, head, first_row, 0]).reshape([ROWS, WIDTH])
+        tile = tensor.source.load([batch, head, first_row, 0]).reshape([ROWS, WIDTH])
     else:
         rows = first_row + tl.arange(0, ROWS)
         columns = tl.arange(0, WIDTH)
-        base = (
-            source + tl.cast(batch, tl.int64) * stride_batch + tl.cast(head, tl.int64) * stride_head
-        )
-        pointers = base + rows.to(tl.int64)[:, None] * stride_row + columns[None, :]
-        inside = (rows < length)[:, None] & (columns < width)[None, :]
+        batch_offset = tl.cast(batch, tl.int64) * tensor.stride_batch
+        base = tensor.source + batch_offset + tl.cast(head, tl.int64) * tensor.stride_head
+        pointers = base + rows.to(tl.int64)[:, None] * tensor.stride_row + columns[None, :]
+        inside = (rows < tensor.length)[:, None] & (columns < width)[None, :]
         tile = tl.load(pointers, mask=inside, other=0.0)
     return tile
 
 
 @triton.jit
-def store_tile(
-    pointer,
-    tile,
-    batch,
-    head,
-    first_row,
-    length,
-    heads,
-    width: tl.constexpr,
-    ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
+def contiguous_heads(pointer, length, heads, width: tl.constexpr):
+    """Return the `Heads` of a contiguous `[batch, length, heads, width]` tensor."""
+    stride_row = heads * width
+    return Heads(pointer, length, tl.cast(length, tl.int64) * stride_row, stride_row, width)
+
+
+@triton.jit
+def store_tile(pointer, tile, batch, head, first_row, length, heads, width: tl.constexpr):
     """Store a tile in a contiguous `[batch, length, heads, width]` tensor.
 
     Rows from `length` on and columns past `width` are not stored.
     """
-    rows = first_row + tl.arange(0, ROWS)
-    columns = tl.arange(0, WIDTH)
+    rows = first_row + tl.arange(0, tile.shape[0])
+    columns = tl.arange(0, tile.shape[1])
     row_index = (tl.cast(batch, tl.int64) * length + rows.to(tl.int64)) * heads + head
     inside = (rows < length)[:, None] & (columns < width)[None, :]
     pointers = pointer + row_index[:, None] * width + columns[None, :]
@@ -84,20 +106,21 @@ def load_rows(pointer, batch, head, first_row, length, heads, other, ROWS: tl.co
 
 
 @triton.jit
-def store_rows(pointer, values, batch, head, first_row, length, heads, ROWS: tl.constexpr):
-    """Store one number per row, `[ROWS]`, in a contiguous `[batch, heads, length]` tensor."""
-    rows = first_row + tl.arange(0, ROWS)
+def store_rows(pointer, values, batch, head, first_row, length, heads):
+    """Store one number per row in a contiguous `[batch, heads, length]` tensor."""
+    rows = first_row + tl.arange(0, values.shape[0])
     base = pointer + (tl.cast(batch, tl.int64) * heads + head) * length
     tl.store(base + rows, values, mask=rows < length)
 
 
 @triton.jit
-def multiply(a, b, ACCUMULATE: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Return the matrix product of a and b in the dtype ACCUMULATE.
+def multiply(a, b):
+    """Return the matrix product of a and b, accumulated in fp32 (fp64 for fp64 operands).
 
     On a GPU, fp32 operands are multiplied as tf32, because Triton's more exact input precisions
     would spill kilobytes of registers.
     """
+    ACCUMULATE: tl.constexpr = tl.float64 if a.dtype == tl.float64 else tl.float32
     if INTERPRETED:
         # In Triton 3.6 to 3.9 the interpreter computes tl.dot of bf16 operands wrongly.
         product = tl.dot(a.to(ACCUMULATE), b.to(ACCUMULATE), out_dtype=ACCUMULATE)
@@ -107,7 +130,7 @@ def multiply(a, b, ACCUMULATE: tl.constexpr, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
-def opaque(x, INTERPRETED: tl.constexpr):
+def opaque(x):
     """Return the integer x; the compiler cannot see that the result equals x.
 
     Code that uses the result computes its addresses again. With x, the compiler would keep earlier
@@ -124,55 +147,34 @@ def opaque(x, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
-def keys_of_rows(
-    rows,
-    query_length,
-    key_length,
-    shift,
-    start_ptr,
-    stop_ptr,
-    CAUSAL: tl.constexpr,
-    DOCUMENTS: tl.constexpr,
-):
+def keys_of_rows(rows, mask, CAUSAL: tl.constexpr, DOCUMENTS: tl.constexpr):
     """Return the interval of visible keys, [start, stop), of each query row.
 
-    With DOCUMENTS the intervals come from two tables `[query_length]`
-    (`AttentionMask.key_intervals`), which respect causality. `shift` is the position of the first
-    query minus the position of the first key.
+    With DOCUMENTS the tables are `AttentionMask.key_intervals`, which respect causality.
     """
     if DOCUMENTS:
-        start = tl.load(start_ptr + rows, mask=rows < query_length, other=0)
-        stop = tl.load(stop_ptr + rows, mask=rows < query_length, other=0)
+        start = tl.load(mask.start_ptr + rows, mask=rows < mask.query_length, other=0)
+        stop = tl.load(mask.stop_ptr + rows, mask=rows < mask.query_length, other=0)
     else:
         start = tl.zeros_like(rows)
-        stop = start + key_length
+        stop = start + mask.key_length
         if CAUSAL:
-            stop = tl.minimum(stop, tl.maximum(rows + shift + 1, 0))
+            stop = tl.minimum(stop, tl.maximum(rows + mask.shift + 1, 0))
     return start, stop
 
 
 @triton.jit
-def queries_of_keys(
-    keys,
-    query_length,
-    key_length,
-    shift,
-    start_ptr,
-    stop_ptr,
-    CAUSAL: tl.constexpr,
-    DOCUMENTS: tl.constexpr,
-):
-    """Return the interval of query rows, [start, stop), that see each key.
+def queries_of_keys(keys, mask, CAUSAL: tl.constexpr, DOCUMENTS: tl.constexpr):
+    """Return the interval of query rows, [start, stop), that see each key; empty if start >= stop.
 
-    An interval with start >= stop is empty. With DOCUMENTS the intervals come from two tables
-    `[key_length]` (`AttentionMask.query_intervals`). `shift` is as in `keys_of_rows`.
+    With DOCUMENTS the tables are `AttentionMask.query_intervals`.
     """
     if DOCUMENTS:
-        start = tl.load(start_ptr + keys, mask=keys < key_length, other=0)
-        stop = tl.load(stop_ptr + keys, mask=keys < key_length, other=0)
+        start = tl.load(mask.start_ptr + keys, mask=keys < mask.key_length, other=0)
+        stop = tl.load(mask.stop_ptr + keys, mask=keys < mask.key_length, other=0)
     else:
         start = tl.zeros_like(keys)
         if CAUSAL:
-            start = tl.maximum(keys - shift, 0)
-        stop = tl.where(keys < key_length, query_length, 0)
+            start = tl.maximum(keys - mask.shift, 0)
+        stop = tl.where(keys < mask.key_length, mask.query_length, 0)
     return start, stop
