@@ -1,10 +1,9 @@
 # mypy: disable-error-code="no-untyped-def"
 """Cross-entropy in Triton, for logits whose vocabulary is sharded over tensor-parallel ranks.
 
-`language_model_loss.py` uses it on a GPU. The kernels read each logit twice and overwrite it with
-its gradient in the same dtype. In bf16 this is 6 bytes of memory traffic per logit. Megatron-core's
-cross-entropy copies the logits to float32 and passes over them seven times; its fused version is
-compiled at the first step, and again for other shapes.
+The kernels read each logit twice and overwrite it with its gradient: 6 bytes of memory traffic per
+logit in bf16. Megatron-core's cross-entropy copies the logits to float32 and passes over them seven
+times; its fused version is compiled at the first step, and again for other shapes.
 """
 
 from typing import Any
@@ -16,7 +15,7 @@ from torch import Tensor, distributed
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import increment_version
 
-from diffmegatron.attention.kernels.triton.kernel_launch import accumulate, on_device
+from diffmegatron.attention.kernels.triton.kernel_launch import on_device
 
 BLOCK = 4096  # logits that a Triton program reads at a time
 WARPS = 8
@@ -28,7 +27,7 @@ def cross_entropy(
     group: distributed.ProcessGroup | None = None,
     unpadded_size: int | None = None,
 ) -> Tensor:
-    """Return the loss -log softmax(logits)[label] of each row, the same on every rank of the group.
+    """Return the float32 loss -log softmax(logits)[label] of each row (float64 for float64 logits).
 
     Args:
         logits: [rows, v], floating point, where v is the size of this rank's vocabulary shard. The
@@ -38,9 +37,6 @@ def cross_entropy(
         group: tensor-parallel ranks that shard the vocabulary; None if it is not sharded.
         unpadded_size: number of ids in this rank's shard before its padding; None for no padding.
             The softmax excludes logits of padding, and their gradient is 0.
-
-    Returns:
-        Losses [rows], float64 for float64 logits and float32 otherwise.
     """
     losses: Tensor = _CrossEntropy.apply(
         logits, labels, group, logits.shape[1] if unpadded_size is None else unpadded_size
@@ -77,7 +73,7 @@ class _CrossEntropy(torch.autograd.Function):
         with on_device(logits):
             gradient_kernel[grid](
                 logits, own_labels, log_total, grad.contiguous(), shard_size, ctx.unpadded_size,
-                BLOCK=BLOCK, ACCUMULATE=accumulate(logits), num_warps=WARPS,
+                BLOCK=BLOCK, num_warps=WARPS,
             )  # fmt: skip
         # A new version makes autograd raise an error if a second backward pass needs the logits.
         increment_version(logits)
@@ -87,9 +83,9 @@ class _CrossEntropy(torch.autograd.Function):
 def _statistics(
     logits: Tensor, own_labels: Tensor, unpadded_size: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (largest logit, sum of exp(logit - largest), label's logit) of each row, each [rows].
+    """Return (largest logit, sum of exp(logit - largest), label's logit) of each row of this shard.
 
-    They cover this rank's shard. The label's logit is 0 if another rank's shard has the label.
+    The label's logit is 0 if another rank's shard has the label.
     """
     rows, shard_size = logits.shape
     dtype = torch.promote_types(logits.dtype, torch.float32)
@@ -99,7 +95,7 @@ def _statistics(
     with on_device(logits):
         statistics_kernel[(rows,)](
             logits, own_labels, largest, total, of_label, shard_size, unpadded_size,
-            BLOCK=BLOCK, ACCUMULATE=accumulate(logits), num_warps=WARPS,
+            BLOCK=BLOCK, num_warps=WARPS,
         )  # fmt: skip
     return largest, total, of_label
 
@@ -107,7 +103,6 @@ def _statistics(
 def _over_ranks(
     largest: Tensor, total: Tensor, of_label: Tensor, group: distributed.ProcessGroup
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Reduce the statistics of all vocabulary shards to statistics of the whole vocabulary."""
     overall = largest.clone()
     distributed.all_reduce(overall, op=distributed.ReduceOp.MAX, group=group)
     sums = torch.stack([total * (largest - overall).exp(), of_label])
@@ -125,9 +120,9 @@ def statistics_kernel(
     shard_size,
     unpadded_size,
     BLOCK: tl.constexpr,
-    ACCUMULATE: tl.constexpr,
 ):
     """Compute the three statistics of one row (see `_statistics`) by online softmax."""
+    ACCUMULATE: tl.constexpr = largest_ptr.dtype.element_ty
     row = tl.program_id(0)
     first = logits_ptr + row.to(tl.int64) * shard_size
     largest = tl.full([], -float("inf"), ACCUMULATE)
@@ -158,12 +153,12 @@ def gradient_kernel(
     shard_size,
     unpadded_size,
     BLOCK: tl.constexpr,
-    ACCUMULATE: tl.constexpr,
 ):
     """Overwrite one block of one row's logits with grad * (softmax(logits) - onehot(label)).
 
     `grad` is the gradient of the row's loss. The gradient of padding is 0.
     """
+    ACCUMULATE: tl.constexpr = log_total_ptr.dtype.element_ty
     row = tl.program_id(0)
     index = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     pointers = logits_ptr + row.to(tl.int64) * shard_size + index

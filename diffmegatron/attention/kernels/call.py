@@ -62,11 +62,8 @@ class HeadwiseNorm(NamedTuple):
 class AttentionCall:
     """Checked arguments of attention with one map (softmax) or two maps (differential).
 
-    Attributes:
-        scale: factor of the scores, above 0.
-        lambda_: 0-dim factor of the second map; None with one map and in `chunk_attention`.
-        norm: RMSNorm of each head's output, or None. A backend without `fuses_norm` ignores it, and
-            `diff_attention` applies it afterwards.
+    `lambda_` is the 0-dim factor of the second map; it is None with one map, and in
+    `chunk_attention`. `norm` is the headwise norm that a backend with `fuses_norm` applies.
     """
 
     maps: QKV
@@ -107,7 +104,7 @@ class AttentionCall:
 
     @property
     def op(self) -> Op:
-        """Operation in the registry: "softmax" with one map, "differential" with two."""
+        """The operation in the registry."""
         return "softmax" if len(self.maps.queries) == 1 else "differential"
 
     def autocast(self) -> "AttentionCall":

@@ -1,8 +1,4 @@
-"""Checks of the arguments of public functions; each error names the argument that is wrong.
-
-A map is the softmax of the scores of one query and one key tensor. Signal heads are the heads of
-the first map, and noise heads are the heads of the second map of differential attention.
-"""
+"""Checks of the arguments of public functions; each error names the argument that is wrong."""
 
 import math
 from numbers import Real
@@ -56,13 +52,9 @@ def _check_noise_queries(q2: Tensor, q1: Tensor, kv_heads: int) -> None:
 def check_noise_groups(name: str, heads: Tensor, lambda_: Tensor, kv_heads: int = 1) -> None:
     """Raise ValueError unless `heads` consists of equal groups, and `lambda_` fits it.
 
-    A group has r signal heads, followed by their noise head. h is the number of signal heads.
-
-    Args:
-        name: name of `heads` in the message.
-        heads: `[batch, length, h + h / r, width]`: queries or outputs of attention.
-        lambda_: `[batch, length, h]` on the device of `heads`; any floating-point dtype.
-        kv_heads: number of kv heads; all heads of a group must attend to the same kv head.
+    `heads` (`name` in messages) is `[batch, length, h + h / r, width]`, in groups of r signal heads
+    followed by their noise head. `lambda_` is `[batch, length, h]`. All heads of a group must
+    attend to the same of `kv_heads` kv heads.
     """
     check_tensors(**{name: heads, "lambda_": lambda_})
     if heads.dim() != 4 or 0 in heads.shape or not heads.is_floating_point():
@@ -128,9 +120,8 @@ def resolve_scale(softmax_scale: float | None, head_dim: int) -> float:
 def check_layout(*, v: Tensor, value_width: int, **queries_and_keys: Tensor) -> None:
     """Raise ValueError unless the shapes of the queries and keys of one map and of v fit together.
 
-    Args:
-        value_width: required width of v divided by the width of q: 1 with one map, 2 with two maps.
-        queries_and_keys: first the queries, then the keys, by their names in messages, e.g. q1, k1.
+    `value_width` is the required width of v divided by the width of q. `queries_and_keys` are the
+    queries and then the keys, by their names in messages, e.g. q1, k1.
     """
     (q_name, q), (k_name, k) = queries_and_keys.items()
     for name, x in ((q_name, q), (k_name, k), ("v", v)):

@@ -34,9 +34,8 @@ def chunk_attention(
             has the same result.
 
     Returns:
-        One pair (output, log-sum-exp) per map, in fp32 (fp64 for fp64 inputs). The output is
-        `[b, s, heads of the map, e]`, with zeros for a query without visible keys. The log-sum-exp
-        of the scores is `[b, s, heads of the map]`, with -inf for such a query.
+        For each map the output `[b, s, heads of the map, e]` and the log-sum-exp `[b, s, heads of
+        the map]`, in fp32 (fp64 for fp64 inputs). A query without visible keys has 0 and -inf.
     """
     call = AttentionCall.checked(maps, **options)
     attention_with_lse = _chosen_backend(call, backend).load().attention_with_lse
@@ -64,9 +63,6 @@ def chunk_gradients(
         lambda_: 0-dim floating-point tensor; None with one map.
         whole: merged result of these queries' attention to all keys, in any floating-point dtype.
         backend, options: as in `chunk_attention`.
-
-    Returns:
-        The gradients of `maps`, in the dtype of `maps`.
     """
     call = replace(AttentionCall.checked(maps, **options), lambda_=lambda_)
     _check_whole(grad, maps, lambda_, whole)

@@ -14,13 +14,9 @@ FLOAT32 = 4
 class Sizes(NamedTuple):
     """Sizes that determine the costs of one attention layer on one rank.
 
-    Attributes:
-        element: bytes of an element of q, k and v.
-        head_dim: width d of a query and of a key.
-        signal_heads: query heads of the first map; in softmax attention, all query heads.
-        noise_heads: query heads of the second map; 0 with one map.
-        keys: mean number of keys that a query sees.
-        is_deterministic: whether the kernels must sum gradients in a fixed order.
+    `element` is the bytes of an element of q, k and v. `signal_heads` and `noise_heads` are the
+    query heads of the first and of the second map (0 with one map). `keys` is the mean number of
+    keys that a query sees.
     """
 
     element: int
@@ -44,8 +40,8 @@ Saved = Callable[[Sizes], float]
 def default_one_pass(head_dim: int, deterministic: bool) -> bool:
     """Return whether Triton's backward pass computes dQ in the kernel of dK and dV by default.
 
-    The one-pass kernel fits the registers up to a head_dim of 64. It sums dQ in an order that
-    changes from run to run, so deterministic runs need the split form with two kernels.
+    That kernel fits the registers up to a head_dim of 64, but sums dQ in an order that changes from
+    run to run.
     """
     return head_dim <= 64 and not deterministic
 
@@ -53,9 +49,8 @@ def default_one_pass(head_dim: int, deterministic: bool) -> bool:
 def triton_work(sizes: Sizes, *, one_pass: bool) -> tuple[int, int]:
     """Return the work of the Triton kernels in the one-pass or the split form.
 
-    In the split form both backward kernels compute the scores and the gradient dP of the attention
-    weights. Two maps in one kernel share dP and the product for dV. Grouped maps have separate
-    kernels and share no product.
+    In the split form both backward kernels compute the scores and the gradient dP of the weights.
+    Two maps in one kernel share dP and the product for dV. Grouped maps have separate kernels.
     """
     if sizes.is_grouped:
         return per_head((3, 3), (7, 7) if one_pass else (10, 10))(sizes)
@@ -65,15 +60,15 @@ def triton_work(sizes: Sizes, *, one_pass: bool) -> tuple[int, int]:
 
 
 def default_triton_work(sizes: Sizes) -> tuple[int, int]:
-    """Return the work of the Triton kernels in the form that is the default for these sizes."""
+    """Return the work of the Triton kernels in the default form for these sizes."""
     return triton_work(sizes, one_pass=default_one_pass(sizes.head_dim, sizes.is_deterministic))
 
 
 def per_head(forward: tuple[int, int], backward: tuple[int, int]) -> Work:
     """Return a function that computes the work of all heads.
 
-    `forward` and `backward` are multiply-adds per (query, key) pair, divided by head_dim: first of
-    one signal head, then of one noise head.
+    The arguments are multiply-adds per (query, key) pair, divided by head_dim: of one signal head
+    and of one noise head.
     """
 
     def work(sizes: Sizes) -> tuple[int, int]:
@@ -100,18 +95,15 @@ def _noise_outputs(sizes: Sizes) -> int:
 
 
 def fused(sizes: Sizes) -> int:
-    """Return the bytes that a fused kernel saves: the second map's output and all log-sum-exps.
-
-    The backward pass computes the first map's output from the result and the second map's output.
-    """
+    """Return the bytes that a fused kernel saves: the second map's output and all log-sum-exps."""
     return sizes.element * _noise_outputs(sizes) + log_sum_exps(sizes)
 
 
 def two_calls(sizes: Sizes) -> int:
-    """Return the bytes saved by two calls of plain attention, one per map.
+    """Return the bytes saved by two calls of plain attention: both outputs and all log-sum-exps.
 
-    They save both outputs and the log-sum-exps. The gradient of lambda also needs the second output
-    in float32, which is one more copy if the inputs are narrower.
+    If the inputs are narrower than float32, the gradient of lambda needs a float32 copy of the
+    second output.
     """
     outputs = sizes.element * (2 * sizes.head_dim * sizes.signal_heads + _noise_outputs(sizes))
     widened = FLOAT32 * _noise_outputs(sizes) if sizes.element < FLOAT32 else 0
@@ -121,9 +113,8 @@ def two_calls(sizes: Sizes) -> int:
 def four_calls(sizes: Sizes) -> int:
     """Return the bytes saved by four calls of plain attention: two per map, each with half of V.
 
-    The calls save the bytes of `two_calls`, a second set of log-sum-exps, and a copy of V, which
-    both maps share. The gradient of lambda needs the second output in float32, joined from its two
-    halves; with inputs narrower than float32 `two_calls` already counts it.
+    In addition to `two_calls` there are a second set of log-sum-exps, a copy of V, and a float32
+    tensor of the second output, which `two_calls` already counts for narrower inputs.
     """
     values = sizes.element * 2 * sizes.head_dim * sizes.kv_heads
     joined = FLOAT32 * _noise_outputs(sizes) if sizes.element == FLOAT32 else 0
@@ -131,19 +122,15 @@ def four_calls(sizes: Sizes) -> int:
 
 
 def output_and_log_sum_exps(sizes: Sizes) -> int:
-    """Return the bytes of one map's output and log-sum-exps, as FlexAttention saves them.
-
-    The result is a copy of the saved output, so the output needs its own memory.
-    """
+    """Return the bytes of one map's output, which the result copies, and log-sum-exps."""
     return sizes.element * sizes.head_dim * sizes.signal_heads + log_sum_exps(sizes)
 
 
 def reference_saved(sizes: Sizes) -> float:
     """Return the bytes that the `reference` backend saves.
 
-    Per map it saves two tensors of the size of the softmax, and the mask, which has one byte per
-    (query, key) pair for all heads. It also saves copies of the keys and values for each query
-    head. The first copy replaces k and v, which the saved bytes exclude.
+    Per map these are two tensors of the size of the softmax, the mask (one byte per pair for all
+    heads), and copies of the keys and values for each query head. The first copy replaces k and v.
     """
     kv, maps = sizes.kv_heads, [sizes.signal_heads]
     values = sizes.signal_heads - kv

@@ -15,10 +15,8 @@ def first_order(backward: Backward) -> Backward:
     """Decorate the backward of an autograd Function so that a second derivative raises an error.
 
     The Function must save its inputs with `save_for_backward`. Apply this decorator below
-    `staticmethod`.
-
-    Torch's `once_differentiable` is not enough: it detaches the returned gradients, so
-    `autograd.grad` with respect to the Function's inputs could silently omit the second derivative.
+    `staticmethod`. With torch's `once_differentiable`, `autograd.grad` with respect to the inputs
+    would silently omit the second derivative.
     """
 
     @wraps(backward)

@@ -18,10 +18,9 @@ LEAST_CAPABILITY = (8, 0)
 
 @cache
 def importable_libraries() -> frozenset[str]:
-    """Return the optional libraries that can be imported and support this GPU, if there is one.
+    """Return the optional libraries that are usable here, and log a warning for unusable ones.
 
-    The import of Triton is not tried. A warning is logged for an installed library that cannot be
-    used.
+    Libraries are imported, except Triton, and must support the GPU, if there is one.
     """
     return frozenset(name for name in LIBRARIES if _is_usable(name))
 
@@ -55,10 +54,7 @@ def _unusable_reason(library: str) -> str | None:
 
 
 def call_of(op: Op, q: Tensor, needs: frozenset[str] = frozenset()) -> Call:
-    """Return the properties of a call that determine its backend.
-
-    `q` `[b, s, heads, d]` has the queries, or for "subtraction" the output of attention.
-    """
+    """Return the properties of a call; `q` `[b, s, heads, d]` has its queries or heads."""
     return Call(op, q.device.type, dtype_name(q.dtype), q.shape[3], needs)
 
 
@@ -82,10 +78,7 @@ def backend_table(
     dtype: torch.dtype = torch.bfloat16,
     head_dim: int = 128,
 ) -> list[tuple[str, bool, str]]:
-    """Return (name, can run, note or reason why it cannot run) of each backend of an operation.
-
-    The default device is "cuda" if torch finds a GPU, otherwise "cpu".
-    """
+    """Return (name, can run, note or reason why it cannot run) of each backend of an operation."""
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")).type
     call = Call(op, device, dtype_name(dtype), head_dim)
     libraries = importable_libraries()

@@ -18,10 +18,8 @@ from torch import Tensor
 class QKV(NamedTuple):
     """Queries, keys and common values of one or two softmax maps, or the gradients of all three.
 
-    Attributes:
-        queries: `[b, s, h, d]` for each map; the second map has h / r heads.
-        keys: `[b, t, h_kv, d]` for each map.
-        v: `[b, t, h_kv, d]` with one map, `[b, t, h_kv, 2d]` with two.
+    For each map the queries are `[b, s, heads, d]` and the keys `[b, t, h_kv, d]`. The values are
+    `[b, t, h_kv, d]` with one map, and `[b, t, h_kv, 2d]` with two.
     """
 
     queries: tuple[Tensor, ...]
@@ -43,8 +41,7 @@ class QKV(NamedTuple):
 def combine_maps(outs: Sequence[Tensor], lambda_: Tensor | None) -> Tensor:
     """Return `out1 - lambda out2`, or the output of the only map: `[b, s, h, e]`.
 
-    The outputs are `[b, s, h, e]` and `[b, s, h / r, e]`, and the result has their dtype. `lambda_`
-    is a 0-dim tensor, or None with one map.
+    `lambda_` is a 0-dim tensor, or None with one map. The result has the dtype of the outputs.
     """
     if lambda_ is None:
         (out,) = outs
@@ -55,10 +52,7 @@ def combine_maps(outs: Sequence[Tensor], lambda_: Tensor | None) -> Tensor:
 
 
 def map_factors(lambda_: Tensor | None, like: Tensor) -> list[Tensor]:
-    """Return the factors of the maps' outputs in `combine_maps`, [1] or [1, -lambda], detached.
-
-    The factors are 0-dim tensors in the dtype of `like`.
-    """
+    """Return the factors of the maps in `combine_maps`, [1] or [1, -lambda], without gradients."""
     one = like.new_ones(())
     return [one] if lambda_ is None else [one, -lambda_.detach().to(like.dtype)]
 
@@ -66,8 +60,7 @@ def map_factors(lambda_: Tensor | None, like: Tensor) -> list[Tensor]:
 def map_gradients(grad: Tensor, lambda_: Tensor | None, noise_heads: int) -> list[Tensor]:
     """Return the gradient of each map's output, given that of their combination `[b, s, h, e]`.
 
-    The gradient of the second map's output is `[b, s, noise_heads, e]`, in fp32 (fp64 for an fp64
-    `grad`).
+    That of the second map is `[b, s, noise_heads, e]`, in fp32 (fp64 for an fp64 `grad`).
     """
     if lambda_ is None:
         return [grad]
@@ -84,10 +77,8 @@ def by_noise_head(x: Tensor, noise_heads: int) -> Tensor:
 class WholeAttention(NamedTuple):
     """Results of attention over all keys, which the gradients of each chunk of keys need.
 
-    Attributes:
-        out: output of one map, or `out1 - lambda out2`, `[b, s, h, e]`.
-        out2: output of the second map `[b, s, h / r, e]`, or None with one map.
-        lses: log-sum-exp of each map over all keys, `[b, s, heads of the map]`.
+    `out` `[b, s, h, e]` is the result of one or two maps. `out2` `[b, s, h / r, e]` is the output of
+    the second map, or None. `lses` has the log-sum-exps `[b, s, heads of the map]`.
     """
 
     out: Tensor
@@ -113,10 +104,9 @@ class WholeAttention(NamedTuple):
     def deltas(self, grad: Tensor, lambda_: Tensor | None) -> tuple[Tensor, ...]:
         """Return the deltas of each map, `[b, s, heads of the map]`, in the dtype of `lses`.
 
-        The delta of the first map is rowsum(grad * out1), where `grad` `[b, s, h, e]` is the
-        gradient of `out`. The delta of the second map is the sum of rowsum(grad * out2) over the
-        signal heads that share a noise head. The gradient of lambda is minus the sum of the second
-        map's deltas.
+        The delta is rowsum(grad * output of the map), where `grad` is the gradient of `out`. For a
+        noise head it is the sum over its signal heads. The gradient of lambda is minus the sum of
+        the second map's deltas.
         """
         wide = grad.to(self.lses[0].dtype)
         sums = (wide * self.out).sum(-1)

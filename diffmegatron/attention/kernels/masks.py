@@ -23,9 +23,8 @@ T = TypeVar("T")
 def cached_tensors(create: Callable[..., T]) -> Callable[..., T]:
     """Cache the eight most recently used results of a function that creates tensors.
 
-    All layers of a batch use the same tables of the attention mask. Without the cache every layer
-    would copy them to the GPU, and wait for each copy. The function runs with inference_mode off,
-    because autograd does not accept tensors that were created during inference.
+    All layers of a batch use the same tables of the mask. Without the cache every layer would copy
+    them to the GPU, and wait. With inference_mode on, autograd would not accept the cached tensors.
     """
     return lru_cache(maxsize=8)(torch.inference_mode(False)(create))
 
@@ -72,9 +71,9 @@ class AttentionMask:
         return self.cu_seqlens is None and (is_square or not self.causal)
 
     def key_range(self, row_start: int, row_stop: int) -> tuple[int, int]:
-        """Return the smallest interval [start, stop) that contains all keys which the rows see.
+        """Return the smallest interval [start, stop) of keys that contains all which the rows see.
 
-        Rows [row_start, row_stop) and keys are indices within this call. An empty interval has
+        Rows [row_start, row_stop) and keys are counted within this call. An empty interval has
         start == stop.
         """
         first, last = self.query_offset + row_start, self.query_offset + row_stop - 1
@@ -88,10 +87,7 @@ class AttentionMask:
         return (start, stop) if start < stop else (0, 0)
 
     def unmasked_prefix(self, row_start: int, row_stop: int) -> int:
-        """Return how many keys at the start of `key_range` all of these rows see.
-
-        The result is 0 if the rows belong to several documents.
-        """
+        """Return how many first keys of `key_range` all of these rows see (0 across documents)."""
         start, stop = self.key_range(row_start, row_stop)
         if self.cu_seqlens is not None and not self._same_document(row_start, row_stop - 1):
             return 0
@@ -105,7 +101,7 @@ class AttentionMask:
     ) -> Tensor | None:
         """Return a boolean mask `[rows, keys]`, True for hidden pairs; None without any mask.
 
-        `rows` and `keys` are intervals (start, stop) of indices within this call.
+        `rows` and `keys` are intervals (start, stop), counted within this call.
         """
         if not self.causal and self.cu_seqlens is None:
             return None
@@ -121,10 +117,7 @@ class AttentionMask:
 
     @cached_tensors
     def key_intervals(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return start and stop of the keys that each query row sees: two int32 tensors `[s]`.
-
-        Keys are counted within this call.
-        """
+        """Return start and stop of the keys that each query row sees: two int32 tensors `[s]`."""
         position = torch.arange(self.query_length) + self.query_offset
         start, stop = self.document_bounds(position)
         if self.causal:
@@ -133,10 +126,7 @@ class AttentionMask:
 
     @cached_tensors
     def query_intervals(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return start and stop of the query rows that see each key: two int32 tensors `[t]`.
-
-        Rows are counted within this call.
-        """
+        """Return start and stop of the query rows that see each key: two int32 tensors `[t]`."""
         position = torch.arange(self.key_length) + self.key_offset
         start, stop = self.document_bounds(position)
         if self.causal:
@@ -145,10 +135,7 @@ class AttentionMask:
         return _clamped(start - offset, stop - offset, self.query_length, device)
 
     def document_bounds(self, position: Tensor) -> tuple[Tensor, Tensor]:
-        """Return start and end of the document at each position, in global positions.
-
-        Without documents they are the largest negative and positive int32 numbers.
-        """
+        """Return start and end of the document at each position (+-int32's limit without any)."""
         if self.cu_seqlens is None:
             infinite = torch.full_like(position, torch.iinfo(torch.int32).max)
             return -infinite, infinite
@@ -218,7 +205,7 @@ def _document_bounds(cu_seqlens: Tensor) -> tuple[int, ...]:
 def _clamped(
     start: Tensor, stop: Tensor, length: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Return [start, stop) limited to [0, length) as int32; empty intervals have start == stop."""
+    """Return [start, stop) limited to [0, length); empty intervals have start == stop."""
     start = start.clamp(0, length)
     stop = stop.clamp(0, length).maximum(start)
     return start.to(device, torch.int32), stop.to(device, torch.int32)

@@ -44,11 +44,8 @@ CHUNKS = frozenset({"chunks", "masked chunks"})
 class Call(NamedTuple):
     """Properties of a call that determine, with the installed libraries, the choice of a backend.
 
-    Attributes:
-        device: device type, as in `tensor.device.type`.
-        dtype: torch's name of the dtype of queries, keys and values, e.g. "bfloat16".
-        head_dim: d, the width of a query.
-        needs: the keys of `FEATURES` that the call uses.
+    `device` is a device type, `dtype` torch's name of the queries' dtype (e.g. "bfloat16"),
+    `head_dim` the width of a query, and `needs` has keys of `FEATURES`.
     """
 
     op: Op
@@ -66,26 +63,22 @@ class Backend:
         module: module of the package `kernels`, e.g. "pytorch.blocked". A backend for chunks also
             has the functions `attention_with_lse` and `chunk_gradients` there.
         note: one clause that describes the backend, shown as the reason of a choice.
-        work: see `costs`.
-        saved: see `costs`.
-        saves_bias: whether the mask of packed documents is saved for the backward pass: one number
-            per (query, key) pair, which all heads share. `saved` excludes it.
-        saves_values: whether v itself is saved for the backward pass. If not, copies of v are
-            saved, and `saved` includes them.
-        saves_result: whether the result (before the headwise norm) is saved for the backward pass.
-            `saved` excludes it.
+        work, saved: the costs (see `costs`).
+        saves_bias: whether the backward pass also needs the mask of packed documents, which has one
+            number per (query, key) pair for all heads.
+        saves_values: whether the backward pass needs v itself. If not, `saved` includes copies.
+        saves_result: whether the backward pass also needs the result, before the headwise norm.
         devices, dtypes, head_dims: supported values; None means any.
         library: name of the required library besides torch, or None.
         computes_hidden_pairs: whether the backend also computes (query, key) pairs that the mask
-            hides. Causal attention then needs twice the multiply-adds that `work` implies.
+            hides, which doubles the `work` of causal attention.
         lacks: unsupported keys of `FEATURES`.
-        chunk_dtypes: device type -> dtypes supported for a call that needs "chunks"; on other
-            device types all `dtypes`.
+        chunk_dtypes: device type -> dtypes supported for "chunks", if not all `dtypes`.
         fuses_norm: whether the backend itself applies the headwise norm.
-        is_interpretable: whether the backend also runs in Triton's interpreter, with any device,
-            dtype and head_dim.
+        is_interpretable: whether Triton's interpreter runs the backend with any device, dtype and
+            head_dim.
         entry: function of the module that maps an `AttentionCall` to the result, or for
-            "subtraction" heads and lambda to the result.
+            "subtraction" heads and lambda.
     """
 
     module: str
@@ -302,12 +295,10 @@ def whole_sequence_backends(op: Op) -> frozenset[str]:
 
 
 def needed_features(*, documents: bool, context: int, communication: str | None) -> frozenset[str]:
-    """Return the keys of `FEATURES` that a kernel must support for a parallel layout.
+    """Return the keys of `FEATURES` that a parallel layout needs.
 
-    Args:
-        documents: whether attention stays within packed documents.
-        context: number of context-parallel ranks.
-        communication: "ring", "all_gather" or "ulysses"; None for one rank.
+    `documents` tells whether attention stays within packed documents. `context` is the number of
+    context-parallel ranks, and `communication` "ring", "all_gather", "ulysses" or None.
     """
     needs = {"documents"} if documents else set()
     if context > 1 and communication == "ring":
@@ -321,8 +312,7 @@ def why_not(name: str, call: Call, libraries: frozenset[str]) -> str | None:
     """Return the reason why a backend cannot compute a call, or None if it can.
 
     The reason is a clause without a subject, e.g. "needs a cuda device, got cpu". `libraries` are
-    the usable optional libraries. In Triton's interpreter a backend with `is_interpretable` has no
-    limits of device, dtype and head_dim.
+    the usable optional libraries.
     """
     backend = BACKENDS[call.op][name]
     if backend.is_interpretable and is_interpreting():
@@ -355,12 +345,11 @@ def is_interpreting() -> bool:
 def choose_backend(backend: str, call: Call, libraries: frozenset[str]) -> tuple[str, str]:
     """Return the name of the backend that computes a call, and the reason for the choice.
 
-    `backend` is a key of `BACKENDS[call.op]`, or "auto" for the first backend of `AUTO_ORDER` that
-    can run. `libraries` are the usable optional libraries.
+    `backend` is a key of `BACKENDS[call.op]`, or "auto" for the first of `AUTO_ORDER` that can run.
+    `libraries` are the usable optional libraries.
 
     Raises:
-        ValueError: the name is unknown, the named backend cannot run the call, or with "auto" no
-            backend can.
+        ValueError: the backend is unknown, or no backend can run the call.
     """
     known = BACKENDS[call.op]
     if backend == "auto":

@@ -1,15 +1,17 @@
 """Differential attention in blocks of query rows, in plain PyTorch: the CPU backend.
 
-One block has both score matrices of a few query rows and all of their visible keys. The maps P1 and
-P2 are subtracted before the product with V. In the backward pass both maps share dP = dO V^T, where
-dO is the gradient of the output, and dV = (P1 - lambda P2)^T dO is one product.
-
-Only the inputs are saved, and the backward pass computes the maps again. S_i are the scores of map
-P_i, and * is the elementwise product. With D_i = rowsum(P_i * dP):
+One block has both score matrices of a few query rows and all of their visible keys. Only the inputs
+are saved, and the backward pass computes the maps P1 and P2 again. Both maps share dP = dO V^T,
+where dO is the gradient of the output, and dV = (P1 - lambda P2)^T dO. S_i are the scores of P_i,
+and * is the elementwise product. With D_i = rowsum(P_i * dP):
 
     dS1 = P1 * (dP - D1)    dS2 = -lambda P2 * (dP - D2)    dlambda = -sum(D2)
 
 If r heads of P1 share a head of P2, the dP of P2 is the sum of the dP of these r heads.
+
+In the shapes h is the number of query heads of a map, and repeats = h / h_kv. Queries have the
+layout `[b * h_kv, repeats, s, d]`, and keys `[b * h_kv, t, d]`, contiguous in fp32 (fp64 for fp64
+inputs). In a block heads counts pairs of batch row and kv head.
 """
 
 from collections.abc import Iterator, Sequence
@@ -44,11 +46,7 @@ def attend(call: AttentionCall) -> Tensor:
 
 
 def attention_with_lse(call: AttentionCall, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the output and log-sum-exp of one map, for `api.chunk_attention`; not differentiable.
-
-    The output is `[batch, queries, heads of q, width of v]`, and the log-sum-exp `[batch, queries,
-    heads of q]`.
-    """
+    """Return the output and log-sum-exp of one map, for `api.chunk_attention`, not differentiable."""
     v, mask, softmax_scale = call.maps.v, call.mask, call.scale
     q_ = group_queries(q, k.shape[2]) * softmax_scale
     k_, v_ = group_keys(k), group_keys(v)
@@ -116,10 +114,7 @@ def chunk_gradients(call: AttentionCall, grad: Tensor, whole: WholeAttention) ->
 
 
 class _BlockedAttention(torch.autograd.Function):
-    """Attention with one map, or with two maps and their subtraction.
-
-    `queries_and_keys` has the queries of all maps and then the keys of all maps.
-    """
+    """Attention with one or two maps; the arguments end with all queries and then all keys."""
 
     @staticmethod
     def forward(
@@ -207,7 +202,6 @@ def _grouped(
 
 
 def _softmax_backward(weights: Tensor, dweights: Tensor) -> Tensor:
-    """Return dS = P * (dP - rowsum(P * dP)) for weights P and their gradient dP."""
     dscores: Tensor = torch.ops.aten._softmax_backward_data(dweights, weights, -1, weights.dtype)
     return dscores
 
@@ -215,10 +209,9 @@ def _softmax_backward(weights: Tensor, dweights: Tensor) -> Tensor:
 def row_blocks(q: Tensor, mask: AttentionMask) -> Iterator[tuple[slice, slice, slice]]:
     """Yield slices (heads, query rows, visible keys) for each block with visible keys.
 
-    The slice of heads indexes the first dimension of `q` `[b * h_kv, repeats, s, d]`. On a CPU a
-    block has one head per thread, so that a thread's scores stay in the cache of its core. If the
-    rows see few keys, it has several heads per thread, because the overhead of torch's calls would
-    exceed the computation. Elsewhere a block has all heads, for few kernel launches.
+    `q` is `[b * h_kv, repeats, s, d]`. On a CPU a block has one head per thread, so that a thread's
+    scores stay in its core's cache, or several if the rows see few keys, because of the overhead of
+    torch's calls. Elsewhere a block has all heads, for few kernel launches.
     """
     groups, repeats, length = q.shape[:3]
     rows_per_block = max(ROWS_PER_BLOCK // repeats, 16)
@@ -256,10 +249,7 @@ def block_scores(q: Tensor, k: Tensor, mask: AttentionMask, rows: slice, keys: s
 
 
 def rows_without_keys(mask: AttentionMask, rows: slice, keys: slice, like: Tensor) -> Tensor | None:
-    """Return a mask `[repeats * rows, 1]`, True for rows without visible keys, or None.
-
-    `like` is the block's queries, of which only the shape and the device are used.
-    """
+    """Return a mask `[repeats * rows, 1]`, True for rows without visible keys, or None."""
     if mask.unmasked_prefix(rows.start, rows.stop) > 0:
         return None
     hidden = _hidden(mask, (rows.start, rows.stop), (keys.start, keys.stop), like.device)
@@ -299,10 +289,7 @@ def ungroup_keys(x: Tensor, batch: int) -> Tensor:
 
 
 def block_by_noise_head(x: Tensor, noise_heads: int, repeats: int = 1) -> Tensor:
-    """Split dimension 1 of `[heads, noise_heads * repeats * rows, keys]` into its three factors.
-
-    Here `repeats` is the number of signal heads per noise head.
-    """
+    """Split dimension 1 of `[heads, noise_heads * repeats * rows, keys]` into its three factors."""
     return x.unflatten(1, (noise_heads, repeats, -1))
 
 

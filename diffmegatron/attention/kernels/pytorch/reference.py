@@ -36,10 +36,9 @@ def attention_with_lse(call: AttentionCall, q: Tensor, k: Tensor) -> tuple[Tenso
 def chunk_gradients(call: AttentionCall, grad: Tensor, whole: WholeAttention) -> QKV:
     """Return the contribution of one chunk of keys to the gradients, for `api.chunk_gradients`.
 
-    `whole` is the result of attention to all keys, and `grad` is the gradient of `whole.out`. The
-    weights of a map are exp(scores - lse), and their gradient is grad v^T. Autograd treats lse as a
-    constant here. To include the gradient through lse, the delta of each query row
-    (`WholeAttention.deltas`) is subtracted from grad v^T, as in FlashAttention's backward pass.
+    The weights of a map are exp(scores - lse), and their gradient is grad v^T. Autograd treats lse
+    as a constant here. To include the gradient through lse, the deltas are subtracted from
+    grad v^T, as in FlashAttention's backward pass.
     """
     maps, lambda_ = call.maps, call.lambda_
     dtype = torch.promote_types(maps.v.dtype, torch.float32)
@@ -71,8 +70,8 @@ def _attention_map(call: AttentionCall, q: Tensor, k: Tensor) -> Tensor:
 def _masked_scores(call: AttentionCall, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     """Return scores `[b, h, s, t]`, and a mask `[s, 1]`, True for query rows without visible keys.
 
-    Scores of hidden pairs are -inf. Rows without visible keys have finite scores, because the
-    softmax of a row of -inf would have NaN gradients; the caller sets their weights to zero.
+    Hidden scores are -inf, except in rows without visible keys, whose softmax would have NaN
+    gradients. The caller sets the weights of these rows to zero.
     """
     scores = torch.einsum("bshd,bthd->bhst", q, _repeat_kv(k, q.shape[2])) * call.scale
     mask = call.mask

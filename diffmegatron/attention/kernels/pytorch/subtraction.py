@@ -33,11 +33,7 @@ class _SubtractNoise(torch.autograd.Function):
 
 
 def _by_group(heads: Tensor, lambda_: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return signal heads `[b, s, groups, r, d]`, noise heads `[b, s, groups, 1, d]` and lambda.
-
-    Lambda is `[b, s, groups, r, 1]`, and all are fp32 or wider. A group is r signal heads, followed
-    by the noise head that they share.
-    """
+    """Return signal heads `[b, s, groups, r, d]`, noise heads and lambda, in fp32 or wider."""
     dtype = torch.promote_types(heads.dtype, torch.float32)
     groups = heads.shape[2] - lambda_.shape[2]
     by_group = heads.to(dtype).unflatten(2, (groups, -1))

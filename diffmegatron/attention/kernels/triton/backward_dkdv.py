@@ -70,8 +70,7 @@ def _key_block_gradients(
 
     Return dK1, dK2 and dV, `[N, D]` and `[N, DV]`. With TMA (on Hopper) they are transposed,
     because the products that are added to them then read blocks of the maps from shared memory.
-    Otherwise these blocks would need registers, and too few would be left for matrix instructions
-    that overlap with each other.
+    Otherwise these blocks would need registers.
     """
     query_length = q1_source.length
     for first_row in tl.range(row_begin, row_end, M, disable_licm=not LICM):
@@ -252,7 +251,6 @@ def dkdv_kernel(
     ONE_PASS: tl.constexpr,
     TMA: tl.constexpr,
     LICM: tl.constexpr,
-    ACCUMULATE: tl.constexpr,
 ):
     """Compute dK and dV of N keys of one kv head; with ONE_PASS, also add to dQ.
 
@@ -278,6 +276,7 @@ def dkdv_kernel(
         k2 = Heads(k2, key_length, stride_kb, stride_ks, stride_kh)
         k2_tile = load_tile(k2, batch, kv_head, first_key, width, N, TMA)
     v_tile = load_tile(v, batch, kv_head, first_key, value_width, N, TMA)
+    ACCUMULATE: tl.constexpr = lse1_ptr.dtype.element_ty
     lambda_ = tl.load(lambda_ptr).to(ACCUMULATE)
     D: tl.constexpr = triton.next_power_of_2(width)
     DV: tl.constexpr = triton.next_power_of_2(value_width)

@@ -112,7 +112,6 @@ def dq_kernel(
     DOCUMENTS: tl.constexpr,
     TMA: tl.constexpr,
     LICM: tl.constexpr,
-    ACCUMULATE: tl.constexpr,
 ):
     """Compute dQ of M query rows of one head, for both maps, or with MAPS = 1 for the only map.
 
@@ -141,6 +140,7 @@ def dq_kernel(
         q2_tile = load_tile(q2, batch, head, first_row, width, M, TMA)
         lse2 = load_rows(lse2_ptr, batch, head, first_row, query_length, heads, float("inf"), M)
         delta2 = load_rows(delta2_ptr, batch, head, first_row, query_length, heads, 0.0, M)
+    ACCUMULATE: tl.constexpr = lse1_ptr.dtype.element_ty
     lambda_ = tl.load(lambda_ptr).to(ACCUMULATE)
     dq1 = tl.zeros(q1_tile.shape, dtype=ACCUMULATE)
     dq2 = tl.zeros(q1_tile.shape, dtype=ACCUMULATE)

@@ -32,7 +32,6 @@ def preprocess_kernel(
     value_width: tl.constexpr,
     M: tl.constexpr,
     NORM: tl.constexpr,
-    ACCUMULATE: tl.constexpr,
 ):
     """Compute the deltas of M query rows of one head; with NORM also the gradients of the norm.
 
@@ -41,6 +40,7 @@ def preprocess_kernel(
     contribution to the gradient of the norm's weight as one row `[value_width]` of
     `grad_weight_ptr`.
     """
+    ACCUMULATE: tl.constexpr = delta1_ptr.dtype.element_ty
     first_row = tl.program_id(0) * M
     batch = tl.program_id(1) // heads
     head = tl.program_id(1) % heads

@@ -12,17 +12,12 @@ import torch
 
 
 class Blocks(NamedTuple):
-    """Block sizes of one kernel, and the options of its compilation.
+    """Block sizes of one kernel (M query rows, N keys), and the options of its compilation.
 
-    Attributes:
-        M: number of query rows in a block.
-        N: number of keys in a block.
-        num_warps, num_stages: launch options of Triton. Triton issues loads at the end of a loop
-            iteration. With two stages the next iteration waits for these loads at once. With three
-            stages they are for the iteration after the next, so they overlap with products.
-        licm: whether the compiler moves loop-invariant code before the loop. Such values occupy
-            registers during the whole loop. On Hopper there are many, e.g. the addresses of
-            shared-memory tiles in matrix instructions.
+    Triton issues loads at the end of a loop iteration. With two stages the next iteration waits for
+    them at once; with three stages they are for the iteration after the next. `licm` tells whether
+    the compiler moves loop-invariant code before the loop. On Hopper there is much such code, e.g.
+    for addresses of shared memory, and its results occupy registers during the whole loop.
     """
 
     M: int
@@ -38,9 +33,8 @@ SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 class Target(Enum):
     """A class of chips and dtypes that the kernels are compiled for.
 
-    HOPPER loads 16-bit tiles through tensor descriptors (TMA). LARGE and SMALL load all tiles
-    through plain pointers. Their shared memory per thread block is at least 163 KiB (LARGE) or
-    99 KiB (SMALL).
+    HOPPER loads 16-bit tiles through tensor descriptors (TMA), LARGE and SMALL through pointers.
+    A thread block has at least 163 KiB of shared memory (LARGE) or 99 KiB (SMALL).
     """
 
     HOPPER = "hopper"

@@ -6,7 +6,7 @@ two accumulators `[rows, value width]` would not fit the registers. The output o
 (q2, k2) is computed first and stored in memory, where the backward pass needs it anyway.
 
 A block has M query rows and N keys. D and DV are the widths of queries and values, rounded up to
-powers of 2. ACCUMULATE is the dtype of the accumulators.
+powers of 2.
 """
 
 import triton
@@ -49,13 +49,13 @@ def _attend(
 ):
     """Continue the online softmax of M query rows over the keys [key_start, key_stop).
 
-    A score s is q k^T * `scale_log2`. Here `scale_log2` is softmax_scale * log2(e), so that powers
-    of 2 can replace powers of e. For each row and the keys so far:
+    With the scores s = q k^T `scale_log2`, for each row and the keys so far:
 
         largest = max(s)      total = sum(2^(s - largest))      accumulator = sum(2^(s - largest) v)
 
-    `accumulator` is `[M, DV]`, the others are `[M]`. With MASKED, a row sees only its keys
-    [row_start, row_stop). LICM allows Triton to move loop-invariant code out of the loop.
+    `scale_log2` is softmax_scale * log2(e), so that powers of 2 replace powers of e. With MASKED, a
+    row sees only its keys [row_start, row_stop). LICM allows the compiler to move loop-invariant
+    code out of the loop.
     """
     for first_key in tl.range(key_start, key_stop, N, disable_licm=not LICM):
         k = load_tile(k_source, batch, kv_head, first_key, width, N, TMA)
@@ -100,13 +100,13 @@ def _one_map(
     DOCUMENTS: tl.constexpr,
     TMA: tl.constexpr,
     LICM: tl.constexpr,
-    ACCUMULATE: tl.constexpr,
 ):
     """Return the output of one map for M query rows, `[M, DV]`, and store their log-sum-exps.
 
-    The log-sum-exp is log2(sum(2^s)) with the scores s = q k^T * `scale_log2`. A row without
-    visible keys has an output of zero and a log-sum-exp of -inf.
+    The log-sum-exp is log2(sum(2^s)). A row without visible keys has an output of zero and a
+    log-sum-exp of -inf.
     """
+    ACCUMULATE: tl.constexpr = lse_ptr.dtype.element_ty
     # Rows past the last query get its visible keys. Others would widen the block's range of keys.
     rows = tl.minimum(first_row + tl.arange(0, M), mask.query_length - 1)
     row_start, row_stop = keys_of_rows(rows, mask, CAUSAL, DOCUMENTS)
@@ -177,15 +177,14 @@ def forward_kernel(
     DOCUMENTS: tl.constexpr,
     TMA: tl.constexpr,
     LICM: tl.constexpr,
-    ACCUMULATE: tl.constexpr,
 ):
     """Compute attention of M query rows of one head.
 
-    Grid: (blocks of query rows, batch * heads). With MAPS = 2 the kernel stores out1 - lambda out2
-    at `out_ptr`, and out2 at `out2_ptr`. With MAPS = 1 it stores out1 at `out_ptr`. With NORM it
-    also stores RMSNorm(result) * norm_weight * norm_scale at `normed_ptr`, normalised over the
-    `value_width` channels of a head.
+    Grid: (blocks of query rows, batch * heads). `out_ptr` gets the result, and with MAPS = 2
+    `out2_ptr` the output of the second map. With NORM `normed_ptr` gets RMSNorm(result) *
+    norm_weight * norm_scale, normalised over the `value_width` channels of a head.
     """
+    ACCUMULATE: tl.constexpr = lse1_ptr.dtype.element_ty
     # With a causal mask the last rows see the most keys and need the most time, so start with them.
     first_row = (tl.num_programs(0) - 1 - tl.program_id(0)) * M
     batch = tl.program_id(1) // heads
@@ -200,14 +199,14 @@ def forward_kernel(
         k2 = Heads(k2, key_length, stride_kb, stride_ks, stride_kh)
         out2 = _one_map(
             q2, k2, v, mask, lse2_ptr, batch, head, kv_head, first_row, heads, scale_log2,
-            width, value_width, M, N, CAUSAL, DOCUMENTS, TMA, LICM, ACCUMULATE,
+            width, value_width, M, N, CAUSAL, DOCUMENTS, TMA, LICM,
         )  # fmt: skip
         store_tile(out2_ptr, out2, batch, head, first_row, query_length, heads, value_width)
         # Otherwise the compiler would keep the addresses of this map in registers for the next.
         first_row = opaque(first_row)
     out = _one_map(
         q1, k1, v, mask, lse1_ptr, batch, head, kv_head, first_row, heads, scale_log2,
-        width, value_width, M, N, CAUSAL, DOCUMENTS, TMA, LICM, ACCUMULATE,
+        width, value_width, M, N, CAUSAL, DOCUMENTS, TMA, LICM,
     )  # fmt: skip
     if MAPS == 2:
         # Other threads stored parts of the out2 tile that is loaded next, so wait for them.

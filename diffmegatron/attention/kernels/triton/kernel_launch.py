@@ -1,8 +1,8 @@
 """Launch functions of the Triton kernels, with their grids, block sizes and arguments.
 
-Map i is softmax(q_i k_i^T), and its output O_i is map i times the values v. Differential attention
-has two maps and the result O_1 - lambda O_2. With one map the result is O_1. dO is the gradient of
-the result. In shapes b is the batch size, s the number of query rows and h the number of heads.
+Map i is softmax(q_i k_i^T), with the output O_i. The result is O_1 - lambda O_2, or O_1 with one
+map, and dO is its gradient. In shapes b is the batch size, s the number of query rows and h the
+number of heads.
 """
 
 import math
@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -34,8 +33,7 @@ MOST_HEADS = 65535
 class Problem(NamedTuple):
     """Settings that all kernels of one attention call share.
 
-    `one_pass` tells whether the backward pass computes dQ in the same kernel as dK and dV. `target`
-    is the class of chips that the kernels are compiled for.
+    With `one_pass`, the kernel of dK and dV also computes dQ.
     """
 
     softmax_scale: float
@@ -80,11 +78,9 @@ def launch_forward(
     """Launch `forward_kernel` for both maps, or for the only map if lambda_ is None.
 
     Args:
-        inputs: q1, k1, q2, k2, v, each `[b, length, heads, width]`. With one map q2 and k2 are not
-            used; pass q1 and k1 twice.
-        outs: output tensors for O_1 - lambda O_2 and O_2; with one map, for O_1 and None.
-        lses: output tensors `[b, h, s]` for the base-2 log-sum-exps of each map; the second is None
-            with one map.
+        inputs: q1, k1, q2, k2, v, each `[b, length, heads, width]`; with one map q1 and k1 twice.
+        outs: output tensors for the result and O_2.
+        lses: output tensors `[b, h, s]` for the base-2 log-sum-exps of each map.
         norm: weight of the headwise norm, output tensor for the normalised result, eps, and factor
             of the normalised result. Without a norm the weight and the tensor are None.
     """
@@ -114,17 +110,11 @@ def launch_preprocess(
     lambda_: Tensor,
     norm: tuple[Tensor | None, float, float],
 ) -> tuple[Tensor, tuple[Tensor, Tensor], Tensor | None]:
-    """Launch `preprocess_kernel`, the first kernel of the backward pass.
+    """Launch `preprocess_kernel`, the first kernel of the backward pass with two maps.
 
-    Args:
-        grad: gradient of the normalised output, or dO without a norm.
-        out: O_1 - lambda O_2, before the norm.
-        out2: O_2.
-        norm: weight (None without a norm), eps and scale of the headwise norm.
-
-    Returns:
-        dO, the deltas rowsum(dO * O_i) of both maps `[b, h, s]`, and the gradient of the norm's
-        weight (None without a norm).
+    `grad` is the gradient of the normalised result, or dO without a norm. `norm` is weight (None
+    without a norm), eps and scale. Return dO, the deltas rowsum(dO * O_i) `[b, h, s]`, and the
+    gradient of the norm's weight.
     """
     norm_weight, norm_eps, norm_scale = norm
     delta1, delta2 = row_values(out), row_values(out)
@@ -139,7 +129,7 @@ def launch_preprocess(
             grad, out, out2, lambda_, norm_weight, grad_out, weight_parts,
             delta1, delta2, heads, length, *grad.stride()[:3], norm_eps, norm_scale,
             value_width=width, M=PREPROCESS_ROWS,
-            NORM=norm_weight is not None, ACCUMULATE=accumulate(out), num_warps=8,
+            NORM=norm_weight is not None, num_warps=8,
         )  # fmt: skip
     weight_grad = None
     if norm_weight is not None and weight_parts is not None:
@@ -232,7 +222,6 @@ def _constants(q: Tensor, v: Tensor, blocks: Blocks, problem: Problem, maps: int
         "DOCUMENTS": problem.mask.cu_seqlens is not None,
         "TMA": problem.tma,
         "LICM": blocks.licm,
-        "ACCUMULATE": accumulate(q),
         "num_warps": blocks.num_warps,
         "num_stages": blocks.num_stages,
     }
@@ -241,8 +230,8 @@ def _constants(q: Tensor, v: Tensor, blocks: Blocks, problem: Problem, maps: int
 def same_strides(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Return the tensors, or contiguous copies of all if the kernels or TMA cannot load one.
 
-    The kernels need the same strides for all tensors, and a last stride of 1. For TMA the other
-    strides and the addresses must be multiples of 16 bytes, and no stride may be 0.
+    The kernels need the same strides for all tensors, and a last stride of 1. TMA needs addresses
+    and other strides in multiples of 16 bytes, and no stride of 0.
     """
     first = tensors[0]
     step = 16 // first.element_size()
@@ -262,11 +251,6 @@ def row_values(q: Tensor) -> Tensor:
     batch, length, heads, _ = q.shape
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     return q.new_empty(batch, heads, length, dtype=dtype)
-
-
-def accumulate(q: Tensor) -> tl.dtype:
-    """Return the dtype in which the kernels accumulate sums: fp64 if q is fp64, otherwise fp32."""
-    return tl.float64 if q.dtype == torch.float64 else tl.float32
 
 
 def on_device(x: Tensor) -> AbstractContextManager[Any]:

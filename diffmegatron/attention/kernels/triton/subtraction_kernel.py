@@ -3,8 +3,7 @@
 
 The heads tensor is `[batch, length, groups * (r + 1), width]`: each group has r signal heads,
 followed by the noise head that they share. Lambda is `[batch, length, groups * r]`. A program
-handles ROWS tokens of one group, loads the noise head once, and sums the noise head's gradient over
-the signal heads in registers. In the kernels `M` is ROWS, and `ratio` is r.
+handles M tokens of one group, and loads the noise head once. `ratio` is r.
 """
 
 from typing import Any
@@ -15,8 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..first_order import first_order
-from .kernel_launch import accumulate, on_device
-from .tiles import Heads, load_tile, store_tile
+from .kernel_launch import on_device
+from .tiles import Heads, accumulator_dtype, load_tile, store_tile
 
 ROWS = 32
 
@@ -68,7 +67,6 @@ def _launch(heads: Tensor, lambda_: Tensor) -> tuple[tuple[int], tuple[int, ...]
     constants = {
         "width": width,
         "M": ROWS,
-        "ACCUMULATE": accumulate(heads),
         "num_warps": 4,
     }
     grid = (triton.cdiv(length, ROWS) * batch * groups,)
@@ -105,9 +103,9 @@ def subtract_kernel(
     stride_h,
     width: tl.constexpr,
     M: tl.constexpr,
-    ACCUMULATE: tl.constexpr,
 ):
     """Compute `signal - lambda * noise` for M rows (tokens) of all signal heads of one group."""
+    ACCUMULATE: tl.constexpr = accumulator_dtype(heads_ptr.dtype.element_ty)
     batch, group, first_row = _place(length, groups, M)
     is_row = first_row + tl.arange(0, M) < length
     heads = Heads(heads_ptr, length, stride_b, stride_s, stride_h)
@@ -139,14 +137,13 @@ def subtract_backward_kernel(
     stride_h,
     width: tl.constexpr,
     M: tl.constexpr,
-    ACCUMULATE: tl.constexpr,
 ):
     """Compute the gradients of the heads and of lambda for M rows (tokens) of one group.
 
-    dout is the gradient of the output (`grad_ptr`). Then dsignal = dout,
-    dlambda = -sum(dout * noise) over the width, and dnoise = -sum(lambda * dout) over the group's
-    signal heads.
+    With the gradient dout of the output: dsignal = dout, dlambda = -sum(dout * noise) over the
+    width, and dnoise = -sum(lambda * dout) over the group's signal heads.
     """
+    ACCUMULATE: tl.constexpr = accumulator_dtype(heads_ptr.dtype.element_ty)
     batch, group, first_row = _place(length, groups, M)
     is_row = first_row + tl.arange(0, M) < length
     all_heads = groups * (ratio + 1)

@@ -17,10 +17,9 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 class Heads(NamedTuple):
     """A `[batch, length, heads, width]` tensor in memory, with a last stride of 1.
 
-    Attributes:
-        source: a pointer, or with TMA a tensor descriptor of the view `[batch, heads, length,
-            width]` in blocks of `[1, 1, rows, WIDTH]`. For this order of dimensions the compiler
-            folds the reshape to `[rows, WIDTH]` into the load, and the tile stays in shared memory.
+    `source` is a pointer, or with TMA a tensor descriptor of the view `[batch, heads, length,
+    width]` in blocks of `[1, 1, rows, WIDTH]`. For this order of dimensions the compiler folds the
+    reshape to `[rows, WIDTH]` into the load, and the tile stays in shared memory.
     """
 
     source: Any
@@ -31,11 +30,10 @@ class Heads(NamedTuple):
 
 
 class Positions(NamedTuple):
-    """The positions of queries and keys, which `AttentionMask` describes.
+    """Lengths and positions of queries and keys, and the tables of packed documents.
 
-    Attributes:
-        shift: position of the first query minus position of the first key.
-        start_ptr, stop_ptr: with DOCUMENTS, tables of the visible interval of each row or key.
+    `shift` is the position of the first query minus that of the first key. The tables have the
+    visible interval [start, stop) of each query or key.
     """
 
     query_length: Any
@@ -43,6 +41,12 @@ class Positions(NamedTuple):
     shift: Any
     start_ptr: Any
     stop_ptr: Any
+
+
+@triton.constexpr_function
+def accumulator_dtype(dtype):
+    """Return the dtype in which sums of a tensor's elements are accumulated: fp64 or fp32."""
+    return tl.float64 if dtype == tl.float64 else tl.float32
 
 
 @triton.jit
@@ -55,10 +59,7 @@ def load_tile(
     ROWS: tl.constexpr,
     TMA: tl.constexpr = False,
 ):
-    """Load ROWS rows of one head of `Heads`, from `first_row` on, as a tile `[ROWS, WIDTH]`.
-
-    Rows from `length` on and columns past `width` are zero.
-    """
+    """Load ROWS rows of one head as a tile, with zeros outside of `length` and `width`."""
     WIDTH: tl.constexpr = triton.next_power_of_2(width)
     if TMA:
         tile = tensor.source.load([batch, head, first_row, 0]).reshape([ROWS, WIDTH])
@@ -82,10 +83,7 @@ def contiguous_heads(pointer, length, heads, width: tl.constexpr):
 
 @triton.jit
 def store_tile(pointer, tile, batch, head, first_row, length, heads, width: tl.constexpr):
-    """Store a tile in a contiguous `[batch, length, heads, width]` tensor.
-
-    Rows from `length` on and columns past `width` are not stored.
-    """
+    """Store a tile in a contiguous `[batch, length, heads, width]` tensor, as far as it is inside."""
     rows = first_row + tl.arange(0, tile.shape[0])
     columns = tl.arange(0, tile.shape[1])
     row_index = (tl.cast(batch, tl.int64) * length + rows.to(tl.int64)) * heads + head
@@ -96,10 +94,7 @@ def store_tile(pointer, tile, batch, head, first_row, length, heads, width: tl.c
 
 @triton.jit
 def load_rows(pointer, batch, head, first_row, length, heads, other, ROWS: tl.constexpr):
-    """Load one number per row, `[ROWS]`, from a contiguous `[batch, heads, length]` tensor.
-
-    Rows from `length` on get the value `other`.
-    """
+    """Load ROWS numbers of a contiguous `[batch, heads, length]` tensor, or `other` outside of it."""
     rows = first_row + tl.arange(0, ROWS)
     base = pointer + (tl.cast(batch, tl.int64) * heads + head) * length
     return tl.load(base + rows, mask=rows < length, other=other)
@@ -117,10 +112,10 @@ def store_rows(pointer, values, batch, head, first_row, length, heads):
 def multiply(a, b):
     """Return the matrix product of a and b, accumulated in fp32 (fp64 for fp64 operands).
 
-    On a GPU, fp32 operands are multiplied as tf32, because Triton's more exact input precisions
-    would spill kilobytes of registers.
+    On a GPU, fp32 operands are multiplied as tf32, because more exact products would spill
+    kilobytes of registers.
     """
-    ACCUMULATE: tl.constexpr = tl.float64 if a.dtype == tl.float64 else tl.float32
+    ACCUMULATE: tl.constexpr = accumulator_dtype(a.dtype)
     if INTERPRETED:
         # In Triton 3.6 to 3.9 the interpreter computes tl.dot of bf16 operands wrongly.
         product = tl.dot(a.to(ACCUMULATE), b.to(ACCUMULATE), out_dtype=ACCUMULATE)
@@ -133,9 +128,8 @@ def multiply(a, b):
 def opaque(x):
     """Return the integer x; the compiler cannot see that the result equals x.
 
-    Code that uses the result computes its addresses again. With x, the compiler would keep earlier
-    addresses in registers across the loops in between. At d = 128 the forward kernel has no free
-    registers for them.
+    Code that uses the result computes its addresses again, instead of keeping earlier addresses in
+    registers across loops.
     """
     if INTERPRETED:
         copy = x
@@ -148,10 +142,7 @@ def opaque(x):
 
 @triton.jit
 def keys_of_rows(rows, mask, CAUSAL: tl.constexpr, DOCUMENTS: tl.constexpr):
-    """Return the interval of visible keys, [start, stop), of each query row.
-
-    With DOCUMENTS the tables are `AttentionMask.key_intervals`, which respect causality.
-    """
+    """Return the interval of visible keys, [start, stop), of each query row."""
     if DOCUMENTS:
         start = tl.load(mask.start_ptr + rows, mask=rows < mask.query_length, other=0)
         stop = tl.load(mask.stop_ptr + rows, mask=rows < mask.query_length, other=0)
@@ -165,10 +156,7 @@ def keys_of_rows(rows, mask, CAUSAL: tl.constexpr, DOCUMENTS: tl.constexpr):
 
 @triton.jit
 def queries_of_keys(keys, mask, CAUSAL: tl.constexpr, DOCUMENTS: tl.constexpr):
-    """Return the interval of query rows, [start, stop), that see each key; empty if start >= stop.
-
-    With DOCUMENTS the tables are `AttentionMask.query_intervals`.
-    """
+    """Return the interval of query rows, [start, stop), that see each key (empty if start >= stop)."""
     if DOCUMENTS:
         start = tl.load(mask.start_ptr + keys, mask=keys < mask.key_length, other=0)
         stop = tl.load(mask.stop_ptr + keys, mask=keys < mask.key_length, other=0)

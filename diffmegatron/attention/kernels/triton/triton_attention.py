@@ -1,12 +1,11 @@
 """The Triton backend: the kernels as autograd functions.
 
-Differential attention has two maps, softmax(q1 k1^T) and softmax(q2 k2^T), with the outputs `out1`
-and `out2`, and returns `out = out1 - lambda out2`. The forward pass saves `out` and `out2`, and the
-backward pass computes out1 as out + lambda out2. Softmax attention has one map. If several heads of
-q1 share a head of q2, there is one kernel launch per map. Otherwise one kernel computes both maps.
+Differential attention returns `out = out1 - lambda out2`. The forward pass saves `out` and `out2`,
+and the backward pass computes out1 from them. If several heads of q1 share a head of q2, there is
+one kernel launch per map. Otherwise one kernel computes both maps.
 
-In the shapes b is the batch size, s the number of queries, h the number of heads of the first map,
-heads the number of heads of one map, and e the width of the values.
+In the shapes b is the batch size, s the number of queries, h the number of heads of q1, heads the
+number of heads of a map, and e the width of the values.
 """
 
 from collections.abc import Sequence
@@ -54,19 +53,13 @@ def attend(
 
 
 def attention_with_lse(call: AttentionCall, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the output `[b, s, heads, e]` and log-sum-exp `[b, s, heads]` of one map.
-
-    `api.chunk_attention` calls this function. It is not differentiable.
-    """
+    """Return the output `[b, s, heads, e]` and log-sum-exp `[b, s, heads]` of one map."""
     out, lse = _one_map(q, k, call.maps.v, problem_of(call, None, None))
     return out, lse.transpose(1, 2) / LOG2_E
 
 
 def chunk_gradients(call: AttentionCall, grad: Tensor, whole: WholeAttention) -> QKV:
-    """Return the contribution of a chunk of keys to the gradients, for `api.chunk_gradients`.
-
-    `whole` is the result of attention to all keys, and `grad` is the gradient of `whole.out`.
-    """
+    """Return the contribution of a chunk of keys to the gradients, for `api.chunk_gradients`."""
     lses = [by_head(lse * LOG2_E) for lse in whole.lses]
     deltas = whole.deltas(grad, call.lambda_)
     problem = problem_of(call, None, None)
@@ -120,10 +113,7 @@ class _BothMaps(torch.autograd.Function):
 
 
 class _SeparateMaps(torch.autograd.Function):
-    """Attention with one map, or with two maps in separate kernel launches.
-
-    `queries_and_keys` has the queries of all maps and then the keys of all maps.
-    """
+    """Attention with one kernel launch per map; its arguments end with all queries and all keys."""
 
     @staticmethod
     def forward(
@@ -152,10 +142,7 @@ class _SeparateMaps(torch.autograd.Function):
 
 
 def _one_map(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
-    """Return one map's output `[b, s, heads, e]` and base-2 log-sum-exp `[b, heads, s]`.
-
-    Both are fp32, or fp64 if q, k and v are fp64.
-    """
+    """Return one map's output `[b, s, heads, e]` and base-2 log-sum-exp `[b, heads, s]`."""
     q, k, v = (same_strides(x)[0] for x in (q, k, v))
     lse = row_values(q)
     out = lse.new_empty(*q.shape[:3], v.shape[3])
@@ -171,10 +158,9 @@ def _gradients(
     deltas: tuple[Tensor, ...],
     problem: Problem,
 ) -> QKV:
-    """Return the gradients of queries, keys and values.
+    """Return the gradients of queries, keys and values, given the gradient of the result.
 
-    `grad` `[b, s, h, e]` is the gradient of the result. For each map there are base-2 log-sum-exps
-    `[b, heads, s]` and deltas `[b, s, heads]`.
+    For each map there are base-2 log-sum-exps `[b, heads, s]` and deltas `[b, s, heads]`.
     """
     (v,) = same_strides(maps.v)
     first, last = maps.queries[0], maps.queries[-1]

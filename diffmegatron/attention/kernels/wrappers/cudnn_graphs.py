@@ -1,12 +1,9 @@
 """Plain attention by cuDNN's graphs, through nvidia-cudnn-frontend 1.32: V may be wider than Q.
 
-In the backward pass, torch's own cuDNN attention supports a V of at most 128 columns, and cuDNN
-itself at most 256 on Hopper.
-
-Tensors are contiguous `[b, length, heads, width]`. A graph describes them as
-`[b, heads, length, width]` with the corresponding strides. Packed documents have cuDNN's *ragged*
-layout: for cuDNN every document is a batch row as long as the longest document. The tensors store
-no padding, and each document has an offset and a length.
+torch's own cuDNN attention supports a V of at most 128 columns in the backward pass. Tensors are
+contiguous `[b, length, heads, width]`. Packed documents have cuDNN's *ragged* layout: for cuDNN
+every document is a batch row as long as the longest document. The tensors store no padding, and
+each document has an offset and a length.
 """
 
 from collections.abc import Mapping
@@ -34,14 +31,9 @@ MOST_ELEMENTS = 2**31
 class Problem(NamedTuple):
     """Properties of attention with one map that determine the compiled graph.
 
-    Attributes:
-        batch: number of batch rows; with packed documents, the number of documents, rounded up to a
-            power of two.
-        rows, keys: number of queries and of keys; with packed documents, the length of the longest
-            document, rounded up to a power of two.
-        causal: whether later keys are hidden; the last query has the position of the last key.
-        is_packed: whether the batch rows are documents of different lengths.
-        deterministic: whether gradients are summed in a fixed order, without atomic additions.
+    With packed documents (`is_packed`), `batch` is the number of documents, and `rows` and `keys`
+    are the length of the longest document, all rounded up to powers of two. The last query has the
+    position of the last key. `deterministic` sums gradients without atomic additions.
     """
 
     batch: int
@@ -60,13 +52,7 @@ class Problem(NamedTuple):
 
 
 class Graph(NamedTuple):
-    """A compiled graph of cuDNN, for a forward or a backward pass.
-
-    Attributes:
-        graph: the frontend's graph.
-        tensors: name, e.g. "q" or "lse" -> the graph's tensor.
-        workspace: size of the workspace in bytes.
-    """
+    """A compiled graph, its tensors by name (e.g. "q" or "lse"), and the bytes of its workspace."""
 
     graph: Any
     tensors: Mapping[str, Any]
@@ -74,12 +60,10 @@ class Graph(NamedTuple):
 
 
 class Documents(NamedTuple):
-    """Lengths and positions of packed documents, as int32 tensors on the device.
+    """Packed documents, as int32 tensors on the device.
 
-    Attributes:
-        lengths: number of tokens of each document, `[documents, 1, 1, 1]`.
-        starts: cumulative lengths from 0, `[documents + 1, 1, 1, 1]`.
-        longest: upper bound of the lengths.
+    `lengths` `[documents, 1, 1, 1]` are at most `longest`, and `starts` `[documents + 1, 1, 1, 1]`
+    are the cumulative lengths from 0.
     """
 
     lengths: Tensor
@@ -107,10 +91,7 @@ def load_library() -> ModuleType:
 
 
 def attend(call: AttentionCall) -> Tensor:
-    """Compute differential attention by two calls of plain attention, each with the whole V.
-
-    The paper calls this form FlashDiffAttn_1 (arXiv 2410.05258, appendix A).
-    """
+    """Compute differential attention by two calls of plain attention, each with the whole V."""
     mask = call.mask
     if mask.cu_seqlens is None:
         return two_calls(partial(_attend_aligned, call.scale, mask.causal), call)
@@ -136,9 +117,9 @@ def _attend_documents(
 def documents_of(bounds: tuple[int, ...], batch: int, device: torch.device) -> Documents:
     """Return the documents of all batch rows, concatenated row by row.
 
-    `bounds` are the cumulative lengths of the documents in each batch row, beginning with 0. The
-    number of documents and `longest` are rounded up to powers of two, so that many batches use the
-    same graph. The additional documents have no tokens.
+    `bounds` are the boundaries of the documents in each batch row. The number of documents and
+    `longest` are rounded up to powers of two, so that many batches use the same graph. The
+    additional documents have no tokens.
     """
     row = torch.tensor(bounds)
     lengths = row.diff().repeat(batch)
@@ -211,11 +192,7 @@ class _Attention(torch.autograd.Function):
 
 
 def _of_documents(problem: Problem, documents: Documents | None) -> dict[str, Tensor]:
-    """Return the graph's inputs that describe the documents; an empty dict without documents.
-
-    `lengths` has the tokens of each document. `q_starts` has the offset of each document in the
-    tensor q, in elements; k, v, o and lse have such offsets too.
-    """
+    """Return the documents' lengths, and their offsets in elements in each tensor."""
     if documents is None:
         return {}
     starts = {
@@ -225,7 +202,6 @@ def _of_documents(problem: Problem, documents: Documents | None) -> dict[str, Te
 
 
 def _token_sizes(problem: Problem) -> dict[str, int]:
-    """Return the number of elements per token of each tensor."""
     return {
         "q": problem.heads * problem.width,
         "k": problem.kv_heads * problem.width,
@@ -242,7 +218,6 @@ def _run(graph: Graph, data: dict[str, Tensor], device: torch.device) -> None:
 
 
 def _handle_on_stream(device: torch.device) -> Any:
-    """Return the cuDNN handle of this device, set to torch's current stream."""
     handle = _handle(device)
     stream = torch.cuda.current_stream(device).cuda_stream
     load_library().set_stream(handle=handle, stream=stream)
@@ -287,7 +262,7 @@ def backward_graph(problem: Problem) -> Graph:
 
 
 class _Builder:
-    """A cuDNN graph under construction; `tensors` has the graph's tensors by name."""
+    """A cuDNN graph under construction."""
 
     def __init__(self, problem: Problem) -> None:
         self.library = load_library()

@@ -1,8 +1,6 @@
 """Plain attention by FlashAttention 2, or by its fork flex_head_fa, where V may be wider than Q.
 
-Both libraries follow the conventions of this package (flash_attn_interface.py of flash_attn 2.8 and
-flex_head_fa 0.1.2): the last query is aligned with the last key, rows without visible keys are
-zero, and query head n attends to kv head n // (h / h_kv).
+Both libraries (flash_attn 2.8, flex_head_fa 0.1.2) follow the conventions of this package.
 """
 
 import inspect

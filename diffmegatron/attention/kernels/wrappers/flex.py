@@ -51,9 +51,8 @@ def _plain_attention(call: AttentionCall, options: dict[str, int] | None) -> Att
 def block_mask(mask: AttentionMask, device: torch.device) -> BlockMask:
     """Return the same BlockMask as torch's `create_block_mask`, but with less memory.
 
-    For s queries and t keys, `create_block_mask` needs several tensors `[s, t]`, of 4 GiB each at
-    64K positions. This function needs tensors `[s, t / 128]`, because the visible keys of a query
-    are an interval.
+    For s queries and t keys, `create_block_mask` needs several tensors `[s, t]`, this function only
+    `[s, t / 128]`, because the visible keys of a query are an interval.
     """
     start, stop = mask.key_intervals(device)
     first_key = torch.arange(0, mask.key_length, BLOCK, device=device)
@@ -82,11 +81,10 @@ def block_mask(mask: AttentionMask, device: torch.device) -> BlockMask:
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the number of true entries in each row of a table, and the order of its columns.
+    """Return the number of true blocks of keys in each row, and their indices first in each row.
 
-    The table is boolean `[query blocks, key blocks]`. The numbers are int32 `[1, 1, query blocks]`.
-    The order is int32 `[1, 1, query blocks, key blocks]`: in each row the column indices of true
-    entries, followed by the other column indices.
+    `blocks` is boolean `[query blocks, key blocks]`. The results are int32 `[1, 1, query blocks]`
+    and `[1, 1, query blocks, key blocks]`.
     """
     order = blocks.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
     return blocks.sum(-1, dtype=torch.int32)[None, None], order.to(torch.int32)[None, None]
@@ -104,8 +102,7 @@ def kernel_options(
     - forward in 16 bits: 144 KiB on 8.9 (99);
     - forward in fp32: 176 KiB on 8.0 (163), 128 KiB on 12.0 (99).
 
-    At d = 64 in 16 bits the forward kernel's default of four warps has too few registers for its
-    result. The numbers come from compiling torch's code with triton 3.7.1. No kernel was run.
+    The numbers come from compiling torch's code with triton 3.7.1. No kernel was run.
     """
     backward = _backward_options(head_dim, dtype, target)
     options = {f"bwd_{name}": size for name, size in backward.items()}
@@ -139,8 +136,8 @@ def _backward_options(head_dim: int, dtype: torch.dtype, target: Target) -> dict
 def _flex_attention(device: str) -> Any:
     """Return FlexAttention, compiled for "cuda"; for other devices uncompiled, storing all scores.
 
-    For given widths, dtypes and numbers of heads, torch compiles once for the first sequence
-    length, and once for all other lengths. New document boundaries cause no compilation.
+    Torch compiles once for the first length, and once for all other lengths. New document
+    boundaries cause no compilation.
     """
     if device != "cuda":
         return flex_attention

@@ -1,8 +1,4 @@
-"""Attention by torch's scaled_dot_product_attention: one call for softmax, four for differential.
-
-In shapes, b is the batch size, s and t the numbers of queries and keys, h and h_kv the numbers of
-query heads and kv heads, d the width of a query and e the width of a value.
-"""
+"""Attention by torch's scaled_dot_product_attention, in one call or (differential) in four."""
 
 from functools import partial
 from typing import NamedTuple
@@ -32,7 +28,6 @@ def attention_with_lse(call: AttentionCall, q: Tensor, k: Tensor) -> tuple[Tenso
     """Return the output and log-sum-exp of one map by torch's flash kernels; not differentiable.
 
     V is split along its width into pieces as wide as Q, because the kernels need equal widths.
-    Torch's argument `is_causal` must be able to express the mask.
     """
     v = call.maps.v
     dtype = torch.promote_types(v.dtype, torch.float32)
@@ -47,13 +42,10 @@ def attention_with_lse(call: AttentionCall, q: Tensor, k: Tensor) -> tuple[Tenso
 def chunk_gradients(call: AttentionCall, grad: Tensor, whole: WholeAttention) -> QKV:
     """Return the contribution of one chunk to the gradients, computed by torch's flash kernels.
 
-    As in torch's own context parallelism, the kernels receive the output and the log-sum-exp of
-    attention to the keys of all chunks (`whole`).
-
-    V, the output O and its gradient dO are split along their width into pieces as wide as Q, and
-    each piece has its own kernel call. The gradient of the scores is
-    P * (dO V^T - rowsum(dO * O)) with the attention weights P. Both terms in the parentheses are
-    sums over the width, so the gradients of q and k can be summed over the calls.
+    The kernels receive the output O and the log-sum-exp of attention to the keys of all chunks.
+    V, O and its gradient dO are split along their width into pieces as wide as Q, with a kernel call
+    per piece. The gradient of the scores is P * (dO V^T - rowsum(dO * O)) with the attention weights
+    P. Both terms in the parentheses are sums over the width, so the gradients of q and k add up.
     """
     maps, lambda_ = call.maps, call.lambda_
     kv_heads, width = maps.v.shape[2], maps.queries[0].shape[3]
@@ -130,7 +122,7 @@ def _pieces(x: Tensor, heads: int, width: int) -> list[Tensor]:
 def _per_query_head(x: Tensor, heads: int) -> Tensor:
     """Repeat each kv head for the query heads that share it: `[b, t, h_kv, e] -> [b, h, t, e]`.
 
-    The kernel's backward pass cannot sum gradients over query heads that share a kv head.
+    The kernel's backward pass cannot sum gradients over these query heads.
     """
     return x.transpose(1, 2).repeat_interleave(heads // x.shape[2], dim=1)
 
@@ -143,9 +135,8 @@ def _per_kv_head(grad: Tensor, kv_heads: int) -> Tensor:
 class _Bias(NamedTuple):
     """A mask in the form that torch's kernels accept.
 
-    Attributes:
-        scores: 0 or -inf to add to the scores, `[s, t]` in the dtype of the values.
-        empty_rows: bool `[s, 1]`, True for queries without visible keys, where `scores` is 0.
+    `scores` `[s, t]` has the 0 or -inf to add to the scores, and `empty_rows` `[s, 1]` is True for
+    queries without visible keys, where `scores` is 0.
     """
 
     scores: Tensor

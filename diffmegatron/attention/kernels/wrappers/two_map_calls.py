@@ -1,11 +1,8 @@
 """Differential attention from calls of any plain attention (arXiv 2410.05258, appendix A).
 
-With Q of width d and V of width 2d, the paper has two forms:
-
-- FlashDiffAttn_1 makes two calls, one per map, with the whole V. Per head and (query, key) pair it
-  needs 6d multiply-adds in the forward pass and 14d in the backward pass.
-- FlashDiffAttn_2 is for kernels that need a V as wide as Q. It makes four calls, two per map, each
-  with half of V. It needs 8d multiply-adds in the forward pass and 20d in the backward pass.
+With Q of width d and V of width 2d, the paper has two forms. FlashDiffAttn_1 makes two calls with
+the whole V: 6d multiply-adds per pair and head forward, 14d backward. FlashDiffAttn_2, for kernels
+that need a V as wide as Q, makes four calls with halves of V: 8d forward, 20d backward.
 """
 
 from collections.abc import Callable
@@ -34,8 +31,8 @@ def two_calls(attend: Attend, call: AttentionCall) -> Tensor:
 def four_calls(attend: Attend, call: AttentionCall) -> Tensor:
     """Return the same result as `two_calls`, with V in two halves that are as wide as Q.
 
-    The halves are copied, because V is a view of the output of the fused projection. Saved views of
-    V would keep all query, key and value heads in memory.
+    The halves are copied, because V is a view of the output of the fused projection. Saved views
+    would keep all query, key and value heads in memory.
     """
     halves = [half.contiguous() for half in call.maps.v.chunk(2, -1)]
 
