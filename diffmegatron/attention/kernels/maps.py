@@ -77,8 +77,8 @@ def by_noise_head(x: Tensor, noise_heads: int) -> Tensor:
 class WholeAttention(NamedTuple):
     """Results of attention over all keys, which the gradients of each chunk of keys need.
 
-    `out` `[b, s, h, e]` is the result of one or two maps. `out2` `[b, s, h / r, e]` is the output of
-    the second map, or None. `lses` has the log-sum-exps `[b, s, heads of the map]`.
+    `out` `[b, s, h, e]` is the result of one or two maps. `out2` `[b, s, h / r, e]` is the output
+    of the second map, or None. `lses` has the log-sum-exps `[b, s, heads of the map]`.
     """
 
     out: Tensor

@@ -46,7 +46,7 @@ def attend(call: AttentionCall) -> Tensor:
 
 
 def attention_with_lse(call: AttentionCall, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the output and log-sum-exp of one map, for `api.chunk_attention`, not differentiable."""
+    """Return the output and log-sum-exp of one map, for `api.chunk_attention`."""
     v, mask, softmax_scale = call.maps.v, call.mask, call.scale
     q_ = group_queries(q, k.shape[2]) * softmax_scale
     k_, v_ = group_keys(k), group_keys(v)

@@ -83,7 +83,7 @@ def contiguous_heads(pointer, length, heads, width: tl.constexpr):
 
 @triton.jit
 def store_tile(pointer, tile, batch, head, first_row, length, heads, width: tl.constexpr):
-    """Store a tile in a contiguous `[batch, length, heads, width]` tensor, as far as it is inside."""
+    """Store the part of a tile that is inside a contiguous `[batch, length, heads, width]` tensor."""
     rows = first_row + tl.arange(0, tile.shape[0])
     columns = tl.arange(0, tile.shape[1])
     row_index = (tl.cast(batch, tl.int64) * length + rows.to(tl.int64)) * heads + head
@@ -94,7 +94,7 @@ def store_tile(pointer, tile, batch, head, first_row, length, heads, width: tl.c
 
 @triton.jit
 def load_rows(pointer, batch, head, first_row, length, heads, other, ROWS: tl.constexpr):
-    """Load ROWS numbers of a contiguous `[batch, heads, length]` tensor, or `other` outside of it."""
+    """Load ROWS numbers of a contiguous `[batch, heads, length]` tensor; outside of it `other`."""
     rows = first_row + tl.arange(0, ROWS)
     base = pointer + (tl.cast(batch, tl.int64) * heads + head) * length
     return tl.load(base + rows, mask=rows < length, other=other)
@@ -156,7 +156,7 @@ def keys_of_rows(rows, mask, CAUSAL: tl.constexpr, DOCUMENTS: tl.constexpr):
 
 @triton.jit
 def queries_of_keys(keys, mask, CAUSAL: tl.constexpr, DOCUMENTS: tl.constexpr):
-    """Return the interval of query rows, [start, stop), that see each key (empty if start >= stop)."""
+    """Return the query rows [start, stop) that see each key; start >= stop is empty."""
     if DOCUMENTS:
         start = tl.load(mask.start_ptr + keys, mask=keys < mask.key_length, other=0)
         stop = tl.load(mask.stop_ptr + keys, mask=keys < mask.key_length, other=0)
