@@ -24,7 +24,6 @@ import triton.language as tl
 
 from .tiles import (
     Heads,
-    Positions,
     load_rows,
     load_tile,
     multiply,
@@ -55,7 +54,7 @@ def _key_block_gradients(
     query_stop,
     batch,
     head,
-    heads,
+    layout,
     scale_log2,
     width: tl.constexpr,
     value_width: tl.constexpr,
@@ -72,7 +71,6 @@ def _key_block_gradients(
     because the products that are added to them then read blocks of the maps from shared memory.
     Otherwise these blocks would need registers.
     """
-    query_length = q1_source.length
     for first_row in tl.range(row_begin, row_end, M, disable_licm=not LICM):
         rows = first_row + tl.arange(0, M)
         visible = (rows[:, None] >= query_start[None, :]) & (rows[:, None] < query_stop[None, :])
@@ -91,23 +89,21 @@ def _key_block_gradients(
             if first_row < opaque(row_end):
                 combined, dscores1, dscores2 = _map_gradients(
                     q1, k1, q2, k2, v, grad, lse_ptrs, delta_ptrs, lambda_, visible,
-                    batch, head, first_row, query_length, heads, scale_log2, M, MAPS, TMA,
+                    batch, head, first_row, layout, scale_log2, M, MAPS, TMA,
                 )  # fmt: skip
         else:
             combined, dscores1, dscores2 = _map_gradients(
                 q1, k1, q2, k2, v, grad, lse_ptrs, delta_ptrs, lambda_, visible,
-                batch, head, first_row, query_length, heads, scale_log2, M, MAPS, TMA,
+                batch, head, first_row, layout, scale_log2, M, MAPS, TMA,
             )  # fmt: skip
         dk1 += _sum_over_rows(dscores1, q1, TMA)
         if MAPS == 2:
             dk2 += _sum_over_rows(dscores2, q2, TMA)
         dv += _sum_over_rows(combined, grad, TMA)
         if ONE_PASS:
-            _add_dq(dq_ptrs[0], dscores1, k1, batch, head, first_row, query_length, heads, width)
+            _add_dq(dq_ptrs[0], dscores1, k1, batch, head, first_row, layout, width)
             if MAPS == 2:
-                _add_dq(
-                    dq_ptrs[1], dscores2, k2, batch, head, first_row, query_length, heads, width
-                )
+                _add_dq(dq_ptrs[1], dscores2, k2, batch, head, first_row, layout, width)
     return dk1, dk2, dv
 
 
@@ -126,8 +122,7 @@ def _map_gradients(
     batch,
     head,
     first_row,
-    query_length,
-    heads,
+    layout,
     scale_log2,
     M: tl.constexpr,
     MAPS: tl.constexpr,
@@ -137,6 +132,7 @@ def _map_gradients(
 
     With MAPS = 1 the results are P1, dS1 and dS1.
     """
+    query_length, heads = layout.query_length, layout.heads
     dmap = _rows_times_keys(grad, v, TRANSPOSED)
     # Rows past the last query get a log-sum-exp of +inf, which makes their weights zero.
     lse1 = load_rows(lse_ptrs[0], batch, head, first_row, query_length, heads, float("inf"), M)
@@ -187,7 +183,7 @@ def _rows_times_keys(rows, keys, TRANSPOSED: tl.constexpr):
 
 
 @triton.jit
-def _add_dq(dq_ptr, dscores, k, batch, head, first_row, query_length, heads, width: tl.constexpr):
+def _add_dq(dq_ptr, dscores, k, batch, head, first_row, layout, width: tl.constexpr):
     """Add dS K of one block to dQ, a contiguous `[batch, length, heads, width]` tensor.
 
     `launch_backward` multiplies the complete dQ by `scale`. A TMA reduction would need another
@@ -196,8 +192,9 @@ def _add_dq(dq_ptr, dscores, k, batch, head, first_row, query_length, heads, wid
     dq = multiply(dscores, k)
     rows = opaque(first_row) + tl.arange(0, dq.shape[0])
     columns = tl.arange(0, dq.shape[1])
-    row_index = (tl.cast(batch, tl.int64) * query_length + rows.to(tl.int64)) * heads + head
-    inside = (rows < query_length)[:, None] & (columns < width)[None, :]
+    row_index = tl.cast(batch, tl.int64) * layout.query_length + rows.to(tl.int64)
+    row_index = row_index * layout.heads + head
+    inside = (rows < layout.query_length)[:, None] & (columns < width)[None, :]
     pointers = dq_ptr + row_index[:, None] * width + columns[None, :]
     tl.atomic_add(pointers, dq, mask=inside, sem="relaxed")
 
@@ -211,34 +208,16 @@ def dkdv_kernel(
     v,
     grad,
     lambda_ptr,
-    lse1_ptr,
-    lse2_ptr,
-    delta1_ptr,
-    delta2_ptr,
-    dk1_ptr,
-    dk2_ptr,
+    lse_ptrs,
+    delta_ptrs,
+    dk_ptrs,
     dv_ptr,
-    dq1_ptr,
-    dq2_ptr,
-    query_start_ptr,
-    query_stop_ptr,
-    heads,
-    kv_heads,
-    query_length,
-    key_length,
-    shift,
-    stride_qb,
-    stride_qs,
-    stride_qh,
-    stride_kb,
-    stride_ks,
-    stride_kh,
-    stride_vb,
-    stride_vs,
-    stride_vh,
-    stride_gb,
-    stride_gs,
-    stride_gh,
+    dq_ptrs,
+    layout,
+    q_strides,
+    k_strides,
+    v_strides,
+    grad_strides,
     scale,
     scale_log2,
     width: tl.constexpr,
@@ -257,26 +236,26 @@ def dkdv_kernel(
     Grid: (key blocks, batch * kv_heads). A program loops over all query heads of the kv head.
     """
     first_key = tl.program_id(0) * N
+    kv_heads, key_length = layout.kv_heads, layout.key_length
     batch = tl.program_id(1) // kv_heads
     kv_head = tl.program_id(1) % kv_heads
     keys = first_key + tl.arange(0, N)
-    mask = Positions(query_length, key_length, shift, query_start_ptr, query_stop_ptr)
-    query_start, query_stop = queries_of_keys(keys, mask, CAUSAL, DOCUMENTS)
+    query_start, query_stop = queries_of_keys(keys, layout, CAUSAL, DOCUMENTS)
     is_key = keys < key_length
-    row_begin = tl.min(tl.where(is_key, query_start, query_length), 0)
+    row_begin = tl.min(tl.where(is_key, query_start, layout.query_length), 0)
     row_end = tl.max(query_stop, 0)
-    q1 = Heads(q1, query_length, stride_qb, stride_qs, stride_qh)
-    k1 = Heads(k1, key_length, stride_kb, stride_ks, stride_kh)
-    v = Heads(v, key_length, stride_vb, stride_vs, stride_vh)
-    grad = Heads(grad, query_length, stride_gb, stride_gs, stride_gh)
+    q1 = Heads(q1, layout.query_length, q_strides)
+    k1 = Heads(k1, layout.key_length, k_strides)
+    v = Heads(v, layout.key_length, v_strides)
+    grad = Heads(grad, layout.query_length, grad_strides)
     k1_tile = load_tile(k1, batch, kv_head, first_key, width, N, TMA)
     q2, k2_tile = q1, k1_tile
     if MAPS == 2:
-        q2 = Heads(q2_source, query_length, stride_qb, stride_qs, stride_qh)
-        k2 = Heads(k2, key_length, stride_kb, stride_ks, stride_kh)
+        q2 = Heads(q2_source, layout.query_length, q_strides)
+        k2 = Heads(k2, layout.key_length, k_strides)
         k2_tile = load_tile(k2, batch, kv_head, first_key, width, N, TMA)
     v_tile = load_tile(v, batch, kv_head, first_key, value_width, N, TMA)
-    ACCUMULATE: tl.constexpr = lse1_ptr.dtype.element_ty
+    ACCUMULATE: tl.constexpr = lse_ptrs[0].dtype.element_ty
     lambda_ = tl.load(lambda_ptr).to(ACCUMULATE)
     D: tl.constexpr = triton.next_power_of_2(width)
     DV: tl.constexpr = triton.next_power_of_2(value_width)
@@ -287,17 +266,17 @@ def dkdv_kernel(
         dk1 = tl.zeros([N, D], dtype=ACCUMULATE)
         dv = tl.zeros([N, DV], dtype=ACCUMULATE)
     dk2 = tl.zeros_like(dk1)
-    repeats = heads // kv_heads
+    repeats = layout.heads // kv_heads
     for head in range(kv_head * repeats, (kv_head + 1) * repeats):
         dk1, dk2, dv = _key_block_gradients(
             dk1, dk2, dv, k1_tile, k2_tile, v_tile, q1, q2, grad,
-            (lse1_ptr, lse2_ptr), (delta1_ptr, delta2_ptr), (dq1_ptr, dq2_ptr), lambda_,
-            row_begin, row_end, query_start, query_stop, batch, head, heads, scale_log2,
+            lse_ptrs, delta_ptrs, dq_ptrs, lambda_, row_begin, row_end, query_start, query_stop,
+            batch, head, layout, scale_log2,
             width, value_width, M, N, MAPS, ONE_PASS, TMA, LICM,
         )  # fmt: skip
     if TMA:
         dk1, dk2, dv = tl.trans(dk1), tl.trans(dk2), tl.trans(dv)
-    store_tile(dk1_ptr, dk1 * scale, batch, kv_head, first_key, key_length, kv_heads, width)
+    store_tile(dk_ptrs[0], dk1 * scale, batch, kv_head, first_key, key_length, kv_heads, width)
     if MAPS == 2:
-        store_tile(dk2_ptr, dk2 * scale, batch, kv_head, first_key, key_length, kv_heads, width)
+        store_tile(dk_ptrs[1], dk2 * scale, batch, kv_head, first_key, key_length, kv_heads, width)
     store_tile(dv_ptr, dv, batch, kv_head, first_key, key_length, kv_heads, value_width)

@@ -8,7 +8,7 @@ keys. D is the width of queries, rounded up to a power of 2.
 import triton
 import triton.language as tl
 
-from .tiles import Heads, Positions, keys_of_rows, load_rows, load_tile, multiply, store_tile
+from .tiles import Heads, keys_of_rows, load_rows, load_tile, multiply, store_tile
 
 
 @triton.jit
@@ -76,31 +76,14 @@ def dq_kernel(
     v,
     grad,
     lambda_ptr,
-    lse1_ptr,
-    lse2_ptr,
-    delta1_ptr,
-    delta2_ptr,
-    dq1_ptr,
-    dq2_ptr,
-    row_start_ptr,
-    row_stop_ptr,
-    heads,
-    kv_heads,
-    query_length,
-    key_length,
-    shift,
-    stride_qb,
-    stride_qs,
-    stride_qh,
-    stride_kb,
-    stride_ks,
-    stride_kh,
-    stride_vb,
-    stride_vs,
-    stride_vh,
-    stride_gb,
-    stride_gs,
-    stride_gh,
+    lse_ptrs,
+    delta_ptrs,
+    dq_ptrs,
+    layout,
+    q_strides,
+    k_strides,
+    v_strides,
+    grad_strides,
     scale,
     scale_log2,
     width: tl.constexpr,
@@ -118,29 +101,29 @@ def dq_kernel(
     Grid: (blocks of query rows, batch * heads).
     """
     first_row = (tl.num_programs(0) - 1 - tl.program_id(0)) * M
+    heads, query_length = layout.heads, layout.query_length
     batch = tl.program_id(1) // heads
     head = tl.program_id(1) % heads
-    kv_head = head // (heads // kv_heads)
+    kv_head = head // (heads // layout.kv_heads)
     rows = tl.minimum(first_row + tl.arange(0, M), query_length - 1)
-    mask = Positions(query_length, key_length, shift, row_start_ptr, row_stop_ptr)
-    row_start, row_stop = keys_of_rows(rows, mask, CAUSAL, DOCUMENTS)
-    q1 = Heads(q1, query_length, stride_qb, stride_qs, stride_qh)
-    k1 = Heads(k1, key_length, stride_kb, stride_ks, stride_kh)
-    v = Heads(v, key_length, stride_vb, stride_vs, stride_vh)
-    grad = Heads(grad, query_length, stride_gb, stride_gs, stride_gh)
+    row_start, row_stop = keys_of_rows(rows, layout, CAUSAL, DOCUMENTS)
+    q1 = Heads(q1, query_length, q_strides)
+    k1 = Heads(k1, layout.key_length, k_strides)
+    v = Heads(v, layout.key_length, v_strides)
+    grad = Heads(grad, query_length, grad_strides)
     q1_tile = load_tile(q1, batch, head, first_row, width, M, TMA)
     grad_tile = load_tile(grad, batch, head, first_row, value_width, M, TMA)
     # Rows past the last query get a log-sum-exp of +inf, which makes their weights zero.
-    lse1 = load_rows(lse1_ptr, batch, head, first_row, query_length, heads, float("inf"), M)
-    delta1 = load_rows(delta1_ptr, batch, head, first_row, query_length, heads, 0.0, M)
+    lse1 = load_rows(lse_ptrs[0], batch, head, first_row, query_length, heads, float("inf"), M)
+    delta1 = load_rows(delta_ptrs[0], batch, head, first_row, query_length, heads, 0.0, M)
     k2, q2_tile, lse2, delta2 = k1, q1_tile, lse1, delta1
     if MAPS == 2:
-        q2 = Heads(q2, query_length, stride_qb, stride_qs, stride_qh)
-        k2 = Heads(k2_source, key_length, stride_kb, stride_ks, stride_kh)
+        q2 = Heads(q2, query_length, q_strides)
+        k2 = Heads(k2_source, layout.key_length, k_strides)
         q2_tile = load_tile(q2, batch, head, first_row, width, M, TMA)
-        lse2 = load_rows(lse2_ptr, batch, head, first_row, query_length, heads, float("inf"), M)
-        delta2 = load_rows(delta2_ptr, batch, head, first_row, query_length, heads, 0.0, M)
-    ACCUMULATE: tl.constexpr = lse1_ptr.dtype.element_ty
+        lse2 = load_rows(lse_ptrs[1], batch, head, first_row, query_length, heads, float("inf"), M)
+        delta2 = load_rows(delta_ptrs[1], batch, head, first_row, query_length, heads, 0.0, M)
+    ACCUMULATE: tl.constexpr = lse_ptrs[0].dtype.element_ty
     lambda_ = tl.load(lambda_ptr).to(ACCUMULATE)
     dq1 = tl.zeros(q1_tile.shape, dtype=ACCUMULATE)
     dq2 = tl.zeros(q1_tile.shape, dtype=ACCUMULATE)
@@ -160,6 +143,6 @@ def dq_kernel(
         unmasked_end, key_end, row_start, row_stop, batch, kv_head, scale_log2,
         width, value_width, N, MAPS, True, TMA, LICM,
     )  # fmt: skip
-    store_tile(dq1_ptr, dq1 * scale, batch, head, first_row, query_length, heads, width)
+    store_tile(dq_ptrs[0], dq1 * scale, batch, head, first_row, query_length, heads, width)
     if MAPS == 2:
-        store_tile(dq2_ptr, dq2 * scale, batch, head, first_row, query_length, heads, width)
+        store_tile(dq_ptrs[1], dq2 * scale, batch, head, first_row, query_length, heads, width)

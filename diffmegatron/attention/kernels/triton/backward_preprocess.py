@@ -24,9 +24,7 @@ def preprocess_kernel(
     delta2_ptr,
     heads,
     query_length,
-    stride_gb,
-    stride_gs,
-    stride_gh,
+    grad_strides,
     norm_eps,
     norm_scale,
     value_width: tl.constexpr,
@@ -44,7 +42,7 @@ def preprocess_kernel(
     first_row = tl.program_id(0) * M
     batch = tl.program_id(1) // heads
     head = tl.program_id(1) % heads
-    grad = Heads(grad_ptr, query_length, stride_gb, stride_gs, stride_gh)
+    grad = Heads(grad_ptr, query_length, grad_strides)
     out = contiguous_heads(out_ptr, query_length, heads, value_width)
     out2 = contiguous_heads(out2_ptr, query_length, heads, value_width)
     grad = load_tile(grad, batch, head, first_row, value_width, M).to(ACCUMULATE)

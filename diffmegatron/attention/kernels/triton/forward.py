@@ -14,7 +14,6 @@ import triton.language as tl
 
 from .tiles import (
     Heads,
-    Positions,
     contiguous_heads,
     keys_of_rows,
     load_tile,
@@ -84,13 +83,12 @@ def _one_map(
     q_source,
     k,
     v,
-    mask,
+    layout,
     lse_ptr,
     batch,
     head,
     kv_head,
     first_row,
-    heads,
     scale_log2,
     width: tl.constexpr,
     value_width: tl.constexpr,
@@ -108,8 +106,8 @@ def _one_map(
     """
     ACCUMULATE: tl.constexpr = lse_ptr.dtype.element_ty
     # Rows past the last query get its visible keys. Others would widen the block's range of keys.
-    rows = tl.minimum(first_row + tl.arange(0, M), mask.query_length - 1)
-    row_start, row_stop = keys_of_rows(rows, mask, CAUSAL, DOCUMENTS)
+    rows = tl.minimum(first_row + tl.arange(0, M), layout.query_length - 1)
+    row_start, row_stop = keys_of_rows(rows, layout, CAUSAL, DOCUMENTS)
     q = load_tile(q_source, batch, head, first_row, width, M, TMA)
     accumulator = tl.zeros([M, triton.next_power_of_2(value_width)], dtype=ACCUMULATE)
     largest = tl.full([M], float("-inf"), dtype=ACCUMULATE)
@@ -130,7 +128,7 @@ def _one_map(
     )  # fmt: skip
     empty = total == 0.0
     lse = tl.where(empty, float("-inf"), largest + tl.log2(tl.where(empty, 1.0, total)))
-    store_rows(lse_ptr, lse, batch, head, first_row, mask.query_length, heads)
+    store_rows(lse_ptr, lse, batch, head, first_row, layout.query_length, layout.heads)
     return accumulator / tl.where(empty, 1.0, total)[:, None]
 
 
@@ -144,26 +142,13 @@ def forward_kernel(
     lambda_ptr,
     out_ptr,
     out2_ptr,
-    lse1_ptr,
-    lse2_ptr,
+    lse_ptrs,
     norm_weight_ptr,
     normed_ptr,
-    row_start_ptr,
-    row_stop_ptr,
-    heads,
-    kv_heads,
-    query_length,
-    key_length,
-    shift,
-    stride_qb,
-    stride_qs,
-    stride_qh,
-    stride_kb,
-    stride_ks,
-    stride_kh,
-    stride_vb,
-    stride_vs,
-    stride_vh,
+    layout,
+    q_strides,
+    k_strides,
+    v_strides,
     scale_log2,
     norm_eps,
     norm_scale,
@@ -184,28 +169,28 @@ def forward_kernel(
     `out2_ptr` the output of the second map. With NORM `normed_ptr` gets RMSNorm(result) *
     norm_weight * norm_scale, normalised over the `value_width` channels of a head.
     """
-    ACCUMULATE: tl.constexpr = lse1_ptr.dtype.element_ty
+    ACCUMULATE: tl.constexpr = lse_ptrs[0].dtype.element_ty
     # With a causal mask the last rows see the most keys and need the most time, so start with them.
     first_row = (tl.num_programs(0) - 1 - tl.program_id(0)) * M
+    heads, query_length = layout.heads, layout.query_length
     batch = tl.program_id(1) // heads
     head = tl.program_id(1) % heads
-    kv_head = head // (heads // kv_heads)
-    q1 = Heads(q1, query_length, stride_qb, stride_qs, stride_qh)
-    k1 = Heads(k1, key_length, stride_kb, stride_ks, stride_kh)
-    v = Heads(v, key_length, stride_vb, stride_vs, stride_vh)
-    mask = Positions(query_length, key_length, shift, row_start_ptr, row_stop_ptr)
+    kv_head = head // (heads // layout.kv_heads)
+    q1 = Heads(q1, layout.query_length, q_strides)
+    k1 = Heads(k1, layout.key_length, k_strides)
+    v = Heads(v, layout.key_length, v_strides)
     if MAPS == 2:
-        q2 = Heads(q2, query_length, stride_qb, stride_qs, stride_qh)
-        k2 = Heads(k2, key_length, stride_kb, stride_ks, stride_kh)
+        q2 = Heads(q2, layout.query_length, q_strides)
+        k2 = Heads(k2, layout.key_length, k_strides)
         out2 = _one_map(
-            q2, k2, v, mask, lse2_ptr, batch, head, kv_head, first_row, heads, scale_log2,
+            q2, k2, v, layout, lse_ptrs[1], batch, head, kv_head, first_row, scale_log2,
             width, value_width, M, N, CAUSAL, DOCUMENTS, TMA, LICM,
         )  # fmt: skip
         store_tile(out2_ptr, out2, batch, head, first_row, query_length, heads, value_width)
         # Otherwise the compiler would keep the addresses of this map in registers for the next.
         first_row = opaque(first_row)
     out = _one_map(
-        q1, k1, v, mask, lse1_ptr, batch, head, kv_head, first_row, heads, scale_log2,
+        q1, k1, v, layout, lse_ptrs[0], batch, head, kv_head, first_row, scale_log2,
         width, value_width, M, N, CAUSAL, DOCUMENTS, TMA, LICM,
     )  # fmt: skip
     if MAPS == 2:

@@ -23,6 +23,7 @@ from .backward_dq import dq_kernel
 from .backward_preprocess import preprocess_kernel
 from .block_sizes import Blocks, Target, dkdv_blocks, dq_blocks, forward_blocks, target_of
 from .forward import forward_kernel
+from .tiles import Layout
 
 LOG2_E = math.log2(math.e)
 PREPROCESS_ROWS = 32
@@ -45,6 +46,11 @@ class Problem(NamedTuple):
     def tma(self) -> bool:
         """True if the kernels load tiles through tensor descriptors (Tensor Memory Accelerator)."""
         return self.target is Target.HOPPER
+
+    @property
+    def is_packed(self) -> bool:
+        """True if the mask has document boundaries."""
+        return self.mask.cu_seqlens is not None
 
 
 def problem_of(call: AttentionCall, one_pass: bool | None, target: Target | None) -> Problem:
@@ -88,15 +94,11 @@ def launch_forward(
     batch, length, heads, width = q1.shape
     blocks = forward_blocks(width, q1.dtype, problem.target)
     norm_weight, normed, norm_eps, norm_scale = norm
-    intervals: tuple[Tensor | None, Tensor | None] = (None, None)
-    if problem.mask.cu_seqlens is not None:
-        intervals = problem.mask.key_intervals(q1.device)
+    intervals = problem.mask.key_intervals(q1.device) if problem.is_packed else (None, None)
     with on_device(q1):
         forward_kernel[(triton.cdiv(length, blocks.M), batch * heads)](
-            *_sources(inputs, blocks, problem.tma), lambda_, *outs, *lses,
-            norm_weight, normed, *intervals, heads, k1.shape[2], length, k1.shape[1],
-            problem.mask.query_offset - problem.mask.key_offset,
-            *q1.stride()[:3], *k1.stride()[:3], *v.stride()[:3],
+            *_sources(inputs, blocks, problem.tma), lambda_, *outs, lses, norm_weight, normed,
+            _layout(q1, k1, problem.mask, intervals), *_strides(q1, k1, v),
             problem.softmax_scale * LOG2_E, norm_eps, norm_scale,
             NORM=norm_weight is not None,
             **_constants(q1, v, blocks, problem, maps=1 if lambda_ is None else 2),
@@ -127,7 +129,7 @@ def launch_preprocess(
     with on_device(out):
         preprocess_kernel[grid](
             grad, out, out2, lambda_, norm_weight, grad_out, weight_parts,
-            delta1, delta2, heads, length, *grad.stride()[:3], norm_eps, norm_scale,
+            delta1, delta2, heads, length, grad.stride()[:3], norm_eps, norm_scale,
             value_width=width, M=PREPROCESS_ROWS,
             NORM=norm_weight is not None, num_warps=8,
         )  # fmt: skip
@@ -163,33 +165,39 @@ def launch_backward(
     dks = [torch.empty(k1.shape, dtype=k1.dtype, device=k1.device) for _ in range(maps)]
     dv = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     absent = [None] * (2 - maps)
-    is_packed = problem.mask.cu_seqlens is not None
-    none = (None, None)
-    sizes = (
-        heads, kv_heads, length, key_length, problem.mask.query_offset - problem.mask.key_offset,
-        *q1.stride()[:3], *k1.stride()[:3], *v.stride()[:3], *grad.stride()[:3],
-        problem.softmax_scale, problem.softmax_scale * LOG2_E,
-    )  # fmt: skip
+    none, mask, is_packed = (None, None), problem.mask, problem.is_packed
+    shared = (*_strides(q1, k1, v, grad), problem.softmax_scale, problem.softmax_scale * LOG2_E)
     with on_device(q1):
         blocks = dkdv_blocks(width, q1.dtype, problem.target, problem.one_pass)
-        summed = [*dqs, *absent] if problem.one_pass else none
+        intervals = mask.query_intervals(q1.device) if is_packed else none
         dkdv_kernel[(triton.cdiv(key_length, blocks.N), batch * kv_heads)](
-            *_sources((*inputs, grad), blocks, problem.tma), lambda_, *lses, *deltas,
-            *dks, *absent, dv, *summed,
-            *(problem.mask.query_intervals(q1.device) if is_packed else none), *sizes,
+            *_sources((*inputs, grad), blocks, problem.tma), lambda_, lses, deltas,
+            (*dks, *absent), dv, (*dqs, *absent) if problem.one_pass else none,
+            _layout(q1, k1, mask, intervals), *shared,
             ONE_PASS=problem.one_pass, **_constants(q1, v, blocks, problem, maps),
         )  # fmt: skip
         if problem.one_pass:
             dqs = [_scaled(dq, problem.softmax_scale, q1.dtype) for dq in dqs]
         else:
             blocks = dq_blocks(width, q1.dtype, problem.target)
+            intervals = mask.key_intervals(q1.device) if is_packed else none
             dq_kernel[(triton.cdiv(length, blocks.M), batch * heads)](
-                *_sources((*inputs, grad), blocks, problem.tma), lambda_, *lses, *deltas,
-                *dqs, *absent,
-                *(problem.mask.key_intervals(q1.device) if is_packed else none), *sizes,
+                *_sources((*inputs, grad), blocks, problem.tma), lambda_, lses, deltas,
+                (*dqs, *absent), _layout(q1, k1, mask, intervals), *shared,
                 **_constants(q1, v, blocks, problem, maps),
             )  # fmt: skip
     return QKV(tuple(dqs), tuple(dks), dv)
+
+
+def _layout(
+    q: Tensor, k: Tensor, mask: AttentionMask, intervals: tuple[Tensor | None, Tensor | None]
+) -> Layout:
+    shift = mask.query_offset - mask.key_offset
+    return Layout(*intervals, q.shape[2], k.shape[2], q.shape[1], k.shape[1], shift)
+
+
+def _strides(*tensors: Tensor) -> list[tuple[int, ...]]:
+    return [x.stride()[:3] for x in tensors]
 
 
 def _scaled(dq: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
@@ -219,7 +227,7 @@ def _constants(q: Tensor, v: Tensor, blocks: Blocks, problem: Problem, maps: int
         "N": blocks.N,
         "MAPS": maps,
         "CAUSAL": problem.mask.causal,
-        "DOCUMENTS": problem.mask.cu_seqlens is not None,
+        "DOCUMENTS": problem.is_packed,
         "TMA": problem.tma,
         "LICM": blocks.licm,
         "num_warps": blocks.num_warps,

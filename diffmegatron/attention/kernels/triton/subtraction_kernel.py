@@ -35,7 +35,7 @@ class _SubtractNoise(torch.autograd.Function):
         grid, sizes, constants = _launch(heads, lambda_)
         with on_device(heads):
             subtract_kernel[grid](
-                heads, lambda_, out, *sizes, *heads.stride()[:3], **constants
+                heads, lambda_, out, *sizes, heads.stride()[:3], **constants
             )  # fmt: skip
         return out
 
@@ -50,7 +50,7 @@ class _SubtractNoise(torch.autograd.Function):
         with on_device(heads):
             subtract_backward_kernel[grid](
                 grad, heads, lambda_.contiguous(), dheads, dlambda, *sizes,
-                *grad.stride()[:3], *heads.stride()[:3], **constants,
+                grad.stride()[:3], heads.stride()[:3], **constants,
             )  # fmt: skip
         return dheads, dlambda
 
@@ -98,9 +98,7 @@ def subtract_kernel(
     length,
     groups,
     ratio,
-    stride_b,
-    stride_s,
-    stride_h,
+    head_strides,
     width: tl.constexpr,
     M: tl.constexpr,
 ):
@@ -108,7 +106,7 @@ def subtract_kernel(
     ACCUMULATE: tl.constexpr = accumulator_dtype(heads_ptr.dtype.element_ty)
     batch, group, first_row = _place(length, groups, M)
     is_row = first_row + tl.arange(0, M) < length
-    heads = Heads(heads_ptr, length, stride_b, stride_s, stride_h)
+    heads = Heads(heads_ptr, length, head_strides)
     noise = load_tile(heads, batch, group * (ratio + 1) + ratio, first_row, width, M).to(ACCUMULATE)
     for index in range(ratio):
         head = group * ratio + index
@@ -129,12 +127,8 @@ def subtract_backward_kernel(
     length,
     groups,
     ratio,
-    stride_gb,
-    stride_gs,
-    stride_gh,
-    stride_b,
-    stride_s,
-    stride_h,
+    grad_strides,
+    head_strides,
     width: tl.constexpr,
     M: tl.constexpr,
 ):
@@ -148,9 +142,9 @@ def subtract_backward_kernel(
     is_row = first_row + tl.arange(0, M) < length
     all_heads = groups * (ratio + 1)
     noise_head = group * (ratio + 1) + ratio
-    heads = Heads(heads_ptr, length, stride_b, stride_s, stride_h)
+    heads = Heads(heads_ptr, length, head_strides)
     noise = load_tile(heads, batch, noise_head, first_row, width, M).to(ACCUMULATE)
-    grads = Heads(grad_ptr, length, stride_gb, stride_gs, stride_gh)
+    grads = Heads(grad_ptr, length, grad_strides)
     dnoise = tl.zeros_like(noise)
     for index in range(ratio):
         head = group * ratio + index

@@ -24,23 +24,23 @@ class Heads(NamedTuple):
 
     source: Any
     length: Any
-    stride_batch: Any
-    stride_row: Any
-    stride_head: Any
+    strides: Any
 
 
-class Positions(NamedTuple):
-    """Lengths and positions of queries and keys, and the tables of packed documents.
+class Layout(NamedTuple):
+    """Numbers of heads, lengths and positions of an attention call.
 
-    `shift` is the position of the first query minus that of the first key. The tables have the
-    visible interval [start, stop) of each query or key.
+    The tables have the visible interval [start, stop) of each query or key; None without documents.
+    `shift` is the position of the first query minus that of the first key.
     """
 
+    start_ptr: Any
+    stop_ptr: Any
+    heads: Any
+    kv_heads: Any
     query_length: Any
     key_length: Any
     shift: Any
-    start_ptr: Any
-    stop_ptr: Any
 
 
 @triton.constexpr_function
@@ -66,9 +66,9 @@ def load_tile(
     else:
         rows = first_row + tl.arange(0, ROWS)
         columns = tl.arange(0, WIDTH)
-        batch_offset = tl.cast(batch, tl.int64) * tensor.stride_batch
-        base = tensor.source + batch_offset + tl.cast(head, tl.int64) * tensor.stride_head
-        pointers = base + rows.to(tl.int64)[:, None] * tensor.stride_row + columns[None, :]
+        batch_offset = tl.cast(batch, tl.int64) * tensor.strides[0]
+        base = tensor.source + batch_offset + tl.cast(head, tl.int64) * tensor.strides[2]
+        pointers = base + rows.to(tl.int64)[:, None] * tensor.strides[1] + columns[None, :]
         inside = (rows < tensor.length)[:, None] & (columns < width)[None, :]
         tile = tl.load(pointers, mask=inside, other=0.0)
     return tile
@@ -78,12 +78,12 @@ def load_tile(
 def contiguous_heads(pointer, length, heads, width: tl.constexpr):
     """Return the `Heads` of a contiguous `[batch, length, heads, width]` tensor."""
     stride_row = heads * width
-    return Heads(pointer, length, tl.cast(length, tl.int64) * stride_row, stride_row, width)
+    return Heads(pointer, length, (tl.cast(length, tl.int64) * stride_row, stride_row, width))
 
 
 @triton.jit
 def store_tile(pointer, tile, batch, head, first_row, length, heads, width: tl.constexpr):
-    """Store the part of a tile that is inside a contiguous `[batch, length, heads, width]` tensor."""
+    """Store the inside part of a tile in a contiguous `[batch, length, heads, width]` tensor."""
     rows = first_row + tl.arange(0, tile.shape[0])
     columns = tl.arange(0, tile.shape[1])
     row_index = (tl.cast(batch, tl.int64) * length + rows.to(tl.int64)) * heads + head
@@ -141,28 +141,28 @@ def opaque(x):
 
 
 @triton.jit
-def keys_of_rows(rows, mask, CAUSAL: tl.constexpr, DOCUMENTS: tl.constexpr):
+def keys_of_rows(rows, layout, CAUSAL: tl.constexpr, DOCUMENTS: tl.constexpr):
     """Return the interval of visible keys, [start, stop), of each query row."""
     if DOCUMENTS:
-        start = tl.load(mask.start_ptr + rows, mask=rows < mask.query_length, other=0)
-        stop = tl.load(mask.stop_ptr + rows, mask=rows < mask.query_length, other=0)
+        start = tl.load(layout.start_ptr + rows, mask=rows < layout.query_length, other=0)
+        stop = tl.load(layout.stop_ptr + rows, mask=rows < layout.query_length, other=0)
     else:
         start = tl.zeros_like(rows)
-        stop = start + mask.key_length
+        stop = start + layout.key_length
         if CAUSAL:
-            stop = tl.minimum(stop, tl.maximum(rows + mask.shift + 1, 0))
+            stop = tl.minimum(stop, tl.maximum(rows + layout.shift + 1, 0))
     return start, stop
 
 
 @triton.jit
-def queries_of_keys(keys, mask, CAUSAL: tl.constexpr, DOCUMENTS: tl.constexpr):
+def queries_of_keys(keys, layout, CAUSAL: tl.constexpr, DOCUMENTS: tl.constexpr):
     """Return the query rows [start, stop) that see each key; start >= stop is empty."""
     if DOCUMENTS:
-        start = tl.load(mask.start_ptr + keys, mask=keys < mask.key_length, other=0)
-        stop = tl.load(mask.stop_ptr + keys, mask=keys < mask.key_length, other=0)
+        start = tl.load(layout.start_ptr + keys, mask=keys < layout.key_length, other=0)
+        stop = tl.load(layout.stop_ptr + keys, mask=keys < layout.key_length, other=0)
     else:
         start = tl.zeros_like(keys)
         if CAUSAL:
-            start = tl.maximum(keys - mask.shift, 0)
-        stop = tl.where(keys < mask.key_length, mask.query_length, 0)
+            start = tl.maximum(keys - layout.shift, 0)
+        stop = tl.where(keys < layout.key_length, layout.query_length, 0)
     return start, stop
