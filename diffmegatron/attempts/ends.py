@@ -31,7 +31,7 @@ EXIT_STOPPED = 75
 NOT_BEGUN = "before the run had begun"
 """End of :attr:`End.reason` of a rank that a signal stopped while it had nothing to save."""
 _END_NAME = re.compile(r"rank_(\d{5,7})\.json(\.tmp)?")
-# A write for each step of milliseconds would load the file server.
+# Steps may take milliseconds, and a write per step would load the file server.
 _HEARTBEAT_SECONDS = 5.0
 _MIN_REPORTS = 10
 

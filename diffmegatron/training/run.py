@@ -54,7 +54,7 @@ class Run:
         stopping: whether the run saves and ends after the present hooks; equal on every rank.
         pending_evaluators: evaluators that are due at the last completed step without a result yet.
         broken_reason: why the weights may be broken, such as "held-out loss is nan"; None if all
-            losses and norms of the last step and since are finite.
+            losses and norms since the last step began are finite.
     """
 
     agreed: Agreement

@@ -33,7 +33,7 @@ _ONE_INTERRUPT_SECONDS = 1.0  # For SIGINT: a person who presses Ctrl-C again wa
 JOB_END = "job_end"
 """File in the attempt's directory, where the job script updates the end time of the Slurm job."""
 _MAX_JOB_END_BYTES = 100
-# Reading the file at each step of milliseconds would load the file server.
+# Steps may take milliseconds, and a read per step would load the file server.
 _JOB_END_SECONDS = 10.0
 
 STACKS = "stacks"

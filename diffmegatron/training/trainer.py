@@ -41,8 +41,8 @@ def train_stages(
 ) -> bool:
     """Train the stages of a recipe one after the other; return whether all are finished.
 
-    Finished stages are skipped, but not a single stage: :func:`train` handles a finished run.
-    Arguments are like those of :func:`train`; ``hooks`` are the same instances in every stage.
+    Finished stages are skipped. A single stage is always passed to :func:`train`, which handles a
+    finished run. The arguments are like those of :func:`train`.
     """
     launch = read_launch()
     for recipe in recipes:

@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 METRICS = "metrics.jsonl"
 TENSORBOARD = "tensorboard"
 _MAX_BYTES = 1 << 32  # Enough for one line per step over a million steps.
+_NEWEST_BYTES = 1 << 18
 
 Entry = dict[str, float]
 _LINE = TypeAdapter(dict[str, int | FiniteFloat])
@@ -129,15 +130,15 @@ def read_metrics(run_dir: Path) -> list[Entry]:
     return entries
 
 
-def newest_entries(run_dir: Path, max_bytes: int = 1 << 18) -> list[Entry]:
-    """Return the entries in the last ``max_bytes`` of ``metrics.jsonl``, oldest first."""
+def newest_entries(run_dir: Path) -> list[Entry]:
+    """Return the last entries of ``metrics.jsonl``, some hundreds, oldest first."""
     path = run_dir / METRICS
     if not path.exists():
         return []
     with open_file(path, buffering=0) as stream:
-        beginning = max(0, os.fstat(stream.fileno()).st_size - max_bytes)
+        beginning = max(0, os.fstat(stream.fileno()).st_size - _NEWEST_BYTES)
         stream.seek(beginning)
-        lines = stream.read(max_bytes).split(b"\n")[:-1]
+        lines = stream.read(_NEWEST_BYTES).split(b"\n")[:-1]
     whole = lines[1:] if beginning else lines
     return [entry for line in whole if (entry := _parsed(line)) is not None]
 
