@@ -28,7 +28,10 @@ class NotImportedError(UserError):
 
 
 def import_requested(names: Iterable[str]) -> None:
-    """Import the code of ``--import`` in this or a parent process; pass the names to children."""
+    """Import the files and modules of ``--import``, including those given to the parent process.
+
+    An environment variable passes all names on to child processes.
+    """
     asked = dict.fromkeys([*requested_imports(), *map(absolute, names)])
     for name in asked:
         import_code(name)

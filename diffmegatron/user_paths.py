@@ -24,7 +24,7 @@ _LOOP = "Symlink loop from "
 
 @contextmanager
 def explain_path_errors(words: Sequence[str]) -> Iterator[None]:
-    """Replace an error about a path among ``words``, the command line, by one sentence.
+    """Replace an error about a path on the command line, ``words``, by an error of one sentence.
 
     An error about any other file is a defect of the program, and passes unchanged.
 

@@ -1,6 +1,6 @@
 """Check that a parallel layout divides the model and its batches.
 
-Errors name the nearest value that divides them.
+Errors name the nearest value that fits.
 """
 
 import math

@@ -29,8 +29,8 @@ class GuardConfig(Section):
     """Reaction to a step whose loss or gradient norm is not finite or is a spike.
 
     A spike exceeds the mean of the last ``window`` applied steps by ``sigma`` standard deviations.
-    Spikes are detected once ``window / 2`` steps have been applied. ``record`` reports a spike, and
-    ``skip`` also skips the optimizer's update. A step that is not finite is always skipped.
+    Spikes are detected once ``window / 2`` steps have been applied. ``record`` reports a spike and
+    applies the step, and ``skip`` skips it. A step that is not finite is always skipped.
 
     After ``patience`` skipped steps in a row, ``stop`` ends the run. ``rollback`` loads the newest
     intact checkpoint and continues with the data after the skipped steps, ``max_rollbacks`` times

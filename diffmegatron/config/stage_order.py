@@ -15,8 +15,8 @@ from diffmegatron.files import shorten
 MAX_STAGES = 64
 # Prefix of an override that changes only one stage: stages.NAME.key=value.
 STAGES = "stages."
-# Names that a run and its jobs write into run_dir. Stages must not have these names, because their
-# folders are in run_dir too.
+# Files and folders that a run and its jobs write into run_dir. Stages must not have these names,
+# because their folders are in run_dir too.
 RESERVED = frozenset(
     {"attempts", "checkpoints", "events", "job.sh", "job.yaml", "job_number", "lock", "profile"}
     | {"metrics.jsonl", "recipe.yaml", "stacks", "tensorboard", "torchrun.sh", "wandb_id"}

@@ -40,7 +40,8 @@ def begin(
     Args:
         nodes: host names of the job, in the order of the ranks.
         run_dir: folder of the ledger (record of all attempts) of a job from ``launch``. With None,
-            only the recipe names this folder, so an unreadable recipe is not recorded.
+            only the recipe names this folder. An attempt with an unreadable recipe is then not
+            recorded.
     """
     ranks = _num_ranks()
     job = os.environ.get("SLURM_JOB_ID", "")
@@ -157,7 +158,7 @@ def _num_ranks() -> int:
 
 
 def _address(nodes: Sequence[str]) -> str:
-    """Return a name of the first node that DNS can resolve; Slurm's name for it is tried first."""
+    """Return a resolvable name of the first node; Slurm's name for the node is tried first."""
     names = [*nodes[:1], socket.getfqdn(), socket.gethostname()]
     for name in names:
         try:

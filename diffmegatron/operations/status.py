@@ -41,7 +41,7 @@ class Status:
         seconds_left: remaining training time at the recent speed.
         values: name of each metric -> its newest value.
         job: Slurm ID of a job that may be queued or running.
-        attempts: entries of the ledger, oldest first.
+        attempts: recorded attempts, oldest first.
         suspects: host name -> number of recent attempts with a fault or slowness of the host.
         stragglers: hosts whose ranks are slow in the newest attempt.
     """

@@ -1,8 +1,8 @@
 """``plan --rehearse``: a test of a recipe's parallel layout on CPU ranks of this machine.
 
 A rehearsal trains a tiny network for two steps with the recipe's parallel layout, pipeline
-schedule, ZeRO stage, recomputation, packing and way of saving. It does not test the memory, the
-speed and the kernels of a GPU.
+schedule, ZeRO stage, recomputation, packing and checkpoint settings. It does not test the memory,
+the speed and the kernels of a GPU.
 """
 
 import math

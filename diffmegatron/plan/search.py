@@ -139,8 +139,8 @@ def _fitting(
 ) -> tuple[list[Candidate], tuple[int, Recipe] | None]:
     """Return the layouts that fit into ``available`` bytes, and the nearest that does not fit.
 
-    The nearest is the peak in bytes and the recipe of the layout that needs least memory. It is
-    None if every valid layout fits.
+    The latter is a pair, peak in bytes and recipe, of the layout that exceeds ``available`` least.
+    It is None if every valid layout fits.
     """
     fitting: list[Candidate] = []
     nearest: tuple[int, Recipe] | None = None
@@ -175,7 +175,7 @@ def _valid(recipe: Recipe, layout: Changes, world_size: int) -> Iterator[tuple[C
 
 
 def _layouts(recipe: Recipe, world_size: int) -> Iterator[Changes]:
-    """Yield the changes of the recipe that set each layout to try on ``world_size`` GPUs."""
+    """Yield the changes of the recipe for each layout to try on ``world_size`` GPUs."""
     layers = recipe.model.num_layers
     # True is an error in layouts that cannot overlap gradients; None overlaps where possible.
     overlap = None if recipe.parallel.overlap_gradients else recipe.parallel.overlap_gradients
