@@ -98,7 +98,7 @@ class CheckpointStore:
     def remove(self, step: int) -> None:
         """Rename a checkpoint so that no reader finds it, then delete its files.
 
-        After an OSError for a directory without write permission, the checkpoint is unchanged.
+        If its directory is not writable, raise OSError and leave the checkpoint unchanged.
         """
         path = self.path(step)
         # A rename needs write permission only on the parent folder, but the deletion of the files

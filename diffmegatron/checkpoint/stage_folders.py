@@ -96,7 +96,7 @@ def _start(run_dir: Path, recipe: str = RECIPE) -> str | None:
     if start_from is None:
         return None
     start = Path(os.path.normpath(start_from))
-    # Paths may differ, because the whole run_dir may have been moved.
+    # Compare names, because the whole run_dir may have been moved.
     is_beside = start.parent.name == run_dir.resolve().parent.name
     return start.name if is_beside and start.name != run_dir.name else None
 

@@ -2,8 +2,8 @@
 
 The safetensors library is not used. ``save_file`` holds Python's global interpreter lock, which
 would stall training during a background save. ``safe_open`` does not return the positions of the
-tensors. With them, one pass over the file computes the checksum and finds values that are not
-finite.
+tensors. With the positions, one pass over the file computes the checksum and finds values that are
+not finite.
 """
 
 import json
@@ -110,7 +110,7 @@ class TensorFile:
             return stream.read(length)
 
     def _check_order(self) -> int:
-        """Check that the tensors fill the file, float32 first; return the bytes of float32."""
+        """Check that the tensors fill the file, float32 first; return the float32 size in bytes."""
         end = float_bytes = 0
         for tensor in sorted(
             self.tensors.values(), key=lambda each: (each.dtype, each.data_offsets)

@@ -34,7 +34,7 @@ CHAT_TEMPLATE = f"""\
 """
 # The tokenizer splits a chat before and after each match. If the ChatML markers are ordinary text,
 # a match is a response and its <|im_end|>. If they are special tokens, the text is already split at
-# the markers, and the match in "assistant\n" + response is "assistant\n".
+# the markers. The pattern is then applied to "assistant\n" + response, and matches "assistant\n".
 _RESPONSE = r"(?<=<\|im_start\|>assistant\n)[\s\S]*?<\|im_end\|>|\Aassistant\n"
 _TEXTS = (
     "What is 12345 + 1?",

@@ -43,8 +43,8 @@ from .configuration_grouped_diff import GroupedDiffConfig
 from .modeling_diff_base import DiffBaseForCausalLM, DiffBaseModel, attention_function
 
 try:
-    # transformers 5 calls _init_weights after it has loaded weights. These functions then leave
-    # loaded weights unchanged. transformers 4 lacks them and does not call it for loaded weights.
+    # transformers 5 also calls _init_weights for loaded weights, which these functions leave
+    # unchanged. transformers 4 lacks these functions, and initializes only new weights.
     from transformers import initialization
 except ImportError:
     from torch.nn import init as initialization
