@@ -95,8 +95,7 @@ def verify(
 
     The exit status is 1 if a corpus is damaged.
     """
-    from diffmegatron.data.index.corpus_manifest import read_manifest
-    from diffmegatron.data.index.verify_corpus import check_hashes, check_sizes
+    from diffmegatron.data.index.corpus_manifest import check_hashes, check_sizes, read_manifest
 
     damaged = 0
     for prefix in prefixes:

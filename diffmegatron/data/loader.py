@@ -84,6 +84,7 @@ def _documents(samples: list[Sample], length: int) -> tuple[torch.Tensor, torch.
     return torch.from_numpy(np.stack(numbers)), torch.from_numpy(np.stack(starts))
 
 
+@dataclass(eq=False)
 class Loader:
     """Iterator over optimizer steps; each item is the list of this rank's microbatches.
 
@@ -96,26 +97,20 @@ class Loader:
     sample.
     """
 
-    def __init__(
-        self,
-        samples: Samples,
-        *,
-        micro_batch_size: int,
-        global_batch_size: int,
-        data_parallel_rank: int,
-        data_parallel_size: int,
-        consumed_samples: int = 0,
-    ) -> None:
-        per_microbatch = micro_batch_size * data_parallel_size
-        if global_batch_size % per_microbatch:
+    samples: Samples
+    micro_batch_size: int  # samples per microbatch of one rank
+    global_batch_size: int  # samples per optimizer step, over all ranks
+    data_parallel_rank: int
+    data_parallel_size: int
+    consumed_samples: int = 0
+
+    def __post_init__(self) -> None:
+        self._per_microbatch = self.micro_batch_size * self.data_parallel_size
+        if self.global_batch_size % self._per_microbatch:
             raise UserError(
-                f"global batch {global_batch_size} is not a multiple of micro-batch "
-                f"{micro_batch_size} x data parallel {data_parallel_size}"
+                f"global batch {self.global_batch_size} is not a multiple of micro-batch "
+                f"{self.micro_batch_size} x data parallel {self.data_parallel_size}"
             )
-        self._samples = samples
-        self._micro_batch_size, self._global_batch_size = micro_batch_size, global_batch_size
-        self._rank, self._per_microbatch = data_parallel_rank, per_microbatch
-        self.consumed_samples = consumed_samples
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="data-prefetch")
         self._steps: deque[Future[list[Batch]]] = deque()
 
@@ -124,25 +119,25 @@ class Loader:
 
     def __next__(self) -> list[Batch]:
         while len(self._steps) <= _PREFETCH:
-            first = self.consumed_samples + len(self._steps) * self._global_batch_size
+            first = self.consumed_samples + len(self._steps) * self.global_batch_size
             self._steps.append(self._thread.submit(self.read_step, first))
         batches = self._steps[0].result()  # A failed step stays in the queue and fails again.
         self._steps.popleft()
-        self.consumed_samples += self._global_batch_size
+        self.consumed_samples += self.global_batch_size
         return batches
 
     def read_step(self, consumed_samples: int) -> list[Batch]:
         """Return this rank's microbatches of the global batch from ``consumed_samples`` on."""
-        size = self._micro_batch_size
-        start = consumed_samples + self._rank * size
+        size = self.micro_batch_size
+        start = consumed_samples + self.data_parallel_rank * size
         return [
-            collate([self._samples[first + n] for n in range(size)], self._samples.config)
-            for first in range(start, start + self._global_batch_size, self._per_microbatch)
+            collate([self.samples[first + n] for n in range(size)], self.samples.config)
+            for first in range(start, start + self.global_batch_size, self._per_microbatch)
         ]
 
     def state(self) -> dict[str, Any]:
         """Return the position in the data as JSON-serializable values, equal on all ranks."""
-        return self._samples.state(self.consumed_samples)
+        return self.samples.state(self.consumed_samples)
 
     def __enter__(self) -> Self:
         return self

@@ -21,8 +21,7 @@ from torch import distributed
 
 from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
 from diffmegatron.config.schema import Recipe
-from diffmegatron.data.index.corpus_manifest import read_manifest
-from diffmegatron.data.index.verify_corpus import check_sizes
+from diffmegatron.data.index.corpus_manifest import check_sizes, read_manifest
 from diffmegatron.errors import UnfitNodeError, UserError
 from diffmegatron.files import format_path, os_error_text, shorten, write_durably
 from diffmegatron.model.accounting.parameters import count_parameters

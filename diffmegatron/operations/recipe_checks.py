@@ -7,8 +7,7 @@ from diffmegatron.checkpoint.checkpoint_manifest import read_manifest as read_ch
 from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
 from diffmegatron.checkpoint.stage_folders import newest_checkpoint
 from diffmegatron.config.schema import Recipe
-from diffmegatron.data.index.corpus_manifest import read_manifest
-from diffmegatron.data.index.verify_corpus import check_sizes
+from diffmegatron.data.index.corpus_manifest import check_sizes, read_manifest
 from diffmegatron.errors import UserError
 from diffmegatron.files import format_path, shorten
 from diffmegatron.operations.cluster import Cluster

@@ -40,8 +40,8 @@ from diffmegatron.checkpoint.checkpoint_manifest import (
 from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
 from diffmegatron.checkpoint.sharded import named_tensors, pieces_of, write_pieces
 from diffmegatron.config.load import load_recipe
+from diffmegatron.data.index.corpus_manifest import check_hashes
 from diffmegatron.data.index.token_store import open_corpus
-from diffmegatron.data.index.verify_corpus import check_hashes
 from diffmegatron.data.prepare import preparation
 from diffmegatron.data.prepare.corpus_readers import find_files, read_records
 from diffmegatron.data.prepare.prepare import prepare

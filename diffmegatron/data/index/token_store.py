@@ -10,9 +10,13 @@ from pathlib import Path
 import numpy as np
 from megatron.core.datasets.indexed_dataset import IndexedDataset, _IndexReader
 
-from diffmegatron.data.index.corpus_manifest import Manifest, parts_folder, read_manifest
+from diffmegatron.data.index.corpus_manifest import (
+    Manifest,
+    check_sizes,
+    parts_folder,
+    read_manifest,
+)
 from diffmegatron.data.index.index_file import check_boundaries
-from diffmegatron.data.index.verify_corpus import check_sizes
 from diffmegatron.data.tokenizers import Tokenizer
 from diffmegatron.errors import UserError
 from diffmegatron.files import format_path, open_file, shorten

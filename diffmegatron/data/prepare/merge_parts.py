@@ -19,6 +19,9 @@ from diffmegatron.data.index.corpus_manifest import (
     FileRecord,
     LengthBin,
     Manifest,
+    check_hash,
+    check_hashes,
+    check_sizes,
     file_record,
     manifest_path,
     parts_folder,
@@ -26,7 +29,6 @@ from diffmegatron.data.index.corpus_manifest import (
     read_manifest,
 )
 from diffmegatron.data.index.index_file import merge_indexes
-from diffmegatron.data.index.verify_corpus import check_hash, check_hashes, check_sizes
 from diffmegatron.data.prepare.parts import Part, difference, find_parts
 from diffmegatron.errors import UserError
 from diffmegatron.file_lock import FileLock

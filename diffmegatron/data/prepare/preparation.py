@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -43,22 +44,22 @@ INDEX, MANIFEST = "index.idx", "manifest.json"
 _EARLY_CHECK = 1000
 
 
+@dataclasses.dataclass
 class Preparation:
     """Preparation in progress; ``state`` is the state of the last commit, or the initial one."""
 
-    def __init__(
-        self,
-        prefix: Path,
-        files: list[CorpusFile],
-        settings: PrepareSettings,
-        state: State,
-        journal: Journal,
-    ) -> None:
-        self.prefix, self.files, self.settings = prefix, files, settings
-        self.state, self.journal = state, journal
-        self.deduplicator = (
-            Deduplicator((journal.folder / DIGESTS).read_bytes()) if settings.deduplicate else None
-        )
+    prefix: Path  # of the finished files
+    files: list[CorpusFile]
+    settings: PrepareSettings
+    state: State
+    journal: Journal
+
+    @cached_property
+    def deduplicator(self) -> Deduplicator | None:
+        """Filter of duplicates; None if they are kept."""
+        if not self.settings.deduplicate:
+            return None
+        return Deduplicator((self.journal.folder / DIGESTS).read_bytes())
 
     def run(self, workers: int, commit_seconds: float, show_progress: bool) -> None:
         """Tokenise the rest of the corpus with commits, and write the index and the manifest."""

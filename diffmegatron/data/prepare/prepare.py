@@ -11,12 +11,12 @@ from typing import Any
 from diffmegatron.data.index.corpus_manifest import (
     InputRecord,
     Manifest,
+    check_hashes,
     hash_file,
     manifest_path,
     other_settings,
     read_manifest,
 )
-from diffmegatron.data.index.verify_corpus import check_hashes
 from diffmegatron.data.prepare.corpus_readers import CorpusFile, find_files
 from diffmegatron.data.prepare.encode import loaded, template
 from diffmegatron.data.prepare.journal import Identity, Journal, State, last_commit, remove_journal

@@ -6,7 +6,7 @@ with ``data.on_exhausted: repeat``.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ class Sample:
     source: str  # prefix of the corpus
 
 
+@dataclass(frozen=True)
 class SourceSamples:
     """Samples of one source: the blocks of each epoch, in a new random order for each epoch.
 
@@ -40,31 +41,25 @@ class SourceSamples:
     Without ``repeat``, only blocks that lie completely within the first epoch are samples.
     """
 
-    def __init__(
-        self,
-        corpus: Corpus,
-        order: DocumentOrder,
-        blocks: Blocks,
-        seq_length: int,
-        key: int,
-        *,
-        repeat: bool,
-    ) -> None:
-        self.corpus, self.order, self.blocks = corpus, order, blocks
-        self._seq_length, self._key, self._repeat = seq_length, key, repeat
+    corpus: Corpus
+    order: DocumentOrder
+    blocks: Blocks
+    seq_length: int
+    key: int
+    repeat: bool
 
     def block(self, index: int) -> int:
         """Return the number of the block that is sample ``index`` of this source."""
         epoch = self.blocks.epoch(index)
         first = self.blocks.first_block(epoch)
         size = self.blocks.blocks_in_one_epoch
-        if self._repeat:
+        if self.repeat:
             size = self.blocks.first_block(epoch + 1) - first
-        return first + permute(index - first, size, derive_key(self._key, epoch))
+        return first + permute(index - first, size, derive_key(self.key, epoch))
 
     def __getitem__(self, index: int) -> Sample:
         pieces = self.blocks.pieces(self.block(index))
-        tokens = np.empty(self._seq_length + 1, dtype=np.int64)
+        tokens = np.empty(self.seq_length + 1, dtype=np.int64)
         ends = np.cumsum(pieces.lengths)
         filled = int(ends[-1])
         firsts = self.corpus.offsets[pieces.documents] // self.corpus.tokens.itemsize
@@ -82,6 +77,16 @@ class SourceSamples:
         tokens[filled:] = self.corpus.manifest.tokenizer.end_of_document
         starts = np.concatenate([[0], ends if filled < len(tokens) else ends[:-1]])
         return Sample(tokens, starts, self._loss_mask(pieces, filled), self.corpus.prefix)
+
+    def describe_shortage(self, count: int) -> str:
+        """Return an error message if the source has fewer than ``count`` samples, or ""."""
+        available = self.blocks.blocks_in_one_epoch
+        if self.repeat or count <= available:
+            return ""
+        return (
+            f"source {self.corpus.prefix} is exhausted after {available} samples and "
+            "data.on_exhausted is 'stop'; lower its weight, add data, or set it to 'repeat'"
+        )
 
     def _damaged_index(self) -> UserError:
         return UserError(
@@ -101,7 +106,7 @@ class SourceSamples:
             )
 
     def _loss_mask(self, pieces: Pieces, filled: int) -> np.ndarray | None:
-        loss_mask = np.arange(self._seq_length + 1) < filled
+        loss_mask = np.arange(self.seq_length + 1) < filled
         if not self.corpus.manifest.is_fine_tuning:
             return None if loss_mask.all() else loss_mask
         parts = [
@@ -114,6 +119,7 @@ class SourceSamples:
         return loss_mask
 
 
+@dataclass(frozen=True)
 class Samples:
     """All samples of a run, from all sources, indexed by the number of the sample in the run.
 
@@ -121,16 +127,10 @@ class Samples:
     with the sources and their weights.
     """
 
-    def __init__(
-        self,
-        config: DataConfig,
-        sources: dict[str, SourceSamples],
-        history: MixtureHistory,
-        settings: dict[str, Any],
-    ) -> None:
-        self.config, self.sources = config, sources
-        self.history, self.settings = history, settings
-        self._repeat = config.on_exhausted == "repeat"
+    config: DataConfig
+    sources: dict[str, SourceSamples]
+    history: MixtureHistory
+    settings: dict[str, Any]
 
     def __getitem__(self, index: int) -> Sample:
         content, local = self.history.locate(index)
@@ -140,18 +140,16 @@ class Samples:
                 f"sample {index} comes from source {self.history.path(content)}, which "
                 "data.sources does not contain; add it again to replay the run from there"
             )
-        if not self._repeat and local >= source.blocks.blocks_in_one_epoch:
-            raise UserError(self._exhausted(source))
+        if problem := source.describe_shortage(local + 1):
+            raise UserError(problem)
         return source[local]
 
     def require(self, num_samples: int) -> None:
         """Raise a ``UserError`` if a source has too few samples for a run of ``num_samples``."""
         for content, count in self.history.counts(num_samples).items():
             source = self.sources.get(content)
-            if not self._repeat and source and count > source.blocks.blocks_in_one_epoch:
-                raise UserError(
-                    f"{self._exhausted(source)}; the run of {num_samples} samples needs {count}"
-                )
+            if source and (problem := source.describe_shortage(count)):
+                raise UserError(f"{problem}; the run of {num_samples} samples needs {count}")
 
     def state(self, consumed_samples: int) -> dict[str, Any]:
         """Return the position in the data as JSON-serializable values, for :meth:`resumed`."""
@@ -178,14 +176,7 @@ class Samples:
                 )
         history = MixtureHistory.from_json(state["mixture"])
         history = history.changed(int(state["consumed_samples"]), self.history.periods[-1].sources)
-        return Samples(self.config, self.sources, history, self.settings)
-
-    def _exhausted(self, source: SourceSamples) -> str:
-        count = source.blocks.blocks_in_one_epoch
-        return (
-            f"source {source.corpus.prefix} is exhausted after {count} samples and "
-            "data.on_exhausted is 'stop'; lower its weight, add data, or set it to 'repeat'"
-        )
+        return replace(self, history=history)
 
 
 def open_samples(config: DataConfig, seq_length: int, seed: int, split: Split) -> Samples:
@@ -217,7 +208,7 @@ def open_samples(config: DataConfig, seq_length: int, seed: int, split: Split) -
         blocks = open_blocks(corpus, order, seq_length, config.packing, selection, cache)
         key = derive_key("samples", content, split, selection.seed)
         repeat = config.on_exhausted == "repeat"
-        sources[content] = SourceSamples(corpus, order, blocks, seq_length, key, repeat=repeat)
+        sources[content] = SourceSamples(corpus, order, blocks, seq_length, key, repeat)
         weight = source.weight if order.tokens else 0.0
         if config.upsampling.mode == "global":
             # A source with many long documents thus gets a larger share of the mixture.

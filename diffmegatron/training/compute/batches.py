@@ -11,8 +11,7 @@ from torch import Tensor, distributed
 from diffmegatron.attention.context_parallel.zigzag import shard_sequence
 from diffmegatron.config.data_config import DataConfig
 from diffmegatron.config.schema import Recipe
-from diffmegatron.data.index.corpus_manifest import read_manifest
-from diffmegatron.data.index.verify_corpus import check_hash, data_files
+from diffmegatron.data.index.corpus_manifest import check_hash, data_files, read_manifest
 from diffmegatron.data.loader import Batch, Loader
 from diffmegatron.data.sampling.document_order import Split
 from diffmegatron.data.sampling.samples import open_samples

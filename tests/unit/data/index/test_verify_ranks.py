@@ -16,7 +16,7 @@ import torch
 from torch import distributed
 
 from diffmegatron.config.data_config import DataConfig
-from diffmegatron.data.index import corpus_manifest, verify_corpus
+from diffmegatron.data.index import corpus_manifest
 from diffmegatron.data.prepare.merge_parts import merge
 from diffmegatron.data.prepare.parts import Part
 from diffmegatron.data.prepare.prepare import prepare
@@ -77,7 +77,7 @@ def verify(rank: int, data: DataConfig, meeting: Path, results: Any) -> None:
         "gloo", store=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=60)
     )
     parallel_state: Any = mock.Mock(rank=rank, world_size=RANKS, device=torch.device("cpu"))
-    corpus_manifest._READ_BYTES = verify_corpus._HASHED_AT_ONCE = 1000
+    corpus_manifest._READ_BYTES = corpus_manifest._HASHED_AT_ONCE = 1000
     batches.check_hash = noting
     try:
         verify_sources(data, parallel_state, nullcontext)

@@ -18,8 +18,13 @@ import zstandard
 from typer.testing import CliRunner
 
 from diffmegatron.cli import app
-from diffmegatron.data.index.corpus_manifest import Manifest, hash_file, read_manifest
-from diffmegatron.data.index.verify_corpus import check_hashes, check_sizes
+from diffmegatron.data.index.corpus_manifest import (
+    Manifest,
+    check_hashes,
+    check_sizes,
+    hash_file,
+    read_manifest,
+)
 from diffmegatron.data.prepare import corpus_readers as corpus
 from diffmegatron.data.prepare import preparation
 from diffmegatron.data.prepare.corpus_readers import find_files, read_records

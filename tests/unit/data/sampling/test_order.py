@@ -272,7 +272,7 @@ def concatenated(
     order = DocumentOrder(documents, np.cumsum(corpus.lengths[documents], dtype=np.int64), (), ())
     blocks: Blocks = Concatenated(corpus, order, seq_length)
     key = derive_key(seed)
-    return SourceSamples(corpus, order, blocks, seq_length, key, repeat=repeat)
+    return SourceSamples(corpus, order, blocks, seq_length, key, repeat)
 
 
 @given(document_lengths, st.integers(1, 80), st.integers(0, 5))
