@@ -116,9 +116,7 @@ class DiffV1(Variant):
         """Return the Transformer with twice as many heads and key-value heads of the same width."""
         # Twice a valid number of heads can exceed a recipe's limit, so skip the validation.
         return Softmax.model_construct(
-            num_heads=2 * self.num_heads,
-            num_kv_heads=2 * self.num_kv_heads,
-            head_dim=self.head_dim,
+            num_heads=2 * self.num_heads, num_kv_heads=2 * self.num_kv_heads, head_dim=self.head_dim
         )
 
     @property
@@ -280,10 +278,8 @@ class DiffV1(Variant):
             return proj, proj.new_ones(2 * self.head_dim)
 
         shape = (hidden_size, self.heads.output_channels)
-        proj_and_norm = {
-            f"{ours}.linear_proj.weight": shape,
-            f"{ours}.head_norm": (2 * self.head_dim,),
-        }
+        norm_shape = (2 * self.head_dim,)
+        proj_and_norm = {f"{ours}.linear_proj.weight": shape, f"{ours}.head_norm": norm_shape}
         return [
             hf.qkv(ours, theirs, self.heads, hidden_size),
             hf.WeightRule(proj_and_norm, {f"{theirs}.o_proj.weight": shape}, fold, unfold),

@@ -96,9 +96,8 @@ class DiffV2(Variant):
         from diffmegatron.attention.kernels.api import subtract_noise
 
         assert gate is not None
-        lambda_ = gate
         heads = context.softmax_attention(query, key, value)
-        return subtract_noise(heads, lambda_)
+        return subtract_noise(heads, lambda_=gate)
 
     def hugging_face(self, hidden_size: int) -> hf.HuggingFace:
         """Return the description of this package's own model class."""
