@@ -35,18 +35,12 @@ class Cause(StrEnum):
 
 @dataclass(frozen=True)
 class Decision:
-    """Decision about an ended attempt.
-
-    Attributes:
-        reason: one sentence about the cause, for the user.
-        hosts: hosts that are blamed for the end; empty if unknown.
-        unfit: hosts that failed the preflight checks.
-    """
+    """Decision about an ended attempt."""
 
     cause: Cause
-    reason: str
-    hosts: tuple[str, ...] = ()
-    unfit: tuple[str, ...] = ()
+    reason: str  # one sentence for the user
+    hosts: tuple[str, ...] = ()  # blamed for the end; empty if unknown
+    unfit: tuple[str, ...] = ()  # failed the preflight checks
 
 
 def decide(

@@ -18,7 +18,7 @@ from typing import Self
 from pydantic import Field
 
 from diffmegatron.errors import UserError
-from diffmegatron.files import format_path, read_json, shorten, write_durably
+from diffmegatron.files import explain_os_errors, format_path, read_json, shorten, write_durably
 from diffmegatron.section import Section
 
 log = logging.getLogger(__name__)
@@ -37,38 +37,24 @@ _MIN_REPORTS = 10
 
 
 class End(Section):
-    """Record of how one rank ended.
+    """Record of how one rank ended."""
 
-    Attributes:
-        status: exit status; 128 + N if signal N killed the rank.
-        reason: one sentence; empty after success, or if the rank could not write it.
-        step: last step that the rank reached.
-        time: seconds since 1970, by the host's clock.
-    """
-
-    status: int
-    reason: str = ""
-    step: int | None = None
+    status: int  # exit status; 128 + N if signal N killed the rank
+    reason: str = ""  # one sentence; empty after success, or if the rank could not write it
+    step: int | None = None  # last step that the rank reached
     host: str = ""
-    time: float = 0.0
+    time: float = 0.0  # seconds since 1970, by the host's clock
 
 
 class Heartbeat(Section):
-    """Training progress that rank 0 writes every few seconds.
+    """Training progress that rank 0 writes every few seconds."""
 
-    Attributes:
-        time: seconds since 1970.
-        run_dir: folder of the run, or of the current stage.
-        first_step: step at which the attempt began this run or stage.
-        reports: number of comparisons of the ranks' speeds in this attempt.
-        slow: rank -> number of comparisons in which it was much slower than most ranks.
-    """
-
-    time: float
+    time: float  # seconds since 1970
     step: int
-    run_dir: str
-    first_step: int
-    reports: int = 0
+    run_dir: str  # folder of the run, or of the current stage
+    first_step: int  # step at which the attempt began this run or stage
+    reports: int = 0  # comparisons of the ranks' speeds in this attempt
+    # rank -> number of comparisons in which it was much slower than most ranks
     slow: dict[int, int] = Field(default_factory=dict)
 
     @property
@@ -184,10 +170,8 @@ def read_ends(folder: Path) -> dict[int, End]:
     A rank that is killed before it renames its temporary file (suffix ``.tmp``) leaves only this
     file.
     """
-    try:
+    with explain_os_errors(f"cannot read {format_path(folder)}"):
         names = sorted(path.name for path in folder.iterdir())
-    except OSError as error:
-        raise UserError(f"cannot read {format_path(folder)}: {error.strerror}") from None
     ends: dict[int, End] = {}
     # In sorted order, a rank's final file precedes its temporary file.
     for name in names:

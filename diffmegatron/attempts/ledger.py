@@ -39,58 +39,39 @@ _NAME = re.compile(r"(\d{4,6})\.json")
 
 
 class Facts(Section):
-    """Facts about an attempt that are known when it begins.
+    """Facts about an attempt that are known when it begins."""
 
-    Attributes:
-        job: Slurm job ID.
-        nodes: host names in the order of the ranks.
-        versions: version of this package and of each library, by package name.
-        commit: git commit of this package; None outside a git checkout.
-    """
-
-    job: str
-    nodes: tuple[str, ...]
+    job: str  # Slurm job ID
+    nodes: tuple[str, ...]  # host names in the order of the ranks
     ranks: int
-    versions: dict[str, str]
-    commit: str | None = None
+    versions: dict[str, str]  # of this package and of each library, by package name
+    commit: str | None = None  # of this package; None outside a git checkout
 
 
 class Attempt(Section):
     """Entry of the ledger about one start of the job's ranks.
 
     Saved progress is the step of the newest checkpoint, summed over the stages.
-
-    Attributes:
-        number: number of the attempt, counted from 1.
-        stages: ``run_dir`` of each stage (or of the only run) -> total number of its steps.
-        startup_seconds, step_seconds: watchdog timeouts of the first step and of other steps.
-        began, ended: seconds since 1970; ``ended`` is None until the end is recorded.
-        saved_at_start, saved: saved progress at the beginning and at the end.
-        checkpoint: path of the newest checkpoint at the beginning; None without a checkpoint.
-        hosts, unfit: as in :class:`~diffmegatron.attempts.decision.Decision`.
-        stragglers: hosts of slow ranks.
-        first_step, last_step: steps of the attempt in the last stage that it trained.
-        faults: number of faults in a row up to this attempt, without a new checkpoint between them.
     """
 
-    number: int
+    number: int  # from 1
     facts: Facts
-    stages: dict[str, int]
-    startup_seconds: float
-    step_seconds: float
-    began: float
-    saved_at_start: int
-    checkpoint: str | None
-    ended: float | None = None
+    stages: dict[str, int]  # run_dir of each stage (or of the only run) -> number of its steps
+    startup_seconds: float  # watchdog timeout of the first step
+    step_seconds: float  # watchdog timeout of other steps
+    began: float  # seconds since 1970
+    saved_at_start: int  # saved progress at the beginning
+    checkpoint: str | None  # path of the newest checkpoint at the beginning
+    ended: float | None = None  # seconds since 1970; None until the end is recorded
     cause: Cause | None = None
     reason: str = ""
-    hosts: tuple[str, ...] = ()
+    hosts: tuple[str, ...] = ()  # hosts and unfit: as in Decision
     unfit: tuple[str, ...] = ()
-    stragglers: tuple[str, ...] = ()
-    first_step: int | None = None
+    stragglers: tuple[str, ...] = ()  # hosts of slow ranks
+    first_step: int | None = None  # first and last step in the last stage that was trained
     last_step: int | None = None
-    saved: int = 0
-    faults: int = 0
+    saved: int = 0  # saved progress at the end
+    faults: int = 0  # faults in a row up to this attempt, without a new checkpoint between them
 
     @property
     def seconds(self) -> float:
@@ -133,14 +114,11 @@ class Ledger:
 
     def attempts(self) -> list[Attempt]:
         """Read all entries, oldest first; skip a damaged entry with a warning."""
-        try:
-            names = sorted(path.name for path in self.directory.iterdir())
-        except FileNotFoundError:
-            return []
-        except OSError as error:
-            raise UserError(
-                f"cannot read {format_path(self.directory)}: {os_error_text(error)}"
-            ) from None
+        with explain_os_errors(f"cannot read {format_path(self.directory)}"):
+            try:
+                names = sorted(path.name for path in self.directory.iterdir())
+            except FileNotFoundError:
+                return []
         found = []
         for name in filter(_NAME.fullmatch, names):
             try:

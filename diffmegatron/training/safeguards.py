@@ -15,7 +15,7 @@ from diffmegatron.attempts.ends import EXIT_STOPPED, NOT_BEGUN, RankRecord
 from diffmegatron.config.recovery_config import WatchdogConfig
 from diffmegatron.errors import UserError
 from diffmegatron.file_lock import FileLock
-from diffmegatron.files import format_path, read_text
+from diffmegatron.files import read_text
 from diffmegatron.parallel.launcher import LaunchEnvironment
 from diffmegatron.training.monitoring.records import log_write_errors
 
@@ -46,14 +46,6 @@ def run_lock(run_dir: Path, patience: float = _LOCK_PATIENCE_SECONDS) -> FileLoc
     On entering, raise UserError if another run holds the lock for longer than ``patience`` seconds.
     """
     return FileLock(run_dir / LOCK, f"run_dir {run_dir}", "give another run_dir", patience)
-
-
-def check_not_a_file(run_dir: Path) -> None:
-    """Raise a UserError if ``run_dir`` is a file."""
-    if run_dir.exists() and not run_dir.is_dir():
-        raise UserError(
-            f"run_dir {format_path(run_dir)} is a file; give a directory, or a path that is free"
-        )
 
 
 @contextmanager

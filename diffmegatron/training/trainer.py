@@ -16,6 +16,8 @@ from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
 from diffmegatron.config.schema import Recipe
 from diffmegatron.data.index import corpus_manifest
 from diffmegatron.data.tokenizers import check_vocabulary, load_tokenizer
+from diffmegatron.errors import UserError
+from diffmegatron.files import format_path
 from diffmegatron.optim.schedule import learning_rate
 from diffmegatron.parallel.default_group import default_group
 from diffmegatron.parallel.deterministic import deterministic_algorithms
@@ -30,7 +32,7 @@ from diffmegatron.training.monitoring.evaluators import Evaluator, OpenEvaluator
 from diffmegatron.training.monitoring.progress import print_line
 from diffmegatron.training.monitoring.wandb_writer import check_installed
 from diffmegatron.training.run import Run
-from diffmegatron.training.safeguards import StopRequest, Watchdog, check_not_a_file, run_lock
+from diffmegatron.training.safeguards import StopRequest, Watchdog, run_lock
 
 
 def train_stages(
@@ -130,7 +132,11 @@ def train(
     check_vocabulary(recipe.data.tokenizer, used, recipe.model.tokens)
     run_dir = Path(recipe.run_dir)
     with suppress(OSError):  # run_lock reports a run_dir without permission.
-        check_not_a_file(run_dir)
+        if run_dir.exists() and not run_dir.is_dir():
+            raise UserError(
+                f"run_dir {format_path(run_dir)} is a file; give a directory, or a path that is "
+                "free"
+            )
     with (
         run_lock(run_dir) if launch.rank == 0 else nullcontext(),
         deterministic_algorithms() if recipe.training.deterministic else nullcontext(),

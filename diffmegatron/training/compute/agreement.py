@@ -12,18 +12,12 @@ from diffmegatron.parallel.parallel_state import ParallelState
 
 @dataclass(frozen=True)
 class Agreement:
-    """Values of a step, reduced over all ranks, so equal on every rank.
+    """Values of a step, reduced over all ranks, so equal on every rank."""
 
-    Attributes:
-        loss, gradient_norm: maximum over the ranks; infinite if the value of a rank is not finite.
-        stop: whether at least one rank must stop.
-        writing: whether at least one rank is still writing its checkpoint file.
-    """
-
-    loss: float
-    gradient_norm: float
-    stop: bool
-    writing: bool
+    loss: float  # maximum over the ranks; infinite if a rank's value is not finite
+    gradient_norm: float  # like the loss
+    stop: bool  # whether at least one rank must stop
+    writing: bool  # whether at least one rank is still writing its checkpoint file
 
 
 def agree(
