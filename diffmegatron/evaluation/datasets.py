@@ -1,7 +1,7 @@
 """Readers of published data sets in files under ``--data-dir``."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -92,16 +92,14 @@ def json_file(schema: Any) -> Reader[Any]:
     return read
 
 
-def choose(names: Iterable[str], known: Mapping[str, Named], kind: str) -> list[Named]:
+def choose(names: Sequence[str], known: Mapping[str, Named], kind: str) -> list[Named]:
     """Return the values of ``known`` for these names; error messages call a value ``kind``."""
-    found = []
     for name in names:
         if name not in known:
             raise UserError(
                 f"{kind} {shorten(repr(name))} is unknown; choose from {', '.join(known)}"
             )
-        found.append(known[name])
-    return found
+    return [known[name] for name in names]
 
 
 def _columns(row: type[Row]) -> Iterator[str]:

@@ -1,6 +1,6 @@
 """Plots for the figures of suites: bars and curves with 95% intervals, and colour maps."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,7 +19,7 @@ else:
 def estimate_measures(suite: Suite, records: Records) -> dict[str, Estimate]:
     """Return the estimate of each measure with a weight above 0.
 
-    A unit (:meth:`Suite.unit`) may have one record per measure, because single records are drawn.
+    The bootstrap draws single records, so every record with this measure must be independent.
     """
     shares: dict[str, dict[str, Mean]] = {}
     for number, record in enumerate(records):
@@ -89,7 +89,7 @@ def plot_curves(
 
 def plot_maps(
     figure: Figure,
-    grid: Iterable[Axes],
+    grid: np.ndarray,
     tables: Mapping[str, np.ndarray],
     *,
     xlabel: str,
@@ -112,15 +112,14 @@ def plot_maps(
     norm = Normalize(0, values.max() or 1)
     if is_logarithmic and positive.size:
         norm = LogNorm(positive.min(), positive.max())
-    axes_list = list(grid)
-    for axes, (title, table) in zip(axes_list, tables.items(), strict=True):
+    for axes, (title, table) in zip(grid, tables.items(), strict=True):
         rows, columns = table.shape
         extent = (0.5, columns + 0.5, rows + 0.5, 0.5)
         image = axes.imshow(table, aspect="auto", extent=extent, norm=norm)
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
         axes.set(title=title, xlabel=xlabel, ylabel=ylabel)
-    figure.colorbar(image, ax=axes_list, label=quantity)
+    figure.colorbar(image, ax=grid, label=quantity)
 
 
 def place_legend(axes: Axes, columns: int = 3) -> None:

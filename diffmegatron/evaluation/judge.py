@@ -100,7 +100,7 @@ class _Folder(Judge):
     @override
     def ask(self, question: str) -> str:
         target = self._model.target
-        ids = self._in_chat(question) or [target.start_token, *target.encode(question)]
+        ids = self._encode(question)
         if len(ids) + self._tokens > target.context:
             raise UserError(
                 f"judge {target.name} has a context of {target.context:,.0f} tokens, and a "
@@ -112,17 +112,17 @@ class _Folder(Judge):
             raise answer
         return target.tokenizer.decode(cast(list[int], answer))
 
-    def _in_chat(self, question: str) -> list[int] | None:
-        tokenizer = self._chat
+    def _encode(self, question: str) -> list[int]:
+        tokenizer, target = self._tokenizer, self._model.target
         if not tokenizer.chat_template:
-            return None
+            return [target.start_token, *target.encode(question)]
         messages = [{"role": "user", "content": question}]
         text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
         return ids
 
     @cached_property
-    def _chat(self) -> Any:
+    def _tokenizer(self) -> Any:
         folder = self._model.target.folder
         try:
             return AutoTokenizer.from_pretrained(
@@ -131,7 +131,7 @@ class _Folder(Judge):
         except Exception as error:  # transformers raises errors of any type here.
             raise UserError(
                 f"{format_path(folder)} has no usable tokenizer: {shorten(str(error))}"
-            ) from (None)
+            ) from None
 
 
 class _Message(BaseModel):
@@ -206,8 +206,6 @@ class _Endpoint(Judge):
             error.close()
             is_temporary = error.code == _TOO_MANY_REQUESTS or error.code >= _SERVER_ERRORS
             return None, f"answers with HTTP status {error.code}", is_temporary
-        except TimeoutError:
-            return None, f"does not answer within {self._seconds:g} seconds", True
         except (OSError, http.client.HTTPException) as error:
             cause = getattr(error, "reason", error)
             if isinstance(cause, TimeoutError):

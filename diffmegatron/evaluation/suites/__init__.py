@@ -13,8 +13,7 @@ from diffmegatron.evaluation.suites.lm_eval import LmEval
 from diffmegatron.evaluation.suites.loss import Loss, Perplexity
 from diffmegatron.evaluation.suites.math import Mathematics
 from diffmegatron.evaluation.suites.needle import NeedleAttention, Retrieval
-from diffmegatron.evaluation.suites.outliers import Outliers
-from diffmegatron.evaluation.suites.quantized_attention import QuantizedAttention
+from diffmegatron.evaluation.suites.outliers import Outliers, QuantizedAttention
 from diffmegatron.evaluation.suites.recall import AssociativeRecall, Recall
 from diffmegatron.evaluation.suites.scaling import Scaling
 from diffmegatron.evaluation.suites.throughput import Throughput

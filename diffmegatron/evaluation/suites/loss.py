@@ -2,8 +2,8 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import count, islice, takewhile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 
 import numpy as np
 from pydantic import Field
@@ -22,8 +22,6 @@ TOKEN = "nats per token"
 _PERPLEXITY = "perplexity"
 _UP_TO = "nats per token, tokens 1 to {:,}"
 _UP_TO_OWN = _UP_TO + " of windows that have as many"
-# Smallest n in ``Loss.lengths``, unless a full window has fewer tokens.
-_FEWEST = 16
 
 
 class Loss(WindowSuite):
@@ -58,24 +56,24 @@ class Loss(WindowSuite):
         texts: dict[str, list[str]] = defaultdict(list)
         for source, text in self.texts():
             texts[source].append(text)
-        pieces: dict[str, Sequence[str | list[int]]] = dict(texts)
-        if self.packed:
-            pieces = {
-                source: list(split(_joined(of_source, target), self.context - 1))
-                for source, of_source in texts.items()
-            }
-        return [
-            Item(f"{source}/{number}", self.context, (source, piece))
-            for source, of_source in pieces.items()
-            for number, piece in enumerate(of_source)
-        ]
+        found: list[Item] = []
+        for source, of_source in texts.items():
+            pieces: Iterable[str | list[int]] = of_source
+            if self.packed:
+                end = target.tokenizer.end_of_document
+                ids = [token for text in of_source for token in (*target.encode(text), end)]
+                pieces = split(ids, self.context - 1)
+            found += [
+                Item(f"{source}/{number}", self.context, (source, piece))
+                for number, piece in enumerate(pieces)
+            ]
+        return found
 
     @property
     def lengths(self) -> list[int]:
-        """Numbers n for means over tokens 1 to n: powers of two, then ``context - 1``."""
+        """Numbers n for means over tokens 1 to n: powers of two from 16, and ``context - 1``."""
         full = self.context - 1
-        powers = takewhile(lambda n: n < full, (_FEWEST << doublings for doublings in count()))
-        return [*powers, full]
+        return sorted({*(1 << bit for bit in range(4, full.bit_length())), full})
 
     @override
     def requests_of(self, target: Target, item: Item) -> ItemGenerator:
@@ -181,11 +179,6 @@ class Loss(WindowSuite):
         axes.grid(alpha=0.3)
         place_legend(axes)
         return True
-
-
-def _joined(texts: Sequence[str], target: Target) -> list[int]:
-    end = target.tokenizer.end_of_document
-    return [token for text in texts for token in (*target.encode(text), end)]
 
 
 class Perplexity(TextSuite):

@@ -163,7 +163,6 @@ Share = Annotated[float, Field(ge=0, le=1)]
 Pair = tuple[Size, Size]
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 HAYSTACK = Field(description="text in which needles are hidden, such as books")
-_TABLES = "3B, table 2", "3B, table 3"
 _END = "\n"
 _SHARES = {
     "answer": ((0.27, 0.30, 0.31, 0.32, 0.40), (0.03, 0.03, 0.03, 0.07, 0.09)),
@@ -189,10 +188,10 @@ class Retrieval(Suite):
         "the requested numbers in the answer. N numbers are hidden and R are requested."
     )
     published = (
-        Published("N=1 R=1, 4,096 tokens", 1.00, 1.00, _TABLES[0]),
-        Published("N=2 R=2, 4,096 tokens", 0.92, 0.85, _TABLES[0]),
-        Published("N=4 R=2, 4,096 tokens", 0.84, 0.62, _TABLES[0]),
-        Published("N=6 R=2, 4,096 tokens", 0.85, 0.55, _TABLES[0]),
+        Published("N=1 R=1, 4,096 tokens", 1.00, 1.00, "3B, table 2"),
+        Published("N=2 R=2, 4,096 tokens", 0.92, 0.85, "3B, table 2"),
+        Published("N=4 R=2, 4,096 tokens", 0.84, 0.62, "3B, table 2"),
+        Published("N=6 R=2, 4,096 tokens", 0.85, 0.55, "3B, table 2"),
     )
 
     haystack: Path = HAYSTACK
@@ -313,7 +312,7 @@ class NeedleAttention(Suite):
         "of the text and 100% its end."
     )
     published = tuple(
-        Published(f"{part}, depth {depth:.0%}", differential, transformer, _TABLES[1])
+        Published(f"{part}, depth {depth:.0%}", differential, transformer, "3B, table 3")
         for part, values in _SHARES.items()
         for depth, differential, transformer in zip(DEPTHS, *values, strict=True)
     )
@@ -379,12 +378,7 @@ class NeedleAttention(Suite):
                 f"{name}: {part}": np.mean([record[part] for record in of_target], axis=0)
                 for name, of_target in records.items()
             }
-            plot_maps(
-                panel,
-                panel.subplots(1, len(records), squeeze=False)[0],
-                tables,
-                xlabel="head",
-                ylabel="layer",
-                quantity="share of the last token's attention",
-            )
+            grid = panel.subplots(1, len(records), squeeze=False)[0]
+            quantity = "share of the last token's attention"
+            plot_maps(panel, grid, tables, xlabel="head", ylabel="layer", quantity=quantity)
         return True

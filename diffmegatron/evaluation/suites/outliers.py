@@ -1,10 +1,14 @@
-"""Largest attention logits and hidden states (Differential Transformer, Ye et al., table 5)."""
+"""Outliers of activations, and the loss if attention logits with outliers are quantised.
+
+Both measures are from Differential Transformer (Ye et al., section 3.7).
+"""
 
 import base64
 import binascii
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from typing import Annotated
 
 import numpy as np
 import torch
@@ -16,11 +20,13 @@ from diffmegatron.errors import NotFiniteError
 from diffmegatron.evaluation.captured_attention import (
     LayerAttention,
     layers,
+    quantize_logits,
     row_blocks,
     watch_attention,
 )
+from diffmegatron.evaluation.figures import Figure, estimate_measures, plot_curves
 from diffmegatron.evaluation.model import Model
-from diffmegatron.evaluation.suite import Item, Published, Record, Records
+from diffmegatron.evaluation.suite import Item, Mean, Published, Record, Records
 from diffmegatron.evaluation.targets import Target
 from diffmegatron.evaluation.text import WindowSuite
 from diffmegatron.section import Count
@@ -28,6 +34,7 @@ from diffmegatron.section import Count
 LOGITS, HIDDEN = "attention logits", "hidden states"
 RANKS = (1, 2, 3, 10, 100)
 _TABLE = "3B, table 5"
+_FULL = "as they are"
 _PAPER = {
     LOGITS: ((38.8, 38.8, 37.3, 32.0, 27.4, 3.3), (318.0, 308.2, 304.9, 284.7, 251.5, 5.4)),
     HIDDEN: (
@@ -205,3 +212,73 @@ def _unpacked(text: str) -> np.ndarray:
         return np.frombuffer(zlib.decompress(base64.b64decode(text)), "<i8")
     except (binascii.Error, zlib.error) as error:
         raise ValueError(f"its counts cannot be unpacked: {error}") from None
+
+
+class QuantizedAttention(WindowSuite):
+    """Loss on held-out text with unchanged attention logits, and with logits of ``bits`` bits.
+
+    The paper measures the accuracy on HellaSwag instead of the loss.
+    """
+
+    name = "quantized-attention"
+    direction = "lower"
+    reads_attention = True
+    title = "Loss with quantised attention logits"
+    description = (
+        "The loss if attention logits are rounded to a few bits before the softmax, and what "
+        "the rounding adds. The rounding adds less to the loss of a model with small outliers."
+    )
+
+    documents: Count = Field(default=16, description="number of documents per source")
+    characters: Count = Field(default=8_000, description="longer documents are cut")
+    bits: tuple[Annotated[int, Field(ge=2, le=16)], ...] = Field(default=(8, 6, 4), min_length=1)
+
+    @override
+    def items(self, target: Target) -> list[Item]:
+        return [
+            Item(str(number), self.context, text) for number, (_, text) in enumerate(self.texts())
+        ]
+
+    @override
+    def score(self, model: Model, item: Item) -> Record:
+        windows = self.windows(item.content, model.target)
+        nats = {_FULL: _nats(model, windows)}
+        for bits in self.bits:
+            with quantize_logits(model, bits):
+                nats[f"{bits} bits"] = _nats(model, windows)
+        return {
+            "nats": nats,
+            "tokens": sum(map(len, windows)),
+            "bytes": len(item.content.encode()),
+        }
+
+    @override
+    def means(self, record: Record) -> dict[str, Mean]:
+        nats, tokens = record["nats"], record["tokens"]
+        shares = {f"nats per token, {name}": Mean(n, tokens, True) for name, n in nats.items()}
+        shares |= {
+            f"nats per token that {name} add": Mean(n - nats[_FULL], tokens, True)
+            for name, n in nats.items()
+            if name != _FULL
+        }
+        return shares
+
+    @override
+    def draw(self, figure: Figure, records: Mapping[str, Records]) -> bool:
+        names = [_FULL, *(f"{bits} bits" for bits in self.bits)]
+        estimates = {name: estimate_measures(self, each) for name, each in records.items()}
+        points = {
+            target: [(n, own[f"nats per token, {name}"]) for n, name in enumerate(names)]
+            for target, own in estimates.items()
+        }
+        axes = figure.subplots()
+        plot_curves(axes, points, "attention logits", "nats per token")
+        axes.set_xticks(range(len(names)), names)
+        return True
+
+
+def _nats(model: Model, windows: list[list[int]]) -> float:
+    return sum(
+        model.losses([model.target.start_token, *window]).double().sum().item()
+        for window in windows
+    )

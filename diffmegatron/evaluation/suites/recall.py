@@ -7,7 +7,7 @@ Differential Transformer, Ye et al.). ``associative-recall`` measures it on text
 
 import sys
 from collections.abc import Iterator, Mapping
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -71,24 +71,21 @@ class Recall(WindowSuite):
 
     @override
     def items(self, target: Target) -> list[Item]:
-        pieces = [self.windows(text, target) for _, text in self.texts()]
-        repeated = [[list(_repeated(window)) for window in each] for each in pieces]
-        bigrams = {pair for each in repeated for window in each for pair, _ in window}
+        documents = [self.windows(text, target) for _, text in self.texts()]
+        windows = chain.from_iterable(documents)
+        bigrams = {pair for window in windows for pair, _ in _repeated(window)}
         # `tokens` is a view of a mapped file, which is closed when `corpus` is deleted.
         corpus = open_corpus(str(self.training))
         counts = count_bigrams(corpus.tokens, bigrams)
         rare = {pair for pair, count in counts.items() if count <= self.rare}
-        return [
-            Item(
-                str(number),
-                self.context,
-                [
-                    (window, [place for pair, place in places if pair in rare])
-                    for window, places in zip(document, hits, strict=True)
-                ],
-            )
-            for number, (document, hits) in enumerate(zip(pieces, repeated, strict=True))
-        ]
+        found = []
+        for number, document in enumerate(documents):
+            content = [
+                (window, [place for pair, place in _repeated(window) if pair in rare])
+                for window in document
+            ]
+            found.append(Item(str(number), self.context, content))
+        return found
 
     @override
     def requests_of(self, target: Target, item: Item) -> ItemGenerator:

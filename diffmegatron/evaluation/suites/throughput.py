@@ -84,21 +84,13 @@ class Throughput(Suite):
 
     @override
     def means(self, record: Record) -> dict[str, Mean]:
-        return {
-            f"{record['phase']}, tokens/s": Mean(
-                record["tokens"], record["seconds"], per_token=True
-            )
-        }
+        speed = Mean(record["tokens"], record["seconds"], per_token=True)
+        return {f"{record['phase']}, tokens/s": speed}
 
     @override
     def totals(self, records: Records) -> dict[str, float]:
-        return {
-            f"{phase}, peak memory in GiB": max(
-                record["peak_bytes"] for record in records if record["phase"] == phase
-            )
-            / 2**30
-            for phase in _PHASES
-        }
+        peaks = {p: max(r["peak_bytes"] for r in records if r["phase"] == p) for p in _PHASES}
+        return {f"{phase}, peak memory in GiB": peak / 2**30 for phase, peak in peaks.items()}
 
     @override
     def across(self, records: Mapping[str, Records]) -> dict[str, float]:
