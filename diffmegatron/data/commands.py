@@ -70,7 +70,7 @@ def merge(
     PREFIX.idx and PREFIX.json are written for the whole corpus. The tokens are read once to compute
     a checksum, but not copied: they stay in PREFIX.parts, so keep that folder.
     """
-    from diffmegatron.data.prepare.merge_parts import merge as merge_parts
+    from diffmegatron.data.prepare.parts import merge as merge_parts
 
     manifest = merge_parts(prefix)
     name = format_path(prefix)

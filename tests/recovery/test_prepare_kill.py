@@ -18,8 +18,7 @@ import pytest
 
 from diffmegatron.data.index.corpus_manifest import Manifest, read_manifest
 from diffmegatron.data.prepare import worker_pool as pool
-from diffmegatron.data.prepare.merge_parts import merge
-from diffmegatron.data.prepare.parts import Part
+from diffmegatron.data.prepare.parts import Part, merge
 from diffmegatron.data.prepare.prepare import prepare
 from diffmegatron.errors import UserError
 from tests.paths import ROOT

@@ -25,8 +25,7 @@ from diffmegatron.data.index.token_store import open_corpus
 from diffmegatron.data.prepare.corpus_readers import find_files, read_records
 from diffmegatron.data.prepare.encode import encode_batch
 from diffmegatron.data.prepare.journal import Identity, Journal, State, last_commit
-from diffmegatron.data.prepare.merge_parts import merge
-from diffmegatron.data.prepare.parts import Part
+from diffmegatron.data.prepare.parts import Part, merge
 from diffmegatron.data.prepare.prepare import prepare
 from diffmegatron.data.prepare.prepare_settings import PrepareSettings
 from diffmegatron.data.sampling.array_cache import cached_arrays

@@ -29,8 +29,7 @@ from diffmegatron.data.index.corpus_manifest import (
 )
 from diffmegatron.data.index.index_file import write_index
 from diffmegatron.data.prepare.encode import loaded
-from diffmegatron.data.prepare.merge_parts import merge
-from diffmegatron.data.prepare.parts import Part
+from diffmegatron.data.prepare.parts import Part, merge
 from diffmegatron.data.prepare.prepare import prepare
 from diffmegatron.data.tokenizers import TiktokenTokenizer, load_tokenizer
 from diffmegatron.errors import UserError

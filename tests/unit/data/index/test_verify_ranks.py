@@ -17,8 +17,7 @@ from torch import distributed
 
 from diffmegatron.config.data_config import DataConfig
 from diffmegatron.data.index import corpus_manifest
-from diffmegatron.data.prepare.merge_parts import merge
-from diffmegatron.data.prepare.parts import Part
+from diffmegatron.data.prepare.parts import Part, merge
 from diffmegatron.data.prepare.prepare import prepare
 from diffmegatron.errors import UserError
 from diffmegatron.training.compute import batches

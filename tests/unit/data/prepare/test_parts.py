@@ -25,8 +25,7 @@ from diffmegatron.data.index.corpus_manifest import Manifest
 from diffmegatron.data.index.token_store import PartTokens, open_corpus
 from diffmegatron.data.prepare import preparation
 from diffmegatron.data.prepare.corpus_readers import CorpusFile, find_files, read_records
-from diffmegatron.data.prepare.merge_parts import merge
-from diffmegatron.data.prepare.parts import Part, cut
+from diffmegatron.data.prepare.parts import Part, cut, merge
 from diffmegatron.data.prepare.prepare import prepare
 from diffmegatron.data.sampling.document_order import Split
 from diffmegatron.data.sampling.samples import open_samples
@@ -303,7 +302,7 @@ def test_a_merge_can_be_repeated_and_detects_damaged_parts(
 ) -> None:
     prefix = tmp_path / "out"
     with monkeypatch.context() as patch:
-        patch.setattr("diffmegatron.data.prepare.merge_parts.write_durably", interrupt)
+        patch.setattr("diffmegatron.data.prepare.parts.write_durably", interrupt)
         with pytest.raises(KeyboardInterrupt):
             run_parts(corpus, prefix, 2)
     first = merge(prefix, show_progress=False)
