@@ -1,1 +1,1 @@
-"""Attempts of a job: how the ranks ended, and whether the job restarts them."""
+"""Attempts (starts of a job's ranks): how the ranks ended, and whether the job restarts them."""

@@ -13,7 +13,7 @@ from diffmegatron.errors import MachineError, UnfitNodeError, UserError
 
 # Signal N gives a killed process the exit status _SIGNAL + N.
 _SIGNAL = 128
-# A stop signal kills a rank only before the rank has installed its signal handlers. No fault.
+# A stop signal kills a rank only before its signal handlers are installed, which is not a fault.
 _STOP_STATUSES = {_SIGNAL + number for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
 _SHOWN_RANKS = 8
 
@@ -28,7 +28,7 @@ class Cause(StrEnum):
     STOPPED = "stopped"
     """A signal or the time limit stopped the ranks; the job is requeued."""
     FAULT = "fault"
-    """A rank crashed, hung or did not connect; the ranks restart (at most ``MAX_FAULTS`` times)."""
+    """A rank crashed, hung or did not connect; the job ends only after ``MAX_FAULTS`` in a row."""
     LOST = "lost"
     """The job was killed while ranks still ran (node failure, preemption, scancel); no fault."""
 
@@ -81,7 +81,8 @@ def decide(
         hosts = _hosts(unfit.values())
         return Decision(Cause.FAULT, _first_reason(unfit, "its node is not fit"), hosts, hosts)
     if was_killed and missing and not has_crash:
-        # Failed ranks probably lost their peers. Without them, all ranks were killed with the job.
+        # Failed ranks probably lost the connection to the missing ranks. If no rank failed, all
+        # missing ranks were killed with the job, and no host is to blame.
         blamed = hosts_of_missing if failed and are_few_missing else ()
         return Decision(Cause.LOST, f"the job ended before {_list_ranks(missing)}", blamed)
     if failed and failed == unconnected:
@@ -92,7 +93,7 @@ def decide(
     if failed:
         failed = {rank: end for rank, end in failed.items() if rank not in unconnected}
         # The failed ranks probably waited for the missing ranks in two cases: the watchdog ended
-        # all of them (without a reason), or none ran on the host of a missing rank.
+        # all failed ranks (without a reason), or no failed rank ran on the host of a missing rank.
         are_hung = all(not end.reason for end in failed.values())
         are_elsewhere = set(hosts_of_missing).isdisjoint(_hosts(failed.values()))
         if are_few_missing and not has_crash and (are_hung or are_elsewhere):
@@ -114,7 +115,11 @@ def decide(
 
 
 def _fault(failed: Mapping[int, End], ranks: int) -> Decision:
-    """Return a fault decision with the reason and hosts of the failures nearest to the cause."""
+    """Return a fault decision with the reason and hosts of the failures nearest to the cause.
+
+    A rank that a signal killed is nearer than a hung rank, and a hung rank is nearer than a rank
+    with an error.
+    """
 
     def distance(rank: int) -> int:
         if failed[rank].status > _SIGNAL:
@@ -125,7 +130,8 @@ def _fault(failed: Mapping[int, End], ranks: int) -> Decision:
     # The earliest error probably made the other ranks raise errors, so blame only its host.
     alike = [rank for rank in failed if distance(rank) == distance(first)]
     alike = alike if distance(first) < 2 else [first]
-    # Failures of more than half of the ranks have a common cause, such as a hanging collective.
+    # Failures of more than half of the ranks have a common cause, such as a hanging collective, so
+    # no host is blamed.
     is_local = 2 * len(alike) <= ranks or ranks == 1
     reason = _first_reason({first: failed[first]}, _describe_status(failed[first]))
     return Decision(Cause.FAULT, reason, _hosts(failed[rank] for rank in alike) if is_local else ())

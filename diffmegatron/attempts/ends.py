@@ -1,7 +1,7 @@
-"""Records of how the ranks of an attempt (one start of a job) ended: one JSON file per rank.
+"""Records of how the ranks of an attempt (start of a job's ranks) ended: one JSON file per rank.
 
-If a signal or the watchdog ends a rank, the rank's shell in ``slurm.sh`` writes its file. A rank
-without a file was killed together with its shell or node.
+If a signal kills a rank or the watchdog ends it, the rank's shell in ``slurm.sh`` writes the file.
+A rank without a file was killed together with its shell or node.
 """
 
 import logging
@@ -29,9 +29,10 @@ HEARTBEAT = "heartbeat.json"
 EXIT_STOPPED = 75
 """Exit status of a run that was stopped and can be resumed (EX_TEMPFAIL of sysexits.h)."""
 NOT_BEGUN = "before the run had begun"
-"""End of :attr:`End.reason` of a rank that a signal stopped while it had nothing to save."""
+"""Last words of :attr:`End.reason` if a signal stopped a rank that had nothing to save yet."""
 _END_NAME = re.compile(r"rank_(\d{5,7})\.json(\.tmp)?")
-# Steps may take milliseconds, and a write per step would load the file server.
+# Time between heartbeats. Steps may take milliseconds, and a write per step would load the file
+# server.
 _HEARTBEAT_SECONDS = 5.0
 _MIN_REPORTS = 10
 
@@ -59,7 +60,7 @@ class Heartbeat(Section):
 
     @property
     def stragglers(self) -> list[int]:
-        """Ranks that were slow in more than half of ten or more comparisons."""
+        """Ranks that were slow in over half of the comparisons; none before ten comparisons."""
         if self.reports < _MIN_REPORTS:
             return []
         return [rank for rank, count in self.slow.items() if 2 * count > self.reports]
@@ -68,7 +69,7 @@ class Heartbeat(Section):
 class RankRecord:
     """Writer of a rank's end and, on rank 0, of the heartbeat; a context manager around all work.
 
-    Without a ``folder``, the directory of the attempt, nothing is written.
+    ``folder`` is the directory of the attempt. If it is None, nothing is written.
     """
 
     def __init__(self, folder: Path | None = None, rank: int = 0) -> None:
@@ -134,7 +135,7 @@ class RankRecord:
 
     @contextmanager
     def write_failures(self) -> Iterator[None]:
-        """Write the end of this rank only if the ``with`` block raises (preflight checks)."""
+        """Write the end of this rank only if the ``with`` block raises (for preflight checks)."""
         try:
             yield
         except BaseException as error:
@@ -168,7 +169,7 @@ def read_ends(folder: Path) -> dict[int, End]:
     """Read the recorded end of each rank from the directory of an attempt; skip damaged files.
 
     A rank that is killed before it renames its temporary file (suffix ``.tmp``) leaves only this
-    file.
+    file, which is then read.
     """
     with explain_os_errors(f"cannot read {format_path(folder)}"):
         names = sorted(path.name for path in folder.iterdir())

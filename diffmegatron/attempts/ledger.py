@@ -1,7 +1,7 @@
 """Ledger of a job: one entry for each attempt (start of the job's ranks) in ``run_dir/attempts``.
 
 ``NNNN.json`` is the entry of attempt NNNN, and in ``NNNN/`` every rank records its end. If the job
-was killed, the next attempt completes the entry.
+was killed, the next attempt completes the entry of the killed attempt.
 """
 
 import logging
@@ -33,7 +33,8 @@ ATTEMPTS = "attempts"
 MAX_FAULTS = 10
 """Number of faults in a row, without a new checkpoint between them, after which a job ends."""
 _RECENT_ATTEMPTS = 10
-# The cause of a single fault may be elsewhere, so one attempt does not exclude a host.
+# Exclude a host that was blamed or slow in this many recent attempts. The cause of a single fault
+# may be elsewhere.
 _MAX_HOST_FAULTS = 2
 _NAME = re.compile(r"(\d{4,6})\.json")
 
@@ -102,7 +103,10 @@ class Attempt(Section):
 
 
 class Ledger:
-    """Ledger of one job, stored in ``run_dir/attempts``; stages share their parent folder."""
+    """Ledger of one job, stored in ``run_dir/attempts``.
+
+    For a run with stages, ``run_dir`` is the parent folder of the stages.
+    """
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
@@ -128,7 +132,7 @@ class Ledger:
         return sorted(found, key=lambda attempt: attempt.number)
 
     def begin(self, recipes: Sequence[Recipe], facts: Facts) -> Attempt:
-        """Create the entry and directory of a new attempt; first end attempts that were killed."""
+        """Record the end of killed attempts; create the entry and directory of a new attempt."""
         before = self._end_killed()
         stages = {recipe.run_dir: recipe.training.total_steps for recipe in recipes}
         saved, checkpoint = _saved(stages)
@@ -151,7 +155,8 @@ class Ledger:
     def record_mistake(self, facts: Facts, why: str) -> None:
         """Write the entry of an attempt that a user's mistake ended before any rank started.
 
-        Values from the recipe, which may be unreadable, are copied from the previous attempt.
+        The recipe may be unreadable, so values that depend on it are copied from the previous
+        attempt.
         """
         copied: dict[str, Any] = {
             "stages": {},
@@ -176,7 +181,7 @@ class Ledger:
                 **copied,
             )
             self._write(attempt)
-        except (OSError, UserError) as error:  # The user's mistake matters more.
+        except (OSError, UserError) as error:  # The caller reports the user's mistake.
             log.warning("cannot write in %s: %s", format_path(self.directory), error)
 
     def end(self, attempt: Attempt, *, was_killed: bool = False) -> Attempt:
@@ -232,7 +237,10 @@ class Ledger:
 
 
 def suspects(attempts: Sequence[Attempt]) -> dict[str, int]:
-    """Return in how many of the last ten attempts each host was blamed or slow; largest first."""
+    """Return in how many of the last ten attempts each host was blamed or slow.
+
+    Hosts with the largest number come first.
+    """
     recent = attempts[-_RECENT_ATTEMPTS:]
     named = [host for each in recent for host in {*each.hosts, *each.stragglers}]
     return dict(Counter(sorted(named)).most_common())
@@ -252,7 +260,7 @@ def ledger_of(recipes: Sequence[Recipe]) -> Ledger:
 
 
 def _saved(run_dirs: Iterable[str]) -> tuple[int, Path | None]:
-    """Return the saved progress (see :class:`Attempt`) and the checkpoint of the latest stage."""
+    """Return the saved progress (see :class:`Attempt`) and the newest checkpoint of all stages."""
     total, newest = 0, None
     for run_dir in run_dirs:
         store = CheckpointStore(Path(run_dir))

@@ -10,7 +10,7 @@ from diffmegatron.errors import NotFiniteError
 from diffmegatron.evaluation.batched_network import BatchedNetwork
 from diffmegatron.evaluation.requests import Generation, Scored, Scoring
 
-# Maximum number of tokens of a character: it has up to 4 bytes in UTF-8, and each may be a token.
+# Maximum number of tokens of a character: each of its up to 4 bytes in UTF-8 may be a token.
 _TOKENS_PER_CHARACTER = 4
 
 
@@ -20,10 +20,10 @@ def score(
 ) -> list[list[Scored] | NotFiniteError]:
     """Compute the likelihoods of the continuations of several contexts in one batch.
 
-    A row of the batch is a context with one continuation, without its last token, after which
-    nothing is predicted. Continuations that differ only in their last token share a row. If
-    ``network.keeps_all_tokens``, a context with several rows is processed once, and its keys and
-    values are copied to the rows.
+    A row of the batch is a context, followed by one continuation without its last token, because
+    nothing is predicted after that token. Continuations of a context that differ only in their last
+    token share a row. If ``network.keeps_all_tokens`` is true, a context with several rows is
+    processed once, and its keys and values are copied to its rows.
     """
     if not all(context and all(continuations) for context, continuations in requests):
         raise ValueError("a request has a context or a continuation without tokens")
@@ -59,7 +59,10 @@ def score(
 
 
 def check_finite(scored: list[Scored], before: int) -> list[Scored] | NotFiniteError:
-    """Return ``scored``, or an error if a loss is not finite."""
+    """Return ``scored``, or an error if a loss is not finite.
+
+    ``before`` is the number of context tokens, which the error message counts too.
+    """
     for nats, _ in scored:
         bad = (~nats.isfinite()).nonzero()
         if len(bad):
@@ -112,7 +115,10 @@ class WrittenText:
 def generate(
     network: BatchedNetwork, requests: Sequence[Generation], tokenizer: Tokenizer
 ) -> list[list[int] | NotFiniteError]:
-    """Generate several texts, with the same shared tokens, in one batch by greedy decoding."""
+    """Generate one text per request in one batch by greedy decoding.
+
+    All requests must have the same value of ``shared``, and equal first ``shared`` tokens.
+    """
     shared = requests[0].shared
     chunks: list[Sequence[int]] = [request.ids[shared:] for request in requests]
     columns = max(map(len, chunks)) + max(request.limit for request in requests)
@@ -123,7 +129,7 @@ def generate(
         chunks = [request.ids for request in requests]
         rows = network.empty_rows(len(chunks), shared + columns)
     texts = [WrittenText(request) for request in requests]
-    # Text of each remaining row; some rows are dropped below.
+    # Text of each row that is still in the batch; rows are dropped below.
     written = texts
     while True:
         ends = [(row, len(chunk) - 1) for row, chunk in enumerate(chunks)]
@@ -144,7 +150,7 @@ def generate(
         active = [row for row, text in enumerate(written) if not text.has_ended]
         if not active:
             return [text.answer for text in texts]
-        # Dropping rows copies the cache, so keep complete rows until they are half of all rows.
+        # Dropping rows copies the cache, so do it only when at least half of the texts have ended.
         if 2 * len(active) <= len(written):
             rows.keep(active)
             written = [written[row] for row in active]

@@ -11,12 +11,12 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-# Number of positions whose logits are computed at once.
+# Maximum number of positions whose logits are computed at once.
 _LOGITS_AT_ONCE = 1024
 
 
 class _ReservedLayer(DynamicLayer):
-    """Key-value cache of one layer for ``columns`` tokens per row; its memory is allocated once.
+    """Key-value cache of one layer for up to ``columns`` tokens per row, allocated once.
 
     ``DynamicCache`` of ``transformers`` copies all keys and values for each new token. With
     ``StaticCache``, attention also computes over the unused part of the memory.
@@ -62,8 +62,8 @@ class _ReservedLayer(DynamicLayer):
 class Rows:
     """State of a batch with one text per row, after the tokens that the network has processed.
 
-    The cache is None if the rows have only one chunk. ``is_token`` is False for padding, bool
-    [rows, columns processed so far].
+    ``cache`` contains the keys and values. It is None if each text is processed in one forward
+    pass. ``is_token`` is False for padding, bool [rows, columns processed so far].
     """
 
     cache: Cache | None
@@ -79,11 +79,12 @@ class Rows:
 
 
 class BatchedNetwork:
-    """A causal network that reads a batch of texts in chunks: the next tokens of every row.
+    """A causal network that processes a batch of texts, one per row, in chunks.
 
-    A chunk is padded at its end. For chunks after the first, padding in the cache is masked, and
-    position ids count only tokens. Each text therefore has the same results as if it were alone.
-    ``start`` is any valid token id. It pads empty chunks, and is a test input.
+    A chunk is a list of the next tokens of one row. It is padded at its end to the longest chunk.
+    For later chunks, this padding is masked in the cache, and position ids do not count it. The
+    results of a text are therefore the same as if it were alone. ``start`` is any valid token id.
+    It pads empty chunks, and is the input of a test of the output layer.
     """
 
     def __init__(self, network: PreTrainedModel, start: int) -> None:
@@ -92,10 +93,11 @@ class BatchedNetwork:
 
     @cached_property
     def keeps_all_tokens(self) -> bool:
-        """True if masked padding between tokens has no effect.
+        """True if padding between the tokens of a row has no effect when it is masked.
 
-        Padding would shift a sliding window, change the state of a recurrent layer, and count in
-        the positions of a network without an argument ``position_ids``.
+        Padding shifts a sliding window, changes the state of a recurrent layer, and counts in the
+        positions of a network without an argument ``position_ids``. The result is False for such
+        networks.
         """
         network = self._network
         layers = DynamicCache(config=network.config).layers
@@ -107,9 +109,9 @@ class BatchedNetwork:
         )
 
     def empty_rows(self, count: int, columns: int | None = None) -> Rows:
-        """Return empty rows that can read chunks of ``columns`` padded tokens in total.
+        """Return empty rows, with a cache for ``columns`` tokens per row, including padding.
 
-        If ``columns`` is None, they have no cache and can read one chunk only.
+        If ``columns`` is None, the rows have no cache, and each can read only one chunk.
         """
         is_token = torch.ones(count, 0, dtype=torch.bool, device=self._network.device)
         return Rows(None if columns is None else self._reserved(columns), is_token)
@@ -129,7 +131,7 @@ class BatchedNetwork:
         return Rows(cache, prefixes.is_token[chosen], prefixes.has_padding)
 
     def read_prefix(self, ids: Sequence[int]) -> Rows:
-        """Return one row that has read ``ids``; calls with the same ids return the same row."""
+        """Return one row that has read ``ids``; a repeated call returns the same row."""
         if self._prefix is None or self._prefix[0] != ids:
             self.drop_prefix()
             rows = self.empty_rows(1, len(ids))
@@ -148,11 +150,12 @@ class BatchedNetwork:
 
         Args:
             chunks: next token ids of each row; a list may be empty.
-            places: the n positions to return, each as (row, column within the chunk).
+            places: the n positions whose outputs are returned, as (row, column within the chunk).
 
         Returns:
-            Output for :meth:`logits` and :meth:`score`, in the network's dtype: last hidden states
-            [n, hidden_size], or logits [n, vocab_size] if the network scales or caps its logits.
+            The argument ``found`` of :meth:`logits` and :meth:`score`, in the network's dtype: last
+            hidden states [n, hidden_size], or logits [n, vocab_size] if the network scales or caps
+            its logits.
         """
         device = self._network.device
         lengths = [len(chunk) for chunk in chunks]
@@ -196,9 +199,10 @@ class BatchedNetwork:
         return found.float()
 
     def score(self, found: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
-        """Return losses in nats (float32 [n]), and whether tokens are the likeliest (bool [n]).
+        """Return losses in nats, float32 [n], and whether each token is the likeliest, bool [n].
 
-        ``found`` is the output of :meth:`read` at the positions before the tokens ``wanted``.
+        ``wanted`` contains the ids of the n tokens. ``found`` is the output of :meth:`read` at the
+        positions before these tokens.
         """
         nats, likeliest = [], []
         parts = zip(found.split(_LOGITS_AT_ONCE), wanted.split(_LOGITS_AT_ONCE), strict=True)

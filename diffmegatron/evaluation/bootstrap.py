@@ -1,8 +1,8 @@
 """95% intervals by the paired bootstrap: all targets (models) use the same resamples.
 
 A unit is an item of a suite (benchmark), or a group of dependent items (:meth:`Suite.unit`). A
-resample draws as many units as there are, with replacement. An argument ``shares`` maps each unit
-to its contribution to a measure, such as an accuracy.
+resample draws as many units as there are, with replacement. The arguments ``shares`` and ``others``
+map each unit of a target to its contribution to a measure, such as an accuracy.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -13,7 +13,7 @@ from diffmegatron.evaluation.suite import Estimate, Mean
 
 RESAMPLES = 2000
 _SEED = 0
-# Elements of an array that `_resamples` yields, unless a single row has more.
+# Maximum number of elements of an array that `_resamples` yields; a single row may have more.
 _COUNTS_AT_ONCE = 1 << 22
 # Ends of a 95% interval.
 _PERCENTILES = (2.5, 97.5)
@@ -28,10 +28,11 @@ def estimate(shares: Mapping[str, Mean]) -> Estimate | None:
 
 
 def difference(shares: Mapping[str, Mean], others: Mapping[str, Mean]) -> Estimate | None:
-    """Return a measure of one target minus that of the target ``others``, with its interval.
+    """Return the measure of one target minus that of another, with the interval of the difference.
 
-    Only units that both targets have are used, and a resample draws the same units for both. The
-    result is None without such units, or if one target has weight 0 in all of them.
+    ``shares`` belongs to the first target, and ``others`` to the second. Only units that both
+    targets have are used, and a resample draws the same units for both. The result is None without
+    such units, or if a target has weight 0 in all of them.
     """
     both = sorted(shares.keys() & others.keys())
     return _estimate(_arrays(shares, both), _arrays(others, both))
@@ -55,7 +56,10 @@ def estimate_of_means(
 def _interval(
     units: int, value: np.ndarray, resampled: Callable[[np.ndarray], np.ndarray]
 ) -> Estimate:
-    """Return ``value`` with the interval of ``resampled``: counts [n, units] -> values [n]."""
+    """Return ``value`` with its interval.
+
+    ``resampled`` computes the values [n] of n resamples from their counts of each unit [n, units].
+    """
     if units < 2:
         return Estimate(float(value), None, None, units)
     values = np.concatenate([resampled(drawn) for drawn in _resamples(units)])
@@ -65,7 +69,7 @@ def _interval(
 
 
 def _resamples(units: int) -> Iterator[np.ndarray]:
-    """Yield arrays int64 [some of the resamples, units]: how often a resample draws each unit."""
+    """Yield how often each resample draws each unit, as int64 [n, units] for n resamples."""
     random = np.random.default_rng(_SEED)
     left = RESAMPLES
     while left:

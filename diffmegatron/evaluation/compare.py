@@ -26,8 +26,8 @@ from diffmegatron.model.accounting.parameters import count_parameters
 from diffmegatron.training.monitoring.metrics import METRICS, Entry, read_metrics
 from diffmegatron.training.monitoring.source_losses import SOURCE_LOSS, SOURCE_TOKENS
 
-# Share of a stage's steps, at its end, over which the final training loss is averaged. The loss of
-# a single batch would be noisy.
+# The final training loss is the mean over the last tenth of a stage's steps, because the loss of a
+# single batch is noisy.
 _LAST_SHARE = 0.1
 
 
@@ -81,8 +81,8 @@ class RecordedRun:
 def compare(run_dirs: Sequence[Path], out: Path) -> Table:
     """Compare runs, and write ``compare.json``, ``compare.md`` and ``compare.png`` into ``out``.
 
-    A run with stages is the folder that contains all stages. The returned table has a row per
-    figure and a column per run.
+    The path of a run with stages is the folder that contains all stages. The returned table has a
+    row per figure (final number) and a column per run.
     """
     runs = dict(zip(short_names(run_dirs), map(read_run, run_dirs), strict=True))
     figures = {name: final_figures(run) for name, run in runs.items()}
@@ -100,7 +100,7 @@ def compare(run_dirs: Sequence[Path], out: Path) -> Table:
 
 
 def read_run(run_dir: Path) -> RecordedRun:
-    """Read the recipe and the metrics of a run; stages without recorded metrics are left out."""
+    """Read the recipe and the metrics of each stage of a run; skip stages without metrics."""
     folders = stage_folders(run_dir, RECIPE)
     only_last(folders)
     stages = [
@@ -139,8 +139,8 @@ def curves_of(run: RecordedRun) -> Curves:
 def final_figures(run: RecordedRun) -> dict[str, Any]:
     """Return the final figures (numbers) of a run by name, without figures that have no value.
 
-    Steps and tokens are sums over all stages. All other figures describe the last stage. The
-    training loss is the mean over the last tenth of its steps, and lambda over all layers.
+    Steps and tokens are sums over all stages. All other figures describe the last stage. Training
+    losses are means over the last tenth of its steps, and lambda is the mean over all layers.
     """
     last = run.stages[-1]
     model, names = last.recipe.model, [Path(stage.recipe.run_dir).name for stage in run.stages]

@@ -34,7 +34,7 @@ from diffmegatron.parallel.default_group import default_group
 from diffmegatron.parallel.launcher import read_launch
 
 _LOCK = "evaluate.lock"
-# Processes may finish their shares of the items at very different times.
+# Timeout of collectives: processes may finish their shares of the items at very different times.
 _TIMEOUT = timedelta(days=1)
 # Prefixes of the environment variables that a launcher sets.
 _LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "TORCHELASTIC_")
@@ -90,7 +90,8 @@ def export_targets(targets: Sequence[Target], ranks: Ranks) -> None:
     """Export every checkpoint among the targets to a Hugging Face folder, on rank 0.
 
     An export needs process groups of a single rank, so it runs in a new process outside the
-    launcher's group. A single process exports a checkpoint only when it is first used.
+    launcher's group. A single process exports nothing here, because :class:`Target` exports at the
+    first use.
     """
     if ranks.count == 1:
         return
@@ -142,10 +143,10 @@ def _run(suite: Suite, model: Model, out: Path, ranks: Ranks) -> Measured:
         header["dtype"] = model.computing.dtype_of(target)
         header["engine"] = model.computing.engine
     with SharedRecords(out / suite.name / f"{target.name}.jsonl", header, ranks) as file:
-        # Check the records of an earlier run before scoring, which may take hours.
+        # Check the records of an earlier evaluation before scoring, which may take hours.
         check_records(file.records.values(), suite.means)
-        # Items of suites that read only training records have 0 tokens. The configuration of the
-        # network, which `target.context` loads, is not needed for them.
+        # Items of suites that read only training records have 0 tokens. For them, do not access
+        # `target.context`, which loads the configuration of the network.
         long = [item for item in items if item.tokens and item.tokens > target.context]
         too_long = {item.key for item in long}
         fitting = [item for item in items if item.key not in too_long]
@@ -157,7 +158,7 @@ def _run(suite: Suite, model: Model, out: Path, ranks: Ranks) -> Measured:
                 f"{target.context:,.0f}"
             )
         finite = [file.records[i.key] for i in fitting if NOT_FINITE not in file.records[i.key]]
-        # Follow-ups depend on the records of all items.
+        # Follow-ups (further items) depend on the records of all items, which must all be finite.
         if len(finite) == len(fitting):
             more = suite.follow_ups(target, finite)
             _score_items(suite, model, more, file, ranks, suite.passes[1])

@@ -14,8 +14,9 @@ from diffmegatron.errors import UserError
 if TYPE_CHECKING:
     from diffmegatron.evaluation.targets import Target
 
-# Default values of `batch_tokens`. On a CPU, batches make generation faster but not scoring. On a
-# GPU, a batch that does not fit into the memory is halved.
+# Default values of `batch_tokens`. On a CPU, batches make generation faster but not scoring, so the
+# limit of 1 puts each scored text into its own batch. On a GPU, the limit may be too high: a batch
+# that does not fit into the memory is divided.
 _CPU_SCORING, _CPU_GENERATION, _GPU = 1, 4096, 65_536
 
 
@@ -23,7 +24,8 @@ _CPU_SCORING, _CPU_GENERATION, _GPU = 1, 4096, 65_536
 class Computing:
     """Device, precision, batch size and engine of an evaluation.
 
-    ``batch_tokens`` counts padding and tokens to generate. A longer text is a batch by itself.
+    ``batch_tokens`` limits the tokens of a batch, including padding and tokens to generate. A
+    request with more tokens is a batch by itself.
     """
 
     dtype: Annotated[

@@ -43,8 +43,8 @@ from diffmegatron.evaluation.requests import Generation, Request, Scoring
 from diffmegatron.evaluation.targets import Target
 from diffmegatron.files import format_path, shorten
 
-# Resamples for metrics whose standard error has no formula. lm-eval draws 100,000, which takes
-# minutes. With 1,000 resamples, the standard error has a relative error of about 2%.
+# Bootstrap resamples for metrics whose standard error has no formula. lm-eval draws 100,000, which
+# takes minutes. With 1,000 resamples, the standard error has a relative error of about 2%.
 _BOOTSTRAP_ITERATIONS = 1000
 # Metrics that are slow to compute. Only 100 resamples are drawn for them, as in lm-eval.
 _SLOW_METRICS = ("bleu", "chrf", "chrf++", "ter")
@@ -57,9 +57,9 @@ class Question:
     Attributes:
         shots: number of examples before the question.
         number: position of the question within the task, from 0.
-        arguments: arguments of each request, by the task's ``OUTPUT_TYPE``: (prompt, continuation)
-            for ``loglikelihood`` and multiple choice; (text,) for ``loglikelihood_rolling``;
-            (prompt, settings of decoding) for ``generate_until``.
+        arguments: arguments of each request. They depend on the task's ``OUTPUT_TYPE``:
+            (prompt, continuation) for ``loglikelihood`` and ``multiple_choice``; (text,) for
+            ``loglikelihood_rolling``; (prompt, settings of decoding) for ``generate_until``.
         instances: the requests as ``Instance`` objects of lm-eval.
     """
 
@@ -73,9 +73,10 @@ class Question:
 class Tasks:
     """The tasks of lm-eval that an evaluation uses, and the groups of tasks, by name.
 
-    ``names`` are tasks, groups and tags, and ``include_path`` is a folder with further tasks.
-    Relative paths in task configurations refer to ``data_dir``. A folder in it with the name of a
-    data set's repository replaces the repository on Hugging Face's hub.
+    ``names`` contains names of tasks, groups and tags. ``include_path`` is a folder with further
+    tasks. Relative paths in task configurations refer to ``data_dir``. A data set of Hugging Face's
+    hub is read from a folder with its name below ``data_dir``, e.g. ``data_dir/allenai/ai2_arc``,
+    if there is one.
     """
 
     def __init__(self, names: Sequence[str], include_path: Path | None, data_dir: Path) -> None:
@@ -116,10 +117,11 @@ class Tasks:
     def questions(
         self, shots: int | None, samples: int | None, chat_template: Callable[..., str] | None
     ) -> list[Question]:
-        """Return the first questions of every task, with their prompts.
+        """Return the first ``samples`` questions of every task, with their prompts.
 
-        None stands for each task's own number of shots (examples before a question), for all
-        samples (questions of a task), and for prompts without chat template.
+        ``shots`` is the number of examples before a question; None stands for each task's own
+        number. If ``samples`` is None, all questions are returned. ``chat_template`` renders
+        messages as a prompt; without it, prompts are plain text.
         """
         found: list[Question] = []
         for name, task in self.tasks.items():
@@ -158,8 +160,8 @@ class Tasks:
     def metrics(self, question: Question, answers: Sequence[Any]) -> dict[str, Any]:
         """Return the values of a question's metrics by metric and filter, such as ``acc,none``.
 
-        A value is a number, or a list if the metric's aggregation needs several values. NaN and
-        infinity raise a NotFiniteError.
+        ``answers`` are from :meth:`Encoder.answers`. A value is a number, or a list if the metric's
+        aggregation needs several values. NaN and infinity raise a NotFiniteError.
         """
         task = self.tasks[question.task]
         for instance, answer in zip(question.instances, answers, strict=True):
@@ -175,7 +177,7 @@ class Tasks:
         return found
 
     def is_mean(self, task: str, key: str) -> bool:
-        """Return whether a metric (``acc,none``) of a task is the mean of its questions' values."""
+        """Return whether a task's metric, such as ``acc,none``, is a mean over its questions."""
         return self._aggregation(task, key) is mean
 
     def better(self, name: str, metric: str) -> Literal["higher", "lower"] | None:
@@ -197,9 +199,10 @@ class Tasks:
     ) -> dict[str, dict[str, Any]]:
         """Return lm-eval's results of tasks, and of groups that aggregate their tasks, by name.
 
-        A result has the number of questions (``sample_len``), and the value and standard error of
-        each metric and filter, such as ``acc,none`` and ``acc_stderr,none``. A number that lm-eval
-        does not define is None. ``values`` has the :meth:`metrics` of every question of each task.
+        ``values`` maps each task to the :meth:`metrics` of its questions. A result contains the
+        number of questions (``sample_len``) and, for each metric and filter, the value (such as
+        ``acc,none``) and its standard error (``acc_stderr,none``). A number that lm-eval does not
+        define is None.
         """
         found: dict[str, dict[str, Any]] = {}
         for name, metrics in values.items():
@@ -231,7 +234,7 @@ class Tasks:
 class Encoder(TemplateLM):
     """Encoder of lm-eval's requests into token ids, and decoder of a network's answers.
 
-    It inherits the methods that split prompts and continuations into tokens.
+    The methods that split a prompt and a continuation into tokens are inherited from lm-eval.
     """
 
     def __init__(self, target: Target) -> None:
@@ -288,18 +291,19 @@ class Encoder(TemplateLM):
             return render([each for each in chat_history if each["role"] != "system"])
 
     def length(self, question: Question) -> int:
-        """Return 0 if a question fits the target's context, otherwise the number of tokens needed.
+        """Return 0 if a question fits the target's context, otherwise the tokens that it needs.
 
-        A long prompt is cut at its beginning, and a long text is divided into windows, so only the
-        tokens of a choice (a continuation to score) or of a generated answer are counted.
+        A long prompt is cut at its beginning, and a long text is divided into windows. Therefore,
+        only the tokens of a choice (a continuation to score) or of a generated answer are counted.
         """
         kind, needed = question.instances[0].request_type, 0
         if kind == "generate_until":
             needed = max(_decoding(each)["max_gen_toks"] + 1 for each in question.instances)
         elif kind == "loglikelihood":
             for prompt, choice in question.arguments:
-                # A token has at least one byte, so a choice of at most `self.context` bytes fits
-                # and need not be encoded. lm-eval moves spaces from the prompt's end to the choice.
+                # Encode only choices with more than `self.context` bytes. Others fit, because a
+                # token has at least one byte. lm-eval moves spaces at the prompt's end to the
+                # choice, so count them too.
                 if len(prompt.encode()) - len(prompt.rstrip().encode()) + len(choice.encode()) > (
                     self.context
                 ):
@@ -310,7 +314,8 @@ class Encoder(TemplateLM):
         """Return the requests of a question, and whether a prompt was cut at its beginning.
 
         Consecutive choices (continuations to score) after the same context are one request. A text
-        whose tokens are all scored is split into windows, one request each.
+        of ``loglikelihood_rolling``, whose tokens are all scored, is split into windows, one
+        request each.
         """
         kind = question.instances[0].request_type
         if kind == "generate_until":
@@ -320,7 +325,8 @@ class Encoder(TemplateLM):
         else:
             pairs = [pair for (text,) in question.arguments for pair in self._windows(text)]
         # The network does not process the last token of a continuation, after which nothing is
-        # predicted. Both parts of a pair may therefore have `self.context` + 1 tokens together.
+        # predicted. A context and its continuation may therefore have `self.context` + 1 tokens
+        # together.
         fitting, cut = [], False
         for before, after in pairs:
             most = self.context + 1 - len(after)
@@ -400,7 +406,8 @@ def _index(names: Sequence[str], include_path: Path | None) -> TaskManager:
     with _quiet():
         if folder is not None:
             index = TaskManager(include_path=folder, include_defaults=False)
-            # A group or tag may contain tasks that come with lm-eval, which this index lacks.
+            # This index lacks the tasks that come with lm-eval. A group or tag may contain them, so
+            # use this index only if all names are tasks.
             if set(names) <= set(index.all_subtasks):
                 return index
         index = TaskManager(include_path=folder)
@@ -433,7 +440,7 @@ def _decoding(instance: Instance) -> Any:
 def _stderr(
     aggregation: Callable[[Sequence[Any]], float], values: Sequence[Any], iterations: int
 ) -> float | None:
-    # By default lm-eval forks, which is not safe in a process with threads or a GPU.
+    # By default lm-eval forks processes, which is not safe in a process with threads or a GPU.
     os.environ.setdefault("DISABLE_MULTIPROC", "1")
     compute = stderr_for_metric(aggregation, iterations) if len(values) > 1 else None
     with _quiet():
@@ -456,7 +463,7 @@ def _described(error: Exception) -> str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Discard output to stdout and stderr, and lm-eval's log messages below level ERROR."""
+    """Discard output to stdout and stderr, and the libraries' log messages below level ERROR."""
     loggers = [logging.getLogger(name) for name in ("lm_eval", "huggingface_hub", "datasets")]
     levels = [each.level for each in loggers]
     for each in loggers:

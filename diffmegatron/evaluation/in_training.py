@@ -73,7 +73,7 @@ def _opened(entry: EvaluateConfig, target: "_RunTarget") -> "SuiteEvaluator":
 class _ExportTokenizer(Tokenizer):
     """A tokenizer whose ``decode`` skips ids without text, as the exported model's tokenizer does.
 
-    The network's vocabulary may be larger than the tokenizer's, so that it can generate such ids.
+    The network can generate such ids, because its vocabulary may be larger than the tokenizer's.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -99,10 +99,12 @@ class _ExportTokenizer(Tokenizer):
 
 @dataclass(frozen=True)
 class _RunTarget(Target):
-    """A run in training as a target (evaluated model); encodes text as the model exported from it.
+    """A run in training as a target (model to evaluate).
+
+    It encodes text in the same way as the model that is exported from the run.
 
     Attributes:
-        bos_token_id: id of the token that the export puts before a text; None for the
+        bos_token_id: id of the token that the exported model expects before a text; None for the
             end-of-document token.
         length: length of the run's sequences in tokens.
     """
@@ -147,8 +149,9 @@ class SuiteEvaluator:
     ) -> Generator[None, None, Values]:
         """Score all items, and return the mean of each measure of the suite by the metric's name.
 
-        The generator yields None between items, where the caller may stop. If the network computes
-        NaN or infinity, or no item contributes to any measure, it returns ``without_values`` = 1.
+        The generator yields None between items, so that the caller can stop it there. If the
+        network computes NaN or infinity, or no item contributes to any measure, the only result is
+        the metric ``without_values`` with value 1.
         """
         model = _RunModel(self._target, network, parallel_state)
         sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
@@ -178,7 +181,7 @@ class SuiteEvaluator:
 def metric_name(suite: str, measure: str) -> str:
     """Return the name of a measure's metric, e.g. ``eval/loss/bits_per_byte``.
 
-    Commas are removed. A run of characters other than letters, digits and ``_.=%`` becomes an
+    Commas are removed. Consecutive characters other than letters, digits and ``_.=%`` become one
     underscore.
     """
     return f"{suite_evaluator_name(suite)}/" + re.sub(r"[^\w.=%]+", "_", measure.replace(",", ""))
@@ -225,7 +228,8 @@ class _RunModel(Model):
         """Return this rank's shard of a text as a batch of one row, padded at its end.
 
         Every context-parallel rank has two chunks of equal length, which sequence parallelism
-        divides among the tensor-parallel ranks. The length is a multiple of 2 * their numbers.
+        divides among the tensor-parallel ranks. The text is therefore padded to a multiple of
+        2 * context size * tensor size.
         """
         unit = 2 * self._parallel_state.context_size * self._parallel_state.tensor_size
         more = -len(ids) % unit

@@ -31,8 +31,8 @@ _NOTE = (
 _ARROWS = {"higher": "↑", "lower": "↓"}
 
 # For n normally distributed items, the ends of a 95% bootstrap interval are
-# 1.96 * sqrt((n - 1) / n) standard errors from the mean. By Student's t distribution, it contains
-# the true mean with a probability below 90% if n < 10.
+# 1.96 * sqrt((n - 1) / n) standard errors from the mean. By Student's t distribution, the interval
+# contains the true mean with a probability below 90% if n < 10.
 _FEW_ITEMS = 10
 _NOTE_ON_FEW = (
     f"A measure with * has fewer than {_FEW_ITEMS} items of a target, so its interval is too "
@@ -82,7 +82,7 @@ def to_html(outcome: Mapping[str, Any], pictures: Mapping[str, bytes]) -> str:
 
 
 def _items(suite: Mapping[str, Any]) -> list[str]:
-    """Return a line with the number of units (:meth:`Suite.unit`), or nothing without measures."""
+    """Return a line with the number of units (:meth:`Suite.unit`), or no line without measures."""
     counts = {
         found["items"]
         for measure in suite["measures"].values()
@@ -180,8 +180,8 @@ def _across(suite: Mapping[str, Any]) -> Table:
 def _decimals(row: Sequence[Mapping[str, Any] | None]) -> int:
     """Return the number of decimals of all numbers of a table row, 0 to 6.
 
-    The narrowest interval gets two significant digits. Without intervals, the largest number gets
-    four.
+    The width of the narrowest interval gets two significant digits. Without intervals, the largest
+    number gets four significant digits.
     """
     known = [each for each in row if each is not None]
     widths = [each["high"] - each["low"] for each in known if each["low"] is not None]

@@ -15,7 +15,7 @@ class LabelTree(dict[int, "LabelTree"]):
 
     @property
     def depth(self) -> int:
-        """Number of tokens of the longest label below this node."""
+        """Largest number of tokens from this node to a leaf."""
         return 1 + max(each.depth for each in self.values()) if self else 0
 
 
@@ -47,13 +47,14 @@ class Scored(NamedTuple):
 class Generation(NamedTuple):
     """A request for greedy decoding after ``ids``, the token ids of a prompt.
 
-    The answer is the list of new token ids. Without ``labels``, it ends before an end-of-document
-    token, after ``limit`` tokens, or with the token that completes a string of ``stop``.
+    The answer is the list of new token ids. With ``labels``, these are the tokens of one label.
+    Without ``labels``, the text ends before an end-of-document token, after ``limit`` tokens, or
+    with the token that completes a string of ``stop``.
 
     Attributes:
-        shared: number of tokens at the beginning of ``ids`` that other requests share, less than
-            ``len(ids)``; their keys and values are computed once.
-        labels: answers to choose from; None for free text.
+        shared: number of tokens at the beginning of ``ids`` with which other requests also begin,
+            less than ``len(ids)``. The keys and values of these tokens are computed once.
+        labels: the allowed answers; None for free text.
     """
 
     ids: Sequence[int]
@@ -64,7 +65,7 @@ class Generation(NamedTuple):
 
 
 Request = Scoring | Generation
-# For Scoring, for Generation, and for any request if the model computes NaN or infinity.
+# Scoring -> list[Scored], Generation -> list[int]; an error if a result is NaN or infinite.
 Answer = list[Scored] | list[int] | NotFiniteError
 # Yields requests, receives their answers in the same order, and returns the record of an item.
 ItemGenerator = Generator[Sequence[Request], Sequence[Any], dict[str, Any]]

@@ -1,7 +1,7 @@
 """Files with the records of a suite (benchmark) for a target (model), one line per item.
 
-A restart resumes from them. Every line ends with a checksum, so that a digit that a disk or an
-editor has changed is an error instead of a wrong result.
+A restarted evaluation resumes from these files. Every line ends with a checksum, so a digit that a
+disk or an editor has changed causes an error instead of a wrong result.
 """
 
 import hashlib
@@ -36,7 +36,7 @@ _SEALED = re.compile(rb'(.+), "crc32": "([0-9a-f]{8})"\}')
 
 @dataclass
 class Measured:
-    """Records of a suite on a target by item, and sentences about items that are left out."""
+    """Records of a suite on a target by item key, and sentences about items that are left out."""
 
     records: dict[str, Record] = field(default_factory=dict)
     remarks: list[str] = field(default_factory=list)
@@ -61,9 +61,9 @@ class _Line(dict[str, Any]):
 class RecordFile:
     """Context manager that reads the records of a file and appends new records.
 
-    The header is the first line of the file. It has all values on which the records depend, such
-    as the settings and the hash of the weights. A wrong checksum or another header is an error,
-    and an unfinished last line is dropped. ``records`` maps the key of each item to its record.
+    The header is the first line of the file. It has all values on which the records depend, such as
+    the settings and the hash of the weights. A wrong checksum or a different header is an error. An
+    unfinished last line is dropped. ``records`` maps the key of each item to its record.
     """
 
     def __init__(self, path: Path, header: dict[str, Any]) -> None:
@@ -134,7 +134,7 @@ class RecordFile:
 
 @dataclass(frozen=True)
 class Ranks:
-    """Rank of this process and number of processes of an evaluation; they share a file system."""
+    """Rank of this process, and number of processes; all processes share a file system."""
 
     rank: int
     count: int
@@ -153,9 +153,10 @@ class Ranks:
 class SharedRecords:
     """Context manager with which several processes add records to one shared file.
 
-    Each process writes to a file of its own, in a folder beside the shared file; a single process
+    Each process writes to a file of its own, in a folder beside the shared file. A single process
     writes to the shared file itself. :meth:`gather` moves the records of all files into the shared
-    file, including files of killed processes, and sets ``records`` to the content of that file.
+    file, including files of killed processes. It then sets ``records`` to the content of the shared
+    file.
     """
 
     def __init__(self, path: Path, header: dict[str, Any], ranks: Ranks) -> None:
@@ -220,7 +221,7 @@ class SharedRecords:
 
 
 def check_records(records: Iterable[Record], read: Callable[[Record], object]) -> None:
-    """Call ``read`` on each finite record from a file; an error in it names the record's line."""
+    """Call ``read`` on each finite record from a file; name the record's line if ``read`` fails."""
     for record in records:
         if isinstance(record, _Line) and NOT_FINITE not in record:
             try:

@@ -98,7 +98,11 @@ def _nonempty_records(measured: Mapping[str, Measured]) -> dict[str, list[Record
 def _outcome_of(
     suite: Suite, measured: Mapping[str, Measured], is_comparable: bool
 ) -> dict[str, Any]:
-    """Return a suite's section; targets with different tokenizers are not comparable per token."""
+    """Return a suite's entry in ``results.json``.
+
+    If ``is_comparable`` is false, the targets have different tokenizers, so measures per token have
+    no differences.
+    """
     shares = {name: _shares(suite, each.records) for name, each in measured.items()}
     records = _nonempty_records(measured)
     measures = suite.ordered(list(dict.fromkeys(chain.from_iterable(shares.values()))))

@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 Record = dict[str, Any]
 Records = Sequence[Record]
 Direction = Literal["higher", "lower"]
-# Items that are scored at the same time; all their requests are in memory together.
+# Maximum number of items that are scored at the same time, with all their requests in memory.
 _OPEN_ITEMS = 1024
 Window = Annotated[Size, Field(ge=2)]
-"""Number of tokens of a window of text; the first, usually the start token, is never scored."""
+"""Number of tokens of a window of text; the first token (usually a start token) is not scored."""
 
 
 class Item(NamedTuple):
@@ -47,12 +47,14 @@ class Item(NamedTuple):
 
 
 class Mean(NamedTuple):
-    """An item's contribution to a measure, such as an accuracy: sum of totals / sum of weights.
+    """An item's contribution to a measure, such as an accuracy.
+
+    The measure is the sum of ``total`` divided by the sum of ``weight`` over all items.
 
     Attributes:
         total: e.g. a negative log-likelihood, or 1 for a correct answer.
         weight: e.g. the number of tokens.
-        per_token: whether only models with the same tokenizer can be compared.
+        per_token: whether the measure can be compared only between models with the same tokenizer.
     """
 
     total: float
@@ -61,10 +63,10 @@ class Mean(NamedTuple):
 
 
 class Estimate(NamedTuple):
-    """A value with its 95% interval, whose ends are None without an interval.
+    """A value with its 95% interval from ``low`` to ``high``, which are None without an interval.
 
-    ``units`` is the number of groups of items that the bootstrap draws together
-    (:meth:`Suite.unit`), and None if the value is not computed from units.
+    ``units`` is the number of items, or of groups of items that the bootstrap draws together
+    (:meth:`Suite.unit`). It is None if the value is not computed from units.
     """
 
     value: float
@@ -76,8 +78,8 @@ class Estimate(NamedTuple):
 class Published(NamedTuple):
     """Values of a measure in a paper, which the report prints beside the targets' values.
 
-    ``transformer`` is None if the paper does not give it. ``source`` is the size of the paper's
-    models, and the table.
+    ``transformer`` is None if the paper does not give it. ``source`` names the size of the paper's
+    models and the table or the number of training tokens, e.g. ``3B, table 2``.
     """
 
     measure: str
@@ -94,14 +96,15 @@ class Suite(Section, ABC):
     tokens. Arguments ``records`` of type ``Mapping`` map each target's name to its items' records.
 
     Attributes:
-        passes: names of the two passes, over items and over follow-ups, in progress lines.
+        passes: names of the two passes (items, then :meth:`follow_ups`) in progress lines.
         reads_attention: whether the suite needs attention logits or maps.
         reads_runs: whether the suite reads only training records of runs and uses no network.
         is_parallel: whether several processes may score items at the same time.
-        within_training: whether the suite can run during training, without logits and activations.
-        direction: which values are better, if that is the same for all measures.
+        within_training: whether the suite can run during training, where logits and activations
+            are not available.
+        direction: whether higher or lower values are better, if all measures agree.
         follow_up_settings: fields that affect only the follow-ups, and may change in a restart. The
-            key of a follow-up must contain the values on which its record depends.
+            key of a follow-up must contain the values of these fields that affect its record.
     """
 
     name: ClassVar[str]
@@ -118,7 +121,7 @@ class Suite(Section, ABC):
 
     @property
     def requests_only_free_text(self) -> bool:
-        """True if the suite needs only generated free text: no likelihoods, labels, activations."""
+        """True if the suite requests only free text, not likelihoods, labels or activations."""
         return False
 
     @property
@@ -149,7 +152,7 @@ class Suite(Section, ABC):
         raise NotImplementedError(f"suite {self.name!r} defines neither requests_of nor score")
 
     def score(self, model: "Model", item: Item) -> Record:
-        """Return an item's record, independent of other items; may raise a NotFiniteError."""
+        """Return an item's record, independent of other items, or raise a NotFiniteError."""
         ((_, record),) = _score_items(model, [(item.key, self.requests_of(model.target, item))])
         if isinstance(record, NotFiniteError):
             raise record
@@ -158,7 +161,7 @@ class Suite(Section, ABC):
     def scores(
         self, model: "Model", items: Sequence[Item]
     ) -> Iterator[tuple[str, Record | NotFiniteError]]:
-        """Yield each item's key, with its record or the error that prevented it, in any order."""
+        """Yield each item's key with its record, or with a NotFiniteError, in any order."""
         if type(self).score is Suite.score:
             generators = ((item.key, self.requests_of(model.target, item)) for item in items)
             yield from _score_items(model, generators)
@@ -176,16 +179,17 @@ class Suite(Section, ABC):
     def unit(self, key: str, record: Record) -> str:
         """Return the name of an item's unit; the bootstrap draws all items of a unit together.
 
-        Dependent items, e.g. with the same question, must be one unit, or intervals are too narrow.
+        Dependent items, e.g. with the same question, must be one unit. Otherwise, intervals are too
+        narrow.
         """
         return key
 
     def better(self, measure: str) -> Direction | None:
-        """Return which values of a measure are better; None if neither."""
+        """Return whether higher or lower values of a measure are better; None if neither."""
         return self.direction
 
     def ordered(self, measures: Sequence[str]) -> list[str]:
-        """Sort the names of measures for the report; by default by first occurrence."""
+        """Sort the names of measures for the report; by default, keep their order."""
         return list(measures)
 
     def totals(self, records: Records) -> Mapping[str, float | Estimate]:
@@ -218,7 +222,7 @@ class _OpenItem:
         self._advance(None)
 
     def receive(self, number: int, answer: Answer) -> Record | NotFiniteError | None:
-        """Store the answer to request ``number``; return the record if it completes the item."""
+        """Store the answer to request ``number``; return the record if the item is now complete."""
         if self.record is not None:
             return None
         self._answers[number] = answer
@@ -248,8 +252,8 @@ def _score_items(
         items = []
         for key, generator in window:
             item = _OpenItem(key, generator)
-            # Without requests to the model, the item is complete already. The suite may have called
-            # an external model, which may fail at the next item, so let the caller save the record.
+            # An item without requests to the model is complete already. Yield its record now,
+            # because the suite may call an external model, and the call for the next item may fail.
             if item.record is not None:
                 yield key, item.record
             items.append(item)

@@ -27,7 +27,10 @@ from diffmegatron.validation import describe, first_error
 
 @dataclass(frozen=True)
 class Target:
-    """A model to evaluate; ``checkpoint`` is None for a Hugging Face folder."""
+    """A model to evaluate; ``checkpoint`` is None for a Hugging Face folder.
+
+    ``exports`` is the folder for Hugging Face exports of checkpoints.
+    """
 
     name: str
     path: Path
@@ -67,7 +70,7 @@ class Target:
 
     @cached_property
     def start_token(self) -> int:
-        """Id of the token before a text: ``bos_token_id``, or else the end-of-document token."""
+        """Id of the start token: ``bos_token_id``, or the end-of-document token if unset."""
         beginning = self._number("bos_token_id", 0)
         return self.tokenizer.end_of_document if beginning is None else beginning
 
@@ -98,7 +101,7 @@ class Target:
 
     @property
     def variant(self) -> Variant:
-        """Kind of attention of the model; an error if it is unknown."""
+        """Kind of attention of the model; access raises a UserError if the kind is unknown."""
         model_type = self.config.model_type
         kind = of_model_type(model_type)
         if kind is None:
@@ -128,14 +131,15 @@ class Target:
         return found.hexdigest()
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of a text; names of special tokens in it are plain text."""
+        """Return the token ids of a text; names of special tokens are encoded as plain text."""
         return self.tokenizer.encode(text).tolist()
 
 
 def find_targets(paths: Sequence[Path], out: Path) -> list[Target]:
-    """Return a target for each path: a Hugging Face folder, a checkpoint, or a run_dir with one.
+    """Return a target for each path: a Hugging Face folder, a checkpoint or a run_dir.
 
-    Checkpoints are exported into a folder below ``out``, the directory of the evaluation.
+    A run_dir stands for its newest checkpoint. Checkpoints are exported into a folder below
+    ``out``, the directory of the evaluation.
     """
     if len({path.resolve() for path in paths}) < len(paths):
         raise UserError(
@@ -154,7 +158,10 @@ def have_one_tokenizer(targets: Sequence[Target]) -> bool:
 
 
 def encode_alike(one: Tokenizer, other: Tokenizer) -> bool:
-    """Return whether two tokenizers have equal hashes, or equal sizes and equal ids of samples."""
+    """Return whether two tokenizers encode text alike.
+
+    Their hashes must be equal, or their sizes and their ids of sample texts.
+    """
     return one.sha256 == other.sha256 or (
         one.vocab_size == other.vocab_size
         and all(one.encode(text).tolist() == other.encode(text).tolist() for text in SAMPLE)
@@ -172,7 +179,7 @@ def _names(paths: Sequence[Path]) -> list[str]:
 
 
 def _checkpoint(path: Path) -> Path | None:
-    """Return the checkpoint that a path of the command line means; None for Hugging Face files."""
+    """Return a checkpoint: ``path``, or the newest in a run_dir; None for a Hugging Face folder."""
     if os.path.lexists(path / CONFIG_NAME):
         return None
     if os.path.lexists(path / MANIFEST):
