@@ -26,6 +26,7 @@ from diffmegatron.hf.pretrained_files import Original
 from diffmegatron.hf.tokenizer import write_tokenizer
 from diffmegatron.hf.weight_mapping import Weights, table, to_hf
 
+# A larger weight gets a file of its own.
 MAX_SHARD_BYTES = 4 * 2**30
 MAX_VERIFY_TOKENS = 256
 # Reason for different logits of two float32 networks with equal weights.
@@ -64,7 +65,6 @@ def write_export(
     original: Original | None = None,
     step: int = 0,
     chat: bool = False,
-    max_shard_bytes: int = MAX_SHARD_BYTES,
     verify: Callable[[Path], object] | None = None,
 ) -> None:
     """Write a model and its tokenizer for the Hugging Face class that computes the model.
@@ -80,8 +80,6 @@ def write_export(
             attention, the export has its class, its dtypes and its changed configuration.
         step: training step of the weights, on which a factor of some kinds of attention depends.
         chat: whether to add a chat template to the tokenizer.
-        max_shard_bytes: largest size of a safetensors file with more than one weight, and of the
-            weights in memory.
         verify: check of the complete directory; an error prevents the export.
     """
     described = hugging_face_class(recipe.model)
@@ -101,7 +99,8 @@ def write_export(
             shutil.copy(file, directory)
         write_tokenizer(tokenizer, recipe.training.seq_length, directory, chat=chat)
         dtype_of = _stored_dtypes(recipe.model, original, dtype)
-        _write_weights(to_hf(weights, recipe.model, step), directory, dtype_of, max_shard_bytes)
+        converted = to_hf(weights, recipe.model, step)
+        _write_weights(((name, each, dtype_of(name, each)) for name, each in converted), directory)
         if verify is not None:
             verify(directory)
 
@@ -125,19 +124,14 @@ def _stored_dtypes(
     return dtype_of
 
 
-def _write_weights(
-    weights: Iterable[tuple[str, Tensor]],
-    directory: Path,
-    dtype_of: Callable[[str, Tensor], torch.dtype],
-    max_shard_bytes: int,
-) -> None:
+def _write_weights(weights: Iterable[tuple[str, Tensor, torch.dtype]], directory: Path) -> None:
     """Write safetensors files with the names that ``transformers`` expects, and an index.
 
     huggingface_hub needs the whole state dict in memory; here only one shard is.
     """
     shards: list[list[str]] = []
     total_size = 0
-    for shard in _in_shards(weights, dtype_of, max_shard_bytes):
+    for shard in _in_shards(weights):
         shards.append(list(shard))
         total_size += _num_bytes(shard)
         _save(shard, directory / f"shard-{len(shards):05d}.safetensors")
@@ -155,15 +149,12 @@ def _write_weights(
 
 
 def _in_shards(
-    weights: Iterable[tuple[str, Tensor]],
-    dtype_of: Callable[[str, Tensor], torch.dtype],
-    max_shard_bytes: int,
+    weights: Iterable[tuple[str, Tensor, torch.dtype]],
 ) -> Iterator[dict[str, Tensor]]:
-    """Yield converted weights in one dict, which is cleared when the next shard begins."""
+    """Yield weights in their new dtype in one dict, which is cleared before the next shard."""
     shard: dict[str, Tensor] = {}
-    for name, tensor in weights:
-        dtype = dtype_of(name, tensor)
-        if shard and _num_bytes(shard) + tensor.numel() * dtype.itemsize > max_shard_bytes:
+    for name, tensor, dtype in weights:
+        if shard and _num_bytes(shard) + tensor.numel() * dtype.itemsize > MAX_SHARD_BYTES:
             yield shard
             shard.clear()
         # A view would keep its whole base tensor in memory, and safetensors refuses views.

@@ -57,10 +57,13 @@ def export(
 
 
 @pytest.mark.parametrize("sizes", [MHA, GQA, GQA | TIED, FREE_HEAD_DIM], ids=str)
-def test_diffllama_computes_the_papers_equations(sizes: dict[str, object], tmp_path: Path) -> None:
+def test_diffllama_computes_the_papers_equations(
+    sizes: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("diffmegatron.hf.write_export.MAX_SHARD_BYTES", 30_000)
     recipe = make_recipe(**DIFF, **sizes)
     expected = paper_logits(make_weights(recipe.model), recipe.model, make_tokens())
-    out = export(recipe, tmp_path / "hf", max_shard_bytes=30_000)
+    out = export(recipe, tmp_path / "hf")
     assert json.loads((out / "config.json").read_text())["architectures"] == [
         "DiffLlamaForCausalLM"
     ]
@@ -168,7 +171,8 @@ def test_generation_with_cache_equals_without(kind: dict[str, str], tmp_path: Pa
     assert torch.equal(*texts)
 
 
-def test_weights_stream_through(tmp_path: Path) -> None:
+def test_weights_stream_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("diffmegatron.hf.write_export.MAX_SHARD_BYTES", 50_000)
     recipe = make_recipe(**DIFF, **GQA, num_layers=6)
     alive: list[weakref.ref[Tensor]] = []
     most = 0
@@ -183,7 +187,7 @@ def test_weights_stream_through(tmp_path: Path) -> None:
 
     tokenizer = load_tokenizer("bytes")
     out = tmp_path / "hf"
-    write_export(stream(), recipe, tokenizer, out, torch.float32, max_shard_bytes=50_000)
+    write_export(stream(), recipe, tokenizer, out, torch.float32)
     # A weight is freed soon after it is written. A headwise norm is kept until the output
     # projection arrives, because the export multiplies the norm into this projection.
     assert most <= 4
