@@ -90,8 +90,8 @@ def export_targets(targets: Sequence[Target], ranks: Ranks) -> None:
     """Export every checkpoint among the targets to a Hugging Face folder, on rank 0.
 
     An export needs process groups of a single rank, so it runs in a new process outside the
-    launcher's group. A single process exports nothing here, because :class:`Target` exports at the
-    first use.
+    launcher's group. A single process exports nothing here: :class:`Target` exports a checkpoint at
+    its first use.
     """
     if ranks.count == 1:
         return

@@ -1,4 +1,4 @@
-"""The options of ``evaluate``, shared by the command line and Python.
+"""The options of ``evaluate`` on the command line and in Python.
 
 This module imports torch only within functions, so that ``--help`` stays fast.
 """

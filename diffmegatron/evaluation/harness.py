@@ -314,8 +314,8 @@ class Encoder(TemplateLM):
         """Return the requests of a question, and whether a prompt was cut at its beginning.
 
         Consecutive choices (continuations to score) after the same context are one request. A text
-        of ``loglikelihood_rolling``, whose tokens are all scored, is split into windows, one
-        request each.
+        of ``loglikelihood_rolling``, whose tokens are all scored, is split into windows with one
+        request per window.
         """
         kind = question.instances[0].request_type
         if kind == "generate_until":

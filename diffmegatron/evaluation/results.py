@@ -100,8 +100,8 @@ def _outcome_of(
 ) -> dict[str, Any]:
     """Return a suite's entry in ``results.json``.
 
-    If ``is_comparable`` is false, the targets have different tokenizers, so measures per token have
-    no differences.
+    If ``is_comparable`` is false, the targets have different tokenizers. Differences of measures
+    per token are then not computed.
     """
     shares = {name: _shares(suite, each.records) for name, each in measured.items()}
     records = _nonempty_records(measured)

@@ -152,7 +152,10 @@ class Suite(Section, ABC):
         raise NotImplementedError(f"suite {self.name!r} defines neither requests_of nor score")
 
     def score(self, model: "Model", item: Item) -> Record:
-        """Return an item's record, independent of other items, or raise a NotFiniteError."""
+        """Return an item's record, or raise a NotFiniteError.
+
+        The record must not depend on other items.
+        """
         ((_, record),) = _score_items(model, [(item.key, self.requests_of(model.target, item))])
         if isinstance(record, NotFiniteError):
             raise record

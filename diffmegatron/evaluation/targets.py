@@ -160,7 +160,8 @@ def have_one_tokenizer(targets: Sequence[Target]) -> bool:
 def encode_alike(one: Tokenizer, other: Tokenizer) -> bool:
     """Return whether two tokenizers encode text alike.
 
-    Their hashes must be equal, or their sizes and their ids of sample texts.
+    This is true if their hashes are equal, or if their vocabulary sizes and their ids of sample
+    texts are equal.
     """
     return one.sha256 == other.sha256 or (
         one.vocab_size == other.vocab_size
