@@ -9,6 +9,7 @@ from .checks import check_maps, check_noise_groups, check_tensors
 from .chunks import chunk_attention, chunk_gradients
 from .installed_backends import backend_table, call_of, importable_libraries, installed_backend
 from .maps import QKV, WholeAttention, combine_maps, merge_maps
+from .registry import Backend
 
 __all__ = [
     "QKV",
@@ -89,8 +90,10 @@ def diff_attention(
         cu_seqlens=cu_seqlens,
         query_offset=query_offset,
         key_offset=key_offset,
-    )
-    return _attend(call, backend)
+    ).autocast()
+    chosen = _backend_of(call, backend)
+    out = chosen.function()(call)
+    return out if norm is None or chosen.fuses_norm else norm.apply_to(out)
 
 
 def softmax_attention(
@@ -106,14 +109,12 @@ def softmax_attention(
         backend: a name of `registry.SOFTMAX`, or "auto".
         options: causal, softmax_scale, cu_seqlens, query_offset, key_offset as in `diff_attention`.
     """
-    return _attend(AttentionCall.checked(QKV((q,), (k,), v), **options), backend)
+    call = AttentionCall.checked(QKV((q,), (k,), v), **options).autocast()
+    return _backend_of(call, backend).function()(call)
 
 
-def _attend(call: AttentionCall, backend: str) -> Tensor:
-    call = call.autocast()
-    chosen = installed_backend(backend, call_of(call.op, call.maps.queries[0], call.mask.features))
-    out = chosen.function()(call)
-    return out if call.norm is None or chosen.fuses_norm else call.norm.apply_to(out)
+def _backend_of(call: AttentionCall, name: str) -> Backend:
+    return installed_backend(name, call_of(call.op, call.maps.queries[0], call.mask.features))
 
 
 def diff_attention_v2(

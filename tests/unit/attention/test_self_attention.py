@@ -310,13 +310,12 @@ def calls_above_the_kernel(module, monkeypatch) -> list[str]:
     return found
 
 
-def test_four_calls_lead_to_the_kernel(build, monkeypatch):
+def test_three_calls_lead_to_the_kernel(build, monkeypatch):
     module = build(SECTIONS["diff_v1"])
     assert calls_above_the_kernel(module, monkeypatch) == [
         "self_attention.py:forward",
         "diff_v1.py:forward",
         "api.py:diff_attention",
-        "api.py:_attend",
     ]
 
 
