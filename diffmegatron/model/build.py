@@ -63,9 +63,6 @@ def transformer_config(recipe: Recipe) -> TransformerConfig:
         **_recompute(recipe.recompute),
         # On a CPU, each of three compilations of the fused SwiGLU needs 19 s.
         bias_activation_fusion=torch.cuda.is_available(),
-        bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
-        gradient_accumulation_fusion=False,
         # Without this mode, CUDA sums the embedding's gradient by atomic additions, in an order
         # that changes from run to run.
         deterministic_mode=recipe.training.deterministic,

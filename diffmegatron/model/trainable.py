@@ -53,16 +53,11 @@ def _freeze_rows(parameter: torch.nn.Parameter, frozen: tuple[str, ...], heads: 
         return gradient.masked_fill(on_device.view(-1, *[1] * (gradient.dim() - 1)), 0.0)
 
     parameter.register_hook(masked)
-    columns = parameter.numel() // parameter.shape[0]
-    parameter.trained_ranges = [  # type: ignore[attr-defined]
-        (first * columns, last * columns) for first, last in _runs(~rows)
-    ]
-
-
-def _runs(rows: Tensor) -> list[tuple[int, int]]:
-    """Return the ranges of True in a mask [rows] on the CPU, as pairs (first, end)."""
-    edges = torch.nn.functional.pad(rows.int(), (1, 1)).diff().nonzero().flatten().tolist()
-    return list(zip(edges[::2], edges[1::2], strict=True))
+    # Rows where the trained ranges begin and end, in turn.
+    edges = torch.nn.functional.pad((~rows).int(), (1, 1)).diff().nonzero().flatten()
+    offsets = (edges * (parameter.numel() // parameter.shape[0])).tolist()
+    ranges = list(zip(offsets[::2], offsets[1::2], strict=True))
+    parameter.trained_ranges = ranges  # type: ignore[attr-defined]
 
 
 def _require_hidden_gradients(network: Network) -> None:

@@ -59,7 +59,8 @@ class Guard:
     def decide(self, loss: float, gradient_norm: float) -> StepDecision:
         """Decide whether a step is applied, before the optimizer changes anything."""
         values = {"loss": loss, "gradient norm": gradient_norm}
-        broken = [f"{name} is {value}" for name, value in values.items() if not _finite(value)]
+        # DeepSpeed's functions return -1 for a norm that is not finite.
+        broken = [f"{name} is {x}" for name, x in values.items() if not 0 <= x < math.inf]
         if broken:
             return replace(self._skip(" and ".join(broken)), finite=False)
         far = [text for name, value in values.items() if (text := self._spike(name, value))]
@@ -134,8 +135,3 @@ class Guard:
             f"{name} {value:.4g} is {distance:.1f} standard deviations above the mean {mean:.4g} "
             f"of the last {len(recent)} steps"
         )
-
-
-def _finite(value: float) -> bool:
-    # DeepSpeed's functions return -1 for a norm that is not finite.
-    return math.isfinite(value) and value >= 0

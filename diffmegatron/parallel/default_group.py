@@ -64,22 +64,16 @@ def default_group(
     os.environ.setdefault("LOCAL_RANK", "0")
     store = distributed.HashStore() if launch.master is None else meet(launch, meeting_seconds)
     store.set_timeout(timeout)
-    with _prefixing_tracebacks_once():
-        distributed.init_process_group(
-            backend, store=store, rank=launch.rank, world_size=launch.ranks, timeout=timeout
-        )
+    # Torch adds a wrapper of sys.excepthook for each default group, so remove the previous one.
+    sys.excepthook = wrapped = getattr(sys.excepthook, _WRAPPED, sys.excepthook)
+    distributed.init_process_group(
+        backend, store=store, rank=launch.rank, world_size=launch.ranks, timeout=timeout
+    )
+    if sys.excepthook is not wrapped:
+        setattr(sys.excepthook, _WRAPPED, wrapped)
     log.info("rank %d of %d on %s", distributed.get_rank(), distributed.get_world_size(), device)
     try:
         yield
     finally:
         # If the group is not destroyed, gloo sometimes aborts at the exit of the process.
         distributed.destroy_process_group()
-
-
-@contextmanager
-def _prefixing_tracebacks_once() -> Iterator[None]:
-    """Prevent torch from adding a wrapper of ``sys.excepthook`` for each default group."""
-    sys.excepthook = wrapped = getattr(sys.excepthook, _WRAPPED, sys.excepthook)
-    yield
-    if sys.excepthook is not wrapped:
-        setattr(sys.excepthook, _WRAPPED, wrapped)
