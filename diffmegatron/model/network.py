@@ -208,7 +208,7 @@ def _gathered(own: Tensor, group: distributed.ProcessGroup) -> Tensor:
 
 
 def declared_parameter(name: str, model: ModelConfig) -> Parameter | None:
-    """Return the attention variant's declaration of a tensor; None for all other tensors."""
+    """Return the attention variant's declaration of a tensor; None if the variant has none."""
     layer, found, own = name.rpartition(".self_attention.")
     if not found:
         return None

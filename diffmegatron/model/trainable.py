@@ -41,8 +41,7 @@ def mark_trained(network: Network, recipe: Recipe) -> None:
 def _freeze_rows(parameter: torch.nn.Parameter, frozen: tuple[str, ...], heads: Heads) -> None:
     """Set the gradient of frozen rows of ``linear_qkv`` to 0 by a hook, and set ``trained_ranges``.
 
-    ``frozen`` has the kinds of frozen rows, such as "q". Weight decay skips these rows by the
-    ranges.
+    ``frozen`` has the kinds of frozen rows, such as "q". The ranges exclude them from weight decay.
     """
     kinds = [kind for kind, count in heads.rows for _ in range(count * heads.head_dim)]
     is_frozen = torch.tensor([kind in frozen for kind in kinds])
@@ -63,7 +62,7 @@ def _freeze_rows(parameter: torch.nn.Parameter, frozen: tuple[str, ...], heads: 
 def _require_hidden_gradients(network: Network) -> None:
     """Make the output of a frozen embedding require a gradient.
 
-    Otherwise autograd skips the backward pass of recomputed layers, and of their parameters.
+    Otherwise autograd skips the backward pass of recomputed layers, a function in Megatron-core.
     """
 
     def require_gradient(module: torch.nn.Module, _: object, hidden: Tensor) -> None:

@@ -74,7 +74,7 @@ def _decays(name: str, parameter: torch.Tensor, recipe: Recipe) -> bool:
 
 
 def decaying_rows(partition: Partition, network: torch.nn.Module) -> dict[Tensor, list[Tensor]]:
-    """Map this rank's flat master tensors to their trained rows that need ``row_decay``."""
+    """Map each flat master tensor (1-dim float32 weights) to its rows with ``row_decay``."""
     found: dict[Tensor, list[Tensor]] = {}
     for parameter in network.parameters():
         held = partition.range_of(parameter) if hasattr(parameter, "trained_ranges") else None

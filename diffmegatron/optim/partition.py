@@ -35,7 +35,7 @@ class ElementRange:
 
 
 class Partition:
-    """Partition of ZeRO 1 and 2: each rank stores an equal slice of each flattened group."""
+    """Partition of ZeRO 1 and 2: each rank stores a slice of each flattened parameter group."""
 
     def __init__(self, zero_optimizer: Any) -> None:
         self._optimizer = zero_optimizer
@@ -62,7 +62,7 @@ class Partition:
         self._optimizer.update_lp_params()
 
     def clean_up(self) -> None:
-        """Complete what DeepSpeed omits after it has dropped gradients; call it on all ranks."""
+        """Clean up after DeepSpeed has dropped the gradients of a step; call it on all ranks."""
         # DeepSpeed 0.19.8 keeps these float32 buffers of an offloaded bf16 optimizer when it drops
         # a step. Later gradients would be added to values that are not finite.
         buffers = getattr(self._optimizer, "averaged_gradients", {})
@@ -70,8 +70,8 @@ class Partition:
 
     def gradients(self) -> Iterator[tuple[torch.nn.Parameter, Tensor]]:
         """Yield (parameter, gradient in this rank's partition) from the optimizer's lists."""
-        # ZeRO 2 stores gradients in all_grad_tensors if they accumulate in the model's dtype. Both
-        # lists also contain padding tensors.
+        # ZeRO 2 stores gradients in averaged_gradients, or in all_grad_tensors if they accumulate
+        # in the model's dtype. Both also contain padding tensors.
         for group, parameters in enumerate(getattr(self._optimizer, "params_in_partition", [])):
             gradients = self._optimizer.averaged_gradients.get(group)
             if gradients is None:

@@ -152,8 +152,8 @@ def _buckets(group: FlatGroup, size: int) -> Iterator[Bucket]:
 def shared_parameters(network: torch.nn.Module) -> set[torch.nn.Parameter]:
     """Return the trained parameters of which each tensor-parallel rank has a partial gradient.
 
-    Of lambda and headwise norms, it is the part of the rank's heads. Under sequence parallelism, of
-    other norms and LoRA's matrices, it is the part of the rank's positions.
+    For lambda and headwise norms, a rank has the part of its heads. Under sequence parallelism, it
+    has the part of its positions for other norms and LoRA's matrices.
     """
     marks = ("sequence_parallel", "has_partial_gradient")
     return {

@@ -12,7 +12,7 @@ def learning_rate(step: int, total_steps: int, optimizer: OptimizerConfig) -> fl
 
     - ``constant``: it stays at ``lr``.
     - ``linear`` and ``cosine``: it falls to ``final_lr``, linearly or as half a cosine.
-    - ``wsd`` (warm-up, stable, decay): it falls linearly in the last ``schedule.decay`` steps.
+    - ``wsd``: it stays at ``lr``, and falls linearly to ``final_lr`` in the last ``decay`` steps.
     """
     schedule = optimizer.schedule
     warmup = schedule.warmup(total_steps)

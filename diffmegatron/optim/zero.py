@@ -111,7 +111,7 @@ class ZeroEngine:
         self._engine.destroy()
 
     def __call__(self, *args: object, **kwargs: object) -> Tensor:
-        """Run the network's forward pass for training, which ZeRO 3 must count."""
+        """Run the network's forward pass for training through DeepSpeed, whose ZeRO 3 counts it."""
         return self._engine(*args, **kwargs)
 
     def backward(self, loss: Tensor, *, is_last: bool) -> None:
@@ -147,8 +147,8 @@ class ZeroEngine:
 
         def gate() -> bool:
             if not answers:
-                # DeepSpeed's norm can be finite although a gradient is not. It has the replicated
-                # parameters of the first tensor-parallel rank only.
+                # DeepSpeed's norm can be finite although a gradient is not, because it includes
+                # replicated parameters only on the first tensor-parallel rank.
                 is_finite = self._local_norms[1].isfinite().all()
                 norm = torch.where(is_finite, self._optimizer._global_grad_norm, torch.inf)
                 answers.append(allow(norm))
@@ -287,16 +287,14 @@ def _restoring(
 ) -> Callable[[object], torch.optim.Optimizer]:
     """Return a function that restores float32 parameters and then creates the optimizer.
 
-    ``deepspeed.initialize`` calls it after it has rounded every parameter of a bf16 model, and
-    before it flattens the parameter groups.
+    ``deepspeed.initialize`` calls this function after it has rounded every parameter of a bf16
+    model, and before it flattens the parameter groups.
     """
 
     def restore_and_create(_: object) -> torch.optim.Optimizer:
         for parameter, value in values.items():
             parameter.data = value
-        # DeepSpeed keeps a reference to this function. Clear the dictionary, so that its tensors
-        # can be freed.
-        values.clear()
+        values.clear()  # DeepSpeed keeps a reference to this function.
         return create()
 
     return restore_and_create

@@ -145,7 +145,7 @@ def _is_listening(host: str, port: int) -> bool:
 
 
 def _join(host: str, port: int, seconds: float, place: str) -> Store:
-    """Connect torch's client in a thread, because it has no time limit at another server."""
+    """Connect torch's client in a thread, because it can wait for another server without limit."""
     joined: list[Store] = []
 
     def join() -> None:

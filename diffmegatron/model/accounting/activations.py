@@ -31,7 +31,8 @@ def stage_activations(recipe: Recipe, stage: int, microbatches: int, device: Dev
     sharded = hidden_states_bytes(recipe)
     if stage == 0 and not (is_trained(recipe, EMBEDDING) or is_trained(recipe, INPUT_NORM)):
         # No gradient depends on the input of the first layer, so no microbatch saves this input.
-        # With interleaving, p microbatches in turn pass each virtual stage of a rank.
+        # With interleaving, a group of microbatches, one per rank, passes one virtual stage, then
+        # the next one.
         rounds, rest = divmod(in_flight, parallel.pipeline * parallel.virtual_pipeline)
         kept -= (rounds * parallel.pipeline + min(rest, parallel.pipeline)) * sharded
     # ``exchanged`` counts tensors of hidden states for pipeline communication. Megatron-core keeps
@@ -97,7 +98,7 @@ def layer_backward(recipe: Recipe, stage: int, device: Device) -> tuple[int, int
     if recipe.recompute.granularity == "full" or recipe.training.offload_activations:
         again, freed = again - freed, 0
     # In the last stage, the tensors saved by the final norm and the output layer are already freed.
-    # A CPU needs about as many bytes for temporary results of unfused operations.
+    # On a CPU, temporary results of unfused operations need about as many bytes.
     if is_fused and stage == parallel.pipeline - 1 and not recipe.training.offload_activations:
         freed += final_norm_bytes(recipe, device)
     return round(beside + again), round(freed)

@@ -19,9 +19,9 @@ class Accelerator:
     link_bandwidth: float
 
 
-# NVIDIA's data sheets of A100 80GB, H100, H200 and HGX B200. FLOP/s with sparsity and the sum of
-# both directions' link bandwidth are halved. A key is a part of the name that CUDA reports. The
-# first match counts, so "H100" must come after the longer names.
+# NVIDIA's data sheets of A100 80GB, H100, H200 and HGX B200. If a sheet lists FLOP/s with sparsity,
+# or the link bandwidth of both directions, this table has half the value. A key is a part of the
+# name that CUDA reports. The first match counts, so "H100" must come after the longer names.
 ACCELERATORS = {
     "H100 PCIe": Accelerator(756e12, 80, 2.0e12, 300e9),
     "H100 NVL": Accelerator(835e12, 94, 3.9e12, 300e9),

@@ -161,7 +161,7 @@ def _states(recipe: Recipe, stage: int, shards: int, microbatches: int) -> Stage
         if parallel.zero_stage == 3:
             host, gradients, update = host + FLOAT32 * partition, 0, 0
         else:
-            # Both sides have a buffer for the largest parameter.
+            # Host and device each have a buffer for the largest parameter.
             communication = element * largest
             host += element * partition + communication
         if parallel.zero_stage == 1:
@@ -233,7 +233,7 @@ def largest_trained(recipe: Recipe, stage: int) -> int:
 
 
 def rank_parameters(recipe: Recipe, stage: int) -> tuple[int, int]:
-    """Return the numbers of parameters in the run's precision, and always in float32, on a rank."""
+    """Return a rank's numbers of parameters in the run's precision and of always-float32 ones."""
     size = recipe.parallel.tensor
     counts = [0, 0]
     for tensor in stage_outer_tensors(recipe, stage):

@@ -58,8 +58,8 @@ def count_gathers(recipe: Recipe) -> Gathers:
     modules, forward, backward = _calls(recipe)
     whole, gathered = _follow(modules, (*forward, *backward))
     whole_in_backward = whole[len(forward) :]
-    # Find the backward call of fc1 in the last layer: only there fc2 comes directly before fc1.
-    # Recomputed forward calls have the opposite order.
+    # Find the first backward call of fc1, in the last layer. Only backward calls have fc2 directly
+    # before fc1; recomputed forward calls have the opposite order.
     fc1, fc2 = forward[-4:-2]
     in_layer = list(pairwise(backward)).index((fc2, fc1)) + 1
     places = {"loss": 0, "layer": in_layer, "embedding": -1 - _BEFORE}
