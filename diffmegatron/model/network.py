@@ -80,11 +80,7 @@ class VirtualStage(LanguageModule):
                 tp_group=self.tp_group,
             )
         self.decoder = Decoder(
-            config,
-            layer_specs,
-            final_norm if post_process else None,
-            self.pg_collection,
-            vp_stage,
+            config, layer_specs, final_norm if post_process else None, self.pg_collection, vp_stage
         )
         if post_process:
             self.output_layer = ColumnParallelLinear(

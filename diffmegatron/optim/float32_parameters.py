@@ -21,10 +21,7 @@ class ExactValues:
     """
 
     def __init__(
-        self,
-        values: Mapping[torch.nn.Parameter, Tensor],
-        partition: Partition,
-        group: ProcessGroup,
+        self, values: Mapping[torch.nn.Parameter, Tensor], partition: Partition, group: ProcessGroup
     ) -> None:
         self._partition, self._group = partition, group
         self._parameters = [parameter for parameter in values if parameter.requires_grad]

@@ -41,7 +41,7 @@ class GradientReduction:
         process_group: ProcessGroup,
         bucket_size: int,
     ) -> None:
-        self._gradients, self._process_group = gradients, process_group
+        self.gradients, self._process_group = gradients, process_group
         self._names = {parameter: name for name, parameter in network.named_parameters()}
         place = {parameter: number for number, parameter in enumerate(self._names)}
         # Sort the buckets in the order in which the backward pass completes them.
@@ -93,14 +93,10 @@ class GradientReduction:
         size = self._process_group.size()
         if size > 1:
             torch._foreach_mul_([bucket.flat for bucket in self._buckets], 1 / size)
-        self._gradients.assign_to_optimizer()
+        self.gradients.assign_to_optimizer()
         parameters = [each for bucket in self._buckets for each in bucket.gradients]
         norms, self._norms = torch.cat(self._norms), []
         return parameters, norms
-
-    def reset(self) -> None:
-        """Set the gradients to zero, after DeepSpeed's step."""
-        self._gradients.reset()
 
     def close(self) -> None:
         """Remove the hooks from the parameters."""

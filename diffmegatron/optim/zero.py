@@ -157,7 +157,7 @@ class ZeroEngine:
         self._optimizer.optimizer.gate = gate
         self._engine.step()
         if self._reduction is not None:
-            self._reduction.reset()
+            self._reduction.gradients.reset()
         self._exact.refresh()
         if not answers:
             # A gradient was not finite, so DeepSpeed dropped all gradients.
@@ -253,10 +253,7 @@ def engine_config(recipe: Recipe) -> dict[str, Any]:
         pin = torch.cuda.is_available()
         config["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "pin_memory": pin}
     if bf16:
-        config["bf16"] = {
-            "enabled": True,
-            "immediate_grad_update": recipe.parallel.zero_stage == 1,
-        }
+        config["bf16"] = {"enabled": True, "immediate_grad_update": recipe.parallel.zero_stage == 1}
         if recipe.parallel.zero_stage == 1:
             # By default, DeepSpeed would round accumulated gradients to bf16 before it sums them
             # over the ranks. Only an offloaded optimizer uses this sum.

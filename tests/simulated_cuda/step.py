@@ -105,7 +105,7 @@ def label(recorder: Recorder, network: Network, engine: ZeroEngine) -> None:
     optimizer = engine._optimizer
     recorder.label("gradients", _tensors(vars(optimizer).get("fp32_groups_gradients_flat", [])))
     if engine._reduction is not None:
-        groups = engine._reduction._gradients.groups
+        groups = engine._reduction.gradients.groups
         recorder.label("gradients", [group.flat for group in groups])
     averaged = torch.utils._pytree.tree_leaves(getattr(optimizer, "averaged_gradients", {}))
     # Some entries are objects that create views of the tensor in their field ``flat_partition``.

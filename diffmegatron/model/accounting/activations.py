@@ -7,13 +7,7 @@ from diffmegatron.attention.variants.base import ContextCommunication, Kernels, 
 from diffmegatron.config.attention_backend import planned_backend
 from diffmegatron.config.divisibility import context_communication as chosen_communication
 from diffmegatron.config.schema import Recipe
-from diffmegatron.config.tensors import (
-    EMBEDDING,
-    INPUT_NORM,
-    LORA_A,
-    OUTPUT,
-    stage_kinds,
-)
+from diffmegatron.config.tensors import EMBEDDING, INPUT_NORM, LORA_A, OUTPUT, stage_kinds
 from diffmegatron.config.trainable_patterns import is_trained
 from diffmegatron.model.accounting.parameters import counted_kinds
 
