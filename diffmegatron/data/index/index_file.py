@@ -15,8 +15,8 @@ import itertools
 import os
 import struct
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -30,23 +30,12 @@ _TYPE_CODES: dict[np.dtype, int] = {np.dtype(np.int32): 4, np.dtype(np.uint16): 
 _BUFFER = 1 << 20
 
 
-@dataclass(frozen=True)
-class IndexHeader:
-    """Header of an index; ``boundaries`` is the number of documents plus one."""
+class IndexHeader(NamedTuple):
+    """Header of an index for tokens of ``dtype`` (int32 or uint16)."""
 
     dtype: np.dtype
     sequences: int
-    boundaries: int
-
-    @property
-    def documents(self) -> int:
-        """Number of documents."""
-        return self.boundaries - 1
-
-    @property
-    def file_size(self) -> int:
-        """Size in bytes of an index file with this header."""
-        return _HEADER.size + 12 * self.sequences + 8 * self.boundaries
+    documents: int
 
 
 def write_index(path: Path, lengths: np.ndarray, counts: np.ndarray, dtype: np.dtype) -> None:
@@ -55,7 +44,7 @@ def write_index(path: Path, lengths: np.ndarray, counts: np.ndarray, dtype: np.d
     ``lengths`` int32 ``[sequences]`` are the tokens of each sequence, and ``counts`` int32
     ``[documents]`` the sequences of each document.
     """
-    header = IndexHeader(dtype, len(lengths), len(counts) + 1)
+    header = IndexHeader(dtype, len(lengths), len(counts))
     _write(path, header, [lengths], _sums_before(_buffers(counts)))
 
 
@@ -72,7 +61,7 @@ def merge_indexes(path: Path, indexes: Sequence[Path]) -> None:
         for (index, header), start in zip(filled, starts, strict=False)
         for part in _buffers(_mapped(index, np.int64, 12 * header.sequences, header.documents))
     )
-    _write(path, IndexHeader(headers[0].dtype, sequences, documents + 1), lengths, boundaries)
+    _write(path, IndexHeader(headers[0].dtype, sequences, documents), lengths, boundaries)
 
 
 def _write(
@@ -84,7 +73,7 @@ def _write(
     """Write an index from arrays of sequence lengths and the first sequence of each document."""
     with create_file(path) as stream:
         code, sequences = _TYPE_CODES[header.dtype], header.sequences
-        stream.write(_HEADER.pack(_MAGIC, 1, code, sequences, header.boundaries))
+        stream.write(_HEADER.pack(_MAGIC, 1, code, sequences, header.documents + 1))
         for part in _buffers(*lengths):
             stream.write(part.astype(np.int32, copy=False).data)
         for starts in _sums_before(_buffers(*lengths)):
@@ -115,41 +104,40 @@ def read_header(path: Path) -> IndexHeader:
             f"{format_path(path)} is not an index of Megatron (version 1, int32 or uint16 tokens)"
         )
     _, _, code, sequences, boundaries = _HEADER.unpack(content)
-    header = IndexHeader(types[code], sequences, boundaries)
-    if not (1 <= header.documents <= sequences or header.documents == sequences == 0):
+    documents = boundaries - 1
+    if not (1 <= documents <= sequences or documents == sequences == 0):
         raise UserError(
-            f"index {format_path(path)} has {sequences} sequences for {header.documents} "
+            f"index {format_path(path)} has {sequences} sequences for {documents} "
             "documents; copy or prepare it again"
         )
-    if size != header.file_size:
+    expected = _HEADER.size + 12 * sequences + 8 * boundaries
+    if size != expected:
         raise UserError(
             f"index {format_path(path)} has {size} bytes, but {sequences} sequences need "
-            f"{header.file_size}; copy or prepare it again"
+            f"{expected}; copy or prepare it again"
         )
     if end != sequences:
         raise UserError(
             f"index {format_path(path)} is damaged: its documents end with sequence {end} of "
             f"{sequences}; copy or prepare it again"
         )
-    return header
+    return IndexHeader(types[code], sequences, documents)
 
 
 def check_boundaries(path: str | Path, boundaries: np.ndarray) -> None:
     """Refuse document boundaries, int64 ``[documents + 1]``, unless they increase from 0."""
-    if boundaries[0] != 0:
-        raise _damaged_boundary(path, boundaries, 0)
-    for start in range(0, len(boundaries), _BUFFER):
-        part = boundaries[start : start + _BUFFER + 1]
-        empty = np.flatnonzero(part[1:] <= part[:-1])
-        if len(empty):
-            raise _damaged_boundary(path, boundaries, start + int(empty[0]) + 1)
-
-
-def _damaged_boundary(path: str | Path, boundaries: np.ndarray, place: int) -> UserError:
-    return UserError(
-        f"index {format_path(Path(path))} is damaged at boundary {place} of its documents: "
-        f"sequence {boundaries[place]}; copy or prepare it again"
+    wrong = (
+        start + int(place) + 1
+        for start in range(0, len(boundaries), _BUFFER)
+        for part in [boundaries[start : start + _BUFFER + 1]]
+        for place in np.flatnonzero(part[1:] <= part[:-1])
     )
+    place = 0 if boundaries[0] != 0 else next(wrong, None)
+    if place is not None:
+        raise UserError(
+            f"index {format_path(Path(path))} is damaged at boundary {place} of its documents: "
+            f"sequence {boundaries[place]}; copy or prepare it again"
+        )
 
 
 def _buffers(*arrays: np.ndarray) -> Iterator[np.ndarray]:

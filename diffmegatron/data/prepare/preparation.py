@@ -33,7 +33,7 @@ from diffmegatron.data.prepare.journal import Journal, State, remove_journal
 from diffmegatron.data.prepare.prepare_settings import PrepareSettings
 from diffmegatron.data.prepare.worker_pool import encode_in_order
 from diffmegatron.errors import UserError
-from diffmegatron.files import format_path, open_file, printable, shorten, write_durably
+from diffmegatron.files import format_path, open_file, printable, shorten, sync_path, write_durably
 
 TOKENS, LENGTHS, COUNTS, DIGESTS = "tokens.bin", "lengths.i32", "counts.i32", "digests.bin"
 REJECTS = "rejects.jsonl"
@@ -164,6 +164,18 @@ class Preparation:
                 file_record(index, f"{self.prefix.name}.idx"),
             ),
         )
+
+
+def publish(folder: Path, prefix: Path) -> None:
+    """Rename the finished files and remove the journal; after a kill, this may be repeated."""
+    targets = {TOKENS: ".bin", INDEX: ".idx", MANIFEST: ".json"}
+    if (folder / REJECTS).exists() and (folder / REJECTS).stat().st_size:
+        targets = {REJECTS: ".rejects.jsonl", **targets}
+    for name, suffix in targets.items():
+        if (folder / name).exists():
+            (folder / name).replace(f"{prefix}{suffix}")
+            sync_path(prefix.parent)
+    remove_journal(folder)
 
 
 @contextmanager

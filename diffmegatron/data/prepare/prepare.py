@@ -21,18 +21,11 @@ from diffmegatron.data.prepare.corpus_readers import CorpusFile, find_files
 from diffmegatron.data.prepare.encode import loaded, template
 from diffmegatron.data.prepare.journal import Identity, Journal, State, last_commit, remove_journal
 from diffmegatron.data.prepare.parts import Part, check_fits, cut
-from diffmegatron.data.prepare.preparation import (
-    FILES,
-    INDEX,
-    MANIFEST,
-    REJECTS,
-    TOKENS,
-    Preparation,
-)
+from diffmegatron.data.prepare.preparation import FILES, Preparation, publish
 from diffmegatron.data.prepare.prepare_settings import PrepareSettings
 from diffmegatron.errors import UserError
 from diffmegatron.file_lock import FileLock
-from diffmegatron.files import format_path, os_error_text, printable, shorten, sync_path
+from diffmegatron.files import format_path, os_error_text, printable, shorten
 
 _REMEDY = " (--restart prepares it again)"
 
@@ -101,13 +94,14 @@ def prepare(
             finished = _finished(output_prefix, files, identity, restart=restart)
             if finished is not None:
                 return finished
-            state, journal = _unfinished(_partial(output_prefix), identity, restart=restart)
+            folder = _partial(output_prefix)
+            state, journal = _unfinished(folder, identity, restart=restart)
             was_finished = state.finished
             with journal:
                 if not was_finished:
                     preparation = Preparation(output_prefix, files, chosen, state, journal)
                     preparation.run(workers, commit_seconds, show_progress)
-            _publish(output_prefix)
+            publish(folder, output_prefix)
             if not was_finished:
                 return read_manifest(output_prefix)
             # Files that an earlier, killed process finished may have been damaged since then.
@@ -211,19 +205,6 @@ def _unfinished(folder: Path, identity: Identity, *, restart: bool) -> tuple[Sta
         raise UserError(f"{problem}, or add --restart to drop it and begin this one")
     remove_journal(folder)
     return State(identity=identity), Journal(folder, FILES, None)
-
-
-def _publish(prefix: Path) -> None:
-    """Rename the finished files and remove the journal; after a kill, this may be repeated."""
-    folder = _partial(prefix)
-    targets = {TOKENS: ".bin", INDEX: ".idx", MANIFEST: ".json"}
-    if (folder / REJECTS).exists() and (folder / REJECTS).stat().st_size:
-        targets = {REJECTS: ".rejects.jsonl", **targets}
-    for name, suffix in targets.items():
-        if (folder / name).exists():
-            (folder / name).replace(f"{prefix}{suffix}")
-            sync_path(prefix.parent)
-    remove_journal(folder)
 
 
 def _partial(prefix: Path) -> Path:

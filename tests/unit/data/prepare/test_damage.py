@@ -481,7 +481,7 @@ def test_files_damaged_before_their_final_rename_are_refused(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr("diffmegatron.data.prepare.prepare._publish", _interrupt)
+        patch.setattr("diffmegatron.data.prepare.prepare.publish", _interrupt)
         with pytest.raises(KeyboardInterrupt):
             run(source, tmp_path / "out")
     flip(tmp_path / "out.partial" / "tokens.bin")
