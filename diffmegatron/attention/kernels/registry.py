@@ -315,7 +315,8 @@ def why_not(name: str, call: Call, libraries: frozenset[str]) -> str | None:
     the usable optional libraries.
     """
     backend = BACKENDS[call.op][name]
-    if backend.is_interpretable and is_interpreting():
+    # Triton's interpreter runs on the CPU.
+    if backend.is_interpretable and os.environ.get("TRITON_INTERPRET") == "1":
         backend = replace(backend, devices=None, dtypes=None, head_dims=None)
     if backend.devices is not None and call.device not in backend.devices:
         return f"needs a {' or '.join(backend.devices)} device, got {call.device}"
@@ -335,11 +336,6 @@ def why_not(name: str, call: Call, libraries: frozenset[str]) -> str | None:
         names = ", ".join(in_chunks)
         return f"takes {names} chunk by chunk on {call.device}, got {call.dtype}"
     return None
-
-
-def is_interpreting() -> bool:
-    """Return whether Triton interprets its kernels on the CPU (TRITON_INTERPRET=1)."""
-    return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def choose_backend(backend: str, call: Call, libraries: frozenset[str]) -> tuple[str, str]:

@@ -6,6 +6,7 @@ number of heads.
 """
 
 import math
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -74,34 +75,30 @@ def problem_of(call: AttentionCall, one_pass: bool | None, target: Target | None
 
 
 def launch_forward(
-    inputs: tuple[Tensor, ...],
+    maps: QKV,
     lambda_: Tensor | None,
-    outs: tuple[Tensor, Tensor | None],
-    lses: tuple[Tensor, Tensor | None],
+    outs: Sequence[Tensor],
+    lses: Sequence[Tensor],
     problem: Problem,
     norm: tuple[Tensor | None, Tensor | None, float, float] = (None, None, 0.0, 1.0),
 ) -> None:  # fmt: skip
-    """Launch `forward_kernel` for both maps, or for the only map if lambda_ is None.
+    """Launch `forward_kernel`, which writes `outs`, `lses` and the normalised result.
 
-    Args:
-        inputs: q1, k1, q2, k2, v, each `[b, length, heads, width]`; with one map q1 and k1 twice.
-        outs: output tensors for the result and O_2.
-        lses: output tensors `[b, h, s]` for the base-2 log-sum-exps of each map.
-        norm: weight of the headwise norm, output tensor for the normalised result, eps, and factor
-            of the normalised result. Without a norm the weight and the tensor are None.
+    `outs` are the result and with two maps O_2, and `lses` `[b, h, s]` the base-2 log-sum-exps of
+    each map. `norm` is the weight of the headwise norm, the tensor for the normalised result (both
+    None without a norm), eps, and the factor of the normalised result.
     """
-    q1, k1, _, _, v = inputs
-    batch, length, heads, width = q1.shape
-    blocks = forward_blocks(width, q1.dtype, problem.target)
+    q, k, v = maps.queries[0], maps.keys[0], maps.v
+    batch, length, heads, width = q.shape
+    blocks = forward_blocks(width, q.dtype, problem.target)
     norm_weight, normed, norm_eps, norm_scale = norm
-    intervals = problem.mask.key_intervals(q1.device) if problem.is_packed else (None, None)
-    with on_device(q1):
+    intervals = problem.mask.key_intervals(q.device) if problem.is_packed else (None, None)
+    with on_device(q):
         forward_kernel[(triton.cdiv(length, blocks.M), batch * heads)](
-            *_sources(inputs, blocks, problem.tma), lambda_, *outs, lses, norm_weight, normed,
-            _layout(q1, k1, problem.mask, intervals), *_strides(q1, k1, v),
+            *_sources(maps, None, blocks, problem.tma), lambda_, *_pair(outs), _pair(lses),
+            norm_weight, normed, _layout(q, k, problem.mask, intervals), *_strides(q, k, v),
             problem.softmax_scale * LOG2_E, norm_eps, norm_scale,
-            NORM=norm_weight is not None,
-            **_constants(q1, v, blocks, problem, maps=1 if lambda_ is None else 2),
+            NORM=norm_weight is not None, **_constants(maps, blocks, problem),
         )  # fmt: skip
 
 
@@ -140,53 +137,58 @@ def launch_preprocess(
 
 
 def launch_backward(
-    inputs: tuple[Tensor, ...],
+    maps: QKV,
     grad: Tensor,
     lambda_: Tensor | None,
-    lses: tuple[Tensor, Tensor | None],
-    deltas: tuple[Tensor, Tensor | None],
+    lses: Sequence[Tensor],
+    deltas: Sequence[Tensor],
     problem: Problem,
 ) -> QKV:
     """Launch the backward kernels, and return the gradients of queries, keys and values.
 
-    The log-sum-exps (base 2) and the deltas rowsum(dO * O_i) are `[b, h, s]`. With one map lambda
-    and the second of each pair are None.
+    For each map there are base-2 log-sum-exps and deltas rowsum(dO * O_i), `[b, h, s]`.
     """
-    q1, k1, _, _, v = inputs
-    batch, length, heads, width = q1.shape
-    key_length, kv_heads = k1.shape[1:3]
-    maps = 1 if lambda_ is None else 2
+    q, k, v = maps.queries[0], maps.keys[0], maps.v
+    batch, length, heads, width = q.shape
+    key_length, kv_heads = k.shape[1:3]
     # With one map the kernels load lambda but do not use it, so pass a zero.
     lambda_ = deltas[0].new_zeros(()) if lambda_ is None else lambda_
     if problem.one_pass:
-        dqs = [deltas[0].new_zeros(q1.shape) for _ in range(maps)]
+        dqs = [deltas[0].new_zeros(q.shape) for _ in maps.queries]
     else:
-        dqs = [torch.empty(q1.shape, dtype=q1.dtype, device=q1.device) for _ in range(maps)]
-    dks = [torch.empty(k1.shape, dtype=k1.dtype, device=k1.device) for _ in range(maps)]
+        dqs = [torch.empty(q.shape, dtype=q.dtype, device=q.device) for _ in maps.queries]
+    dks = [torch.empty(k.shape, dtype=k.dtype, device=k.device) for _ in maps.keys]
     dv = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-    absent = [None] * (2 - maps)
     none, mask, is_packed = (None, None), problem.mask, problem.is_packed
-    shared = (*_strides(q1, k1, v, grad), problem.softmax_scale, problem.softmax_scale * LOG2_E)
-    with on_device(q1):
-        blocks = dkdv_blocks(width, q1.dtype, problem.target, problem.one_pass)
-        intervals = mask.query_intervals(q1.device) if is_packed else none
+    rows = (lambda_, _pair(lses), _pair(deltas))
+    shared = (*_strides(q, k, v, grad), problem.softmax_scale, problem.softmax_scale * LOG2_E)
+    with on_device(q):
+        blocks = dkdv_blocks(width, q.dtype, problem.target, problem.one_pass)
+        intervals = mask.query_intervals(q.device) if is_packed else none
         dkdv_kernel[(triton.cdiv(key_length, blocks.N), batch * kv_heads)](
-            *_sources((*inputs, grad), blocks, problem.tma), lambda_, lses, deltas,
-            (*dks, *absent), dv, (*dqs, *absent) if problem.one_pass else none,
-            _layout(q1, k1, mask, intervals), *shared,
-            ONE_PASS=problem.one_pass, **_constants(q1, v, blocks, problem, maps),
+            *_sources(maps, grad, blocks, problem.tma), *rows,
+            _pair(dks), dv, _pair(dqs) if problem.one_pass else none,
+            _layout(q, k, mask, intervals), *shared,
+            ONE_PASS=problem.one_pass, **_constants(maps, blocks, problem),
         )  # fmt: skip
         if problem.one_pass:
-            dqs = [_scaled(dq, problem.softmax_scale, q1.dtype) for dq in dqs]
+            dqs = [
+                torch.mul(dq, problem.softmax_scale, out=torch.empty_like(dq, dtype=q.dtype))
+                for dq in dqs
+            ]
         else:
-            blocks = dq_blocks(width, q1.dtype, problem.target)
-            intervals = mask.key_intervals(q1.device) if is_packed else none
+            blocks = dq_blocks(width, q.dtype, problem.target)
+            intervals = mask.key_intervals(q.device) if is_packed else none
             dq_kernel[(triton.cdiv(length, blocks.M), batch * heads)](
-                *_sources((*inputs, grad), blocks, problem.tma), lambda_, lses, deltas,
-                (*dqs, *absent), _layout(q1, k1, mask, intervals), *shared,
-                **_constants(q1, v, blocks, problem, maps),
+                *_sources(maps, grad, blocks, problem.tma), *rows,
+                _pair(dqs), _layout(q, k, mask, intervals), *shared,
+                **_constants(maps, blocks, problem),
             )  # fmt: skip
     return QKV(tuple(dqs), tuple(dks), dv)
+
+
+def _pair(of_maps: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+    return (*of_maps, None)[:2]
 
 
 def _layout(
@@ -200,14 +202,15 @@ def _strides(*tensors: Tensor) -> list[tuple[int, ...]]:
     return [x.stride()[:3] for x in tensors]
 
 
-def _scaled(dq: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    return torch.mul(dq, scale, out=torch.empty_like(dq, dtype=dtype))
+def _sources(maps: QKV, grad: Tensor | None, blocks: Blocks, tma: bool) -> list[Any]:
+    """Return q1, k1, q2, k2, v (and grad), with TMA as tensor descriptors.
 
-
-def _sources(tensors: tuple[Tensor, ...], blocks: Blocks, tma: bool) -> list[Any]:
-    """Return q1, k1, q2, k2, v (and grad) unchanged, or with TMA as tensor descriptors."""
+    With one map q1 and k1 replace q2 and k2, which the kernels then do not use.
+    """
+    tensors = [maps.queries[0], maps.keys[0], maps.queries[-1], maps.keys[-1], maps.v]
+    tensors += [] if grad is None else [grad]
     if not tma:
-        return list(tensors)
+        return tensors
     rows = (blocks.M, blocks.N, blocks.M, blocks.N, blocks.N, blocks.M)
     return [_descriptor(x, row_count) for x, row_count in zip(tensors, rows, strict=False)]
 
@@ -219,13 +222,13 @@ def _descriptor(x: Tensor, rows: int) -> TensorDescriptor:
     return TensorDescriptor(by_head, list(by_head.shape), list(by_head.stride()), block)
 
 
-def _constants(q: Tensor, v: Tensor, blocks: Blocks, problem: Problem, maps: int) -> dict[str, Any]:
+def _constants(maps: QKV, blocks: Blocks, problem: Problem) -> dict[str, Any]:
     return {
-        "width": q.shape[3],
-        "value_width": v.shape[3],
+        "width": maps.queries[0].shape[3],
+        "value_width": maps.v.shape[3],
         "M": blocks.M,
         "N": blocks.N,
-        "MAPS": maps,
+        "MAPS": len(maps.queries),
         "CAUSAL": problem.mask.causal,
         "DOCUMENTS": problem.is_packed,
         "TMA": problem.tma,

@@ -48,7 +48,9 @@ def attend(
         weight = v.new_ones(v.shape[-1], dtype=torch.float32)
     elif weight is not None:
         weight = weight.contiguous()
-    out: Tensor = _BothMaps.apply(*call.maps.arguments(), call.lambda_, weight, eps, scale, problem)
+    out: Tensor = _BothMaps.apply(
+        problem, (eps, scale), weight, call.lambda_, *call.maps.arguments()
+    )
     return out
 
 
@@ -72,44 +74,35 @@ class _BothMaps(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        q1: Tensor,
-        k1: Tensor,
-        q2: Tensor,
-        k2: Tensor,
-        v: Tensor,
-        lambda_: Tensor,
-        norm_weight: Tensor | None,
-        norm_eps: float,
-        norm_scale: float,
         problem: Problem,
+        norm: tuple[float, float],
+        norm_weight: Tensor | None,
+        lambda_: Tensor,
+        *heads: Tensor,
     ) -> Tensor:
-        q1, q2 = same_strides(q1, q2)
-        k1, k2 = same_strides(k1, k2)
-        (v,) = same_strides(v)
-        out, out2 = (v.new_empty(*q1.shape[:3], v.shape[3]) for _ in range(2))
-        lse1, lse2 = row_values(q1), row_values(q1)
+        maps = _loadable(QKV.of(*heads))
+        q, v = maps.queries[0], maps.v
+        out, out2 = (v.new_empty(*q.shape[:3], v.shape[3]) for _ in range(2))
+        lses = (row_values(q), row_values(q))
         normed = None if norm_weight is None else torch.empty_like(out)
-        launch_forward(
-            (q1, k1, q2, k2, v), lambda_, (out, out2), (lse1, lse2), problem,
-            norm=(norm_weight, normed, norm_eps, norm_scale),
-        )  # fmt: skip
-        ctx.save_for_backward(q1, k1, q2, k2, v, lambda_, out, out2, lse1, lse2, norm_weight)
-        ctx.problem, ctx.norm_eps, ctx.norm_scale = problem, norm_eps, norm_scale
+        launch_forward(maps, lambda_, (out, out2), lses, problem, (norm_weight, normed, *norm))
+        ctx.save_for_backward(lambda_, norm_weight, out, out2, *lses, *maps.arguments())
+        ctx.problem, ctx.norm = problem, norm
         return out if normed is None else normed
 
     @staticmethod
     @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q1, k1, q2, k2, v, lambda_, out, out2, lse1, lse2, norm_weight = ctx.saved_tensors
+        lambda_, norm_weight, out, out2, lse1, lse2, *heads = ctx.saved_tensors
         (grad,) = same_strides(grad)
         grad_out, deltas, dweight = launch_preprocess(
-            grad, out, out2, lambda_, (norm_weight, ctx.norm_eps, ctx.norm_scale)
+            grad, out, out2, lambda_, (norm_weight, *ctx.norm)
         )
-        (dq1, dq2), (dk1, dk2), dv = launch_backward(
-            (q1, k1, q2, k2, v), grad_out, lambda_, (lse1, lse2), deltas, ctx.problem
+        found = launch_backward(
+            QKV.of(*heads), grad_out, lambda_, (lse1, lse2), deltas, ctx.problem
         )
         dlambda = -deltas[1].sum().to(lambda_.dtype)
-        return dq1, dk1, dq2, dk2, dv, dlambda, dweight, None, None, None
+        return None, None, dweight, dlambda, *found.arguments()
 
 
 class _SeparateMaps(torch.autograd.Function):
@@ -143,11 +136,16 @@ class _SeparateMaps(torch.autograd.Function):
 
 def _one_map(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
     """Return one map's output `[b, s, heads, e]` and base-2 log-sum-exp `[b, heads, s]`."""
-    q, k, v = (same_strides(x)[0] for x in (q, k, v))
+    maps = _loadable(QKV((q,), (k,), v))
     lse = row_values(q)
     out = lse.new_empty(*q.shape[:3], v.shape[3])
-    launch_forward((q, k, q, k, v), None, (out, None), (lse, None), problem)
+    launch_forward(maps, None, (out,), (lse,), problem)
     return out, lse
+
+
+def _loadable(maps: QKV) -> QKV:
+    """Return the maps with strides that the kernels can load, the same for all queries or keys."""
+    return QKV(same_strides(*maps.queries), same_strides(*maps.keys), same_strides(maps.v)[0])
 
 
 def _gradients(
@@ -162,23 +160,20 @@ def _gradients(
 
     For each map there are base-2 log-sum-exps `[b, heads, s]` and deltas `[b, s, heads]`.
     """
-    (v,) = same_strides(maps.v)
     first, last = maps.queries[0], maps.queries[-1]
     if lambda_ is not None and first.shape == last.shape:
-        (q1, q2), (k1, k2) = same_strides(*maps.queries), same_strides(*maps.keys)
-        (grad,) = same_strides(grad.to(v.dtype))
-        delta1, delta2 = (by_head(x) for x in deltas)
-        return launch_backward(
-            (q1, k1, q2, k2, v), grad, lambda_, (lses[0], lses[1]), (delta1, delta2), problem
-        )
+        (grad,) = same_strides(grad.to(maps.v.dtype))
+        of_maps = [by_head(x) for x in deltas]
+        return launch_backward(_loadable(maps), grad, lambda_, lses, of_maps, problem)
     factors = [1.0] if lambda_ is None else [1.0, -lambda_.detach()]
+    (v,) = same_strides(maps.v)
     found = []
     for q, k, of_map, lse, delta, factor in zip(
         *maps[:2], map_gradients(grad, lambda_, last.shape[2]), lses, deltas, factors, strict=True
     ):
-        q, k, of_map = (same_strides(x)[0] for x in (q, k, of_map.to(v.dtype)))
-        rows = ((lse, None), (by_head(factor * delta), None))
-        found.append(launch_backward((q, k, q, k, v), of_map, None, *rows, problem))
+        (of_map,) = same_strides(of_map.to(v.dtype))
+        one, rows = _loadable(QKV((q,), (k,), v)), ((lse,), (by_head(factor * delta),))
+        found.append(launch_backward(one, of_map, None, *rows, problem))
     dqs, dks = (tuple(x for of_map in found for x in of_map[i]) for i in (0, 1))
     dv, *others = (of_map.v for of_map in found)
     return QKV(dqs, dks, sum(others, dv))

@@ -92,25 +92,25 @@ def load_library() -> ModuleType:
 
 def attend(call: AttentionCall) -> Tensor:
     """Compute differential attention by two calls of plain attention, each with the whole V."""
-    mask = call.mask
-    if mask.cu_seqlens is None:
-        return two_calls(partial(_attend_aligned, call.scale, mask.causal), call)
-    return two_calls(partial(_attend_documents, call.scale, mask.causal, mask.cu_seqlens), call)
+    bounds = call.mask.cu_seqlens
+    if bounds is None:
+        return two_calls(partial(_attend_aligned, call), call)
+    return two_calls(partial(_attend_documents, call, bounds), call)
 
 
-def _attend_aligned(scale: float, causal: bool, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    blind = max(q.shape[1] - k.shape[1], 0) if causal else 0
+def _attend_aligned(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    blind = max(q.shape[1] - k.shape[1], 0) if call.mask.causal else 0
     # cuDNN does not support the first `blind` query rows, which see no key; their output is zero.
-    out = _attend(scale, causal, q[:, blind:], k, v, None)
+    out = _attend(call, None, q[:, blind:], k, v)
     return torch.nn.functional.pad(out, (0, 0, 0, 0, blind, 0)) if blind else out
 
 
 def _attend_documents(
-    scale: float, causal: bool, bounds: tuple[int, ...], q: Tensor, k: Tensor, v: Tensor
+    call: AttentionCall, bounds: tuple[int, ...], q: Tensor, k: Tensor, v: Tensor
 ) -> Tensor:
-    q_row, k_row, v_row = (x.flatten(0, 1)[None] for x in (q, k, v))
     documents = documents_of(bounds, q.shape[0], q.device)
-    return _attend(scale, causal, q_row, k_row, v_row, documents)[0].unflatten(0, q.shape[:2])
+    out = _attend(call, documents, *(x.flatten(0, 1)[None] for x in (q, k, v)))
+    return out[0].unflatten(0, q.shape[:2])
 
 
 @cached_tensors
@@ -138,7 +138,7 @@ def _power_of_two(number: int) -> int:
 
 
 def _attend(
-    scale: float, causal: bool, q: Tensor, k: Tensor, v: Tensor, documents: Documents | None
+    call: AttentionCall, documents: Documents | None, q: Tensor, k: Tensor, v: Tensor
 ) -> Tensor:
     """Compute attention with one map; with documents, all tokens are in one batch row."""
     batch, rows, heads, width = q.shape
@@ -153,24 +153,17 @@ def _attend(
                 f"{MOST_ELEMENTS}"
             )
     problem = Problem(
-        batch, heads, k.shape[2], rows, keys, width, v.shape[3], q.dtype, q.device, scale, causal,
-        documents is not None, torch.are_deterministic_algorithms_enabled(),
+        batch, heads, k.shape[2], rows, keys, width, v.shape[3], q.dtype, q.device, call.scale,
+        call.mask.causal, documents is not None, torch.are_deterministic_algorithms_enabled(),
     )  # fmt: skip
-    out: Tensor = _Attention.apply(q, k, v, problem, documents)
+    out: Tensor = _Attention.apply(problem, documents, q, k, v)
     return out
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        problem: Problem,
-        documents: Documents | None,
-    ) -> Tensor:
-        q, k, v = (x.contiguous() for x in (q, k, v))
+    def forward(ctx: Any, problem: Problem, documents: Documents | None, *qkv: Tensor) -> Tensor:
+        q, k, v = (x.contiguous() for x in qkv)
         out = q.new_empty(*q.shape[:3], v.shape[3])
         lse = q.new_empty(q.shape[:3].numel(), dtype=torch.float32)
         data = {"q": q, "k": k, "v": v, "o": out, "lse": lse}
@@ -183,32 +176,26 @@ class _Attention(torch.autograd.Function):
     @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        grads = [torch.empty_like(x) for x in (q, k, v)]
-        data = {"q": q, "k": k, "v": v, "o": out, "lse": lse, "do": grad.contiguous()}
-        data |= dict(zip(("dq", "dk", "dv"), grads, strict=True))
+        grads = {f"d{name}": torch.empty_like(x) for name, x in (("q", q), ("k", k), ("v", v))}
+        data = {"q": q, "k": k, "v": v, "o": out, "lse": lse, "do": grad.contiguous(), **grads}
         data |= _of_documents(ctx.problem, ctx.documents)
         _run(backward_graph(ctx.problem), data, q.device)
-        return *grads, None, None
+        return None, None, *grads.values()
 
 
 def _of_documents(problem: Problem, documents: Documents | None) -> dict[str, Tensor]:
     """Return the documents' lengths, and their offsets in elements in each tensor."""
     if documents is None:
         return {}
-    starts = {
-        f"{name}_starts": documents.starts * size for name, size in _token_sizes(problem).items()
-    }
-    return {"lengths": documents.lengths, **starts}
-
-
-def _token_sizes(problem: Problem) -> dict[str, int]:
-    return {
+    elements_per_token = {
         "q": problem.heads * problem.width,
         "k": problem.kv_heads * problem.width,
         "v": problem.kv_heads * problem.value_width,
         "o": problem.heads * problem.value_width,
         "lse": problem.heads,
     }
+    starts = {f"{name}_starts": documents.starts * n for name, n in elements_per_token.items()}
+    return {"lengths": documents.lengths, **starts}
 
 
 def _run(graph: Graph, data: dict[str, Tensor], device: torch.device) -> None:
@@ -218,9 +205,8 @@ def _run(graph: Graph, data: dict[str, Tensor], device: torch.device) -> None:
 
 
 def _handle_on_stream(device: torch.device) -> Any:
-    handle = _handle(device)
-    stream = torch.cuda.current_stream(device).cuda_stream
-    load_library().set_stream(handle=handle, stream=stream)
+    handle, stream = _handle(device), torch.cuda.current_stream(device)
+    load_library().set_stream(handle=handle, stream=stream.cuda_stream)
     return handle
 
 
