@@ -1,13 +1,15 @@
 """The checked arguments of an attention call, which every backend receives."""
 
+import math
 from dataclasses import dataclass, replace
+from numbers import Real
 from typing import NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
 from torch.nn.functional import rms_norm
 
-from .checks import autocast_dtype, check_lambda, check_maps, resolve_scale
+from .checks import check_lambda, check_maps
 from .maps import QKV
 from .masks import AttentionMask, build_mask
 from .registry import Op
@@ -99,8 +101,11 @@ class AttentionCall:
             query_offset=query_offset,
             key_offset=key_offset,
         )
-        scale = resolve_scale(softmax_scale, maps.queries[0].shape[3])
-        return cls(maps, scale, mask, lambda_, norm)
+        # torch's kernels multiply masked scores of -inf by the scale, and 0 * -inf is NaN.
+        scale: float = maps.queries[0].shape[3] ** -0.5 if softmax_scale is None else softmax_scale
+        if not isinstance(scale, Real) or not 0.0 < scale < math.inf:
+            raise ValueError(f"softmax_scale is {scale!r}; it must be a finite number above 0")
+        return cls(maps, float(scale), mask, lambda_, norm)
 
     @property
     def op(self) -> Op:
@@ -108,6 +113,9 @@ class AttentionCall:
         return "softmax" if len(self.maps.queries) == 1 else "differential"
 
     def autocast(self) -> "AttentionCall":
-        """Return the call with queries, keys and values in autocast's dtype, if autocast is on."""
-        dtype = autocast_dtype(self.maps.v)
+        """Return the call with queries, keys and values in autocast's dtype, except float64."""
+        v = self.maps.v
+        if v.dtype == torch.float64 or not torch.is_autocast_enabled(v.device.type):
+            return self
+        dtype = torch.get_autocast_dtype(v.device.type)
         return replace(self, maps=QKV.of(*(x.to(dtype) for x in self.maps.arguments())))

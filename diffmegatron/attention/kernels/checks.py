@@ -1,9 +1,5 @@
 """Checks of the arguments of public functions; each error names the argument that is wrong."""
 
-import math
-from numbers import Real
-
-import torch
 from torch import Tensor
 
 from .maps import QKV
@@ -105,18 +101,6 @@ def check_tensors(**arguments: object) -> None:
             raise ValueError(f"{name} is of type {type(x).__name__}; it must be a tensor")
 
 
-def resolve_scale(softmax_scale: float | None, head_dim: int) -> float:
-    """Return the factor of the scores, by default 1/sqrt(`head_dim`); it must be above 0.
-
-    torch's kernels multiply masked scores of -inf by the factor, and 0 * -inf is NaN.
-    """
-    if softmax_scale is None:
-        return head_dim**-0.5
-    if not isinstance(softmax_scale, Real) or not 0.0 < softmax_scale < math.inf:
-        raise ValueError(f"softmax_scale is {softmax_scale!r}; it must be a finite number above 0")
-    return float(softmax_scale)
-
-
 def check_layout(*, v: Tensor, value_width: int, **queries_and_keys: Tensor) -> None:
     """Raise ValueError unless the shapes of the queries and keys of one map and of v fit together.
 
@@ -162,11 +146,3 @@ def _check_same_kind(**tensors: Tensor) -> None:
 def shape_of(x: Tensor) -> list[int]:
     """Return the shape as a list, for messages."""
     return list(x.shape)
-
-
-def autocast_dtype(x: Tensor) -> torch.dtype:
-    """Return autocast's dtype if autocast is on and `x` is not float64, otherwise x's dtype."""
-    device = x.device.type
-    if x.dtype != torch.float64 and torch.is_autocast_enabled(device):
-        return torch.get_autocast_dtype(device)
-    return x.dtype

@@ -46,22 +46,19 @@ def default_one_pass(head_dim: int, deterministic: bool) -> bool:
     return head_dim <= 64 and not deterministic
 
 
-def triton_work(sizes: Sizes, *, one_pass: bool) -> tuple[int, int]:
-    """Return the work of the Triton kernels in the one-pass or the split form.
+def triton_work(sizes: Sizes, *, one_pass: bool | None = None) -> tuple[int, int]:
+    """Return the work of the Triton kernels in the one-pass, the split or the default form.
 
     In the split form both backward kernels compute the scores and the gradient dP of the weights.
     Two maps in one kernel share dP and the product for dV. Grouped maps have separate kernels.
     """
+    if one_pass is None:
+        one_pass = default_one_pass(sizes.head_dim, sizes.is_deterministic)
     if sizes.is_grouped:
         return per_head((3, 3), (7, 7) if one_pass else (10, 10))(sizes)
     if sizes.noise_heads:
         return per_head((3, 3), (5, 5) if one_pass else (7, 7))(sizes)
     return per_head((2, 0), (5, 0) if one_pass else (7, 0))(sizes)
-
-
-def default_triton_work(sizes: Sizes) -> tuple[int, int]:
-    """Return the work of the Triton kernels in the default form for these sizes."""
-    return triton_work(sizes, one_pass=default_one_pass(sizes.head_dim, sizes.is_deterministic))
 
 
 def per_head(forward: tuple[int, int], backward: tuple[int, int]) -> Work:

@@ -89,8 +89,10 @@ class AttentionMask:
     def unmasked_prefix(self, row_start: int, row_stop: int) -> int:
         """Return how many first keys of `key_range` all of these rows see (0 across documents)."""
         start, stop = self.key_range(row_start, row_stop)
-        if self.cu_seqlens is not None and not self._same_document(row_start, row_stop - 1):
-            return 0
+        if self.cu_seqlens is not None:
+            first, last = self.query_offset + row_start, self.query_offset + row_stop - 1
+            if bisect_right(self.cu_seqlens, first) != bisect_right(self.cu_seqlens, last):
+                return 0
         if not self.causal:
             return stop - start
         diagonal = self.query_offset + row_start + 1 - self.key_offset
@@ -142,11 +144,6 @@ class AttentionMask:
         bounds = torch.tensor(self.cu_seqlens)
         document = torch.searchsorted(bounds, position, right=True)
         return bounds[document - 1], bounds[document]
-
-    def _same_document(self, row: int, other_row: int) -> bool:
-        assert self.cu_seqlens is not None
-        document = bisect_right(self.cu_seqlens, self.query_offset + row)
-        return document == bisect_right(self.cu_seqlens, self.query_offset + other_row)
 
 
 def build_mask(

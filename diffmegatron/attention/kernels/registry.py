@@ -163,7 +163,7 @@ DIFFERENTIAL = {
     ),
     "triton": _triton_attention(
         "own fused kernels: 6d forward, 10d or 14d backward",
-        work=costs.default_triton_work,
+        work=costs.triton_work,
         saved=costs.fused,
         fuses_norm=True,
     ),
@@ -226,7 +226,7 @@ SOFTMAX = {
     ),
     "triton": _triton_attention(
         "own kernels of differential attention, with one map",
-        work=costs.default_triton_work,
+        work=costs.triton_work,
         saved=costs.log_sum_exps,
     ),
     "sdpa": _torch_attention(

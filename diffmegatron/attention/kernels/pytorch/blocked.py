@@ -73,8 +73,7 @@ def chunk_gradients(call: AttentionCall, grad: Tensor, whole: WholeAttention) ->
     """
     maps, lambda_, mask, softmax_scale = call.maps, call.lambda_, call.mask, call.scale
     batch, kv_heads = maps.v.shape[0], maps.v.shape[2]
-    queries = [group_queries(q, kv_heads) * softmax_scale for q in maps.queries]
-    keys, v_ = [group_keys(k) for k in maps.keys], group_keys(maps.v)
+    queries, keys, v_ = _grouped((*maps.queries, *maps.keys), maps.v, softmax_scale)
     grad_ = group_queries(grad, kv_heads)
     rows_of = [
         [group_queries(x.unsqueeze(-1), kv_heads) for x in of_each_map]
@@ -174,7 +173,7 @@ class _BlockedAttention(torch.autograd.Function):
                 for p, dp, q, k, dq, dk in zip(
                     weights, dmaps, queries, keys, dqs, dks, strict=True
                 ):
-                    dscores = _softmax_backward(p, dp)
+                    dscores = torch.ops.aten._softmax_backward_data(dp, p, -1, p.dtype)
                     product = dscores @ k[heads, seen]
                     dq[heads, :, rows] = product.view_as(dq[heads, :, rows])
                     dk[heads, seen].baddbmm_(dscores.mT, q[heads, :, rows].flatten(1, 2))
@@ -199,11 +198,6 @@ def _grouped(
     count = len(queries_and_keys) // 2
     queries = [group_queries(q, v.shape[2]) * softmax_scale for q in queries_and_keys[:count]]
     return queries, [group_keys(k) for k in queries_and_keys[count:]], group_keys(v)
-
-
-def _softmax_backward(weights: Tensor, dweights: Tensor) -> Tensor:
-    dscores: Tensor = torch.ops.aten._softmax_backward_data(dweights, weights, -1, weights.dtype)
-    return dscores
 
 
 def row_blocks(q: Tensor, mask: AttentionMask) -> Iterator[tuple[slice, slice, slice]]:
@@ -278,9 +272,8 @@ def ungroup_queries(x: Tensor, batch: int) -> Tensor:
 
 def group_keys(x: Tensor) -> Tensor:
     """Rearrange `[b, t, h_kv, e] -> [b * h_kv, t, e]`, in fp32 (fp64 for fp64)."""
-    return (
-        x.transpose(1, 2).flatten(0, 1).to(torch.promote_types(x.dtype, torch.float32)).contiguous()
-    )
+    grouped = x.transpose(1, 2).flatten(0, 1)
+    return grouped.to(torch.promote_types(x.dtype, torch.float32)).contiguous()
 
 
 def ungroup_keys(x: Tensor, batch: int) -> Tensor:
@@ -289,15 +282,12 @@ def ungroup_keys(x: Tensor, batch: int) -> Tensor:
 
 
 def block_by_noise_head(x: Tensor, noise_heads: int, repeats: int = 1) -> Tensor:
-    """Split dimension 1 of `[heads, noise_heads * repeats * rows, keys]` into its three factors."""
+    """Split dimension 1 of `[heads, noise_heads * repeats * rows, keys]` into its factors."""
     return x.unflatten(1, (noise_heads, repeats, -1))
 
 
 def sum_over_signal_heads(x: Tensor, noise_heads: int, repeats: int) -> Tensor:
-    """Sum over the `repeats` signal heads that share a noise head.
-
-    Shapes: `[heads, noise_heads * repeats * rows, keys] -> [heads, noise_heads * rows, keys]`.
-    """
+    """Sum over the signal heads of a noise head, to `[heads, noise_heads * rows, keys]`."""
     return x if repeats == 1 else block_by_noise_head(x, noise_heads, repeats).sum(2).flatten(1, 2)
 
 
