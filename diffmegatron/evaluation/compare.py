@@ -2,18 +2,22 @@
 
 import json
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
+
+from matplotlib import colormaps
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter
 
 from diffmegatron.checkpoint.checkpoint_store import RECIPE
 from diffmegatron.checkpoint.stage_folders import only_last, stage_folders
 from diffmegatron.config.load import load_resolved
 from diffmegatron.config.schema import Recipe
 from diffmegatron.errors import UserError
-from diffmegatron.evaluation.plots import Curves, plot_runs
 from diffmegatron.evaluation.report_pages import Table, markdown_table
 from diffmegatron.files import (
     check_replaceable,
@@ -21,6 +25,7 @@ from diffmegatron.files import (
     printable,
     shortest_ends,
     write_durably,
+    write_picture,
 )
 from diffmegatron.model.accounting.parameters import count_parameters
 from diffmegatron.training.monitoring.metrics import METRICS, Entry, read_metrics
@@ -29,6 +34,8 @@ from diffmegatron.training.monitoring.source_losses import SOURCE_LOSS, SOURCE_T
 # The final training loss is the mean over the last tenth of a stage's steps, because the loss of a
 # single batch is noisy.
 _LAST_SHARE = 0.1
+# Largest number of layers in the legend of a lambda plot; all layers have a curve.
+_NAMED_LAYERS = 8
 
 
 @dataclass(frozen=True)
@@ -69,6 +76,11 @@ class RecordedRun:
         """Number of tokens that the run had seen at the start of each stage."""
         return [0, *accumulate(stage.tokens for stage in self.stages[:-1])]
 
+    @property
+    def lambdas(self) -> list[str]:
+        """Sorted metrics of lambda, which end with ``_`` and the number of a layer."""
+        return sorted({n for stage in self.stages for n in stage.names("attn/lambda_layer_")})
+
     def series(self, name: str) -> list[tuple[float, float]]:
         """Return a list of (tokens seen since the run began, value) for the metric ``name``."""
         return [
@@ -93,7 +105,7 @@ def compare(run_dirs: Sequence[Path], out: Path) -> Table:
     rows = [[name, *(_shown(run.get(name)) for run in figures.values())] for name in names]
     table = ["", *figures], rows
     text = "# Runs compared\n\n" + markdown_table(table) + "\n\n![curves](compare.png)\n"
-    plot_runs(picture, {name: curves_of(run) for name, run in runs.items()})
+    plot_runs(picture, runs)
     write_durably(page, text.encode())
     write_durably(numbers, json.dumps(figures, indent=1).encode() + b"\n")
     return table
@@ -122,18 +134,6 @@ def short_names(run_dirs: Sequence[Path]) -> list[str]:
         twice = next(path for n, path in enumerate(run_dirs) if paths[n] in paths[:n])
         raise UserError(f"{format_path(twice)} is given twice; give each run once")
     return [printable(end) for end in shortest_ends(paths)]
-
-
-def curves_of(run: RecordedRun) -> Curves:
-    """Return the losses, throughput and lambda of a run as functions of the tokens seen."""
-    lambdas = {name for stage in run.stages for name in stage.names("attn/lambda_layer_")}
-    return Curves(
-        losses=run.series("train/loss"),
-        held_out=run.series("valid/loss"),
-        throughput=run.series("perf/tokens_per_second"),
-        lambdas={name: run.series(name) for name in sorted(lambdas)},
-        stage_starts=run.starts[1:],
-    )
 
 
 def final_figures(run: RecordedRun) -> dict[str, Any]:
@@ -191,3 +191,67 @@ def _shown(value: object) -> str:
     if isinstance(value, float):
         return f"{value:.4g}"
     return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def plot_runs(path: Path, runs: Mapping[str, RecordedRun]) -> None:
+    """Write a PNG file with losses and throughput of runs by name, and lambda of their layers."""
+    with_lambda = [name for name, run in runs.items() if run.lambdas]
+    rows, columns = (2 if with_lambda else 1), max(2, len(with_lambda))
+    figure = Figure(figsize=(5.5 * columns, 4.2 * rows), layout="constrained")
+    upper, *lower = figure.subfigures(rows, 1, squeeze=False)[:, 0]
+    losses, throughput = upper.subplots(1, 2)
+    _plot_losses(losses, runs)
+    _plot_throughput(throughput, runs)
+    if with_lambda:
+        panels = lower[0].subplots(1, len(with_lambda), sharey=True, squeeze=False)[0]
+        for axes, name in zip(panels, with_lambda, strict=True):
+            _plot_lambdas(axes, name, runs[name])
+    write_picture(path, figure)
+
+
+def _plot_losses(axes: Axes, runs: Mapping[str, RecordedRun]) -> None:
+    for name, run in runs.items():
+        (line,) = axes.plot(*_columns(run, "train/loss"), label=f"{name}, training", alpha=0.6)
+        color = line.get_color()
+        axes.plot(*_columns(run, "valid/loss"), "o--", color=color, label=f"{name}, held out")
+        _mark_stages(axes, run, color)
+    _label(axes, "Loss", "nats per token")
+    axes.legend()
+
+
+def _plot_throughput(axes: Axes, runs: Mapping[str, RecordedRun]) -> None:
+    for name, run in runs.items():
+        (line,) = axes.plot(*_columns(run, "perf/tokens_per_second"), label=name)
+        _mark_stages(axes, run, line.get_color())
+    _label(axes, "Throughput", "tokens per second")
+    axes.set_ylim(bottom=0)
+    axes.yaxis.set_major_formatter(EngFormatter(sep=""))
+    axes.legend()
+
+
+def _plot_lambdas(axes: Axes, title: str, run: RecordedRun) -> None:
+    colors, lambdas = colormaps["viridis"], run.lambdas
+    _mark_stages(axes, run, "gray")
+    for number, name in enumerate(lambdas):
+        layer = int(name.rpartition("_")[2])
+        is_named = number % -(-len(lambdas) // _NAMED_LAYERS) == 0
+        color = colors(0.9 * number / max(1, len(lambdas) - 1))
+        axes.plot(*_columns(run, name), color=color, label=f"layer {layer}" if is_named else None)
+    _label(axes, f"{title}: $\\lambda$ per layer", "$\\lambda$")
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
+
+
+def _mark_stages(axes: Axes, run: RecordedRun, color: str) -> None:
+    for start in run.starts[1:]:
+        axes.axvline(start, color=color, linestyle=":", linewidth=1)
+
+
+def _label(axes: Axes, title: str, values: str) -> None:
+    axes.set(title=title, xlabel="tokens", ylabel=values)
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+    axes.grid(alpha=0.3)
+
+
+def _columns(run: RecordedRun, name: str) -> tuple[list[float], list[float]]:
+    series = run.series(name)
+    return [place for place, _ in series], [value for _, value in series]

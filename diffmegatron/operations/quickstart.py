@@ -27,8 +27,7 @@ from diffmegatron.config.load import load_recipe
 from diffmegatron.config.schema import Recipe
 from diffmegatron.data.sampling.samples import open_samples
 from diffmegatron.errors import UserError
-from diffmegatron.evaluation.compare import RecordedRun, curves_of, read_run
-from diffmegatron.evaluation.plots import plot_runs
+from diffmegatron.evaluation.compare import RecordedRun, plot_runs, read_run
 from diffmegatron.files import shorten
 from diffmegatron.hf.export_checkpoint import training_logits
 from diffmegatron.hf.modeling import register
@@ -167,7 +166,7 @@ def write_report(names: Iterable[str], seconds: dict[str, float]) -> None:
     recorded = {name: read_run(RUNS / name) for name in names}
     models = {name: _describe(RUNS / name, recorded[name]) for name in recorded}
     titles = {name: str(model["title"]) for name, model in models.items()}
-    plot_runs(RUNS / "report.png", {titles[name]: curves_of(recorded[name]) for name in recorded})
+    plot_runs(RUNS / "report.png", {titles[name]: run for name, run in recorded.items()})
     report = {
         "machine": {
             "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",

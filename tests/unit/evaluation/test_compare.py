@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from diffmegatron.cli import app
 from diffmegatron.errors import UserError
-from diffmegatron.evaluation.compare import curves_of, read_run, short_names
+from diffmegatron.evaluation.compare import read_run, short_names
 from tests.conftest import TINY
 
 STEPS = 40
@@ -92,11 +92,11 @@ def test_stages_follow_one_another_by_tokens(tmp_path):
     # This stage has begun, but has no metrics yet.
     write_run(run_dir / "b", start_from=run_dir / "a")
     (run_dir / "b" / "metrics.jsonl").unlink()
-    curves = curves_of(read_run(run_dir))
+    run = read_run(run_dir)
     losses = [(e["step"] * 8 * 64, e["train/loss"]) for e in first if "train/loss" in e]
     after = 40 * 8 * 64
     losses += [(after + e["step"] * 16 * 64, e["train/loss"]) for e in second if "train/loss" in e]
-    assert (list(curves.losses), list(curves.stage_starts)) == (losses, [after])
+    assert (run.series("train/loss"), run.starts) == (losses, [0, after])
     assert compare(tmp_path / "out", run_dir)
     (figures,) = json.loads((tmp_path / "out" / "compare.json").read_text()).values()
     assert (figures["stages"], figures["steps"]) == ("z, a", 80)
