@@ -92,9 +92,8 @@ class Loader:
     rank r begins at sample k * G + (m * data_parallel_size + r) * micro_batch_size. The global
     batch therefore contains the same samples for every layout of ranks.
 
-    A thread reads steps ahead until the context of the loader ends. If it fails to read a step, the
-    error is raised when this step is requested. ``consumed_samples`` is the index of the next
-    sample.
+    A thread reads steps ahead until the context of the loader ends. If the thread fails to read a
+    step, the error is raised when this step is requested.
     """
 
     samples: Samples
@@ -102,7 +101,7 @@ class Loader:
     global_batch_size: int  # samples per optimizer step, over all ranks
     data_parallel_rank: int
     data_parallel_size: int
-    consumed_samples: int = 0
+    consumed_samples: int = 0  # index of the next sample
 
     def __post_init__(self) -> None:
         self._per_microbatch = self.micro_batch_size * self.data_parallel_size

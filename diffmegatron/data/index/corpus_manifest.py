@@ -67,9 +67,9 @@ class PartRecord(Section):
 
 
 class LengthBin(Section):
-    """Documents of ``at_least`` (a power of two) to ``2 * at_least - 1`` tokens in a histogram."""
+    """Bin of a histogram: documents of ``at_least`` to ``2 * at_least - 1`` tokens."""
 
-    at_least: Annotated[CountOrZero, Field(ge=1)]
+    at_least: Annotated[CountOrZero, Field(ge=1)]  # power of two
     documents: CountOrZero
     tokens: CountOrZero
 
@@ -230,7 +230,8 @@ def check_sizes(prefix: str | Path, manifest: Manifest) -> IndexHeader:
 def check_hash(prefix: str | Path, suffix: str) -> Iterator[None]:
     """Compare the hash of one data file with the manifest; ``suffix`` is from :func:`data_files`.
 
-    The generator yields after every GiB and at the end of the file, for other work of the caller.
+    The generator yields after every GiB and at the end of the file, so that the caller can do other
+    work.
     """
     path, manifest = Path(f"{prefix}{suffix}"), read_manifest(prefix)
     # The files may have been renamed to another prefix, so find the recorded hash by suffix.
@@ -278,7 +279,7 @@ def length_histogram(lengths: Iterable[np.ndarray]) -> tuple[LengthBin, ...]:
 
 
 def document_lengths(lengths: np.ndarray, counts: np.ndarray) -> Iterator[np.ndarray]:
-    """Yield the numbers of tokens of the documents in pieces, int64, in constant memory.
+    """Yield the number of tokens of each document, int64, in arrays of limited size.
 
     ``lengths`` int32 ``[sequences]`` are the tokens of each sequence, and ``counts`` int32
     ``[documents]`` the sequences of each document.

@@ -8,7 +8,7 @@ The format is that of ``megatron/core/datasets/indexed_dataset.py`` (``_IndexWri
 - byte offset of each sequence in ``.bin``: int64 ``[S]``
 - document boundaries, the first sequence of each document followed by S: int64 ``[D]``
 
-Megatron's own writer keeps all values in Python lists.
+Megatron's own writer needs more memory, because it keeps all values in Python lists.
 """
 
 import itertools

@@ -3,11 +3,11 @@
 The whole chat is encoded as one text, as ``apply_chat_template`` does at inference. Blocks ``{%
 generation %}`` of the template are the responses. A template without such blocks also renders the
 messages before each response alone, with ``add_generation_prompt``. This text must be a prefix of
-the chat; the response follows it and ends after the first special token behind its content, or
-where the next message begins.
+the chat, and the response begins after it. The response ends after the first special token behind
+its content, or where the next message begins.
 
-A model that generates a response receives the text before it, encoded alone. ``prepare`` rejects a
-chat whose ids do not begin with the ids of this text.
+A model that generates a response receives the text before the response, encoded alone. ``prepare``
+rejects a chat whose ids do not begin with the ids of this text.
 """
 
 import re
@@ -38,7 +38,7 @@ _PROBE = (
 
 
 class ChatTemplate:
-    """Chat template in the folder of a Hugging Face tokenizer; it is tried with a simple chat."""
+    """Chat template of a Hugging Face tokenizer, which the constructor tries with a simple chat."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         from transformers import PreTrainedTokenizerFast

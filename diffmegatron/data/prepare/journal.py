@@ -77,6 +77,7 @@ class Journal:
     """Folder of append-only files, with a file that records the last commit.
 
     The constructor verifies the committed bytes of every file and removes the bytes after them.
+    Without a commit, it empties all files.
     """
 
     def __init__(self, folder: Path, names: tuple[str, ...], commit: Commit | None) -> None:
@@ -150,7 +151,7 @@ def _open(path: Path) -> BinaryIO:
 
 
 def remove_journal(folder: Path) -> None:
-    """Delete a journal's folder; the commit is last, so that this can be repeated after a kill."""
+    """Delete a journal's folder, the commit last, so that a killed deletion can be repeated."""
     for path in sorted(folder.iterdir(), key=lambda path: path.name == _STATE):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)

@@ -192,7 +192,7 @@ def check_fits(prefix: Path, part: Part, record: PartRecord, settings: Mapping[s
 def difference(manifest: Manifest, settings: Mapping[str, Any], part: PartRecord) -> str:
     """Complete the sentence "The part was prepared ...", e.g. "from other input files".
 
-    The result is "" if the part fits to the preparation with these ``settings`` and this ``part``.
+    The result is "" if the part matches the preparation with these ``settings`` and this ``part``.
     """
     if manifest.settings.get("tokenizer_sha256") != settings["tokenizer_sha256"]:
         return f"with tokenizer {shorten(repr(manifest.tokenizer.name))}"

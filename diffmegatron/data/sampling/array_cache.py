@@ -53,7 +53,7 @@ class ArrayRecord(Section):
 class Contents(Section):
     """Table of contents of an entry, written last; an entry without it is unfinished."""
 
-    key: str  # compared with the requested key, of which the folder's name is only a hash
+    key: str  # compared with the requested key, because the folder's name is only a hash
     arrays: dict[str, ArrayRecord]
     summary: dict[str, Any]
 
