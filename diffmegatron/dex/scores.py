@@ -35,8 +35,8 @@ def entropy_sums(
 ) -> tuple[Sums, float]:
     """Return the sums of attention entropies in nats, and this rank's number of queries.
 
-    With context parallelism, a rank sums other queries than it counts. The totals over all ranks
-    agree.
+    With context parallelism, both results of a rank are for other queries. Their totals over all
+    ranks are for all queries.
     """
     total: Sums = {}
 

@@ -221,8 +221,8 @@ class EncodedTask:
 def label_tree(labels: Sequence[str], target: Target) -> LabelTree:
     """Return the tree of the token sequences of all labels, each encoded after a space.
 
-    If the tokens of one label begin those of another label, the separator of examples ends the
-    shorter label. The model can then choose either label.
+    If the tokens of a label are the beginning of another label's tokens, the separator of examples
+    is appended to them. The model can then choose either label.
     """
     ids = {label: tuple(target.encode(f" {label}")) for label in labels}
     if len(set(ids.values())) < len(ids) or not all(ids.values()):

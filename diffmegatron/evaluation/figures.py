@@ -19,7 +19,7 @@ else:
 def estimate_measures(suite: Suite, records: Records) -> dict[str, Estimate]:
     """Return the estimate of each measure with a weight above 0.
 
-    The bootstrap draws single records, so every record with this measure must be independent.
+    The bootstrap draws single records, so the records of a measure must be independent.
     """
     shares: dict[str, dict[str, Mean]] = {}
     for number, record in enumerate(records):
@@ -35,7 +35,7 @@ def plot_bars(
     targets: Mapping[str, Sequence[Estimate | None]],
     ylabel: str,
 ) -> None:
-    """Plot a group of bars with intervals for each label; None in a target's values is no bar."""
+    """Plot a group of bars with intervals for each label; an estimate None leaves out the bar."""
     width = 0.8 / len(targets)
     for number, (target, estimates) in enumerate(targets.items()):
         places = [place for place, each in enumerate(estimates) if each is not None]

@@ -89,7 +89,7 @@ def read_texts(path: Path) -> Iterator[str]:
 def first_texts(
     options: tuple[str, ...], documents: int | None, characters: int
 ) -> Iterator[tuple[str, str]]:
-    """Yield (name of the source, text) of the first documents of each source, or of all if None."""
+    """Yield (name of the source, text) of each source's first ``documents`` texts; None for all."""
     for name, path in named_paths(options).items():
         for text in islice(read_texts(path), documents):
             yield name, text[:characters]

@@ -1,4 +1,4 @@
-"""Recall of tokens that followed the same token before (Arora et al., 2023, Zoology).
+"""Associative recall: a token is predicted from an earlier occurrence (Arora et al., 2023).
 
 ``recall`` measures it on real text. A token is an AR hit (associative recall) if it is the second
 token of a bigram that occurs earlier in the context and is rare in the training corpus (table 6 of
