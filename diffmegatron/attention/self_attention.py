@@ -189,7 +189,7 @@ class SelfAttention(MegatronModule):
         """Return a declared parameter, or this rank's shard of it.
 
         ZeRO 3 in bf16 stores the float32 value of a parameter in its attribute ``exact``
-        (:mod:`diffmegatron.optim.float32_parameters`). The gradient still reaches the parameter.
+        (:mod:`diffmegatron.optim.partition`). The gradient still reaches the parameter.
         """
         parameter = getattr(self, name)
         exact = getattr(parameter, "exact", None)

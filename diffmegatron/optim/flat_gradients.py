@@ -67,8 +67,8 @@ def flat_gradients(zero_optimizer: Any) -> FlatGradients | None:
 class _Bf16Gradients(FlatGradients):
     """DeepSpeed's own flat float32 gradients of a bf16 model, with other hooks.
 
-    DeepSpeed's hooks copy a bf16 gradient to float32 before they add it. The hooks here add it
-    directly.
+    DeepSpeed's hooks copy a bf16 gradient to float32 before they add it. The hooks here save this
+    copy's memory.
     """
 
     def __init__(self, zero_optimizer: Any) -> None:

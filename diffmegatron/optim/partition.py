@@ -3,7 +3,7 @@
 Each rank has flat master tensors: 1-dim float32 tensors that are the keys of the Adam state.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -196,3 +196,40 @@ def _full_weight(parameter: torch.nn.Parameter) -> Tensor | None:
     if exact is not None:
         return exact
     return None if hasattr(parameter, "ds_tensor") else parameter.data
+
+
+class ExactValues:
+    """Float32 copies of lambda vectors and headwise norms, for bf16 models under ZeRO 3.
+
+    ZeRO 3 flattens all weights of a rank into one bf16 buffer (``defragment`` in
+    runtime/zero/stage3.py), so the core attention computes with a copy of the float32 master
+    weight, the attribute ``exact`` of the parameter. ``values`` are the parameters before DeepSpeed
+    rounded them. The constructor also writes them into the master weights of trained parameters.
+    """
+
+    def __init__(
+        self, values: Mapping[torch.nn.Parameter, Tensor], partition: Partition, group: ProcessGroup
+    ) -> None:
+        self._partition, self._group = partition, group
+        self._parameters = [parameter for parameter in values if parameter.requires_grad]
+        for parameter, value in values.items():
+            parameter.exact = value.clone()  # type: ignore[attr-defined]
+            held = partition.range_of(parameter) if parameter.requires_grad else None
+            if held is not None:
+                held.values.copy_(value.flatten()[held.elements])
+
+    def refresh(self) -> None:
+        """Set ``exact`` of each trained parameter to its master weight; call it on all ranks."""
+        if not self._parameters:
+            return
+        exact: list[Tensor] = [parameter.exact for parameter in self._parameters]  # type: ignore[attr-defined]
+        # Sum the partitions of all ranks, each padded with zeros.
+        total = torch.cat([torch.zeros_like(weight).flatten() for weight in exact])
+        flattened = total.split([weight.numel() for weight in exact])
+        for parameter, padded in zip(self._parameters, flattened, strict=True):
+            held = self._partition.range_of(parameter)
+            if held is not None:
+                padded[held.elements] = held.values
+        distributed.all_reduce(total, group=self._group)
+        for weight, value in zip(exact, flattened, strict=True):
+            weight.copy_(value.view_as(weight))

@@ -21,8 +21,8 @@ from diffmegatron.model.accounting.memory import REDUCE_BUCKET
 from diffmegatron.model.network import Network
 from diffmegatron.optim.adamw import create_adamw, decaying_rows
 from diffmegatron.optim.flat_gradients import flat_gradients
-from diffmegatron.optim.float32_parameters import ExactValues
 from diffmegatron.optim.partition import (
+    ExactValues,
     FrozenWeights,
     accumulated_gradient,
     local_gradient_norms,

@@ -28,8 +28,7 @@ from diffmegatron.attention.rotary import rotary_angles
 from diffmegatron.attention.self_attention import SelfAttention
 from diffmegatron.config.model_config import RopeScaling
 from diffmegatron.model.build import build_model
-from diffmegatron.model.decoder import Decoder
-from diffmegatron.model.network import VirtualStage
+from diffmegatron.model.network import Decoder, VirtualStage
 from diffmegatron.parallel.parallel_state import process_groups
 from tests.paths import ROOT
 
