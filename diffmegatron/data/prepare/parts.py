@@ -13,7 +13,7 @@ import os
 import re
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -205,25 +205,24 @@ def difference(manifest: Manifest, settings: Mapping[str, Any], part: PartRecord
 
 def merge(prefix: Path, *, show_progress: bool = True) -> Manifest:
     """Merge the parts of a corpus; if they are merged already, verify the merged corpus."""
-    place = f"the parts of {format_path(prefix)}"
+    resource = f"the parts of {format_path(prefix)}"
     try:
-        with FileLock(Path(f"{prefix}.lock"), place, "merge others"):
+        with FileLock(Path(f"{prefix}.lock"), resource, "merge others"):
             parts = _complete(prefix)
-            manifests = [_read(prefix, part) for part in parts]
-            _check_alike(prefix, parts, manifests)
-            _check_cuts(prefix, manifests)
+            manifests = {part.prefix(prefix): _read(prefix, part) for part in parts}
+            _check_alike(parts, manifests)
+            _check_cuts(prefix, manifests.values())
             if os.path.lexists(manifest_path(prefix)):
-                return _check_merged(prefix, manifests)
+                return _check_merged(prefix, manifests.values())
             for name in (f"{prefix}.bin", f"{prefix}.partial"):
                 if os.path.lexists(name):
                     raise UserError(
                         f"{format_path(Path(name))} belongs to a preparation without parts; "
                         "finish it, or delete it to merge the parts"
                     )
-            prefixes = [part.prefix(prefix) for part in parts]
-            for part, manifest in zip(prefixes, manifests, strict=True):
-                check_sizes(part, manifest)
-            return _write(prefix, prefixes, manifests, show_progress)
+            for place, manifest in manifests.items():
+                check_sizes(place, manifest)
+            return _write(prefix, manifests, show_progress)
     except ValidationError:  # The sum of damaged counts may exceed the limits of Manifest's fields.
         raise UserError(
             f"the manifests in {format_path(parts_folder(prefix))} are damaged: the sums of their "
@@ -276,18 +275,17 @@ def _read(prefix: Path, part: Part) -> Manifest:
     return manifest
 
 
-def _check_alike(prefix: Path, parts: Sequence[Part], manifests: Sequence[Manifest]) -> None:
-    first = manifests[0]
-    for part, manifest in zip(parts, manifests, strict=True):
+def _check_alike(parts: Sequence[Part], manifests: Mapping[Path, Manifest]) -> None:
+    first = next(iter(manifests.values()))
+    for part, (place, manifest) in zip(parts, manifests.items(), strict=True):
         if first.part and (problem := difference(manifest, first.settings, first.part)):
-            name = f"{format_path(part.prefix(prefix))}.*"
             raise UserError(
-                f"part {part} was prepared {problem}, unlike part {parts[0]}; delete {name} and "
-                f"prepare it like part {parts[0]}"
+                f"part {part} was prepared {problem}, unlike part {parts[0]}; delete "
+                f"{format_path(place)}.* and prepare it like part {parts[0]}"
             )
 
 
-def _check_cuts(prefix: Path, manifests: Sequence[Manifest]) -> None:
+def _check_cuts(prefix: Path, manifests: Iterable[Manifest]) -> None:
     """Check that no divided input file was changed between the preparations of its parts."""
     expected: tuple[str, int] | None = None
     for record in (record for manifest in manifests for record in manifest.inputs):
@@ -305,9 +303,9 @@ def _check_cuts(prefix: Path, manifests: Sequence[Manifest]) -> None:
     )
 
 
-def _check_merged(prefix: Path, manifests: Sequence[Manifest]) -> Manifest:
+def _check_merged(prefix: Path, manifests: Iterable[Manifest]) -> Manifest:
     path = format_path(manifest_path(prefix))
-    if read_manifest(prefix).parts != tuple(map(_record, manifests)):
+    if read_manifest(prefix).parts != tuple(manifest.outputs[0] for manifest in manifests):
         raise UserError(f"{path} was merged from other parts; delete it to merge these")
     try:
         return check_hashes(prefix)
@@ -315,23 +313,18 @@ def _check_merged(prefix: Path, manifests: Sequence[Manifest]) -> Manifest:
         raise UserError(f"{damage} (or delete {path} and merge again)") from None
 
 
-def _record(manifest: Manifest) -> FileRecord:
-    return manifest.outputs[0]
-
-
-def _write(
-    prefix: Path, prefixes: Sequence[Path], manifests: Sequence[Manifest], show_progress: bool
-) -> Manifest:
+def _write(prefix: Path, parts: Mapping[Path, Manifest], show_progress: bool) -> Manifest:
+    manifests = list(parts.values())
     if not any(manifest.documents for manifest in manifests):
         raise UserError(
             f"the {len(manifests)} parts in {format_path(parts_folder(prefix))} hold no document "
             "with text; check the input and its layout"
         )
-    sha256 = _hash_tokens(prefixes, manifests, show_progress)
+    sha256 = _hash_tokens(parts, show_progress)
     index = Path(f"{prefix}.idx")
-    merge_indexes(index, [Path(f"{part}.idx") for part in prefixes])
-    records = tuple(map(_record, manifests))
-    size, name = sum(record.bytes for record in records), printable(f"{prefix.name}.bin")
+    merge_indexes(index, [Path(f"{place}.idx") for place in parts])
+    records = tuple(manifest.outputs[0] for manifest in manifests)
+    size, tokens = sum(record.bytes for record in records), printable(f"{prefix.name}.bin")
     merged = Manifest(
         tokenizer=manifests[0].tokenizer,
         settings=manifests[0].settings,
@@ -339,7 +332,7 @@ def _write(
         lengths=_lengths(manifests),
         inputs=tuple(record for manifest in manifests for record in manifest.inputs),
         outputs=(
-            FileRecord(path=name, bytes=size, sha256=sha256),
+            FileRecord(path=tokens, bytes=size, sha256=sha256),
             file_record(index, index.name),
         ),
         parts=records,
@@ -348,7 +341,7 @@ def _write(
     return merged
 
 
-def _lengths(manifests: Sequence[Manifest]) -> tuple[LengthBin, ...]:
+def _lengths(manifests: Iterable[Manifest]) -> tuple[LengthBin, ...]:
     documents, tokens = Counter[int](), Counter[int]()
     for part in (part for manifest in manifests for part in manifest.lengths):
         documents[part.at_least.bit_length() - 1] += part.documents
@@ -359,24 +352,21 @@ def _lengths(manifests: Sequence[Manifest]) -> tuple[LengthBin, ...]:
     )
 
 
-def _hash_tokens(
-    prefixes: Sequence[Path], manifests: Sequence[Manifest], show_progress: bool
-) -> str:
+def _hash_tokens(parts: Mapping[Path, Manifest], show_progress: bool) -> str:
     """Verify the files of each part, and return the sha256 of the concatenated token files.
 
     Each token file is read once; two threads compute its own hash and the hash of all tokens.
     """
-    whole, console = hashlib.sha256(), Console(stderr=True)
-    parts = list(zip(prefixes, manifests, strict=True))
+    whole, console, items = hashlib.sha256(), Console(stderr=True), list(parts.items())
     with ThreadPoolExecutor(1) as other_core:
-        for prefix, manifest in track(parts, "merge", console=console, disable=not show_progress):
+        for prefix, manifest in track(items, "merge", console=console, disable=not show_progress):
             list(check_hash(prefix, ".idx"))
             own, path = hashlib.sha256(), Path(f"{prefix}.bin")
             for piece in pieces(path):
                 pending = other_core.submit(whole.update, piece)
                 own.update(piece)
                 pending.result()
-            if own.hexdigest() != _record(manifest).sha256:
+            if own.hexdigest() != manifest.outputs[0].sha256:
                 raise UserError(
                     f"{format_path(path)} is damaged: its sha256 is not that of "
                     f"{format_path(manifest_path(prefix))}; prepare this part again with --restart"
