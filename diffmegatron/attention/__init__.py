@@ -1,6 +1,6 @@
-"""Differential attention: its functions, its variants, and their layers in Megatron-core.
+"""Differential attention: functions, kinds of attention, and layers for Megatron-core.
 
-To use the kernels alone, import the functions::
+To use the functions without a Megatron layer, import them::
 
     from diffmegatron.attention import diff_attention, diff_attention_v2, softmax_attention
 """
@@ -19,8 +19,8 @@ __all__ = ["HeadwiseNorm", "diff_attention", "diff_attention_v2", "softmax_atten
 
 
 def __getattr__(name: str) -> Any:
-    # Code that reads recipes imports this file and must start fast. The kernels import torch, so
-    # they are imported on first use.
+    # Code that reads recipes imports this package and must start fast. The kernels import torch,
+    # which is slow, so they are imported on first use.
     if name not in __all__:
         raise AttributeError(f"module 'diffmegatron.attention' has no attribute {name!r}")
     from diffmegatron.attention.kernels import api

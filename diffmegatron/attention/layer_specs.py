@@ -1,7 +1,8 @@
-"""Layer specs: a variant's self-attention inside Megatron's own layers, and the layers' norm.
+"""Specs of Megatron-core transformer layers with the self-attention of a variant.
 
-A *host* is the library of a layer's linear and norm classes. ``local`` uses Megatron-core's linear
-layers and our RMSNorm, and ``transformer_engine`` uses Transformer Engine's classes.
+A *variant* is a kind of attention with its sizes. A *host* is the library of a layer's linear and
+norm classes. ``local`` uses Megatron-core's linear layers and our :class:`RMSNorm`, and
+``transformer_engine`` uses Transformer Engine's classes.
 """
 
 from typing import Literal, TypeAlias
@@ -32,9 +33,10 @@ Linear: TypeAlias = type | ModuleSpec
 class RMSNorm(torch.nn.RMSNorm):
     """RMSNorm of the local host, with the constructor arguments of Megatron's norms.
 
-    Megatron's own fallback, ``WrappedTorchNorm``, does not support sequence parallelism. Here the
-    weight's attribute ``sequence_parallel`` makes :mod:`diffmegatron.optim.reduction` sum its
-    gradient over the ranks, because each rank normalises only its shard of the sequence.
+    Megatron's own fallback, ``WrappedTorchNorm``, does not support sequence parallelism, in which
+    each tensor-parallel rank normalises only its shard of the sequence. Here the weight has the
+    attribute ``sequence_parallel``, which makes :mod:`diffmegatron.optim.reduction` sum the
+    weight's gradient over these ranks.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
@@ -43,7 +45,7 @@ class RMSNorm(torch.nn.RMSNorm):
 
 
 def available_host(lora: LoraConfig | None = None) -> Host:
-    """Return ``transformer_engine`` if it can run and there is no LoRA, and ``local`` if not.
+    """Return ``transformer_engine`` if it can run and ``lora`` is None, otherwise ``local``.
 
     Transformer Engine's modules cannot be built without a CUDA device. LoRA needs the normalised
     input of a projection, which Transformer Engine's fused modules do not return.
@@ -71,12 +73,13 @@ def layer_spec(
     """Return the spec of one transformer layer: pre-norm, no biases, SwiGLU.
 
     ``backend`` is the kernel of differential attention: ``auto``, or a name that the command
-    ``diffmegatron doctor`` lists. ``communication`` is that of the context-parallel ranks. Only the
+    ``diffmegatron doctor`` lists. ``communication`` is the method of context parallelism. Only the
     local host supports ``lora``.
     """
     input_norm: type = RMSNorm
     mlp_norm: type = RMSNorm
-    # Checkpoint keys of the local layer, so that checkpoints do not depend on the host.
+    # Prefixes of checkpoint keys: Transformer Engine's -> the local host's. With this renaming,
+    # checkpoints do not depend on the host.
     keys: dict[str, str] = {}
     if host == "local":
         linear = _local_linear(lora)
@@ -93,7 +96,7 @@ def layer_spec(
         mlp_norm = IdentityOp
         keys["mlp.linear_fc1.layer_norm_"] = "pre_mlp_layernorm."
         if variant.reads_hidden:
-            # The variant uses the normalised input also outside of linear_qkv.
+            # The variant also uses the normalised input directly, so do not fuse the norm.
             input_norm, linear["linear_qkv"] = TENorm, TEColumnParallelLinear
         else:
             input_norm = IdentityOp
@@ -132,8 +135,8 @@ def _local_linear(lora: LoraConfig | None) -> dict[str, Linear]:
 def _mlp(column_linear: Linear, row_linear: Linear) -> type[MLP]:
     """Return a class that builds Megatron-core's MLP with these projections.
 
-    A class works in all supported versions of Megatron-core. With a ModuleSpec, version 0.16 passes
-    additional arguments only to its own MLP classes, and version 0.19 emits a warning.
+    A ModuleSpec would not work in all supported versions of Megatron-core. Version 0.16 passes the
+    process groups only to its own MLP classes, and version 0.19 emits a warning.
     """
 
     class ProjectedMLP(MLP):

@@ -1,7 +1,8 @@
 """Megatron-core's parallel linear layers with a low-rank term: W x + (alpha / rank) B A x.
 
-The term follows Hu et al., 2021 (arXiv 2106.09685), without dropout. The library ``peft`` does not
-support tensor-parallel layers.
+The term follows Hu et al., 2021 (arXiv 2106.09685), without dropout. W is [out, in], A is
+[rank, in], and B is [out, rank], with the recipe's ``model.lora.rank``. The shapes of inputs and
+outputs begin with [s, b], for s positions of b sequences.
 """
 
 import torch
@@ -21,9 +22,10 @@ from diffmegatron.config.model_config import LoraConfig
 
 
 class LoraColumnParallelLinear(ColumnParallelLinear):
-    """LoRA for ``linear_qkv`` and ``linear_fc1``; each rank has its rows of B, and the whole A.
+    """LoRA for ``linear_qkv`` and ``linear_fc1``.
 
-    ``gated`` means that W consists of the two projections of SwiGLU. A rank has rows of both.
+    Each tensor-parallel rank has some rows of B, and the whole A. ``gated`` means that W consists
+    of the two projections of SwiGLU. Each rank has rows of both projections.
     """
 
     def __init__(
@@ -34,8 +36,8 @@ class LoraColumnParallelLinear(ColumnParallelLinear):
         dtype = self.config.params_dtype
         self.lora_a = _parameter(lora.rank, self.input_size, dtype)
         self.lora_b = _parameter(self.output_size_per_partition, lora.rank, dtype)
-        # Under sequence parallelism the gradient of A covers only this rank's part of the sequence.
-        # The attribute makes optim/reduction.py sum it over the ranks.
+        # Under sequence parallelism, a rank's gradient of A covers only its shard of the sequence.
+        # The attribute makes optim/reduction.py sum the gradients of all tensor-parallel ranks.
         self.lora_a.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, input_: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, None]:
@@ -66,7 +68,10 @@ class LoraColumnParallelLinear(ColumnParallelLinear):
 
 
 class LoraRowParallelLinear(RowParallelLinear):
-    """LoRA for ``linear_proj`` and ``linear_fc2``; each rank has its columns of A, and all of B."""
+    """LoRA for ``linear_proj`` and ``linear_fc2``.
+
+    Each tensor-parallel rank has some columns of A, and the whole B.
+    """
 
     def __init__(self, *args: object, lora: LoraConfig, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)

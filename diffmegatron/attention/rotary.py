@@ -1,7 +1,9 @@
-"""Rotary embedding: the angles of positions, and the rotation of queries and keys by them.
+"""Rotary embedding: the angles of positions, and the rotation of queries and keys by these angles.
 
 Megatron-core's own rotation writes several tensors in each pass, and saves sines and cosines in
 every layer. This rotation writes one tensor, and saves only the angles, which all layers share.
+In shapes s is the number of positions of this rank, b the number of sequences, and d the width of
+a query or key.
 """
 
 import math
@@ -24,8 +26,9 @@ def rotary_angles(
 ) -> Tensor:
     """Return the angles of this rank's positions in a sequence, float32 [s, 1, 1, d] in radians.
 
-    ``length`` counts the positions of the whole sequence, which the context-parallel ranks of
-    ``group`` share. ``width`` is d. Channels i and i + d / 2 have the same angle.
+    The angle of channels i and i + d / 2 is ``position * theta ** (-2 * i / d)`` without
+    ``scaling``. ``width`` is d. ``length`` is the number of positions of the whole sequence, which
+    is sharded over the context-parallel ranks of ``group``.
     """
     channels = torch.arange(0, width, 2, dtype=torch.float32, device=device)
     frequencies = 1.0 / (theta ** (channels / width))
@@ -37,7 +40,7 @@ def rotary_angles(
 
 
 def scaled_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    """Scale frequencies [d / 2] for long contexts, in radians per position.
+    """Scale rotary frequencies, [d / 2] in radians per position, for long contexts.
 
     The kind ``linear`` divides all frequencies by the factor. The kind ``llama3`` keeps high
     frequencies, divides low frequencies, and interpolates in between. The float32 results equal
@@ -55,9 +58,10 @@ def scaled_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
 
 
 def rotate(query: Tensor, key: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotate channels i and i + d / 2 of queries and keys [s, b, ..., d] by angles [s, 1, 1, d].
+    """Rotate queries and keys [s, b, ..., d] by angles [s, 1, 1, d].
 
-    Queries and keys have one dtype, to which sines and cosines are rounded.
+    The pairs of channels (i, i + d / 2) are rotated. Sines and cosines are rounded to the dtype of
+    the queries, which the keys must also have.
     """
     turned: tuple[Tensor, Tensor] = _Rotation.apply(angles, 1, query, key)
     return turned

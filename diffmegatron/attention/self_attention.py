@@ -1,7 +1,11 @@
 """Self-attention in Megatron-core's layers: projections, rotary embedding, the variant's attention.
 
-Megatron's own ``SelfAttention`` does not fit variants whose attention needs the hidden states, or
-that have more query heads than output heads. Decoding is not supported.
+A *variant* is a kind of attention. Megatron's own ``SelfAttention`` supports neither variants that
+compute with the hidden states, nor variants with more query heads than output heads. Decoding is
+not supported.
+
+In shapes s is the number of positions on this context-parallel rank, b the number of sequences, and
+d the width of a query.
 """
 
 from collections.abc import Callable
@@ -31,8 +35,8 @@ from diffmegatron.attention.rotary import rotate
 from diffmegatron.attention.variants.base import ContextCommunication, Variant
 from diffmegatron.attention.variants.layer import QKV_BIAS, Constant, Identity, Parameter
 
-# Function of the rotated queries and keys of this rank, [s, b, heads, d], and of the boundaries of
-# packed documents, or None.
+# Function of the rotated queries of this rank, the rotated keys of this rank (both
+# [s, b, heads, d]), and the boundaries of packed documents, which are None without packing.
 Observer = Callable[[Tensor, Tensor, Tensor | None], None]
 
 
@@ -41,10 +45,10 @@ class SelfAttention(MegatronModule):
 
     Attributes:
         variant: kind of attention and its sizes.
-        layer_number: number of the layer from 1, over all pipeline stages.
-        step: number of optimizer steps that produced the weights.
+        layer_number: number of the layer, counted from 1 over all pipeline stages.
+        step: number of completed optimizer steps.
         observer: function to call in each forward pass, or None.
-        observed: dict from name to 0-dim tensor, the last forward pass's numbers for the log.
+        observed: numbers of the last forward pass for the log, as name -> 0-dim tensor.
     """
 
     def __init__(
@@ -109,8 +113,8 @@ class SelfAttention(MegatronModule):
             self.register_parameter(declared.name, parameter)
 
     def _initial(self, declared: Parameter) -> Tensor:
-        # Every rank draws the values of the unsharded parameter from torch's CPU generator, which
-        # Megatron seeds equally on all tensor-parallel ranks.
+        # Every rank draws the whole parameter and keeps its own rows. Megatron seeds torch's CPU
+        # generator equally on all tensor-parallel ranks, so all draw the same values.
         rows, *others = declared.shape
         own = self.share(rows) if declared.sharded else range(rows)
         dtype = torch.float32 if declared.float32 else self.config.params_dtype
@@ -136,15 +140,16 @@ class SelfAttention(MegatronModule):
         packed_seq_params: PackedSeqParams | None = None,
         **_: object,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return causal self-attention with the shape of ``hidden_states``, and None for a bias.
+        """Return the causal self-attention, in the shape of ``hidden_states``, and None (no bias).
 
         Args:
-            hidden_states: [s, b, hidden]; under sequence parallelism, this rank's shard of s.
+            hidden_states: [s, b, hidden_size]; under sequence parallelism, this tensor-parallel
+                rank's shard of s.
             attention_mask: not used, as in Megatron's flash backends.
-            rotary_pos_emb: angles of this rank's positions, [s, 1, 1, d] in radians.
+            rotary_pos_emb: angles of the s positions, [s, 1, 1, d] in radians.
             packed_seq_params: ``cu_seqlens_q`` has the boundaries of packed documents,
-                [documents + 1] integers on the CPU. They are positions in the concatenation of the
-                batch's unsharded rows, although the tensors are not concatenated.
+                [documents + 1] integers on the CPU. A boundary is a position in the concatenation
+                of the b unsharded sequences, although ``hidden_states`` is not concatenated.
         """
         documents = None if packed_seq_params is None else packed_seq_params.cu_seqlens_q
         query, key, value = self._split(self.linear_qkv(hidden_states)[0])
@@ -167,8 +172,8 @@ class SelfAttention(MegatronModule):
     def _split(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Split the output of ``linear_qkv``, [s, b, channels], into queries, keys and values.
 
-        q is [s, b, groups, queries per group, d] for the groups of :attr:`Heads.group`, k is
-        [s, b, groups, keys per group, d], and v is [s, b, heads, d].
+        Queries are [s, b, groups, queries per group, d]. Keys are [s, b, groups, keys per group,
+        d]. Values are [s, b, value heads, d]. :attr:`Heads.group` defines a group.
         """
         heads = self.variant.heads
         counts = [count for _, count in heads.group]
@@ -188,8 +193,9 @@ class SelfAttention(MegatronModule):
     def parameter(self, name: str) -> Tensor:
         """Return a declared parameter, or this rank's shard of it.
 
-        ZeRO 3 in bf16 stores the float32 value of a parameter in its attribute ``exact``
-        (:mod:`diffmegatron.optim.partition`). The gradient still reaches the parameter.
+        In a bf16 run with ZeRO 3, the result has the float32 value of the parameter's attribute
+        ``exact`` (:mod:`diffmegatron.optim.partition`). Its gradient still reaches the
+        parameter.
         """
         parameter = getattr(self, name)
         exact = getattr(parameter, "exact", None)
@@ -198,11 +204,12 @@ class SelfAttention(MegatronModule):
         return parameter
 
     def project(self, name: str, hidden: Tensor) -> Tensor:
-        """Multiply hidden states [s, b, hidden] by the declared matrix ``name`` [rows, hidden].
+        """Multiply [s, b, hidden_size] by the declared matrix ``name``, [rows, hidden_size].
 
-        The matrix is sharded by rows. The result is [s, b, rows of this rank] for the whole s, also
-        under sequence parallelism. The matrix has few rows, so the ranks communicate the matrix and
-        the products instead of hidden states, which are hundreds of times larger.
+        The matrix is sharded by rows, and the result is [s, b, rows of this rank]. Under sequence
+        parallelism, ``hidden`` is this rank's shard of s, but the result has all of s. The matrix
+        has few rows, so the ranks communicate the matrix and the products instead of hidden states,
+        which are hundreds of times larger.
         """
         weight = getattr(self, name)
         size = self.tp_group.size()
@@ -227,7 +234,7 @@ class SelfAttention(MegatronModule):
     ) -> dict:
         """Return Megatron's sharded state, corrected for the sharded parameters of the variant.
 
-        Megatron's method treats all parameters that the module itself registers as replicated.
+        Megatron's method assumes that the module's own parameters are replicated.
         """
         metadata = ensure_metadata_has_dp_cp_group(metadata)
         state = super().sharded_state_dict(prefix, sharded_offsets, metadata)

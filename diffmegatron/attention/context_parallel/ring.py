@@ -1,10 +1,11 @@
 """Ring attention: the ranks pass their keys and values around a ring; queries stay on their rank.
 
-It follows Liu et al., arXiv 2310.01889, for one or two softmax maps. A rank computes attention
-between its two chunks of queries (see `zigzag`) and each chunk of keys, while it receives the next
-keys. Results are merged exactly by their log-sum-exps. For the backward pass a rank saves only its
-own keys and values, which go around the ring again. In shapes b is the batch size, and s the number
-of positions on this rank.
+It follows Liu et al., arXiv 2310.01889, for one or two softmax maps. A rank has two chunks of
+queries (see `zigzag`). It computes their attention to the visible chunks of keys, while it receives
+the next keys. Results are merged exactly by their log-sum-exps. In the backward pass the keys and
+values go around the ring again, so a rank saves only its own.
+
+In shapes b is the batch size, s the number of positions on this rank, and d the width of a query.
 """
 
 from collections.abc import Iterator, Sequence
@@ -37,13 +38,15 @@ def ring_attention(
 ) -> Tensor:
     """Return causal attention of this rank's queries over the whole sequence.
 
-    The result is `[b, s, heads of q1, width of v]` in the dtype of v: the output of the only map or
-    `out1 - lambda out2`, normalised by ``norm``.
+    With one map, the result is softmax(Q K^T / sqrt(d)) V. With two maps, it is
+    (softmax(Q1 K1^T / sqrt(d)) - lambda softmax(Q2 K2^T / sqrt(d))) V. The shape of the result is
+    `[b, s, heads of q or q1, width of v]`, and the dtype is that of v.
 
     Args:
         backend: backend of attention between two chunks, as in `chunk_attention`.
         heads: q, k, v or q1, k1, q2, k2, v of this rank's zigzag shard, `[b, s, heads, width]`.
         lambda_: 0-dim factor of the second map; None with one map.
+        norm: headwise RMSNorm to apply to the result.
         cu_seqlens: boundaries of the documents in the whole sequence, `[documents + 1]` integers.
     """
     maps = QKV.of(*heads)
@@ -66,7 +69,7 @@ class _RingAttention(torch.autograd.Function):
     def forward(
         ctx: Any, ring: _Ring, lambda_: Tensor | None, packed_kv: Tensor, *queries: Tensor
     ) -> Tensor:
-        # Output and log-sum-exp of each map, for each of the two chunks of queries.
+        # Chunk of queries (0 or 1) -> output and log-sum-exp of each map.
         merged: dict[int, list[tuple[Tensor, Tensor]]] = {}
         for source, received in _circulate(packed_kv, ring.group):
             for pair in _visible_chunk_pairs(queries, received, source, ring):
@@ -98,8 +101,9 @@ class _RingAttention(torch.autograd.Function):
         queries, lses = of_maps[:count], tuple(of_maps[count:])
         ring, whole = ctx.ring, WholeAttention(out, out2, lses)
         query_grads = [torch.zeros_like(q, dtype=lses[0].dtype) for q in queries]
-        # The gradient of a rank's keys and values travels with them. Each rank adds its part, and
-        # the last sum arrives at the rank of the keys. `sent` keeps a sum alive until it is sent.
+        # The gradient of keys and values follows them around the ring. Each rank adds its part, and
+        # the complete sum arrives at the rank that the keys and values came from. `sent` keeps a
+        # tensor alive until it is sent.
         sent: Tensor | None = None
         arriving: Tensor | None = None
         pending: list[Work] = []
@@ -127,10 +131,10 @@ class _RingAttention(torch.autograd.Function):
 
 
 class _ChunkPair(NamedTuple):
-    """A chunk of this rank's queries, and a chunk of a rank's keys and values that they see.
+    """A chunk of this rank's queries, with a chunk of keys and values that is visible to them.
 
-    Chunks are numbered 0 and 1 on their rank. ``options`` are keyword arguments of
-    `chunk_attention` and `chunk_gradients`.
+    ``query_chunk`` and ``key_chunk`` are 0 or 1: the first or the second chunk of a rank.
+    ``options`` are keyword arguments of `chunk_attention` and `chunk_gradients`.
     """
 
     maps: QKV
@@ -142,7 +146,10 @@ class _ChunkPair(NamedTuple):
 def _visible_chunk_pairs(
     queries: Sequence[Tensor], packed_kv: Tensor, source: int, ring: _Ring
 ) -> Iterator[_ChunkPair]:
-    """Yield the pairs with a visible key among the keys ``packed_kv`` of the rank ``source``."""
+    """Yield the pairs whose chunk of keys does not follow the chunk of queries in the sequence.
+
+    ``packed_kv`` has the keys and values of the rank ``source``.
+    """
     size, length = ring.group.size(), packed_kv.shape[0] // 2
     query_numbers, key_numbers = (rank_chunks(rank, size) for rank in (ring.group.rank(), source))
     width = queries[0].shape[3]
@@ -156,7 +163,7 @@ def _visible_chunk_pairs(
                 [width * n for n in range(1, len(queries) + 1)], dim=3
             )
             options = {
-                # The mask hides no key of an earlier chunk, and kernels without it are faster.
+                # All keys of an earlier chunk are visible, and kernels without a mask are faster.
                 "causal": query_number == key_number,
                 "backend": ring.backend,
                 "cu_seqlens": ring.cu_seqlens,
@@ -167,9 +174,10 @@ def _visible_chunk_pairs(
 
 
 def _circulate(packed_kv: Tensor, group: ProcessGroup) -> Iterator[tuple[int, Tensor]]:
-    """Yield the number and the keys and values of every rank: r, r - 1, r - 2, ... on rank r.
+    """Yield the number of every rank with its keys and values.
 
-    The next keys and values arrive while the caller uses the yielded ones.
+    Rank r yields its own first, then those of r - 1, r - 2, ... around the ring. The next keys and
+    values arrive while the caller uses the yielded ones.
     """
     size, rank = group.size(), group.rank()
     present = packed_kv.contiguous()

@@ -2,8 +2,8 @@
 
 The functions of the kernels are wrapped if the sequence is sharded over context-parallel ranks or
 has packed documents. The wrappers accept the same arguments ``*heads``: q, k, v or q1, k1, q2, k2,
-v. Each is a zigzag shard `[b, s, heads, width]` for the batch size b and the s positions of this
-rank. The result is `[b, s, heads of q, width of v]`.
+v. Each is a zigzag shard `[b, s, heads, width]`, where b is the batch size, and s the number of
+positions on this rank. The result is `[b, s, heads of q or q1, width of v]`.
 """
 
 from collections.abc import Callable
@@ -41,9 +41,10 @@ def whole_sequence(
 
     Args:
         group: context-parallel ranks; None is the same as one rank.
-        backend: backend of differential attention; softmax attention has ``auto``.
-        documents: boundaries of packed documents, 1-dim integers on the CPU. They are positions in
-            the concatenation of the batch's unsharded rows, from 0 to its length.
+        backend: backend of differential attention; softmax attention always uses ``auto``.
+        documents: boundaries of packed documents, 1-dim integers on the CPU; None without packing.
+            A boundary is a position in the concatenation of the batch's unsharded rows. The first
+            boundary is 0, and the last is the length of this concatenation.
     """
     backends = ((softmax_attention, "auto"), (diff_attention, backend))
     functions: list[Attention] = []
@@ -64,13 +65,13 @@ def whole_sequence(
 
 
 def in_one_row(attend: Attention, documents: Tensor, *heads: Tensor, **options: Any) -> Tensor:
-    """Attend within documents, in one call with the batch's rows concatenated to one row."""
+    """Attend within packed documents: concatenate the batch's rows, and call ``attend`` once."""
     out = attend(*(x.flatten(0, 1)[None] for x in heads), cu_seqlens=documents, **options)
     return out[0].unflatten(0, heads[0].shape[:2])
 
 
 def by_row(attend: Attention, documents: Tensor, *heads: Tensor, **options: Any) -> Tensor:
-    """Attend within documents, in one call for each row of the batch."""
+    """Attend within packed documents: call ``attend`` once for each row of the batch."""
     rows = zip(*(x.split(1) for x in heads), strict=True)
     bounds = row_boundaries(documents, heads[0].shape[0])
     outs = [
@@ -85,8 +86,8 @@ def ulysses_attention(
     """Attend over the whole sequence; each rank computes the attention of a range of the heads.
 
     The method is Ulysses (Jacobs et al., arXiv 2309.14509), with an all-to-all before and after the
-    attention. The heads of each tensor are cut into equal ranges, one per rank, and the queries of
-    a range must attend to the keys and values of the same range.
+    attention. The heads of each tensor are cut into equal ranges, one per rank. Queries may attend
+    only to the keys and values of the same range.
     """
     size = group.size()
     shares = [x.transpose(0, 1).unflatten(2, (size, -1)) for x in heads]
@@ -100,11 +101,12 @@ def ulysses_attention(
 def gathered_attention(
     attend: Attention, group: ProcessGroup, *heads: Tensor, **options: Any
 ) -> Tensor:
-    """Gather all keys and values, and attend twice, once for each of this rank's two chunks.
+    """Gather all keys and values, and attend with each of this rank's two chunks of queries.
 
-    ``attend`` receives a chunk of queries, all keys and values up to its end, and ``query_offset``,
-    the position of its first query. This method has few communication steps and fast kernels, but
-    saves the keys and values of the whole sequence. It suits short sequences on many ranks.
+    ``attend`` receives a chunk of queries, all keys and values up to the chunk's end, and
+    ``query_offset``, the position of the chunk's first query. Compared with ring attention, this
+    method has fewer communication steps and can use more backends, but saves the keys and values of
+    the whole sequence. It suits short sequences on many ranks.
     """
     maps = QKV.of(*heads)
     local = torch.cat([x.transpose(0, 1).flatten(2) for x in (*maps.keys, maps.v)], dim=2)
@@ -143,7 +145,8 @@ def _unpacked(packed: Tensor, shapes: list[torch.Size]) -> list[Tensor]:
 def row_boundaries(documents: Tensor, rows: int) -> list[Tensor]:
     """Return the boundaries of documents in each row, as positions from the start of the row.
 
-    ``documents`` are positions in the concatenation of all rows, and include the end of each row.
+    ``documents`` has the boundaries as positions in the concatenation of all rows. The end of each
+    row must be a boundary.
     """
     length = int(documents[-1]) // rows
     return [

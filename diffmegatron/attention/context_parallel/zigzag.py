@@ -1,8 +1,8 @@
 """Zigzag order: the shards of a sequence on context-parallel ranks.
 
-For P ranks the sequence is cut into 2 * P chunks, and rank r has the chunks r and 2 * P - 1 - r.
-With a causal mask every rank then computes the same number of (query, key) pairs. Megatron-core
-shards its rotary embeddings in the same way (models/common/embeddings/rope_utils.py).
+For P ranks the sequence is cut into 2 * P chunks. Rank r has the chunks r and 2 * P - 1 - r,
+counted from 0. With a causal mask every rank then computes the same number of (query, key) pairs.
+Megatron-core shards its rotary embeddings in the same way (models/common/embeddings/rope_utils.py).
 """
 
 import torch

@@ -2,9 +2,11 @@
 
 A variant, or *kind* of attention, is one class in one file of this package. A differential kind
 subtracts a second softmax map from a first one. Signal heads are the query heads of the first map,
-and noise heads are those of the second map. In shapes s is the number of tokens, b the number of
-sequences, and d the width of a query head. Only functions that compute with tensors import torch,
-because a recipe must be read fast.
+and noise heads are those of the second map. Only functions that compute with tensors import torch,
+because torch is slow to import and a recipe must be read fast.
+
+In shapes s is the number of positions on this context-parallel rank, b the number of sequences, and
+d the width of a query head.
 """
 
 import math
@@ -28,7 +30,7 @@ from .layer import Context, Heads, Layer, Parameter
 if TYPE_CHECKING:
     from torch import Tensor
 
-# A class that overrides a method of COMPUTATION must not inherit all methods of EXPORT.
+# A class that overrides a method of COMPUTATION must also override a method of EXPORT.
 COMPUTATION = ("normalize_qk", "gate", "forward", "current_lambda")
 EXPORT = ("hugging_face", "weight_rules", "layer_rules")
 ContextCommunication = Literal["ring", "all_gather", "ulysses"]
@@ -44,13 +46,13 @@ class Kernels:
     """Kernel properties that determine how many bytes a layer saves for the backward pass.
 
     Attributes:
-        element: bytes of a number in the run's precision.
-        device: a GPU has fused operations, which save fewer tensors than those of a CPU.
+        element: bytes per element in the run's precision.
+        device: device type; the fused operations of a GPU save fewer tensors than those of a CPU.
         backend: name of the attention backend; never "auto".
-        communication: method of the context-parallel ranks; None for one rank.
+        communication: method of context parallelism; None with one context-parallel rank.
         context: number of context-parallel ranks.
-        keys: mean number of keys in a row of scores, including masked keys. With packed documents,
-            a row has the keys of the whole microbatch.
+        keys: mean number of keys for which a query has a score, including masked keys. With packed
+            documents, these are the keys of the whole microbatch.
         has_mask: whether attention needs a mask that torch's ``is_causal`` cannot express.
         recomputes_core: whether the backward pass computes attention again from q, k and v.
     """
@@ -73,8 +75,8 @@ class Kernels:
     def keys_per_query(self) -> float:
         """Number of keys in this rank's attention calls, divided by its number of tokens.
 
-        After an all-gather over P ranks, rank r attends to the keys of r + 1 and of 2 P - r chunks,
-        with one chunk of queries each.
+        After an all-gather over P ranks, rank r (from 0) makes two calls, each with one chunk of
+        queries. The first call has r + 1 chunks of keys, and the second has 2 P - r.
         """
         return (2 * self.context + 1) / 2 if self.communication == "all_gather" else 1.0
 
@@ -86,10 +88,10 @@ class Kernels:
         return self.has_mask and SOFTMAX[self.backend].saves_bias
 
     def softmax_bytes(self, heads: Heads) -> tuple[float, float]:
-        """Return the bytes per token that softmax attention saves: of q, k, v, and of its results.
+        """Return the bytes per token that softmax attention saves for q, k, v and for its results.
 
-        The results are the log-sum-exps, and the output if the next operation saves a copy of it.
-        The variant itself counts what the next operation saves.
+        The results are the log-sum-exps and, with :attr:`copies_softmax_output`, the output. The
+        variant itself counts what the next operation saves.
         """
         queries, keys = self.element * heads.query_channels, self.element * heads.key_channels
         if self.has_mask and SOFTMAX[self.backend].saves_bias and heads.queries > heads.keys:
@@ -98,7 +100,7 @@ class Kernels:
         else:
             inputs = queries + 2 * keys * self.key_shards
         if self.communication is None:
-            # v is a view of the fused projection's output, which also has the unrotated q and k.
+            # v is a view of linear_qkv's output, so the unrotated q and k stay in memory, too.
             inputs += queries + keys
         copy = queries if self.copies_softmax_output else 0
         return inputs, copy + FLOAT32 * heads.queries
@@ -110,7 +112,7 @@ class Variant(Section, ABC):
     ``num_heads`` and ``num_kv_heads`` count heads of this kind. In DIFF V1, for example, a head has
     two softmax maps, and a key-value head has two keys. docs/variants.md lists all members.
     ``output_width`` is the width of a head's output, divided by ``head_dim``. ``free_keys`` are the
-    keys that a run may change when it starts from existing weights.
+    keys of the section that a run may change when it starts from existing weights.
     """
 
     kind: str
@@ -140,11 +142,11 @@ class Variant(Section, ABC):
 
     @property
     def assumption(self) -> str | None:
-        """Sentence for ``plan`` about values that :meth:`with_files` assumed; None without any."""
+        """Sentence for ``plan`` about the values that :meth:`with_files` assumed, or None."""
         return None
 
     def sized(self, hidden_size: int) -> Self:
-        """Return the section with all sizes filled in; ValueError if they do not fit."""
+        """Return the section with all sizes filled in, or raise ValueError if they do not fit."""
         heads, width = self.num_heads, self.head_dim
         if not heads and not width:
             raise ValueError("model.attention has neither num_heads nor head_dim; give one of them")
@@ -159,7 +161,7 @@ class Variant(Section, ABC):
                     f"{missing} too"
                 )
             heads, width = (size or hidden_size // channels for size in (heads, width))
-        # A group of `ratio` signal heads shares its key-value head with its noise head.
+        # A noise head and its `ratio` signal heads must use the same key-value head.
         kv_heads = self.num_kv_heads or max(1, heads // self.ratio)
         sizes = {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": width}
         sized = self.model_copy(update=sizes)
@@ -196,7 +198,7 @@ class Variant(Section, ABC):
         return
 
     def resized(self, num_layers: int, sizes: Mapping[str, int]) -> "Variant":
-        """Return the kind with the small sizes of a rehearsal."""
+        """Return the kind with the small sizes of ``plan --rehearse``."""
         return self.model_copy(update=dict(sizes))
 
     def of_layer(self, layer: int) -> "Variant":
@@ -219,12 +221,15 @@ class Variant(Section, ABC):
         return self.model_dump()
 
     def warnings(self, hidden_size: int, parameters: int, lr: float) -> Iterator[str]:
-        """Yield a sentence for each doubtful setting; ``parameters`` excludes embeddings."""
+        """Yield a sentence for each doubtful setting.
+
+        ``parameters`` is the number of parameters without the embeddings.
+        """
         return iter(())
 
     @abstractmethod
     def baseline(self) -> "Variant":
-        """Return softmax attention with as many output, key and value channels in all heads."""
+        """Return softmax attention with equally many output, key and value channels."""
 
     def foundation(self) -> "Variant | None":
         """Return another kind from whose weights a run of this kind may start, or None."""
@@ -251,9 +256,10 @@ class Variant(Section, ABC):
         return query, key
 
     def gate(self, layer: Layer, hidden: "Tensor") -> "Tensor | None":
-        """Compute a further argument of :meth:`forward`, [s, b, ...], or None.
+        """Return an additional argument for :meth:`forward`, [s, b, ...], or None.
 
-        ``hidden`` is the normalised input of the layer, [s, b, hidden].
+        ``hidden`` is the normalised input of the layer, [s, b, hidden_size]; under sequence
+        parallelism, this rank's shard of s.
         """
         return None
 
@@ -267,7 +273,7 @@ class Variant(Section, ABC):
         value: "Tensor",
         gate: "Tensor | None",
     ) -> "Tensor":
-        """Return the outputs of this rank's heads, [b, s, ...].
+        """Return the outputs of this rank's heads, [b, s, ...]; the layer flattens axes after s.
 
         Args:
             query: rotated queries of this rank, [b, s, query heads, d].
@@ -276,15 +282,19 @@ class Variant(Section, ABC):
         """
 
     def current_lambda(self, layer: Layer) -> "Tensor | None":
-        """Return lambda of a layer for the log, 0-dim float32; None if tokens have their own."""
+        """Return the lambda of a layer, 0-dim float32; None without lambda or with one per token.
+
+        The log shows this value.
+        """
         return None
 
     # Costs
 
     def products(self) -> int:
-        """Return the fewest multiply-adds of a layer's forward pass per (query, key) pair.
+        """Return the minimum multiply-adds per (query, key) pair of a layer's forward pass.
 
-        By default each query head needs d for its score and d for its sum of values.
+        By default each query head needs d multiply-adds for the score, and d for the weighted sum
+        of the values.
         """
         return 2 * self.heads.query_channels
 
@@ -294,14 +304,15 @@ class Variant(Section, ABC):
         return sum(math.prod(each.shape) for each in own if each.role == "matrix")
 
     def kernel_sizes(self, element: int, keys: float) -> Sizes:
-        """Return the sizes for the cost functions of the kernels."""
+        """Return the sizes for the cost functions in ``kernels/costs.py``."""
         heads = self.heads
         return Sizes(element, self.head_dim, heads.queries, 0, heads.keys, keys)
 
     def work(self, backend: str, *, deterministic: bool = False) -> tuple[int, int]:
         """Return a backend's multiply-adds per (query, visible key) pair: forward and backward.
 
-        The backward pass computes the scores again. ``deterministic`` fixes the order of its sums.
+        The backward pass computes the scores again. With ``deterministic``, its sums have a fixed
+        order.
         """
         sizes = self.kernel_sizes(element=2, keys=0)._replace(is_deterministic=deterministic)
         return BACKENDS[self.operation][backend].work(sizes)
@@ -322,7 +333,7 @@ class Variant(Section, ABC):
 
     @abstractmethod
     def hugging_face(self, hidden_size: int) -> HuggingFace:
-        """Return the description of the Hugging Face class; UserError if none computes the kind."""
+        """Return the description of the Hugging Face class, or raise UserError if none fits."""
 
     @classmethod
     def from_hugging_face(cls, config: Mapping[str, Any]) -> Self:
@@ -332,24 +343,25 @@ class Variant(Section, ABC):
 
     @abstractmethod
     def weight_rules(self, ours: str, theirs: str, hidden_size: int) -> list[WeightRule]:
-        """Return the rules that map the weights of a layer to Hugging Face and back.
+        """Return the rules that map the weights of a layer to Hugging Face's class and back.
 
-        ``ours`` and ``theirs`` are the prefixes of their names here and there.
+        ``ours`` is the prefix of the weights' names in this package, and ``theirs`` the prefix in
+        Hugging Face's class.
         """
 
     def layer_rules(
         self, ours: str, theirs: str, hidden_size: int, *, layer: int, step: int
     ) -> list[WeightRule]:
-        """Return :meth:`weight_rules` for one layer, counted from 1, at one optimizer step."""
+        """Return the rules of one layer, counted from 1, after ``step`` optimizer steps."""
         return self.weight_rules(ours, theirs, hidden_size)
 
     @property
     def mixed_export_kind(self) -> "Variant":
-        """Kind that computes the same in the export of a network with several kinds."""
+        """Equivalent kind that replaces this one in the export of a network with several kinds."""
         return self
 
     def subtracted_maps(self, attention: Any, maps: "Tensor", hidden: "Tensor") -> "Tensor":
-        """Return [num_heads, query tokens, key tokens], the maps after subtraction.
+        """Return the maps after the subtraction, [num_heads, query tokens, key tokens].
 
         Args:
             attention: attention module of a layer of the Hugging Face class.
@@ -361,12 +373,15 @@ class Variant(Section, ABC):
 
     @property
     def map_pairs(self) -> tuple[tuple[int, int], ...]:
-        """Indices of each head's signal map and noise map; empty with one map per head."""
+        """Signal map and noise map of each head, as indices into ``maps`` of `subtracted_maps`.
+
+        Empty if a head has one map.
+        """
         return ()
 
     @property
     def inherited_export(self) -> str | None:
-        """Name of the kind whose weight rules or :meth:`hugging_face` this class inherits."""
+        """Name of the kind from which weight rules or `hugging_face` are inherited, or None."""
         rules = "layer_rules" if "layer_rules" in vars(type(self)) else "weight_rules"
         owners = (self._owner(rules), self._owner("hugging_face"))
         inherited = next((owner for owner in owners if owner is not type(self)), None)
@@ -375,7 +390,7 @@ class Variant(Section, ABC):
         return str(inherited.model_fields["kind"].default)
 
     def check_export(self) -> None:
-        """Raise UserError if a class overrides ``COMPUTATION`` and inherits ``EXPORT``."""
+        """Raise UserError if a class overrides one of ``COMPUTATION`` and none of ``EXPORT``."""
         computing, exporting = self._owner(*COMPUTATION), self._owner(*EXPORT)
         if computing is exporting or not issubclass(computing, exporting):
             return
@@ -387,7 +402,10 @@ class Variant(Section, ABC):
         )
 
     def check_mixed_export(self) -> None:
-        """Raise UserError if a class overrides ``COMPUTATION`` and inherits `mixed_export_kind`."""
+        """Raise UserError if a class overrides one of ``COMPUTATION`` without `mixed_export_kind`.
+
+        The default in `Variant` fits every class.
+        """
         computing, replacing = self._owner(*COMPUTATION), self._owner("mixed_export_kind")
         if replacing is Variant or computing is replacing or not issubclass(computing, replacing):
             return

@@ -5,10 +5,11 @@ arXiv 2505.16333, figure 9. O is the output of a selected head for a token, a ro
     O' = O - lambda(t) O W_D
     lambda(t) = (1 - a) (t / T) lambda_init + a lambda_learn,    a = min(1, t / T)
 
-In all other heads O' = O. t is the number of completed optimizer steps, and T the length of the
-annealing. Layer l, counted from 1, has lambda_init = 0.8 - 0.6 exp(-0.3 (l - 1)), a trained matrix
-W_D [d, d] and a trained number lambda_learn. O' is linear in O, so the export is a plain
-Transformer with (I - lambda W_D) W in place of a selected head's output projection W [d, hidden].
+In all other heads O' = O. t is the number of completed optimizer steps, and T the number of steps
+of the annealing. Layer l, counted from 1, has lambda_init = 0.8 - 0.6 exp(-0.3 (l - 1)), a trained
+matrix W_D [d, d] and a trained number lambda_learn. O' is linear in O, so the export is a plain
+Transformer. For a selected head, its output projection has (I - lambda W_D) W instead of
+W [d, hidden_size].
 """
 
 from collections.abc import Mapping
@@ -81,7 +82,7 @@ class Dex(Softmax):
     lambda_learn_init: float = 0.1
 
     title: ClassVar[str] = "Transformer with DEX"
-    # An export is plain softmax attention and is imported as such.
+    # An export has plain softmax attention, so no model type is imported as DEX.
     model_types: ClassVar[tuple[str, ...]] = ()
     free_keys: ClassVar[frozenset[str]] = frozenset(
         {"annealing_steps", "projection_init", "lambda_learn_init", "selected_on"}
@@ -138,7 +139,7 @@ class Dex(Softmax):
             )
 
     def resized(self, num_layers: int, sizes: Mapping[str, int]) -> Self:
-        """Return the kind with the sizes of a rehearsal; half of each layer's heads is selected."""
+        """Return the kind with the sizes of ``plan --rehearse``, and half of the heads selected."""
         half = tuple(range(assumed_heads(sizes["num_heads"])))
         heads = {"selected_heads": (half,) * num_layers, "selected_on": None}
         return self.model_copy(update={**sizes, **heads})
@@ -173,8 +174,9 @@ class Dex(Softmax):
     @override
     def saved_bytes(self, kernels: Kernels) -> tuple[float, float]:
         projected, core = super().saved_bytes(kernels)
-        # The term saves a copy of O of the selected heads, and O' of all heads. Without the term,
-        # the headwise norm's output or a copy of the output is saved in place of O', if it exists.
+        # The term saves a copy of O of the selected heads. The output projection saves O' instead
+        # of the kernel's output, which therefore is an additional tensor. With a headwise norm or a
+        # copy of the kernel's output, `super` has already counted this tensor.
         saved = self._selected_per_layer * self.head_dim
         if not self.headwise_norm and not kernels.copies_softmax_output:
             saved += self.heads.query_channels
@@ -209,9 +211,9 @@ class Dex(Softmax):
     ) -> "Tensor":
         """Return O' of the selected heads and O of the others, [b, s, heads of this rank, d].
 
-        Runs of neighbouring heads need no index tensor, which would be copied to the device in each
-        layer. A rank without selected heads computes the term for zero heads, because the sum of
-        W_D's gradient needs every rank.
+        The heads are split into runs of neighbouring heads, because an index tensor would be copied
+        to the device in each layer. A rank without selected heads computes the term for zero heads,
+        because W_D needs a gradient on every rank for the sum over the ranks.
         """
         import torch
 
@@ -227,13 +229,14 @@ class Dex(Softmax):
         return torch.cat(parts, dim=2).transpose(0, 1)
 
     def _runs(self, layer: Layer) -> list[int]:
-        """Return the lengths of this rank's unselected, selected, unselected, ..., selected runs.
+        """Return the lengths of the runs of unselected and of selected heads on this rank.
 
-        The first and the last length may be 0.
+        The runs alternate: unselected, selected, ..., unselected, selected. The first and the last
+        length may be 0.
         """
         selected = {*self._selected(layer.layer_number)}
         flags = (head in selected for head in layer.share(self.num_heads))
-        # With a further flag on each side, the runs begin unselected and end selected.
+        # With one more flag at each end, the first run is unselected and the last is selected.
         lengths = [len([*run]) for _, run in groupby([False, *flags, True])]
         lengths[0] -= 1
         lengths[-1] -= 1
@@ -250,8 +253,9 @@ class Dex(Softmax):
     ) -> list[hf.WeightRule]:
         """Return the rules that map a layer's attention weights to a plain Transformer and back.
 
-        The export multiplies (I - lambda W_D) into the output projection, in float64. Its weight is
-        stored transposed, [hidden, heads * d]. The import sets W_D and lambda_learn to zero.
+        The export multiplies (I - lambda W_D) into the output projection, in float64. The weight of
+        this projection is stored transposed, [hidden_size, heads * d]. The import sets W_D and
+        lambda_learn to zero.
         """
         name, d = f"{ours}.linear_proj.weight", self.head_dim
         selected = self._selected(layer)

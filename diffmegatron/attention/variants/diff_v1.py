@@ -5,8 +5,9 @@
     DiffAttn(X) = (softmax(Q1 K1^T / sqrt(d)) - lambda softmax(Q2 K2^T / sqrt(d))) V
     head = (1 - lambda_init) RMSNorm(DiffAttn(X))
 
-In layer l, counted from 1, lambda_init is 0.8 - 0.6 exp(-0.3 (l - 1)). Per head, Qi and Ki have d
-channels, and V has 2d.
+X is the input of the attention, [tokens, hidden_size]. Per head, Q1, Q2, K1 and K2 are [tokens, d],
+and V is [tokens, 2d]. lambda_q1, lambda_k1, lambda_q2 and lambda_k2 are trained vectors [d] of the
+layer. In layer l, counted from 1, lambda_init is 0.8 - 0.6 exp(-0.3 (l - 1)).
 """
 
 import math
@@ -30,14 +31,15 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 LAMBDA_VECTORS = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
-# Above LARGE_MODEL parameters the paper uses the lower learning rate LARGE_MODEL_LR (appendix E).
+# The paper's models above LARGE_MODEL parameters use the learning rate LARGE_MODEL_LR (appendix E).
 LARGE_MODEL, LARGE_MODEL_LR = 5e9, 7.5e-5
 
 
 class LambdaInit(Section):
     """The policy of lambda_init (Ye et al., ICLR 2025, section 2.1 and the ablations of 3.8).
 
-    ``exponential`` is 0.8 - 0.6 exp(-0.3 (l - 1)). ``constant`` is ``value`` in every layer.
+    ``exponential`` is 0.8 - 0.6 exp(-0.3 (l - 1)) in layer l, counted from 1. ``constant`` is
+    ``value`` in every layer.
     """
 
     policy: Literal["exponential", "constant"] = "exponential"
@@ -64,7 +66,7 @@ class DiffV1(Variant):
 
     Each of the ``num_kv_heads`` key-value heads has two keys of width d and a value of width 2d.
     ``lambda_std`` is the initial standard deviation of the lambda vectors, as in the authors' code.
-    ``headwise_norm`` is the RMSNorm of each head's output, with one weight for all heads.
+    ``headwise_norm`` applies an RMSNorm to each head's output. All heads share its weight [2d].
     """
 
     kind: Literal["diff_v1"] = "diff_v1"
@@ -126,10 +128,10 @@ class DiffV1(Variant):
 
     @property
     def heads(self) -> Heads:
-        """Layout of the heads: one block per key-value head.
+        """Layout of the heads in ``linear_qkv``: one block per key-value head.
 
-        The first half of a block has the signal heads, their key, and the first half of the value.
-        The second half has the noise heads, their key, and the second half of the value.
+        A block begins with the signal heads, their key, and the first half of the value. The noise
+        heads, their key, and the second half of the value follow.
         """
         signal, noise = (n // self.num_kv_heads for n in (self.num_heads, self.noise_heads))
         rows: Rows = (("q", signal), ("k", 1), ("v", 1), ("q", noise), ("k", 1), ("v", 1))
@@ -147,8 +149,8 @@ class DiffV1(Variant):
 
     @override
     def products(self) -> int:
-        # A score costs d in each query head. The product of the subtracted maps with the values
-        # costs 2d in each signal head.
+        # A score costs d multiply-adds in each query head. The product of the subtracted maps with
+        # the values costs 2d in each signal head.
         return (3 * self.num_heads + self.noise_heads) * self.head_dim
 
     @override
@@ -174,7 +176,8 @@ class DiffV1(Variant):
             core += FLOAT32 * (outputs * (2 if kernels.device == "cpu" else 1) + self.num_heads)
         projected = kernels.element * (heads.query_channels + outputs)
         if kernels.recomputes_core:
-            # The argument `value` of `forward` is saved, a view of the fused projection's output.
+            # The argument `value` of `forward` is saved. It is a view of linear_qkv's output, so
+            # all of this output stays in memory.
             projected += kernels.element * (heads.query_channels + 2 * heads.key_channels)
         return projected + self._key_value_bytes(kernels), core
 
@@ -183,13 +186,14 @@ class DiffV1(Variant):
         if kernels.communication == "ring" or backend.saves_values:
             return 2 * keys * kernels.key_shards
         if kernels.has_mask and backend.saves_bias and self.num_heads > self.num_kv_heads:
-            # With a mask, torch copies keys and values for each query head in each call. There are
-            # two calls per query head, each with one half of the value.
+            # With a mask, torch copies keys and values for each query head in each call. A query
+            # head is in two calls, each with one half of the value.
             return 4 * kernels.element * self.heads.query_channels * kernels.keys_per_query
-        # The backend saves the keys themselves, and a copy of the values of each call. One copy
-        # per token is already in `Backend.saved`.
+        # The backend saves the keys themselves, and for each call a copy of its values.
+        # `Backend.saved` already counts one copy per token.
         saved = keys * (kernels.key_shards + kernels.keys_per_query - 1)
-        # Communication receives keys and values in one tensor, so the values stay too.
+        # Context parallelism receives keys and values in one tensor, so the values stay in memory
+        # with the saved keys.
         return saved if kernels.communication is None else saved + keys * kernels.key_shards
 
     @override
@@ -206,7 +210,10 @@ class DiffV1(Variant):
         value: "Tensor",
         gate: "Tensor | None",
     ) -> "Tensor":
-        """Return (1 - lambda_init) RMSNorm(DiffAttn(X)), [b, s, num_heads, 2d]."""
+        """Return (1 - lambda_init) RMSNorm(DiffAttn(X)), [b, s, heads of this rank, 2d].
+
+        Without ``headwise_norm``, return DiffAttn(X).
+        """
         from diffmegatron.attention.kernels.api import HeadwiseNorm
 
         q1, k1, q2, k2, v = self._split(query, key, value)
@@ -219,10 +226,11 @@ class DiffV1(Variant):
         return context.diff_attention(q1, k1, q2, k2, v, lambda_=lambda_, norm=norm)
 
     def _split(self, query: "Tensor", key: "Tensor", value: "Tensor") -> tuple["Tensor", ...]:
-        """Return q1 [b, s, h, d], k1, q2 [b, s, h / r, d], k2 and v from heads in blocks.
+        """Return q1, k1, q2, k2 and v from the heads of this rank, which are ordered by blocks.
 
-        k1 and k2 are [b, s, h_kv, d], and v is [b, s, h_kv, 2d]. h and h_kv count the heads of this
-        rank, and r is :attr:`ratio`.
+        q1 is [b, s, h, d], q2 is [b, s, h / r, d], k1 and k2 are [b, s, h_kv, d], and v is
+        [b, s, h_kv, 2d]. On this rank, h is the number of signal heads, and h_kv the number of
+        key-value heads. r is :attr:`ratio`.
         """
         blocks = key.shape[2] // 2
         noise = query.shape[2] // blocks // (self.ratio + 1)

@@ -3,9 +3,11 @@
     lambda = sigmoid(X W_lambda)
     O_n = A_signal(n) - lambda_n A_noise(n // r)
 
-O_n is the output of signal head n, A the output of softmax attention for a query head, X the
-layer's input, and r the number of signal heads per noise head. The authors use r = 1. There is
-neither a headwise norm nor lambda_init.
+X is the input of the attention, [tokens, hidden_size]. W_lambda is [hidden_size, signal heads], and
+lambda_n is column n of lambda. A_i is the output of softmax attention of query head i, and O_n the
+output of signal head n. r is the number of signal heads per noise head; the authors use r = 1. All
+heads are counted from 0: signal head n is query head signal(n) = n + n // r, and noise head m is
+query head noise(m) = m (r + 1) + r. There is neither a headwise norm nor lambda_init.
 """
 
 from collections.abc import Mapping
@@ -46,10 +48,10 @@ class DiffV2(Variant):
 
     @property
     def heads(self) -> Heads:
-        """Layout of the heads: one block per key-value head.
+        """Layout of the heads in ``linear_qkv``: one block per key-value head.
 
-        A block has groups of r signal heads followed by their noise head, and then the key and the
-        value. All heads of a group must share a key-value head, so they are adjacent.
+        A block has groups of query heads, and then the key and the value. A group has r signal
+        heads, and then their noise head. They are adjacent because they must use the same key.
         """
         signal = self.num_heads // self.num_kv_heads
         rows: Rows = (("q", signal + signal // self.ratio), ("k", 1), ("v", 1))
@@ -92,7 +94,10 @@ class DiffV2(Variant):
         value: "Tensor",
         gate: "Tensor | None",
     ) -> "Tensor":
-        """Return O_n = A_signal(n) - lambda_n A_noise(n // r), [b, s, signal heads, d]."""
+        """Return O_n = A_signal(n) - lambda_n A_noise(n // r), [b, s, signal heads, d].
+
+        Signal heads are those of this rank.
+        """
         from diffmegatron.attention.kernels.api import subtract_noise
 
         assert gate is not None

@@ -1,8 +1,8 @@
 """Grouped differential attention (Motif, arXiv 2510.06949): DIFF V1 with fewer noise heads.
 
-Motif-2-12.7B has 32 signal heads, 8 noise heads, 16 keys and 16 values of width 128. Here it has
-``num_heads`` 32, ``signal_per_noise`` 4 and ``num_kv_heads`` 8, because a key-value head has two
-keys of width 128 and one value of width 256.
+Motif-2-12.7B has 32 signal heads, 8 noise heads, 16 keys and 16 values of width 128. A recipe for
+this model has ``num_heads`` 32, ``signal_per_noise`` 4 and ``num_kv_heads`` 8, because a key-value
+head has two keys of width 128 and one value of width 256.
 """
 
 from collections.abc import Iterator, Mapping
@@ -51,7 +51,7 @@ class Grouped(DiffV1):
     @classmethod
     @override
     def from_hugging_face(cls, config: Mapping[str, Any]) -> Self:
-        # num_attention_heads in the configuration is the number of signal and noise heads.
+        # num_attention_heads in the configuration counts signal and noise heads together.
         ratio, initial = config["signal_per_noise"], config["lambda_init"]
         policy = {"policy": initial} if isinstance(initial, str) else {"value": initial}
         return cls(
@@ -65,9 +65,9 @@ class Grouped(DiffV1):
         )
 
     def weight_rules(self, ours: str, theirs: str, hidden_size: int) -> list[hf.WeightRule]:
-        """Return the rules of the exported class.
+        """Return the rules that convert a layer's weights to those of the exported class and back.
 
-        The order of heads is DiffLlama's, but the two halves of a value stay adjacent.
+        The order of heads is that of DiffLlama, except that the two halves of a value are adjacent.
         """
         norm, shape = (f"{ours}.head_norm", f"{theirs}.subln.weight"), (2 * self.head_dim,)
         return [

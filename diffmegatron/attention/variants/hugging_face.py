@@ -17,8 +17,9 @@ class WeightRule(NamedTuple):
     """Conversion between a few weights of this package and the same weights of transformers.
 
     ``ours`` and ``theirs`` map names of weights to unsharded shapes. ``to_hf`` has the tensors of
-    ``ours`` as arguments and returns those of ``theirs``. ``from_hf`` is its inverse. Both keep the
-    order of the names. With ``keep_fp32`` the weights stay in float32 in a bf16 export.
+    ``ours`` as arguments, in the order of the names, and returns those of ``theirs`` in the order
+    of their names. ``from_hf`` is its inverse. With ``keep_fp32`` the weights stay in float32 in a
+    bf16 export.
     """
 
     ours: Shapes
@@ -38,11 +39,11 @@ class HuggingFace:
     """The transformers model class that computes an attention variant, and its configuration.
 
     Attributes:
-        config: keys and values that the variant requires in every configuration.
-        fixed: further keys of a configuration, unless the run started from a pretrained model,
-            whose own configuration is exported.
-        also: other model types with the same network and keys. A run that started from a pretrained
-            model of such a type is exported with this type.
+        config: keys and values that config.json must have.
+        fixed: additional keys and values of config.json. If the run started from a pretrained
+            model, the export instead has the configuration of that model.
+        also: other model types with the same network and keys. If the run started from a pretrained
+            model of such a type, the export has the type of that model.
         remote_code: whether the export contains the code of the class.
     """
 
@@ -77,15 +78,16 @@ def qkv(
 ) -> WeightRule:
     """Return the rule that splits ``linear_qkv`` into ``q_proj``, ``k_proj`` and ``v_proj``.
 
-    If the blocks of ``linear_qkv`` have two runs of queries (``Heads.rows``), ``q_proj`` has the
-    first runs of all blocks before the second runs. The order in ``k_proj`` and ``v_proj`` is the
-    same. With ``paired_values``, ``v_proj`` instead has the values block by block.
+    A block of ``linear_qkv`` may have two runs of consecutive query heads (``Heads.rows``). Then
+    ``q_proj`` has the first runs of all blocks before the second runs of all blocks. The order in
+    ``k_proj`` and ``v_proj`` is the same. With ``paired_values``, ``v_proj`` instead has the values
+    block by block.
     """
     d = heads.head_dim
     sizes = {"q": heads.queries, "k": heads.keys, "v": heads.keys}
 
     def orders() -> list["Tensor"]:
-        """Return the heads of each projection in order, as numbers of heads in ``linear_qkv``."""
+        """Return the heads of q, of k and of v in order, as head numbers in ``linear_qkv``."""
         import torch
 
         blocks = torch.arange(sum(sizes.values())).unflatten(0, (heads.blocks, -1))

@@ -1,4 +1,7 @@
-"""The interface between a variant and its layer: heads, parameters, arguments of ``forward``."""
+"""The interface between a variant and its layer: heads, parameters, arguments of ``forward``.
+
+In shapes b is the number of sequences, and s the number of positions on this context-parallel rank.
+"""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -9,7 +12,7 @@ from diffmegatron.errors import UserError
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Name of the bias of `linear_qkv`. All other declared parameters are outside the two projections.
+# Name of the `Parameter` that is the bias of `linear_qkv`. All others are not in the projections.
 QKV_BIAS = "linear_qkv.bias"
 Rows = tuple[tuple[Literal["q", "k", "v"], int], ...]
 
@@ -25,7 +28,7 @@ class Heads:
     Attributes:
         head_dim: width of a query, key or value head.
         blocks: number of blocks.
-        rows: the heads of a block in order, as kinds with numbers of consecutive heads. Example:
+        rows: the heads of a block in order, as pairs (kind, number of consecutive heads). Example:
             (("q", 4), ("k", 1), ("v", 1)) has four queries per key.
         outputs: output channels of the attention per block, divided by ``head_dim``.
     """
@@ -36,7 +39,7 @@ class Heads:
     outputs: int
 
     def channels(self, kind: str) -> int:
-        """Return the number of rows of ``linear_qkv`` of a kind: "q", "k" or "v"."""
+        """Return the number of rows of ``linear_qkv`` for heads of a kind: "q", "k" or "v"."""
         return self._count(kind) * self.head_dim
 
     def _count(self, kind: str) -> int:
@@ -74,15 +77,16 @@ class Heads:
 
     @property
     def group(self) -> Rows:
-        """Shortest sequence whose repetition is ``rows``: q, k, v for q, k, v, q, k, v."""
+        """Shortest sequence whose repetition is ``rows``; (q, k, v) for rows (q, k, v, q, k, v)."""
         lengths = (n for n in range(1, len(self.rows)) if len(self.rows) % n == 0)
         repeated = (n for n in lengths if self.rows == self.rows[:n] * (len(self.rows) // n))
         return self.rows[: next(repeated, len(self.rows))]
 
     def query_slices(self, keys: int) -> Iterator[slice]:
-        """Yield the slice of query heads that attend to each of ``keys`` key heads.
+        """Yield, for each of ``keys`` key heads, the slice of the query heads that attend to it.
 
-        The heads are those of whole blocks. Queries attend to the next key of their block.
+        The key heads must be those of whole blocks. Query heads attend to the key head that follows
+        them in ``rows``.
         """
         counts = [count for kind, count in self.rows if kind == "q"]
         first = 0
@@ -109,7 +113,7 @@ class Parameter:
     """A parameter of a layer's attention, other than the matrices of the two projections.
 
     docs/variants.md describes the fields. ``shape`` is that of the unsharded parameter. A number in
-    ``initial`` is a standard deviation. A ``sharded`` parameter has its first axis divided among
+    ``initial`` is a standard deviation. The first axis of a ``sharded`` parameter is divided among
     the tensor-parallel ranks, in their order.
     """
 
@@ -134,7 +138,7 @@ class Layer(Protocol):
     """Members of ``SelfAttention`` (attention/self_attention.py) that a variant may use.
 
     Attributes:
-        layer_number: number of the layer from 1, over all pipeline stages.
+        layer_number: number of the layer, counted from 1 over all pipeline stages.
         norm_eps: epsilon that norms add to the mean square.
         step: number of completed optimizer steps.
     """
@@ -150,9 +154,10 @@ class Layer(Protocol):
         """Return the declared parameter ``name``, or this rank's shard of it."""
 
     def project(self, name: str, hidden: "Tensor") -> "Tensor":
-        """Multiply [s, b, hidden] by the declared, sharded matrix ``name`` [rows, hidden].
+        """Multiply [s, b, hidden_size] by the declared, sharded matrix ``name``.
 
-        The result is [s, b, rows of this rank].
+        The matrix is [rows, hidden_size], and the result is [s, b, rows of this rank]. Under
+        sequence parallelism, ``hidden`` is this rank's shard of s, but the result has all of s.
         """
 
     def observe(self, name: str, value: "Tensor") -> None:
@@ -162,8 +167,8 @@ class Layer(Protocol):
 class Context(NamedTuple):
     """Functions for causal attention of this rank's queries to the whole sequence.
 
-    All tensors are `[b, s, heads, width]`. s counts the positions of this rank, d is the width of a
-    query, and h the number of heads of Q1.
+    q, k, v and the results are `[b, s, heads, width]`. d is the width of a query, and h the number
+    of heads of q1.
 
     Attributes:
         softmax_attention: (q, k, v) -> softmax(Q K^T / sqrt(d)) V of every query head,

@@ -1,4 +1,4 @@
-"""Layers of several kinds: ``model.attention`` as a list whose entries name their layers."""
+"""Layers with several kinds of attention: ``model.attention`` as a list of kinds and layers."""
 
 import math
 import re
@@ -16,7 +16,7 @@ from .base import Variant, overlap
 from .layer import Heads
 
 LAYERS = "layers"
-# Model types whose attention the exported file modeling_mixed_diff.py can build.
+# Model types whose attention the exported file modeling_mixed_diff.py can compute.
 EXPORTED = ("llama", "grouped_diff", "diff_v2")
 _RANGES = re.compile(r"\d{1,10}(-\d{1,10})?(, *\d{1,10}(-\d{1,10})?)*")
 
@@ -25,7 +25,7 @@ class Pattern(Variant):
     """Several kinds of attention, each for some of the layers.
 
     A recipe lists the kinds with their layers, counted from 1. ``kinds`` and ``layers`` have one
-    element per entry. The entry without ``layers`` (here None) has all remaining layers::
+    element per entry. An entry without ``layers`` (None in this class) has all remaining layers::
 
         attention: [{kind: diff_v1, num_heads: 4, layers: 5-8}, {kind: softmax, num_heads: 8}]
     """
@@ -97,14 +97,14 @@ class Pattern(Variant):
 
     @property
     def ratio(self) -> int:
-        """Least common multiple of all kinds, whose multiples are valid values of ``num_heads``."""
+        """Least common multiple of the kinds' ratios, which must divide a common ``num_heads``."""
         return math.lcm(*(each.ratio for each in self.kinds))
 
     def sized(self, hidden_size: int) -> Self:
         """Return the pattern with all sizes of its kinds filled in.
 
-        Its own numbers of heads are the greatest common divisors, because a parallel layout must
-        divide the heads of every kind.
+        The pattern's own numbers of heads are the greatest common divisors of the kinds' numbers,
+        because a parallel layout must divide the heads of every kind.
         """
         kinds = tuple(each.sized(hidden_size) for each in self.kinds)
         widths = sorted({each.head_dim for each in kinds})
@@ -151,9 +151,10 @@ class Pattern(Variant):
             )
 
     def resized(self, num_layers: int, sizes: Mapping[str, int]) -> Variant:
-        """Return the pattern with the sizes of a rehearsal, and one layer per entry.
+        """Return the pattern with the sizes of ``plan --rehearse``, and one layer per entry.
 
-        The last entry has all further layers, or is the result if there are too few layers.
+        The last entry has all remaining layers. If there are fewer layers than entries, return the
+        kind of the last entry.
         """
         kinds = tuple(each.resized(num_layers, sizes) for each in self.kinds)
         if num_layers < len(kinds):

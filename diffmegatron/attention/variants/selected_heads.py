@@ -1,4 +1,4 @@
-"""The heads that ``diffmegatron dex select`` selected: the recipe's setting, and the file."""
+"""The selected heads of DEX: the recipe's ``selected_heads``, and the file of ``dex select``."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -52,7 +52,7 @@ class Unselected:
         )
 
     def assumption(self, num_heads: int) -> str:
-        """Return the sentence of ``plan`` about the heads that it assumes."""
+        """Return the sentence for ``plan`` about the assumed number of selected heads."""
         return (
             f"{format_path(Path(self.file))}, the file of model.attention.selected_heads, is not "
             f"written yet: counted are {assumed_heads(num_heads)} of the {num_heads} heads of "
@@ -64,7 +64,7 @@ def _check_heads(value: Any, check: Callable[[Any], Heads]) -> Heads | Unselecte
     return value if isinstance(value, Unselected) else check(value)
 
 
-# The schema is that of `Heads`, because a union reports an error for each of its types.
+# The union's own schema would report an error for each of its types, so use that of `Heads`.
 SelectedHeads = Annotated[
     Heads | Unselected,
     GetPydanticSchema(
@@ -82,7 +82,7 @@ def assumed_heads(num_heads: int) -> int:
 
 
 def read_selected(file: str, *, may_be_missing: bool) -> dict[str, Any]:
-    """Return the keys ``selected_heads`` and ``selected_on`` of a recipe from the file.
+    """Read the file, and return the keys ``selected_heads`` and ``selected_on`` of a recipe.
 
     If the file is missing and ``may_be_missing`` is true, the heads are `Unselected`.
     """

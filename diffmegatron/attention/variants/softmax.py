@@ -1,4 +1,7 @@
-"""softmax(Q K^T / sqrt(d)) V: the Transformer's attention, and the baseline of all variants."""
+"""softmax(Q K^T / sqrt(d)) V: the Transformer's attention, and the baseline of all variants.
+
+Q, K and V are [tokens, d] in each head, and d is ``head_dim``.
+"""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
@@ -22,8 +25,8 @@ class Softmax(Variant):
     """Softmax attention; ``num_heads / num_kv_heads`` query heads share a key-value head.
 
     ``qkv_bias`` adds a bias to queries, keys and values (Qwen2). ``qk_norm`` applies an RMSNorm to
-    queries and keys before their rotation (Qwen3). ``headwise_norm`` applies one to each head's
-    output (Ye et al., ICLR 2025, table 6).
+    queries and keys before their rotation (Qwen3). ``headwise_norm`` applies an RMSNorm to each
+    head's output (Ye et al., ICLR 2025, table 6).
     """
 
     kind: Literal["softmax"] = "softmax"
@@ -70,8 +73,9 @@ class Softmax(Variant):
                 channels = heads.query_channels + heads.key_channels
                 inputs += FLOAT32 * channels * (2 if is_narrow else 1)
         if self.headwise_norm:
-            # The norm saves a float32 per head, its output, and its input in float32. The kernel
-            # already saves an input in float32. On a CPU the norm also saves its normalised input.
+            # The output projection saves the norm's output, so the kernel's output is an additional
+            # tensor. The norm saves a float32 per head, and its input in float32 if the kernel's
+            # output is narrower. On a CPU it also saves its normalised input.
             core += element * heads.query_channels + FLOAT32 * heads.queries
             core += FLOAT32 * heads.query_channels * (is_narrow + is_unfused)
         return inputs + element * heads.query_channels, core
@@ -95,7 +99,10 @@ class Softmax(Variant):
         value: "Tensor",
         gate: "Tensor | None",
     ) -> "Tensor":
-        """Return softmax(Q K^T / sqrt(d)) V [b, s, num_heads, d], with the headwise norm if set."""
+        """Return softmax(Q K^T / sqrt(d)) V of this rank's heads, [b, s, heads, d].
+
+        With ``headwise_norm``, return RMSNorm(softmax(Q K^T / sqrt(d)) V).
+        """
         heads = context.softmax_attention(query, key, value)
         if not self.headwise_norm:
             return heads
