@@ -6,8 +6,8 @@
 - ``recipe.yaml``: the resolved recipe;
 - ``manifest.json``: sizes and checksums of the other files.
 
-A run with another parallel layout can read everything except the random states. A checkpoint with
-only weights (e.g. of an imported model) can start a run but not resume one.
+A run with another parallel layout can read everything except the random states. A run can start
+from a checkpoint with only weights (e.g. of an imported model), but cannot resume from it.
 """
 
 import hashlib
@@ -48,7 +48,7 @@ _LIBRARIES = ("torch", "megatron-core", "deepspeed")
 _SAMPLE_ORDER_KEYS = ("seq_length", "global_batch_size", "seed")
 
 Contents = Literal["run", "weights"]
-"""``run`` has weights, optimizer and random states."""
+"""``run``: weights, optimizer state and random states; ``weights``: weights only."""
 _Steps = Annotated[int, Field(ge=0, le=MAX_STEP)]
 
 
@@ -72,7 +72,7 @@ class Position:
 
     Attributes:
         step: number of steps done, including those that the guard against loss spikes skipped.
-        updates: number of optimizer updates applied; Adam's step count.
+        updates: number of applied optimizer updates, which is Adam's step count.
         data: state of the data loader; None at the beginning.
         guard: state of the guard against loss spikes; None at the beginning.
     """
@@ -107,7 +107,7 @@ class Checkpoint:
             yield name, self.tensors.read_tensor(WEIGHT, name)
 
     def fingerprint(self) -> str:
-        """Return 16 hex digits, a hash of the first row of every unsharded ``linear_qkv``."""
+        """Return a hash (16 hex digits) of the first row of each layer's ``linear_qkv`` weight."""
         digest = hashlib.sha256()
         for layer in range(self.recipe.model.num_layers):
             name = f"decoder.layers.{layer}.self_attention.linear_qkv.weight"
@@ -126,8 +126,8 @@ def open_checkpoint(directory: Path, share: tuple[int, int] = (0, 1)) -> Checkpo
 
     Args:
         share: (i, n) for process i of n processes that open the checkpoint together. Process i
-            verifies the content of the rank files i, i + n, i + 2n and so on. Only process i raises
-            errors about them.
+            verifies the content of the rank files i, i + n, i + 2n and so on. If such a file is
+            damaged, only process i raises an error.
     """
     manifest = read_manifest(directory)
     entries = {entry.name: entry for entry in manifest.files}
@@ -161,7 +161,10 @@ def finish_checkpoint(
     entries: list[FileEntry],
     contents: Contents = "run",
 ) -> None:
-    """Write state, recipe and manifest beside the files of all ranks; rename the checkpoint."""
+    """Write state, recipe and manifest beside the rank files; give the directory its final name.
+
+    ``entries`` are the manifest entries of the rank files.
+    """
     directory = store.unfinished_path(position.step)
     state = asdict(position) | {
         "world_size": len(entries),
@@ -199,8 +202,8 @@ def _rank_files(directory: Path, world_size: int, entries: dict[str, FileEntry])
 def check_same_run(directory: Path, saved_recipe: Recipe, recipe: Recipe) -> None:
     """Check that a run with ``recipe`` may resume from a checkpoint with ``saved_recipe``.
 
-    The network, tokenizer, order of samples and trained parameters must be equal. Other settings
-    may change.
+    The settings of the network, the tokenizer, the order of samples and ``optimizer.trainable``
+    must be equal. Other settings may change.
     """
     saved, wanted = (
         model_keys(each.model, each.model.attention)

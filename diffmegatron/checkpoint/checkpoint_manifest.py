@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint, which lists every file with its size and checksum.
+"""The manifest of a checkpoint, which lists every other file with its size and checksum.
 
 It is written last. A directory is a checkpoint only if its files match its manifest.
 """
@@ -76,7 +76,7 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """Read the manifest of a checkpoint; compare it with the names and sizes of the files."""
+    """Read the manifest of a checkpoint; check the names and sizes of the files against it."""
     path = directory / MANIFEST
     if _size(path) is None:
         raise UserError(_no_checkpoint(directory))
@@ -135,7 +135,7 @@ def _size(path: Path) -> int | None:
 
 
 def _no_checkpoint(directory: Path) -> str:
-    """Return the error message for a path that is not a checkpoint; it lists others nearby."""
+    """Return the error message for a path that is not a checkpoint; list checkpoints nearby."""
     kind = "it is a file" if directory.is_file() else f"it has no {MANIFEST}"
     if not directory.exists():
         kind = "it does not exist"

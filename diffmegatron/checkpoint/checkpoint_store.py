@@ -36,7 +36,7 @@ class CheckpointStore:
         return self.directory / f"step_{step:08d}"
 
     def unfinished_path(self, step: int) -> Path:
-        """Return the path of a step's checkpoint while it is written."""
+        """Return the path of a step's checkpoint while it is being written."""
         return self.directory / f"step_{step:08d}{_UNFINISHED}"
 
     def steps(self) -> list[int]:
@@ -53,7 +53,10 @@ class CheckpointStore:
         return sorted(int(match[1]) for match in found if match)
 
     def complete(self) -> list[int]:
-        """Return the steps whose files have the manifest's sizes, ascending; log the others."""
+        """Return the ascending steps of complete checkpoints; log a warning for each damaged one.
+
+        In a complete checkpoint, all files have the sizes that the manifest lists.
+        """
         found = []
         for step in self.steps():
             try:
@@ -80,7 +83,7 @@ class CheckpointStore:
         return unfinished
 
     def commit(self, step: int) -> Path:
-        """Flush a written checkpoint to disk and rename it; replace an older one of this step."""
+        """Flush a written checkpoint to disk and rename it; delete an older one of this step."""
         unfinished, final = self.unfinished_path(step), self.path(step)
         for path in (*unfinished.iterdir(), unfinished):
             sync_path(path)
@@ -118,5 +121,5 @@ class CheckpointStore:
 
 
 def prunable(steps: Sequence[int], keep_last: int, keep_every: int | None) -> list[int]:
-    """Return the steps to remove; the newest and multiples of ``keep_every`` stay."""
+    """Return the steps to remove; the ``keep_last`` newest and multiples of ``keep_every`` stay."""
     return [step for step in steps[:-keep_last] if keep_every is None or step % keep_every]

@@ -1,8 +1,9 @@
 """Sharded storage of named tensors, which a run with any parallel layout can read.
 
 Each rank writes its pieces into one safetensors file, whose header lists the position of each
-piece. A piece is a contiguous range of a flattened tensor-parallel shard: the part in the rank's
-ZeRO partition. A reader assembles any box (rectangular region of a tensor) from the pieces.
+piece. A piece is the part of a tensor-parallel shard that lies in the rank's ZeRO partition. It is
+a contiguous range of the flattened shard. A reader assembles any box (rectangular region of a
+tensor) from the pieces.
 
 ``torch.distributed.checkpoint`` is not used, because reading its pickled metadata can run code.
 """
@@ -27,7 +28,10 @@ from diffmegatron.model.parameter_shards import Shard
 
 WEIGHT = "weight"
 KINDS = (WEIGHT, "exp_avg", "exp_avg_sq")
-"""The float32 master weight and Adam's two moments; a frozen parameter has no moments."""
+"""Kinds of stored tensors: a parameter's float32 master weight and Adam's two moments.
+
+A frozen parameter has only the weight.
+"""
 RANDOM_PREFIX = "random."
 """Prefix of the names of a rank's random states, which are uint8 [n]."""
 _PIECES = "pieces"
@@ -35,7 +39,7 @@ _PIECES = "pieces"
 _Axes = Annotated[tuple[CountOrZero, ...], Field(max_length=8)]
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""Offset and shape of a rectangular region of a tensor, one number per axis each."""
+"""A rectangular region of a tensor: its first index and its shape, with one number per axis."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +50,7 @@ class Place:
         global_shape: shape of the unsharded tensor.
         offset: first index of the box in the unsharded tensor, per axis.
         shape: shape of the box.
-        start: index in the flattened box (row-major order).
+        start: index of the first element in the flattened box (row-major order).
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid", strict=True)
@@ -79,7 +83,7 @@ class Piece:
 
     Attributes:
         start: index of the first element in the flattened shard.
-        tensors: values for each of :data:`KINDS`, float32 [n] each.
+        tensors: kind -> values [n]; :data:`KINDS` lists the kinds.
     """
 
     shard: Shard
@@ -100,11 +104,11 @@ class _Stored:
 def pieces_of(shards: Iterable[Shard], start: int, tensors: Mapping[str, Tensor]) -> list[Piece]:
     """Split a range of a flattened parameter into pieces, one per shard that the range overlaps.
 
-    Most parameters have one shard. SwiGLU's fused gate and up projection has two (the rank's rows
-    of each), which are not adjacent in the unsharded tensor.
+    Most parameters have one shard. SwiGLU's fused gate and up projection has two shards: the rank's
+    gate rows and its up rows, which are not adjacent in the unsharded tensor.
 
-    ``start`` is the index of the range in the flattened parameter. ``tensors`` has the range's
-    values for each of :data:`KINDS`, [n] each.
+    ``start`` is the index of the range's first element in the flattened parameter. ``tensors`` maps
+    each kind (see :data:`KINDS`) to the values of the range, a 1-D tensor.
     """
     numel = next(iter(tensors.values())).numel()
     pieces = []
@@ -120,7 +124,10 @@ def pieces_of(shards: Iterable[Shard], start: int, tensors: Mapping[str, Tensor]
 def named_tensors(
     pieces: Iterable[Piece], extra: Mapping[str, Tensor]
 ) -> tuple[dict[str, Tensor], str]:
-    """Return the tensors that a rank writes, by name, and the JSON description of its pieces."""
+    """Return the tensors that a rank writes, by name, and the JSON description of its pieces.
+
+    ``extra`` contains further tensors to write, such as random states.
+    """
     tensors: dict[str, Tensor] = {}
     described = []
     for index, piece in enumerate(pieces):
@@ -133,12 +140,12 @@ def named_tensors(
 
 
 def write_pieces(path: Path, tensors: Mapping[str, Tensor], description: str) -> FileEntry:
-    """Write the result of :func:`named_tensors`, with tensors on the CPU, into a rank's file."""
+    """Write the result of :func:`named_tensors` (CPU tensors); return the file's manifest entry."""
     return write_safetensors(path, tensors, {_PIECES: description})
 
 
 class ShardedReader:
-    """Reader of tensors from rank files; their pieces must cover every tensor exactly once."""
+    """Reader of tensors from rank files, whose pieces must cover each element exactly once."""
 
     def __init__(self, directory: Path, files: Iterable[str]) -> None:
         self._directory = directory
@@ -214,7 +221,10 @@ class ShardedReader:
 
 
 def _pieces_in(file: TensorFile) -> list[_Stored]:
-    """Return the pieces in a file; check that it has exactly their tensors and random states."""
+    """Return the pieces in a file.
+
+    The file must contain all tensors of its pieces. Every other tensor must be a random state.
+    """
     path = format_path(file.path)
     places: list[Place] = parse_json(file.metadata.get(_PIECES, ""), list[Place], path)
     pieces = []
@@ -262,8 +272,8 @@ def _overlap(box: Box, other: Box) -> tuple[tuple[slice, ...], tuple[slice, ...]
 def check_tiling(places: Sequence[Place], owner: str) -> None:
     """Check that the pieces of one tensor cover every element exactly once.
 
-    The boxes must be the cells of a grid, because every parallel layout cuts a tensor along such
-    lines. ``owner`` is the name of the checkpoint in error messages.
+    The boxes must be the cells of a grid, because every parallel layout divides a tensor into such
+    cells. ``owner`` is the name of the checkpoint in error messages.
     """
     boxes: dict[Box, list[Place]] = {}
     for place in places:
@@ -284,7 +294,7 @@ def check_tiling(places: Sequence[Place], owner: str) -> None:
 
 
 def _is_grid(boxes: list[Box], shape: tuple[int, ...]) -> bool:
-    """Return whether the boxes are cells of a grid whose lines are the offsets of all boxes."""
+    """Return whether the boxes are grid cells: on each axis, a box ends where the next starts."""
     for axis, size in enumerate(shape):
         edges = sorted({offset[axis] for offset, _ in boxes} | {size})
         following = dict(pairwise(edges))

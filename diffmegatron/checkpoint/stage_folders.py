@@ -1,4 +1,4 @@
-"""The folders of a recipe's stages in its ``run_dir``; each stage is a run."""
+"""The folders of a recipe's stages in its ``run_dir``; each stage is trained as a separate run."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -14,7 +14,7 @@ from diffmegatron.own_code import NotImportedError
 
 @dataclass(frozen=True)
 class StageFolder:
-    """The folder of one stage, or of a run without stages (``name`` is None)."""
+    """The folder of one stage, or of a run without stages (then ``name`` is None)."""
 
     name: str | None
     run_dir: Path
@@ -31,7 +31,8 @@ def stage_folders(
     """Return the stages of a ``run_dir`` whose folders contain ``marker``, in order of training.
 
     A run without stages has one entry. Stages that start from the same stage are sorted by name.
-    ``recipe`` is the file name of the resolved recipe in the folder of a stage.
+    ``marker`` is the name of a file or folder. ``recipe`` is the file name of the resolved recipe
+    in the folder of a stage.
     """
     try:
         if (run_dir / marker).exists():
@@ -70,7 +71,7 @@ def only_last(folders: Sequence[StageFolder]) -> StageFolder:
 
 
 def is_run_dir(path: Path) -> bool:
-    """Return whether a folder is a ``run_dir``; False for the folder of a single checkpoint."""
+    """Return whether ``path`` is a ``run_dir``: it or a folder in it contains ``checkpoints``."""
     try:
         stage_folders(path)
     except NotImportedError:
@@ -81,7 +82,10 @@ def is_run_dir(path: Path) -> bool:
 
 
 def newest_checkpoint(path: Path) -> Path | None:
-    """Return the newest complete checkpoint of a ``run_dir`` (of its last stage), or None."""
+    """Return the newest complete checkpoint of the last stage in a ``run_dir``.
+
+    The result is None if all its checkpoints are damaged, or if ``path`` is not a ``run_dir``.
+    """
     return last_stage(path).store.latest() if is_run_dir(path) else None
 
 
@@ -91,7 +95,7 @@ def _start(run_dir: Path, recipe: str = RECIPE) -> str | None:
         start_from = load_resolved(run_dir / recipe).checkpoint.start_from
     except NotImportedError:
         raise
-    except UserError:  # e.g. truncated on a full disk
+    except UserError:  # e.g. the recipe is truncated
         return None
     if start_from is None:
         return None
@@ -105,7 +109,7 @@ def _in_order(starts: dict[str, str | None]) -> Iterator[str]:
     left = dict(starts)
     while left:
         ready = [name for name, start in left.items() if start not in left]
-        # In edited recipes, stages may start from each other in a circle, and none is ready.
+        # In edited recipes, stages may start from each other in a circle. Then none is ready.
         for name in ready or list(left):
             del left[name]
             yield name

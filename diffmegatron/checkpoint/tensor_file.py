@@ -52,7 +52,7 @@ class _Header(BaseModel):
 
 
 class TensorFile:
-    """An opened file; ``tensors`` maps names to header entries, ``metadata`` names to strings."""
+    """An opened file: ``tensors`` (name -> header entry) and ``metadata`` (name -> string)."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -110,7 +110,7 @@ class TensorFile:
             return stream.read(length)
 
     def _check_order(self) -> int:
-        """Check that the tensors fill the file, float32 first; return the float32 size in bytes."""
+        """Check that tensors fill the file, float32 first; return the number of float32 bytes."""
         end = float_bytes = 0
         for tensor in sorted(
             self.tensors.values(), key=lambda each: (each.dtype, each.data_offsets)

@@ -122,7 +122,8 @@ def load_network(checkpoint: Checkpoint, recipe: Recipe, parallel_state: Paralle
     """Build this rank's shard of a network for inference, with the weights of a checkpoint.
 
     The weights are rounded to the precision of the checkpoint's run, except parameters that the
-    kind of attention declares as float32. ``recipe`` has the layout and precision of the inference.
+    kind of attention declares as float32. ``recipe`` has the parallel layout and the precision of
+    the inference.
     """
     precision = DTYPES[checkpoint.recipe.training.precision]
     network = build_model(recipe, parallel_state, initial_weights=False).eval()

@@ -17,8 +17,8 @@ from diffmegatron.files import check_utf8, explain_os_errors, format_path
 def atomic_directory(out: Path) -> Iterator[Path]:
     """Yield a temporary directory, which is renamed to ``out`` on success and removed otherwise.
 
-    ``out`` must be new or empty. Temporary directories of killed processes are removed first. Those
-    of running processes are locked.
+    ``out`` must be new or empty. Temporary directories that killed processes left beside it are
+    removed first. A running process holds a lock on its directory, which therefore stays.
     """
     out = out.resolve()
     check_utf8(out)
@@ -52,7 +52,7 @@ def _remove_left(out: Path) -> None:
 
 @contextmanager
 def _locked(directory: Path, *, wait: bool = True) -> Iterator[bool]:
-    """Lock a directory (flock) within the context; yield False if that fails."""
+    """Lock a directory (flock) within the context; yield whether the lock was acquired."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         try:

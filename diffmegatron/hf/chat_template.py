@@ -1,7 +1,8 @@
 """A Hugging Face chat template that matches the training data, and the tokenizer change it needs.
 
 ``diffmegatron prepare`` encodes ChatML prompts and responses separately, so no token spans their
-boundary. Hugging Face encodes a chat as one text, which the tokenizer must split there.
+boundary. Hugging Face encodes a chat as one text. The exported tokenizer must therefore split the
+text at these boundaries.
 """
 
 import itertools
@@ -33,8 +34,9 @@ CHAT_TEMPLATE = f"""\
 {{%- endif -%}}
 """
 # The tokenizer splits a chat before and after each match. If the ChatML markers are ordinary text,
-# a match is a response and its <|im_end|>. If they are special tokens, the text is already split at
-# the markers. The pattern is then applied to "assistant\n" + response, and matches "assistant\n".
+# a match is a response and its <|im_end|>. If they are special tokens, the tokenizer has already
+# split the text at the markers. The pattern is then applied to the part "assistant\n" + response,
+# and matches "assistant\n".
 _RESPONSE = r"(?<=<\|im_start\|>assistant\n)[\s\S]*?<\|im_end\|>|\Aassistant\n"
 _TEXTS = (
     "What is 12345 + 1?",
@@ -61,7 +63,10 @@ def load_exported(directory: Path) -> Any:
 
 
 def check_chat(tokenizer: TrainingTokenizer, directory: Path, before_response: str = "") -> None:
-    """Raise UserError unless an export and ``prepare`` encode sample chats as the same ids."""
+    """Check that an export and ``prepare`` encode sample chats as the same ids.
+
+    ``before_response`` is the beginning of every response in the sample chats.
+    """
     exported = load_exported(directory)
     # verbose=True would warn of chats longer than a small model's seq_length.
     options = {"return_dict": False, "tokenizer_kwargs": {"verbose": False}}

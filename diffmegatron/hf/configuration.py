@@ -20,7 +20,7 @@ from diffmegatron.hf.modeling.configuration_diff_base import rope_of_transformer
 from diffmegatron.section import MAX_SIZE
 from diffmegatron.validation import describe, first_error
 
-# Fields of config.json with the supported values. Error messages name the first value.
+# Fields of config.json -> supported values. Error messages name the first value.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
     "attention_bias": (False, None),
@@ -31,7 +31,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "is_encoder_decoder": (False, None),
     "quantization_config": (None,),
 }
-# Model type -> changes of _NEUTRAL.
+# Model type -> fields that this model type adds to _NEUTRAL or replaces in it.
 _NEUTRAL_OF: dict[str, dict[str, tuple[Any, ...]]] = {
     "seed_oss": {
         "attention_bias": (True,),
@@ -39,10 +39,11 @@ _NEUTRAL_OF: dict[str, dict[str, tuple[Any, ...]]] = {
         "residual_dropout": (0,),
     }
 }
-# transformers loads this file of a PEFT adapter with the model if peft is installed.
+# File of a PEFT adapter. If peft is installed, transformers adds the adapter to the model.
 _ADAPTER = "adapter_config.json"
 _FULL = "full_attention"
-# transformers creates lists with an entry per layer, so a huge number would exhaust the memory.
+# transformers creates lists with an entry per layer, so a huge number of layers would exhaust the
+# memory.
 _MAX_LAYERS = 10_000
 # Kind of RoPE scaling -> {key in a recipe's rope_scaling: key in rope_parameters of config.json}.
 _SCALINGS: dict[str, dict[str, str]] = {
@@ -66,8 +67,8 @@ def to_hf_config(recipe: Recipe, end_of_document: int, dtype: torch.dtype) -> Pr
         "initializer_range": model.initialization.std,
         "bos_token_id": end_of_document,
         "eos_token_id": end_of_document,
-        # The padding token is the end-of-document token. With its id here, transformers would make
-        # it the embedding's padding_idx, and fine-tuning could not train its row.
+        # The tokenizer pads with the end-of-document token. If its id were here, transformers would
+        # use it as the embedding's padding_idx, and fine-tuning could not train that row.
         "pad_token_id": None,
         "dtype": dtype,
         "architectures": [described.architecture],
@@ -92,7 +93,8 @@ def write_config(config: PretrainedConfig, directory: Path) -> None:
 
 def hugging_face_class(model: ModelConfig) -> HuggingFace:
     """Return the description of the Hugging Face class that computes a recipe's network."""
-    # hugging_face may refuse a setting of a kind that cannot be exported at all, so check first.
+    # If a kind cannot be exported at all, hugging_face() could raise a misleading error about a
+    # setting, so check the kinds first.
     for kind, _ in model.attention.by_kind(model.num_layers):
         kind.check_export()
     return model.attention.hugging_face(model.hidden_size)
@@ -118,11 +120,11 @@ def network_keys(model: ModelConfig) -> dict[str, Any]:
 
 
 def changed_keys(config: PretrainedConfig, recipe: Recipe) -> dict[str, Any]:
-    """Return the keys that differ between a pretrained model and a recipe, with recipe values."""
+    """Return keys that differ between a pretrained model and a recipe, with the recipe's values."""
     changed = {}
     for key, value in network_keys(recipe.model).items():
         own = getattr(config, key, None)
-        # The pretrained model may have further RoPE parameters.
+        # Compare only the recipe's RoPE parameters, because the pretrained model may have more.
         is_rope = key == "rope_parameters"
         if not (value.items() <= (own or {}).items() if is_rope else own == value):
             changed[key] = value
@@ -158,7 +160,7 @@ def load_config(folder: Path) -> PretrainedConfig:
 
 
 def read_config(folder: Path) -> PretrainedConfig:
-    """Load the configuration of a pretrained model whose network a recipe can express."""
+    """Load a pretrained model's configuration; refuse networks that no recipe can express."""
     path = folder / CONFIG_NAME
     raw = read_json(path, dict[str, Any])
     known = model_types()
@@ -215,7 +217,8 @@ def _check_rope(path: Path, raw: Mapping[str, Any], rope: Mapping[str, Any]) -> 
             raise UserError(
                 f"{format_path(path)} has {key} {shorten(repr(rope[key]))}, a text; give a number"
             )
-    # transformers 4 and 5 read these keys at different places, so the values must be equal.
+    # transformers 4 and 5 read these keys at different places (the top level or the section), so
+    # the values must be equal.
     own = raw.get(section) or {}
     for key in ("rope_theta", "original_max_position_embeddings"):
         within = own.get(key, rope.get(key))

@@ -23,8 +23,8 @@ from diffmegatron.parallel.parallel_state import process_groups
 
 # Largest allowed difference of the logits, divided by the largest logit. The key is the dtype to
 # which export and training round different values, or float32 if they round the same values. For
-# example, an export of DIFF V1 multiplies the norm's weight into the output projection before it
-# rounds, and training rounds first. Each bf16 rounding has a relative error of up to 2^-8.
+# example, an export of DIFF V1 multiplies the norm's weight into the output projection and rounds
+# the product, but training rounds both weights. A bf16 rounding has a relative error of up to 2^-8.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 _NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 
@@ -37,13 +37,13 @@ _SAMPLE = (
 def export_checkpoint(
     directory: Path, out: Path, *, verify: bool = True, tokens: Tensor | None = None
 ) -> Verified | None:
-    """Write a checkpoint as Hugging Face files; compare the logits of both models.
+    """Write a checkpoint as a Hugging Face model; compare its logits with the training network's.
 
-    After an error, nothing is written to ``out``.
+    If an error occurs, ``out`` is not written. Without ``verify``, the result is None.
 
     Args:
         directory: directory of the checkpoint.
-        verify: whether to compare. Both models must then fit into this process's memory in float32.
+        verify: whether to compare the logits. The models must then fit into memory in float32.
         tokens: ids [b, s] for the comparison, b * s <= 256; None: the ids of a short built-in text.
     """
     transformers_logging.disable_progress_bar()
@@ -87,7 +87,7 @@ def export_checkpoint(
         dtype,
         original=original,
         step=step,
-        # True if the training data had chats, all in ChatML.
+        # True if the training data had chats, and all of these were in ChatML.
         chat=isinstance(layouts, list) and "chat" in layouts and "template" not in layouts,
         verify=compare if verify else None,
     )
@@ -99,8 +99,8 @@ def _rounded_differently(
 ) -> torch.dtype:
     """Return the key of ``TOLERANCE`` for the comparison.
 
-    It is float32 if the export only rearranges weights, and otherwise the coarser of the dtypes of
-    the run and the export.
+    It is float32 if ``original`` is None and the export multiplies no weight into another one.
+    Otherwise it is the coarser of ``dtype`` and the most frequent dtype of ``original``.
     """
     is_folded = recipe.model.lora is not None or any(
         rule.folds for rule in table(recipe.model, step)
@@ -112,7 +112,7 @@ def _rounded_differently(
 
 
 def merged_weights(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
-    """Yield the name and unsharded float32 value of each weight; LoRA's update is added to it."""
+    """Yield the name and unsharded float32 value of each weight, including LoRA's update."""
     lora, tensors = checkpoint.recipe.model.lora, checkpoint.tensors
     adapted = {name.removesuffix(LORA_A) for name in tensors.names() if name.endswith(LORA_A)}
     for name, weight in checkpoint.weights():
@@ -132,7 +132,8 @@ def training_logits(checkpoint: Checkpoint, tokens: Tensor) -> Tensor:
     the vocabulary is dropped.
     """
     recipe = checkpoint.recipe
-    # On a GPU, the Triton kernels compute float32 products in TF32, which exceeds the tolerance.
+    # On a GPU, the Triton kernels compute float32 products in TF32, whose error would exceed the
+    # tolerance.
     exact = {"precision": "fp32", "attention_backend": "reference"}
     single_process = {"parallel": ParallelConfig(), "recompute": RecomputeConfig()}
     training = recipe.training.model_copy(update=exact)

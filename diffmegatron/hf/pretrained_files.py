@@ -1,7 +1,7 @@
-"""Files of a pretrained model: its tensors, and what exports of runs that start from it keep.
+"""Files of a pretrained model: the tensors to import, and the files that exports keep.
 
-Exports keep config.json, the tokenizer and the dtypes. ``diffmegatron import`` copies these files
-into a folder, which becomes ``data.tokenizer`` of the recipe.
+Exports of runs that start from the model keep its config.json, tokenizer and dtypes. To this end,
+``diffmegatron import`` copies the files into a folder, which the runs have as ``data.tokenizer``.
 """
 
 import re
@@ -37,7 +37,7 @@ _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
 class Stored(NamedTuple):
-    """Description of a tensor from its safetensors file; ``dtype`` is a name such as BF16."""
+    """Description of a tensor in a safetensors file; ``dtype`` is a name such as BF16."""
 
     path: Path
     shape: tuple[int, ...]
@@ -118,7 +118,7 @@ class Source:
             )
 
     def stream(self, rules: Iterable[WeightRule]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the name and finite stored value of each tensor in the order of ``rules``."""
+        """Yield each tensor's name and values in the order of ``rules``; refuse NaN and inf."""
         for name in (name for rule in rules for name in rule.theirs):
             tensor = self.read(name)
             if not tensor.isfinite().all():
@@ -183,7 +183,10 @@ def _unreadable(path: Path, error: Exception) -> UserError:
 
 
 class Dtypes(BaseModel):
-    """Content of ``dtypes.json``: the most frequent dtype, and those of other tensors by name."""
+    """Content of ``dtypes.json``; ``usual`` is the most frequent dtype of the tensors.
+
+    ``others`` maps the name of each tensor with another dtype to its dtype.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -193,7 +196,7 @@ class Dtypes(BaseModel):
 
 @dataclass(frozen=True)
 class Original:
-    """Files of the pretrained model that a run started from, in ``folder``."""
+    """The pretrained model that a run started from; ``folder`` has its files except the weights."""
 
     folder: Path
     config: PretrainedConfig
@@ -209,7 +212,7 @@ class Original:
         return DTYPES[self.dtypes.others.get(name, self.dtypes.usual)]
 
     def can_compute(self, described: HuggingFace) -> bool:
-        """Return whether the model's class computes what the class ``described`` does."""
+        """Return whether the model's class computes the same network as the class ``described``."""
         return self.config.model_type in (described.model_type, *described.also)
 
     def write_config(self, recipe: Recipe, directory: Path) -> None:
@@ -240,7 +243,7 @@ def keep_original(source: Source, folder: Path) -> None:
 
 
 def find_original(recipe: Recipe) -> Original | None:
-    """Return the pretrained model that a run started from, or None."""
+    """Return the pretrained model whose files ``import`` copied to ``data.tokenizer``, or None."""
     folder = Path(recipe.data.tokenizer)
     if not (folder / DTYPES_NAME).is_file():
         return None

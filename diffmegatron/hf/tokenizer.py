@@ -1,4 +1,4 @@
-"""Write the tokenizer of a run into an export: convert a tiktoken encoding, or copy a tokenizer.
+"""Write the tokenizer of a run into an export: convert a tiktoken encoding, or copy files.
 
 A tiktoken encoding becomes a fast Hugging Face tokenizer with the same ids.
 ``transformers.integrations.tiktoken`` cannot do this: it needs blobfile, gives special tokens other
@@ -32,7 +32,7 @@ from diffmegatron.hf.chat_template import (
 log = logging.getLogger(__name__)
 
 CONFIG = "tokenizer_config.json"
-# Name, in transformers 4 and 5, of a class that uses tokenizer.json unchanged.
+# A class that uses tokenizer.json unchanged; transformers 4 and 5 both have a class of this name.
 _CLASS = "PreTrainedTokenizerFast"
 _FILES = (
     "tokenizer.json",
@@ -44,7 +44,7 @@ _FILES = (
     "merges.txt",
     "chat_template.*",
 )
-# A tokenizer could merge white space at the beginning of a response with the newline before it.
+# Beginning of sample responses: a tokenizer could merge it with the newline before the response.
 _SPACE = "\n\n "
 SAMPLE = (
     "The quick brown fox doesn't jump; WE'LL say it's 1 or 22 or 333 or 4444 or 1234567890.",
@@ -68,13 +68,15 @@ def write_tokenizer(
 ) -> None:
     """Write and check ``tokenizer.json`` and ``tokenizer_config.json``.
 
-    A tiktoken encoding is converted, and must have the same ids and texts for samples. The files of
-    a Hugging Face folder are copied. If they have other ids than in training, a warning is logged,
-    and there is no chat template.
+    A tiktoken encoding is converted. The result must encode and decode sample texts as the encoding
+    does. The files of a Hugging Face folder are copied. If the copy and training encode sample
+    texts as different ids, a warning is logged. If they encode sample chats as different ids, a
+    warning is logged and the copy has no chat template.
 
     Args:
-        seq_length: maximum length of a text in tokens, which a converted tokenizer records.
-        directory: directory with ``config.json``, by which ``AutoTokenizer`` chooses its class.
+        seq_length: maximum length of a text in tokens; only a converted tokenizer stores it.
+        directory: directory with ``config.json``, from which ``AutoTokenizer`` selects the class of
+            the tokenizer.
         chat: whether to add the template of :mod:`diffmegatron.hf.chat_template`.
     """
     if isinstance(tokenizer, HuggingFaceTokenizer):
@@ -116,7 +118,7 @@ def _write_copied(tokenizer: HuggingFaceTokenizer, directory: Path, *, chat: boo
     # auto_map names code files that are not copied. Training did not use them.
     config.pop("auto_map", None)
     if chat:
-        # Training used another template than the folder's own.
+        # Training used ChatML, not the folder's own template.
         config.pop("chat_template", None)
         for template in directory.glob("chat_template.*"):
             template.unlink()
@@ -135,7 +137,7 @@ def _write_copied(tokenizer: HuggingFaceTokenizer, directory: Path, *, chat: boo
 
 
 def _first_different_text(tokenizer: HuggingFaceTokenizer, directory: Path) -> str | None:
-    """Return the first sample text for which ``AutoTokenizer`` and training have other ids."""
+    """Return the first sample text that ``AutoTokenizer`` and training encode as different ids."""
     exported = load_exported(directory)
     for text in SAMPLE:
         ids = exported(text, add_special_tokens=False, verbose=False)["input_ids"]
@@ -147,11 +149,13 @@ def _first_different_text(tokenizer: HuggingFaceTokenizer, directory: Path) -> s
 def _give_template(
     tokenizer: HuggingFaceTokenizer, config: dict[str, Any], directory: Path
 ) -> bool:
-    """Add the chat template to copied files; return whether chats have the ids of training.
+    """Add the chat template to copied files, if sample chats then have the ids of training.
 
-    Responses that begin with white space may have other ids; a warning is then logged.
+    Return whether it was added. If only responses that begin with white space have other ids, the
+    template is added and a warning is logged.
     """
-    # Other tokenizer classes rebuild parts of tokenizer.json and lose what split_responses adds.
+    # Other tokenizer classes rebuild parts of tokenizer.json. They would lose the split that
+    # split_responses adds.
     _write_config(config | {"tokenizer_class": _CLASS}, directory)
     changed = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
     split_responses(changed)
@@ -186,15 +190,17 @@ def copy_tokenizer(source: Path, directory: Path) -> None:
 def convert(encoding: tiktoken.Encoding) -> tokenizers.Tokenizer:
     """Convert an encoding to byte-level BPE of the ``tokenizers`` library, with the same ids.
 
-    tiktoken joins the two neighbours whose joined bytes are the token with the lowest rank.
+    tiktoken repeatedly joins the two neighbours whose joined bytes are the token of lowest rank.
     ``tokenizers`` needs a list of merges: for every token in the order of rank, all pairs of tokens
     whose joined bytes are this token.
     """
     ranks: dict[bytes, int] = encoding._mergeable_ranks
     special: dict[str, int] = encoding._special_tokens
-    # Special tokens outside the vocabulary would get the next ids, which some encodings skip.
+    # The vocabulary includes the special tokens. Otherwise add_special_tokens would give them the
+    # next ids, which some encodings skip.
     vocabulary = {_visible(token): rank for token, rank in ranks.items()} | special
-    # With ignore_merges, a text that is a token becomes this token without merges, as in tiktoken.
+    # With ignore_merges, a piece of text that equals a token becomes this token without merges, as
+    # in tiktoken.
     tokenizer = tokenizers.Tokenizer(models.BPE(vocabulary, _merges(ranks), ignore_merges=True))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -258,7 +264,7 @@ def oniguruma_pattern(pattern: str) -> str:
 
 
 def check_tokenizer(encoding: tiktoken.Encoding, directory: Path) -> None:
-    """Check that an export's ``AutoTokenizer`` has the encoding's ids and texts for samples."""
+    """Check that an export's ``AutoTokenizer`` encodes and decodes samples as the encoding does."""
     exported = load_exported(directory)
     specials = sorted(encoding.special_tokens_set)
     texts = [*SAMPLE, "\n\n".join(SAMPLE), *specials, " a\n".join(specials), "".join(specials)]

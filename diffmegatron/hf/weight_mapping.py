@@ -19,7 +19,7 @@ Weights = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 
 
 def table(model: ModelConfig, step: int = 0) -> tuple[WeightRule, ...]:
-    """Return the rules of all weights of the model at a training step."""
+    """Return the rules that convert all weights of a model after ``step`` training steps."""
     hugging_face_class(model)
     norm = (model.hidden_size,)
     rules = [_vocabulary(model, "embedding.word_embeddings", "model.embed_tokens")]
@@ -50,7 +50,7 @@ def table(model: ModelConfig, step: int = 0) -> tuple[WeightRule, ...]:
 def _check_own_parameters(
     attention: Variant, hidden_size: int, rules: list[WeightRule], ours: str
 ) -> None:
-    """Refuse a kind of attention that declares a parameter for which it has no rule."""
+    """Refuse a kind of attention that declares a parameter but no rule for this parameter."""
     known = {name for rule in rules for name in rule.ours}
     own = [each.name for each in attention.parameters(hidden_size)]
     if left_out := [name for name in own if f"{ours}.{name}" not in known]:
@@ -65,7 +65,8 @@ def _check_own_parameters(
 def _vocabulary(model: ModelConfig, ours: str, theirs: str) -> WeightRule:
     """Return the rule of the embedding or the output layer, which have one row per token.
 
-    Our matrix ends with ``vocab_padding`` unused rows: zeros after an import, dropped by an export.
+    Our matrix ends with ``vocab_padding`` unused rows. An import fills them with zeros, and an
+    export removes them.
     """
     return WeightRule(
         {f"{ours}.weight": (model.vocab_size, model.hidden_size)},
@@ -94,9 +95,10 @@ def _mlp(model: ModelConfig, ours: str, theirs: str) -> list[WeightRule]:
 
 
 def to_hf(weights: Weights, model: ModelConfig, step: int = 0) -> Iterator[tuple[str, Tensor]]:
-    """Convert our weights to Hugging Face's; yield a name and tensor once its inputs are read.
+    """Convert our weights to Hugging Face's; yield the name and tensor of each result.
 
-    The dtype is that of our weight, or float32 or float64 if another weight is folded into it.
+    A tensor is yielded as soon as all weights from which it is computed are read. Its dtype is that
+    of our weight, or float32 or float64 if another weight is multiplied into it.
     """
     lines = ((rule.ours, rule.theirs, rule.to_hf) for rule in table(model, step))
     return _convert(weights, lines)
@@ -105,8 +107,8 @@ def to_hf(weights: Weights, model: ModelConfig, step: int = 0) -> Iterator[tuple
 def from_hf(weights: Weights, model: ModelConfig) -> Iterator[tuple[str, Tensor]]:
     """Convert Hugging Face's weights to ours; yield the name and tensor of each of our weights.
 
-    If the export folds the weight of the headwise norm into the output projection, the weight of
-    our norm becomes ones.
+    A weight that the Hugging Face model lacks gets a value without effect. For example, the weight
+    of the headwise norm becomes ones, because DiffLlama's norm has no weight.
     """
     lines = ((rule.theirs, rule.ours, rule.from_hf) for rule in table(model))
     return _convert(weights, lines)

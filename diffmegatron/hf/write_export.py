@@ -26,7 +26,7 @@ from diffmegatron.hf.pretrained_files import Original
 from diffmegatron.hf.tokenizer import write_tokenizer
 from diffmegatron.hf.weight_mapping import Weights, table, to_hf
 
-# A larger weight gets a file of its own.
+# Maximum bytes of the weights in a file. A larger weight gets a file of its own.
 MAX_SHARD_BYTES = 4 * 2**30
 MAX_VERIFY_TOKENS = 256
 # Reason for different logits of two float32 networks with equal weights.
@@ -34,14 +34,14 @@ SUMMATION = "float32 sums depend on their order"
 
 
 class LogitDifference(NamedTuple):
-    """Largest difference of logits; ``relative`` is divided by the largest expected logit."""
+    """Largest difference of logits; ``relative`` is its ratio to the largest expected logit."""
 
     absolute: float
     relative: float
 
 
 class Verified(NamedTuple):
-    """Logits whose ``relative`` difference is at most ``tolerance``; ``reason`` explains it."""
+    """Result of a passed comparison of logits; ``reason`` explains why the logits may differ."""
 
     absolute: float
     relative: float
@@ -77,7 +77,8 @@ def write_export(
         dtype: dtype of the stored weights. Weights that must not be rounded, such as lambda
             vectors, are float32. (DiffLlama rounds them when it is loaded in bf16.)
         original: pretrained model that the run started from. If its class can compute the recipe's
-            attention, the export has its class, its dtypes and its changed configuration.
+            attention, the export keeps its class, its dtypes and its configuration, with the
+            recipe's changes.
         step: training step of the weights, on which a factor of some kinds of attention depends.
         chat: whether to add a chat template to the tokenizer.
         verify: check of the complete directory; an error prevents the export.
@@ -110,7 +111,8 @@ def _stored_dtypes(
 ) -> Callable[[str, Tensor], torch.dtype]:
     """Return a function from a tensor's name and value to the dtype in which to store it.
 
-    A tensor that must not be rounded is float32, unless its original dtype is exact.
+    A tensor that must not be rounded is stored in float32, or in its original dtype if this dtype
+    represents its values exactly.
     """
     keep_fp32 = {name for rule in table(model) if rule.keep_fp32 for name in rule.theirs}
 
@@ -125,9 +127,10 @@ def _stored_dtypes(
 
 
 def _write_weights(weights: Iterable[tuple[str, Tensor, torch.dtype]], directory: Path) -> None:
-    """Write safetensors files with the names that ``transformers`` expects, and an index.
+    """Write safetensors files with the names that ``transformers`` expects.
 
-    huggingface_hub needs the whole state dict in memory; here only one shard is.
+    If there are several files, an index lists the file of each weight. huggingface_hub would need
+    the whole state dict in memory. This function needs only one shard.
     """
     shards: list[list[str]] = []
     total_size = 0
@@ -151,7 +154,7 @@ def _write_weights(weights: Iterable[tuple[str, Tensor, torch.dtype]], directory
 def _in_shards(
     weights: Iterable[tuple[str, Tensor, torch.dtype]],
 ) -> Iterator[dict[str, Tensor]]:
-    """Yield weights in their new dtype in one dict, which is cleared before the next shard."""
+    """Yield the weights of each file in their new dtypes, in one dict that is reused."""
     shard: dict[str, Tensor] = {}
     for name, tensor, dtype in weights:
         if shard and _num_bytes(shard) + tensor.numel() * dtype.itemsize > MAX_SHARD_BYTES:
@@ -182,10 +185,10 @@ def _save(tensors: dict[str, Tensor], path: Path) -> None:
 
 @torch.no_grad()
 def verify_export(directory: Path, tokens: Tensor, expected: Tensor) -> LogitDifference:
-    """Load a Hugging Face model as a user would, in fp32 on the CPU, and compare its logits.
+    """Load a Hugging Face model as a user would, in fp32 on the CPU; compare its logits.
 
-    There are at most ``MAX_VERIFY_TOKENS`` ids in ``tokens`` [b, s]. The ``expected`` logits are
-    [b, s, vocab_size].
+    ``tokens`` [b, s] has at most ``MAX_VERIFY_TOKENS`` ids. The logits of the model are compared
+    with ``expected``, [b, s, vocab_size].
     """
     if tokens.numel() > MAX_VERIFY_TOKENS:
         raise ValueError(f"{tokens.numel()} tokens to verify; at most {MAX_VERIFY_TOKENS}")
@@ -201,7 +204,7 @@ def verify_export(directory: Path, tokens: Tensor, expected: Tensor) -> LogitDif
             output_loading_info=True,
             use_safetensors=True,
         )
-    except Exception as error:  # transformers raises many classes here
+    except Exception as error:  # transformers raises many classes of exceptions here.
         raise UserError(
             f"{format_path(directory)} does not load as a model: {shorten(str(error))}"
         ) from None
@@ -217,7 +220,7 @@ def verify_export(directory: Path, tokens: Tensor, expected: Tensor) -> LogitDif
 
 
 def _carries_our_code(directory: Path) -> bool:
-    """Return whether a directory has this package's model code; False if it needs no code."""
+    """Return whether a directory has an exact copy of this package's code for its model type."""
     model_type = read_json(directory / CONFIG_NAME, dict[str, Any])["model_type"]
     ours = remote_files(model_type)
     return bool(ours) and all(

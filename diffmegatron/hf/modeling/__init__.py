@@ -1,8 +1,8 @@
 """Classes of the models that transformers has no class for.
 
 An export contains the files ``configuration_<model_type>.py`` and ``modeling_<model_type>.py`` of
-its model, which import only torch, transformers and each other. ``auto_map`` in ``config.json``
-lets transformers load them with ``trust_remote_code=True``.
+its model, and the files of their base classes. These files import only torch, transformers and each
+other. ``auto_map`` in ``config.json`` lets transformers load them with ``trust_remote_code=True``.
 """
 
 from pathlib import Path
@@ -24,7 +24,7 @@ CLASSES = (
 
 
 def register() -> None:
-    """Register the models with transformers' Auto classes, and their code with save_pretrained."""
+    """Register the models with transformers' Auto classes; let save_pretrained copy their code."""
     for config, model, causal_lm in CLASSES:
         AutoConfig.register(config.model_type, config, exist_ok=True)
         AutoModel.register(config, model, exist_ok=True)
@@ -35,7 +35,7 @@ def register() -> None:
 
 
 def remote_files(model_type: str) -> list[Path]:
-    """Return the code files with which a model loads without this package; [] if it needs none."""
+    """Return the code files that an export of a model type needs; [] if it needs none."""
     own = [config.model_type for config, *_ in CLASSES]
     if model_type not in own:
         return []

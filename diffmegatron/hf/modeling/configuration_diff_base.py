@@ -14,7 +14,9 @@ class DiffBaseConfig(PretrainedConfig):
     """Configuration with Llama's keys, except those for biases and dropout.
 
     A subclass sets the keys of its attention before it calls this constructor, which checks them.
-    Its name ends with "Config", and the names of its files with its ``model_type``.
+    If it is named ``NameConfig`` and has the ``model_type`` "kind", it must be in the file
+    ``configuration_kind.py``. Its models ``NameModel`` and ``NameForCausalLM`` must be in
+    ``modeling_kind.py``.
     """
 
     keys_to_ignore_at_inference: ClassVar = ["past_key_values"]
@@ -82,7 +84,7 @@ class DiffBaseConfig(PretrainedConfig):
             "AutoModelForCausalLM": f"modeling_{kind}.{name}ForCausalLM",
         }
         kwargs.setdefault("auto_map", auto_map)
-        # transformers 4 sets these keys only here; it ties embeddings by default.
+        # transformers 4 sets these keys only in this constructor. It ties embeddings by default.
         super().__init__(
             pad_token_id=pad_token_id,
             bos_token_id=bos_token_id,
@@ -102,7 +104,8 @@ class NoiseHeadsConfig(DiffBaseConfig):
     heads. ``num_attention_heads`` counts all query heads, h + h / r. ``signal_per_noise`` is r.
     """
 
-    # Grouped attention has no plan, because a rank's rows of q_proj and k_proj are not contiguous.
+    # The plan has no attention projections, because grouped_diff cannot shard q_proj and k_proj: a
+    # rank's rows are not contiguous. diff_v2 adds its projections.
     base_model_tp_plan: ClassVar = {
         "layers.*.mlp.gate_proj": "colwise",
         "layers.*.mlp.up_proj": "colwise",
@@ -145,7 +148,7 @@ class NoiseHeadsConfig(DiffBaseConfig):
 
 
 def check_positive(name: str, value: object) -> None:
-    """Raise ValueError unless a key's value is a positive integer."""
+    """Raise ValueError if a key's value is not a positive integer."""
     if not isinstance(value, int) or value < 1:
         raise ValueError(f"{name} is {value!r}; it must be a positive integer")
 

@@ -10,7 +10,7 @@ class DiffV2Config(NoiseHeadsConfig):
     """Llama's configuration with the additional key ``signal_per_noise``.
 
     Args:
-        num_attention_heads: number of query heads in the attention call, h + h / r.
+        num_attention_heads: number of query heads: h signal heads and h / r noise heads.
         signal_per_noise: r, number of signal heads that share a noise head.
         num_key_value_heads: number of key heads, and also of value heads. It must divide h / r.
         kwargs: Llama's keys, such as ``hidden_size``, and arguments of ``PretrainedConfig``.
@@ -26,7 +26,7 @@ class DiffV2Config(NoiseHeadsConfig):
         **NoiseHeadsConfig.base_model_tp_plan,
     }
 
-    # transformers 5 makes a dataclass of a class without its own constructor.
+    # transformers 5 turns a class without its own constructor into a dataclass.
     __init__ = NoiseHeadsConfig.__init__
 
     def _check_attention(self) -> None:

@@ -11,14 +11,15 @@ class GroupedDiffConfig(NoiseHeadsConfig):
     """Llama's configuration with the keys of grouped differential attention.
 
     Args:
-        num_attention_heads: number of all query heads, h + h / r.
+        num_attention_heads: number of query heads: h signal heads and h / r noise heads.
         signal_per_noise: r, number of signal heads that share a noise head.
-        num_key_value_heads: number of keys, 2 * h_kv. h_kv must divide h / r.
+        num_key_value_heads: number of key heads, 2 * h_kv, because each of the h_kv key-value heads
+            has two keys. h_kv must divide h / r.
         lambda_init: "exponential" for 0.8 - 0.6 exp(-0.3 l) in layer l (from 0), or a constant
             between 0 and 1 for all layers.
         lambda_std_dev: standard deviation of the initial values of the four lambda vectors.
-        headwise_norm: whether the difference of each signal head is normalized by an RMSNorm (all
-            heads share its weight) and scaled by 1 - lambda_init.
+        headwise_norm: whether the output of each signal head, after the subtraction, is normalized
+            by an RMSNorm (all heads share its weight) and multiplied by 1 - lambda_init.
         kwargs: Llama's keys, such as ``hidden_size``, and arguments of ``PretrainedConfig``.
     """
 

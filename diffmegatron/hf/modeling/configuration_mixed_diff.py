@@ -34,7 +34,8 @@ class MixedDiffConfig(DiffBaseConfig):
         lambda_std_dev: float = 0.1,
         **kwargs: Any,
     ) -> None:
-        # transformers also creates a configuration without arguments, to save only differences.
+        # To save only the keys that differ from the defaults, transformers creates a configuration
+        # without arguments.
         self.layer_kinds = layer_kinds or [{"layers": None, "model_type": "llama"}]
         self.lambda_std_dev = lambda_std_dev
         super().__init__(**kwargs)

@@ -14,7 +14,7 @@ from transformers.models.llama.modeling_llama import (
 
 
 class DiffBaseModel(LlamaModel):
-    """Llama's decoder; a subclass sets ``new_attention``, a function of config and layer index."""
+    """Llama's decoder with the attention that a subclass sets as ``new_attention``."""
 
     new_attention: Callable[[PretrainedConfig, int], nn.Module]
 

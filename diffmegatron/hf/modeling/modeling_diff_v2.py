@@ -3,7 +3,7 @@
 
 There are h signal heads, and each group of r signal heads shares a noise head. Microsoft's DIFF V2
 has r = 1; Motif-3 uses r > 1. For the hidden state x of a token, and signal head n with its noise
-head m:
+head m = n // r:
 
     out_n = signal_n(x) - sigmoid(x W_lambda)_n * noise_m(x)
 
@@ -32,8 +32,8 @@ class DiffV2Attention(LlamaAttention):
     """DIFF V2 attention over the normalized input of a layer.
 
     The rows of ``q_proj`` are in h / r groups: r signal heads and then their noise head, each with
-    ``head_dim`` rows. Consecutive groups share a key-value head. ``lambda_proj`` has one row and
-    ``o_proj`` has ``head_dim`` columns for each signal head, in the same order.
+    ``head_dim`` rows. Consecutive groups share a key-value head. For each signal head, in the
+    same order, ``lambda_proj`` has one row and ``o_proj`` has ``head_dim`` columns.
     """
 
     def __init__(self, config: DiffV2Config, layer_idx: int) -> None:

@@ -9,9 +9,9 @@ those of the noise heads, and v is the value of the key-value head. For signal h
     lambda = exp(lambda_q1 . lambda_k1) - exp(lambda_q2 . lambda_k2) + lambda_init
     head_n = (1 - lambda_init) * RMSNorm(out_n), over the 2d channels of out_n
 
-The heads are the input of ``o_proj``. If ``headwise_norm`` is False, head_n is out_n. There are
-h_kv = ``num_key_value_heads`` / 2 differential key-value heads. Each has two keys, k1 for its
-signal heads and k2 for their noise heads. Order of the heads, with d = ``head_dim``:
+All head_n together are the input of ``o_proj``. If ``headwise_norm`` is False, head_n is out_n.
+There are h_kv = ``num_key_value_heads`` / 2 differential key-value heads. Each has two keys, k1 for
+its signal heads and k2 for their noise heads. Order of the heads, with d = ``head_dim``:
 
     q_proj    rows: h signal heads of d rows each, then h / r noise heads of d rows each
     k_proj    rows: k1 of all key-value heads, d rows each, then k2 of all of them
@@ -43,13 +43,13 @@ from .configuration_grouped_diff import GroupedDiffConfig
 from .modeling_diff_base import DiffBaseForCausalLM, DiffBaseModel, attention_function
 
 try:
-    # transformers 5 also calls _init_weights for loaded weights, which these functions leave
-    # unchanged. transformers 4 lacks these functions, and initializes only new weights.
+    # transformers 5 also calls _init_weights for loaded weights. The functions of this module leave
+    # loaded weights unchanged. transformers 4 lacks the module, and initializes only new weights.
     from transformers import initialization
 except ImportError:
     from torch.nn import init as initialization
 
-# Components of the names of parameters that stay float32 in a model of any dtype.
+# Parts of parameter names. Parameters with these names stay float32 in a model of any dtype.
 FLOAT32 = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2", "subln")
 
 
@@ -143,7 +143,7 @@ class GroupedDiffAttention(LlamaAttention):
         attention_mask: Tensor | None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return attention [b, s, heads, 2d] of signal or noise heads, and softmax maps or None.
+        """Return outputs [b, s, heads, 2d] of signal or noise heads, and softmax maps or None.
 
         Fast attention functions need values with as many channels as the keys, so each half of the
         values has its own call.
@@ -162,9 +162,10 @@ class GroupedDiffAttention(LlamaAttention):
         return torch.cat([output for output, _ in halves], dim=-1), halves[0][1]
 
     def _combine(self, signal: Tensor, noise: Tensor) -> Tensor:
-        """Return signal - lambda * noise after the headwise norm, if any, [b, s, h, 2d].
+        """Return head_n of all signal heads (see the beginning of this file), [b, s, h, 2d].
 
-        The signal is [b, s, h, 2d] and the noise [b, s, h / r, 2d]. The result is at least float32.
+        ``signal`` is [b, s, h, 2d] and ``noise`` is [b, s, h / r, 2d]. The result is at least
+        float32.
         """
         wide = torch.promote_types(signal.dtype, torch.float32)
         first = torch.sum(self.lambda_q1.to(wide) * self.lambda_k1.to(wide))
@@ -191,8 +192,8 @@ class GroupedDiffPreTrainedModel(LlamaPreTrainedModel):
 
     def post_init(self) -> None:
         """Keep the lambda vectors and the headwise norm in float32, then call Llama's method."""
-        # transformers 4 refuses names without a parameter. Llama's constructor calls this method
-        # before all parameters exist.
+        # transformers 4 refuses names without a parameter, and Llama's constructor calls this
+        # method before all parameters exist. Therefore list only names that exist.
         parts = {part for name, _ in self.named_parameters() for part in name.split(".")}
         self._keep_in_fp32_modules_strict = [name for name in FLOAT32 if name in parts]
         super().post_init()

@@ -28,7 +28,7 @@ class MixedDiffPreTrainedModel(GroupedDiffPreTrainedModel):
 
 
 class MixedDiffModel(MixedDiffPreTrainedModel, DiffBaseModel):
-    """Llama's decoder, in which each layer has the kind of attention from the configuration."""
+    """Llama's decoder; the configuration selects the kind of attention of each layer."""
 
     @staticmethod
     def new_attention(config: MixedDiffConfig, layer_idx: int) -> LlamaAttention:
@@ -36,7 +36,8 @@ class MixedDiffModel(MixedDiffPreTrainedModel, DiffBaseModel):
         own = config.layer_config(layer_idx)
         attention = ATTENTION[own.model_type](own, layer_idx)
         for module in attention.modules():
-            # transformers changes the attention function in the model's configuration object.
+            # transformers sets the attention function in the model's configuration object, so all
+            # modules must have this object.
             if hasattr(module, "config"):
                 module.config = config
         return attention
