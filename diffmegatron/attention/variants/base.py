@@ -326,7 +326,10 @@ class Variant(Section, ABC):
         """
 
     def kv_cache_bytes(self, element: int) -> int:
-        """Return the bytes per token and layer of the key-value cache."""
+        """Return the bytes per token and layer of the key-value cache.
+
+        ``element`` is the number of bytes per key or value element.
+        """
         return 2 * self.heads.key_channels * element
 
     # Hugging Face
@@ -352,7 +355,7 @@ class Variant(Section, ABC):
     def layer_rules(
         self, ours: str, theirs: str, hidden_size: int, *, layer: int, step: int
     ) -> list[WeightRule]:
-        """Return the rules of one layer, counted from 1, after ``step`` optimizer steps."""
+        """Return the rules for layer number ``layer`` (from 1) after ``step`` optimizer steps."""
         return self.weight_rules(ours, theirs, hidden_size)
 
     @property

@@ -219,8 +219,8 @@ class Dex(Softmax):
 
         heads = super().forward(layer, context, query, key, value, gate)
         lengths = self._runs(layer)
-        # The order [s, b, ...] determines the last bits of the gradient of W_D. Earlier versions
-        # had this order, and their runs must resume to the same numbers.
+        # The axis order [s, b, ...] determines the last bits of the gradient of W_D. Earlier
+        # versions had this order, and their runs must resume to the same numbers.
         parts = list(heads.transpose(0, 1).split(lengths, dim=2))
         selected = torch.cat(parts[1::2], dim=2)
         projection = (self.current_lambda(layer) * layer.parameter(PROJECTION)).to(selected.dtype)
@@ -243,7 +243,7 @@ class Dex(Softmax):
         return lengths
 
     def _selected(self, layer: int) -> tuple[int, ...]:
-        """Return the selected heads of a layer, counted from 1 over all pipeline stages."""
+        """Return the selected heads of layer ``layer``, from 1 over all pipeline stages."""
         if isinstance(self.selected_heads, Unselected):
             raise self.selected_heads.error()
         return self.selected_heads[layer - 1]

@@ -71,7 +71,7 @@ class DiffV2(Variant):
     @override
     def saved_bytes(self, kernels: Kernels) -> tuple[float, float]:
         inputs, core = kernels.softmax_bytes(self.heads)
-        # The subtraction saves the outputs of all query heads and lambda. The output projection
+        # The subtraction saves lambda, and the outputs of all query heads. The output projection
         # saves the difference.
         core += kernels.element * self.heads.query_channels + FLOAT32 * self.num_heads
         return inputs + kernels.element * self.heads.output_channels, core

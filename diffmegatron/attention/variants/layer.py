@@ -52,7 +52,7 @@ class Heads:
 
     @property
     def keys(self) -> int:
-        """Number of key heads, and of value heads, of the layer."""
+        """Number of key heads of the layer, which is also the number of value heads."""
         return self._count("k")
 
     @property
@@ -62,7 +62,7 @@ class Heads:
 
     @property
     def key_channels(self) -> int:
-        """Number of channels of all keys, and of all values, of a token."""
+        """Number of channels of all keys of a token, which is also that of all values."""
         return self.keys * self.head_dim
 
     @property

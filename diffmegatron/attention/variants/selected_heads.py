@@ -77,7 +77,7 @@ SelectedHeads = Annotated[
 
 
 def assumed_heads(num_heads: int) -> int:
-    """Return the number of selected heads in a layer while the file does not exist."""
+    """Return the number of selected heads per layer to assume while the file does not exist."""
     return max(1, round(SHARE * num_heads))
 
 

@@ -109,7 +109,7 @@ class Softmax(Variant):
         from diffmegatron.attention.kernels.api import HeadwiseNorm
 
         norm = HeadwiseNorm(layer.parameter("head_norm"), layer.norm_eps, 1.0)
-        # The order [s, b, ...] determines the last bits of the gradient of the norm's weight.
+        # The axis order [s, b, ...] determines the last bits of the gradient of the norm's weight.
         # Earlier versions had this order, and their runs must resume to the same numbers.
         return norm.apply_to(heads.transpose(0, 1)).transpose(0, 1)
 
