@@ -99,7 +99,7 @@ def _rounded_differently(
 ) -> torch.dtype:
     """Return the key of ``TOLERANCE`` for the comparison.
 
-    It is float32 if ``original`` is None and the export multiplies no weight into another one.
+    It is float32 if ``original`` is None and the export computes no weight from several weights.
     Otherwise it is the coarser of ``dtype`` and the most frequent dtype of ``original``.
     """
     is_folded = recipe.model.lora is not None or any(

@@ -14,8 +14,8 @@ class DiffBaseConfig(PretrainedConfig):
     """Configuration with Llama's keys, except those for biases and dropout.
 
     A subclass sets the keys of its attention before it calls this constructor, which checks them.
-    If it is named ``NameConfig`` and has the ``model_type`` "kind", it must be in the file
-    ``configuration_kind.py``. Its models ``NameModel`` and ``NameForCausalLM`` must be in
+    If the subclass is named ``NameConfig`` and has the ``model_type`` "kind", it must be in the
+    file ``configuration_kind.py``. Its models ``NameModel`` and ``NameForCausalLM`` must be in
     ``modeling_kind.py``.
     """
 
