@@ -35,8 +35,8 @@ def entropy_sums(
 ) -> tuple[Sums, float]:
     """Return the sums of attention entropies in nats, and this rank's number of queries.
 
-    With context parallelism, both results of a rank are for other queries. Their totals over all
-    ranks are for all queries.
+    With context parallelism, the two results of one rank belong to different queries. The totals
+    over all ranks belong to all queries.
     """
     total: Sums = {}
 
@@ -99,7 +99,7 @@ class _EngineWithoutOptimizer:
 def _hooked(
     network: Network, add_hook: Callable[[SelfAttention], Callable[[], object]]
 ) -> Iterator[None]:
-    """Add a hook to every attention layer in this context; ``add_hook`` returns its removal."""
+    """Add a hook to every attention layer; the function that ``add_hook`` returns removes it."""
     with ExitStack() as stack:
         for module in network.modules():
             if isinstance(module, SelfAttention):
@@ -117,7 +117,7 @@ def _set_observer(
 def _add_gradient_hook(
     layer: SelfAttention, add: Callable[[Tensor, Tensor], None]
 ) -> Callable[[], object]:
-    """Call ``add`` with the heads' outputs and their gradient, both [s, b, heads * d]."""
+    """Make backward passes call ``add`` with heads' outputs and gradient, [s, b, heads * d]."""
 
     def hook(_: torch.nn.Module, inputs: tuple[Tensor, ...]) -> None:
         heads = inputs[0]

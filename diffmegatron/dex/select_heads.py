@@ -54,7 +54,7 @@ def select_heads(
         model: checkpoint, or a ``run_dir``, whose newest checkpoint is used.
         data: prefix of a prepared corpus that was tokenized with the model's tokenizer.
         out: file to create; ``.scores.json`` and ``.png`` of the same name are written beside it.
-        overrides: ``KEY=VALUE`` overrides of the checkpoint's recipe with one process.
+        overrides: ``KEY=VALUE`` overrides of the checkpoint's recipe; by default for one process.
         share: share of each layer's heads to select; the rounded number is at least 1.
         sequences: number of sequences to score on, each of ``training.seq_length`` tokens.
 

@@ -140,7 +140,7 @@ class _Block:
 
 @torch.no_grad()
 def feature_alignment(features: Sequence[Tensor]) -> Tensor:
-    """Return the linear CKA (centred kernel alignment) of every two heads, float64.
+    """Return the linear CKA (centred kernel alignment) of all heads, float64 [heads, heads].
 
     CKA is computed from the unbiased HSIC by equation 3 of Nguyen, Raghu, Kornblith (2021).
     ``features`` has the outputs of each layer's heads, [tokens, heads, width].

@@ -52,7 +52,7 @@ class WindowSuite(TextSuite):
         return first_texts(self.data, self.documents, characters)
 
     def windows(self, text: str, target: Target) -> list[list[int]]:
-        """Return the ids of a text in windows, without start tokens."""
+        """Return the ids of a text in windows of ``context - 1``, without start tokens."""
         return list(split(target.encode(text), self.context - 1))
 
 

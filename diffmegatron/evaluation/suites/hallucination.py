@@ -282,7 +282,7 @@ class Hallucination(Suite):
         )
 
     def _prompt(self, target: Target, passage: Passage) -> tuple[list[int], str]:
-        """Return the ids of a prompt, and its document without the middle if that is too long."""
+        """Return a prompt's ids and document; the middle of a too long document is left out."""
         task = _QUESTION.format(question=passage.question) if passage.question else _SUMMARY
         before, after = target.encode("Document: "), target.encode(task)
         document = target.encode(passage.document)

@@ -192,7 +192,7 @@ class LmEval(Suite):
         return True
 
     def _bars(self, records: Records) -> dict[tuple[str, str], Estimate]:
-        """Return (shots, name) -> first metric of groups with an aggregation and other tasks."""
+        """Return (shots, name) -> first metric of aggregated groups, and of tasks outside them."""
         groups = [each for each in self._library.groups.values() if each.has_aggregation]
         in_groups = {task.task_name for group in groups for task in group.get_all_tasks()}
         totals = {

@@ -103,7 +103,7 @@ class Loss(WindowSuite):
                     table[n][1] += int(counts[n - 1])
         return {
             "source": source,
-            # A packed window may begin or end within a character.
+            # A packed window may cut a character, so it has no number of bytes.
             "bytes": len(piece.encode()) if isinstance(piece, str) else None,
             "nats": nats,
             "tokens": tokens,
@@ -268,7 +268,7 @@ class Perplexity(TextSuite):
 
 
 def _windows(ids: Sequence[int], length: int, stride: int) -> Iterator[tuple[Sequence[int], int]]:
-    """Yield windows, each with the number of scored tokens at its end, if that is not 0."""
+    """Yield (window, number of scored tokens at its end), unless no token is scored."""
     counted = 0
     for first in range(0, len(ids), stride):
         end = min(first + length, len(ids))

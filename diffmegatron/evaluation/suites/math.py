@@ -294,7 +294,7 @@ def is_right(text: str, answer: str, choices: Sequence[str] = ()) -> bool:
 
 
 def _last(choice: str, text: str) -> int:
-    """Return the end of the last occurrence of a choice as whole words; -1 if there is none."""
+    """Return the position after the last whole-word occurrence of a choice; -1 if there is none."""
     places = re.finditer(rf"(?<!\w){re.escape(choice)}(?!\w)", text, re.IGNORECASE)
     return max((place.end() for place in places), default=-1)
 

@@ -64,7 +64,7 @@ class HaystackPrompt(NamedTuple):
 
     Attributes:
         ids: ids of the start token, the haystack with its needles, and the question.
-        spans: for each given needle, its first position in ``ids`` and the position after its last.
+        spans: for each given needle, its first position in ``ids`` and the one after its last.
         haystack_end: position in ``ids`` at which the question begins.
     """
 

@@ -1,4 +1,4 @@
-"""Outliers of activations, and the loss if attention logits with outliers are quantised.
+"""Outliers of activations, and the loss with quantised attention logits.
 
 Both measures are from Differential Transformer (Ye et al., section 3.7).
 """
@@ -191,7 +191,7 @@ def _median(counts: np.ndarray, second: Records) -> float:
 
 
 def _middle(counts: np.ndarray) -> tuple[int, int]:
-    """Return the ranks, from 0, of the two middle values; they are equal for an odd number."""
+    """Return the ranks, from 0, of the two middle values; an odd number of values has one."""
     total = int(counts.sum())
     return (total - 1) // 2, total // 2
 
