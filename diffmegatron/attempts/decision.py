@@ -1,6 +1,7 @@
-"""Decide after an attempt (one start of a job's ranks) whether the job continues or ends.
+"""Determine why an attempt ended, from the exit statuses that its ranks recorded.
 
-Every rank records its end. The exit status of srun is that of one rank only, so it is not used.
+An attempt is one start of a job's ranks. The exit status of srun is not used, because it is the
+status of only one rank.
 """
 
 import signal
@@ -11,26 +12,30 @@ from enum import StrEnum
 from diffmegatron.attempts.ends import EXIT_STOPPED, NOT_BEGUN, End
 from diffmegatron.errors import MachineError, UnfitNodeError, UserError
 
-# Signal N gives a killed process the exit status _SIGNAL + N.
+# A process that signal N killed has the exit status _SIGNAL + N.
 _SIGNAL = 128
-# A stop signal kills a rank only before its signal handlers are installed, which is not a fault.
+# Exit statuses of ranks that a stop signal ended at once, because the signal handlers were not yet
+# installed or because it was the second stop signal. Neither is a fault.
 _STOP_STATUSES = {_SIGNAL + number for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
 _SHOWN_RANKS = 8
 
 
 class Cause(StrEnum):
-    """Cause of an attempt's end, which determines how the job continues."""
+    """Cause of an attempt's end; the cause determines whether the job continues."""
 
     FINISHED = "finished"
     """All steps are done; the job ends."""
     MISTAKE = "mistake"
-    """A person must correct something; the job ends."""
+    """The user must correct something, such as the recipe; the job ends."""
     STOPPED = "stopped"
     """A signal or the time limit stopped the ranks; the job is requeued."""
     FAULT = "fault"
-    """A rank crashed, hung or did not connect; the job ends only after ``MAX_FAULTS`` in a row."""
+    """A rank crashed, hung or did not connect, or a node is unfit; the job tries again.
+
+    After ``MAX_FAULTS`` faults without a new checkpoint between them, the job ends.
+    """
     LOST = "lost"
-    """The job was killed while ranks still ran (node failure, preemption, scancel); no fault."""
+    """The job was killed (node failure, preemption, scancel) while ranks ran; not a fault."""
 
 
 @dataclass(frozen=True)
@@ -39,22 +44,24 @@ class Decision:
 
     cause: Cause
     reason: str  # one sentence for the user
-    hosts: tuple[str, ...] = ()  # blamed for the end; empty if unknown
-    unfit: tuple[str, ...] = ()  # failed the preflight checks
+    hosts: tuple[str, ...] = ()  # hosts that probably caused the end; empty if unknown
+    unfit: tuple[str, ...] = ()  # hosts that failed the preflight checks
 
 
 def decide(
     ends: Mapping[int, End], ranks: int, host_of: Callable[[int], str], *, was_killed: bool = False
 ) -> Decision:
-    """Return the cause of an attempt's end by the first matching rule, and the hosts to blame.
+    """Return the cause of an attempt's end and the hosts to blame, by the first rule that matches.
 
     Args:
-        ends: end of each rank that recorded one.
+        ends: recorded ends by rank; a rank that recorded no end is missing.
         ranks: number of ranks of the job.
+        host_of: function that returns the host of a rank, or "" if it is unknown.
         was_killed: whether the job was killed before all ranks had ended.
     """
     if was_killed:
-        # Slurm ends the ranks of a killed job with SIGKILL. Treat them as ranks without a record.
+        # Slurm kills the ranks of a killed job with SIGKILL. Treat such a rank as one without a
+        # record.
         ends = {rank: end for rank, end in ends.items() if end.status != _SIGNAL + signal.SIGKILL}
     mistakes = _select(ends, {UserError.exit_status})
     stopped = _select(ends, {EXIT_STOPPED})
@@ -66,13 +73,13 @@ def decide(
     has_crash = any(end.status > _SIGNAL for end in failed.values())
     missing = [rank for rank in range(ranks) if rank not in ends]
     hosts_of_missing = tuple(sorted({host_of(rank) for rank in missing} - {""}))
-    # The loss of more than half of the ranks is not the fault of their hosts.
+    # If more than half of the ranks are missing, their hosts are probably not the cause.
     are_few_missing = 0 < 2 * len(missing) <= ranks
 
     if mistakes:
         return Decision(Cause.MISTAKE, _first_reason(mistakes, "a mistake without a message"))
-    # All ranks save together, so failures after a save do not matter. Without a save, a stop counts
-    # only if no rank crashed, because srun stops all other ranks after a crash.
+    # All ranks save together. If a stopped rank has saved, failures of other ranks do not matter.
+    # Otherwise, a crash may have caused the stop: after a crash, srun stops all other ranks.
     has_saved = any(not end.reason.endswith(NOT_BEGUN) for end in stopped.values())
     if has_saved or (stopped and not has_crash):
         reasons = [end.reason for end in stopped.values() if end.reason]
@@ -81,8 +88,8 @@ def decide(
         hosts = _hosts(unfit.values())
         return Decision(Cause.FAULT, _first_reason(unfit, "its node is not fit"), hosts, hosts)
     if was_killed and missing and not has_crash:
-        # Failed ranks probably lost the connection to the missing ranks. If no rank failed, all
-        # missing ranks were killed with the job, and no host is to blame.
+        # Ranks that failed probably lost the connection to the missing ranks. If no rank failed,
+        # the missing ranks were killed with the job, and no host is to blame.
         blamed = hosts_of_missing if failed and are_few_missing else ()
         return Decision(Cause.LOST, f"the job ended before {_list_ranks(missing)}", blamed)
     if failed and failed == unconnected:
@@ -92,8 +99,9 @@ def decide(
         )
     if failed:
         failed = {rank: end for rank, end in failed.items() if rank not in unconnected}
-        # The failed ranks probably waited for the missing ranks in two cases: the watchdog ended
-        # all failed ranks (without a reason), or no failed rank ran on the host of a missing rank.
+        # In two cases, the failed ranks probably waited for the missing ranks:
+        # - The watchdog ended all failed ranks, so they recorded no reason.
+        # - No failed rank ran on the host of a missing rank.
         are_hung = all(not end.reason for end in failed.values())
         are_elsewhere = set(hosts_of_missing).isdisjoint(_hosts(failed.values()))
         if are_few_missing and not has_crash and (are_hung or are_elsewhere):
@@ -115,10 +123,9 @@ def decide(
 
 
 def _fault(failed: Mapping[int, End], ranks: int) -> Decision:
-    """Return a fault decision with the reason and hosts of the failures nearest to the cause.
+    """Return a fault that blames the ranks whose failures are probably closest to the cause.
 
-    A rank that a signal killed is nearer than a hung rank, and a hung rank is nearer than a rank
-    with an error.
+    Ranks that a signal killed are closest, then hung ranks, then ranks that raised an error.
     """
 
     def distance(rank: int) -> int:
@@ -127,7 +134,8 @@ def _fault(failed: Mapping[int, End], ranks: int) -> Decision:
         return 2 if failed[rank].reason else 1  # Without a reason, the watchdog ended the rank.
 
     first = min(failed, key=lambda rank: (distance(rank), failed[rank].time))
-    # The earliest error probably made the other ranks raise errors, so blame only its host.
+    # If the ranks raised errors, the earliest error probably caused the others, so blame only its
+    # host.
     alike = [rank for rank in failed if distance(rank) == distance(first)]
     alike = alike if distance(first) < 2 else [first]
     # Failures of more than half of the ranks have a common cause, such as a hanging collective, so
@@ -154,7 +162,10 @@ def _hosts(ends: Iterable[End]) -> tuple[str, ...]:
 
 
 def _first_reason(ends: Mapping[int, End], default: str) -> str:
-    """Describe the first rank that recorded a reason; else the first rank, with ``default``."""
+    """Return "rank N on HOST: REASON" for the first rank that recorded a reason.
+
+    If no rank did, return the same for the first rank with the reason ``default``.
+    """
     rank = next((rank for rank, end in ends.items() if end.reason), next(iter(ends)))
     end = ends[rank]
     host = f" on {end.host}" if end.host else ""

@@ -1,7 +1,8 @@
-"""Ledger of a job: one entry for each attempt (start of the job's ranks) in ``run_dir/attempts``.
+"""Ledger of a job: one JSON entry for each attempt (one start of the job's ranks).
 
-``NNNN.json`` is the entry of attempt NNNN, and in ``NNNN/`` every rank records its end. If the job
-was killed, the next attempt completes the entry of the killed attempt.
+The entry of attempt NNNN is ``run_dir/attempts/NNNN.json``. Each rank of the attempt records its
+end in the folder ``run_dir/attempts/NNNN``. If the job is killed during an attempt, the next
+attempt completes the entry.
 """
 
 import logging
@@ -31,10 +32,10 @@ log = logging.getLogger(__name__)
 
 ATTEMPTS = "attempts"
 MAX_FAULTS = 10
-"""Number of faults in a row, without a new checkpoint between them, after which a job ends."""
+"""Number of faults after which a job ends, if there is no new checkpoint between them."""
 _RECENT_ATTEMPTS = 10
-# Exclude a host that was blamed or slow in this many recent attempts. The cause of a single fault
-# may be elsewhere.
+# A host is avoided if it was blamed or slow in this many recent attempts. A single fault can have
+# another cause than the host.
 _MAX_HOST_FAULTS = 2
 _NAME = re.compile(r"(\d{4,6})\.json")
 
@@ -45,34 +46,35 @@ class Facts(Section):
     job: str  # Slurm job ID
     nodes: tuple[str, ...]  # host names in the order of the ranks
     ranks: int
-    versions: dict[str, str]  # of this package and of each library, by package name
-    commit: str | None = None  # of this package; None outside a git checkout
+    versions: dict[str, str]  # package name -> version, of this package and of the libraries
+    commit: str | None = None  # git commit of this package; None outside a git checkout
 
 
 class Attempt(Section):
     """Entry of the ledger about one start of the job's ranks.
 
-    Saved progress is the step of the newest checkpoint, summed over the stages.
+    *Saved progress* is a number of steps: the step of each stage's newest checkpoint, summed over
+    the stages.
     """
 
     number: int  # from 1
     facts: Facts
-    stages: dict[str, int]  # run_dir of each stage (or of the only run) -> number of its steps
-    startup_seconds: float  # watchdog timeout of the first step
-    step_seconds: float  # watchdog timeout of other steps
+    stages: dict[str, int]  # run_dir of each stage (or of the only run) -> total number of steps
+    startup_seconds: float  # time limit of the watchdog for the first step
+    step_seconds: float  # time limit of the watchdog for every other step
     began: float  # seconds since 1970
     saved_at_start: int  # saved progress at the beginning
-    checkpoint: str | None  # path of the newest checkpoint at the beginning
+    checkpoint: str | None  # path of the newest checkpoint at the beginning; None without one
     ended: float | None = None  # seconds since 1970; None until the end is recorded
     cause: Cause | None = None
     reason: str = ""
-    hosts: tuple[str, ...] = ()  # hosts and unfit: as in Decision
-    unfit: tuple[str, ...] = ()
+    hosts: tuple[str, ...] = ()  # hosts that probably caused the end; empty if unknown
+    unfit: tuple[str, ...] = ()  # hosts that failed the preflight checks
     stragglers: tuple[str, ...] = ()  # hosts of slow ranks
-    first_step: int | None = None  # first and last step in the last stage that was trained
-    last_step: int | None = None
+    first_step: int | None = None  # step at which the attempt began its last stage
+    last_step: int | None = None  # last step that the attempt reached in this stage
     saved: int = 0  # saved progress at the end
-    faults: int = 0  # faults in a row up to this attempt, without a new checkpoint between them
+    faults: int = 0  # number of faults up to this attempt without a new checkpoint between them
 
     @property
     def seconds(self) -> float:
@@ -81,7 +83,7 @@ class Attempt(Section):
 
     @property
     def has_trained(self) -> bool:
-        """True if the attempt completed at least one step."""
+        """True if the attempt completed at least one step of its last stage."""
         return (self.last_step or 0) > (self.first_step or 0)
 
     @property
@@ -132,7 +134,7 @@ class Ledger:
         return sorted(found, key=lambda attempt: attempt.number)
 
     def begin(self, recipes: Sequence[Recipe], facts: Facts) -> Attempt:
-        """Record the end of killed attempts; create the entry and directory of a new attempt."""
+        """Record the end of killed attempts; then create a new attempt's entry and directory."""
         before = self._end_killed()
         stages = {recipe.run_dir: recipe.training.total_steps for recipe in recipes}
         saved, checkpoint = _saved(stages)
@@ -181,11 +183,11 @@ class Ledger:
                 **copied,
             )
             self._write(attempt)
-        except (OSError, UserError) as error:  # The caller reports the user's mistake.
+        except (OSError, UserError) as error:  # Do not hide the mistake, which the caller reports.
             log.warning("cannot write in %s: %s", format_path(self.directory), error)
 
     def end(self, attempt: Attempt, *, was_killed: bool = False) -> Attempt:
-        """Determine why an attempt ended, and write and return its entry; log a failed write."""
+        """Determine why an attempt ended; write and return its entry. Only log a failed write."""
         folder = self.folder(attempt.number)
         ends = read_ends(folder)
         decision = decide(ends, attempt.facts.ranks, attempt.host_of, was_killed=was_killed)
@@ -237,9 +239,9 @@ class Ledger:
 
 
 def suspects(attempts: Sequence[Attempt]) -> dict[str, int]:
-    """Return in how many of the last ten attempts each host was blamed or slow.
+    """Count for each host the attempts, among the last ten, in which it was blamed or slow.
 
-    Hosts with the largest number come first.
+    The host with the largest count comes first. Hosts without such an attempt are left out.
     """
     recent = attempts[-_RECENT_ATTEMPTS:]
     named = [host for each in recent for host in {*each.hosts, *each.stragglers}]
@@ -247,7 +249,11 @@ def suspects(attempts: Sequence[Attempt]) -> dict[str, int]:
 
 
 def bad_hosts(attempts: Sequence[Attempt]) -> list[str]:
-    """Return the hosts that failed the last preflight checks, or were suspects at least twice."""
+    """Return the hosts to avoid, sorted.
+
+    These failed the preflight checks of the last attempt, or were blamed or slow in at least two of
+    the last ten attempts.
+    """
     unfit = set(attempts[-1].unfit) if attempts else set()
     faulty = {host for host, count in suspects(attempts).items() if count >= _MAX_HOST_FAULTS}
     return sorted(unfit | faulty)
@@ -260,7 +266,10 @@ def ledger_of(recipes: Sequence[Recipe]) -> Ledger:
 
 
 def _saved(run_dirs: Iterable[str]) -> tuple[int, Path | None]:
-    """Return the saved progress (see :class:`Attempt`) and the newest checkpoint of all stages."""
+    """Return the saved progress (see :class:`Attempt`) and the path of the newest checkpoint.
+
+    It is the newest checkpoint of the last stage that has one.
+    """
     total, newest = 0, None
     for run_dir in run_dirs:
         store = CheckpointStore(Path(run_dir))

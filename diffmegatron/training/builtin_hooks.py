@@ -1,7 +1,7 @@
 """The built-in hooks of every run, in the order in which the run calls them.
 
-A step is *finite* if its loss and gradient norm are finite; the weights before it were sound. A
-save is *open* from its start until it becomes a checkpoint, is dropped, or fails.
+A step is *finite* if its loss and gradient norm are finite. The weights before a finite step were
+sound. A save is *open* from its start until it becomes a checkpoint, is dropped, or fails.
 """
 
 import math
@@ -35,9 +35,9 @@ _PRINTED = {HELD_OUT: "held-out loss", TEST: "test loss"}
 def builtin_hooks(recipe: Recipe, evaluators: Sequence[Evaluator]) -> list[Hook]:
     """Return the built-in hooks of a run, in the order of their calls.
 
-    A save becomes a checkpoint before the guard may roll back to it. Metrics and evaluations follow
-    the guard, which may change ``run.step``. Evaluations precede the last save, which omits broken
-    weights.
+    The first hook completes a checkpoint, and the guard can then roll back to it. Metrics and
+    evaluations follow the guard, because a rollback changes ``run.step``. Saves follow the
+    evaluations, because broken weights must not be saved at the end.
     """
     assert len(evaluators) == len(recipe.training.evaluate), "one evaluator per entry is needed"
     config = recipe.training.profile
@@ -62,7 +62,7 @@ class FinishSaveHook(Hook):
 
 
 class MetricsHook(Hook):
-    """Records metrics and prints a line every ``training.log_interval`` steps and at the last."""
+    """Records metrics and prints a line, every ``training.log_interval`` steps and at the end."""
 
     @override
     def after_step(self, run: Run) -> None:
@@ -99,7 +99,7 @@ def _gpu_name() -> str | None:
 
 
 class EvaluationHook(Hook):
-    """Evaluates held-out losses and the suites of ``training.evaluate`` at the steps they are due.
+    """Evaluates held-out losses and the suites of ``training.evaluate`` when they are due.
 
     A resumed run begins with the evaluations that a stop request prevented.
     """
@@ -136,9 +136,9 @@ class EvaluationHook(Hook):
 
 
 def _should_continue(run: Run) -> bool:
-    """Return, on every rank, whether an evaluation continues; also restart the watchdog's timer."""
+    """Return whether an evaluation continues, equal on every rank; restart the watchdog's timer."""
     agreed = run.agree(torch.zeros((), device=run.parallel_state.device))
-    # A stopping run saves its weights, so ignore stop requests if they may be broken.
+    # A run that stops saves its weights. If the weights may be broken, ignore stop requests.
     run.stopping = agreed.stop and run.broken_reason is None
     run.watchdog.restart_timer()
     run.rank_record.set_step(run.step, run.recipe.run_dir)
@@ -164,10 +164,11 @@ class BeginSaveHook(Hook):
 
     @override
     def after_training(self, run: Run) -> None:
-        # A restarted run can set `broken_reason` for saved weights, when it first evaluates them.
+        # Weights that are already saved can be broken. A restarted run may find this when it
+        # evaluates them for the first time.
         if run.saver.saved_step != run.step or run.broken_reason is not None:
             with run.pause():
-                # After the last step, no later step shows that the update broke the weights.
+                # No later step shows whether the last update broke the weights, so test them.
                 if run.broken_reason is None and not math.isfinite(run.loss_of_last_batch()):
                     run.broken_reason = "loss of the last batch after its update is not finite"
                 if run.broken_reason is not None:

@@ -1,4 +1,4 @@
-"""The hook that reports anomalous steps (NaN, infinity, spikes), rolls back, or ends the run."""
+"""The hook that reports anomalous steps (NaN, infinity, spikes), and rolls back or ends the run."""
 
 import json
 import logging
@@ -37,8 +37,8 @@ class GuardHook(Hook):
     """Writes a report of each anomalous step, and carries out the guard's decision on it."""
 
     def __init__(self) -> None:
-        # Update count in the checkpoint of the last rollback. An equal count at the next rollback
-        # means that no step was applied between the two.
+        # Number of optimizer updates in the checkpoint that the last rollback loaded. If the number
+        # is the same at the next rollback, no step was applied between the two rollbacks.
         self._updates_returned_to: int | None = None
 
     @override
@@ -83,10 +83,10 @@ def give_up(run: Run, reason: str) -> NoReturn:
 
 
 def _write_report(run: Run) -> None:
-    """Write ``events/step_XXXXXXXX.json`` on rank 0, with the measurements of every rank.
+    """Write ``events/step_XXXXXXXX.json`` on rank 0; all ranks must call this.
 
-    These are gradient norms, largest attention logits and names of tensors whose gradients are not
-    finite.
+    The report has, for each rank, gradient norms, largest attention logits and the names of tensors
+    whose gradients are not finite.
     """
     decision, parallel_state = run.decision, run.parallel_state
     last_sample = run.loader.consumed_samples - 1
@@ -151,7 +151,7 @@ def _by_layer(norms: Mapping[str, float]) -> dict[str, float]:
 def _largest_logits(run: Run) -> dict[str, float]:
     """Return the largest attention logit of each layer on the last batch, by layer name.
 
-    Under context parallelism it is empty, because a rank lacks the keys of other ranks.
+    With context parallelism the result is empty, because a rank lacks the keys of other ranks.
     """
     if run.parallel_state.context_size > 1:
         return {}
@@ -188,7 +188,7 @@ def _observe(
     key: Tensor,
     documents: Tensor | None,
 ) -> None:
-    """Update a layer's largest logit in ``found`` with one microbatch; the layer calls this.
+    """Update the largest logit of ``layer`` in ``found`` with the logits of one microbatch.
 
     Args:
         query: queries after rotation, [s, b, query heads, d].

@@ -1,4 +1,4 @@
-"""The base class of training hooks, and the registry of hook classes from imported code."""
+"""The base class of training hooks, and the registry of user-defined hook classes."""
 
 from typing import TYPE_CHECKING
 

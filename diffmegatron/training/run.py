@@ -50,11 +50,12 @@ class Run:
         network: this rank's virtual pipeline stages of the model.
         step: number of the last completed step; 0 before the first step.
         values: metrics of the last completed step by name: loss, gradient norm, learning rates.
-        agreed, decision: reduced values of the last completed step, and the guard's decision on it.
-        stopping: whether the run saves and ends after the present hooks; equal on every rank.
-        pending_evaluators: evaluators that are due at the last completed step without a result yet.
-        broken_reason: why the weights may be broken, such as "held-out loss is nan"; None if all
-            losses and norms since the last step began are finite.
+        agreed: values of the last completed step, reduced over all ranks.
+        decision: decision of the guard on the last completed step.
+        stopping: whether the run saves and ends after the hooks of this step; equal on every rank.
+        pending_evaluators: names of evaluators that are due at this step and have no result yet.
+        broken_reason: why the weights may be broken, such as "held-out loss is nan"; None if the
+            last step and the evaluations after it were finite.
     """
 
     agreed: Agreement
@@ -135,7 +136,7 @@ class Run:
         return load_snapshot(checkpoint, self.engine, self.shards, self.parallel_state)
 
     def agree(self, loss: Tensor, gradient_norm: Tensor | float = 0.0) -> Agreement:
-        """Reduce loss, norm, stop requests and the state of saves; every rank must call this."""
+        """Reduce loss, gradient norm, stop request and save state over all ranks; all call this."""
         return agree(
             loss,
             gradient_norm,
@@ -145,7 +146,7 @@ class Run:
         )
 
     def last_batch(self) -> list[Batch]:
-        """Return this data-parallel rank's microbatches of the last step, read a second time."""
+        """Read this data-parallel rank's microbatches of the last step again, and return them."""
         size = self.recipe.training.global_batch_size
         return self.loader.read_step(max(0, self.loader.consumed_samples - size))
 
@@ -171,13 +172,13 @@ class Run:
         self.progress = Progress(self.step, self.recipe.training)
 
     def complete_or_drop_save(self) -> None:
-        """Complete the open save if its weights are sound, else drop it (on all ranks)."""
+        """Complete the open save if its weights are sound, else drop it; all ranks call this."""
         with self.watchdog.long_limit():
             self.write_metrics(self.saver.complete_or_drop())
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Exclude the time inside the context from the measured speed; allow time for a save."""
+        """Exclude a pause from the measured speed; use the watchdog's startup limit for it."""
         started = time.perf_counter()
         with self.watchdog.long_limit():
             yield

@@ -1,4 +1,4 @@
-"""Protection of a run, without torch: run lock, stop signals, Slurm's time limits, watchdog."""
+"""Protection of a run: run lock, stop signals, Slurm's time limits, watchdog. No torch import."""
 
 import faulthandler
 import logging
@@ -26,14 +26,15 @@ LOCK = "lock"
 _LOCK_PATIENCE_SECONDS = 120.0
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-# Signals within this time count as one stop request, because Slurm and torchrun can both send it.
+# Signals within this time count as one stop request, because Slurm and torchrun can both send one.
 _ONE_REQUEST_SECONDS = 5.0
-_ONE_INTERRUPT_SECONDS = 1.0  # For SIGINT: a person who presses Ctrl-C again waits.
+_ONE_INTERRUPT_SECONDS = 1.0  # The same for SIGINT, which a person sends (Ctrl-C).
 
 JOB_END = "job_end"
-"""File in the attempt's directory, where the job script updates the end time of the Slurm job."""
+"""File in the attempt's directory, into which the job script writes when the Slurm job will end."""
 _MAX_JOB_END_BYTES = 100
-# Steps may take milliseconds, and a read per step would load the file server.
+# Time between two reads of this file. A read in every step of some milliseconds would load the file
+# server.
 _JOB_END_SECONDS = 10.0
 
 STACKS = "stacks"
@@ -52,7 +53,8 @@ def run_lock(run_dir: Path, patience: float = _LOCK_PATIENCE_SECONDS) -> FileLoc
 def exit_on_stop_signal(record: RankRecord) -> Iterator[None]:
     """End the process with exit status 75 if a stop signal arrives inside the context.
 
-    The context ends when :class:`StopRequest` is entered. Before, there is nothing to save.
+    Use it before training begins, when there is nothing to save. A :class:`StopRequest` that is
+    entered inside the context replaces the signal handlers.
     """
 
     def end(number: int, _: FrameType | None) -> None:
@@ -71,9 +73,10 @@ def exit_on_stop_signal(record: RankRecord) -> Iterator[None]:
 class StopRequest:
     """Handler of stop signals to this rank; a context manager around one or more runs.
 
-    The first SIGTERM, SIGUSR1 or SIGINT is stored, and all ranks stop together after the step. A
-    second signal some seconds later ends the process at once. Rank 0 also checks the job's time
-    limit, which ``slurm.sh`` writes into ``folder``, the directory of the attempt.
+    After the first SIGTERM, SIGUSR1 or SIGINT to any rank, all ranks stop together at the end of
+    the step. A second signal some seconds later ends the process at once. Rank 0 also requests a
+    stop before the Slurm job ends. ``slurm.sh`` writes the end time into ``folder``, the directory
+    of the attempt.
     """
 
     def __init__(self, launch: LaunchEnvironment, folder: Path | None = None) -> None:
@@ -84,7 +87,10 @@ class StopRequest:
         self._previous: dict[int, Any] = {}
 
     def is_pending(self, margin_seconds: float) -> bool:
-        """Return whether this rank received a stop signal, or (rank 0) the job's end is near."""
+        """Return whether this rank received a stop signal, or the job ends soon (only on rank 0).
+
+        Soon means in less than ``margin_seconds``.
+        """
         if self._first is not None or not self._is_main:
             return self._first is not None
         if self._folder is not None and time.monotonic() >= self._next_reading:
@@ -124,11 +130,11 @@ class StopRequest:
 
 
 def save_warnings(seconds: float, launch: LaunchEnvironment, margin: float) -> dict[str, str]:
-    """Return warnings by name if a save of some ``seconds`` is too long for Slurm's time limits.
+    """Return warnings by name if a save that took ``seconds`` is too slow for Slurm's time limits.
 
-    "kill wait": the time between SIGTERM and SIGKILL is too short. "lead": the time between the
-    stop of the run (at least ``margin`` seconds before the job's end) and the end is below twice a
-    save.
+    "kill wait": the save takes longer than the time from Slurm's SIGTERM to its SIGKILL. "lead":
+    two saves take longer than the time from the stop of the run to the end of the job. The run
+    stops at Slurm's stop signal or ``margin`` seconds before the job's end, whichever is earlier.
     """
     warnings = {}
     if launch.kill_wait is not None and seconds > launch.kill_wait:
@@ -154,17 +160,17 @@ def too_long_for_kill_wait(seconds: float, kill_wait: float) -> str:
 class Watchdog:
     """Timer that ends this process if a step or a save takes too long, so that the job restarts.
 
-    It writes the stacks of all threads to ``folder/stacks/rank_XXXXX.txt``. The launcher then ends
-    the other ranks by SIGTERM, and they write their stacks too. The timer is faulthandler's thread
-    in C. A Python thread could not run while a hanging library call holds the global interpreter
-    lock.
+    Before the end, it writes the stacks of all threads to ``folder/stacks/rank_XXXXX.txt``. The
+    launcher then ends the other ranks by SIGTERM, and they write their stacks too. The timer is
+    faulthandler's thread in C, because a Python thread could not run while a hanging library call
+    holds the global interpreter lock.
     """
 
     def __init__(self, config: WatchdogConfig, folder: Path, rank: int) -> None:
         self._config = config
         self._path = folder / STACKS / f"rank_{rank:05d}.txt"
         self._limit = config.startup_seconds
-        # Bytes of the file when it was opened; None if it could not be opened.
+        # Size of the file in bytes when it was opened; None if it could not be opened.
         self._size: int | None = None
 
     def __enter__(self) -> Self:

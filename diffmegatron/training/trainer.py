@@ -1,6 +1,6 @@
 """The training of a recipe's stages, and the training loop of one run.
 
-Hooks between the steps save, record metrics, evaluate, and roll back.
+Hooks save, record metrics, evaluate and roll back after each step.
 """
 
 from collections.abc import Sequence
@@ -43,8 +43,9 @@ def train_stages(
 ) -> bool:
     """Train the stages of a recipe one after the other; return whether all are finished.
 
-    Finished stages are skipped. A single stage is always passed to :func:`train`, which handles a
-    finished run. The arguments are like those of :func:`train`.
+    Finished stages are skipped. If there is only one recipe, it is always passed to :func:`train`,
+    which handles a finished run. ``open_evaluators`` returns the evaluators of a stage. ``record``
+    and ``hooks`` are arguments of :func:`train`.
     """
     launch = read_launch()
     for recipe in recipes:
@@ -120,7 +121,7 @@ def train(
 
     Args:
         recipe: recipe that fits the number of ranks.
-        record: writer of the heartbeat and of this rank's end, for the job script.
+        record: writer of the training progress and of this rank's end, for the job script.
         evaluators: one evaluator per entry of ``training.evaluate``.
         hooks: user-defined hooks, called after the built-in hooks; the same on every rank.
         stop: handler of stop signals that the caller has already entered; None to create one.
@@ -131,7 +132,7 @@ def train(
     used = load_tokenizer(recipe.data.tokenizer).vocab_size
     check_vocabulary(recipe.data.tokenizer, used, recipe.model.tokens)
     run_dir = Path(recipe.run_dir)
-    with suppress(OSError):  # run_lock reports a run_dir without permission.
+    with suppress(OSError):  # If run_dir is not accessible, run_lock reports it.
         if run_dir.exists() and not run_dir.is_dir():
             raise UserError(
                 f"run_dir {format_path(run_dir)} is a file; give a directory, or a path that is "
@@ -158,7 +159,7 @@ def train(
 
 
 def train_step(run: Run) -> None:
-    """Train on one global batch: compute gradients, and update the weights if the guard allows."""
+    """Train on one global batch: compute gradients; update the weights if the guard allows it."""
     training, optimizer = run.recipe.training, run.recipe.optimizer
     rate = learning_rate(run.step + 1, training.total_steps, optimizer)
     with run.clock("data"):
@@ -184,7 +185,7 @@ def train_step(run: Run) -> None:
     run.watchdog.restart_timer()
     run.source_losses.step_done(finite=run.decision.finite)
     run.broken_reason = None if run.decision.finite else run.decision.reason
-    # A stopping run saves its weights, and only a finite step shows that they are sound.
+    # A run that stops saves its weights. Only a finite step shows that the weights are sound.
     run.stopping = run.agreed.stop and run.decision.finite
     run.values = {
         "train/loss": run.agreed.loss,
@@ -197,9 +198,9 @@ def train_step(run: Run) -> None:
 def decide_document_mask(recipe: Recipe, *, prints: bool = True) -> Recipe:
     """Return the recipe with ``data.reset_attention_mask`` set.
 
-    The default is true if sequences can contain several documents and a source has conversations. A
-    response could otherwise learn to copy from unrelated conversations, which inference does not
-    have.
+    The default is true if a source has conversations and a sequence can contain several documents.
+    With false, the model could learn to copy from unrelated conversations, which a sequence does
+    not contain at inference.
     """
     data = recipe.data
     if data.reset_attention_mask is not None:

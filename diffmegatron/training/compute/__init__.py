@@ -1,1 +1,1 @@
-"""The computation of a training step: microbatches, forward and backward passes, agreement."""
+"""The computation of a training step: microbatches, forward and backward passes, reductions."""

@@ -12,7 +12,7 @@ from diffmegatron.parallel.parallel_state import ParallelState
 
 @dataclass(frozen=True)
 class Agreement:
-    """Values of a step, reduced over all ranks, so equal on every rank."""
+    """Values of a step after a reduction over all ranks, which makes them equal on every rank."""
 
     loss: float  # maximum over the ranks; infinite if a rank's value is not finite
     gradient_norm: float  # like the loss
@@ -30,8 +30,8 @@ def agree(
 ) -> Agreement:
     """Return the maximum of each value over all ranks; every rank must call this function.
 
-    The results of two process groups may differ in the last bit. If only some ranks then applied a
-    step, the weights would diverge. The function waits for the device.
+    Without the reduction, a loss or norm could differ in the last bit between ranks. If only some
+    ranks then applied a step, the weights would diverge. The function waits for the device.
 
     Args:
         loss: 0-dim float32.
@@ -40,7 +40,7 @@ def agree(
     flags = torch.tensor([stop, writing], dtype=torch.float32, device=parallel_state.device)
     norm = torch.as_tensor(gradient_norm, dtype=torch.float32, device=parallel_state.device)
     numbers = torch.cat([torch.stack([loss.float(), norm]), flags])
-    # The maximum of NaN and a number depends on the communication library.
+    # The maximum of NaN and a number depends on the communication library, so replace NaN.
     numbers = torch.where(numbers.isfinite(), numbers, torch.inf)
     distributed.all_reduce(numbers, op=distributed.ReduceOp.MAX)
     agreed = numbers.tolist()
@@ -50,8 +50,8 @@ def agree(
 def lambdas(network: Network, parallel_state: ParallelState) -> dict[str, float]:
     """Return lambda of every layer as metrics ``attn/lambda_layer_01`` etc.; all ranks call this.
 
-    Lambda is the factor of the subtracted softmax map. It is averaged over the heads, and over this
-    data-parallel rank's tokens of the last forward pass.
+    Lambda is the factor of the subtracted softmax map. The value is the mean over all heads, and
+    over the tokens of this data-parallel rank in the last forward pass.
     """
     own = lambda_by_layer(network)
     if own and parallel_state.tensor_size > 1:

@@ -26,11 +26,11 @@ def verify_sources(
     parallel_state: ParallelState,
     extend_limit: Callable[[], AbstractContextManager[None]],
 ) -> None:
-    """Check every data file against its hash on all ranks if ``data.verify`` is "hashes".
+    """Check the hash of every data file if ``data.verify`` is "hashes"; all ranks must call this.
 
-    Each rank hashes some files. All ranks synchronize after each gibibyte and enter
-    ``extend_limit``, which extends the watchdog's limit. Otherwise a wait for another rank could
-    exceed the time limit of a collective.
+    Each rank hashes some of the files. All ranks synchronize after each gibibyte. If they waited
+    for whole files, the wait could exceed the time limit of a collective. ``extend_limit`` extends
+    the watchdog's limit while a gibibyte is hashed.
     """
     if data.verify != "hashes":
         return
@@ -46,7 +46,7 @@ def verify_sources(
 
 
 def _hash(data: DataConfig, rank: int, ranks: int) -> Iterator[None]:
-    """Hash every ``ranks``-th data file, from number ``rank`` on; yield after each gibibyte."""
+    """Check the data files ``rank``, ``rank + ranks``, and so on; yield after each gibibyte."""
     files = [
         (source.path, suffix)
         for source in data.sources
@@ -64,7 +64,7 @@ def open_loader(
     split: Split,
     state: Mapping[str, Any] | None = None,
 ) -> Loader:
-    """Return a loader of this data-parallel rank's batches of a split.
+    """Return a loader that reads this data-parallel rank's microbatches from a split.
 
     Args:
         state: saved state of a loader to resume from; None to begin with the first sample.
@@ -86,7 +86,7 @@ def open_loader(
 
 
 def on_this_rank(microbatches: Sequence[Batch], parallel_state: ParallelState) -> list[Batch]:
-    """Return microbatches of full sequences on this rank's device, sharded for context parallelism.
+    """Shard the sequences of microbatches for context parallelism, and move them to the device.
 
     Document ids stay unsharded and on the CPU, where the attention kernels read them.
     """

@@ -34,7 +34,10 @@ class Engine(Protocol):
         """Run the forward pass of :class:`~diffmegatron.model.network.Network`."""
 
     def backward(self, loss: Tensor, *, is_last: bool) -> None:
-        """Add the gradients of a microbatch's scaled loss (0-dim) to the accumulated ones."""
+        """Add the gradients of a microbatch's scaled loss (0-dim) to the accumulated gradients.
+
+        ``is_last`` is True for the last microbatch of the step.
+        """
 
 
 def forward_backward(
@@ -59,7 +62,8 @@ def forward_backward(
         0-dim float32, the same on every rank.
     """
     count = _count(microbatches, parallel_state)
-    # DeepSpeed averages the gradients of the data x context parallel ranks; they must be summed.
+    # DeepSpeed averages gradients over the data x context parallel ranks. The two sizes turn the
+    # average into a sum.
     weight = parallel_state.data_size * parallel_state.context_size / count
     offloaded = (
         partial(offloaded_activations, engine.network) if offload_activations else nullcontext
@@ -80,7 +84,7 @@ def forward_backward(
 def forward_only(
     network: Network, microbatches: Sequence[Batch], parallel_state: ParallelState
 ) -> Tensor:
-    """Return the mean loss of a global batch without gradients, as :func:`forward_backward`."""
+    """Return the mean loss of a global batch like :func:`forward_backward`, without gradients."""
     if parallel_state.pipeline_size > 1:
         losses = _pipeline(network, microbatches, parallel_state, None, nullcontext)
     else:
@@ -92,7 +96,7 @@ def token_losses(network: Network, batch: Batch, parallel_state: ParallelState) 
     """Return the loss of every token of a batch; every rank must call this.
 
     Args:
-        batch: as from ``batches.on_this_rank``, but the same on all data-parallel ranks.
+        batch: result of ``batches.on_this_rank``; every data-parallel rank passes the same samples.
 
     Returns:
         Losses of the unsharded sequences, float32 [b, s x context size], the same on every rank.
@@ -119,13 +123,14 @@ def _forward(
     *,
     has_labels: bool,
 ) -> Tensor:
-    """Run the network, apply ``read`` to its output, and gather [b, s x context size] everywhere.
+    """Run the network, and return ``read`` of its output on every rank, [b, s x context size].
 
-    ``read`` maps the last stage's losses (with labels) or logits to one value per token [b, s].
+    ``read`` returns one value per token, [b, s]. Its argument is the output of the last pipeline
+    stage: losses if ``has_labels``, else logits.
     """
     own: Tensor | None
     if parallel_state.pipeline_size > 1:
-        # An interleaved schedule needs a multiple of pipeline_size microbatches.
+        # An interleaved schedule needs a multiple of pipeline_size microbatches: repeat the batch.
         count = parallel_state.pipeline_size if len(network.virtual_stages) > 1 else 1
 
         def step(microbatches, stage):  # type: ignore[no-untyped-def]
@@ -142,7 +147,10 @@ def _forward(
 def _on_all_ranks(
     own: Tensor | None, batch: Batch, parallel_state: ParallelState, dtype: torch.dtype
 ) -> Tensor:
-    """Send the last pipeline stage's values ``own`` [b, s] to every rank, for whole sequences."""
+    """Gather values of whole sequences [b, s x context size] on every rank.
+
+    ``own`` [b, s] are this rank's values; None before the last pipeline stage.
+    """
     rows, length = batch.tokens.shape
     whole = torch.empty(
         rows, length * parallel_state.context_size, dtype=dtype, device=parallel_state.device
@@ -156,7 +164,8 @@ def _on_all_ranks(
         group = parallel_state.pipeline_group
         last = distributed.get_global_rank(group, parallel_state.pipeline_size - 1)
         distributed.broadcast(whole, last, group=group)
-    # Results of data-parallel ranks may differ in the last bit, but decisions must be equal.
+    # Results of data-parallel ranks may differ in the last bit. Use the results of one rank, so
+    # that all ranks make the same decisions.
     group = parallel_state.data_group
     distributed.broadcast(whole, distributed.get_global_rank(group, 0), group=group)
     return whole
@@ -170,7 +179,7 @@ def summed_loss(
 
 
 def _output(network: Callable[..., Tensor], batch: Batch, *, has_labels: bool) -> Tensor:
-    """Return the loss of each token [b, s], or without labels the logits [b, s, v].
+    """Return the loss of each token [b, s] if ``has_labels``, else the logits [b, s, v].
 
     Pipeline stages before the last return hidden states.
     """
@@ -222,13 +231,14 @@ def _pipeline(
     forward_context: Callable[[], AbstractContextManager[object]],
     observe: Observer | None = None,
 ) -> list[Tensor]:
-    """Run Megatron's 1F1B schedule; on the last stage return the summed loss of each microbatch.
+    """Run Megatron's pipeline schedule; return the summed loss of each microbatch.
 
-    The schedule reads ``config`` of the module that it calls, so it cannot call DeepSpeed's engine.
-    Without a ``weight`` of the losses, there is no backward pass.
+    The result is empty before the last pipeline stage. The schedule calls the network and not
+    DeepSpeed's engine, because it reads the attribute ``config`` of the module. ``weight``
+    multiplies the losses; with None, there is no backward pass.
     """
     # The schedule divides each loss by the number of microbatches and multiplies it by the
-    # context-parallel size. This factor cancels both.
+    # context-parallel size. This factor cancels the division and the multiplication.
     factor = len(microbatches) / parallel_state.context_size
     scale = None if weight is None else weight * factor
 
@@ -255,10 +265,10 @@ def _scheduled(
     *,
     forward_only: bool,
 ) -> list[dict[str, Tensor]]:
-    """Run Megatron's pipeline schedule; on the last stage return each microbatch's dict.
+    """Run Megatron's pipeline schedule; return a dict per microbatch (none before the last stage).
 
-    ``step`` is Megatron's ``forward_step_func``. It returns the stage's output and a function that
-    maps the output of the last stage to a loss and a dict of tensors.
+    ``step`` is Megatron's ``forward_step_func``. It returns the stage's output and a function. The
+    function maps the output of the last stage to a loss and to the dict.
     """
     batch, stages = microbatches[0], list(network.virtual_stages)
     iterators = [iter(microbatches) for _ in stages]
@@ -279,7 +289,10 @@ def _scheduled(
 def _mean_over_ranks(
     losses: Sequence[Tensor], count: Tensor, parallel_state: ParallelState
 ) -> Tensor:
-    """Divide the sum of ``losses``, which only the last pipeline stage has, by ``count``."""
+    """Return the sum of ``losses`` of the global batch, divided by ``count``, on every rank.
+
+    ``losses`` is empty before the last pipeline stage.
+    """
     total = torch.zeros((), dtype=torch.float32, device=parallel_state.device)
     if losses:
         total += torch.stack(list(losses)).sum()
@@ -292,7 +305,8 @@ def _mean_over_ranks(
 def offloaded_activations(network: torch.nn.Module) -> AbstractContextManager[object]:
     """Return a context in which autograd keeps tensors saved for backward in host memory.
 
-    Weights stay on the device. Torch's ``save_on_cpu`` would copy them in every microbatch.
+    Weights stay on the device. Torch's ``save_on_cpu`` would copy the weights too, for every
+    microbatch.
     """
     pin = torch.cuda.is_available()
     weights = {parameter.untyped_storage().data_ptr() for parameter in network.parameters()}

@@ -1,4 +1,4 @@
-"""Selection of the evaluators (held-out losses, suites) that are due at a step, without torch."""
+"""Selection of the evaluators (held-out losses, suites) due at a step. No torch import."""
 
 from pathlib import Path
 
@@ -18,7 +18,7 @@ def suite_evaluator_name(suite: str) -> str:
 def due_at(recipe: Recipe, step: int) -> list[str]:
     """Return the names of the evaluators that are due at a step.
 
-    Held-out losses need ``training.eval_batches`` and a fraction of their split above 0.
+    A held-out loss is due only if ``training.eval_batches`` and its split's fraction are above 0.
     """
     training = recipe.training
     is_last = step >= training.total_steps
@@ -34,7 +34,8 @@ def due_at(recipe: Recipe, step: int) -> list[str]:
 def unrecorded_at(recipe: Recipe, step: int, run_dir: Path) -> list[str]:
     """Return the names of the evaluators that are due at a step but have no recorded value.
 
-    ``step`` must be the newest step in ``run_dir/metrics.jsonl``, whose last entries are read.
+    Only the last entries of ``run_dir/metrics.jsonl`` are read, so ``step`` must be the newest step
+    in it.
     """
     try:
         entries = newest_entries(run_dir)

@@ -27,7 +27,7 @@ class Evaluator(Protocol):
     def measure(
         self, network: Network, parallel_state: ParallelState
     ) -> Generator[None, None, Values]:
-        """Return values by the name of the metric; yield after every few forward passes.
+        """Return values by metric name; yield after every few forward passes.
 
         A stop request can end the measurement at a yield. All ranks must yield equally often.
         """
@@ -46,7 +46,7 @@ class _SplitLoss:
     def measure(
         self, network: Network, parallel_state: ParallelState
     ) -> Generator[None, None, Values]:
-        """Measure the loss; each part is one global batch."""
+        """Measure the loss; yield between two global batches."""
         training, losses = self._recipe.training, list[float]()
         loader = open_loader(self._recipe, parallel_state, self._split)
         for number in range(training.eval_batches):
@@ -72,9 +72,10 @@ def measure(
     parallel_state: ParallelState,
     should_continue: Callable[[], bool],
 ) -> dict[str, Values]:
-    """Run evaluators until ``should_continue``, called after every part, returns False.
+    """Run evaluators; stop if ``should_continue`` returns False.
 
-    Return the values of each completed evaluator, by its name.
+    ``should_continue`` is called at each yield and after each evaluator. Return the values of each
+    completed evaluator, by its name.
     """
     found: dict[str, Values] = {}
 

@@ -75,7 +75,10 @@ class MetricsWriter:
 
 
 class _TensorBoardEvents:
-    """TensorBoard's ``SummaryWriter``, recreated after an error, which ends the writer's thread."""
+    """Writer of TensorBoard's event files; after an error, writes nothing until :meth:`restart`.
+
+    An error ends the thread of TensorBoard's ``SummaryWriter``, so it cannot be used again.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -146,7 +149,8 @@ def newest_entries(run_dir: Path) -> list[Entry]:
 def _drop_after(path: Path, last_step: int) -> None:
     """Drop the entries after ``last_step`` from a file of metrics.
 
-    Truncation needs no free space on the disk. A damaged file is renamed and rewritten instead.
+    An intact file is truncated, which needs no free space on the disk. A damaged file is renamed,
+    and its intact entries are written to a new file.
     """
     if not os.path.lexists(path):
         return
@@ -158,7 +162,8 @@ def _drop_after(path: Path, last_step: int) -> None:
     entries = [_parsed(line) for line in lines]
     kept = [line for line, each in zip(lines, entries, strict=True) if _is_kept(each, last_step)]
     content = b"".join(kept)
-    # Steps never decrease. A later step before an entry to keep is therefore damaged.
+    # Steps never decrease in an intact file. A dropped line before the last kept line is therefore
+    # damaged.
     end = max((n for n, each in enumerate(entries, 1) if _is_kept(each, last_step)), default=0)
     damaged = sum(each is None for each in entries[end:]) + end - len(kept)
     damaged += not _LINE_BEGINS.startswith(unfinished[: len(_LINE_BEGINS)])

@@ -12,7 +12,7 @@ from diffmegatron.files import format_path, os_error_text
 
 log = logging.getLogger(__name__)
 
-_KEPT = 10_000  # Several hours of metrics, about 10 MB.
+_KEPT = 10_000  # Number of records in memory: several hours of metrics, about 10 MB.
 
 
 @contextmanager
@@ -84,7 +84,7 @@ class Records:
 
 
 def _write_whole(descriptor: int, record: bytes) -> None:
-    """Append a record to a file; after an error, remove the written part of it."""
+    """Append a record to a file; after an error, remove the part that was written."""
     status = os.fstat(descriptor)
     left = memoryview(record)
     try:

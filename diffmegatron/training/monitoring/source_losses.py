@@ -16,7 +16,7 @@ SOURCE_LOSS, SOURCE_TOKENS = "train/loss/", "train/loss_tokens/"
 class SourceLosses:
     """Sums of losses and numbers of counted tokens, by source, since the last report.
 
-    With only one source nothing is summed.
+    If there is only one source, nothing is summed.
     """
 
     def __init__(self, data: DataConfig, parallel_state: ParallelState) -> None:
@@ -27,7 +27,8 @@ class SourceLosses:
 
     def clear(self) -> None:
         """Set all sums to 0."""
-        # Summed losses and token counts, [2, sources]; in _step one tensor per microbatch.
+        # _sums: losses and numbers of counted tokens, [2, sources]. _step: such a tensor for each
+        # microbatch of the current step.
         self._sums = torch.zeros(
             2, len(self._names), dtype=torch.float64, device=self._numbers.device
         )
@@ -42,7 +43,7 @@ class SourceLosses:
         self._step.append(counted.sum(dim=2, dtype=torch.float64) @ is_of.double())
 
     def step_done(self, *, finite: bool) -> None:
-        """Add the present step to the sums, or drop it if its loss or norm is not finite."""
+        """Add the current step to the sums; drop it if its loss or gradient norm is not finite."""
         for sums in self._step if finite else ():
             self._sums += sums
         self._step = []
@@ -52,8 +53,8 @@ class SourceLosses:
 
         Returns:
             ``train/loss_tokens/SOURCE``, the number of counted tokens, and ``train/loss/SOURCE``,
-            their mean loss (missing without tokens). SOURCE is the shortest unique suffix of the
-            source's path. The result is empty with only one source.
+            their mean loss (missing if the number is 0). SOURCE is the shortest unique suffix of
+            the source's path. The result is empty if there is only one source.
         """
         if len(self._names) == 1:
             return {}

@@ -13,7 +13,8 @@ from torch.profiler import record_function
 from diffmegatron.parallel.parallel_state import ParallelState
 
 PHASES = ("data", "forward_backward", "update")
-# In the first two phases a rank does only its own work. In "update" it also waits for other ranks.
+# Number of first phases in which a rank does only its own work. In "update" it also waits for
+# other ranks.
 _OWN = 2
 # Machines of the same kind differ by less than this factor.
 _SLOWER = 1.5
@@ -22,9 +23,9 @@ _SLOWER = 1.5
 class PhaseClock:
     """Clock of the seconds that this rank has spent in each phase since the last report.
 
-    On a GPU, only the phase ``update`` waits for the kernels, so it includes the time of all
-    kernels. ``slow_ranks`` is :func:`slow` of the last report; it is empty with pipeline
-    parallelism.
+    On a GPU, only the phase "update" waits for the kernels, so it includes the time of all kernels.
+    ``slow_ranks`` are the slow ranks (:func:`slow`) of the last report. With pipeline parallelism
+    it is always empty.
     """
 
     def __init__(self) -> None:
@@ -45,10 +46,10 @@ class PhaseClock:
         self._steps += 1
 
     def report(self, parallel_state: ParallelState) -> dict[str, float]:
-        """Return metrics of the slowest rank in each phase, and restart; all ranks must call this.
+        """Return metrics of the slowest rank in each phase; reset the clock. All ranks call this.
 
-        The metrics are its number, ``perf/PHASE_slowest_rank``, and its mean seconds per step,
-        ``perf/PHASE_seconds_slowest``.
+        The metrics are the number of this rank, ``perf/PHASE_slowest_rank``, and its mean seconds
+        per step, ``perf/PHASE_seconds_slowest``.
         """
         mine = torch.tensor(
             [self._seconds[phase] / max(1, self._steps) for phase in PHASES],
@@ -70,6 +71,6 @@ class PhaseClock:
 
 
 def slow(seconds: Sequence[float]) -> tuple[int, ...]:
-    """Return the ranks with an entry in ``seconds`` above 1.5 times the median of all ranks."""
+    """Return the ranks whose ``seconds`` exceed 1.5 times the median of all ranks."""
     usual = statistics.median(seconds)
     return tuple(rank for rank, each in enumerate(seconds) if each > _SLOWER * usual)

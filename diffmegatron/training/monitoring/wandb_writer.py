@@ -49,7 +49,7 @@ class WandbWriter:
                 dir=str(run_dir),
                 config=self._recipe.model_dump(mode="json"),
             )
-            # W&B's own step counter cannot decrease, as the step does after a rollback.
+            # After a rollback the step decreases, but W&B's own step counter cannot decrease.
             self._run.define_metric("*", step_metric="step")
         return self
 

@@ -67,12 +67,13 @@ def open_together(directory: Path, parallel_state: ParallelState) -> Checkpoint:
 def newest_good(
     store: CheckpointStore, parallel_state: ParallelState, before: int | None = None
 ) -> Checkpoint | None:
-    """Return the newest checkpoint whose files match their hashes, or None; all ranks call this.
+    """Return the newest intact checkpoint, or None if there is none; all ranks must call this.
 
-    If all checkpoints are damaged, raise UserError instead of silently starting over. With
-    ``before``, only earlier steps are tried, and nothing is raised.
+    If there are checkpoints and all are damaged, raise UserError, because a run must not silently
+    start over. With ``before``, only checkpoints of earlier steps are tried. The result is then
+    None if all of them are damaged.
     """
-    # Ranks that list the directory themselves could find different checkpoints.
+    # If each rank listed the directory, the ranks could find different checkpoints.
     steps = [step for step in from_rank_0(store.steps) if before is None or step < before]
     for step in reversed(steps):
         try:
@@ -93,8 +94,9 @@ def rollback_checkpoint(
 ) -> Checkpoint | None:
     """Return the checkpoint to roll back to, or None if there is none; all ranks must call this.
 
-    If no step was applied since the last rollback (``no_progress``), rename the newest intact
-    checkpoint and return an older one, if there is an older one.
+    Usually it is the newest intact checkpoint. ``no_progress`` means that no step was applied since
+    the last rollback. In this case, rename the newest checkpoint and return the next older one, if
+    there is one.
     """
     newest = newest_good(store, parallel_state)
     if not no_progress or newest is None:
@@ -109,9 +111,9 @@ def rollback_checkpoint(
 
 
 def open_start(recipe: Recipe, parallel_state: ParallelState) -> Checkpoint | None:
-    """Open the checkpoint of ``checkpoint.start_from``, or return None; all ranks must call this.
+    """Open the checkpoint of ``checkpoint.start_from``; None if it is unset. All ranks call this.
 
-    A path of a run selects its newest intact checkpoint, in the last stage that has one.
+    If the path is a ``run_dir``, the newest intact checkpoint of its last stage is opened.
     """
     if recipe.checkpoint.start_from is None:
         return None
@@ -128,7 +130,7 @@ def open_start(recipe: Recipe, parallel_state: ParallelState) -> Checkpoint | No
 def _check_made_for(source: Checkpoint, attention: Variant) -> None:
     """Check that the heads in ``model.attention`` were selected on the weights of ``source`` (DEX).
 
-    A checkpoint of the same kind of attention was trained since the selection, so it is not
+    If ``source`` already has this kind of attention, it was trained after the selection and is not
     checked.
     """
     made_for = attention.fingerprint
@@ -146,8 +148,8 @@ def mixture_change(before: Mapping[str, Any] | None, now: Mapping[str, Any]) -> 
     """Return one line about a change of ``data.sources`` between two loader states, or None."""
     if before is None:
         return None
-    # A mixture is a list of periods: sources and weights from a certain sample on. Only the last
-    # matters. JSON has turned the saved tuple of sources into a list.
+    # A mixture is a list of periods. A period has the sources and weights that are used from sample
+    # ``from_sample`` on. Compare the last periods. JSON has turned the saved tuples into lists.
     period, saved = now["mixture"][-1], before["mixture"][-1]
     if (period["from_sample"], [*period["sources"]]) == (saved["from_sample"], saved["sources"]):
         return None
@@ -163,7 +165,8 @@ def load_snapshot(
 ) -> Position:
     """Restore weights, optimizer and random states from a checkpoint of any parallel layout.
 
-    Random states are restored only if the number of ranks and the kind of device are the same.
+    Random states are restored only if the checkpoint was written by the same number of ranks on the
+    same kind of device.
     """
     state, tensors = checkpoint.state, checkpoint.tensors
     read_fragments(tensors, (WEIGHT, *MOMENTS), engine, shards)
@@ -185,8 +188,8 @@ def load_weights(
 ) -> None:
     """Load only the weights of a checkpoint.
 
-    Parameters that the checkpoint's network lacks (of another attention variant, or LoRA matrices)
-    keep their initial values.
+    Parameters that the checkpoint's network lacks keep their initial values. These are parameters
+    of another attention variant, and LoRA matrices.
     """
 
     def is_new(name: str) -> bool:
@@ -206,12 +209,12 @@ def read_fragments(
     shards: ParameterShards,
     should_skip: Callable[[str], bool] = lambda name: False,
 ) -> None:
-    """Copy tensors of a checkpoint in place into this rank's master weights and moments.
+    """Copy values of a checkpoint into this rank's master weights and Adam moments, in place.
 
     The caller must call ``engine.restore`` afterwards, which applies the new values to the network.
 
     Args:
-        kinds: kinds of values to read; a frozen parameter has only its weight.
+        kinds: "weight", "exp_avg" or "exp_avg_sq"; a frozen parameter has only "weight".
         should_skip: function of a tensor's name; True leaves the tensor unchanged.
     """
     for fragment in engine.fragments():

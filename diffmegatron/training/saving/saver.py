@@ -1,8 +1,8 @@
 """Asynchronous saves: training waits only for a copy to host memory, and a thread writes the copy.
 
-An open save becomes a checkpoint when every rank has written its file and the weights are sound: a
-step after the start of the save was finite. After the last step there is no such step, so the
-caller of :meth:`Saver.save_now` checks the weights.
+A save becomes a checkpoint when every rank has written its file and the weights are sound. Weights
+are sound if a later step had a finite loss and gradient norm. No step follows the last step, so
+the caller of :meth:`Saver.save_now` must check the weights.
 """
 
 import errno
@@ -35,16 +35,17 @@ from diffmegatron.training.safeguards import save_warnings
 
 log = logging.getLogger(__name__)
 
-# Retries after a failed save, one per step (in ``save_now`` at once). If all fail, the run saves
-# only at multiples of checkpoint.interval, without retries, until a save succeeds.
+# Number of retries after a failed save, one after each of the next steps (in ``save_now`` at once).
+# If all fail, the run saves at multiples of checkpoint.interval, without retries, until a save
+# succeeds.
 _RETRIES = 2
 
 
 class Saver:
-    """Saver of a run's checkpoints on one rank; all ranks must call the same methods in order.
+    """Saver of a run's checkpoints; all ranks must call its methods in the same order.
 
-    Rank 0 passes the open ``run_dir``, to detect that it was moved or removed. ``saved_step`` is
-    the step of the newest checkpoint; None if there is none.
+    ``run_dir`` is needed only on rank 0, to detect that the folder was moved or removed.
+    ``saved_step`` is the step of the newest checkpoint; None if there is none.
     """
 
     def __init__(
@@ -82,12 +83,12 @@ class Saver:
         return self._position is not None
 
     def step_decided(self, *, finite: bool) -> None:
-        """Record whether a step after the start of the open save had a finite loss and norm."""
+        """Record whether a step after the start of the save had a finite loss and gradient norm."""
         self._sound = self._sound or finite
 
     @property
     def is_ready(self) -> bool:
-        """True if a save is open and its weights are sound (see :meth:`step_decided`)."""
+        """True if a save is open and its weights are sound: a later step was finite."""
         return self.is_open and self._sound
 
     @property
@@ -96,14 +97,15 @@ class Saver:
         return not self.is_open and 0 < self._failed_in_a_row <= _RETRIES
 
     def start(self, position: Position) -> dict[str, float]:
-        """Copy tensors to host memory, and start the thread that writes them; return metrics.
+        """Start a save: copy tensors to host memory, and start the thread that writes them.
 
-        If ``run_dir`` was moved or removed, the run ends. A new folder would have neither the
-        earlier checkpoints nor the run's lock.
+        The result has metrics only if the start fails. If ``run_dir`` was moved or removed, raise
+        UserError, because a new folder would lack the earlier checkpoints and the run's lock.
         """
         assert not self.is_open
         with self._errors_on_all_ranks():
-            # is_in_place() is True while the disk fails. The save then fails later, and is retried.
+            # After a disk error, is_in_place() returns True. The save then fails below, and is
+            # retried.
             if self._run_dir is not None and not self._run_dir.is_in_place():
                 raise UserError(
                     f"run_dir {format_path(self._store.directory.parent)} was moved, removed or "
@@ -132,7 +134,7 @@ class Saver:
                 thread.join()
 
     def complete_or_drop(self) -> dict[str, float]:
-        """Complete the open save if its weights are sound, else delete its files."""
+        """Complete the save if its weights are sound, else delete its files; return metrics."""
         if not self.is_open:
             return {}
         if self._sound:
@@ -150,7 +152,8 @@ class Saver:
     def complete(self) -> dict[str, float]:
         """Wait until all ranks have written, and complete the checkpoint; return metrics.
 
-        A failed save leaves no checkpoint and is logged. The method does not check the weights.
+        If the save fails, this is logged and there is no checkpoint. The caller must check that the
+        weights are sound.
         """
         position, write = self._position, self._write
         assert position is not None and write is not None
@@ -181,7 +184,10 @@ class Saver:
         }
 
     def save_now(self, position: Position) -> dict[str, float]:
-        """Save without waiting for a later finite step, and retry failures; return metrics."""
+        """Save a checkpoint without waiting for a later finite step; return metrics.
+
+        Retry failed saves at once; raise UserError if all retries fail.
+        """
         self._failed_in_a_row = 0
         while True:
             values = self.start(position)
@@ -193,9 +199,9 @@ class Saver:
                 raise UserError(self._problem)
 
     def _copy_to_host(self) -> tuple[dict[str, Tensor], str]:
-        """Return copies of this rank's tensors by name, and a JSON text with their places.
+        """Return copies of this rank's tensors by name, and a JSON list of their positions.
 
-        All saves share the buffers, because mapping new pages would cost more than the copy.
+        All saves use the same host buffers, because new memory would take longer than the copy.
         """
         pieces = [
             piece
@@ -250,8 +256,8 @@ class Saver:
 
     def _prune(self, saved_step: int, keep_last: int) -> None:
         try:
-            # Later checkpoints are damaged, or the run has rolled back past them. They are neither
-            # removed nor counted.
+            # Checkpoints of later steps are damaged, or the run has rolled back to an earlier step.
+            # They are neither removed nor counted.
             steps = [step for step in self._store.complete() if step <= saved_step]
             for step in prunable(steps, keep_last, self._recipe.checkpoint.keep_every):
                 self._store.remove(step)
@@ -272,7 +278,7 @@ class Saver:
 
 
 class _Write(threading.Thread):
-    """Thread that writes this rank's file, and at the end sets ``entry`` or ``problem``."""
+    """Thread that writes this rank's file, and then sets ``entry`` (success) or ``problem``."""
 
     def __init__(self, path: Path, tensors: dict[str, Tensor], places: str) -> None:
         super().__init__(name="checkpoint-write", daemon=True)
@@ -294,7 +300,7 @@ class _Write(threading.Thread):
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             return description
         needed = sum(tensor.nbytes for tensor in self._tensors.values())
-        # The files of a failed save are deleted, so their bytes count as free.
+        # The partly written file will be deleted, so its bytes count as free.
         written = self._path.stat().st_size if self._path.exists() else 0
         free = shutil.disk_usage(self._path.parent).free + written
         return f"{description}; it needs {needed} bytes and its disk has {free} free"
