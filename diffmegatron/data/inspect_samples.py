@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 from rich.text import Text
@@ -63,20 +64,17 @@ def decoded(samples: Samples, index: int, tokenizer: Tokenizer, max_tokens: int)
     starts = {*sample.starts.tolist()[1:]}
     text = Text(f"sample {index} from {sample.source}", style="bold")
     text.append(f", {len(starts) + 1} documents, {sum(counted)} labels\n", style="not bold")
-    run = 0
     # The first token of a sample is never a label, so it is shown in the style of the second token.
     labels = [*counted[:1], *counted][:max_tokens]
-    for position in range(1, len(labels) + 1):
-        at_end = position == len(labels)
-        if at_end or position in starts or labels[position] != labels[run]:
-            part = tokenizer.decode(sample.tokens[run:position])
-            if labels[run]:
-                text.append(part, style="not bold")
-            else:
-                text.append(f"{_MASKED[0]}{part}{_MASKED[1]}", style="not bold dim")
-            run = position
-            if position in starts and not at_end:
-                text.append("\n┃ ", style="bold cyan")
+    changes = (n for n in range(1, len(labels)) if n in starts or labels[n] != labels[n - 1])
+    for begin, end in pairwise([0, *changes, len(labels)]):
+        if begin in starts:
+            text.append("\n┃ ", style="bold cyan")
+        part = tokenizer.decode(sample.tokens[begin:end])
+        if labels[begin]:
+            text.append(part, style="not bold")
+        else:
+            text.append(f"{_MASKED[0]}{part}{_MASKED[1]}", style="not bold dim")
     return text
 
 

@@ -144,12 +144,7 @@ class Preparation:
     def _manifest(self, index: Path, histogram: tuple[LengthBin, ...]) -> Manifest:
         tokenizer, counts = loaded(self.settings.tokenizer), self.state.counts
         return Manifest(
-            tokenizer=TokenizerRecord(
-                name=tokenizer.name,
-                sha256=tokenizer.sha256,
-                vocab_size=tokenizer.vocab_size,
-                end_of_document=tokenizer.end_of_document,
-            ),
+            tokenizer=TokenizerRecord.model_validate(tokenizer, from_attributes=True),
             settings=self.state.identity.settings,
             **dataclasses.asdict(counts),
             lengths=histogram,
