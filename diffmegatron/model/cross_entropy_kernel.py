@@ -146,13 +146,7 @@ def statistics_kernel(
 
 @triton.jit
 def gradient_kernel(
-    logits_ptr,
-    labels_ptr,
-    log_total_ptr,
-    grad_ptr,
-    shard_size,
-    unpadded_size,
-    BLOCK: tl.constexpr,
+    logits_ptr, labels_ptr, log_total_ptr, grad_ptr, shard_size, unpadded_size, BLOCK: tl.constexpr
 ):
     """Overwrite one block of one row's logits with grad * (softmax(logits) - onehot(label)).
 

@@ -58,10 +58,10 @@ def chunk_gradients(
     `-whole.deltas(grad, lambda_)[1].sum()`.
 
     Args:
-        grad: gradient of `whole.out`, `[b, s, h, e]`, in any floating-point dtype.
+        grad: gradient of `whole.out`, `[b, s, h, e]`.
         maps: the queries, keys and values that `chunk_attention` received.
-        lambda_: 0-dim floating-point tensor; None with one map.
-        whole: merged result of these queries' attention to all keys, in any floating-point dtype.
+        lambda_: 0-dim tensor; None with one map.
+        whole: merged result of these queries' attention to all keys.
         backend, options: as in `chunk_attention`.
     """
     call = replace(AttentionCall.checked(maps, **options), lambda_=lambda_)

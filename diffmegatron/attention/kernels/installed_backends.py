@@ -73,10 +73,7 @@ def installed_backend(backend: str, call: Call) -> Backend:
 
 
 def backend_table(
-    op: Op,
-    device: str | None = None,
-    dtype: torch.dtype = torch.bfloat16,
-    head_dim: int = 128,
+    op: Op, device: str | None = None, dtype: torch.dtype = torch.bfloat16, head_dim: int = 128
 ) -> list[tuple[str, bool, str]]:
     """Return (name, can run, note or reason why it cannot run) of each backend of an operation."""
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")).type

@@ -35,8 +35,8 @@ class AttentionMask:
 
     Query row i has position `query_offset + i`, and key j has position `key_offset + j`. A pair is
     visible if both positions belong to the same document and, with `causal`, the key's position is
-    not later than the query's. `cu_seqlens` has the document boundaries
-    `(0, end_of_first, ..., end_of_last)` in global positions; None means one document.
+    not later. `cu_seqlens` has the document boundaries `(0, end_of_first, ..., end_of_last)` in
+    global positions; None means one document.
     """
 
     query_length: int
@@ -50,9 +50,8 @@ class AttentionMask:
     def features(self) -> frozenset[str]:
         """Keys of `registry.FEATURES` that a backend must support for this mask.
 
-        With documents, "offsets" is needed if the queries or the keys do not cover all documents.
-        Otherwise it is needed if the last query of a causal mask has another position than the last
-        key.
+        "offsets" is needed if the queries or keys do not cover all documents. Without documents, a
+        causal mask needs it if the last query and the last key have different positions.
         """
         if self.cu_seqlens is not None:
             covered = range(self.cu_seqlens[-1])
@@ -157,8 +156,7 @@ def build_mask(
 ) -> AttentionMask:
     """Return the mask of an attention call, after checking the offsets and `cu_seqlens`.
 
-    With `query_offset=None` the last query has the position of the last key. `cu_seqlens` must be a
-    strictly increasing 1-dim integer tensor that starts at 0 and covers all queries and keys.
+    With `query_offset=None` the last query has the position of the last key.
     """
     for name, position in (("query_offset", query_offset or 0), ("key_offset", key_offset)):
         if not isinstance(position, Integral) or abs(position) > LARGEST_POSITION:

@@ -63,7 +63,7 @@ class Backend:
         module: module of the package `kernels`, e.g. "pytorch.blocked". A backend for chunks also
             has the functions `attention_with_lse` and `chunk_gradients` there.
         note: one clause that describes the backend, shown as the reason of a choice.
-        work, saved: the costs (see `costs`).
+        work, saved: multiply-adds and saved bytes, as defined in `costs`.
         saves_bias: whether the backward pass also needs the mask of packed documents, which has one
             number per (query, key) pair for all heads.
         saves_values: whether the backward pass needs v itself. If not, `saved` includes copies.
@@ -75,8 +75,7 @@ class Backend:
         lacks: unsupported keys of `FEATURES`.
         chunk_dtypes: device type -> dtypes supported for "chunks", if not all `dtypes`.
         fuses_norm: whether the backend itself applies the headwise norm.
-        is_interpretable: whether Triton's interpreter runs the backend with any device, dtype and
-            head_dim.
+        is_interpretable: whether it runs in Triton's interpreter, with any device, dtype and width.
         entry: function of the module that maps an `AttentionCall` to the result, or for
             "subtraction" heads and lambda.
     """

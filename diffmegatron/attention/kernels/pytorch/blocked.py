@@ -204,8 +204,8 @@ def row_blocks(q: Tensor, mask: AttentionMask) -> Iterator[tuple[slice, slice, s
     """Yield slices (heads, query rows, visible keys) for each block with visible keys.
 
     `q` is `[b * h_kv, repeats, s, d]`. On a CPU a block has one head per thread, so that a thread's
-    scores stay in its core's cache, or several if the rows see few keys, because of the overhead of
-    torch's calls. Elsewhere a block has all heads, for few kernel launches.
+    scores stay in its core's cache. It has several if the rows see few keys, because of the
+    overhead of torch's calls. Elsewhere a block has all heads, for few kernel launches.
     """
     groups, repeats, length = q.shape[:3]
     rows_per_block = max(ROWS_PER_BLOCK // repeats, 16)

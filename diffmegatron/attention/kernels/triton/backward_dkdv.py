@@ -22,15 +22,7 @@ queries and values, rounded up to powers of 2. With MAPS = 1 there is only the f
 import triton
 import triton.language as tl
 
-from .tiles import (
-    Heads,
-    load_rows,
-    load_tile,
-    multiply,
-    opaque,
-    queries_of_keys,
-    store_tile,
-)
+from .tiles import Heads, load_rows, load_tile, multiply, opaque, queries_of_keys, store_tile
 
 
 @triton.jit
@@ -56,29 +48,25 @@ def _key_block_gradients(
     head,
     layout,
     scale_log2,
-    width: tl.constexpr,
-    value_width: tl.constexpr,
-    M: tl.constexpr,
-    N: tl.constexpr,
-    MAPS: tl.constexpr,
+    config: tl.constexpr,
     ONE_PASS: tl.constexpr,
-    TMA: tl.constexpr,
-    LICM: tl.constexpr,
 ):
     """Add the contributions of the query rows [row_begin, row_end) of one head to dK and dV.
 
-    Return dK1, dK2 and dV, `[N, D]` and `[N, DV]`. With TMA (on Hopper) they are transposed,
-    because the products that are added to them then read blocks of the maps from shared memory.
-    Otherwise these blocks would need registers.
+    The sums are `[N, D]` and `[N, DV]`. With TMA (on Hopper) they are transposed, because the
+    products that are added to them then read blocks of the maps from shared memory, not registers.
     """
-    for first_row in tl.range(row_begin, row_end, M, disable_licm=not LICM):
+    M: tl.constexpr = config.M
+    N: tl.constexpr = config.N
+    TMA: tl.constexpr = config.TMA
+    for first_row in tl.range(row_begin, row_end, M, disable_licm=config.DISABLE_LICM):
         rows = first_row + tl.arange(0, M)
         visible = (rows[:, None] >= query_start[None, :]) & (rows[:, None] < query_stop[None, :])
-        grad = load_tile(grad_source, batch, head, first_row, value_width, M, TMA)
-        q1 = load_tile(q1_source, batch, head, first_row, width, M, TMA)
+        grad = load_tile(grad_source, batch, head, first_row, config.value_width, M, TMA)
+        q1 = load_tile(q1_source, batch, head, first_row, config.width, M, TMA)
         q2 = q1
-        if MAPS == 2:
-            q2 = load_tile(q2_source, batch, head, first_row, width, M, TMA)
+        if config.MAPS == 2:
+            q2 = load_tile(q2_source, batch, head, first_row, config.width, M, TMA)
         if TMA:
             combined = tl.zeros([M, N], dtype=q1.dtype)
             dscores1 = tl.zeros([M, N], dtype=q1.dtype)
@@ -89,21 +77,21 @@ def _key_block_gradients(
             if first_row < opaque(row_end):
                 combined, dscores1, dscores2 = _map_gradients(
                     q1, k1, q2, k2, v, grad, lse_ptrs, delta_ptrs, lambda_, visible,
-                    batch, head, first_row, layout, scale_log2, M, MAPS, TMA,
+                    batch, head, first_row, layout, scale_log2, config,
                 )  # fmt: skip
         else:
             combined, dscores1, dscores2 = _map_gradients(
                 q1, k1, q2, k2, v, grad, lse_ptrs, delta_ptrs, lambda_, visible,
-                batch, head, first_row, layout, scale_log2, M, MAPS, TMA,
+                batch, head, first_row, layout, scale_log2, config,
             )  # fmt: skip
         dk1 += _sum_over_rows(dscores1, q1, TMA)
-        if MAPS == 2:
+        if config.MAPS == 2:
             dk2 += _sum_over_rows(dscores2, q2, TMA)
         dv += _sum_over_rows(combined, grad, TMA)
         if ONE_PASS:
-            _add_dq(dq_ptrs[0], dscores1, k1, batch, head, first_row, layout, width)
-            if MAPS == 2:
-                _add_dq(dq_ptrs[1], dscores2, k2, batch, head, first_row, layout, width)
+            _add_dq(dq_ptrs[0], dscores1, k1, batch, head, first_row, layout, config.width)
+            if config.MAPS == 2:
+                _add_dq(dq_ptrs[1], dscores2, k2, batch, head, first_row, layout, config.width)
     return dk1, dk2, dv
 
 
@@ -124,14 +112,14 @@ def _map_gradients(
     first_row,
     layout,
     scale_log2,
-    M: tl.constexpr,
-    MAPS: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
+    config: tl.constexpr,
 ):
     """Return P1 - lambda P2, dS1 and dS2 of one block, each `[M, N]` in the inputs' dtype.
 
     With MAPS = 1 the results are P1, dS1 and dS1.
     """
+    M: tl.constexpr = config.M
+    TRANSPOSED: tl.constexpr = config.TMA
     query_length, heads = layout.query_length, layout.heads
     dmap = _rows_times_keys(grad, v, TRANSPOSED)
     # Rows past the last query get a log-sum-exp of +inf, which makes their weights zero.
@@ -140,7 +128,7 @@ def _map_gradients(
     combined = _weights(q1, k1, lse1, visible, scale_log2, TRANSPOSED)
     dscores1 = (combined * (dmap - delta1[:, None])).to(q1.dtype)
     dscores2 = dscores1
-    if MAPS == 2:
+    if config.MAPS == 2:
         lse2 = load_rows(lse_ptrs[1], batch, head, first_row, query_length, heads, float("inf"), M)
         delta2 = load_rows(delta_ptrs[1], batch, head, first_row, query_length, heads, 0.0, M)
         weights2 = _weights(q2, k2, lse2, visible, scale_log2, TRANSPOSED)
@@ -186,8 +174,8 @@ def _rows_times_keys(rows, keys, TRANSPOSED: tl.constexpr):
 def _add_dq(dq_ptr, dscores, k, batch, head, first_row, layout, width: tl.constexpr):
     """Add dS K of one block to dQ, a contiguous `[batch, length, heads, width]` tensor.
 
-    `launch_backward` multiplies the complete dQ by `scale`. A TMA reduction would need another
-    32 KiB of shared memory, which d = 128 with blocks of 64 keys does not leave.
+    `launch_backward` multiplies the complete dQ by `scale`. A TMA reduction would need 32 KiB more
+    of shared memory, which is not available at d = 128 with blocks of 64 keys.
     """
     dq = multiply(dscores, k)
     rows = opaque(first_row) + tl.arange(0, dq.shape[0])
@@ -220,27 +208,23 @@ def dkdv_kernel(
     grad_strides,
     scale,
     scale_log2,
-    width: tl.constexpr,
-    value_width: tl.constexpr,
-    M: tl.constexpr,
-    N: tl.constexpr,
-    MAPS: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    DOCUMENTS: tl.constexpr,
+    config: tl.constexpr,
     ONE_PASS: tl.constexpr,
-    TMA: tl.constexpr,
-    LICM: tl.constexpr,
 ):
     """Compute dK and dV of N keys of one kv head; with ONE_PASS, also add to dQ.
 
     Grid: (key blocks, batch * kv_heads). A program loops over all query heads of the kv head.
     """
+    N: tl.constexpr = config.N
+    TMA: tl.constexpr = config.TMA
+    width: tl.constexpr = config.width
+    value_width: tl.constexpr = config.value_width
     first_key = tl.program_id(0) * N
     kv_heads, key_length = layout.kv_heads, layout.key_length
     batch = tl.program_id(1) // kv_heads
     kv_head = tl.program_id(1) % kv_heads
     keys = first_key + tl.arange(0, N)
-    query_start, query_stop = queries_of_keys(keys, layout, CAUSAL, DOCUMENTS)
+    query_start, query_stop = queries_of_keys(keys, layout, config)
     is_key = keys < key_length
     row_begin = tl.min(tl.where(is_key, query_start, layout.query_length), 0)
     row_end = tl.max(query_stop, 0)
@@ -250,7 +234,7 @@ def dkdv_kernel(
     grad = Heads(grad, layout.query_length, grad_strides)
     k1_tile = load_tile(k1, batch, kv_head, first_key, width, N, TMA)
     q2, k2_tile = q1, k1_tile
-    if MAPS == 2:
+    if config.MAPS == 2:
         q2 = Heads(q2_source, layout.query_length, q_strides)
         k2 = Heads(k2, layout.key_length, k_strides)
         k2_tile = load_tile(k2, batch, kv_head, first_key, width, N, TMA)
@@ -271,12 +255,11 @@ def dkdv_kernel(
         dk1, dk2, dv = _key_block_gradients(
             dk1, dk2, dv, k1_tile, k2_tile, v_tile, q1, q2, grad,
             lse_ptrs, delta_ptrs, dq_ptrs, lambda_, row_begin, row_end, query_start, query_stop,
-            batch, head, layout, scale_log2,
-            width, value_width, M, N, MAPS, ONE_PASS, TMA, LICM,
+            batch, head, layout, scale_log2, config, ONE_PASS,
         )  # fmt: skip
     if TMA:
         dk1, dk2, dv = tl.trans(dk1), tl.trans(dk2), tl.trans(dv)
     store_tile(dk_ptrs[0], dk1 * scale, batch, kv_head, first_key, key_length, kv_heads, width)
-    if MAPS == 2:
+    if config.MAPS == 2:
         store_tile(dk_ptrs[1], dk2 * scale, batch, kv_head, first_key, key_length, kv_heads, width)
     store_tile(dv_ptr, dv, batch, kv_head, first_key, key_length, kv_heads, value_width)

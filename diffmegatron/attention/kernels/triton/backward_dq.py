@@ -33,32 +33,29 @@ def _dq_of_block(
     batch,
     kv_head,
     scale_log2,
-    width: tl.constexpr,
-    value_width: tl.constexpr,
-    N: tl.constexpr,
-    MAPS: tl.constexpr,
+    config: tl.constexpr,
     MASKED: tl.constexpr,
-    TMA: tl.constexpr,
-    LICM: tl.constexpr,
 ):
     """Add the contributions of the keys [key_begin, key_end) to dQ1 and dQ2, and return the sums.
 
     dQ1 and dQ2 are `[M, D]`, without the factor `scale`. Weights (P), `dmap` (dP) and `dscores`
     (dS) are `[M, N]`. With MASKED, a row sees only its keys [row_start, row_stop).
     """
-    for first_key in tl.range(key_begin, key_end, N, disable_licm=not LICM):
+    N: tl.constexpr = config.N
+    TMA: tl.constexpr = config.TMA
+    for first_key in tl.range(key_begin, key_end, N, disable_licm=config.DISABLE_LICM):
         keys = first_key + tl.arange(0, N)
         visible = (keys[None, :] >= row_start[:, None]) & (keys[None, :] < row_stop[:, None])
-        v = load_tile(v_source, batch, kv_head, first_key, value_width, N, TMA)
+        v = load_tile(v_source, batch, kv_head, first_key, config.value_width, N, TMA)
         dmap = multiply(grad, tl.trans(v))
-        k1 = load_tile(k1_source, batch, kv_head, first_key, width, N, TMA)
+        k1 = load_tile(k1_source, batch, kv_head, first_key, config.width, N, TMA)
         weights = tl.exp2(multiply(q1, tl.trans(k1)) * scale_log2 - lse1[:, None])
         if MASKED:
             weights = tl.where(visible, weights, 0.0)
         dscores = (weights * (dmap - delta1[:, None])).to(k1.dtype)
         dq1 += multiply(dscores, k1)
-        if MAPS == 2:
-            k2 = load_tile(k2_source, batch, kv_head, first_key, width, N, TMA)
+        if config.MAPS == 2:
+            k2 = load_tile(k2_source, batch, kv_head, first_key, config.width, N, TMA)
             weights = tl.exp2(multiply(q2, tl.trans(k2)) * scale_log2 - lse2[:, None])
             if MASKED:
                 weights = tl.where(visible, weights, 0.0)
@@ -86,38 +83,33 @@ def dq_kernel(
     grad_strides,
     scale,
     scale_log2,
-    width: tl.constexpr,
-    value_width: tl.constexpr,
-    M: tl.constexpr,
-    N: tl.constexpr,
-    MAPS: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    DOCUMENTS: tl.constexpr,
-    TMA: tl.constexpr,
-    LICM: tl.constexpr,
+    config: tl.constexpr,
 ):
     """Compute dQ of M query rows of one head, for both maps, or with MAPS = 1 for the only map.
 
     Grid: (blocks of query rows, batch * heads).
     """
+    M: tl.constexpr = config.M
+    TMA: tl.constexpr = config.TMA
+    width: tl.constexpr = config.width
     first_row = (tl.num_programs(0) - 1 - tl.program_id(0)) * M
     heads, query_length = layout.heads, layout.query_length
     batch = tl.program_id(1) // heads
     head = tl.program_id(1) % heads
     kv_head = head // (heads // layout.kv_heads)
     rows = tl.minimum(first_row + tl.arange(0, M), query_length - 1)
-    row_start, row_stop = keys_of_rows(rows, layout, CAUSAL, DOCUMENTS)
+    row_start, row_stop = keys_of_rows(rows, layout, config)
     q1 = Heads(q1, query_length, q_strides)
     k1 = Heads(k1, layout.key_length, k_strides)
     v = Heads(v, layout.key_length, v_strides)
     grad = Heads(grad, query_length, grad_strides)
     q1_tile = load_tile(q1, batch, head, first_row, width, M, TMA)
-    grad_tile = load_tile(grad, batch, head, first_row, value_width, M, TMA)
+    grad_tile = load_tile(grad, batch, head, first_row, config.value_width, M, TMA)
     # Rows past the last query get a log-sum-exp of +inf, which makes their weights zero.
     lse1 = load_rows(lse_ptrs[0], batch, head, first_row, query_length, heads, float("inf"), M)
     delta1 = load_rows(delta_ptrs[0], batch, head, first_row, query_length, heads, 0.0, M)
     k2, q2_tile, lse2, delta2 = k1, q1_tile, lse1, delta1
-    if MAPS == 2:
+    if config.MAPS == 2:
         q2 = Heads(q2, query_length, q_strides)
         k2 = Heads(k2_source, layout.key_length, k_strides)
         q2_tile = load_tile(q2, batch, head, first_row, width, M, TMA)
@@ -130,19 +122,18 @@ def dq_kernel(
     key_begin = tl.min(row_start, 0)
     key_end = tl.max(row_stop, 0)
     unmasked_end = key_begin
+    DOCUMENTS: tl.constexpr = config.DOCUMENTS
     if not DOCUMENTS:
         # Every row sees all keys before `unmasked_end`, so these key blocks need no mask.
-        unmasked_end = tl.min(row_stop, 0) // N * N
+        unmasked_end = tl.min(row_stop, 0) // config.N * config.N
         dq1, dq2 = _dq_of_block(
             dq1, dq2, q1_tile, q2_tile, grad_tile, k1, k2, v, lse1, lse2, delta1, delta2, lambda_,
-            key_begin, unmasked_end, row_start, row_stop, batch, kv_head, scale_log2,
-            width, value_width, N, MAPS, False, TMA, LICM,
+            key_begin, unmasked_end, row_start, row_stop, batch, kv_head, scale_log2, config, False,
         )  # fmt: skip
     dq1, dq2 = _dq_of_block(
         dq1, dq2, q1_tile, q2_tile, grad_tile, k1, k2, v, lse1, lse2, delta1, delta2, lambda_,
-        unmasked_end, key_end, row_start, row_stop, batch, kv_head, scale_log2,
-        width, value_width, N, MAPS, True, TMA, LICM,
+        unmasked_end, key_end, row_start, row_stop, batch, kv_head, scale_log2, config, True,
     )  # fmt: skip
     store_tile(dq_ptrs[0], dq1 * scale, batch, head, first_row, query_length, heads, width)
-    if MAPS == 2:
+    if config.MAPS == 2:
         store_tile(dq_ptrs[1], dq2 * scale, batch, head, first_row, query_length, heads, width)

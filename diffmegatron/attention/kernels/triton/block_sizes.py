@@ -1,8 +1,8 @@
 """Block sizes of the Triton kernels, as plain functions that need no GPU.
 
 The sizes were chosen from the output of Triton's compiler for sm_90 and sm_80: the loops spill few
-registers, and two groups of warps never compute the same matrix product. No block size has been
-timed on a GPU yet; tools/benchmarks/tune_attention.py can do that.
+registers, and two groups of warps never compute the same product. No size has been timed on a GPU
+yet; tools/benchmarks/tune_attention.py can do that.
 """
 
 from enum import Enum

@@ -39,12 +39,8 @@ def _attend(
     batch,
     kv_head,
     scale_log2,
-    width: tl.constexpr,
-    value_width: tl.constexpr,
-    N: tl.constexpr,
+    config: tl.constexpr,
     MASKED: tl.constexpr,
-    TMA: tl.constexpr,
-    LICM: tl.constexpr,
 ):
     """Continue the online softmax of M query rows over the keys [key_start, key_stop).
 
@@ -53,11 +49,11 @@ def _attend(
         largest = max(s)      total = sum(2^(s - largest))      accumulator = sum(2^(s - largest) v)
 
     `scale_log2` is softmax_scale * log2(e), so that powers of 2 replace powers of e. With MASKED, a
-    row sees only its keys [row_start, row_stop). LICM allows the compiler to move loop-invariant
-    code out of the loop.
+    row sees only its keys [row_start, row_stop).
     """
-    for first_key in tl.range(key_start, key_stop, N, disable_licm=not LICM):
-        k = load_tile(k_source, batch, kv_head, first_key, width, N, TMA)
+    N: tl.constexpr = config.N
+    for first_key in tl.range(key_start, key_stop, N, disable_licm=config.DISABLE_LICM):
+        k = load_tile(k_source, batch, kv_head, first_key, config.width, N, config.TMA)
         scores = multiply(q, tl.trans(k)) * scale_log2
         if MASKED:
             keys = first_key + tl.arange(0, N)
@@ -71,7 +67,7 @@ def _attend(
         weights = tl.exp2(scores - reference[:, None])
         rescale = tl.exp2(largest - reference)
         total = total * rescale + tl.sum(weights, 1)
-        v = load_tile(v_source, batch, kv_head, first_key, value_width, N, TMA)
+        v = load_tile(v_source, batch, kv_head, first_key, config.value_width, N, config.TMA)
         accumulator = accumulator * rescale[:, None]
         accumulator += multiply(weights.to(v.dtype), v)
         largest = new_largest
@@ -90,41 +86,36 @@ def _one_map(
     kv_head,
     first_row,
     scale_log2,
-    width: tl.constexpr,
-    value_width: tl.constexpr,
-    M: tl.constexpr,
-    N: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    DOCUMENTS: tl.constexpr,
-    TMA: tl.constexpr,
-    LICM: tl.constexpr,
+    config: tl.constexpr,
 ):
     """Return the output of one map for M query rows, `[M, DV]`, and store their log-sum-exps.
 
     The log-sum-exp is log2(sum(2^s)). A row without visible keys has an output of zero and a
     log-sum-exp of -inf.
     """
+    M: tl.constexpr = config.M
     ACCUMULATE: tl.constexpr = lse_ptr.dtype.element_ty
     # Rows past the last query get its visible keys. Others would widen the block's range of keys.
     rows = tl.minimum(first_row + tl.arange(0, M), layout.query_length - 1)
-    row_start, row_stop = keys_of_rows(rows, layout, CAUSAL, DOCUMENTS)
-    q = load_tile(q_source, batch, head, first_row, width, M, TMA)
-    accumulator = tl.zeros([M, triton.next_power_of_2(value_width)], dtype=ACCUMULATE)
+    row_start, row_stop = keys_of_rows(rows, layout, config)
+    q = load_tile(q_source, batch, head, first_row, config.width, M, config.TMA)
+    accumulator = tl.zeros([M, triton.next_power_of_2(config.value_width)], dtype=ACCUMULATE)
     largest = tl.full([M], float("-inf"), dtype=ACCUMULATE)
     total = tl.zeros([M], dtype=ACCUMULATE)
     key_start = tl.min(row_start, 0)
     key_stop = tl.max(row_stop, 0)
     unmasked_stop = key_start
+    DOCUMENTS: tl.constexpr = config.DOCUMENTS
     if not DOCUMENTS:
         # Every row of the block sees all keys before `unmasked_stop`, so they need no mask.
-        unmasked_stop = tl.min(row_stop, 0) // N * N
+        unmasked_stop = tl.min(row_stop, 0) // config.N * config.N
         accumulator, largest, total = _attend(
             accumulator, largest, total, q, k, v, key_start, unmasked_stop, row_start, row_stop,
-            batch, kv_head, scale_log2, width, value_width, N, False, TMA, LICM,
+            batch, kv_head, scale_log2, config, False,
         )  # fmt: skip
     accumulator, largest, total = _attend(
         accumulator, largest, total, q, k, v, unmasked_stop, key_stop, row_start, row_stop,
-        batch, kv_head, scale_log2, width, value_width, N, True, TMA, LICM,
+        batch, kv_head, scale_log2, config, True,
     )  # fmt: skip
     empty = total == 0.0
     lse = tl.where(empty, float("-inf"), largest + tl.log2(tl.where(empty, 1.0, total)))
@@ -152,16 +143,8 @@ def forward_kernel(
     scale_log2,
     norm_eps,
     norm_scale,
-    width: tl.constexpr,
-    value_width: tl.constexpr,
-    M: tl.constexpr,
-    N: tl.constexpr,
-    MAPS: tl.constexpr,
+    config: tl.constexpr,
     NORM: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    DOCUMENTS: tl.constexpr,
-    TMA: tl.constexpr,
-    LICM: tl.constexpr,
 ):
     """Compute attention of M query rows of one head.
 
@@ -169,6 +152,8 @@ def forward_kernel(
     `out2_ptr` the output of the second map. With NORM `normed_ptr` gets RMSNorm(result) *
     norm_weight * norm_scale, normalised over the `value_width` channels of a head.
     """
+    M: tl.constexpr = config.M
+    value_width: tl.constexpr = config.value_width
     ACCUMULATE: tl.constexpr = lse_ptrs[0].dtype.element_ty
     # With a causal mask the last rows see the most keys and need the most time, so start with them.
     first_row = (tl.num_programs(0) - 1 - tl.program_id(0)) * M
@@ -179,21 +164,21 @@ def forward_kernel(
     q1 = Heads(q1, layout.query_length, q_strides)
     k1 = Heads(k1, layout.key_length, k_strides)
     v = Heads(v, layout.key_length, v_strides)
-    if MAPS == 2:
+    if config.MAPS == 2:
         q2 = Heads(q2, layout.query_length, q_strides)
         k2 = Heads(k2, layout.key_length, k_strides)
         out2 = _one_map(
             q2, k2, v, layout, lse_ptrs[1], batch, head, kv_head, first_row, scale_log2,
-            width, value_width, M, N, CAUSAL, DOCUMENTS, TMA, LICM,
+            config,
         )  # fmt: skip
         store_tile(out2_ptr, out2, batch, head, first_row, query_length, heads, value_width)
         # Otherwise the compiler would keep the addresses of this map in registers for the next.
         first_row = opaque(first_row)
     out = _one_map(
         q1, k1, v, layout, lse_ptrs[0], batch, head, kv_head, first_row, scale_log2,
-        width, value_width, M, N, CAUSAL, DOCUMENTS, TMA, LICM,
+        config,
     )  # fmt: skip
-    if MAPS == 2:
+    if config.MAPS == 2:
         # Other threads stored parts of the out2 tile that is loaded next, so wait for them.
         tl.debug_barrier()
         stored = contiguous_heads(out2_ptr, query_length, heads, value_width)

@@ -24,7 +24,7 @@ from .backward_dq import dq_kernel
 from .backward_preprocess import preprocess_kernel
 from .block_sizes import Blocks, Target, dkdv_blocks, dq_blocks, forward_blocks, target_of
 from .forward import forward_kernel
-from .tiles import Layout
+from .tiles import Config, Layout
 
 LOG2_E = math.log2(math.e)
 PREPROCESS_ROWS = 32
@@ -55,10 +55,7 @@ class Problem(NamedTuple):
 
 
 def problem_of(call: AttentionCall, one_pass: bool | None, target: Target | None) -> Problem:
-    """Return the settings that all kernels of an attention call share.
-
-    None means the result of `default_one_pass` and of `target_of`.
-    """
+    """Return the settings that all kernels of an attention call share; None means the default."""
     q = call.maps.queries[0]
     if q.shape[0] * q.shape[2] > MOST_HEADS:
         raise ValueError(
@@ -111,9 +108,9 @@ def launch_preprocess(
 ) -> tuple[Tensor, tuple[Tensor, Tensor], Tensor | None]:
     """Launch `preprocess_kernel`, the first kernel of the backward pass with two maps.
 
-    `grad` is the gradient of the normalised result, or dO without a norm. `norm` is weight (None
-    without a norm), eps and scale. Return dO, the deltas rowsum(dO * O_i) `[b, h, s]`, and the
-    gradient of the norm's weight.
+    `grad` is the gradient of the normalised result, or dO without a norm. `norm` has the weight
+    (None without a norm), eps and scale. The results are dO, the deltas rowsum(dO * O_i)
+    `[b, h, s]` and the gradient of the weight.
     """
     norm_weight, norm_eps, norm_scale = norm
     delta1, delta2 = row_values(out), row_values(out)
@@ -223,26 +220,26 @@ def _descriptor(x: Tensor, rows: int) -> TensorDescriptor:
 
 
 def _constants(maps: QKV, blocks: Blocks, problem: Problem) -> dict[str, Any]:
-    return {
-        "width": maps.queries[0].shape[3],
-        "value_width": maps.v.shape[3],
-        "M": blocks.M,
-        "N": blocks.N,
-        "MAPS": len(maps.queries),
-        "CAUSAL": problem.mask.causal,
-        "DOCUMENTS": problem.is_packed,
-        "TMA": problem.tma,
-        "LICM": blocks.licm,
-        "num_warps": blocks.num_warps,
-        "num_stages": blocks.num_stages,
-    }
+    config = Config(
+        width=maps.queries[0].shape[3],
+        value_width=maps.v.shape[3],
+        M=blocks.M,
+        N=blocks.N,
+        MAPS=len(maps.queries),
+        CAUSAL=problem.mask.causal,
+        DOCUMENTS=problem.is_packed,
+        TMA=problem.tma,
+        DISABLE_LICM=not blocks.licm,
+    )
+    launch = {"num_warps": blocks.num_warps, "num_stages": blocks.num_stages}
+    return {"config": config, **launch}
 
 
 def same_strides(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Return the tensors, or contiguous copies of all if the kernels or TMA cannot load one.
 
-    The kernels need the same strides for all tensors, and a last stride of 1. TMA needs addresses
-    and other strides in multiples of 16 bytes, and no stride of 0.
+    The kernels need equal strides, with a last stride of 1. TMA needs addresses and other strides
+    in multiples of 16 bytes, and no stride of 0.
     """
     first = tensors[0]
     step = 16 // first.element_size()

@@ -64,11 +64,7 @@ def _launch(heads: Tensor, lambda_: Tensor) -> tuple[tuple[int], tuple[int, ...]
     batch, length, all_heads, width = heads.shape
     signals = lambda_.shape[2]
     groups = all_heads - signals
-    constants = {
-        "width": width,
-        "M": ROWS,
-        "num_warps": 4,
-    }
+    constants = {"width": width, "M": ROWS, "num_warps": 4}
     grid = (triton.cdiv(length, ROWS) * batch * groups,)
     return grid, (length, groups, signals // groups), constants
 

@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-def"
 """Functions that the Triton kernels share: loads, stores, products, intervals of visible keys.
 
-A *tile* is `[rows, WIDTH]`: consecutive rows (positions) of one head, with the width rounded up
+A *tile* is `[rows, WIDTH]`: consecutive rows (positions) of one head. WIDTH is the width rounded up
 to a power of 2.
 """
 
@@ -30,8 +30,8 @@ class Heads(NamedTuple):
 class Layout(NamedTuple):
     """Numbers of heads, lengths and positions of an attention call.
 
-    The tables have the visible interval [start, stop) of each query or key; None without documents.
-    `shift` is the position of the first query minus that of the first key.
+    The tables at `start_ptr` and `stop_ptr` have the visible interval of each query or key, or are
+    None without documents. `shift` is the position of the first query minus that of the first key.
     """
 
     start_ptr: Any
@@ -41,6 +41,23 @@ class Layout(NamedTuple):
     query_length: Any
     key_length: Any
     shift: Any
+
+
+class Config(NamedTuple):
+    """Compile-time options of the kernels, for blocks of M query rows and N keys.
+
+    With TMA, tiles are loaded through tensor descriptors.
+    """
+
+    width: int
+    value_width: int
+    M: int
+    N: int
+    MAPS: int
+    CAUSAL: bool
+    DOCUMENTS: bool
+    TMA: bool
+    DISABLE_LICM: bool
 
 
 @triton.constexpr_function
@@ -83,7 +100,7 @@ def contiguous_heads(pointer, length, heads, width: tl.constexpr):
 
 @triton.jit
 def store_tile(pointer, tile, batch, head, first_row, length, heads, width: tl.constexpr):
-    """Store the inside part of a tile in a contiguous `[batch, length, heads, width]` tensor."""
+    """Store a tile in a contiguous `[batch, length, heads, width]` tensor, up to its ends."""
     rows = first_row + tl.arange(0, tile.shape[0])
     columns = tl.arange(0, tile.shape[1])
     row_index = (tl.cast(batch, tl.int64) * length + rows.to(tl.int64)) * heads + head
@@ -94,7 +111,7 @@ def store_tile(pointer, tile, batch, head, first_row, length, heads, width: tl.c
 
 @triton.jit
 def load_rows(pointer, batch, head, first_row, length, heads, other, ROWS: tl.constexpr):
-    """Load ROWS numbers of a contiguous `[batch, heads, length]` tensor; outside of it `other`."""
+    """Load ROWS numbers of a contiguous `[batch, heads, length]` tensor, past its end `other`."""
     rows = first_row + tl.arange(0, ROWS)
     base = pointer + (tl.cast(batch, tl.int64) * heads + head) * length
     return tl.load(base + rows, mask=rows < length, other=other)
@@ -141,28 +158,28 @@ def opaque(x):
 
 
 @triton.jit
-def keys_of_rows(rows, layout, CAUSAL: tl.constexpr, DOCUMENTS: tl.constexpr):
+def keys_of_rows(rows, layout, config: tl.constexpr):
     """Return the interval of visible keys, [start, stop), of each query row."""
-    if DOCUMENTS:
+    if config.DOCUMENTS:
         start = tl.load(layout.start_ptr + rows, mask=rows < layout.query_length, other=0)
         stop = tl.load(layout.stop_ptr + rows, mask=rows < layout.query_length, other=0)
     else:
         start = tl.zeros_like(rows)
         stop = start + layout.key_length
-        if CAUSAL:
+        if config.CAUSAL:
             stop = tl.minimum(stop, tl.maximum(rows + layout.shift + 1, 0))
     return start, stop
 
 
 @triton.jit
-def queries_of_keys(keys, layout, CAUSAL: tl.constexpr, DOCUMENTS: tl.constexpr):
+def queries_of_keys(keys, layout, config: tl.constexpr):
     """Return the query rows [start, stop) that see each key; start >= stop is empty."""
-    if DOCUMENTS:
+    if config.DOCUMENTS:
         start = tl.load(layout.start_ptr + keys, mask=keys < layout.key_length, other=0)
         stop = tl.load(layout.stop_ptr + keys, mask=keys < layout.key_length, other=0)
     else:
         start = tl.zeros_like(keys)
-        if CAUSAL:
+        if config.CAUSAL:
             start = tl.maximum(keys - layout.shift, 0)
         stop = tl.where(keys < layout.key_length, layout.query_length, 0)
     return start, stop

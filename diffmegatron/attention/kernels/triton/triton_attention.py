@@ -1,8 +1,8 @@
 """The Triton backend: the kernels as autograd functions.
 
-Differential attention returns `out = out1 - lambda out2`. The forward pass saves `out` and `out2`,
-and the backward pass computes out1 from them. If several heads of q1 share a head of q2, there is
-one kernel launch per map. Otherwise one kernel computes both maps.
+With two maps the forward pass saves `out = out1 - lambda out2` and `out2`, and the backward pass
+computes out1 from them. If several heads of q1 share a head of q2, each map has its own launch.
+Otherwise one kernel computes both maps.
 
 In the shapes b is the batch size, s the number of queries, h the number of heads of q1, heads the
 number of heads of a map, and e the width of the values.
@@ -34,10 +34,7 @@ from .kernel_launch import (
 def attend(
     call: AttentionCall, *, one_pass: bool | None = None, target: Target | None = None
 ) -> Tensor:
-    """Compute attention with one or two maps.
-
-    None means the result of `default_one_pass` and of `target_of`.
-    """
+    """Compute attention with one or two maps; None means the default."""
     problem = problem_of(call, one_pass, target)
     queries, keys, v = call.maps
     if len(queries) == 1 or queries[0].shape[2] != queries[1].shape[2]:
