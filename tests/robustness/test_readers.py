@@ -31,8 +31,8 @@ from diffmegatron.data.prepare.prepare_settings import PrepareSettings
 from diffmegatron.data.sampling.array_cache import cached_arrays
 from diffmegatron.data.tokenizers import END_OF_TEXT, load_tokenizer
 from diffmegatron.errors import UserError
-from diffmegatron.evaluation.classification_datasets import TASKS
 from diffmegatron.evaluation.result_file import RecordFile
+from diffmegatron.evaluation.suites.classification import TASKS
 from diffmegatron.evaluation.suites.hallucination import DATASETS
 from diffmegatron.evaluation.suites.math import BENCHMARKS
 from diffmegatron.evaluation.targets import find_targets

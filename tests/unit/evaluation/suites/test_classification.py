@@ -10,15 +10,16 @@ import pytest
 import torch
 
 from diffmegatron.errors import UserError
-from diffmegatron.evaluation.classification_datasets import (
-    TASKS,
-    Example,
-    Prompt,
-    label_tree,
-)
 from diffmegatron.evaluation.evaluate import evaluate
 from diffmegatron.evaluation.model import Model
-from diffmegatron.evaluation.suites.classification import Order, arranged
+from diffmegatron.evaluation.suites.classification import (
+    TASKS,
+    Example,
+    Order,
+    Prompt,
+    arranged,
+    label_tree,
+)
 from diffmegatron.evaluation.targets import find_targets
 from tests.pretrained import write_pretrained
 from tests.unit.evaluation.stand_ins import answering
