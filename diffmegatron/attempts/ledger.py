@@ -251,8 +251,8 @@ def suspects(attempts: Sequence[Attempt]) -> dict[str, int]:
 def bad_hosts(attempts: Sequence[Attempt]) -> list[str]:
     """Return the hosts to avoid, sorted.
 
-    These failed the preflight checks of the last attempt, or were blamed or slow in at least two of
-    the last ten attempts.
+    A host is avoided if it failed the preflight checks of the last attempt, or if it was blamed or
+    slow in at least two of the last ten attempts.
     """
     unfit = set(attempts[-1].unfit) if attempts else set()
     faulty = {host for host, count in suspects(attempts).items() if count >= _MAX_HOST_FAULTS}
@@ -268,7 +268,7 @@ def ledger_of(recipes: Sequence[Recipe]) -> Ledger:
 def _saved(run_dirs: Iterable[str]) -> tuple[int, Path | None]:
     """Return the saved progress (see :class:`Attempt`) and the path of the newest checkpoint.
 
-    It is the newest checkpoint of the last stage that has one.
+    The path is that of the last stage with a checkpoint; None if no stage has one.
     """
     total, newest = 0, None
     for run_dir in run_dirs:

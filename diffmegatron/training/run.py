@@ -53,7 +53,7 @@ class Run:
         agreed: values of the last completed step, reduced over all ranks.
         decision: decision of the guard on the last completed step.
         stopping: whether the run saves and ends after the hooks of this step; equal on every rank.
-        pending_evaluators: names of evaluators that are due at this step and have no result yet.
+        pending_evaluators: names of the evaluators due at ``step`` that have no result yet.
         broken_reason: why the weights may be broken, such as "held-out loss is nan"; None if the
             last step and the evaluations after it were finite.
     """
@@ -136,7 +136,7 @@ class Run:
         return load_snapshot(checkpoint, self.engine, self.shards, self.parallel_state)
 
     def agree(self, loss: Tensor, gradient_norm: Tensor | float = 0.0) -> Agreement:
-        """Reduce loss, gradient norm, stop request and save state over all ranks; all call this."""
+        """Reduce the values of :class:`Agreement` over all ranks; every rank must call this."""
         return agree(
             loss,
             gradient_norm,
@@ -178,7 +178,7 @@ class Run:
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Exclude a pause from the measured speed; use the watchdog's startup limit for it."""
+        """Exclude the time inside the context from the speed; use the watchdog's startup limit."""
         started = time.perf_counter()
         with self.watchdog.long_limit():
             yield

@@ -1,4 +1,7 @@
-"""Protection of a run: run lock, stop signals, Slurm's time limits, watchdog. No torch import."""
+"""Protection of a run: run lock, stop signals, Slurm's time limits, watchdog.
+
+This module does not import torch.
+"""
 
 import faulthandler
 import logging
@@ -28,13 +31,13 @@ _LOCK_PATIENCE_SECONDS = 120.0
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 # Signals within this time count as one stop request, because Slurm and torchrun can both send one.
 _ONE_REQUEST_SECONDS = 5.0
-_ONE_INTERRUPT_SECONDS = 1.0  # The same for SIGINT, which a person sends (Ctrl-C).
+_ONE_INTERRUPT_SECONDS = 1.0  # For SIGINT, which a person sends (Ctrl-C).
 
 JOB_END = "job_end"
-"""File in the attempt's directory, into which the job script writes when the Slurm job will end."""
+"""File in the attempt's directory with the end time of the Slurm job; the job script updates it."""
 _MAX_JOB_END_BYTES = 100
-# Time between two reads of this file. A read in every step of some milliseconds would load the file
-# server.
+# Time between two reads of this file. Steps may take milliseconds, and a read in every step would
+# load the file server.
 _JOB_END_SECONDS = 10.0
 
 STACKS = "stacks"
@@ -87,9 +90,9 @@ class StopRequest:
         self._previous: dict[int, Any] = {}
 
     def is_pending(self, margin_seconds: float) -> bool:
-        """Return whether this rank received a stop signal, or the job ends soon (only on rank 0).
+        """Return whether this rank received a stop signal.
 
-        Soon means in less than ``margin_seconds``.
+        On rank 0, also return True if the Slurm job ends in less than ``margin_seconds``.
         """
         if self._first is not None or not self._is_main:
             return self._first is not None
@@ -160,10 +163,10 @@ def too_long_for_kill_wait(seconds: float, kill_wait: float) -> str:
 class Watchdog:
     """Timer that ends this process if a step or a save takes too long, so that the job restarts.
 
-    Before the end, it writes the stacks of all threads to ``folder/stacks/rank_XXXXX.txt``. The
-    launcher then ends the other ranks by SIGTERM, and they write their stacks too. The timer is
-    faulthandler's thread in C, because a Python thread could not run while a hanging library call
-    holds the global interpreter lock.
+    It first writes the stacks of all threads to ``folder/stacks/rank_XXXXX.txt``. The launcher then
+    ends the other ranks by SIGTERM, and they write their stacks too. The timer is faulthandler's
+    thread in C, because a Python thread could not run while a hanging library call holds the global
+    interpreter lock.
     """
 
     def __init__(self, config: WatchdogConfig, folder: Path, rank: int) -> None:

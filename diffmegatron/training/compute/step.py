@@ -233,9 +233,9 @@ def _pipeline(
 ) -> list[Tensor]:
     """Run Megatron's pipeline schedule; return the summed loss of each microbatch.
 
-    The result is empty before the last pipeline stage. The schedule calls the network and not
-    DeepSpeed's engine, because it reads the attribute ``config`` of the module. ``weight``
-    multiplies the losses; with None, there is no backward pass.
+    The result is empty before the last pipeline stage. The schedule needs a module with Megatron's
+    ``config``, so it calls the network and not DeepSpeed's engine. ``weight`` multiplies the
+    losses; with None, there is no backward pass.
     """
     # The schedule divides each loss by the number of microbatches and multiplies it by the
     # context-parallel size. This factor cancels the division and the multiplication.

@@ -1,4 +1,7 @@
-"""Selection of the evaluators (held-out losses, suites) due at a step. No torch import."""
+"""Selection of the evaluators (held-out losses, suites) that are due at a step.
+
+This module does not import torch.
+"""
 
 from pathlib import Path
 

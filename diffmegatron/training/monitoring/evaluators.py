@@ -16,7 +16,7 @@ Values = dict[str, float]
 
 
 class Evaluator(Protocol):
-    """Measurement of the network during training, which leaves the weights unchanged.
+    """Measurement of the network during training; it must not change the weights.
 
     ``name`` is the name of its metric, or the prefix of its metrics' names, such as
     ``eval/recall``.

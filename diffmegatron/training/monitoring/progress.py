@@ -9,7 +9,7 @@ from diffmegatron.config.training_config import TrainingConfig
 
 
 class Progress:
-    """Printer of a run's console lines, and meter of its speed since ``first_step``."""
+    """Printer of a run's console lines, and meter of its speed from ``first_step`` on."""
 
     def __init__(self, first_step: int, training: TrainingConfig) -> None:
         self._total_steps = training.total_steps
@@ -17,7 +17,7 @@ class Progress:
         self._first = self._marked = (first_step, time.perf_counter())
 
     def tokens_per_second(self, step: int) -> float:
-        """Return the tokens per second since the last call, or in the first call since __init__."""
+        """Return the tokens per second since the last call, or at first since the creation."""
         marked_step, marked_time = self._marked
         now = time.perf_counter()
         self._marked = (step, now)

@@ -24,8 +24,8 @@ class PhaseClock:
     """Clock of the seconds that this rank has spent in each phase since the last report.
 
     On a GPU, only the phase "update" waits for the kernels, so it includes the time of all kernels.
-    ``slow_ranks`` are the slow ranks (:func:`slow`) of the last report. With pipeline parallelism
-    it is always empty.
+    ``slow_ranks`` has the slow ranks (:func:`slow`) of the last report, and is always empty with
+    pipeline parallelism.
     """
 
     def __init__(self) -> None:
@@ -71,6 +71,6 @@ class PhaseClock:
 
 
 def slow(seconds: Sequence[float]) -> tuple[int, ...]:
-    """Return the ranks whose ``seconds`` exceed 1.5 times the median of all ranks."""
+    """Return the ranks whose entry in ``seconds`` exceeds 1.5 times the median of all ranks."""
     usual = statistics.median(seconds)
     return tuple(rank for rank, each in enumerate(seconds) if each > _SLOWER * usual)

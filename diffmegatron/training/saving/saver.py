@@ -79,7 +79,7 @@ class Saver:
 
     @property
     def is_open(self) -> bool:
-        """True from the start of a save until it is completed, dropped or failed."""
+        """True from the start of a save until it is completed, is dropped or fails."""
         return self._position is not None
 
     def step_decided(self, *, finite: bool) -> None:
