@@ -48,15 +48,10 @@ def select_heads(
 ) -> str | None:
     """Score every head of a checkpoint, and write a file with the selected heads.
 
-    A recipe names this file in ``model.attention.selected_heads``.
-
-    Args:
-        model: checkpoint, or a ``run_dir``, whose newest checkpoint is used.
-        data: prefix of a prepared corpus that was tokenized with the model's tokenizer.
-        out: file to create; ``.scores.json`` and ``.png`` of the same name are written beside it.
-        overrides: ``KEY=VALUE`` overrides of the checkpoint's recipe; by default for one process.
-        share: share of each layer's heads to select; the rounded number is at least 1.
-        sequences: number of sequences to score on, each of ``training.seq_length`` tokens.
+    A recipe names the file ``out`` in ``model.attention.selected_heads``. Files ``.scores.json``
+    and ``.png`` of the same name are written beside it. If ``model`` is a ``run_dir``, its newest
+    checkpoint is used. ``overrides`` change the checkpoint's recipe; the default layout is one
+    process.
 
     Returns:
         On rank 0, a summary such as "8 of 16 heads by entropy"; None on the other ranks.
