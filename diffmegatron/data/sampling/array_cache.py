@@ -20,13 +20,13 @@ from diffmegatron.data.sampling.permutation import derive_key
 from diffmegatron.errors import UserError
 from diffmegatron.file_lock import FileLock
 from diffmegatron.files import (
-    create_file,
     file_size,
     format_path,
     open_file,
     os_error_text,
     read_sealed,
     sync_path,
+    write_durably,
     write_sealed,
 )
 from diffmegatron.section import Section
@@ -141,10 +141,7 @@ def _write(folder: Path, name: str, arrays: dict[str, np.ndarray], summary: Any)
 
 def _store(folder: Path, array: str, values: np.ndarray) -> ArrayRecord:
     values = np.ascontiguousarray(values)
-    with create_file(folder / f"{array}.{values.dtype}") as stream:
-        stream.write(values.data)
-        stream.flush()
-        os.fsync(stream.fileno())
+    write_durably(folder / f"{array}.{values.dtype}", values.data)
     return ArrayRecord(
         dtype=cast(Literal["int32", "int64"], str(values.dtype)),
         length=len(values),
