@@ -50,7 +50,7 @@ def check_noise_groups(name: str, heads: Tensor, lambda_: Tensor, kv_heads: int 
 
     `heads` (`name` in messages) is `[batch, length, h + h / r, width]`, in groups of r signal heads
     followed by their noise head. `lambda_` is `[batch, length, h]`. All heads of a group must
-    attend to the same of `kv_heads` kv heads.
+    attend to the same kv head.
     """
     check_tensors(**{name: heads, "lambda_": lambda_})
     if heads.dim() != 4 or 0 in heads.shape or not heads.is_floating_point():

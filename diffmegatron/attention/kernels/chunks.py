@@ -35,7 +35,8 @@ def chunk_attention(
 
     Returns:
         For each map the output `[b, s, heads of the map, e]` and the log-sum-exp `[b, s, heads of
-        the map]`, in fp32 (fp64 for fp64 inputs). A query without visible keys has 0 and -inf.
+        the map]`, in fp32 (fp64 for fp64 inputs). A query without visible keys has the output 0
+        and the log-sum-exp -inf.
     """
     call = AttentionCall.checked(maps, **options)
     attention_with_lse = _chosen_backend(call, backend).load().attention_with_lse

@@ -58,9 +58,9 @@ def map_factors(lambda_: Tensor | None, like: Tensor) -> list[Tensor]:
 
 
 def map_gradients(grad: Tensor, lambda_: Tensor | None, noise_heads: int) -> list[Tensor]:
-    """Return the gradient of each map's output, given that of their combination `[b, s, h, e]`.
+    """Return the gradient of each map's output, given the gradient `[b, s, h, e]` of the result.
 
-    That of the second map is `[b, s, noise_heads, e]`, in fp32 (fp64 for an fp64 `grad`).
+    The gradient of the second output is `[b, s, noise_heads, e]`, in fp32 (fp64 for fp64 `grad`).
     """
     if lambda_ is None:
         return [grad]
@@ -119,7 +119,7 @@ class WholeAttention(NamedTuple):
 def merge_maps(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
     """Merge the outputs `[b, s, h, e]` and log-sum-exps `[b, s, h]` of one map over chunks of keys.
 
-    A softmax over all keys is a mean of the softmaxes over chunks of the keys, with the weights
+    A softmax over all keys is a weighted mean of the softmaxes over chunks. The weights are
     exp(lse_chunk - lse_all).
     """
     out_shapes, lse_shapes = ([list(x.shape) for x in of_chunks] for of_chunks in (outs, lses))

@@ -16,7 +16,6 @@ from .checks import check_tensors, shape_of
 # Largest absolute value of an offset, so that its sum with a length fits the kernels' int32.
 LARGEST_POSITION = 2**30
 
-
 T = TypeVar("T")
 
 
@@ -70,7 +69,7 @@ class AttentionMask:
         return self.cu_seqlens is None and (is_square or not self.causal)
 
     def key_range(self, row_start: int, row_stop: int) -> tuple[int, int]:
-        """Return the smallest interval [start, stop) of keys that contains all which the rows see.
+        """Return the smallest interval [start, stop) that contains all keys visible to the rows.
 
         Rows [row_start, row_stop) and keys are counted within this call. An empty interval has
         start == stop.
@@ -86,7 +85,10 @@ class AttentionMask:
         return (start, stop) if start < stop else (0, 0)
 
     def unmasked_prefix(self, row_start: int, row_stop: int) -> int:
-        """Return how many first keys of `key_range` all of these rows see (0 across documents)."""
+        """Return the number of leading keys of `key_range` that every one of the rows sees.
+
+        It is 0 if the rows belong to several documents.
+        """
         start, stop = self.key_range(row_start, row_stop)
         if self.cu_seqlens is not None:
             first, last = self.query_offset + row_start, self.query_offset + row_stop - 1
@@ -100,7 +102,7 @@ class AttentionMask:
     def hidden(
         self, rows: tuple[int, int], keys: tuple[int, int], device: torch.device
     ) -> Tensor | None:
-        """Return a boolean mask `[rows, keys]`, True for hidden pairs; None without any mask.
+        """Return a boolean mask `[rows, keys]`, True for hidden pairs; None for full attention.
 
         `rows` and `keys` are intervals (start, stop), counted within this call.
         """
@@ -136,7 +138,7 @@ class AttentionMask:
         return _clamped(start - offset, stop - offset, self.query_length, device)
 
     def document_bounds(self, position: Tensor) -> tuple[Tensor, Tensor]:
-        """Return start and end of the document at each position (+-int32's limit without any)."""
+        """Return start and end of the document at each position; +-(2^31 - 1) without documents."""
         if self.cu_seqlens is None:
             infinite = torch.full_like(position, torch.iinfo(torch.int32).max)
             return -infinite, infinite

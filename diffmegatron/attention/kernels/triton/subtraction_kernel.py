@@ -34,9 +34,7 @@ class _SubtractNoise(torch.autograd.Function):
         out = heads.new_empty(*lambda_.shape, heads.shape[3])
         grid, sizes, constants = _launch(heads, lambda_)
         with on_device(heads):
-            subtract_kernel[grid](
-                heads, lambda_, out, *sizes, heads.stride()[:3], **constants
-            )  # fmt: skip
+            subtract_kernel[grid](heads, lambda_, out, *sizes, heads.stride()[:3], **constants)
         return out
 
     @staticmethod

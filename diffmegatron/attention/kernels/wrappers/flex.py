@@ -81,7 +81,7 @@ def block_mask(mask: AttentionMask, device: torch.device) -> BlockMask:
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the number of true blocks of keys in each row, and their indices first in each row.
+    """Return the number of true entries of each row, and its column indices, true entries first.
 
     `blocks` is boolean `[query blocks, key blocks]`. The results are int32 `[1, 1, query blocks]`
     and `[1, 1, query blocks, key blocks]`.

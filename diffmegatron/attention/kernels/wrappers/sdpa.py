@@ -63,12 +63,11 @@ def chunk_gradients(call: AttentionCall, grad: Tensor, whole: WholeAttention) ->
         pieces = [_pieces(x, heads, width) for x in (maps.v, dout.to(q.dtype), out.to(q.dtype))]
         dvalues = []
         for values, piece_grad, piece_out in zip(*pieces, strict=True):
-            *found, of_piece = _flash_gradients(
-                piece_grad, q, k, values, piece_out, row_lse, call.mask.causal, call.scale
-            )
-            for total, part in zip((dq, dk), found, strict=True):
-                total += part
-            dvalues.append(of_piece)
+            inputs = (piece_grad, q, k, values, piece_out, row_lse)
+            found = _flash_gradients(*inputs, causal=call.mask.causal, scale=call.scale)
+            dq += found[0]
+            dk += found[1]
+            dvalues.append(found[2])
         dqs.append(dq.transpose(1, 2))
         dks.append(_per_kv_head(dk, kv_heads))
         dv += _per_kv_head(torch.cat(dvalues, -1), kv_heads)
@@ -80,37 +79,27 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple
 
     CUDA's kernel needs a d that is a multiple of 8.
     """
-    outputs: tuple[Tensor, ...]
-    if q.is_cuda:
-        outputs = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)
-    else:
-        outputs = aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, 0.0, causal, scale=scale
-        )
+    flash = aten._scaled_dot_product_flash_attention
+    if not q.is_cuda:
+        flash = aten._scaled_dot_product_flash_attention_for_cpu
+    outputs: tuple[Tensor, ...] = flash(q, k, v, 0.0, causal, scale=scale)
     return outputs
 
 
-def _flash_gradients(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    causal: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    gradients: tuple[Tensor, Tensor, Tensor]
+def _flash_gradients(*inputs: Tensor, causal: bool, scale: float) -> tuple[Tensor, ...]:
+    """Return the gradients of q, k and v, given dO, q, k, v, the output and the log-sum-exp."""
+    gradients: tuple[Tensor, ...]
+    _, q, k, *_ = inputs
     if q.is_cuda:
         # The random state is only for dropout, and the cumulative lengths only for nested tensors.
         unused = torch.empty(0, dtype=torch.uint64, device=q.device)
         lengths = (None, None, q.shape[2], k.shape[2])
         gradients = aten._scaled_dot_product_flash_attention_backward(
-            grad, q, k, v, out, lse, *lengths, 0.0, causal, unused, unused, scale=scale
+            *inputs, *lengths, 0.0, causal, unused, unused, scale=scale
         )
     else:
         gradients = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, q, k, v, out, lse, 0.0, causal, scale=scale
+            *inputs, 0.0, causal, scale=scale
         )
     return gradients
 
