@@ -83,7 +83,7 @@ class Backend:
     module: str
     note: str
     work: costs.Work
-    saved: costs.Saved
+    saved: costs.Saved = costs.zero_bytes
     saves_bias: bool = False
     saves_values: bool = True
     saves_result: bool = False
@@ -158,7 +158,6 @@ DIFFERENTIAL = {
         "pytorch.blocked",
         "row blocks in plain PyTorch, deterministic",
         work=costs.per_head((3, 1), (7, 3)),
-        saved=costs.zero_bytes,
     ),
     "triton": _triton_attention(
         "own fused kernels: 6d forward, 10d or 14d backward",
@@ -221,7 +220,6 @@ SOFTMAX = {
         "pytorch.blocked",
         "row blocks in plain PyTorch, deterministic",
         work=costs.per_head((2, 0), (5, 0)),
-        saved=costs.zero_bytes,
     ),
     "triton": _triton_attention(
         "own kernels of differential attention, with one map",
@@ -252,14 +250,12 @@ SUBTRACTION = {
         "pytorch.subtraction",
         "plain PyTorch",
         work=costs.per_head((0, 0), (0, 0)),
-        saved=costs.zero_bytes,
         entry="subtract_noise",
     ),
     "triton": Backend(
         "triton.subtraction_kernel",
         "own fused kernel",
         work=costs.per_head((0, 0), (0, 0)),
-        saved=costs.zero_bytes,
         entry="subtract_noise",
         devices=("cuda",),
         dtypes=(*SIXTEEN_BIT_NAMES, "float32", "float64"),
