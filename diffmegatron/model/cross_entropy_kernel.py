@@ -34,7 +34,8 @@ def cross_entropy(
             shards are consecutive ranges of ids, in the order of the ranks. The backward pass
             overwrites contiguous logits with their gradient.
         labels: [rows] int64, ids in the whole vocabulary.
-        group: tensor-parallel ranks that shard the vocabulary; None if it is not sharded.
+        group: tensor-parallel ranks that shard the vocabulary; None if it is not sharded. All ranks
+            get the same losses.
         unpadded_size: number of ids in this rank's shard before its padding; None for no padding.
             The softmax excludes logits of padding, and their gradient is 0.
     """
@@ -89,9 +90,7 @@ def _statistics(
     """
     rows, shard_size = logits.shape
     dtype = torch.promote_types(logits.dtype, torch.float32)
-    largest, total, of_label = (
-        torch.empty(rows, dtype=dtype, device=logits.device) for _ in range(3)
-    )
+    largest, total, of_label = (logits.new_empty(rows, dtype=dtype) for _ in range(3))
     with on_device(logits):
         statistics_kernel[(rows,)](
             logits, own_labels, largest, total, of_label, shard_size, unpadded_size,
