@@ -29,7 +29,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 def transformer_config(recipe: Recipe) -> TransformerConfig:
     """Return Megatron-core's configuration for a recipe.
 
-    The attention layers do not use its numbers of heads, but those of the variant's ``heads``.
+    The attention layers ignore its numbers of heads and use ``heads`` of their variant instead.
     """
     model, parallel = recipe.model, recipe.parallel
     heads = model.attention.heads
@@ -147,10 +147,10 @@ def _check_backend(recipe: Recipe, parallel_state: ParallelState) -> None:
 
 
 def lambda_by_layer(network: Network) -> dict[int, Tensor]:
-    """Return lambda (0-dim) of each differential layer on this rank, by layer number from 1.
+    """Return lambda (0-dim) of each differential layer on this rank; keys are layer numbers from 1.
 
-    If lambda depends on the token, it is the mean over this rank's heads and the tokens of the last
-    forward pass, and missing before the first one.
+    If lambda depends on the token, the value is the mean over this rank's heads and the tokens of
+    the last forward pass. Such a layer is missing until a forward pass has run.
     """
     found = {}
     for module in network.modules():

@@ -36,8 +36,8 @@ def cross_entropy(
         labels: [rows] int64, ids in the whole vocabulary.
         group: tensor-parallel ranks that shard the vocabulary; None if it is not sharded. All ranks
             get the same losses.
-        unpadded_size: number of ids in this rank's shard before its padding; None for no padding.
-            The softmax excludes logits of padding, and their gradient is 0.
+        unpadded_size: number of ids in this rank's shard without the padding at its end; None for
+            no padding. The softmax excludes logits of padding, and their gradient is 0.
     """
     losses: Tensor = _CrossEntropy.apply(
         logits, labels, group, logits.shape[1] if unpadded_size is None else unpadded_size
@@ -76,7 +76,8 @@ class _CrossEntropy(torch.autograd.Function):
                 logits, own_labels, log_total, grad.contiguous(), shard_size, ctx.unpadded_size,
                 BLOCK=BLOCK, num_warps=WARPS,
             )  # fmt: skip
-        # A new version makes autograd raise an error if a second backward pass needs the logits.
+        # The new version number makes autograd raise an error if a second backward pass needs the
+        # overwritten logits.
         increment_version(logits)
         return logits, None, None, None
 

@@ -52,7 +52,8 @@ def initial_values(
     if len(shape) == 1:
         return Constant(1.0)
     if is_lora(name):
-        # A has the standard deviation of torch's linear layers (Kaiming uniform with a = sqrt(5)).
+        # LoRA's matrix A has the standard deviation that torch gives linear layers (Kaiming uniform
+        # with a = sqrt(5)).
         return Constant(0.0) if name.endswith(LORA_B) else 1 / math.sqrt(3 * shape[1])
     if name.startswith("embedding."):
         return model.embedding_std

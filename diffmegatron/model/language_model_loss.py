@@ -18,10 +18,10 @@ Losses = Callable[[Tensor, Tensor], Tensor]
 def chunked_losses(losses: Losses, labels: Tensor, hidden: Tensor, size: int) -> Tensor:
     """Compute the losses [b, s] in chunks of ``size`` positions, to limit the memory of logits.
 
-    The backward pass recomputes each chunk's logits. ``labels`` are [b, s]. ``hidden`` is [s, b,
-    hidden size], or [s / tensor-parallel size, b, hidden size] under sequence parallelism. A chunk
-    then has positions of every rank, because the output layer gathers them, and ``size`` is rounded
-    up.
+    The backward pass recomputes each chunk's logits. ``labels`` are [b, s], and ``hidden`` is
+    [s, b, hidden size]. Under sequence parallelism, ``hidden`` is [s / ranks, b, hidden size] on
+    each of the tensor-parallel ranks. The output layer then gathers a chunk from all these ranks,
+    ceil(``size`` / ranks) positions from each.
     """
     by_rank = labels.unflatten(1, (-1, hidden.shape[0]))
     step = -(-size // by_rank.shape[1])
@@ -47,10 +47,10 @@ def cross_entropy(
 ) -> Tensor:
     """Return the loss of each token, [b, s], from this tensor-parallel rank's logits.
 
-    The logits [s, b, vocabulary shard] may be overwritten. The softmax excludes vocabulary padding
-    after ``unpadded_size`` ids. Otherwise the zero logits of padding would be more probable than
-    most tokens of an imported Hugging Face model. ``fallback`` is Megatron-core's cross-entropy,
-    which runs if the Triton kernel cannot.
+    The logits [s, b, vocabulary shard] may be overwritten. The softmax excludes vocabulary padding,
+    which begins at index ``unpadded_size`` of the shard. Logits of padding are 0, so padding would
+    be more probable than most tokens of an imported Hugging Face model. ``fallback`` is
+    Megatron-core's cross-entropy, which runs where the Triton kernel cannot run.
     """
     if _has_kernel(logits):
         from diffmegatron.model import cross_entropy_kernel

@@ -1,7 +1,8 @@
 """The network of a pipeline rank: one stage of layers, or several interleaved virtual stages.
 
 In shapes, b is the number of sequences in a microbatch, s the number of positions on this
-context-parallel rank, and v the size of this tensor-parallel rank's vocabulary shard.
+context-parallel rank, and v the size of this tensor-parallel rank's vocabulary shard. Under
+sequence parallelism, hidden states have s / (tensor-parallel size) positions instead of s.
 """
 
 from collections.abc import Iterator, Sequence
@@ -31,9 +32,10 @@ from diffmegatron.model.language_model_loss import chunked_losses, cross_entropy
 class VirtualStage(LanguageModule):
     """Consecutive layers of the network on one pipeline rank.
 
-    The first virtual stage of the network also has the embedding, and the last one the output
-    layer. Without interleaving, a pipeline stage is one virtual stage. Megatron-core's schedules
-    read some attributes (tests/unit/model/test_megatron_attributes.py).
+    The network's first virtual stage also has the embedding. The network's last virtual stage also
+    has the final norm and the output layer. Without interleaving, a pipeline stage is one virtual
+    stage. Megatron-core's schedules read some attributes of this class
+    (tests/unit/model/test_megatron_attributes.py).
 
     Args:
         vocab_size: number of rows of the unsharded embedding and output layer, with padding.
@@ -98,9 +100,10 @@ class VirtualStage(LanguageModule):
             )
 
     def set_input_tensor(self, received: list[Tensor | None]) -> None:
-        """Set the previous stage's hidden states, a list of one tensor [s, b, hidden size] or None.
+        """Set the previous stage's hidden states, the only entry of the list ``received``.
 
-        Megatron's schedules call this.
+        Megatron's schedules call this method. The entry is [s, b, hidden size], or None in the
+        network's first stage.
         """
         (self._received,) = received
 
@@ -115,9 +118,9 @@ class VirtualStage(LanguageModule):
         """Run the virtual stage; :meth:`Network.forward` describes the arguments.
 
         Returns:
-            Hidden states [s, b, hidden size] before the network's last stage. In the last stage,
-            the loss of each token, float32 [b, s], or without ``labels`` this rank's shard of the
-            logits, [b, s, v].
+            In the network's last virtual stage, the loss of each token, float32 [b, s], or if
+            ``labels`` is None, the logits [b, s, v] of this rank's vocabulary shard. In the other
+            virtual stages, hidden states [s, b, hidden size].
         """
         hidden = self.embedding(tokens, position_ids) if self.pre_process else self._received
         assert hidden is not None
@@ -155,11 +158,11 @@ class VirtualStage(LanguageModule):
         return min(max(self.unpadded_vocab_size - first, 0), shard_size)
 
     def likeliest_tokens(self, logits: Tensor) -> Tensor:
-        """Return the ids of the most likely tokens, int64 [b, s], from this rank's logits.
+        """Return the id of the most likely token at each position, int64 [b, s].
 
-        ``logits`` are the vocabulary shard [b, s, v]. The ids are the same on every tensor-parallel
-        rank, and exclude vocabulary padding. An id is -1 if a logit of the position (except
-        padding) is not finite.
+        ``logits`` are those of this rank's vocabulary shard, [b, s, v]. The ids are the same on
+        every tensor-parallel rank, and exclude vocabulary padding. An id is -1 if a logit of the
+        position (except padding) is not finite.
         """
         group, shard_size = self.tp_group, logits.shape[-1]
         first, unpadded_size = group.rank() * shard_size, self._unpadded_size(shard_size)
@@ -174,9 +177,9 @@ class VirtualStage(LanguageModule):
 
 
 class Decoder(MegatronModule):
-    """The transformer layers of a virtual stage, from one spec per layer, and the final norm.
+    """The layers of a virtual stage; the network's last virtual stage also has the final norm.
 
-    ``final_norm`` is None in all virtual stages except the network's last one.
+    ``layer_specs`` has one entry per layer. ``final_norm`` is None in the other virtual stages.
     """
 
     def __init__(
@@ -203,11 +206,12 @@ class Decoder(MegatronModule):
             )
 
     def forward(self, hidden: Tensor, angles: Tensor, documents: PackedSeqParams | None) -> Tensor:
-        """Run the layers, and the final norm in the last virtual stage.
+        """Run the layers, and the final norm in the network's last virtual stage.
 
-        ``hidden`` is [positions, batch, hidden size], under sequence parallelism only this rank's
-        positions. ``angles`` are the rotary angles [positions, 1, 1, head width] of this
-        context-parallel rank. Without ``documents``, attention crosses the boundaries of documents.
+        ``hidden`` and the result are [s, b, hidden size], or under sequence parallelism
+        [s / tensor-parallel size, b, hidden size]. ``angles`` are the rotary angles
+        [s, 1, 1, head width] of this context-parallel rank. Without ``documents``, attention
+        crosses the boundaries of documents.
         """
         for layers, is_recomputed in self._groups():
             run = partial(_run, layers, angles, documents)
@@ -235,7 +239,7 @@ class Decoder(MegatronModule):
         sharded_offsets: tuple[tuple[int, int, int], ...] = (),
         metadata: dict | None = None,
     ) -> dict:
-        """Return Megatron-core's sharded state dict, with each layer's index in the network."""
+        """Return Megatron-core's sharded state dict; its keys count the network's layers from 0."""
         state: dict = {}
         for layer in self.layers:
             name = f"{prefix}layers.{layer.layer_number - 1}."
@@ -283,11 +287,11 @@ class Network(torch.nn.Module):
                 module.step = step
 
     def forward(self, *args: object, **kwargs: object) -> Tensor:
-        """Run the only virtual stage; Megatron's schedules call several virtual stages themselves.
+        """Run the only virtual stage.
 
-        The arguments are ``tokens`` [b, s], ``position_ids`` [b, s] (without effect),
-        ``attention_mask`` (None, attention is causal), ``labels`` [b, s] and ``packed_seq_params``
-        (document boundaries).
+        With several virtual stages, Megatron's schedules call each of them directly. The arguments
+        are ``tokens`` [b, s], ``position_ids`` [b, s] (without effect), ``attention_mask`` (None,
+        attention is causal), ``labels`` [b, s] and ``packed_seq_params`` (document boundaries).
         """
         (stage,) = self.virtual_stages
         return stage(*args, **kwargs)
@@ -301,7 +305,7 @@ def _gathered(own: Tensor, group: distributed.ProcessGroup) -> Tensor:
 
 
 def declared_parameter(name: str, model: ModelConfig) -> Parameter | None:
-    """Return the attention variant's declaration of a tensor; None if the variant has none."""
+    """Return the attention variant's declaration of the tensor ``name``; None for other tensors."""
     layer, found, own = name.rpartition(".self_attention.")
     if not found:
         return None

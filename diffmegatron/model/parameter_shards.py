@@ -23,8 +23,8 @@ class Shard:
         name, global_shape: name and shape of the unsharded tensor.
         offset, shape: first index and size of the box along each axis.
         start: index of the box's first element in the flattened parameter of this rank.
-        is_primary: whether checkpoints contain this copy. One tensor-parallel rank's copy is
-            primary.
+        is_primary: whether checkpoints contain this copy. Of copies on several tensor-parallel
+            ranks, only one is primary.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Shard:
         return tuple(slice(o, o + n) for o, n in zip(self.offset, self.shape, strict=True))
 
     def view(self, parameter: Tensor) -> Tensor:
-        """Return the elements of the box in a parameter, or a tensor of its size, as a view."""
+        """Return a view of the box in ``parameter``, or in another tensor of the same size."""
         return parameter.reshape(-1)[self.start : self.start + self.numel].view(self.shape)
 
 
@@ -89,6 +89,7 @@ def _shard(tensor: ShardedTensor, start: int) -> Shard:
         shape=tuple(tensor.local_shape),
         start=start,
         # ``replica_id``, an integer or a tuple, is zero for the copy to save. The last entry of a
-        # tuple is the data-parallel rank. With ZeRO, each of these ranks saves a partition.
+        # tuple is the data-parallel rank. Ignore it, because every data-parallel rank saves its
+        # ZeRO partition.
         is_primary=replica == 0 or not any(replica[:-1]),
     )

@@ -20,7 +20,7 @@ def mark_trained(network: Network, recipe: Recipe) -> None:
     """Set attributes of the parameters from the recipe's training patterns.
 
     - ``requires_grad``: False for a fully frozen parameter.
-    - ``lr_factor``: factor of the learning rate; missing if the recipe needs none.
+    - ``lr_factor``: factor of the learning rate; a missing attribute means 1.
     - ``trained_ranges``: ranges (first, end) of the trained rows' elements in the flattened
       parameter; set only if some rows are frozen.
     """
@@ -62,7 +62,8 @@ def _freeze_rows(parameter: torch.nn.Parameter, frozen: tuple[str, ...], heads: 
 def _require_hidden_gradients(network: Network) -> None:
     """Make the output of a frozen embedding require a gradient.
 
-    Otherwise autograd skips the backward pass of recomputed layers, a function in Megatron-core.
+    Megatron-core recomputes layers in an autograd function, whose tensor input is these hidden
+    states. If no input requires a gradient, autograd skips the function's backward pass.
     """
 
     def require_gradient(module: torch.nn.Module, _: object, hidden: Tensor) -> None:

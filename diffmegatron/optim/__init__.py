@@ -1,1 +1,1 @@
-"""The optimizer: ZeRO engine (``zero.py``), learning rate (``schedule.py``) and ``guard.py``."""
+"""ZeRO engine (``zero.py``), learning rate (``schedule.py``) and check of steps (``guard.py``)."""

@@ -19,7 +19,11 @@ class GatedAdamW(torch.optim.AdamW):
     decaying_rows: Mapping[Tensor, list[Tensor]]
 
     def step(self, closure: Any = None) -> Any:
-        """Update the weights of ``self.param_groups`` (one or all groups) if the gate allows it."""
+        """Update the weights of ``self.param_groups`` if the gate allows it.
+
+        DeepSpeed calls this once with all groups, or once per group with only this group in
+        ``param_groups``.
+        """
         if not self.gate():
             return None
         for group in self.param_groups:
@@ -30,7 +34,7 @@ class GatedAdamW(torch.optim.AdamW):
 
 
 def create_adamw(network: Network, recipe: Recipe) -> GatedAdamW:
-    """Return this rank's optimizer; set ``gate`` and ``decaying_rows`` before its first step."""
+    """Return this rank's optimizer; the caller must set its ``gate`` and ``decaying_rows``."""
     optimizer = recipe.optimizer
     return GatedAdamW(
         _parameter_groups(network, recipe),
@@ -74,7 +78,7 @@ def _decays(name: str, parameter: torch.Tensor, recipe: Recipe) -> bool:
 
 
 def decaying_rows(partition: Partition, network: torch.nn.Module) -> dict[Tensor, list[Tensor]]:
-    """Map each flat master tensor (1-dim float32 weights) to its rows with ``row_decay``."""
+    """Map flat master tensors (float32 [n]) to views of trained rows of partly frozen weights."""
     found: dict[Tensor, list[Tensor]] = {}
     for parameter in network.parameters():
         held = partition.range_of(parameter) if hasattr(parameter, "trained_ranges") else None

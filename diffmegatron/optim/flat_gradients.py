@@ -17,7 +17,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class FlatGroup:
-    """The gradients of a parameter group, flattened in order in ``flat`` (float32 [n])."""
+    """The flattened gradients of ``parameters``, one after the other in ``flat`` (float32 [n])."""
 
     flat: Tensor
     parameters: Sequence[torch.nn.Parameter]
@@ -67,8 +67,8 @@ def flat_gradients(zero_optimizer: Any) -> FlatGradients | None:
 class _Bf16Gradients(FlatGradients):
     """DeepSpeed's own flat float32 gradients of a bf16 model, with other hooks.
 
-    DeepSpeed's hooks copy a bf16 gradient to float32 before they add it. The hooks here save this
-    copy's memory.
+    DeepSpeed's hooks copy a bf16 gradient to float32 before they add it. The hooks here add it
+    without a copy.
     """
 
     def __init__(self, zero_optimizer: Any) -> None:
@@ -106,7 +106,8 @@ class _Float32Gradients(FlatGradients):
     def __init__(self, zero_optimizer: Any) -> None:
         flats = [torch.zeros_like(weights) for weights in zero_optimizer.bit16_groups_flat]
         super().__init__(zero_optimizer, flats, zero_optimizer.bit16_groups)
-        # The norm, summed in float64, is finite if and only if all gradients are finite.
+        # Skip DeepSpeed's search for infinite gradients: their norm, summed in float64, is finite
+        # if and only if all gradients are finite.
         zero_optimizer.check_grad_overflow = False
         self._own = [self._own_partition(number) for number in range(len(self.groups))]
         self._assign_views()

@@ -6,7 +6,7 @@
 - After several skipped steps in a row, the run stops or rolls back. A rollback loads a checkpoint
   and skips the batches that led to the anomaly, as in PaLM (Chowdhery et al. 2022, section 5.1).
 
-All ranks have the same inputs, so they decide the same without communication.
+All ranks have the same inputs, so they make the same decision without communication.
 """
 
 import math
@@ -37,7 +37,8 @@ class StepDecision:
     Attributes:
         applied: whether the optimizer updates the weights.
         reason: description of the anomaly; None for a normal step.
-        finite: whether loss and gradient norm are finite, so that the present weights are sound.
+        finite: whether loss and gradient norm are finite. A finite step shows that the weights
+            before its update are sound.
     """
 
     applied: bool
@@ -47,7 +48,7 @@ class StepDecision:
 
 
 class Guard:
-    """The guard of a run; its public attributes count steps since the run began."""
+    """The guard of a run; it counts skipped steps, spikes and rollbacks since the run began."""
 
     def __init__(self, config: GuardConfig) -> None:
         self._config = config
@@ -91,9 +92,9 @@ class Guard:
         self.rollbacks = int(state["rollbacks"])
 
     def rolled_back(self, state: dict[str, Any]) -> None:
-        """Restore the recent steps, but not the counts, from a checkpoint's ``state``.
+        """Count a rollback, and restore the recent losses and norms from a checkpoint's ``state``.
 
-        If a rollback reset the counts, the run would never reach its limit on rollbacks.
+        The counts are not restored, because the run would then never reach its limit on rollbacks.
         """
         self._restore_recent(state)
         self._in_a_row = 0

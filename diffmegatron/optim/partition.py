@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 
 @dataclass(frozen=True)
 class ElementRange:
-    """A range of a parameter's elements: ``flat[where]``, where ``flat`` is a flat master tensor.
+    """A range of a parameter's elements, stored in a flat master tensor as ``flat[where]``.
 
     ``start`` is the index of the range's first element in the flattened parameter.
     """
@@ -64,14 +64,14 @@ class Partition:
     def clean_up(self) -> None:
         """Clean up after DeepSpeed has dropped the gradients of a step; call it on all ranks."""
         # DeepSpeed 0.19.8 keeps these float32 buffers of an offloaded bf16 optimizer when it drops
-        # a step. Later gradients would be added to values that are not finite.
+        # a step. Without this reset, later gradients would be added to values that are not finite.
         buffers = getattr(self._optimizer, "averaged_gradients", {})
         buffers.update(dict.fromkeys(buffers))
 
     def gradients(self) -> Iterator[tuple[torch.nn.Parameter, Tensor]]:
-        """Yield (parameter, gradient in this rank's partition) from the optimizer's lists."""
+        """Yield (parameter, this rank's part of its gradient) from DeepSpeed's lists."""
         # ZeRO 2 stores gradients in averaged_gradients, or in all_grad_tensors if they accumulate
-        # in the model's dtype. Both also contain padding tensors.
+        # in the model's dtype. Both lists also contain padding tensors.
         for group, parameters in enumerate(getattr(self._optimizer, "params_in_partition", [])):
             gradients = self._optimizer.averaged_gradients.get(group)
             if gradients is None:
@@ -134,9 +134,10 @@ def accumulated_gradient(parameter: torch.nn.Parameter) -> Tensor | None:
 def local_gradient_norms(
     partition: Partition, network: torch.nn.Module, device: torch.device
 ) -> tuple[list[torch.nn.Parameter], Tensor]:
-    """Return the parameters with a gradient (or part of it) on this rank, and the norms.
+    """Return the n parameters with a gradient (or a part of it) on this rank, and the norms.
 
-    The norms are float32 [n] on ``device``, which is not synchronized.
+    The norms of these gradients or parts are float32 [n] on ``device``. The host does not wait for
+    them.
     """
     on_parameters = ((each, accumulated_gradient(each)) for each in network.parameters())
     held = [(each, gradient) for each, gradient in on_parameters if gradient is not None]
@@ -150,14 +151,14 @@ def local_gradient_norms(
 
 
 class FrozenWeights:
-    """Frozen weights for checkpoints, divided into one range per data-parallel rank."""
+    """Frozen weights for checkpoints, each divided into one range per data-parallel rank."""
 
     def __init__(self, network: torch.nn.Module, group: ProcessGroup) -> None:
         self._parameters = [p for p in network.parameters() if not p.requires_grad]
         self._group, self._rank, self._ranks = group, group.rank(), group.size()
 
     def ranges(self) -> Iterator[tuple[torch.nn.Parameter, int, Tensor]]:
-        """Yield parameter, start index and values (a view, [n]) of this rank's ranges.
+        """Yield this rank's range of each frozen parameter: (parameter, start index, view [n]).
 
         After writing to the views, call :meth:`refresh`.
         """
@@ -202,8 +203,8 @@ class ExactValues:
     """Float32 copies of lambda vectors and headwise norms, for bf16 models under ZeRO 3.
 
     ZeRO 3 flattens all weights of a rank into one bf16 buffer (``defragment`` in
-    runtime/zero/stage3.py), so the core attention computes with a copy of the float32 master
-    weight, the attribute ``exact`` of the parameter. ``values`` are the parameters before DeepSpeed
+    runtime/zero/stage3.py). So the attribute ``exact`` of such a parameter has a float32 copy of
+    the whole weight, with which the attention computes. ``values`` are the weights before DeepSpeed
     rounded them. The constructor also writes them into the master weights of trained parameters.
     """
 

@@ -2,7 +2,7 @@
 
 During the last microbatch's backward pass, a bucket is reduced over the data-parallel ranks, in
 float32 and in place, as soon as its gradients are complete. The buckets and their order depend only
-on the network, so all ranks reduce the same bucket next.
+on the network, so all ranks reduce the buckets in the same order.
 """
 
 from collections import Counter
@@ -22,7 +22,7 @@ from diffmegatron.optim.flat_gradients import FlatGradients, FlatGroup
 class Bucket:
     """Gradients (views of ``flat``, float32 [n]) that are reduced in one all-reduce.
 
-    The gradients of ``missing`` are not yet complete in this backward pass.
+    ``missing`` has the parameters whose gradients are not yet complete in this backward pass.
     """
 
     flat: Tensor
@@ -82,8 +82,8 @@ class GradientReduction:
     def finish(self) -> tuple[list[torch.nn.Parameter], Tensor]:
         """Reduce the remaining buckets, wait for all, and pass the averages to DeepSpeed.
 
-        Return the n parameters, and the norms of their gradients on this rank before the reduction,
-        float32 [n] on the device, which is not synchronized.
+        Return the n parameters, and the norms of their gradients on this rank before the reduction.
+        The norms are float32 [n] on the device, and the host does not wait for them.
         """
         self._start(len(self._buckets))
         for bucket in self._buckets:
@@ -146,10 +146,11 @@ def _buckets(group: FlatGroup, size: int) -> Iterator[Bucket]:
 
 
 def shared_parameters(network: torch.nn.Module) -> set[torch.nn.Parameter]:
-    """Return the trained parameters of which each tensor-parallel rank has a partial gradient.
+    """Return the trained parameters whose gradient is the sum over all tensor-parallel ranks.
 
-    For lambda and headwise norms, a rank has the part of its heads. Under sequence parallelism, it
-    has the part of its positions for other norms and LoRA's matrices.
+    Each rank has a part of this sum. For lambda and headwise norms, it is the part of the rank's
+    heads. For other norms and LoRA's replicated matrices under sequence parallelism, it is the part
+    of the rank's positions.
     """
     marks = ("sequence_parallel", "has_partial_gradient")
     return {
@@ -174,7 +175,8 @@ def sum_together(gradients: Sequence[Tensor], group: ProcessGroup) -> None:
 def sum_in_backward(parameters: set[torch.nn.Parameter], group: ProcessGroup) -> None:
     """Register hooks that sum each gradient over the group as soon as autograd has computed it.
 
-    ZeRO 2, ZeRO 3 and an offloaded optimizer consume gradients during the backward pass.
+    ZeRO 2, ZeRO 3 and an offloaded optimizer use gradients already during the backward pass, so a
+    sum after this pass would be too late.
     """
 
     def summed(gradient: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ from diffmegatron.config.optimizer_config import OptimizerConfig
 
 
 def learning_rate(step: int, total_steps: int, optimizer: OptimizerConfig) -> float:
-    """Return the learning rate of a training step, from 1.
+    """Return the learning rate of training step ``step``, counted from 1.
 
     It rises linearly to ``lr`` during the warm-up. Then it depends on ``schedule.kind``:
 

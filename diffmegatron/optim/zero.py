@@ -111,21 +111,25 @@ class ZeroEngine:
         self._engine.destroy()
 
     def __call__(self, *args: object, **kwargs: object) -> Tensor:
-        """Run the network's forward pass for training through DeepSpeed, whose ZeRO 3 counts it."""
+        """Run the network's forward pass for training through DeepSpeed.
+
+        ZeRO 3 counts microbatches by these calls. Without the count, it would keep only the
+        gradients of the last microbatch.
+        """
         return self._engine(*args, **kwargs)
 
     def backward(self, loss: Tensor, *, is_last: bool) -> None:
         """Run the backward pass of a microbatch, and accumulate its gradients.
 
-        ``loss`` (0-dim) is already scaled for the sum over all microbatches. If ``is_last``, the
-        reduction over ranks may begin during the backward pass.
+        ``loss`` (0-dim) is already scaled for the sum over all microbatches. In the last microbatch
+        of a step (``is_last``), the reduction over ranks may begin during the backward pass.
         """
         reduction = self._reduction if self._overlaps and is_last else None
         with nullcontext() if reduction is None else reduction.overlapping():
             self._engine.backward(loss)
 
     def step(self, learning_rate: float, allow: Callable[[Tensor], bool]) -> None:
-        """Reduce the gradients, update the weights if ``allow`` returns True, clear the gradients.
+        """Reduce gradients, update the weights if ``allow`` returns True, and clear the gradients.
 
         Every rank calls ``allow`` once, with the gradient norm over all ranks before clipping
         (0-dim float32). On a rank where a gradient is not finite, the norm is infinite. ``allow``
@@ -169,14 +173,14 @@ class ZeroEngine:
     def local_gradient_norms(self) -> dict[torch.nn.Parameter, float]:
         """Return the norm of each gradient on this rank at the beginning of the last :meth:`step`.
 
-        With ZeRO 1 and no offloaded optimizer, these norms precede the reduction over ranks, so
-        they show on which rank a gradient is not finite.
+        With ZeRO 1 and no offloaded optimizer, the norms are computed before the reduction over
+        ranks, so they show on which rank a gradient is not finite.
         """
         parameters, norms = self._local_norms
         return dict(zip(parameters, norms.tolist(), strict=True))
 
     def fragments(self) -> Iterator[Fragment]:
-        """Yield this rank's range of each parameter that it stores."""
+        """Yield the range of each parameter that this rank stores."""
         self._create_moments()
         for parameter in self.network.parameters():
             held = self._partition.range_of(parameter) if parameter.requires_grad else None
@@ -195,7 +199,7 @@ class ZeroEngine:
         return int(self._optimizer.optimizer.state[self._partition.flats[0]]["step"].item())
 
     def restore(self, updates: int) -> None:
-        """Apply values that were written into :meth:`fragments`, and set Adam's number of updates.
+        """Apply values written into the tensors of :meth:`fragments`, and set Adam's update count.
 
         All ranks must call this method.
         """
@@ -206,7 +210,7 @@ class ZeroEngine:
         self._frozen.refresh()
 
     def _create_moments(self) -> None:
-        """Create Adam's state with zeros, as torch would in its first update."""
+        """Create Adam's state with zeros, if torch's first update has not yet created it."""
         for flat in self._partition.flats:
             state = self._optimizer.optimizer.state[flat]
             if "step" not in state:
@@ -256,7 +260,7 @@ def engine_config(recipe: Recipe) -> dict[str, Any]:
         config["bf16"] = {"enabled": True, "immediate_grad_update": recipe.parallel.zero_stage == 1}
         if recipe.parallel.zero_stage == 1:
             # By default, DeepSpeed would round accumulated gradients to bf16 before it sums them
-            # over the ranks. Only an offloaded optimizer uses this sum.
+            # over the ranks. DeepSpeed computes this sum only for an offloaded optimizer.
             config["communication_data_type"] = "fp32"
     return config
 
@@ -300,7 +304,7 @@ def _restoring(
 def _tied_embedding(
     network: Network, recipe: Recipe, parallel_state: ParallelState
 ) -> torch.nn.Parameter | None:
-    """Return this rank's copy of a trained embedding that two pipeline stages share."""
+    """Return this rank's copy of a trained embedding that two pipeline stages share, or None."""
     on_edge = parallel_state.is_first_stage or parallel_state.is_last_stage
     if not recipe.model.tied_embeddings or parallel_state.pipeline_size == 1 or not on_edge:
         return None

@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 TIMEOUT = timedelta(minutes=30)
 # Time limit for all ranks to connect at the start.
 _MEETING_SECONDS = 600.0
-# Attribute of torch's wrapper of sys.excepthook: the function that the wrapper replaced.
+# Name of an attribute of torch's wrapper of sys.excepthook: the function that it replaced.
 _WRAPPED = "wrapped_by_torch"
 
 
@@ -50,9 +50,9 @@ def default_group(
 ) -> Iterator[None]:
     """Start torch's default process group for the context, unless it already exists.
 
-    Enter this context once around several contexts of process groups. Under ``torchrun``, a second
-    default group would wait forever. ``timeout`` limits each collective, and ``meeting_seconds``
-    the connection of all ranks.
+    A process that uses several layouts must enter this context once around all of them, because a
+    second default group under ``torchrun`` would wait forever. ``timeout`` is the time limit of a
+    collective. ``meeting_seconds`` limits how long ranks wait for each other at the start.
     """
     if distributed.is_initialized():
         yield

@@ -13,7 +13,7 @@ _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 def deterministic_algorithms() -> Iterator[None]:
     """Use deterministic algorithms inside the context; operations without one raise an error.
 
-    cuBLAS needs ``CUBLAS_WORKSPACE_CONFIG`` before its first matrix product.
+    Enter it before the first matrix product, because cuBLAS needs ``CUBLAS_WORKSPACE_CONFIG`` then.
     """
     was_on = torch.are_deterministic_algorithms_enabled()
     warned_only = torch.is_deterministic_algorithms_warn_only_enabled()

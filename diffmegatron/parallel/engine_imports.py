@@ -12,7 +12,8 @@ def importing_engines() -> Iterator[None]:
     """Make imports inside the context faster; the imported modules work as usual.
 
     Megatron-core (``jit_fuser``) and DeepSpeed (Muon) wrap functions in ``torch.compile``, which
-    loads Inductor. Here ``torch.compile`` compiles at the first call. The garbage collector is off.
+    loads Inductor. Functions wrapped inside the context call ``torch.compile`` only when they are
+    first called. The garbage collector is off inside the context.
     """
     collecting = gc.isenabled()
     gc.disable()

@@ -22,7 +22,7 @@ class LaunchEnvironment:
         master: host and port of the rendezvous store; None for a single process without launcher.
         agent_store: whether torchrun's agent serves the store and keeps it through restarts.
         attempt: number of times that torchrun has restarted this machine's ranks.
-        job_end: seconds since 1970.
+        job_end: end of the job in seconds since 1970.
         signal_seconds: seconds before the job's end at which Slurm sends a stop signal.
         kill_wait: seconds from Slurm's SIGTERM to its SIGKILL.
     """

@@ -26,8 +26,8 @@ T = TypeVar("T")
 class ParallelState:
     """This rank's place in the parallel layout, and its device.
 
-    ``virtual_pipeline_size`` is the number of virtual stages per rank. The context-parallel ranks
-    of a sequence count as one data-parallel rank.
+    ``virtual_pipeline_size`` is the number of virtual stages per rank. ``data_size`` and
+    ``data_rank`` count all context-parallel ranks of a sequence as one rank.
     """
 
     rank: int
@@ -108,7 +108,7 @@ class ModelParallelUnit:
     )
 
     def get_model_parallel_rank(self) -> int:
-        """Return the rank among the ranks that together have one complete model."""
+        """Return this rank's index among the ranks that together have one complete model."""
         return distributed.get_rank(megatron_state.get_model_parallel_group())
 
     def get_model_parallel_world_size(self) -> int:
@@ -117,7 +117,7 @@ class ModelParallelUnit:
 
 
 def fail_together(problem: str | None) -> None:
-    """Raise a UserError on all ranks if one of them passes a ``problem``; all must call this."""
+    """Raise a UserError on all ranks if a rank passes a ``problem``; every rank must call this."""
     problems: list[str | None] = [None] * distributed.get_world_size()
     distributed.all_gather_object(problems, problem)
     for rank, found in enumerate(problems):
@@ -127,7 +127,7 @@ def fail_together(problem: str | None) -> None:
 
 @contextmanager
 def errors_on_all_ranks() -> Iterator[None]:
-    """Raise a UserError of one rank on all ranks, which must all enter this context."""
+    """Raise one rank's UserError on all ranks; every rank must enter this context."""
     problem = None
     try:
         yield
@@ -137,7 +137,7 @@ def errors_on_all_ranks() -> Iterator[None]:
 
 
 def from_rank_0(function: Callable[[], T]) -> T:
-    """Call a function on rank 0, and return its result on all ranks, which must all call this."""
+    """Call a function on rank 0, and return its result on all ranks; every rank must call this."""
     results: list[Any] = [None]
     with errors_on_all_ranks():
         if distributed.get_rank() == 0:
@@ -153,7 +153,7 @@ def process_groups(
 ) -> Iterator[ParallelState]:
     """Create the process groups of a layout, and destroy them at the end of the context.
 
-    ``seed`` is for Megatron's random states, and ``timeout`` is the time limit of a collective.
+    ``seed`` sets Megatron's random states. ``timeout`` is the time limit of a collective.
     """
     device = own_device()
     with without_cuda(), default_group(timeout), _ending_new_groups():
@@ -189,7 +189,8 @@ def process_groups(
             megatron_state.destroy_model_parallel()
 
 
-# If more objects than this are frozen (gc.freeze), an earlier call of process_groups froze them.
+# Python itself freezes fewer objects (gc.freeze). If more are frozen, an earlier call of
+# process_groups froze them.
 _FROZEN_AT_START = 10_000
 
 
@@ -197,17 +198,18 @@ _FROZEN_AT_START = 10_000
 def _ending_new_groups() -> Iterator[None]:
     """Destroy all process groups that are created inside the context.
 
-    Megatron's ``destroy_model_parallel`` only drops its references to some forty groups, and
-    networks refer to them in cycles, so torch would keep fifty threads per layout under gloo.
+    Megatron's ``destroy_model_parallel`` only drops its own references to some forty groups.
+    Networks also refer to the groups, and are collected only later, because they contain reference
+    cycles. Torch would keep fifty threads per layout under gloo.
     """
     # Torch has no public function that lists a rank's process groups.
     groups = distributed.distributed_c10d._world.pg_map
     existing = set(groups)
-    # Collect the network of an earlier context, because a frozen network would never be removed.
+    # Collect the network of an earlier context, because the collector ignores frozen objects.
     if gc.get_freeze_count() > _FROZEN_AT_START:
         gc.collect()
-    # DeepSpeed collects garbage around each parameter group. If modules were not frozen, each
-    # collection would take a quarter of a second.
+    # DeepSpeed collects garbage before and after each parameter group. If imported modules were not
+    # frozen, each collection would take a quarter of a second.
     gc.freeze()
     try:
         yield

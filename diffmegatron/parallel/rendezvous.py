@@ -30,7 +30,7 @@ _SIZES = "rank 0 was started with WORLD_SIZE"
 def meet(launch: LaunchEnvironment, seconds: float) -> Store:
     """Wait until all ranks have arrived, and return a store that is connected to all of them.
 
-    ``seconds`` limits the connection to rank 0, and then the arrival of all ranks.
+    ``seconds`` is the time limit of two waits: for a connection to rank 0, then for all ranks.
     """
     assert launch.master is not None
     host, port = launch.master
@@ -145,12 +145,12 @@ def _is_listening(host: str, port: int) -> bool:
 
 
 def _join(host: str, port: int, seconds: float, place: str) -> Store:
-    """Connect torch's client in a thread, because it can wait for another server without limit."""
+    """Connect to rank 0 in a thread, because torch waits forever if another server listens."""
     joined: list[Store] = []
 
     def join() -> None:
         limit = timedelta(seconds=seconds)
-        with suppress(DistError):  # Raised if a server of another kind listens.
+        with suppress(DistError):  # Raised if another kind of server listens.
             joined.append(TCPStore(host, port, timeout=limit, wait_for_workers=False))
 
     thread = threading.Thread(target=join, name="rendezvous", daemon=True)

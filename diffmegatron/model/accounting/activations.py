@@ -12,21 +12,22 @@ from diffmegatron.config.trainable_patterns import is_trained
 from diffmegatron.model.accounting.parameters import counted_kinds
 
 Device = Literal["gpu", "cpu"]
-# Bytes per element, by the value of training.precision, and of a float32 tensor.
+# Bytes per element for each value of training.precision.
 BYTES = {"bf16": 2, "fp32": 4}
+# Bytes per element of a float32 tensor.
 FLOAT32 = 4
 
 
 def stage_activations(recipe: Recipe, stage: int, microbatches: int, device: Device) -> int:
-    """Return the bytes of a pipeline stage's saved activations at the peak of its schedule."""
+    """Return the largest number of bytes of saved activations on a rank of a pipeline stage."""
     parallel = recipe.parallel
     in_flight = virtual_stages_in_flight(recipe, stage, microbatches)
     kept = in_flight * virtual_stage_bytes(recipe, stage, device) + shared_bytes(recipe)
     sharded = hidden_states_bytes(recipe)
     if stage == 0 and not (is_trained(recipe, EMBEDDING) or is_trained(recipe, INPUT_NORM)):
-        # No gradient depends on the input of the first layer, so no microbatch saves this input.
-        # With interleaving, a group of microbatches, one per rank, passes one virtual stage, then
-        # the next one.
+        # No gradient depends on the input of the network's first layer, so it is not saved. Count
+        # the passes in flight that contain this layer. With interleaving, ``pipeline`` microbatches
+        # pass the first virtual stage, then the same microbatches pass the next one.
         rounds, rest = divmod(in_flight, parallel.pipeline * parallel.virtual_pipeline)
         kept -= (rounds * parallel.pipeline + min(rest, parallel.pipeline)) * sharded
     # ``exchanged`` counts tensors of hidden states for pipeline communication. Megatron-core keeps
@@ -60,18 +61,19 @@ def local_tokens(recipe: Recipe) -> int:
 
 
 def layer_backward(recipe: Recipe, stage: int, device: Device) -> tuple[int, int]:
-    """Return the bytes that one layer's backward pass needs, and the saved bytes that it frees.
+    """Return (temporary bytes, freed bytes of saved activations) in a layer's backward pass.
 
-    Freed bytes that were recomputed or copied from the host reduce the first number instead.
+    A layer's recomputed activations, and those copied from the host, are temporary bytes. The first
+    number contains them until they are freed.
     """
     model, parallel = recipe.model, recipe.parallel
     element, tokens = BYTES[recipe.training.precision], local_tokens(recipe)
     ffn = model.ffn_hidden_size / parallel.tensor
     shards = _sequence_shards(recipe)
-    # ``streams`` counts gradients of the residual stream, except one received from the next stage.
-    # Stages in the middle keep the gradient that they sent last. The last stage has the gradient
-    # of the loss. With interleaving and one layer per virtual stage, tests/simulated_cuda showed
-    # one more.
+    # ``streams`` counts gradients of hidden states. It excludes the one received from the next
+    # stage, which stage_activations counts. Stages in the middle keep the gradient that they sent
+    # last. The last stage has the gradient that the loss computed. With interleaving and one layer
+    # per virtual stage, tests/simulated_cuda measured one more gradient.
     virtual_stages = parallel.pipeline * parallel.virtual_pipeline
     is_copied = parallel.virtual_pipeline > 1 and model.num_layers == virtual_stages
     streams = (stage > 0 or parallel.pipeline == 1) + is_copied
@@ -80,7 +82,7 @@ def layer_backward(recipe: Recipe, stage: int, device: Device) -> tuple[int, int
         again += element * output_weight(recipe)
     again += tokens * streams * _hidden_bytes(recipe)
 
-    # Under sequence parallelism, the gradient of fc1's input is reduced into another tensor.
+    # Under sequence parallelism, the gradient of fc1's input is reduce-scattered into a new tensor.
     states = 2 * ffn + model.hidden_size + (model.hidden_size / shards if shards > 1 else 0)
     weight = 2 * ffn * model.hidden_size if is_trained(recipe, "mlp.linear_fc1.weight") else 0
     projection = element * (tokens * states + weight), _swiglu_bytes(recipe, device)
@@ -92,7 +94,8 @@ def layer_backward(recipe: Recipe, stage: int, device: Device) -> tuple[int, int
     if recipe.recompute.granularity == "full" or recipe.training.offload_activations:
         again, freed = again - freed, 0
     # In the last stage, the tensors saved by the final norm and the output layer are already freed.
-    # On a CPU, temporary results of unfused operations need about as many bytes.
+    # On a CPU, do not count them as freed, because temporary results of unfused operations need
+    # about as many bytes.
     if is_fused and stage == parallel.pipeline - 1 and not recipe.training.offload_activations:
         freed += final_norm_bytes(recipe, device)
     return round(beside + again), round(freed)
@@ -126,8 +129,8 @@ def logits_bytes(recipe: Recipe, device: Device) -> int:
     gradients = 2 if chunk < tokens else 1
     backward = element * (chunk * vocabulary + gradients * output_weight(recipe)) + hidden_gradient
     if training.offload_activations or parallel.pipeline > 1:
-        # Add the output layer's input, copied from the host, or the gradient that the stage sent
-        # last. If both exist, only one counts.
+        # Add one tensor: the output layer's input, copied from the host, or the gradient that the
+        # stage sent last. If both exist, count only one.
         backward += sharded
     return round(max(per_logit * chunk * vocabulary, backward))
 
@@ -161,7 +164,7 @@ def _keeps_input(recipe: Recipe, projection: str) -> bool:
 
 
 def embedding_backward(recipe: Recipe, stage: int) -> int:
-    """Return the temporary bytes of the embedding's backward pass; 0 if it cannot be the peak."""
+    """Return the temporary bytes of the embedding's backward pass; 0 if it is never the peak."""
     parallel, model = recipe.parallel, recipe.model
     if stage > 0 or not is_trained(recipe, EMBEDDING):
         return 0
@@ -178,7 +181,10 @@ def embedding_backward(recipe: Recipe, stage: int) -> int:
 
 
 def embedding_freed(recipe: Recipe, stage: int, microbatches: int, device: Device) -> int:
-    """Return the bytes of saved activations that are freed before the embedding's backward pass."""
+    """Return the bytes of saved activations that are freed before the embedding's backward pass.
+
+    Return 0 if activations are offloaded, because they are not on the device then.
+    """
     if recipe.training.offload_activations:
         return 0
     if recipe.parallel.pipeline > 1:
@@ -187,7 +193,7 @@ def embedding_freed(recipe: Recipe, stage: int, microbatches: int, device: Devic
 
 
 def sums_tied_gradients(recipe: Recipe) -> bool:
-    """Return whether both layers of a trained tied embedding are on the same rank."""
+    """Return whether the embedding and the output layer share a trained weight on the same rank."""
     is_tied = recipe.model.tied_embeddings and recipe.parallel.pipeline == 1
     return is_tied and is_trained(recipe, EMBEDDING)
 
@@ -207,7 +213,7 @@ def virtual_stage_bytes(recipe: Recipe, stage: int, device: Device) -> float:
 
 
 def _restored_bytes(recipe: Recipe, device: Device) -> float:
-    """Return the bytes that are recomputed or copied from the host at one time."""
+    """Return the bytes of activations that are recomputed or copied from the host at one time."""
     recompute = recipe.recompute
     kinds = [kind for kind, _ in counted_kinds(recipe.model)]
     layer = max(_layer_bytes(recipe, device, kind) for kind in kinds)
@@ -254,14 +260,14 @@ def _norm_and_projection_input(recipe: Recipe, device: Device) -> float:
 
 
 def attention_bytes_per_token(recipe: Recipe, device: Device, kind: Variant) -> tuple[float, float]:
-    """Return the saved bytes per token of a layer's attention projections and of its core."""
+    """Return the bytes per token that a layer's attention saves: (projections, core attention)."""
     communication = context_communication(recipe)
     has_documents = bool(recipe.data.reset_attention_mask)
     rows = recipe.training.micro_batch_size if has_documents else 1
     keys: float = rows * recipe.training.seq_length
     if communication == "all_gather":
-        # A rank has chunks r and 2 context - 1 - r of 2 context zigzag chunks. A chunk attends to
-        # all keys up to its end, so the mean is (2 context + 1) / (4 context) of all keys.
+        # Let c be parallel.context. Rank r has chunks r and 2c - 1 - r of the 2c zigzag chunks. A
+        # query needs all keys up to the end of its chunk, on average (2c + 1) / (4c) of all keys.
         keys *= (2 * recipe.parallel.context + 1) / (4 * recipe.parallel.context)
     kernels = Kernels(
         element=BYTES[recipe.training.precision],

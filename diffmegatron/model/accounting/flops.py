@@ -27,8 +27,8 @@ class Flops:
 def count_flops(model: ModelConfig, seq_length: int, frozen: int = 0) -> Flops:
     """Return the model FLOPs per token of causal training, without recomputation.
 
-    Attention is computed in the cheapest way for its equation. A query attends to half the sequence
-    on average. ``frozen`` is the result of :func:`frozen_matrices`.
+    Attention has the fewest multiply-adds that its equation allows. A query attends to half the
+    sequence on average. ``frozen`` is the result of :func:`frozen_matrices`.
     """
     weights: float = model.vocab_size * model.hidden_size
     attention = 0.0
@@ -41,7 +41,7 @@ def count_flops(model: ModelConfig, seq_length: int, frozen: int = 0) -> Flops:
 
 
 def frozen_matrices(recipe: Recipe) -> int:
-    """Return the number of elements of all frozen matrices in matrix products."""
+    """Return the number of elements of all frozen matrices, except an untied embedding."""
     if trains_everything(recipe):
         return 0
     model = recipe.model
@@ -63,7 +63,10 @@ def model_flops_utilization(
 def mfu_metric(
     recipe: Recipe, world_size: int, tokens_per_second: float, device_name: str | None
 ) -> dict[str, float]:
-    """Return ``{"perf/mfu": MFU}`` for the speed of the whole run; empty if the peak is unknown."""
+    """Return ``{"perf/mfu": MFU}``, or {} for an unknown GPU or a run that is not in bf16.
+
+    ``tokens_per_second`` is the sum over all ranks.
+    """
     accelerator = None if device_name is None else find_accelerator(device_name)
     if accelerator is None or recipe.training.precision != "bf16":
         return {}

@@ -14,7 +14,7 @@ from diffmegatron.model.accounting import activations
 from diffmegatron.model.accounting.activations import BYTES, FLOAT32, Device
 from diffmegatron.model.accounting.zero_3 import count_gathers
 
-# DeepSpeed's reduce_bucket_size: elements in the bucket with which ZeRO reduces gradients.
+# DeepSpeed's reduce_bucket_size: number of elements of the bucket in which ZeRO reduces gradients.
 REDUCE_BUCKET = 50_000_000
 FLOAT64 = 8
 
@@ -39,14 +39,15 @@ class StageMemory:
     """Memory of each rank of a pipeline stage, in bytes.
 
     Attributes:
-        weights, gradients, optimizer: this rank's part, where ZeRO partitions them. ``optimizer``
-            has the float32 master weights and Adam's moments.
-        communication: bucket for reducing gradients (ZeRO 2: in ``layer``). With an offloaded
-            optimizer of ZeRO 1 or 2, also a buffer for the largest parameter.
+        weights, gradients: only this rank's partition if ZeRO partitions them.
+        optimizer: this rank's partition of the float32 master weights and of Adam's moments.
+        communication: bucket for reducing gradients; with ZeRO 2, ``layer`` counts it instead. With
+            an offloaded optimizer of ZeRO 1 or 2, also a buffer for the largest parameter.
         activations: saved activations of all microbatches in flight, except those on the host.
-        loss: the loss and the backward pass of the output layer.
-        reduction: copying or reducing the output layer's gradient.
-        layer, embedding: backward pass of one layer, or of the embedding.
+        loss: moment of the loss and of the output layer's backward pass.
+        reduction: moment when the output layer's gradient is copied or reduced.
+        layer: moment of one layer's backward pass.
+        embedding: moment of the embedding's backward pass.
         update: temporary memory of the optimizer's update, after the activations are freed.
         host: memory offloaded to the host, which is not part of the total.
     """
@@ -86,7 +87,7 @@ class StageMemory:
 def memory_by_stage(
     recipe: Recipe, world_size: int, device: Device = "gpu"
 ) -> tuple[StageMemory, ...]:
-    """Return the memory of a rank, for each pipeline stage."""
+    """Return, for each pipeline stage, the memory of one of its ranks."""
     return tuple(
         _stage_memory(recipe, stage, world_size, device)
         for stage in range(recipe.parallel.pipeline)
@@ -94,8 +95,8 @@ def memory_by_stage(
 
 
 def peak_memory(recipe: Recipe, world_size: int) -> int:
-    """Return the estimated peak memory of a GPU, in the pipeline stage where it is largest."""
-    # Stages in the middle have as many layers, but no vocabulary matrix.
+    """Return the largest estimated peak memory of a GPU over all pipeline stages."""
+    # Skip stages in the middle. They have as many layers, but no embedding and no output layer.
     ends = {0, recipe.parallel.pipeline - 1}
     return max(_stage_memory(recipe, stage, world_size, "gpu").total for stage in ends)
 
@@ -139,16 +140,18 @@ def _states(recipe: Recipe, stage: int, shards: int, microbatches: int) -> Stage
     weights, gradients = element * low + FLOAT32 * high, FLOAT32 * trained
     optimizer, update = 3 * FLOAT32 * trained // shards, FLOAT32 * trained // shards
     communication, in_layer, host = element * REDUCE_BUCKET, 0, 0
-    # To compute its norm, DeepSpeed copies a gradient of the rank's partition to float64.
+    # DeepSpeed copies each gradient in the rank's partition to float64 to compute its norm.
     norm = FLOAT64 * min(largest, trained // shards)
     if parallel.zero_stage == 3:
         weights, gradients = weights // shards, gradients // shards
     elif parallel.zero_stage == 2:
-        # The rank's partition in the run's precision exists until the backward pass ends.
+        # The rank's partition of the gradients also exists in the run's precision, until the
+        # backward pass ends. No activations are left then, so it counts as memory of the update.
         left = element * trained // shards
         update = max(norm, left, update if precision == "fp32" else 0)
         gradients //= shards
-        if microbatches == 1:  # The gradients are allocated at the end of the first microbatch.
+        # The gradients are allocated at the end of the first microbatch.
+        if microbatches == 1:
             update, gradients = update + gradients, 0
         # The bucket is allocated with the first gradient, which is after the loss.
         communication, in_layer = 0, communication
@@ -205,11 +208,12 @@ def _reduction(
 
 
 def _reduced_together(recipe: Recipe, stage: int, shards: int) -> int:
-    """Return the number of elements in ZeRO 2's largest copy of gradient pieces (output layer).
+    """Return how many elements of the output layer's gradient ZeRO 2 copies at most at one time.
 
-    DeepSpeed splits a gradient at the boundaries of the ranks' partitions, and copies consecutive
-    pieces into one tensor when they exceed the bucket (``allreduce_and_scatter`` in
-    runtime/zero/stage_1_and_2.py). It does not copy a single piece that exceeds the bucket.
+    DeepSpeed splits a gradient at the boundaries of the ranks' partitions. It collects consecutive
+    pieces until they exceed REDUCE_BUCKET, and copies them into one tensor
+    (``allreduce_and_scatter`` in runtime/zero/stage_1_and_2.py). A piece that exceeds REDUCE_BUCKET
+    alone is not copied.
     """
     weight, matrices = activations.output_weight(recipe), trained_parameters(recipe, stage)[0]
     piece = -(-matrices // shards)
@@ -233,7 +237,7 @@ def largest_trained(recipe: Recipe, stage: int) -> int:
 
 
 def rank_parameters(recipe: Recipe, stage: int) -> tuple[int, int]:
-    """Return a rank's numbers of parameters in the run's precision and of always-float32 ones."""
+    """Return a rank's numbers of parameters: (in the run's precision, always in float32)."""
     size = recipe.parallel.tensor
     counts = [0, 0]
     for tensor in stage_outer_tensors(recipe, stage):
@@ -245,7 +249,7 @@ def rank_parameters(recipe: Recipe, stage: int) -> tuple[int, int]:
 
 
 def trained_parameters(recipe: Recipe, stage: int) -> tuple[int, int]:
-    """Return those numbers of :func:`rank_parameters` that have optimizer state."""
+    """Return the numbers of :func:`rank_parameters` for only parameters with optimizer state."""
     if trains_everything(recipe):
         return rank_parameters(recipe, stage)
     counts = [0, 0]

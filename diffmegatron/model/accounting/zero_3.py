@@ -1,7 +1,7 @@
 """Simulation of the weights that ZeRO 3 gathers and releases during a microbatch.
 
-It follows ``PartitionedParameterCoordinator`` of DeepSpeed 0.19.8 with the defaults of
-runtime/zero/config.py. In a run's first microbatch, DeepSpeed gathers more.
+The simulation follows ``PartitionedParameterCoordinator`` of DeepSpeed 0.19.8 with the defaults of
+runtime/zero/config.py. In the first microbatch of a run, DeepSpeed gathers more than simulated.
 """
 
 from collections import deque
@@ -14,8 +14,9 @@ from diffmegatron.config.schema import Recipe
 from diffmegatron.config.tensors import EMBEDDING, OUTPUT, layer_tensors, outer_tensors
 from diffmegatron.errors import UserError
 
-# DeepSpeed's stage3_max_live_parameters and stage3_max_reuse_distance. A module's weights stay in
-# memory after a call if fewer elements than this are used before its next call.
+# DeepSpeed's stage3_max_live_parameters: prefetching stops at this number of gathered elements.
+# Also stage3_max_reuse_distance: a module's weights stay in memory after a call if fewer elements
+# than this are used before the module's next call.
 MOST_ELEMENTS = 1_000_000_000
 # Largest number of layers that can be simulated in a short time.
 MOST_LAYERS = 10_000
@@ -31,8 +32,8 @@ _LAYER = (
     "self_attention.core_attention", "self_attention.linear_proj", "pre_mlp_layernorm", "mlp",
     "mlp.linear_fc1", "mlp.linear_fc2",
 )  # fmt: skip
-# Number of modules without large weights that are called before the embedding, and between the
-# embedding and the first layer.
+# Numbers of calls of modules without large weights: _BEFORE the embedding, and _AFTER it until the
+# first layer.
 _BEFORE, _AFTER = 3, 2
 
 
@@ -40,8 +41,9 @@ _BEFORE, _AFTER = 3, 2
 class Gathers:
     """Numbers of weight elements that a tensor-parallel rank gathers from the ZeRO 3 partitions.
 
-    ``whole`` has the elements in memory during the backward pass of the output layer ("loss"), of
-    the last layer's first MLP projection ("layer") and of the embedding ("embedding").
+    ``whole`` has the numbers of gathered elements that are in memory during the backward pass of
+    the output layer (key "loss"), of the last layer's first MLP projection ("layer") and of the
+    embedding ("embedding").
     """
 
     per_microbatch: int
@@ -58,8 +60,8 @@ def count_gathers(recipe: Recipe) -> Gathers:
     modules, forward, backward = _calls(recipe)
     whole, gathered = _follow(modules, (*forward, *backward))
     whole_in_backward = whole[len(forward) :]
-    # Find the first backward call of fc1, in the last layer. Only backward calls have fc2 directly
-    # before fc1; recomputed forward calls have the opposite order.
+    # Find the first backward call of fc1, which is in the last layer. Only backward calls have fc2
+    # directly before fc1; recomputed forward calls have the opposite order.
     fc1, fc2 = forward[-4:-2]
     in_layer = list(pairwise(backward)).index((fc2, fc1)) + 1
     places = {"loss": 0, "layer": in_layer, "embedding": -1 - _BEFORE}
@@ -67,10 +69,10 @@ def count_gathers(recipe: Recipe) -> Gathers:
 
 
 def _calls(recipe: Recipe) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """Return each module's number of weight elements, and the indices of the called modules.
+    """Return (weight elements of each module, modules in forward order, in backward order).
 
-    The calls are those of the forward pass, and of the backward pass with recomputed forward calls.
-    Module 0 represents all small modules outside the layers.
+    The second and third tuple contain module indices, one per call. The backward order includes
+    recomputed forward calls. Module 0 represents all small modules outside the layers.
     """
     model, size = recipe.model, recipe.parallel.tensor
     outer = {each.name: each.elements(size) for each in outer_tensors(model)}
@@ -94,7 +96,7 @@ def _calls(recipe: Recipe) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int,
 
 
 def _layers_backward(recipe: Recipe, layers: Sequence[Sequence[int]]) -> Iterator[int]:
-    """Yield the module indices of the backward calls, with those of recomputed forward calls."""
+    """Yield the module index of each backward call and each recomputed forward call in order."""
     recompute, end = recipe.recompute, len(layers)
     together, recomputed = 1, 0
     if recompute.granularity == "full":
@@ -114,9 +116,9 @@ def _layers_backward(recipe: Recipe, layers: Sequence[Sequence[int]]) -> Iterato
 def _follow(modules: tuple[int, ...], calls: tuple[int, ...]) -> tuple[list[int], int]:
     """Return the gathered elements in memory during each call, and the sum of all gathers.
 
-    ``modules`` has the number of weight elements of each module, and ``calls`` the module of each
-    call. Before a call, DeepSpeed fetches the module's weights and prefetches those of the next
-    calls.
+    ``modules`` has the number of weight elements of each module. ``calls`` has the module index of
+    each call. Before a call, DeepSpeed fetches the module's weights and prefetches those of the
+    next calls.
     """
     before = (0, *accumulate(modules[each] for each in calls))
     next_calls = _next_calls(calls)
