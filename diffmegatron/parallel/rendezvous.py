@@ -69,15 +69,15 @@ def _decide(store: Store, arrivals: list[str], seconds: float) -> str:
                 break
     store.set(_OUTCOME, problem)
     if problem:
-        # The caller raises an error, which ends the store in this process. First wait until the
-        # ranks that have arrived have read the problem.
+        # The caller raises an error, and the store ends with this process. Before that, wait until
+        # the ranks that have arrived have read the problem.
         received = [f"received/{key}" for key in arrivals[1:] if store.check([key])]
         _wait_until(lambda: store.check(received), _MARGIN_SECONDS)
     return problem
 
 
 def _wait_for_decision(store: Store, arrivals: list[str], rank: int, seconds: float) -> str:
-    """Return the problem that rank 0 has stored, or a problem with rank 0 itself."""
+    """Return the problem that rank 0 stored ("" for none), or that rank 0 is missing."""
     if not _wait_until(lambda: store.check([arrivals[0]]), seconds):
         return _missing_ranks(store, arrivals, seconds)
     if not _wait_until(lambda: store.check([_OUTCOME]), seconds + _MARGIN_SECONDS):

@@ -148,7 +148,7 @@ def vocabulary_elements(recipe: Recipe) -> int:
 
 
 def hidden_states_bytes(recipe: Recipe) -> float:
-    """Return the bytes of a rank's hidden states between two layers, or of their gradient."""
+    """Return the bytes of a microbatch's hidden states on a rank, or of their gradient."""
     return _hidden_bytes(recipe) * local_tokens(recipe)
 
 
