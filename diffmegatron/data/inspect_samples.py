@@ -16,7 +16,7 @@ from diffmegatron.data.tokenizers import Tokenizer, load_tokenizer
 from diffmegatron.errors import UserError
 from diffmegatron.files import check_replaceable, format_path, write_picture
 
-# Brackets around tokens without loss. They are also dim, but a pipe or a file loses this style.
+# Brackets around tokens without loss. These tokens are also dim, but not in a pipe or a file.
 _MASKED = "⟦", "⟧"
 
 
@@ -81,8 +81,8 @@ def decoded(samples: Samples, index: int, tokenizer: Tokenizer, max_tokens: int)
 def length_table(samples: Samples) -> str:
     """Return a table of document lengths before and after length up-sampling.
 
-    A row has the documents of a source with 2**k to 2**(k + 1) - 1 tokens, including the
-    end-of-document token, and their share of the source's tokens.
+    Each row is for the documents of one source that have 2**k to 2**(k + 1) - 1 tokens, including
+    the end-of-document token. It shows their number and their share of the source's tokens.
     """
     lines = [
         f"{'':<16} {'tokens,':>9} {'documents':>23} {'share of tokens':>17}",
@@ -103,7 +103,7 @@ def length_table(samples: Samples) -> str:
 
 def plot_lengths(samples: Samples, path: Path) -> None:
     """Draw the shares of tokens of :func:`length_table` into a PNG file, one panel per source."""
-    # This backend needs no display. The import takes one second.
+    # The Agg backend needs no display. The import takes one second, so it is done only here.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -133,7 +133,8 @@ def plot_lengths(samples: Samples, path: Path) -> None:
 def mixture_table(samples: Samples, first: int, number: int) -> str:
     """Return a table with the requested and the actual share of samples from each source.
 
-    The requested share is that of the newest weights.
+    The actual shares are those among ``number`` samples from sample ``first`` on. The requested
+    shares are the weights of the last period, divided by their sum.
     """
     actual = Counter(samples[index].source for index in range(first, first + number))
     weights = samples.history.periods[-1].sources
@@ -157,7 +158,7 @@ def _tokens(bins: Sequence[LengthBin]) -> int:
 
 
 def choose_stage(stages: Sequence[Recipe], name: str | None) -> Recipe:
-    """Return the recipe of the stage whose ``run_dir`` ends with the folder ``name``."""
+    """Return the stage whose ``run_dir`` ends with the folder ``name``; None: the only stage."""
     if len(stages) == 1 and name is None:
         return stages[0]
     names = [Path(stage.run_dir).name for stage in stages] if len(stages) > 1 else []

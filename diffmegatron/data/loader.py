@@ -23,8 +23,8 @@ class Batch:
     tokens: torch.Tensor  # int64 [b, s]: inputs
     labels: torch.Tensor  # int64 [b, s]: the token after each input
     loss_mask: torch.Tensor  # float32 [b, s]: 1 where the label contributes to the loss, else 0
-    position_ids: torch.Tensor  # int64 [b, s]: position in the row (or in the document)
-    # int32 [b, s]: number of the document in the row; None if attention crosses documents.
+    position_ids: torch.Tensor  # int64 [b, s]: counted from the row's or document's start
+    # int32 [b, s]: index of each token's document in its row; None if attention crosses documents.
     document_ids: torch.Tensor | None
     # int64 [b]: index of each row's source in data.sources; None if the recipe has one source.
     sources: torch.Tensor | None = None
@@ -43,8 +43,7 @@ def collate(samples: list[Sample], config: DataConfig) -> Batch:
     """Stack samples of equal length into a microbatch.
 
     ``data.reset_position_ids``, ``reset_attention_mask`` and ``eod_mask_loss`` have Megatron's
-    meaning. Labels that a sample's own ``loss_mask`` excludes, such as prompts, have no loss
-    either.
+    meaning. Labels for which a sample's ``loss_mask`` is False, such as prompts, have no loss.
     """
     tokens = torch.from_numpy(np.stack([sample.tokens for sample in samples]))
     size, length = tokens.shape[0], tokens.shape[1] - 1
@@ -75,7 +74,10 @@ def collate(samples: list[Sample], config: DataConfig) -> Batch:
 
 
 def _documents(samples: list[Sample], length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return each token's document number (int32) and document start (int64) in its row."""
+    """Return the index of each token's document in its row, and the document's first position.
+
+    Both have the shape ``[b, s]``; the indices are int32 and the positions int64.
+    """
     numbers, starts = [], []
     for sample in samples:
         lengths = np.diff(np.minimum(sample.starts, length), append=length)
@@ -101,7 +103,7 @@ class Loader:
     global_batch_size: int  # samples per optimizer step, over all ranks
     data_parallel_rank: int
     data_parallel_size: int
-    consumed_samples: int = 0  # index of the next sample
+    consumed_samples: int = 0  # index of the first sample of the next step
 
     def __post_init__(self) -> None:
         self._per_microbatch = self.micro_batch_size * self.data_parallel_size
@@ -126,7 +128,7 @@ class Loader:
         return batches
 
     def read_step(self, consumed_samples: int) -> list[Batch]:
-        """Return this rank's microbatches of the global batch from ``consumed_samples`` on."""
+        """Return this rank's microbatches of the step that begins at ``consumed_samples``."""
         size = self.micro_batch_size
         start = consumed_samples + self.data_parallel_rank * size
         return [

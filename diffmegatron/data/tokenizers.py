@@ -1,4 +1,4 @@
-"""Tokenizers: convert text to token ids, loaded from local files without network access."""
+"""Tokenizers that convert text to token ids; they are loaded from local files, not downloaded."""
 
 import base64
 import hashlib
@@ -27,7 +27,7 @@ CL100K = "cl100k_base"
 CL100K_FILE_SHA256 = "223921b76ee99bde995b7ff738513eef100fb51d18c93597a113bcffe865b2a7"
 # Name of cl100k_base's file in tiktoken's cache: the sha1 of its download URL.
 CL100K_CACHE_NAME = "9b5ad71b2ce5302211f9c61530b329a4922fc6a4"
-# Pattern of tiktoken >= 0.9. Older versions have another pattern, which splits text equally.
+# Split pattern of tiktoken >= 0.9. Older versions write it differently, with the same splits.
 CL100K_PATTERN = (
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+"
     r"|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
@@ -48,7 +48,7 @@ SEARCH_VARIABLE = "DIFFMEGATRON_TIKTOKEN"
 class Tokenizer(ABC):
     """Tokenizer that is identified by a hash."""
 
-    name: str  # as passed to load_tokenizer
+    name: str  # name or path, as for load_tokenizer
     vocab_size: int  # highest id plus one, including special tokens
     end_of_document: int  # id of the token that ends every document
     sha256: str  # hash of everything that determines the ids
@@ -57,7 +57,8 @@ class Tokenizer(ABC):
     def encode_chat(self, text: str) -> np.ndarray:
         """Return the n token ids of a chat, uint32 ``[n]``.
 
-        Its ``CHAT_START`` and ``CHAT_END`` are single tokens if the vocabulary contains both.
+        ``CHAT_START`` and ``CHAT_END`` in the text become single tokens if the vocabulary contains
+        both.
         """
         return self.encode(text)
 
@@ -178,9 +179,10 @@ class HuggingFaceTokenizer(Tokenizer):
 def load_tokenizer(name_or_path: str) -> Tokenizer:
     """Load the tokenizer ``bytes``, ``cl100k_base``, a ``.tiktoken`` file or a Hugging Face folder.
 
-    ``bytes`` has the 256 bytes and ``<|endoftext|>``. For a ``.tiktoken`` file, ``pat_str`` and
-    ``special_tokens`` come from the JSON file of the same stem. Without that file, the pattern of
-    ``cl100k_base`` is used, and ``<|endoftext|>`` is the last id.
+    The vocabulary of ``bytes`` is the 256 bytes and ``<|endoftext|>``. A ``.tiktoken`` file has no
+    split pattern and no special tokens. They are read from the JSON file of the same stem, as
+    ``pat_str`` and ``special_tokens``. Without that file, the pattern of ``cl100k_base`` is used,
+    and the id of ``<|endoftext|>`` is the highest rank plus one.
     """
     if name_or_path == BYTES:
         encoding = tiktoken.Encoding(
@@ -213,7 +215,7 @@ def vocabulary_size(name_or_path: str) -> int:
 
 
 def check_vocabulary(tokenizer: str, used: int, rows: int) -> None:
-    """Refuse an embedding with fewer ``rows`` (without padding) than the ``used`` ids."""
+    """Raise a UserError if an embedding has fewer ``rows`` (without padding) than ``used`` ids."""
     if used > rows:
         raise UserError(
             f"the tokenizer {tokenizer!r} uses {used} ids, but model.vocab_size less "
@@ -286,7 +288,7 @@ def _parse_ranks(path: Path, content: bytes) -> dict[bytes, int]:
 
 
 def _read_description(path: Path, used: set[int]) -> tuple[str, dict[str, int]]:
-    """Read the split pattern and the special tokens, which must have other ids than ``used``."""
+    """Read the split pattern and the special tokens; refuse special tokens with ids in ``used``."""
     description: _Description = read_json(path, _Description)
     special_tokens = description.special_tokens
     ids = set(special_tokens.values())

@@ -1,6 +1,6 @@
-"""Manifest of a prepared corpus, ``PREFIX.json``: its content, and the check of files against it.
+"""Manifest ``PREFIX.json`` of a prepared corpus, and checks of the corpus files against it.
 
-It contains no times and no machine names, so equal inputs and settings give equal bytes.
+The manifest contains no times and no machine names, so equal inputs and settings give equal bytes.
 """
 
 import hashlib
@@ -52,10 +52,10 @@ class FileRecord(Section):
 
 
 class InputRecord(FileRecord):
-    """Range of an input file that ``prepare`` read, with the numbers of bytes around it."""
+    """Range of an input file that ``prepare`` read; ``bytes`` and ``sha256`` are of the range."""
 
-    before: CountOrZero = 0
-    after: CountOrZero = 0
+    before: CountOrZero = 0  # number of bytes before the range
+    after: CountOrZero = 0  # number of bytes after the range
 
 
 class PartRecord(Section):
@@ -75,7 +75,7 @@ class LengthBin(Section):
 
 
 class Manifest(Section):
-    """Content of ``PREFIX.json``; ``part`` is None unless this corpus is a part."""
+    """Content of ``PREFIX.json``."""
 
     version: Literal[1] = 1
     tokenizer: TokenizerRecord
@@ -88,9 +88,10 @@ class Manifest(Section):
     duplicates: CountOrZero
     lengths: tuple[LengthBin, ...]
     inputs: tuple[InputRecord, ...]
-    # PREFIX.bin and PREFIX.idx. The PREFIX.bin of a merged corpus is the concatenation of parts.
+    # PREFIX.bin and PREFIX.idx. A merged corpus has no file PREFIX.bin; its record is for the
+    # concatenation of the token files of all parts.
     outputs: tuple[FileRecord, ...]
-    part: PartRecord | None = None
+    part: PartRecord | None = None  # None for a whole corpus
     parts: tuple[FileRecord, ...] = ()  # token files of a merged corpus in PREFIX.parts
     checksum: str | None = None  # hash of all other fields; None in old manifests
 
@@ -177,7 +178,7 @@ def hash_file(path: Path, before: int = 0, after: int = 0) -> str:
 
 
 def file_record(path: Path, name: str) -> FileRecord:
-    """Return the record of the file at ``path`` under the file name ``name``."""
+    """Return the size and sha256 of the file at ``path``, recorded under the name ``name``."""
     return FileRecord(path=printable(name), bytes=path.stat().st_size, sha256=hash_file(path))
 
 
@@ -262,9 +263,10 @@ def check_hashes(prefix: str | Path) -> Manifest:
 
 
 def length_histogram(lengths: Iterable[np.ndarray]) -> tuple[LengthBin, ...]:
-    """Return a histogram with a bin per power of two, from the first to the last non-empty bin.
+    """Return a histogram of document lengths with a bin per power of two.
 
-    ``lengths`` are arrays, int ``[documents]``, of token counts of at least 1.
+    The bins range from the first to the last non-empty bin. ``lengths`` are arrays, int
+    ``[documents]``, of the number of tokens of each document, which is at least 1.
     """
     documents, tokens = np.zeros(64, np.int64), np.zeros(64, np.int64)
     for part in lengths:
@@ -281,8 +283,8 @@ def length_histogram(lengths: Iterable[np.ndarray]) -> tuple[LengthBin, ...]:
 def document_lengths(lengths: np.ndarray, counts: np.ndarray) -> Iterator[np.ndarray]:
     """Yield the number of tokens of each document, int64, in arrays of limited size.
 
-    ``lengths`` int32 ``[sequences]`` are the tokens of each sequence, and ``counts`` int32
-    ``[documents]`` the sequences of each document.
+    ``lengths``, int32 ``[sequences]``, is the number of tokens of each sequence. ``counts``, int32
+    ``[documents]``, is the number of sequences of each document.
     """
     sequence = 0
     for start in range(0, len(counts), _BUFFER):

@@ -3,10 +3,10 @@
 The format is that of ``megatron/core/datasets/indexed_dataset.py`` (``_IndexWriter``):
 
 - 9 bytes of magic, version 1 (u64), code of the token dtype (u8)
-- number of sequences S (u64), number of document boundaries D (u64)
-- tokens of each sequence: int32 ``[S]``
+- number of sequences S (u64), number of document boundaries D = documents + 1 (u64)
+- number of tokens of each sequence: int32 ``[S]``
 - byte offset of each sequence in ``.bin``: int64 ``[S]``
-- document boundaries, the first sequence of each document followed by S: int64 ``[D]``
+- document boundaries (number of the first sequence of each document, then S): int64 ``[D]``
 
 Megatron's own writer needs more memory, because it keeps all values in Python lists.
 """
@@ -41,15 +41,18 @@ class IndexHeader(NamedTuple):
 def write_index(path: Path, lengths: np.ndarray, counts: np.ndarray, dtype: np.dtype) -> None:
     """Write and fsync an index for tokens of ``dtype`` (int32 or uint16).
 
-    ``lengths`` int32 ``[sequences]`` are the tokens of each sequence, and ``counts`` int32
-    ``[documents]`` the sequences of each document.
+    ``lengths``, int32 ``[sequences]``, is the number of tokens of each sequence. ``counts``, int32
+    ``[documents]``, is the number of sequences of each document.
     """
     header = IndexHeader(dtype, len(lengths), len(counts))
     _write(path, header, [lengths], _sums_before(_buffers(counts)))
 
 
 def merge_indexes(path: Path, indexes: Sequence[Path]) -> None:
-    """Write and fsync one index for the concatenation of token files of one dtype."""
+    """Write and fsync one index for the concatenation of the token files of ``indexes``.
+
+    All token files must have the same dtype.
+    """
     headers = [read_header(index) for index in indexes]
     filled = [pair for pair in zip(indexes, headers, strict=True) if pair[1].documents]
     sequences = sum(header.sequences for header in headers)
@@ -70,7 +73,10 @@ def _write(
     lengths: Sequence[np.ndarray],
     boundaries: Iterable[np.ndarray],
 ) -> None:
-    """Write an index from arrays of sequence lengths and the first sequence of each document."""
+    """Write an index from arrays of sequence lengths and arrays of document starts.
+
+    A document start is the number of the first sequence of a document, int64.
+    """
     with create_file(path) as stream:
         code, sequences = _TYPE_CODES[header.dtype], header.sequences
         stream.write(_HEADER.pack(_MAGIC, 1, code, sequences, header.documents + 1))
@@ -86,7 +92,7 @@ def _write(
 
 
 def _mapped(path: Path, dtype: type, offset: int, count: int) -> np.ndarray:
-    """Memory-map an array of an index that begins ``offset`` bytes after the header."""
+    """Memory-map the array that begins ``offset`` bytes after the header of an index."""
     place = _HEADER.size + offset
     return np.asarray(np.memmap(path, dtype, mode="r", offset=place, shape=(count,)))
 
@@ -125,7 +131,7 @@ def read_header(path: Path) -> IndexHeader:
 
 
 def check_boundaries(path: str | Path, boundaries: np.ndarray) -> None:
-    """Refuse document boundaries, int64 ``[documents + 1]``, unless they increase from 0."""
+    """Check that document boundaries, int64 ``[documents + 1]``, start at 0 and increase."""
     wrong = (
         start + int(place) + 1
         for start in range(0, len(boundaries), _BUFFER)
@@ -146,7 +152,7 @@ def _buffers(*arrays: np.ndarray) -> Iterator[np.ndarray]:
 
 
 def _sums_before(parts: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
-    """Yield, in the same parts, the exclusive cumulative sum of an array as int64."""
+    """Yield exclusive cumulative sums over all parts, int64: [1, 2], [3] -> [0, 1], [3]."""
     total = 0
     for part in parts:
         ends = total + np.cumsum(part, dtype=np.int64)

@@ -27,7 +27,7 @@ _MAPPED_AT_ONCE = 128
 
 
 class PartTokens:
-    """Concatenation of token files, read by slices like one array; ``files`` are paths and sizes.
+    """Concatenation of token files, sliced like one array; ``files`` are paths and sizes in bytes.
 
     A file is memory-mapped when it is first read. A slice within one file is a view. A slice over
     several files is a copy, which is rare: a document never spans two files.
@@ -69,14 +69,14 @@ Tokens = np.ndarray | PartTokens
 class Corpus:
     """Prepared corpus, opened for reading.
 
-    Keep ``index`` and ``dataset`` alive as long as the arrays, which are views of their
-    memory-mapped files: reading a view after they are deleted is a segmentation fault.
+    The arrays are views of the memory-mapped files of ``index`` and ``dataset``. Keep these objects
+    as long as the arrays: reading an array after its object is deleted is a segmentation fault.
     """
 
     prefix: str  # path without .bin
     manifest: Manifest
     tokens: Tokens  # int32 or uint16 [tokens]
-    lengths: np.ndarray  # int32 [documents]: tokens, including the end-of-document token
+    lengths: np.ndarray  # int32 [documents]: number of tokens, with end-of-document token
     offsets: np.ndarray  # int64 [documents]: byte at which each document begins in the tokens
     index: _IndexReader
     dataset: IndexedDataset | None  # None for a merged corpus, whose tokens are in several files
@@ -110,7 +110,7 @@ class Corpus:
 
 
 def open_corpus(prefix: str) -> Corpus:
-    """Open a corpus; for plain text this needs constant time, for fine-tuning linear time."""
+    """Open a corpus, in constant time for plain text and in linear time for fine-tuning."""
     manifest = read_manifest(prefix)
     header = check_sizes(prefix, manifest)
     if not manifest.documents:

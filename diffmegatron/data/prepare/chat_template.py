@@ -1,12 +1,14 @@
 """Render chats with the template of a Hugging Face tokenizer, and find the assistant's responses.
 
-The whole chat is encoded as one text, as ``apply_chat_template`` does at inference. Blocks ``{%
-generation %}`` of the template are the responses. A template without such blocks also renders the
-messages before each response alone, with ``add_generation_prompt``. This text must be a prefix of
-the chat, and the response begins after it. The response ends after the first special token behind
-its content, or where the next message begins.
+The whole chat is encoded as one text, as ``apply_chat_template`` does at inference. If the template
+has blocks ``{% generation %}``, the responses are the texts within these blocks.
 
-A model that generates a response receives the text before the response, encoded alone. ``prepare``
+For a template without such blocks, the messages before each response are also rendered alone, with
+``add_generation_prompt``. The result must be a prefix of the whole text, and the response begins
+after this prefix. The response ends after the first special token between its content and the next
+message. If there is none, it ends where the next message begins.
+
+At inference, a model receives the text before a response, encoded alone. ``prepare`` therefore
 rejects a chat whose ids do not begin with the ids of this text.
 """
 
@@ -38,7 +40,7 @@ _PROBE = (
 
 
 class ChatTemplate:
-    """Chat template of a Hugging Face tokenizer, which the constructor tries with a simple chat."""
+    """Chat template of a Hugging Face tokenizer; the constructor tries it with a simple chat."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         from transformers import PreTrainedTokenizerFast
@@ -73,8 +75,9 @@ class ChatTemplate:
     def encode(self, messages: Any) -> tuple[str, list[np.ndarray]]:
         """Return the rendered chat and uint32 arrays of ids: prompt, response, prompt, ...
 
-        The text after the last response and its end-of-document token are omitted. A chat that
-        cannot be encoded in this way raises an UnusableError.
+        The ids after the last response are left out. An end-of-document token at the end of the
+        last response is left out too, because ``encode_batch`` appends one. A chat that cannot be
+        encoded in this way raises an UnusableError.
         """
         checked_messages(messages, self._special)
         try:

@@ -33,8 +33,8 @@ _ARCHIVES = (".gz", ".zst")
 # Errors that the libraries raise for a damaged or truncated file.
 _READ_ERRORS = (OSError, EOFError, zlib.error, zstandard.ZstdError, pyarrow.ArrowException)
 _READ_BYTES = 1 << 20
-# A call of the zstd decompressor can return 32,768 times as many bytes as it receives, so a small
-# number limits the memory.
+# Compressed bytes per call of the zstd decompressor. A call can return 32,768 times as many bytes,
+# so a small number limits the memory.
 _ZSTD_BYTES = 1 << 12
 
 
@@ -42,7 +42,7 @@ class Record(NamedTuple):
     """One raw document of a file."""
 
     line: int  # line or row, counted from 1 at the start of the range that is read
-    # The line of JSONL, the plain text, or a Parquet row by column with strings as bytes.
+    # A line of JSONL, a plain text, or a Parquet row as {column: value} with strings as bytes.
     payload: bytes | dict[str, Any]
     problem: str | None = None  # why the document cannot be read; the payload is then empty
 
@@ -140,9 +140,9 @@ def _fingerprint(status: os.stat_result) -> Fingerprint:
 
 
 def read_records(file: CorpusFile, columns: tuple[str, ...], max_bytes: int) -> Iterator[Record]:
-    """Yield the records of a file in order; a payload above ``max_bytes`` becomes a ``problem``.
+    """Yield the records of a file in order; a record above ``max_bytes`` has only a ``problem``.
 
-    Columns that a Parquet file lacks are ignored.
+    From a Parquet file, only ``columns`` are read; columns that the file lacks are ignored.
     """
     line = 0
     try:
@@ -217,7 +217,7 @@ def _rows(batch: pyarrow.RecordBatch) -> Iterator[dict[str, Any] | str]:
 
 
 def _as_bytes(batch: pyarrow.RecordBatch) -> pyarrow.RecordBatch:
-    """Convert strings to binary: invalid UTF-8 makes ``to_pylist`` fail for a whole batch."""
+    """Convert strings to binary; otherwise, invalid UTF-8 fails ``to_pylist`` for a whole batch."""
     columns = [
         column.cast(pyarrow.large_binary())
         if pyarrow.types.is_string(column.type) or pyarrow.types.is_large_string(column.type)
@@ -251,7 +251,8 @@ def _open(path: Path) -> Iterator[BinaryIO]:
 class _ZstdFile(io.RawIOBase):
     """Content of a zstd archive of one or more frames.
 
-    The reader of the zstandard library ends without an error at a truncated frame.
+    The reader of the zstandard library is not used, because it ends without an error at a truncated
+    frame.
     """
 
     def __init__(self, archive: BinaryIO) -> None:

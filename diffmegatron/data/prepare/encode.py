@@ -43,11 +43,11 @@ class EncodedBatch:
     """Encoded documents, each of one sequence (plain text) or of prompts and responses in turn."""
 
     tokens: np.ndarray  # uint16 or int32 [tokens]; each document ends with an end-of-document id
-    lengths: np.ndarray  # int32 [sequences]: tokens of each sequence, with end-of-document ids
-    counts: np.ndarray  # int32 [documents]: sequences of each document
+    lengths: np.ndarray  # int32 [sequences]: number of tokens, with the end-of-document id
+    counts: np.ndarray  # int32 [documents]: number of sequences
     digests: list[bytes]  # 16-byte hash of the ids of each document; empty without deduplicate
     rejects: list[Reject]
-    empty: int  # records without text, or whose last response is empty
+    empty: int  # number of records without text or with an empty last response
     text_bytes: int  # UTF-8 bytes of the encoded text
 
 
@@ -103,7 +103,7 @@ def template(tokenizer: str) -> ChatTemplate:
 def _encoded(
     file: CorpusFile, record: Record, settings: PrepareSettings
 ) -> tuple[list[str], list[np.ndarray]]:
-    """Return a record's texts, and ids per sequence; both are empty for a blank line."""
+    """Return a record's texts and the ids of each sequence; a blank line gives two empty lists."""
     is_blank = isinstance(record.payload, bytes) and not record.payload.strip()
     if is_blank and file.format == "jsonl" and record.problem is None:
         return [], []
@@ -136,8 +136,8 @@ def _reject(file: CorpusFile, record: Record, settings: PrepareSettings, reason:
 class Deduplicator:
     """Filter that drops documents whose token ids equal the ids of an earlier document.
 
-    It stores a 16-byte hash of each document. ``digests`` are the hashes from before an
-    interruption.
+    It stores a 16-byte hash of each document. ``digests`` are the joined hashes of the documents
+    that were encoded before an interruption.
     """
 
     def __init__(self, digests: bytes) -> None:

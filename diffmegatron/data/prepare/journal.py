@@ -1,4 +1,4 @@
-"""Append-only files with commits: the progress of a preparation, which survives a kill."""
+"""Append-only files with commits, so that the progress of a preparation survives a kill."""
 
 import hashlib
 import os
@@ -26,7 +26,7 @@ class Counts:
 
     documents: int = 0  # without duplicates
     tokens: int = 0  # without duplicates, with end-of-document tokens
-    text_bytes: int = 0  # UTF-8, with duplicates
+    text_bytes: int = 0  # UTF-8 bytes of the encoded text, with duplicates
     rejected: int = 0
     empty: int = 0
     duplicates: int = 0

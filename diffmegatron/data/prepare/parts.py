@@ -1,9 +1,10 @@
 """Parts of a preparation (``prepare --part K/N``), which several machines prepare in parallel.
 
-The concatenated input files are cut into N ranges of about equal size. Only plain JSONL files are
-cut, between two lines. ``diffmegatron data merge`` writes ``PREFIX.idx`` and ``PREFIX.json`` of the
-whole corpus; the tokens stay in ``PREFIX.parts``. The merged index equals that of a single
-``prepare``, except that duplicates are found only within parts.
+The concatenated input files are cut into N ranges of about equal size. Within a file, a cut is
+possible only at the start of a line of uncompressed JSONL. ``diffmegatron data merge`` writes
+``PREFIX.idx`` and ``PREFIX.json`` of the whole corpus; the tokens stay in ``PREFIX.parts``. The
+merged index equals that of a single ``prepare``, except that duplicates are found only within
+parts.
 """
 
 import hashlib
@@ -92,12 +93,12 @@ class Part:
         return f"{self.number}/{self.of}"
 
     def prefix(self, prefix: Path) -> Path:
-        """Return the prefix of the part's files from the prefix of the whole corpus."""
+        """Return the prefix of the part's files; the argument is the prefix of the whole corpus."""
         return parts_folder(prefix) / self.name
 
 
 def cut(files: list[CorpusFile], part: Part) -> tuple[list[CorpusFile], PartRecord]:
-    """Return the files, or ranges of files, that a part reads (possibly none), and its record."""
+    """Return the files or ranges of files that a part reads (possibly none), and its PartRecord."""
     starts = list(itertools.accumulate((file.size for file in files), initial=0))
     first, begin = _place(files, starts, part, part.number - 1)
     last, end = _place(files, starts, part, part.number)
@@ -118,9 +119,10 @@ def cut(files: list[CorpusFile], part: Part) -> tuple[list[CorpusFile], PartReco
 def _place(files: list[CorpusFile], starts: list[int], part: Part, number: int) -> tuple[int, int]:
     """Return the file index and the byte offset at which part ``number`` of ``part.of`` ends.
 
-    The ideal place is byte ``number / part.of`` of the input. A JSONL file is cut at the next start
-    of a line. Another file is moved to the nearer of its ends. The end of a file is the start of
-    the next one. ``starts`` has the first byte of each file and the total size.
+    The ideal place is the fraction ``number / part.of`` of all input bytes. Within uncompressed
+    JSONL, the place moves to the next start of a line. Within another file, it moves to the nearer
+    end of the file. The end of a file is returned as the start of the next file. ``starts`` are the
+    offsets of the files in the concatenated input, and its total size.
     """
     if number == 0:
         return 0, 0
@@ -137,7 +139,7 @@ def _place(files: list[CorpusFile], starts: list[int], part: Part, number: int) 
 
 
 def _next_line(file: CorpusFile, offset: int) -> int:
-    """Return the byte at which the first line at or after ``offset`` begins, or the file size."""
+    """Return the offset of the first line that begins at or after ``offset``, or the file size."""
     if not offset:
         return 0
     try:
@@ -190,9 +192,10 @@ def check_fits(prefix: Path, part: Part, record: PartRecord, settings: Mapping[s
 
 
 def difference(manifest: Manifest, settings: Mapping[str, Any], part: PartRecord) -> str:
-    """Complete the sentence "The part was prepared ...", e.g. "from other input files".
+    """Return how the preparation of a part differs from another one, or "" if it does not.
 
-    The result is "" if the part matches the preparation with these ``settings`` and this ``part``.
+    The text completes the sentence "The part was prepared ...", e.g. "from other input files".
+    ``manifest`` is that of the part. ``settings`` and ``part`` are those of the other preparation.
     """
     if manifest.settings.get("tokenizer_sha256") != settings["tokenizer_sha256"]:
         return f"with tokenizer {shorten(repr(manifest.tokenizer.name))}"
@@ -286,7 +289,10 @@ def _check_alike(parts: Sequence[Part], manifests: Mapping[Path, Manifest]) -> N
 
 
 def _check_cuts(prefix: Path, manifests: Iterable[Manifest]) -> None:
-    """Check that no divided input file was changed between the preparations of its parts."""
+    """Check that each range of a divided file begins where the range of the part before ends.
+
+    If a file was changed between the preparations of its parts, it may have been cut elsewhere.
+    """
     expected: tuple[str, int] | None = None
     for record in (record for manifest in manifests for record in manifest.inputs):
         begins = (record.path, record.before) if record.before else None

@@ -39,16 +39,16 @@ TOKENS, LENGTHS, COUNTS, DIGESTS = "tokens.bin", "lengths.i32", "counts.i32", "d
 REJECTS = "rejects.jsonl"
 FILES = (TOKENS, LENGTHS, COUNTS, DIGESTS, REJECTS)
 INDEX, MANIFEST = "index.idx", "manifest.json"
-# Commits check the share of rejects only after this many documents and rejects together. Among
-# fewer records, a single reject is already a large share.
+# Number of documents and rejects after which every commit also checks the share of rejects. Among
+# fewer records, a few rejects would already be a large share.
 _EARLY_CHECK = 1000
 
 
 @dataclasses.dataclass
 class Preparation:
-    """Preparation in progress; ``state`` is the state of the last commit, or the initial one."""
+    """Preparation that begins with ``state``, such as that of the last commit, and updates it."""
 
-    prefix: Path  # of the finished files
+    prefix: Path  # path of the finished files, without their suffixes
     files: list[CorpusFile]
     settings: PrepareSettings
     state: State
@@ -56,13 +56,13 @@ class Preparation:
 
     @cached_property
     def deduplicator(self) -> Deduplicator | None:
-        """Filter of duplicates; None if they are kept."""
+        """Filter of duplicates; None if duplicates are kept."""
         if not self.settings.deduplicate:
             return None
         return Deduplicator((self.journal.folder / DIGESTS).read_bytes())
 
     def run(self, workers: int, commit_seconds: float, show_progress: bool) -> None:
-        """Tokenise the rest of the corpus with commits, and write the index and the manifest."""
+        """Tokenise the rest of the corpus with regular commits; write the index and manifest."""
         state, committed = self.state, time.monotonic()
         with _progress(self.files, state, show_progress) as show:
             batches = encode_in_order(self.files, state.position, self.settings, workers)
@@ -110,7 +110,10 @@ class Preparation:
             )
 
     def _columns(self) -> str:
-        """Return the columns of the first reject's Parquet file, or "" if no column is missing."""
+        """Return the columns of the first reject's Parquet file as text for an error message.
+
+        The text is "" if the file is not Parquet or has all required columns.
+        """
         required = set(self.settings.required_fields)
         for file in self.files:
             if file.format == "parquet" and self.state.first_reject.startswith(
@@ -175,7 +178,10 @@ def publish(folder: Path, prefix: Path) -> None:
 
 @contextmanager
 def _progress(files: list[CorpusFile], state: State, show: bool) -> Iterator[Callable[[], None]]:
-    """Show a progress line, with the rates of this process; yield the function that redraws it."""
+    """Show a progress line and yield the function that redraws it.
+
+    The rates in it are those since the start of this process.
+    """
     starts = list(itertools.accumulate((file.size for file in files), initial=0))
     counts, started = state.counts, time.monotonic()
     first_bytes, first_tokens = counts.text_bytes, counts.tokens

@@ -1,7 +1,8 @@
 """``diffmegatron prepare``: write a corpus as ``PREFIX.bin``, ``PREFIX.idx`` and ``PREFIX.json``.
 
-Unfinished work is in the :class:`Journal` ``PREFIX.partial``. A preparation that was killed resumes
-from the last commit and writes the same bytes. At the end the files are renamed, the manifest last.
+Unfinished work is in the folder ``PREFIX.partial``, a :class:`Journal`. A preparation that was
+killed resumes from the last commit and writes the same bytes. At the end, the files are renamed to
+their final names, the manifest last.
 """
 
 import os
@@ -46,14 +47,14 @@ def prepare(
 ) -> Manifest:
     """Tokenise a corpus into Megatron's IndexedDataset files and a manifest.
 
-    Finished files of the same inputs and settings are only verified. The lock ``PREFIX.lock``
-    ensures that one process at a time works on a prefix.
+    If finished files of the same inputs and settings exist, they are only verified. The lock
+    ``PREFIX.lock`` ensures that one process at a time works on a prefix.
 
     Args:
         inputs: JSONL, Parquet or plain-text files, or folders of them. JSONL and plain text can be
             compressed (.gz, .zst). A plain-text file is one document.
-        output_prefix: path of the files without ``.bin``, ``.idx`` and ``.json``. Unusable records
-            are listed in ``PREFIX.rejects.jsonl``.
+        output_prefix: path of the output files without ``.bin``, ``.idx`` and ``.json``. Unusable
+            records are listed in ``PREFIX.rejects.jsonl``.
         tokenizer: name or path, see :func:`diffmegatron.data.tokenizers.load_tokenizer`.
         text_field: JSON key or Parquet column of the text.
         workers: number of processes that tokenise; 1 uses this process.
@@ -87,8 +88,8 @@ def prepare(
     )
     try:
         if part is not None:
-            # Create the folder here: FileLock would remove it on exit, if it is empty, while
-            # another process begins its part in it.
+            # Create the folder here. If FileLock created it, it would remove the empty folder on
+            # exit, while another process may be about to write its part there.
             output_prefix.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(Path(f"{output_prefix}.lock"), place, "give another --output"):
             finished = _finished(output_prefix, files, identity, restart=restart)
@@ -190,7 +191,7 @@ def _unfinished(folder: Path, identity: Identity, *, restart: bool) -> tuple[Sta
         state = commit.state if commit else State(identity=identity)
         if state.identity == identity:
             return state, Journal(folder, () if state.finished else FILES, commit)
-        # Without documents (for instance after a wrong --text-field), no work is lost.
+        # If no document was committed (for instance with a wrong --text-field), no work is lost.
         is_lost = bool(state.counts.documents)
         others = other_settings(state.identity.settings, identity.settings)
         if (state.identity.files, state.identity.part) != (identity.files, identity.part):

@@ -51,7 +51,7 @@ class PrepareSettings:
 
     @property
     def field_settings(self) -> tuple[str, ...]:
-        """Settings with the names of the fields that every record must have in this layout."""
+        """Names of the settings that hold the required field names, such as ``("text_field",)``."""
         if self.layout == "instruction":
             return "prompt_field", "response_field"
         return ("text_field",) if self.layout == "text" else ("messages_field",)
@@ -67,8 +67,8 @@ class PrepareSettings:
         return self.required_fields + ((self.id_field,) if self.id_field else ())
 
     def recorded(self) -> dict[str, Any]:
-        """Return the settings for the manifest, which identifies the tokenizer by its hash."""
-        # max_reject_share does not change the documents.
+        """Return the settings for the manifest, without ``tokenizer`` and ``max_reject_share``."""
+        # The manifest has the tokenizer's hash instead. max_reject_share does not change documents.
         values = asdict(self)
         del values["tokenizer"], values["max_reject_share"]
         return values

@@ -1,6 +1,7 @@
 """Convert a raw record to texts (segments): one plain text, or prompts and responses in turn.
 
-Each segment becomes a sequence of a Megatron document, so every second sequence is a response.
+Each segment becomes a sequence of a Megatron document. For fine-tuning, every second sequence of a
+document is therefore a response.
 """
 
 import json
@@ -53,7 +54,8 @@ def segments(document: dict[str, Any], settings: PrepareSettings) -> list[str]:
 def _chat(messages: Any) -> list[str]:
     """Return the prompts and responses of a chat in turn, in the ChatML format.
 
-    A response is an assistant's content and end marker. Its start marker and role end the prompt.
+    A response is the content and the end marker of an assistant's message. The start marker and the
+    role of this message are the end of the prompt. Messages after the last response are dropped.
     ``diffmegatron.hf.chat_template`` renders the same format.
     """
     texts = [""]

@@ -21,7 +21,7 @@ from diffmegatron.errors import UserError
 
 _BATCH_BYTES = 1 << 20
 _BATCH_RECORDS = 1024
-# Results are yielded in order, so workers need queued batches while the oldest one is encoded.
+# Results are yielded in order. While the oldest batch is encoded, other workers need queued ones.
 _QUEUED_PER_WORKER = 3
 
 
@@ -78,9 +78,10 @@ def encode_in_order(
 def _delayed_interrupts() -> Iterator[None]:
     """Delay Ctrl-C (SIGINT) in this process, and block it in workers that start in the context.
 
-    A terminal sends Ctrl-C to this process and to all workers. This process ends the workers, which
-    inherit the blocked signal. If SIGINT interrupted the start of a worker here, the worker would
-    receive incomplete start-up data and print a traceback.
+    A terminal sends Ctrl-C to this process and to all workers. The workers inherit the blocked
+    signal, so only this process handles Ctrl-C, and then ends the workers. If SIGINT interrupted
+    this process while it starts a worker, the worker would receive incomplete start-up data and
+    print a traceback.
 
     Blocking SIGINT in the main thread is not enough: if another thread receives the signal, Python
     still runs the handler in the main thread. A temporary handler therefore records the signal.
@@ -115,7 +116,7 @@ def _start_worker() -> None:
 def _exit_with_parent() -> None:
     """End this worker when its parent has ended.
 
-    The worker itself keeps the queue of work open, and would otherwise wait forever.
+    The worker itself keeps the work queue open. Without this function, it would wait there forever.
     """
     parent = multiprocessing.parent_process()
     if parent is not None:

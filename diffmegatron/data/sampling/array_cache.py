@@ -1,6 +1,6 @@
 """Cache of arrays on disk, which are built once and memory-mapped by every rank.
 
-Each entry is a folder. An entry that is damaged, unfinished or of another corpus is built again.
+Each entry is a folder. A damaged or unfinished entry is built again.
 """
 
 import hashlib
@@ -61,8 +61,8 @@ class Contents(Section):
 def cached_arrays(parent: Path, key: tuple[object, ...], build: Callable[[], Arrays]) -> Arrays:
     """Return the memory-mapped arrays and the summary for a key; build them if necessary.
 
-    ``key`` has all values on which the arrays depend. A file lock ensures that one process at a
-    time builds an entry. An existing entry is read completely to verify its checksums.
+    ``key`` contains all values on which the arrays depend. A file lock ensures that one process at
+    a time builds an entry. An existing entry is read completely to verify its checksums.
     """
     name = repr((_VERSION, *key))
     folder = parent / f"{derive_key(name):016x}"

@@ -25,7 +25,7 @@ class Selection:
     test_fraction: float
     split_seed: int  # determines which documents are held out
     seed: int  # determines the order, and which short documents are kept
-    long_tokens: int = 0  # minimum length of a long document, without the end-of-document token
+    long_tokens: int = 0  # minimum tokens of a long document, without end-of-document token
     keep_short: float = 1.0  # probability of keeping a short document
 
 
@@ -35,7 +35,7 @@ class DocumentOrder:
 
     documents: np.ndarray  # int64 [n]: index of each document in the corpus
     ends: np.ndarray  # int64 [n]: number of tokens of the stream up to the end of each document
-    split_lengths: tuple[LengthBin, ...]  # histogram of the whole split, before up-sampling
+    split_lengths: tuple[LengthBin, ...]  # histogram of all documents of the split
     lengths: tuple[LengthBin, ...]  # histogram of the n documents
 
     @cached_property
@@ -74,8 +74,8 @@ def build_order(corpus: Corpus, selection: Selection) -> Arrays:
     documents = select_split(len(corpus.lengths), selection)
     all_lengths = corpus.lengths[documents]
     documents = documents[keep_long(all_lengths, documents, selection)]
-    # Unlike numpy's random numbers, these hashes are the same in every version. They are distinct,
-    # so the sorting algorithm does not matter.
+    # Unlike numpy's random numbers, these hashes are the same in every version of numpy. No two are
+    # equal, so every sorting algorithm gives the same order.
     documents = documents[np.argsort(random_bits(derive_key("order", selection.seed), documents))]
     lengths = corpus.lengths[documents]
     summary = {
@@ -88,9 +88,9 @@ def build_order(corpus: Corpus, selection: Selection) -> Arrays:
 def select_split(num_documents: int, selection: Selection) -> np.ndarray:
     """Return the document numbers of a split, int64 in ascending order.
 
-    The splits are disjoint and together contain all documents. A held-out split with a positive
-    fraction has at least one document, but one document always remains for training. The validation
-    split is filled before the test split.
+    The splits are disjoint and together contain all documents. At least one document remains for
+    training. If there are others, a held-out split (validation or test) with a positive fraction
+    gets at least one of them, the validation split first.
     """
     chance = uniform(derive_key("split", selection.split_seed), np.arange(num_documents))
     training = np.ones(num_documents, dtype=bool)
@@ -106,11 +106,11 @@ def select_split(num_documents: int, selection: Selection) -> np.ndarray:
 
 
 def _lowest(chance: np.ndarray, free: np.ndarray, fraction: float) -> np.ndarray:
-    """Select the share ``fraction`` of all documents, those with the lowest ``chance``.
+    """Select the free documents with the lowest ``chance``, up to ``fraction`` of all documents.
 
-    ``chance`` is float64 ``[documents]``. ``free`` and the result are bool ``[documents]``; only
-    free documents are selected. With a positive fraction, at least one is selected if two are free.
-    One free document always remains.
+    ``chance`` is float64 ``[documents]``. ``free`` and the result are bool ``[documents]``. With a
+    positive fraction, at least one document is selected if two are free. One free document always
+    remains.
     """
     number = min(max(1, round(fraction * len(chance))), int(free.sum()) - 1) if fraction else 0
     if number <= 0:
@@ -123,9 +123,9 @@ def _lowest(chance: np.ndarray, free: np.ndarray, fraction: float) -> np.ndarray
 def keep_long(lengths: np.ndarray, documents: np.ndarray, selection: Selection) -> np.ndarray:
     """Return which of n documents length up-sampling keeps, bool ``[n]``.
 
-    Length up-sampling (Fu et al., arXiv 2402.10171) keeps all long and a few short documents. The
-    paper uses ``long_tokens`` 4096 and ``keep_short`` 0.1. ``lengths`` include the end-of-document
-    token. ``documents`` are indices in the corpus.
+    Length up-sampling (Fu et al., arXiv 2402.10171) keeps all long documents and a random share of
+    the short ones. The paper uses ``long_tokens`` 4096 and ``keep_short`` 0.1. ``lengths``, in
+    tokens, include the end-of-document token. ``documents`` are indices in the corpus.
     """
     if selection.keep_short == 1:
         return np.ones(len(documents), dtype=bool)

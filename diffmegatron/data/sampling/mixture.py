@@ -54,7 +54,7 @@ class MixtureHistory:
         return self._counts_within(number, num_samples - self._starts[number])
 
     def _counts_within(self, number: int, num_samples: int) -> dict[str, int]:
-        """Count as :meth:`counts` does, up to ``num_samples`` samples into period ``number``."""
+        """Count each source's samples before period ``number`` and in its first ``num_samples``."""
         counts = dict(self._before[number])
         for content, count in self._mixtures[number].counts(num_samples).items():
             counts[content] = counts.get(content, 0) + count
@@ -63,8 +63,8 @@ class MixtureHistory:
     def changed(self, from_sample: int, sources: tuple[SourceWeight, ...]) -> "MixtureHistory":
         """Return a history in which the given weights apply from sample ``from_sample`` on.
 
-        Later periods are dropped. If ``sources`` have the normalized weights of the last period,
-        this history itself is returned.
+        Periods that begin at or after this sample are dropped. If ``sources`` have the normalized
+        weights of the last period, this history itself is returned.
         """
         if _shares(self.periods[-1].sources) == _shares(sources):
             return self

@@ -7,7 +7,7 @@ put into the fullest sequence that has enough space, or into a new sequence.
 
 import numpy as np
 
-# This limit bounds the memory, and is so large that it hardly adds padding.
+# Packing in groups of this size bounds the memory. Such large groups add hardly any padding.
 _DOCUMENTS_AT_A_TIME = 1 << 22
 
 
@@ -55,7 +55,7 @@ def _cut(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray, np
 
 
 def best_fit(sizes: np.ndarray, capacity: int) -> np.ndarray:
-    """Assign n pieces to bins by best-fit decreasing; return the number of each bin, int64 ``[n]``.
+    """Assign n pieces to bins by best-fit decreasing; return each piece's bin, int64 ``[n]``.
 
     Pieces of equal size are placed in one step, because a loop over all pieces would be slow.
     ``capacity`` is the size of an empty bin.
@@ -80,20 +80,20 @@ def best_fit(sizes: np.ndarray, capacity: int) -> np.ndarray:
 
 
 class _OpenBins:
-    """Bins that still have space, grouped by their remaining space."""
+    """Bins that still have free space, grouped by the amount of free space."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
         self._bins: dict[int, list[np.ndarray]] = {}
-        self._open = 0  # Bit r is set if there is a bin with remaining space r.
+        self._open = 0  # Bit r is set if there is a bin with free space r.
         self._count = 0
 
     def take(self, size: int, pieces: int) -> tuple[int, np.ndarray]:
-        """Remove bins for ``pieces`` pieces; return their remaining space and their numbers.
+        """Remove bins for ``pieces`` pieces of ``size``; return the bins' free space and numbers.
 
-        All returned bins have the same remaining space, the least that is sufficient for a piece.
-        They may be too few; call again for the other pieces. If no bin has enough space, create
-        bins for all pieces.
+        All returned bins have the same free space, the least that is sufficient for a piece. If
+        these bins are too few for all pieces, call again for the rest. If no bin has enough space,
+        bins for all pieces are created.
         """
         sufficient = self._open >> size
         if not sufficient:

@@ -1,9 +1,9 @@
 """Pseudo-random numbers and permutations as functions of (key, index), without stored state.
 
 The random bits come from the finaliser (the last mixing function) of the generator SplitMix64
-(Steele, Lea and Flood, OOPSLA 2014). It is also the round function of a Feistel network, which
-permutes the numbers below a power of two. The network is applied repeatedly until the result is
-below the wanted size (Black and Rogaway, CT-RSA 2002).
+(Steele, Lea and Flood, OOPSLA 2014). The finaliser is also the round function of a Feistel network,
+which permutes the numbers below a power of two. The network is applied repeatedly until the result
+is below the wanted size (Black and Rogaway, CT-RSA 2002).
 """
 
 import hashlib
@@ -33,7 +33,7 @@ def mix(value: int) -> int:
 
 
 def random_bits(key: int, indices: np.ndarray) -> np.ndarray:
-    """Return 64 random bits for each of the n indices, uint64 ``[n]``; computed in place."""
+    """Return 64 pseudo-random bits for each of the n indices, uint64 ``[n]``."""
     value = indices.astype(np.uint64)
     value += np.uint64(1)
     value *= np.uint64(_GAMMA)

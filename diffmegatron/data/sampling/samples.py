@@ -1,8 +1,8 @@
 """Samples of a run in a fixed order.
 
 The seed, the sequence length and the section ``data`` of the recipe determine the order. Ranks and
-batch sizes do not, so the position of a run in its data is a single number. The order is infinite
-with ``data.on_exhausted: repeat``.
+batch sizes do not, so the position of a run in its data is a single number (of samples). The order
+is infinite with ``data.on_exhausted: repeat``.
 """
 
 from collections.abc import Mapping
@@ -27,7 +27,7 @@ class Sample:
     """Training sample: a sequence of s tokens and the token after it."""
 
     tokens: np.ndarray  # int64 [s + 1]: tokens[:-1] are the inputs, tokens[1:] the labels
-    starts: np.ndarray  # int64 [n]: where a document or the padding begins; the first is 0
+    starts: np.ndarray  # int64 [n]: index at which each document (or padding) begins
     loss_mask: np.ndarray | None  # bool [s + 1]: True for labels with loss; None if all have loss
     source: str  # prefix of the corpus
 
@@ -79,7 +79,7 @@ class SourceSamples:
         return Sample(tokens, starts, self._loss_mask(pieces, filled), self.corpus.prefix)
 
     def describe_shortage(self, count: int) -> str:
-        """Return an error message if the source has fewer than ``count`` samples, or ""."""
+        """Return an error message if the source has fewer than ``count`` samples, else ""."""
         available = self.blocks.blocks_in_one_epoch
         if self.repeat or count <= available:
             return ""
@@ -123,8 +123,8 @@ class SourceSamples:
 class Samples:
     """All samples of a run, from all sources, indexed by the number of the sample in the run.
 
-    ``sources`` are keyed by content hash. ``settings`` determine the order of samples, together
-    with the sources and their weights.
+    ``sources`` are keyed by content hash. The order of the samples depends on ``settings``, and on
+    the sources and their weights.
     """
 
     config: DataConfig
@@ -183,7 +183,7 @@ def open_samples(config: DataConfig, seq_length: int, seed: int, split: Split) -
     """Open the sources of a recipe, and return the samples of a split; build the caches if needed.
 
     ``seed`` determines the order of the training split only, so runs with different seeds are
-    evaluated on the same documents.
+    evaluated on the same samples.
     """
     if split != "train" and not getattr(config, f"{split}_fraction"):
         raise UserError(

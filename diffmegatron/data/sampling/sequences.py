@@ -1,7 +1,8 @@
 """Sequences built from the documents of a source, by concatenation or by packing.
 
 A sequence of a source is called a block. It has s + 1 tokens, where s is ``seq_length``: s inputs
-and the last label. An epoch is one pass over the documents of the source.
+and the last label. A packed block may have fewer tokens, and is padded when it is read. An epoch is
+one pass over the documents of the source.
 """
 
 from abc import ABC, abstractmethod
@@ -24,15 +25,16 @@ class Pieces(NamedTuple):
     """The n pieces of documents that fill a sequence, in order; each array is int ``[n]``."""
 
     documents: np.ndarray  # index of the document in the corpus
-    starts: np.ndarray  # first token of the piece in its document
+    starts: np.ndarray  # index of the piece's first token in its document
     lengths: np.ndarray  # number of tokens of the piece
 
 
 class Blocks(ABC):
     """Infinite series of blocks (sequences) of one source over all epochs, numbered from 0.
 
-    Block b begins at place b * ``step`` of a series of epochs of ``size`` places each.
-    ``blocks_in_one_epoch`` blocks lie completely within the first epoch.
+    An epoch has ``size`` places: tokens in :class:`Concatenated`, blocks in :class:`Packed`. Block
+    b begins at place b * ``step``, counted over all epochs. ``blocks_in_one_epoch`` blocks lie
+    completely within the first epoch.
     """
 
     def __init__(self, size: int, step: int, blocks_in_one_epoch: int) -> None:
@@ -55,10 +57,10 @@ class Blocks(ABC):
 class Concatenated(Blocks):
     """Blocks of concatenated documents, cut every s = ``seq_length`` tokens.
 
-    The concatenated documents are a stream that repeats forever. Block b consists of its tokens
-    b * s to b * s + s, both included. The last token is only a label, and also the first token of
-    the next block, so every token is an input exactly once per epoch. A block may begin in one
-    epoch and end in the next, so epochs are cut at different positions.
+    The concatenated documents are a stream that repeats forever. Block b is the tokens b * s to
+    b * s + s of the stream, both included. The last token of a block is only a label. It is also
+    the first token of the next block, so every token is an input exactly once per epoch. A block
+    may begin in one epoch and end in the next, so each epoch is cut at different positions.
     """
 
     def __init__(self, corpus: Corpus, order: DocumentOrder, seq_length: int) -> None:
@@ -70,7 +72,7 @@ class Concatenated(Blocks):
         order, total, length = self._order, self._size, self._step + 1
         begin = block * self._step % total
         end = begin + length
-        # For a dtype other than that of order.ends, searchsorted would convert the whole array.
+        # If begin had another dtype than order.ends, searchsorted would convert the whole array.
         first = int(np.searchsorted(order.ends, np.int64(begin), side="right"))
         if end <= total:
             last = int(np.searchsorted(order.ends, np.int64(end), side="left"))
@@ -117,7 +119,7 @@ def open_blocks(
     """Return the blocks of a source."""
     if packing == "concatenate":
         return Concatenated(corpus, order, seq_length)
-    # Avoid the slow search through all lengths if the last bin of the histogram suffices.
+    # If the last bin of the histogram is above seq_length, skip the slow search of all lengths.
     if packing == "none" and order.tokens and order.lengths[-1].at_least <= seq_length:
         longest = int(corpus.lengths[order.documents].max())
         if longest <= seq_length:
