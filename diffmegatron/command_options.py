@@ -10,8 +10,8 @@ from typing import Any, get_type_hints
 def with_options(kind: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Return a decorator that gives a command one option per field of the dataclass ``kind``.
 
-    The command's function must have a parameter ``settings``, which receives the ``kind``. Each
-    field must have the type ``Annotated[..., typer.Option(...)]``.
+    The command's function must have a parameter ``settings``, which receives an instance of
+    ``kind``. Each field must have the type ``Annotated[..., typer.Option(...)]``.
     """
     types = get_type_hints(kind, include_extras=True)
     options = [

@@ -33,7 +33,8 @@ class FileLock:
         path: lock file; created on entry, with its folder if missing, and removed on exit.
         place: name of the locked resource in messages, such as ``run_dir runs/quickstart``.
         advice: advice for the user in messages, such as ``give another run_dir``.
-        patience: seconds to wait for another process. A finite wait is announced on standard error.
+        patience: seconds to wait for another process. A wait is announced on standard error if
+            this number is finite.
 
     Raises:
         UserError: the file cannot be written, or another process keeps the lock.
@@ -61,7 +62,7 @@ class FileLock:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # The folder may have other files, or may already be removed.
+        # Ignore errors: the folder may have other files, or may already be removed.
         with suppress(OSError):
             # If the folder was moved, the file at this path may be the lock of another process.
             if self._is_in_place():

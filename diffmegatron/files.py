@@ -113,8 +113,8 @@ def write_durably(path: Path, content: bytes | memoryview) -> None:
     """Write a file atomically: write and sync a temporary file, then rename it to ``path``.
 
     Raises:
-        OSError: ``path`` is not a regular file or cannot be written, and is unchanged. If only the
-            last sync of its folder fails, ``path`` already has the new content.
+        OSError: ``path`` is not a regular file or cannot be written; its content is unchanged. If
+            only the sync of its folder fails, ``path`` already has the new content.
     """
     check_replaceable(path)
     temporary = path.with_name(f"{path.name}.tmp")
@@ -136,8 +136,8 @@ def write_durably(path: Path, content: bytes | memoryview) -> None:
 def write_sealed(path: Path, content: str) -> None:
     """Write one line of JSON and, below it, its sha256, for state that users never edit.
 
-    A flipped bit in a number may leave valid JSON. A wrong number of documents, for example, would
-    skip or repeat documents unnoticed.
+    A flipped bit in a number may leave valid JSON. A wrong count of prepared documents, for
+    example, would skip or repeat documents unnoticed.
     """
     line = content.encode()
     write_durably(path, line + b"\n" + _seal(line) + b"\n")
@@ -175,8 +175,8 @@ class HeldFolder:
     def is_in_place(self) -> bool:
         """Return whether the path still leads to the folder that was opened.
 
-        The result is False only if the folder was certainly moved, removed or replaced. After
-        another error, such as EIO, it is True.
+        The result is False only if the folder was certainly moved, removed or replaced. If the
+        check itself fails, for example with EIO, the result is True.
         """
         try:
             return os.path.samestat(self._path.stat(), os.fstat(self._descriptor))
@@ -193,7 +193,7 @@ def write_picture(path: Path, figure: Any, dpi: int = 130) -> None:
 
 
 def check_replaceable(*paths: Path) -> None:
-    """Raise OSError if a path exists and is not a file: a rename would remove a FIFO or device."""
+    """Raise OSError if a path exists and is not a regular file; a rename would remove a FIFO."""
     for path in paths:
         try:
             mode = path.stat().st_mode
@@ -254,7 +254,7 @@ def _ends(path: PurePath) -> list[tuple[str, ...]]:
 
 
 def shorten(text: str) -> str:
-    """Return text on one line, without its middle if it exceeds 200 characters."""
+    """Return text with unprintable characters escaped; above 200 characters, cut out its middle."""
     line = "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
     return line if len(line) <= _SHOWN else f"{line[:120]}...{line[-60:]}"
 

@@ -66,7 +66,7 @@ def import_code(name: str) -> None:
     if module == name:
         _run(name, lambda: import_module(name))
         return
-    read_text(Path(name))  # Python's import would block on a FIFO.
+    read_text(Path(name))  # Refuse a FIFO, on which Python's import would block.
     spec = spec_from_file_location(module, name)
     if spec is None or spec.loader is None:
         raise UserError(

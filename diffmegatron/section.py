@@ -1,7 +1,7 @@
 """Base class of the sections of a recipe, and the types of their values.
 
-The upper bounds are far above any real run. They keep products of sizes finite as floats, counts
-and seeds within 64 bits, and names valid in file systems.
+The upper bounds are far above any real run. They keep products of sizes finite as floats. They keep
+counts and seeds within 64 bits, and names valid in file systems.
 """
 
 import math
@@ -13,7 +13,7 @@ from pydantic_core import PydanticCustomError
 
 MAX_SIZE = 2**31 - 1
 MAX_COUNT = 2**62
-# File systems accept names of 255 bytes. Endings such as ".rejects.jsonl" are appended to a name.
+# File systems accept names of at most 255 bytes. Leave space for endings such as ".rejects.jsonl".
 _NAME_BYTES = 200
 _PATH_BYTES = 512
 _NO_TEXT = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")

@@ -24,13 +24,14 @@ _LOOP = "Symlink loop from "
 
 @contextmanager
 def explain_path_errors(words: Sequence[str]) -> Iterator[None]:
-    """Replace an error about a path on the command line, ``words``, by an error of one sentence.
+    """Replace an error about a path on the command line by an error of one sentence.
 
-    An error about any other file is a defect of the program, and passes unchanged.
+    ``words`` are the words of the command line. An error about any other file is a defect of the
+    program, and passes unchanged.
 
     Raises:
         UserError: a path is wrong, for instance missing, not readable or not UTF-8.
-        MachineError: a path failed for another reason, such as a full disk.
+        MachineError: reading or writing failed for another reason, such as a full disk.
     """
     try:
         yield

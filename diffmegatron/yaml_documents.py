@@ -58,7 +58,7 @@ class _Loader(_Notation, yaml.SafeLoader):
         # Depth of the current node, and levels found below it so far.
         self._depth = self._height = 0
         self._nodes = 0
-        # Numbers of nodes and levels below each composed node. Each alias adds both numbers again.
+        # Composed node -> numbers of nodes and levels below it. An alias of the node repeats them.
         self._extents: dict[yaml.Node | None, tuple[int, int]] = {}
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:

@@ -57,7 +57,7 @@ def decide(
         ends: recorded ends by rank; a rank that recorded no end is missing.
         ranks: number of ranks of the job.
         host_of: function that returns the host of a rank, or "" if it is unknown.
-        was_killed: whether the job was killed before all ranks had ended.
+        was_killed: whether the job was killed during the attempt.
     """
     if was_killed:
         # Slurm kills the ranks of a killed job with SIGKILL. Treat such a rank as one without a
@@ -134,8 +134,8 @@ def _fault(failed: Mapping[int, End], ranks: int) -> Decision:
         return 2 if failed[rank].reason else 1  # Without a reason, the watchdog ended the rank.
 
     first = min(failed, key=lambda rank: (distance(rank), failed[rank].time))
-    # If the ranks raised errors, the earliest error probably caused the others, so blame only its
-    # host.
+    # If all failed ranks raised errors, the earliest error probably caused the others. Blame only
+    # its host.
     alike = [rank for rank in failed if distance(rank) == distance(first)]
     alike = alike if distance(first) < 2 else [first]
     # Failures of more than half of the ranks have a common cause, such as a hanging collective, so
@@ -164,7 +164,7 @@ def _hosts(ends: Iterable[End]) -> tuple[str, ...]:
 def _first_reason(ends: Mapping[int, End], default: str) -> str:
     """Return "rank N on HOST: REASON" for the first rank that recorded a reason.
 
-    If no rank did, return the same for the first rank with the reason ``default``.
+    If no rank recorded a reason, N is the first rank, and REASON is ``default``.
     """
     rank = next((rank for rank, end in ends.items() if end.reason), next(iter(ends)))
     end = ends[rank]

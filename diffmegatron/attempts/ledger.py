@@ -71,8 +71,8 @@ class Attempt(Section):
     hosts: tuple[str, ...] = ()  # hosts that probably caused the end; empty if unknown
     unfit: tuple[str, ...] = ()  # hosts that failed the preflight checks
     stragglers: tuple[str, ...] = ()  # hosts of slow ranks
-    first_step: int | None = None  # step at which the attempt began its last stage
-    last_step: int | None = None  # last step that the attempt reached in this stage
+    first_step: int | None = None  # step at which the attempt began the last stage that it trained
+    last_step: int | None = None  # last step of that stage that it completed
     saved: int = 0  # saved progress at the end
     faults: int = 0  # number of faults up to this attempt without a new checkpoint between them
 
@@ -83,7 +83,7 @@ class Attempt(Section):
 
     @property
     def has_trained(self) -> bool:
-        """True if the attempt completed at least one step of its last stage."""
+        """True if the attempt completed a step of the last stage that it trained."""
         return (self.last_step or 0) > (self.first_step or 0)
 
     @property
@@ -183,11 +183,12 @@ class Ledger:
                 **copied,
             )
             self._write(attempt)
-        except (OSError, UserError) as error:  # Do not hide the mistake, which the caller reports.
+        except (OSError, UserError) as error:
+            # Only warn: the caller still has to report the user's mistake.
             log.warning("cannot write in %s: %s", format_path(self.directory), error)
 
     def end(self, attempt: Attempt, *, was_killed: bool = False) -> Attempt:
-        """Determine why an attempt ended; write and return its entry. Only log a failed write."""
+        """Determine why an attempt ended; write and return its entry. A failed write is logged."""
         folder = self.folder(attempt.number)
         ends = read_ends(folder)
         decision = decide(ends, attempt.facts.ranks, attempt.host_of, was_killed=was_killed)
@@ -216,7 +217,7 @@ class Ledger:
         ended = attempt.model_copy(update=changes)
         try:
             self._write(ended)
-        except OSError as error:  # The job can be requeued without the entry.
+        except OSError as error:  # Only warn: a requeue does not need this entry.
             log.warning("cannot write in %s: %s", format_path(self.directory), os_error_text(error))
         return ended
 

@@ -135,8 +135,8 @@ def _local_linear(lora: LoraConfig | None) -> dict[str, Linear]:
 def _mlp(column_linear: Linear, row_linear: Linear) -> type[MLP]:
     """Return a class that builds Megatron-core's MLP with these projections.
 
-    A ModuleSpec would not work in all supported versions of Megatron-core. Version 0.16 passes the
-    process groups only to its own MLP classes, and version 0.19 emits a warning.
+    Megatron-core 0.16 and 0.19 build a class in the same way. Version 0.19 logs a warning for the
+    ModuleSpec of an MLP. Its replacement, ``MLP.as_mlp_submodule``, does not exist in version 0.16.
     """
 
     class ProjectedMLP(MLP):

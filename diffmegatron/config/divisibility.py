@@ -169,10 +169,7 @@ def _check_pipeline(recipe: RecipeSections) -> None:
 
 
 def _check_recompute(recipe: RecipeSections) -> None:
-    """Check ``recompute.layers`` against the number of layers of a virtual stage.
-
-    With ``uniform`` and a smaller last group, Megatron-core would run past the last layer.
-    """
+    """Check that ``recompute.layers`` fits the number of layers of a virtual stage."""
     recompute, parallel = recipe.recompute, recipe.parallel
     layers = recipe.model.num_layers // (parallel.pipeline * parallel.virtual_pipeline)
     if recompute.granularity != "full":

@@ -21,8 +21,8 @@ class Initialization(Section):
     ``scaled`` divides ``std`` by sqrt(2 * num_layers) for the two projections that write into the
     residual stream, as GPT-2 and Megatron-core do. ``normal`` does not.
 
-    Untied embeddings start with standard deviation 1. With 0.02 they would be too small beside the
-    output of V1's headwise norm, which has unit size (docs/recipes.md shows the loss).
+    By default, untied embeddings start with standard deviation 1. With 0.02 they would be too small
+    beside the output of DIFF V1's headwise norm, which has unit size (docs/recipes.md has losses).
     """
 
     scheme: Literal["scaled", "normal"] = "scaled"
@@ -64,8 +64,9 @@ Target = Literal["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
 class LoraConfig(Section):
     """Low-rank adapters of the projections named by ``targets``.
 
-    W x becomes W x + (alpha / rank) B A x, with A [rank, in] and B [out, rank]. B starts at zero,
-    and W is frozen. Fused projections have one A and one B, as in Megatron Bridge's ``LoRA``.
+    W x becomes W x + (alpha / rank) B A x, with A [rank, in] and B [out, rank]. B starts at zero. W
+    is frozen if no pattern of ``optimizer.trainable`` matches it. Fused projections have one A and
+    one B, as in Megatron Bridge's ``LoRA``.
     """
 
     rank: Annotated[Size, Field(le=4096)]

@@ -40,7 +40,7 @@ class NamedTensor:
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """Names of the parts that are fused along the rows; empty if not fused."""
+        """Names of the parts fused along the rows of ``linear_qkv``; empty for any other tensor."""
         fused = self.name.endswith(("linear_qkv.weight", "linear_qkv.bias"))
         return ("q", "k", "v") if fused else ()
 

@@ -41,7 +41,7 @@ class WandbConfig(Section):
 
 
 class EvaluateConfig(Section):
-    """Evaluation of a run with the suite (benchmark) ``suite`` every ``every`` steps.
+    """Evaluation of a run with the benchmark named ``suite``, every ``every`` steps.
 
     Other keys are settings of the suite. They are checked when training starts, because ``config``
     must not import ``evaluation``.

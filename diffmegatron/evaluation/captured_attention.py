@@ -56,7 +56,8 @@ class LayerAttention:
     Attributes:
         number: index of the layer, from 0.
         hidden: input of the attention module, [s, hidden_size].
-        calls: calls of the attention function, with all query heads in the order of ``q_proj``.
+        calls: calls of the attention function; together they have all query heads, in the order of
+            ``q_proj``.
     """
 
     number: int

@@ -44,7 +44,7 @@ _FILES = (
     "merges.txt",
     "chat_template.*",
 )
-# Beginning of sample responses: a tokenizer could merge it with the newline before the response.
+# Beginning of the responses in a second check: a tokenizer could merge it with the newline before.
 _SPACE = "\n\n "
 SAMPLE = (
     "The quick brown fox doesn't jump; WE'LL say it's 1 or 22 or 333 or 4444 or 1234567890.",
@@ -69,9 +69,11 @@ def write_tokenizer(
     """Write and check ``tokenizer.json`` and ``tokenizer_config.json``.
 
     A tiktoken encoding is converted. The result must encode and decode sample texts as the encoding
-    does. The files of a Hugging Face folder are copied. If the copy and training encode sample
-    texts as different ids, a warning is logged. If they encode sample chats as different ids, a
-    warning is logged and the copy has no chat template.
+    does.
+
+    The files of a Hugging Face folder are copied. With ``chat``, the template is added to the copy
+    if sample chats then have the ids of training; otherwise a warning is logged. If no template is
+    added, sample texts are compared, and a warning is logged if ids differ.
 
     Args:
         seq_length: maximum length of a text in tokens; only a converted tokenizer stores it.

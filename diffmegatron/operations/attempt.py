@@ -95,7 +95,7 @@ def end(folder: Path, spares: int = 0) -> tuple[Attempt, int, list[str]]:
 
 
 def _may_use_spares(attempt: Attempt) -> bool:
-    # A node is rarely the cause of a fault before training, except if preflight found it unfit.
+    # Before training, a node is probably the cause of a fault only if preflight found it unfit.
     is_known = attempt.has_trained or bool(attempt.unfit)
     return attempt.cause == Cause.FAULT and not attempt.is_over and is_known
 

@@ -103,7 +103,7 @@ def _options(job: Job) -> list[str]:
 
 
 def _container_command(container: Container | None) -> list[str]:
-    """Return the words that run a command inside the container."""
+    """Return the prefix of a command that runs inside an Apptainer container; [] without one."""
     if container is None or container.kind != "apptainer":
         return []
     mounts = [f"--bind={mount}" for mount in container.mounts]

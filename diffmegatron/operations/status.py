@@ -177,7 +177,7 @@ def _status_without_ledger(run_dir: Path) -> Status:
 
 
 def _stages_beside(run_dir: Path) -> list[str]:
-    """Return the stage names of a job with its ledger in ``run_dir``'s parent; [] without it."""
+    """Return the stage names in the ledger of ``run_dir``'s parent; [] without a ledger."""
     attempts = Ledger(run_dir.resolve().parent).attempts()
     return [Path(stage).name for stage in attempts[-1].stages] if attempts else []
 
@@ -185,7 +185,8 @@ def _stages_beside(run_dir: Path) -> list[str]:
 def _current_stage(attempt: Attempt, heartbeat: Heartbeat | None) -> str | None:
     """Return the ``run_dir`` of an attempt's current stage; None if its recipe was unreadable.
 
-    Without a stage in the heartbeat, this is the last stage with a checkpoint, or the first stage.
+    The heartbeat names the stage. Without a heartbeat, it is the last stage with a checkpoint, or
+    the first stage if none has a checkpoint.
     """
     if heartbeat is not None and heartbeat.run_dir in attempt.stages:
         return heartbeat.run_dir
@@ -214,9 +215,10 @@ def _state(attempt: Attempt, heartbeat: Heartbeat | None, now: float) -> tuple[s
 
 
 def _seconds_left(entries: Sequence[Entry], step: int | None, steps: int | None) -> float | None:
-    """Estimate the remaining seconds from the newest entries with a training loss.
+    """Estimate the remaining seconds from the newest entries of the metrics.
 
-    An interval above ten times the median is ignored, because the job was probably requeued in it.
+    An interval between two entries is ignored if its steps took more than ten times the median,
+    because the job was probably requeued in it.
     """
     marks = [(e["step"], e["time"]) for e in entries if "train/loss" in e and "time" in e]
     seconds_per_step = [

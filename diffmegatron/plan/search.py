@@ -25,7 +25,7 @@ from diffmegatron.validation import validated
 
 # Number of printed layouts.
 SHOWN = 10
-# Sizes that the search tries.
+# Sizes that the search tries. MOST_STAGES limits the pipeline size.
 MICRO_BATCHES = (1, 2, 4, 8)
 CONTEXTS = (1, 2, 4, 8, 16)
 VIRTUAL_STAGES = (1, 2, 4)

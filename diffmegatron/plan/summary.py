@@ -81,7 +81,7 @@ class Plan:
         return max(self.memory, key=lambda stage: stage.total)
 
     def to_json(self) -> str:
-        """Return all attributes and totals as JSON; memory in bytes, times in seconds."""
+        """Return all attributes and totals as JSON, in the units of the attributes."""
         values = asdict(self)
         values["parameters"] |= {
             "total": self.parameters.total,
@@ -104,7 +104,8 @@ def plan_recipe(
         hardware: name of a GPU in ``ACCELERATORS``.
 
     Raises:
-        UserError: the recipe does not fit ``world_size`` or its tokenizer.
+        UserError: ``hardware`` is unknown, or the recipe does not fit ``world_size`` or its
+            tokenizer.
     """
     model, training = recipe.model, recipe.training
     check_hardware(hardware)

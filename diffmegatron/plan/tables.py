@@ -29,7 +29,7 @@ _ASSUMPTIONS = "assumptions"
 
 
 def print_plan(plan: Plan, console: Console, previous: Plan | None = None) -> None:
-    """Print a plan as tables, without parts that equal those of ``previous``, the stage before."""
+    """Print a plan as tables; omit parts that equal those of ``previous``, the preceding plan."""
     same = [] if previous is None else _same(plan, previous)
     if same and previous is not None:
         names = Text(f"same as {previous.run_dir}: {', '.join(same)}", style="dim")

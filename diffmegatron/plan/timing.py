@@ -1,6 +1,7 @@
 """Estimate of the time of a training step by a roofline model.
 
-:class:`Assumptions` has all quantities that are not in the data sheets of the hardware.
+:class:`Assumptions` has the assumed efficiencies, bandwidths and latency. ``GPUS_PER_NODE`` is the
+assumed size of a node.
 """
 
 from dataclasses import dataclass
@@ -62,7 +63,7 @@ class Assumptions:
     def sentences(self, recipe: Recipe, hardware: str, gpu: Accelerator) -> tuple[str, ...]:
         """Return the assumptions in words.
 
-        First runs are usually slower than the assumptions marked "optimistic" imply.
+        "(optimistic)" marks assumptions with which a step is faster than in most first runs.
         """
         return (
             f"FLOP/s: bf16, {gpu.peak_flops / 1e12:,.0f} TFLOP/s dense peak of {hardware}; matrix "
@@ -197,7 +198,8 @@ def _attention_work(recipe: Recipe) -> tuple[float, float]:
     """Return multiply-adds of forward and backward pass per visible pair of query and key.
 
     They are summed over the heads of a layer, and averaged over the layers. A causal mask hides
-    about half of all pairs, so a backend that computes hidden pairs needs twice as many.
+    about half of all pairs, so a backend that also computes hidden pairs needs twice as many
+    multiply-adds.
     """
     forward = backward = 0.0
     for kind, count in counted_kinds(recipe.model):

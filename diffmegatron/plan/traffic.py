@@ -27,7 +27,7 @@ _MODULES_PER_LAYER = 7
 
 @dataclass(frozen=True)
 class Traffic:
-    """One number per kind of communication of a rank in a step: bytes sent, or collectives.
+    """Bytes that a rank sends in a step, or number of its collectives, by kind of communication.
 
     Attributes:
         tensor: all-reduces of hidden states, or all-gathers and reduce-scatters with sequence
@@ -103,7 +103,7 @@ def stage_collectives(recipe: Recipe, world_size: int, stage: int) -> Traffic:
         context = layers * (passes * (parallel.context - 1) + 2 * parallel.context - 1)
     elif communication is not None:
         # Ulysses has two collectives per forward pass: one of q, k and v, and one of the outputs.
-        # All-gather has one, of k and v. The backward pass has as many, for the gradients.
+        # All-gather has one, of k and v. A backward pass has as many, for the gradients.
         context = layers * (passes + 1) * (2 if communication == "ulysses" else 1)
     elements = sum(trained_parameters(recipe, stage))
     gradients = weights = 0.0
@@ -151,9 +151,10 @@ def _tensor(recipe: Recipe, stage: int) -> float:
 def _gates(recipe: Recipe) -> float:
     """Return the bytes per microbatch that are moved for projections outside ``linear_qkv``.
 
-    An example is V2's projection to lambda. Under sequence parallelism, the projection's weight is
-    gathered, and its output changes from shards of the sequence to shards of the heads. Each of k
-    tensor-parallel ranks sends (k - 1) / k of the returned bytes.
+    An example is DIFF V2's projection to lambda. Sequence parallelism gathers the projection's
+    weight, and changes its output from shards of the sequence to shards of the heads. Without
+    sequence parallelism the result is 0. Each of k tensor-parallel ranks sends (k - 1) / k of the
+    returned bytes.
     """
     model, parallel = recipe.model, recipe.parallel
     if not parallel.sequence_parallel:

@@ -34,8 +34,8 @@ class MixedDiffConfig(DiffBaseConfig):
         lambda_std_dev: float = 0.1,
         **kwargs: Any,
     ) -> None:
-        # To save only the keys that differ from the defaults, transformers creates a configuration
-        # without arguments.
+        # layer_kinds needs a default: when transformers saves a configuration, it creates another
+        # one without arguments, to leave out the keys with default values.
         self.layer_kinds = layer_kinds or [{"layers": None, "model_type": "llama"}]
         self.lambda_std_dev = lambda_std_dev
         super().__init__(**kwargs)
