@@ -76,17 +76,7 @@ def _attend(
 
 @triton.jit
 def _one_map(
-    q_source,
-    k,
-    v,
-    layout,
-    lse_ptr,
-    batch,
-    head,
-    kv_head,
-    first_row,
-    scale_log2,
-    config: tl.constexpr,
+    q_source, k, v, layout, lse_ptr, batch, head, first_row, scale_log2, config: tl.constexpr
 ):
     """Return the output of one map for M query rows, `[M, DV]`, and store their log-sum-exps.
 
@@ -95,6 +85,7 @@ def _one_map(
     """
     M: tl.constexpr = config.M
     ACCUMULATE: tl.constexpr = lse_ptr.dtype.element_ty
+    kv_head = head // (layout.heads // layout.kv_heads)
     # Rows past the last query get its visible keys. Others would widen the block's range of keys.
     rows = tl.minimum(first_row + tl.arange(0, M), layout.query_length - 1)
     row_start, row_stop = keys_of_rows(rows, layout, config)
@@ -160,24 +151,17 @@ def forward_kernel(
     heads, query_length = layout.heads, layout.query_length
     batch = tl.program_id(1) // heads
     head = tl.program_id(1) % heads
-    kv_head = head // (heads // layout.kv_heads)
     q1 = Heads(q1, layout.query_length, q_strides)
     k1 = Heads(k1, layout.key_length, k_strides)
     v = Heads(v, layout.key_length, v_strides)
     if config.MAPS == 2:
         q2 = Heads(q2, layout.query_length, q_strides)
         k2 = Heads(k2, layout.key_length, k_strides)
-        out2 = _one_map(
-            q2, k2, v, layout, lse_ptrs[1], batch, head, kv_head, first_row, scale_log2,
-            config,
-        )  # fmt: skip
+        out2 = _one_map(q2, k2, v, layout, lse_ptrs[1], batch, head, first_row, scale_log2, config)
         store_tile(out2_ptr, out2, batch, head, first_row, query_length, heads, value_width)
         # Otherwise the compiler would keep the addresses of this map in registers for the next.
         first_row = opaque(first_row)
-    out = _one_map(
-        q1, k1, v, layout, lse_ptrs[0], batch, head, kv_head, first_row, scale_log2,
-        config,
-    )  # fmt: skip
+    out = _one_map(q1, k1, v, layout, lse_ptrs[0], batch, head, first_row, scale_log2, config)
     if config.MAPS == 2:
         # Other threads stored parts of the out2 tile that is loaded next, so wait for them.
         tl.debug_barrier()
