@@ -48,7 +48,7 @@ class Record(NamedTuple):
 
     @property
     def payload_bytes(self) -> int:
-        """Size of the payload in bytes; of a Parquet row only the strings count."""
+        """Size of the payload in bytes, counting only the strings of a Parquet row."""
         if isinstance(self.payload, bytes):
             return len(self.payload)
         return sum(len(value) for value in self.payload.values() if isinstance(value, bytes))
@@ -217,7 +217,7 @@ def _rows(batch: pyarrow.RecordBatch) -> Iterator[dict[str, Any] | str]:
 
 
 def _as_bytes(batch: pyarrow.RecordBatch) -> pyarrow.RecordBatch:
-    """Convert strings to binary; otherwise, invalid UTF-8 fails ``to_pylist`` for a whole batch."""
+    """Convert strings to binary, so that ``to_pylist`` does not fail because of invalid UTF-8."""
     columns = [
         column.cast(pyarrow.large_binary())
         if pyarrow.types.is_string(column.type) or pyarrow.types.is_large_string(column.type)

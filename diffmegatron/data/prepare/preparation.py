@@ -165,7 +165,7 @@ class Preparation:
 
 
 def publish(folder: Path, prefix: Path) -> None:
-    """Rename the finished files and remove the journal; after a kill, this can be repeated."""
+    """Rename the finished files and remove the journal; it can be called again after a kill."""
     targets = {TOKENS: ".bin", INDEX: ".idx", MANIFEST: ".json"}
     if (folder / REJECTS).exists() and (folder / REJECTS).stat().st_size:
         targets = {REJECTS: ".rejects.jsonl", **targets}

@@ -116,7 +116,7 @@ def _start_worker() -> None:
 def _exit_with_parent() -> None:
     """End this worker when its parent has ended.
 
-    The worker itself keeps the work queue open. Without this function, it would wait there forever.
+    The worker itself keeps the work queue open, so it would otherwise wait for work forever.
     """
     parent = multiprocessing.parent_process()
     if parent is not None:

@@ -31,7 +31,7 @@ class Selection:
 
 @dataclass(frozen=True)
 class DocumentOrder:
-    """Documents of a split that up-sampling keeps, as a stream of n documents in shuffled order."""
+    """Stream of the n documents of a split that remain after up-sampling, in shuffled order."""
 
     documents: np.ndarray  # int64 [n]: index of each document in the corpus
     ends: np.ndarray  # int64 [n]: number of tokens of the stream up to the end of each document

@@ -211,7 +211,7 @@ def open_samples(config: DataConfig, seq_length: int, seed: int, split: Split) -
         sources[content] = SourceSamples(corpus, order, blocks, seq_length, key, repeat)
         weight = source.weight if order.tokens else 0.0
         if config.upsampling.mode == "global":
-            # A source with many long documents thus gets a larger share of the mixture.
+            # A source that keeps more of its tokens thus gets a larger share of the mixture.
             weight *= order.kept_share
         weights.append(SourceWeight(source.path, content, weight))
     if not any(weight.weight for weight in weights):
