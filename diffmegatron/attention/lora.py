@@ -1,8 +1,8 @@
 """Megatron-core's parallel linear layers with a low-rank term: W x + (alpha / rank) B A x.
 
-The term follows Hu et al., 2021 (arXiv 2106.09685), without dropout. W is [out, in], A is
-[rank, in], and B is [out, rank], with the recipe's ``model.lora.rank``. The shapes of inputs and
-outputs begin with [s, b], for s positions of b sequences.
+The term is LoRA (Hu et al., 2021, arXiv 2106.09685) without its dropout. W is [out, in], A is
+[rank, in], and B is [out, rank]. ``model.lora`` of a recipe has ``rank`` and ``alpha``. In shapes s
+is the number of positions on this context-parallel rank, and b the number of sequences.
 """
 
 import torch
@@ -24,8 +24,8 @@ from diffmegatron.config.model_config import LoraConfig
 class LoraColumnParallelLinear(ColumnParallelLinear):
     """LoRA for ``linear_qkv`` and ``linear_fc1``.
 
-    Each tensor-parallel rank has some rows of B, and the whole A. ``gated`` means that W consists
-    of the two projections of SwiGLU. Each rank has rows of both projections.
+    Each tensor-parallel rank has some rows of B, and the whole A. With ``gated``, W consists of the
+    two projections of SwiGLU, and each rank has rows of both projections.
     """
 
     def __init__(

@@ -1,9 +1,9 @@
 """Rotary embedding: the angles of positions, and the rotation of queries and keys by these angles.
 
-Megatron-core's own rotation writes several tensors in each pass, and saves sines and cosines in
-every layer. This rotation writes one tensor, and saves only the angles, which all layers share.
-In shapes s is the number of positions of this rank, b the number of sequences, and d the width of
-a query or key.
+For each input, Megatron-core's own rotation creates several tensors of the input's size, and saves
+sines and cosines in every layer. This rotation creates only the result, and saves only the angles,
+which all layers share. In shapes s is the number of positions on this context-parallel rank, b the
+number of sequences, and d the width of a query or key.
 """
 
 import math
@@ -60,8 +60,8 @@ def scaled_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
 def rotate(query: Tensor, key: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
     """Rotate queries and keys [s, b, ..., d] by angles [s, 1, 1, d].
 
-    The pairs of channels (i, i + d / 2) are rotated. Sines and cosines are rounded to the dtype of
-    the queries, which the keys must also have.
+    Channels i and i + d / 2 are rotated as a pair. Queries and keys must have the same dtype, to
+    which sines and cosines are rounded.
     """
     turned: tuple[Tensor, Tensor] = _Rotation.apply(angles, 1, query, key)
     return turned

@@ -1,8 +1,8 @@
 """Self-attention in Megatron-core's layers: projections, rotary embedding, the variant's attention.
 
-A *variant* is a kind of attention. Megatron's own ``SelfAttention`` supports neither variants that
-compute with the hidden states, nor variants with more query heads than output heads. Decoding is
-not supported.
+A *variant* is a kind of attention. Megatron's own ``SelfAttention`` does not support variants that
+compute with the hidden states, or that have more query heads than output heads. This layer does not
+support decoding with a key-value cache.
 
 In shapes s is the number of positions on this context-parallel rank, b the number of sequences, and
 d the width of a query.
@@ -113,8 +113,9 @@ class SelfAttention(MegatronModule):
             self.register_parameter(declared.name, parameter)
 
     def _initial(self, declared: Parameter) -> Tensor:
-        # Every rank draws the whole parameter and keeps its own rows. Megatron seeds torch's CPU
-        # generator equally on all tensor-parallel ranks, so all draw the same values.
+        # Every rank draws the whole parameter and keeps its own rows. Megatron-LM's training script
+        # seeds torch's CPU generator equally on all tensor-parallel ranks, so all draw the same
+        # values. Runs of this package set `perform_initialization` to False.
         rows, *others = declared.shape
         own = self.share(rows) if declared.sharded else range(rows)
         dtype = torch.float32 if declared.float32 else self.config.params_dtype
@@ -185,17 +186,17 @@ class SelfAttention(MegatronModule):
         return query, key, value.flatten(2, 3)
 
     def share(self, count: int) -> range:
-        """Return this rank's range of ``count`` items divided among the tensor-parallel ranks."""
+        """Return the indices of this tensor-parallel rank's equal share of ``count`` items."""
         own = count // self.tp_group.size()
         first = self.tp_group.rank() * own
         return range(first, first + own)
 
     def parameter(self, name: str) -> Tensor:
-        """Return a declared parameter, or this rank's shard of it.
+        """Return a parameter that :meth:`Variant.parameters` declares, or this rank's shard of it.
 
-        In a bf16 run with ZeRO 3, the result has the float32 value of the parameter's attribute
-        ``exact`` (:mod:`diffmegatron.optim.partition`). Its gradient still reaches the
-        parameter.
+        ZeRO 3 stores every parameter of a bf16 run in bf16. For a parameter declared with
+        ``float32``, the result then has the value of the parameter's float32 attribute ``exact``
+        (:mod:`diffmegatron.optim.partition`). The gradient of the result reaches the parameter.
         """
         parameter = getattr(self, name)
         exact = getattr(parameter, "exact", None)
@@ -204,12 +205,12 @@ class SelfAttention(MegatronModule):
         return parameter
 
     def project(self, name: str, hidden: Tensor) -> Tensor:
-        """Multiply [s, b, hidden_size] by the declared matrix ``name``, [rows, hidden_size].
+        """Multiply ``hidden`` [s, b, hidden_size] by the matrix ``name``, [rows, hidden_size].
 
-        The matrix is sharded by rows, and the result is [s, b, rows of this rank]. Under sequence
-        parallelism, ``hidden`` is this rank's shard of s, but the result has all of s. The matrix
-        has few rows, so the ranks communicate the matrix and the products instead of hidden states,
-        which are hundreds of times larger.
+        The matrix is a declared parameter, sharded by rows, and the result is [s, b, rows of this
+        rank]. Under sequence parallelism, ``hidden`` is this rank's shard of s, but the result has
+        all of s. The matrix has few rows, so the ranks communicate the matrix and the products
+        instead of hidden states, which are hundreds of times larger.
         """
         weight = getattr(self, name)
         size = self.tp_group.size()
@@ -234,7 +235,8 @@ class SelfAttention(MegatronModule):
     ) -> dict:
         """Return Megatron's sharded state, corrected for the sharded parameters of the variant.
 
-        Megatron's method assumes that the module's own parameters are replicated.
+        Megatron's method assumes that parameters of the module itself, such as these, are
+        replicated.
         """
         metadata = ensure_metadata_has_dp_cp_group(metadata)
         state = super().sharded_state_dict(prefix, sharded_offsets, metadata)

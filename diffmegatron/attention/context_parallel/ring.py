@@ -47,7 +47,8 @@ def ring_attention(
         heads: q, k, v or q1, k1, q2, k2, v of this rank's zigzag shard, `[b, s, heads, width]`.
         lambda_: 0-dim factor of the second map; None with one map.
         norm: headwise RMSNorm to apply to the result.
-        cu_seqlens: boundaries of the documents in the whole sequence, `[documents + 1]` integers.
+        cu_seqlens: boundaries of the documents in the whole sequence, `[documents + 1]` integers;
+            None without packing.
     """
     maps = QKV.of(*heads)
     # Keys and values are sent as one tensor [s, b, kv heads, channels]. A kv head has the channels

@@ -86,8 +86,8 @@ def ulysses_attention(
     """Attend over the whole sequence; each rank computes the attention of a range of the heads.
 
     The method is Ulysses (Jacobs et al., arXiv 2309.14509), with an all-to-all before and after the
-    attention. The heads of each tensor are cut into equal ranges, one per rank. Queries may attend
-    only to the keys and values of the same range.
+    attention. The heads of q, of k and of v are cut into equal ranges, one per rank. The queries in
+    a range must attend only to keys and values in the range of the same rank.
     """
     size = group.size()
     shares = [x.transpose(0, 1).unflatten(2, (size, -1)) for x in heads]

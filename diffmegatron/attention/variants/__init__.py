@@ -16,8 +16,8 @@ from .softmax import Softmax
 __all__ = ["VARIANTS", "Variant", "model_types", "of_model_type", "read_variant", "register"]
 
 VARIANTS: dict[str, type[Variant]] = {}
-# Former names of members of `Variant`, which a user's class may still define. The values are the
-# present names, as the error message writes them.
+# Former name of a member of `Variant` -> its present name, as the error message writes it. A user's
+# class may still define the former name.
 RENAMED = {
     "attend": "forward, whose tensors are [b, s, ...],",
     "normalised": "normalize_qk",

@@ -1,4 +1,4 @@
-"""The base class of attention variants, and the kernel properties that determine its costs.
+"""The base class of attention variants, and kernel properties that determine a variant's costs.
 
 A variant, or *kind* of attention, is one class in one file of this package. A differential kind
 subtracts a second softmax map from a first one. Signal heads are the query heads of the first map,
@@ -68,12 +68,12 @@ class Kernels:
 
     @property
     def key_shards(self) -> int:
-        """Number of ranks whose keys and values this rank saves."""
+        """Ratio of the keys and values that this rank saves to those of its own shard."""
         return self.context if self.communication == "all_gather" else 1
 
     @property
     def keys_per_query(self) -> float:
-        """Number of keys in this rank's attention calls, divided by its number of tokens.
+        """Number of keys in all attention calls of this rank, per token of this rank.
 
         After an all-gather over P ranks, rank r (from 0) makes two calls, each with one chunk of
         queries. The first call has r + 1 chunks of keys, and the second has 2 P - r.
@@ -88,7 +88,7 @@ class Kernels:
         return self.has_mask and SOFTMAX[self.backend].saves_bias
 
     def softmax_bytes(self, heads: Heads) -> tuple[float, float]:
-        """Return the bytes per token that softmax attention saves for q, k, v and for its results.
+        """Return the bytes per token that softmax attention saves: of q, k and v, and of results.
 
         The results are the log-sum-exps and, with :attr:`copies_softmax_output`, the output. The
         variant itself counts what the next operation saves.
@@ -217,7 +217,7 @@ class Variant(Section, ABC):
         return f"{self.num_heads} heads of {self.head_dim}{key_values}"
 
     def keys(self) -> dict[str, Any]:
-        """Return the keys of the section with their values."""
+        """Return the settings of the section as key -> value."""
         return self.model_dump()
 
     def warnings(self, hidden_size: int, parameters: int, lr: float) -> Iterator[str]:
@@ -248,7 +248,10 @@ class Variant(Section, ABC):
         """Layout of the heads in the projections."""
 
     def parameters(self, hidden_size: int) -> tuple[Parameter, ...]:
-        """Return a layer's parameters other than the two projections; by default none."""
+        """Return a layer's parameters besides the weights of its two projections; by default none.
+
+        The projections are ``linear_qkv`` and ``linear_proj``.
+        """
         return ()
 
     def normalize_qk(self, layer: Layer, query: "Tensor", key: "Tensor") -> "tuple[Tensor, Tensor]":
@@ -304,15 +307,18 @@ class Variant(Section, ABC):
         return sum(math.prod(each.shape) for each in own if each.role == "matrix")
 
     def kernel_sizes(self, element: int, keys: float) -> Sizes:
-        """Return the sizes for the cost functions in ``kernels/costs.py``."""
+        """Return the sizes for the cost functions in ``kernels/costs.py``.
+
+        ``element`` and ``keys`` are those of :class:`Kernels`.
+        """
         heads = self.heads
         return Sizes(element, self.head_dim, heads.queries, 0, heads.keys, keys)
 
     def work(self, backend: str, *, deterministic: bool = False) -> tuple[int, int]:
         """Return a backend's multiply-adds per (query, visible key) pair: forward and backward.
 
-        The backward pass computes the scores again. With ``deterministic``, its sums have a fixed
-        order.
+        The backward pass computes the scores again. With ``deterministic``, the backward pass sums
+        in a fixed order, which can need more multiply-adds.
         """
         sizes = self.kernel_sizes(element=2, keys=0)._replace(is_deterministic=deterministic)
         return BACKENDS[self.operation][backend].work(sizes)
@@ -393,7 +399,7 @@ class Variant(Section, ABC):
         return str(inherited.model_fields["kind"].default)
 
     def check_export(self) -> None:
-        """Raise UserError if a class overrides one of ``COMPUTATION`` and none of ``EXPORT``."""
+        """Raise UserError if a class overrides a method of COMPUTATION but inherits its export."""
         computing, exporting = self._owner(*COMPUTATION), self._owner(*EXPORT)
         if computing is exporting or not issubclass(computing, exporting):
             return
@@ -405,9 +411,9 @@ class Variant(Section, ABC):
         )
 
     def check_mixed_export(self) -> None:
-        """Raise UserError if a class overrides one of ``COMPUTATION`` without `mixed_export_kind`.
+        """Raise UserError if a class overrides a method of COMPUTATION but no `mixed_export_kind`.
 
-        The default in `Variant` fits every class.
+        A class may inherit `Variant.mixed_export_kind`, which returns the variant itself.
         """
         computing, replacing = self._owner(*COMPUTATION), self._owner("mixed_export_kind")
         if replacing is Variant or computing is replacing or not issubclass(computing, replacing):

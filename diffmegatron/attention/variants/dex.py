@@ -8,8 +8,8 @@ arXiv 2505.16333, figure 9. O is the output of a selected head for a token, a ro
 In all other heads O' = O. t is the number of completed optimizer steps, and T the number of steps
 of the annealing. Layer l, counted from 1, has lambda_init = 0.8 - 0.6 exp(-0.3 (l - 1)), a trained
 matrix W_D [d, d] and a trained number lambda_learn. O' is linear in O, so the export is a plain
-Transformer. For a selected head, its output projection has (I - lambda W_D) W instead of
-W [d, hidden_size].
+Transformer. If W [d, hidden_size] is the part of the output projection that multiplies O', the
+export has (I - lambda W_D) W in its place.
 """
 
 from collections.abc import Mapping
@@ -174,9 +174,9 @@ class Dex(Softmax):
     @override
     def saved_bytes(self, kernels: Kernels) -> tuple[float, float]:
         projected, core = super().saved_bytes(kernels)
-        # The term saves a copy of O of the selected heads. The output projection saves O' instead
-        # of the kernel's output, which therefore is an additional tensor. With a headwise norm or a
-        # copy of the kernel's output, `super` has already counted this tensor.
+        # The term saves a copy of O of the selected heads. The output projection saves O', so the
+        # kernel's output is an additional tensor. With a headwise norm or a copy of the kernel's
+        # output, `super` has already counted this additional tensor.
         saved = self._selected_per_layer * self.head_dim
         if not self.headwise_norm and not kernels.copies_softmax_output:
             saved += self.heads.query_channels
@@ -254,8 +254,8 @@ class Dex(Softmax):
         """Return the rules that map a layer's attention weights to a plain Transformer and back.
 
         The export multiplies (I - lambda W_D) into the output projection, in float64. The weight of
-        this projection is stored transposed, [hidden_size, heads * d]. The import sets W_D and
-        lambda_learn to zero.
+        this projection is stored transposed, [hidden_size, heads * d]. The inverse rule sets W_D
+        and lambda_learn to zero.
         """
         name, d = f"{ours}.linear_proj.weight", self.head_dim
         selected = self._selected(layer)

@@ -7,7 +7,7 @@
 
 X is the input of the attention, [tokens, hidden_size]. Per head, Q1, Q2, K1 and K2 are [tokens, d],
 and V is [tokens, 2d]. lambda_q1, lambda_k1, lambda_q2 and lambda_k2 are trained vectors [d] of the
-layer. In layer l, counted from 1, lambda_init is 0.8 - 0.6 exp(-0.3 (l - 1)).
+layer. By default lambda_init is 0.8 - 0.6 exp(-0.3 (l - 1)) in layer l, counted from 1.
 """
 
 import math
@@ -65,8 +65,9 @@ class DiffV1(Variant):
     """Differential heads, each with two softmax maps and an output of width 2d; d is ``head_dim``.
 
     Each of the ``num_kv_heads`` key-value heads has two keys of width d and a value of width 2d.
-    ``lambda_std`` is the initial standard deviation of the lambda vectors, as in the authors' code.
-    ``headwise_norm`` applies an RMSNorm to each head's output. All heads share its weight [2d].
+    ``lambda_std`` is the standard deviation of the initial lambda vectors; its default is from the
+    authors' code. ``headwise_norm`` applies an RMSNorm to each head's output. All heads share the
+    norm's weight [2d].
     """
 
     kind: Literal["diff_v1"] = "diff_v1"
@@ -189,8 +190,8 @@ class DiffV1(Variant):
             # With a mask, torch copies keys and values for each query head in each call. A query
             # head is in two calls, each with one half of the value.
             return 4 * kernels.element * self.heads.query_channels * kernels.keys_per_query
-        # The backend saves the keys themselves, and for each call a copy of its values.
-        # `Backend.saved` already counts one copy per token.
+        # The backend saves the keys themselves, and copies of the values for each call. Per token
+        # these are `keys_per_query` copies, and `Backend.saved` already counts one of them.
         saved = keys * (kernels.key_shards + kernels.keys_per_query - 1)
         # Context parallelism receives keys and values in one tensor, so the values stay in memory
         # with the saved keys.
@@ -275,8 +276,8 @@ class DiffV1(Variant):
 
         In DiffLlama all signal heads precede all noise heads, all first keys precede all second
         keys, and the first halves of all values precede the second halves. Its headwise norm has no
-        weight, so the export multiplies the weight into the output projection. The import sets the
-        weight to 1.
+        weight, so the export multiplies our norm's weight into the output projection. The import
+        sets our norm's weight to 1.
         """
 
         def fold(proj: "Tensor", norm: "Tensor") -> tuple["Tensor", ...]:

@@ -7,7 +7,7 @@ X is the input of the attention, [tokens, hidden_size]. W_lambda is [hidden_size
 lambda_n is column n of lambda. A_i is the output of softmax attention of query head i, and O_n the
 output of signal head n. r is the number of signal heads per noise head; the authors use r = 1. All
 heads are counted from 0: signal head n is query head signal(n) = n + n // r, and noise head m is
-query head noise(m) = m (r + 1) + r. There is neither a headwise norm nor lambda_init.
+query head noise(m) = m (r + 1) + r. DIFF V2 has no headwise norm and no lambda_init.
 """
 
 from collections.abc import Mapping

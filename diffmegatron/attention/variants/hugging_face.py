@@ -41,7 +41,7 @@ class HuggingFace:
     Attributes:
         config: keys and values that config.json must have.
         fixed: additional keys and values of config.json. If the run started from a pretrained
-            model, the export instead has the configuration of that model.
+            model, the export keeps that model's values of these keys.
         also: other model types with the same network and keys. If the run started from a pretrained
             model of such a type, the export has the type of that model.
         remote_code: whether the export contains the code of the class.

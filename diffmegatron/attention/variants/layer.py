@@ -12,7 +12,8 @@ from diffmegatron.errors import UserError
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Name of the `Parameter` that is the bias of `linear_qkv`. All others are not in the projections.
+# Name of the `Parameter` that is the bias of `linear_qkv`. All other parameters that a variant
+# declares belong to the attention layer itself.
 QKV_BIAS = "linear_qkv.bias"
 Rows = tuple[tuple[Literal["q", "k", "v"], int], ...]
 
@@ -148,13 +149,13 @@ class Layer(Protocol):
     step: int
 
     def share(self, count: int) -> range:
-        """Return this rank's range of ``count`` items divided among the tensor-parallel ranks."""
+        """Return the indices of this tensor-parallel rank's equal share of ``count`` items."""
 
     def parameter(self, name: str) -> "Tensor":
         """Return the declared parameter ``name``, or this rank's shard of it."""
 
     def project(self, name: str, hidden: "Tensor") -> "Tensor":
-        """Multiply [s, b, hidden_size] by the declared, sharded matrix ``name``.
+        """Multiply ``hidden`` [s, b, hidden_size] by the declared, sharded matrix ``name``.
 
         The matrix is [rows, hidden_size], and the result is [s, b, rows of this rank]. Under
         sequence parallelism, ``hidden`` is this rank's shard of s, but the result has all of s.

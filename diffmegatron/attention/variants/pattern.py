@@ -79,7 +79,7 @@ class Pattern(Variant):
         ]
 
     def keys(self) -> dict[str, Any]:
-        """Return the keys of all entries, with prefixes such as ``[5-8].num_heads``."""
+        """Return the settings of all entries, with keys such as ``[5-8].num_heads``."""
         return {
             f"[{layers or 'the rest'}].{key}": value
             for each, layers in self._entries
@@ -97,7 +97,10 @@ class Pattern(Variant):
 
     @property
     def ratio(self) -> int:
-        """Least common multiple of the kinds' ratios, which must divide a common ``num_heads``."""
+        """Least common multiple of the kinds' ratios.
+
+        It lets ``plan --rehearse`` choose one ``num_heads`` that fits every kind.
+        """
         return math.lcm(*(each.ratio for each in self.kinds))
 
     def sized(self, hidden_size: int) -> Self:
@@ -190,7 +193,10 @@ class Pattern(Variant):
 
     @property
     def heads(self) -> Heads:
-        """Heads of the first kind; Megatron-core uses only their width, which all kinds share."""
+        """Heads of the first kind, for Megatron-core's configuration.
+
+        Each layer uses the heads of its own kind.
+        """
         return self.kinds[0].heads
 
     def hugging_face(self, hidden_size: int) -> hf.HuggingFace:

@@ -21,7 +21,10 @@ Heads = tuple[tuple[int, ...], ...]
 
 
 class SelectedOn(Section):
-    """The model on which ``dex select`` selected the heads; the fingerprint hashes its weights."""
+    """The model on which ``dex select`` selected the heads.
+
+    ``fingerprint`` is :meth:`diffmegatron.checkpoint.checkpoint_format.Checkpoint.fingerprint`.
+    """
 
     num_layers: Size
     num_heads: Size
@@ -64,7 +67,7 @@ def _check_heads(value: Any, check: Callable[[Any], Heads]) -> Heads | Unselecte
     return value if isinstance(value, Unselected) else check(value)
 
 
-# The union's own schema would report an error for each of its types, so use that of `Heads`.
+# The schema of the union would report one error for each type, so validate with that of `Heads`.
 SelectedHeads = Annotated[
     Heads | Unselected,
     GetPydanticSchema(
@@ -82,9 +85,10 @@ def assumed_heads(num_heads: int) -> int:
 
 
 def read_selected(file: str, *, may_be_missing: bool) -> dict[str, Any]:
-    """Read the file, and return the keys ``selected_heads`` and ``selected_on`` of a recipe.
+    """Read a file of ``dex select``; return the recipe's ``selected_heads`` and ``selected_on``.
 
-    If the file is missing and ``may_be_missing`` is true, the heads are `Unselected`.
+    If the file is missing and ``may_be_missing`` is true, ``selected_heads`` is `Unselected`, and
+    there is no ``selected_on``.
     """
     path = Path(file)
     if _is_missing(path):

@@ -132,7 +132,8 @@ class Softmax(Variant):
         config = hf.head_keys(self.heads)
         if self.qkv_bias:
             if self.num_heads * self.head_dim == hidden_size:
-                # This is Qwen2's default, which a pretrained Qwen2's config.json usually omits.
+                # Qwen2's config.json usually omits this default width. Omit it too, so that the
+                # export of an imported Qwen2 keeps its config.json.
                 del config["head_dim"]
             fixed = {
                 "head_dim": self.head_dim,
