@@ -1,10 +1,10 @@
 """The format of a checkpoint, which is a directory with several files.
 
 - ``rank_XXXXX.safetensors``: one rank's shard of the float32 master weights and of Adam's moments,
-  and the rank's random states;
-- ``state.json``: the number of steps done, and the position in the data;
+  and the rank's random states (`sharded.py`, `tensor_file.py`);
+- ``state.json``: the progress of the run (:class:`Position`), and the versions of libraries;
 - ``recipe.yaml``: the resolved recipe;
-- ``manifest.json``: sizes and checksums of the other files.
+- ``manifest.json``: sizes and checksums of the other files (`checkpoint_manifest.py`).
 
 A run with another parallel layout can read everything except the random states. A run can start
 from a checkpoint with only weights (e.g. of an imported model), but cannot resume from it.
@@ -202,8 +202,9 @@ def _rank_files(directory: Path, world_size: int, entries: dict[str, FileEntry])
 def check_same_run(directory: Path, saved_recipe: Recipe, recipe: Recipe) -> None:
     """Check that a run with ``recipe`` may resume from a checkpoint with ``saved_recipe``.
 
-    The settings of the network, the tokenizer, the order of samples and ``optimizer.trainable``
-    must be equal. Other settings may change.
+    These settings must be equal: the section ``model``, ``data.tokenizer``,
+    ``optimizer.trainable``, and ``seq_length``, ``global_batch_size`` and ``seed`` of ``training``.
+    Other settings are not checked here.
     """
     saved, wanted = (
         model_keys(each.model, each.model.attention)

@@ -30,7 +30,7 @@ WEIGHT = "weight"
 KINDS = (WEIGHT, "exp_avg", "exp_avg_sq")
 """Kinds of stored tensors: a parameter's float32 master weight and Adam's two moments.
 
-A frozen parameter has only the weight.
+Frozen parameters, and all parameters in a weights-only checkpoint, have only the weight.
 """
 RANDOM_PREFIX = "random."
 """Prefix of the names of a rank's random states, which are uint8 [n]."""
@@ -168,7 +168,7 @@ class ShardedReader:
         return self._first(name).place.global_shape
 
     def kinds(self, name: str) -> tuple[str, ...]:
-        """Return the :data:`KINDS` stored for a tensor; a frozen tensor has only the weight."""
+        """Return the :data:`KINDS` stored for a tensor: all, or only the weight."""
         return self._first(name).kinds
 
     def read_tensor(self, kind: str, name: str) -> Tensor:

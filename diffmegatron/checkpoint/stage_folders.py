@@ -84,7 +84,8 @@ def is_run_dir(path: Path) -> bool:
 def newest_checkpoint(path: Path) -> Path | None:
     """Return the newest complete checkpoint of the last stage in a ``run_dir``.
 
-    The result is None if all its checkpoints are damaged, or if ``path`` is not a ``run_dir``.
+    The result is None if all checkpoints of this stage are damaged, or if ``path`` is not a
+    ``run_dir``. A ``run_dir`` without any checkpoint raises UserError.
     """
     return last_stage(path).store.latest() if is_run_dir(path) else None
 

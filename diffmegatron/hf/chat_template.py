@@ -1,4 +1,4 @@
-"""A Hugging Face chat template that matches the training data, and the tokenizer change it needs.
+"""A Hugging Face chat template that matches the training data, and the tokenizer for it.
 
 ``diffmegatron prepare`` encodes ChatML prompts and responses separately, so no token spans their
 boundary. Hugging Face encodes a chat as one text. The exported tokenizer must therefore split the

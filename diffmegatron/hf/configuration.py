@@ -120,7 +120,10 @@ def network_keys(model: ModelConfig) -> dict[str, Any]:
 
 
 def changed_keys(config: PretrainedConfig, recipe: Recipe) -> dict[str, Any]:
-    """Return keys that differ between a pretrained model and a recipe, with the recipe's values."""
+    """Return the keys of a pretrained model's configuration that a recipe changes, with new values.
+
+    ``max_position_embeddings`` changes only if the recipe's sequences are longer.
+    """
     changed = {}
     for key, value in network_keys(recipe.model).items():
         own = getattr(config, key, None)
@@ -237,7 +240,10 @@ def _no_equivalent(path: Path, field: str, value: object, known: str) -> UserErr
 
 
 def model_section(config: PretrainedConfig, vocab_padding: int) -> dict[str, Any]:
-    """Return the section ``model`` of a recipe for a configuration from :func:`read_config`."""
+    """Return the section ``model`` of a recipe for a configuration from :func:`read_config`.
+
+    ``vocab_padding`` is the number of unused rows to add to the vocabulary.
+    """
     values = config.to_dict()
     model_type, rope = values["model_type"], values["rope_parameters"]
     variant = of_model_type(model_type)

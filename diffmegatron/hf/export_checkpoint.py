@@ -21,10 +21,11 @@ from diffmegatron.hf.write_export import SUMMATION, Verified, verify_export, wri
 from diffmegatron.model.build import DTYPES
 from diffmegatron.parallel.parallel_state import process_groups
 
-# Largest allowed difference of the logits, divided by the largest logit. The key is the dtype to
-# which export and training round different values, or float32 if they round the same values. For
-# example, an export of DIFF V1 multiplies the norm's weight into the output projection and rounds
-# the product, but training rounds both weights. A bf16 rounding has a relative error of up to 2^-8.
+# Largest allowed difference of the logits, divided by the largest absolute logit. The key is the
+# dtype to which export and training round different values, or float32 if they round the same
+# values. For example, an export of DIFF V1 multiplies the float32 weight of the norm into the
+# output projection and rounds the product, but training rounds only the projection. A bf16 rounding
+# has a relative error of up to 2^-8.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 _NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 
@@ -128,8 +129,8 @@ def merged_weights(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
 def training_logits(checkpoint: Checkpoint, tokens: Tensor) -> Tensor:
     """Return float32 logits [b, s, vocabulary] of the Megatron network for ids [b, s], on the CPU.
 
-    The weights are rounded to the precision of the run, and the arithmetic is float32. Padding of
-    the vocabulary is dropped.
+    The weights are rounded as in training (:func:`load_network`), and the arithmetic is float32.
+    The logits of the vocabulary's padding are dropped.
     """
     recipe = checkpoint.recipe
     # On a GPU, the Triton kernels compute float32 products in TF32, whose error would exceed the

@@ -21,8 +21,8 @@ from diffmegatron.hf.weight_mapping import from_hf, table
 from diffmegatron.hf.write_export import SUMMATION, Verified, verify_export
 
 FOLDER = "hugging_face"
-# Largest allowed difference of the logits, divided by the largest logit. Both networks compute in
-# float32 with equal weights, so only the order of summation differs.
+# Largest allowed difference of the logits, divided by the largest absolute logit. Both networks
+# compute in float32 with equal weights, so only the order of summation differs.
 TOLERANCE = 1e-4
 _SEQ_LENGTH = 2048
 
@@ -36,8 +36,8 @@ def import_model(
 
     - ``recipe.yaml``, which recipes of other runs extend;
     - a checkpoint of step 0 with weights only;
-    - ``hugging_face/`` with the model's configuration and tokenizer, which exports of those runs
-      keep.
+    - ``hugging_face/`` with the model's configuration and tokenizer, which exports of the other
+      runs keep.
 
     Args:
         folder: folder of the model, with ``config.json``, safetensors files, ``tokenizer.json`` and

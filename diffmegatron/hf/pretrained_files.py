@@ -1,7 +1,8 @@
 """Files of a pretrained model: the tensors to import, and the files that exports keep.
 
 Exports of runs that start from the model keep its config.json, tokenizer and dtypes. To this end,
-``diffmegatron import`` copies the files into a folder, which the runs have as ``data.tokenizer``.
+``diffmegatron import`` copies the files into a folder. The recipes of the runs name this folder as
+``data.tokenizer``.
 """
 
 import re
@@ -185,7 +186,7 @@ def _unreadable(path: Path, error: Exception) -> UserError:
 class Dtypes(BaseModel):
     """Content of ``dtypes.json``; ``usual`` is the most frequent dtype of the tensors.
 
-    ``others`` maps the name of each tensor with another dtype to its dtype.
+    ``others`` maps the name of each tensor with another dtype to that dtype.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)

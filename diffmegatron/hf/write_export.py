@@ -34,7 +34,7 @@ SUMMATION = "float32 sums depend on their order"
 
 
 class LogitDifference(NamedTuple):
-    """Largest difference of logits; ``relative`` is its ratio to the largest expected logit."""
+    """Largest difference of logits; ``relative`` is ``absolute`` / largest |expected logit|."""
 
     absolute: float
     relative: float
@@ -67,7 +67,7 @@ def write_export(
     chat: bool = False,
     verify: Callable[[Path], object] | None = None,
 ) -> None:
-    """Write a model and its tokenizer for the Hugging Face class that computes the model.
+    """Write a model and its tokenizer as a directory that its Hugging Face class can load.
 
     If ``transformers`` lacks the class, its code is copied into the export. Users then load the
     model with ``trust_remote_code=True``. ``out`` is written completely or not at all.
@@ -77,11 +77,12 @@ def write_export(
         dtype: dtype of the stored weights. Weights that must not be rounded, such as lambda
             vectors, are float32. (DiffLlama rounds them when it is loaded in bf16.)
         original: pretrained model that the run started from. If its class can compute the recipe's
-            attention, the export keeps its class, its dtypes and its configuration, with the
-            recipe's changes.
-        step: training step of the weights, on which a factor of some kinds of attention depends.
+            attention, the export keeps the class, the dtypes and the configuration of this model,
+            with the recipe's changes.
+        step: number of completed training steps, on which lambda of DEX depends.
         chat: whether to add a chat template to the tokenizer.
-        verify: check of the complete directory; an error prevents the export.
+        verify: function to call with the path of the complete temporary directory. If it raises an
+            error, ``out`` is not written.
     """
     described = hugging_face_class(recipe.model)
     if original is not None and not original.can_compute(described):

@@ -1,4 +1,4 @@
-"""Classes of the models that transformers has no class for.
+"""Model classes for the kinds of attention that transformers has no class for.
 
 An export contains the files ``configuration_<model_type>.py`` and ``modeling_<model_type>.py`` of
 its model, and the files of their base classes. These files import only torch, transformers and each

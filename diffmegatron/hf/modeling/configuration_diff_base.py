@@ -14,9 +14,9 @@ class DiffBaseConfig(PretrainedConfig):
     """Configuration with Llama's keys, except those for biases and dropout.
 
     A subclass sets the keys of its attention before it calls this constructor, which checks them.
-    If the subclass is named ``NameConfig`` and has the ``model_type`` "kind", it must be in the
-    file ``configuration_kind.py``. Its models ``NameModel`` and ``NameForCausalLM`` must be in
-    ``modeling_kind.py``.
+    The constructor derives ``auto_map`` from names: if the subclass is named ``NameConfig`` and has
+    the ``model_type`` "kind", it must be in the file ``configuration_kind.py``. Its models
+    ``NameModel`` and ``NameForCausalLM`` must be in ``modeling_kind.py``.
     """
 
     keys_to_ignore_at_inference: ClassVar = ["past_key_values"]
@@ -84,7 +84,8 @@ class DiffBaseConfig(PretrainedConfig):
             "AutoModelForCausalLM": f"modeling_{kind}.{name}ForCausalLM",
         }
         kwargs.setdefault("auto_map", auto_map)
-        # transformers 4 sets these keys only in this constructor. It ties embeddings by default.
+        # In transformers 4, only PretrainedConfig's constructor sets these keys. By default it ties
+        # the embeddings.
         super().__init__(
             pad_token_id=pad_token_id,
             bos_token_id=bos_token_id,

@@ -2,8 +2,8 @@
 """A Llama with grouped differential attention (Motif, arXiv 2510.06949).
 
 There are h signal heads; each group of r signal heads shares a noise head. With r = 1, this is the
-Differential Transformer (arXiv 2410.05258). A1 are the softmax maps of the signal heads, A2 are
-those of the noise heads, and v is the value of the key-value head. For signal head n (from 0):
+Differential Transformer (arXiv 2410.05258). A1 are the softmax maps of the signal heads, and A2 are
+those of the noise heads. For signal head n (from 0), whose key-value head has the value v:
 
     out_n = (A1_n - lambda * A2_(n // r)) v
     lambda = exp(lambda_q1 . lambda_k1) - exp(lambda_q2 . lambda_k2) + lambda_init
@@ -49,7 +49,7 @@ try:
 except ImportError:
     from torch.nn import init as initialization
 
-# Parts of parameter names. Parameters with these names stay float32 in a model of any dtype.
+# Parameters with one of these parts in their dotted name stay float32 in a model of any dtype.
 FLOAT32 = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2", "subln")
 
 
