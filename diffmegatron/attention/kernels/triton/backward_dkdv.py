@@ -15,8 +15,7 @@ width d and values of width 2d this needs 14d multiply-adds per (query, key) pai
 kernels compute the scores and dP. The one-pass form needs 10d: it also sums dQ in memory by atomic
 additions. Their order changes from run to run, and so do the last bits of dQ.
 
-A Triton program handles N keys and loops over blocks of M query rows. D and DV are the widths of
-queries and values, rounded up to powers of 2. With MAPS = 1 there is only the first map.
+A program handles N keys and loops over blocks of M query rows.
 """
 
 import triton

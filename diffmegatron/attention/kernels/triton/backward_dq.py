@@ -1,8 +1,7 @@
 # mypy: disable-error-code="no-untyped-def"
 """Triton backward kernel for dQ, used if the kernel of dK and dV does not also compute dQ.
 
-`backward_dkdv` has the equations. A Triton program handles M query rows and loops over blocks of N
-keys. D is the width of queries, rounded up to a power of 2.
+`backward_dkdv` has the equations. A program handles M query rows and loops over blocks of N keys.
 """
 
 import triton
@@ -38,8 +37,8 @@ def _dq_of_block(
 ):
     """Add the contributions of the keys [key_begin, key_end) to dQ1 and dQ2, and return the sums.
 
-    dQ1 and dQ2 are `[M, D]`, without the factor `scale`. Weights (P), `dmap` (dP) and `dscores`
-    (dS) are `[M, N]`. With MASKED, a row sees only its keys [row_start, row_stop).
+    dQ1 and dQ2 are `[M, D]`, without the factor `scale`. With MASKED, a row sees only its keys
+    [row_start, row_stop).
     """
     N: tl.constexpr = config.N
     TMA: tl.constexpr = config.TMA

@@ -2,11 +2,8 @@
 """Triton forward kernel of differential attention, the difference of two softmax attention maps.
 
 Each program computes a block of query rows. It computes the two maps one after the other, because
-two accumulators `[rows, value width]` would not fit the registers. The output of the second map
-(q2, k2) is computed first and stored in memory, where the backward pass needs it anyway.
-
-A block has M query rows and N keys. D and DV are the widths of queries and values, rounded up to
-powers of 2.
+two accumulators `[M, DV]` would not fit the registers. The output of the second map (q2, k2) is
+computed first and stored in memory, where the backward pass needs it anyway.
 """
 
 import triton

@@ -33,10 +33,7 @@ MOST_HEADS = 65535
 
 
 class Problem(NamedTuple):
-    """Settings that all kernels of one attention call share.
-
-    With `one_pass`, the kernel of dK and dV also computes dQ.
-    """
+    """Settings that all kernels of one attention call share."""
 
     softmax_scale: float
     mask: AttentionMask

@@ -46,7 +46,7 @@ class Layout(NamedTuple):
 class Config(NamedTuple):
     """Compile-time options of the kernels, for blocks of M query rows and N keys.
 
-    With TMA, tiles are loaded through tensor descriptors.
+    In shapes, D and DV are `width` and `value_width`, rounded up to powers of 2.
     """
 
     width: int
