@@ -73,8 +73,8 @@ def _split_into_files(weights: Iterable[tuple[str, Tensor]]) -> Iterator[list[Pi
 def average_checkpoints(run_dir: Path, last: int, out: Path) -> Path:
     """Write the mean weights of the ``last`` newest checkpoints; return the new checkpoint's path.
 
-    In a run with stages, the checkpoints of the last stage are averaged. Step and data position are
-    those of the newest checkpoint. ``out`` must not contain checkpoints yet.
+    In a run with stages, the checkpoints of the last stage are averaged. The new checkpoint has the
+    recipe and the :class:`Position` of the newest one. ``out`` must not contain checkpoints yet.
     """
     if (out / CHECKPOINTS).exists():
         raise UserError(

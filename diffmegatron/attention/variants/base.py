@@ -47,7 +47,8 @@ class Kernels:
 
     Attributes:
         element: bytes per element in the run's precision.
-        device: device type; the fused operations of a GPU save fewer tensors than those of a CPU.
+        device: device type; the fused operations on a GPU save fewer tensors than those on a CPU,
+            which are not fused.
         backend: name of the attention backend; never "auto".
         communication: method of context parallelism; None with one context-parallel rank.
         context: number of context-parallel ranks.
@@ -136,7 +137,8 @@ class Variant(Section, ABC):
     ) -> Mapping[str, Any]:
         """Replace names of files in a recipe's section by the files' content.
 
-        With ``may_be_missing``, the content of a missing file is assumed (:attr:`assumption`).
+        With ``may_be_missing``, a missing file is not an error, and its content is assumed (see
+        :attr:`assumption`).
         """
         return section
 
