@@ -47,8 +47,7 @@ class Kernels:
 
     Attributes:
         element: bytes per element in the run's precision.
-        device: device type; the fused operations on a GPU save fewer tensors than those on a CPU,
-            which are not fused.
+        device: device type; a GPU has fused operations, which save fewer tensors than on a CPU.
         backend: name of the attention backend; never "auto".
         communication: method of context parallelism; None with one context-parallel rank.
         context: number of context-parallel ranks.
