@@ -21,7 +21,7 @@ from diffmegatron.files import shorten
 from diffmegatron.validation import validated
 from diffmegatron.yaml_documents import parse_yaml
 
-# Upper limit in tokens of the default of a suite's setting ``context``.
+# Largest default of a suite's setting ``context``, in tokens.
 MAX_DEFAULT_CONTEXT = 2048
 SUITES: dict[str, type[Suite]] = {
     each.name: each
@@ -55,10 +55,11 @@ def make_suites(
     """Return the suites of a command line with their settings.
 
     Args:
-        options: values of the fields ``data``, ``haystack`` and ``data_dir``, for suites that have
-            them.
-        settings: settings as ``SUITE.KEY=VALUE`` with a YAML value. They replace ``options``.
-        context: computes the default of the field ``context`` in tokens, if a suite needs it.
+        options: values of the fields ``data``, ``haystack`` and ``data_dir``. A suite uses those of
+            its own fields.
+        settings: settings as ``SUITE.KEY=VALUE`` with a YAML value. They override ``options``.
+        context: function that returns the default of the field ``context`` in tokens. It is called
+            only if a suite needs the default.
     """
     if len(set(names)) < len(names):
         raise UserError(f"--suite {','.join(names)} names a suite twice; give each once")

@@ -55,8 +55,11 @@ class AttentionAnalysis(TextSuite):
 
     @override
     def items(self, target: Target) -> list[Item]:
-        """Leave out texts with fewer than 4 tokens, or without a top token in any row."""
-        # A token has fewer than 16 characters on average, so the text has at least `length` tokens.
+        """Return an item per text, except texts of fewer than 4 or fewer than ``1 / top`` tokens.
+
+        CKA needs 4 tokens. In a text of fewer than ``1 / top`` tokens, no row has a top token.
+        """
+        # A token has fewer than 16 characters on average, so 16 * `length` characters are enough.
         texts = first_texts(self.data, self.documents, 16 * self.length)
         found = []
         for number, (_, text) in enumerate(texts):
@@ -132,7 +135,7 @@ _PANELS = {
     "negative scores": (heads.NEGATIVE, heads.NEGATIVE_MASS),
     "heads of a layer": (DISTANCE, ALIGNMENT),
 }
-# Title of a panel -> unit of its measures, if they are not shares.
+# Title of a panel -> label of its y axis, if this is not "share".
 _UNITS = {"entropy": "nats", "heads of a layer": "distance or alignment"}
 _STYLES = ("-", "--", ":")
 
@@ -140,7 +143,8 @@ _STYLES = ("-", "--", ":")
 def _between_layers(pairs: torch.Tensor, count: int) -> dict[str, Any]:
     """Return the mean over pairs of different heads, and a table of means by pair of layers.
 
-    ``pairs`` is [layers * count, layers * count]. A mean is None if there is no pair.
+    ``pairs`` has the value of every pair of heads, [layers * count, layers * count], where
+    ``count`` is the number of heads per layer. A mean without a pair of different heads is None.
     """
     values = pairs.cpu().numpy()
     different = ~np.eye(len(values), dtype=bool)
@@ -157,7 +161,10 @@ def _between_layers(pairs: torch.Tensor, count: int) -> dict[str, Any]:
 
 
 def _table(records: Records, measure: str) -> np.ndarray:
-    """Return a measure averaged over texts: [layers, heads] for importance, or [layers, layers]."""
+    """Return the table of a measure, averaged over texts.
+
+    It is [layers, heads] for importance, and [layers, layers] for distance and alignment.
+    """
     tables = [
         each[measure] if measure == IMPORTANCE else each[measure]["layers"] for each in records
     ]
@@ -165,7 +172,10 @@ def _table(records: Records, measure: str) -> np.ndarray:
 
 
 def _by_layer(records: Records) -> dict[str, np.ndarray]:
-    """Return the mean over texts of each measure except importance, [layers]."""
+    """Return the mean over texts of each measure except importance, [layers].
+
+    Distance and alignment are those of different heads of the same layer.
+    """
     found = {
         name: np.mean([each["layers"][name] for each in records], axis=0)
         for name in records[0]["layers"]
@@ -179,7 +189,10 @@ def _draw_lines(
     beginnings: Sequence[str],
     of_layers: Mapping[str, Mapping[str, np.ndarray]],
 ) -> None:
-    """Plot the measures whose names begin with one of ``beginnings``, by layer."""
+    """Plot the measures whose names begin with one of ``beginnings``, by layer.
+
+    ``of_layers`` maps the name of a target to its measures, which are name -> values [layers].
+    """
     from matplotlib.ticker import MaxNLocator
 
     names = [

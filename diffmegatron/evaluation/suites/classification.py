@@ -1,8 +1,8 @@
 """Text classification after examples in the prompt, with answers constrained to the labels.
 
-At every step the model chooses among the next tokens of labels (Ratner et al., 2023). ``many-shot``
-varies the number of examples (Bertsch et al.). ``order`` varies their order (Differential
-Transformer, Ye et al., section 3.5).
+At every decoding step the model chooses among the tokens that continue a label (Ratner et al.,
+2023). The suite ``many-shot`` varies the number of examples (Bertsch et al.). The suite ``order``
+varies their order (Differential Transformer, Ye et al., section 3.5).
 """
 
 import csv
@@ -52,7 +52,11 @@ class Example(NamedTuple):
 
 @dataclass(frozen=True)
 class ClassificationTask:
-    """A classification data set, and the words before a text and its label, e.g. ``Question``."""
+    """A classification data set, and the form of its prompts.
+
+    ``text`` is the word before a text, e.g. ``Question``. ``label`` is the word before its label,
+    e.g. ``Type``.
+    """
 
     train: DataSet[Example]
     test: DataSet[Example]
@@ -143,7 +147,10 @@ TASKS: dict[str, ClassificationTask] = {
 
 
 class ClassificationSuite(Suite):
-    """Base class of suites that classify the test texts of tasks after examples."""
+    """Base class of suites that ask for the labels of the tasks' test texts.
+
+    The prompt has labelled examples before each text.
+    """
 
     data_dir: Path = DATA_DIR
     tasks: tuple[str, ...] = Field(default=tuple(TASKS), min_length=1)
@@ -156,7 +163,10 @@ class ClassificationSuite(Suite):
 
     @override
     def unit(self, key: str, record: Record) -> str:
-        """Return the test question, whose items with other examples are not independent."""
+        """Return the test question, which is the unit that the bootstrap draws.
+
+        Items that ask the same question after different examples are not independent.
+        """
         return f"{record['task']}/{record['question']}"
 
 
@@ -164,8 +174,8 @@ class ClassificationSuite(Suite):
 class Prompt:
     """The part of a prompt that many questions share: examples, and labels to choose from.
 
-    The ``repr`` of a prompt is computed for every question. It has only ``digest``, the hash of
-    examples and labels. ``prefix`` has the ids of the start token and the examples.
+    ``digest`` is the hash of examples and labels. ``prefix`` has the ids of the start token and the
+    examples. The ``repr`` of a prompt is computed for every question, so it has only ``digest``.
     """
 
     digest: str
@@ -189,8 +199,8 @@ class Prompt:
 class EncodedTask:
     """A classification task, encoded with the tokenizer of a target (a model to evaluate).
 
-    ``train`` has the shuffled training set, at least ``shots`` examples. At most ``count`` test
-    examples are drawn. Both use fixed seeds.
+    ``train`` is the shuffled training set, which must have at least ``shots`` examples. At most
+    ``count`` test examples are drawn at random. The shuffle and the draw have fixed seeds.
     """
 
     def __init__(self, name: str, data_dir: Path, count: int, target: Target, shots: int) -> None:
@@ -209,9 +219,10 @@ class EncodedTask:
         self._asked = [(target.encode(self._task.question(x)), label) for x, label in chosen]
 
     def items(self, examples: Sequence[Example], key: str, *more: Any) -> list[Item]:
-        """Return an item for every test question, with the same examples before each.
+        """Return an item for every drawn test question, with the same examples before each.
 
-        The content of an item is (``*more``, prompt, ids of the question, correct label).
+        Keys of items begin with ``key``. The content of an item is (``*more``, prompt, ids of the
+        question, correct label).
         """
         text = "".join(map(self._task.demonstration, examples))
         digest = hashlib.sha256(repr((text, self._names)).encode()).hexdigest()
@@ -230,8 +241,8 @@ class EncodedTask:
 def label_tree(labels: Sequence[str], target: Target) -> LabelTree:
     """Return the tree of the token sequences of all labels, each encoded after a space.
 
-    If the tokens of a label are the beginning of another label's tokens, the separator of examples
-    is appended to them. The model can then choose either label.
+    If the tokens of a label are the beginning of another label's tokens, ``SEPARATOR`` is appended
+    to the shorter label. The model can then choose either label.
     """
     ids = {label: tuple(target.encode(f" {label}")) for label in labels}
     if len(set(ids.values())) < len(ids) or not all(ids.values()):
@@ -250,7 +261,10 @@ def label_tree(labels: Sequence[str], target: Target) -> LabelTree:
 
 
 class ManyShot(ClassificationSuite):
-    """Accuracy of classification after ``shots`` examples of the shuffled training set."""
+    """Accuracy of classification after the first n examples of the shuffled training set.
+
+    ``shots`` has the values of n.
+    """
 
     name = "many-shot"
     direction = "higher"
@@ -319,8 +333,8 @@ class ManyShot(ClassificationSuite):
 class Order(ClassificationSuite):
     """Accuracy of classification after the same examples in different orders.
 
-    The arrangement ``random`` shuffles all examples. ``alternating`` shuffles the examples of each
-    class, and then uses one of each class in turn.
+    The arrangement ``random`` shuffles all examples. The arrangement ``alternating`` also shuffles
+    them, and then takes one example of each class in turn.
     """
 
     name = "order"
@@ -367,7 +381,8 @@ class Order(ClassificationSuite):
     def totals(self, records: Records) -> dict[str, Estimate]:
         """Return best accuracy, worst accuracy and margin of each task and arrangement.
 
-        Each bootstrap resample draws questions, and has its own best and worst permutation.
+        The margin is the best minus the worst accuracy. Each bootstrap resample draws questions,
+        and has its own best and worst permutation.
         """
         return {
             f"{name}, {key}": estimate_of_means(right, statistic)
@@ -403,14 +418,14 @@ class Order(ClassificationSuite):
 
 
 def arranged(examples: Sequence[Example], arrangement: str, permutation: int) -> list[Example]:
-    """Return the examples in an arrangement; ``permutation`` seeds the shuffle."""
+    """Return the examples in an arrangement (see `Order`); ``permutation`` seeds the shuffle."""
     shuffled = list(examples)
     random.Random(f"{arrangement}/{permutation}").shuffle(shuffled)
     return list(_in_turn(shuffled)) if arrangement == "alternating" else shuffled
 
 
 def _in_turn(examples: Sequence[Example]) -> Iterator[Example]:
-    """Yield one example of each class in turn, until all are used."""
+    """Yield one example of each class in turn, until all examples are used."""
     by_class: dict[str, list[Example]] = defaultdict(list)
     for example in examples:
         by_class[example.label].append(example)
@@ -421,7 +436,7 @@ def _in_turn(examples: Sequence[Example]) -> Iterator[Example]:
 def _right_by_permutation(records: Records) -> dict[str, np.ndarray]:
     """Return ``TASK, ARRANGEMENT`` -> whether answers are right, 0 or 1, [questions, permutations].
 
-    A question counts only if every permutation has an answer: some prompts may exceed the context.
+    A question without a record in some permutation is left out. Its prompt exceeded the context.
     """
     right: dict[str, dict[int, dict[int, bool]]] = defaultdict(lambda: defaultdict(dict))
     for record in records:

@@ -81,7 +81,7 @@ class _LEval(Row):
 
 class _LEvalSummaries(_LEval):
     def examples(self, name: str) -> Iterator[Passage]:
-        # The suite has its own prompt for summaries.
+        # The suite asks for summaries with its own prompt, so leave out the file's instruction.
         return (each._replace(question="") for each in super().examples(name))
 
 
@@ -157,10 +157,10 @@ Problematic Spans: ["...", "..."]
 
 
 class Hallucination(Suite):
-    """Share of summaries and answers that the document supports, in the opinion of a judge.
+    """Share of generated summaries and answers that a judge finds supported by the document.
 
-    All texts of a target are recorded before the first text is judged, so another judge can judge
-    the same texts. A verdict that cannot be read counts as false.
+    All texts of a target are recorded before the first text is judged, so another judge can later
+    judge the same texts. A verdict that cannot be read counts as false.
     """
 
     name = "hallucination"
@@ -211,7 +211,10 @@ class Hallucination(Suite):
 
     @override
     def follow_ups(self, target: Target, records: Records) -> list[Item]:
-        """Return an item to judge each text; its key contains the name of the judge."""
+        """Return an item for the verdict on each text; its key contains the name of the judge.
+
+        Without a judge, there are no such items.
+        """
         judge = self._judge()
         if judge is None:
             return []
@@ -219,7 +222,7 @@ class Hallucination(Suite):
 
     @override
     def requests_of(self, target: Target, item: Item) -> ItemGenerator:
-        """Generate a text; for a follow-up item, judge the recorded text in ``item.content``."""
+        """Generate a text; for a follow-up, judge the text whose record is ``item.content``."""
         if isinstance(item.content, dict):
             judge = self._judge()
             assert judge is not None
@@ -282,7 +285,10 @@ class Hallucination(Suite):
         )
 
     def _prompt(self, target: Target, passage: Passage) -> tuple[list[int], str]:
-        """Return a prompt's ids and document; the middle of a too long document is left out."""
+        """Return the ids of a prompt, and the document as the prompt contains it.
+
+        If the document is too long, its middle is left out.
+        """
         task = _QUESTION.format(question=passage.question) if passage.question else _SUMMARY
         before, after = target.encode("Document: "), target.encode(task)
         document = target.encode(passage.document)

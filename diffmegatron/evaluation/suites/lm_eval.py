@@ -1,4 +1,7 @@
-"""Tasks of EleutherAI's lm-eval (extra ``evaluation``) with its prompts, filters and metrics."""
+"""Tasks of EleutherAI's lm-eval, with the prompts, filters and metrics of lm-eval.
+
+lm-eval is installed with the extra ``evaluation`` of this package.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
@@ -33,7 +36,8 @@ if TYPE_CHECKING:
 
 _TABLE = "3B, 1T tokens, accuracy of a kind that the paper does not name"
 # Task -> (metric, accuracy of the 3B model in Differential Transformer, Ye et al.). The paper does
-# not name its metrics. On HellaSwag, models of this size reach its accuracy only with acc_norm.
+# not name the metrics. On HellaSwag, models of this size reach the paper's accuracy only with
+# acc_norm.
 _PAPER = {
     "arc_challenge": ("acc", 0.378),
     "arc_easy": ("acc", 0.729),
@@ -135,7 +139,10 @@ class LmEval(Suite):
 
     @override
     def totals(self, records: Records) -> dict[str, float | Estimate]:
-        """Return metrics of groups, metrics that are not means, and the paper's average."""
+        """Return metrics of groups, metrics that are not means, and the paper's average.
+
+        The average is over the accuracies of the seven tasks in ``_PAPER``, if all are evaluated.
+        """
         found: dict[str, float | Estimate] = {}
         for row in self._results(records):
             name, key, value = row["task"], f"{row['metric']},{row['filter']}", row["value"]
@@ -176,7 +183,7 @@ class LmEval(Suite):
 
     @override
     def draw(self, figure: Figure, records: Mapping[str, Records]) -> bool:
-        """Draw the first metric of each task and group, in a panel per number of shots."""
+        """Draw the first metric of groups and other tasks, in a panel per number of shots."""
         found = {target: self._bars(each) for target, each in records.items()}
         panels: dict[str, list[str]] = {}
         for shots, name in dict.fromkeys(key for bars in found.values() for key in bars):
@@ -192,7 +199,10 @@ class LmEval(Suite):
         return True
 
     def _bars(self, records: Records) -> dict[tuple[str, str], Estimate]:
-        """Return (shots, name) -> first metric of aggregated groups, and of tasks outside them."""
+        """Return (shots, name) -> first metric of each group, and of each task outside all groups.
+
+        A group counts only if it aggregates the metrics of its tasks.
+        """
         groups = [each for each in self._library.groups.values() if each.has_aggregation]
         in_groups = {task.task_name for group in groups for task in group.get_all_tasks()}
         totals = {
@@ -208,9 +218,9 @@ class LmEval(Suite):
         return found
 
     def _results(self, records: Records) -> Iterator[dict[str, Any]]:
-        """Yield the value of each metric of each task and group.
+        """Yield the value and the standard error of each metric of each task and group.
 
-        ``shots`` of a group is ``own`` if its tasks have different numbers of shots.
+        If the evaluated tasks have different numbers of shots, ``shots`` of every group is ``own``.
         """
         passes: dict[int | None, list[Record]] = {}
         for record in records:

@@ -29,7 +29,8 @@ class Loss(WindowSuite):
 
     The start token precedes each window, so every byte of text counts exactly once, and models with
     different tokenizers can be compared per byte. With ``packed``, the documents of a source are
-    joined. Each document ends with an end-of-document token, whose loss does not count.
+    joined before they are cut into windows. Each document then ends with an end-of-document token,
+    whose loss does not count.
     """
 
     name = "loss"
@@ -80,8 +81,8 @@ class Loss(WindowSuite):
         """Return the summed loss and the number of tokens of a document or a packed window.
 
         End-of-document tokens in a packed window are not counted. ``beginnings`` maps each n of
-        :attr:`lengths` to [nats, number of tokens] of tokens 1 to n, over all windows with at least
-        n tokens. ``full`` has the same over full windows.
+        :attr:`lengths` to [nats, number of tokens] of tokens 1 to n, summed over all windows with
+        at least n tokens. ``full`` has the same sums over the windows with ``context - 1`` tokens.
         """
         source, piece = item.content
         end = target.tokenizer.end_of_document
@@ -172,7 +173,7 @@ class Loss(WindowSuite):
         )
         axes.set_xscale("log", base=2)
         *powers, full = self.lengths
-        # The label of a power of two close to the longest length would overlap.
+        # Leave out powers of two close to the longest length, because the labels would overlap.
         axes.set_xticks([*(n for n in powers if n < full / 1.5), full])
         axes.xaxis.set_minor_locator(NullLocator())
         axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
@@ -186,7 +187,7 @@ class Perplexity(TextSuite):
 
     The documents of a source are joined by empty lines and tokenized as one text, without a start
     token. Windows of ``context`` tokens begin every ``stride`` tokens. A window scores only tokens
-    that are in no earlier window. The tokens before them are their context.
+    that are in no earlier window. Its other tokens are only context.
     """
 
     name = "perplexity"
@@ -246,7 +247,7 @@ class Perplexity(TextSuite):
     def totals(self, records: Records) -> dict[str, Estimate]:
         found = {}
         for measure, nats in estimate_measures(self, records).items():
-            # The exponential increases, so it maps percentiles to percentiles.
+            # exp is an increasing function, so it maps percentiles to percentiles.
             low, high = (None if end is None else _exp(end) for end in (nats.low, nats.high))
             name = measure.replace(TOKEN, _PERPLEXITY)
             found[name] = Estimate(_exp(nats.value), low, high, nats.units)
@@ -268,7 +269,7 @@ class Perplexity(TextSuite):
 
 
 def _windows(ids: Sequence[int], length: int, stride: int) -> Iterator[tuple[Sequence[int], int]]:
-    """Yield (window, number of scored tokens at its end), unless no token is scored."""
+    """Yield (window, number of tokens to score at its end); leave out windows with 0 of them."""
     counted = 0
     for first in range(0, len(ids), stride):
         end = min(first + length, len(ids))

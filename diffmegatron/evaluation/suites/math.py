@@ -131,12 +131,15 @@ def _number(value: float) -> str:
 
 
 def _latex(answer: str) -> str:
-    """Put dollar signs, which mark LaTeX for math-verify, around an answer that is not a number."""
+    """Put dollar signs, which mark LaTeX for math-verify, around an answer.
+
+    An answer of digits and points, or with a dollar sign, is not changed.
+    """
     return answer if "$" in answer or answer.replace(".", "").isdecimal() else f"${answer}$"
 
 
 def _boxed(solution: str) -> str | None:
-    r"""Return the content of the last ``\boxed{}`` with balanced braces; None if there is none."""
+    r"""Return the content of the last ``\boxed{}``; None if there is none or it is not closed."""
     _, mark, rest = solution.rpartition("\\boxed{")
     depth = 1
     for place, letter in enumerate(rest if mark else ""):
@@ -198,7 +201,7 @@ _NEXT = "\n\nQuestion:"
 
 
 class Mathematics(Suite):
-    """Accuracy on mathematical problems, after ``shots`` problems of GSM8K's training set.
+    """Accuracy on mathematical problems, after ``shots`` solved problems of GSM8K's training set.
 
     Decoding is greedy. Differential Transformer (Ye et al.) uses 1,024 or 16,384 ``answer_tokens``.
     """
@@ -235,7 +238,8 @@ class Mathematics(Suite):
             for number, each in enumerate(problems):
                 asked = target.encode(f"{before}Question: {each.question}\nAnswer:")
                 ids = [target.start_token, *asked]
-                # The tokenizer may join the last token of the examples with the question.
+                # The tokenizer may join the end of the examples and the beginning of the question
+                # in one token, so count the tokens that are equal.
                 pairs = zip(ids, demonstrated, strict=False)
                 shared = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
                 content = (name, ids, shared, each.answer, each.choices)
@@ -283,9 +287,13 @@ class Mathematics(Suite):
 
 
 def is_right(text: str, answer: str, choices: Sequence[str] = ()) -> bool:
-    """Return whether a text's answer (the last of ``choices`` in it, if any) is correct."""
+    """Return whether the answer in a text is correct.
+
+    If ``choices`` are given, the text's answer is the choice that it names last. Otherwise,
+    math-verify finds the answer.
+    """
     if choices:
-        # If two choices end at the same position, the longer one contains the shorter one.
+        # If two choices end at the same position, take the longer one, which contains the shorter.
         return answer == max(choices, key=lambda choice: (_last(choice, text), len(choice))) and (
             _last(answer, text) >= 0
         )

@@ -1,7 +1,8 @@
-"""Suites that hide sentences (needles) with the numbers of cities in a long text, the haystack.
+"""Suites that hide sentences (needles) in a long text (haystack); a needle has a number to find.
 
-``needle`` asks for the numbers, as in the reports on LWM and Gemini 1.5. ``needle-attention``
-measures the attention to a needle (Differential Transformer, Ye et al., table 3).
+The suite ``needle`` asks for the numbers, as in the reports on LWM and Gemini 1.5. The suite
+``needle-attention`` measures the attention to a needle (Differential Transformer, Ye et al., table
+3).
 """
 
 import hashlib
@@ -47,7 +48,10 @@ _SENTENCE = re.compile(r"(?s).{1,1000}?(?:[.!?]['\")\]]*\s+|\Z)|.{1,1000}")
 
 
 class Needle(NamedTuple):
-    """A sentence to hide: the number of a city, at a depth (share of the text before it)."""
+    """A sentence to hide, which assigns a number to a city.
+
+    ``depth`` is the share of the haystack before the sentence.
+    """
 
     city: str
     number: str
@@ -64,7 +68,8 @@ class HaystackPrompt(NamedTuple):
 
     Attributes:
         ids: ids of the start token, the haystack with its needles, and the question.
-        spans: for each given needle, its first position in ``ids`` and the one after its last.
+        spans: first position in ``ids`` and position after the last, for each needle in the order
+            in which the needles were given.
         haystack_end: position in ``ids`` at which the question begins.
     """
 
@@ -74,7 +79,10 @@ class HaystackPrompt(NamedTuple):
 
 
 def draw_needles(count: int, depth: float, draw: random.Random) -> list[Needle]:
-    """Return different needles: the first has the given depth, and the others random depths."""
+    """Return ``count`` needles with different cities and numbers.
+
+    The first needle has the depth ``depth``, and the others have random depths.
+    """
     cities = draw.sample(CITIES, count)
     numbers = draw.sample(range(10 ** (_DIGITS - 1), 10**_DIGITS), count)
     depths = [depth, *(draw.random() for _ in range(count - 1))]
@@ -96,7 +104,7 @@ def question(cities: Sequence[str]) -> str:
 
 
 class Haystack:
-    """A text in which needles are hidden: its sentences, encoded for a target."""
+    """A text in which needles are hidden; a target's tokenizer encodes each of its sentences."""
 
     def __init__(self, path: Path, target: Target) -> None:
         self._path, self._target = path, target
@@ -175,8 +183,8 @@ class Retrieval(Suite):
     """Share of hidden numbers that the model finds.
 
     For a pair (N, R), N needles (sentences) are hidden, and the model is asked for R of their
-    numbers. One of these R needles has a depth of ``depths``, and all other needles have random
-    depths. A number is found if the first line of the greedy answer contains it.
+    numbers. One of these R needles is hidden at a depth from ``depths``, and all other needles at
+    random depths. A number is found if the first line of the greedy answer contains it.
     """
 
     name = "needle"
@@ -284,7 +292,7 @@ def build_prompt(
     Args:
         key: key of the item, which seeds its random choices.
         pair: number of needles to hide, and number of needles to find.
-        depth: share of the text before the first needle. Other needles have random depths.
+        depth: share of the haystack before the first needle. Other needles have random depths.
     """
     count, asked = pair
     draw = random.Random(key)
@@ -299,8 +307,9 @@ class NeedleAttention(Suite):
     """Shares of the last token's attention that fall on the needle and on the rest of the text.
 
     A share is a sum of absolute values in the last row of a head's attention map, divided by the
-    sum of the row. ``answer`` is the needle that the question is about. ``noise`` is the rest of
-    the haystack with other needles, without the start token and the question.
+    sum of all absolute values of the row. ``answer`` is the needle that the question is about.
+    ``noise`` is the rest of the haystack, including other needles. The start token and the question
+    belong to neither.
     """
 
     name = "needle-attention"

@@ -90,7 +90,7 @@ class Outliers(WindowSuite):
 
     @override
     def follow_ups(self, target: Target, records: Records) -> list[Item]:
-        """Return an item for each window of the second pass, with the bins of the medians."""
+        """Return an item of the second pass for each window; it has the bins of the medians."""
         bins = {
             of: _median_bins(_summed([record[of]["bins"] for record in records], _BINS))
             for of in (LOGITS, HIDDEN)
@@ -139,7 +139,10 @@ class Outliers(WindowSuite):
 
 
 class _Counter:
-    """Counts of magnitudes: by bin if ``bins`` is None (first pass), or within each of ``bins``."""
+    """Counts of magnitudes: by bin if ``bins`` is None, or by position within each of ``bins``.
+
+    The first pass counts by bin, and the second pass by position.
+    """
 
     def __init__(self, bins: Sequence[int] | None, name: str) -> None:
         self._wanted, self._name = bins, name
@@ -175,7 +178,7 @@ def _summed(packed: Sequence[str], size: int) -> np.ndarray:
 
 
 def _median_bins(counts: np.ndarray) -> list[int]:
-    """Return the one or two bins of the two middle values, whose mean is the median."""
+    """Return the bins of the two middle values in ascending order; one bin if they share it."""
     return sorted({_place(counts, rank)[0] for rank in _middle(counts)})
 
 
@@ -191,7 +194,7 @@ def _median(counts: np.ndarray, second: Records) -> float:
 
 
 def _middle(counts: np.ndarray) -> tuple[int, int]:
-    """Return the ranks, from 0, of the two middle values; an odd number of values has one."""
+    """Return the ranks, from 0, of the two middle values; equal if the number of values is odd."""
     total = int(counts.sum())
     return (total - 1) // 2, total // 2
 
@@ -215,9 +218,10 @@ def _unpacked(text: str) -> np.ndarray:
 
 
 class QuantizedAttention(WindowSuite):
-    """Loss on held-out text with unchanged attention logits, and with logits of ``bits`` bits.
+    """Loss on held-out text with unchanged attention logits, and with logits of few bits.
 
-    The paper measures the accuracy on HellaSwag instead of the loss.
+    ``bits`` has the numbers of bits. The paper measures the accuracy on HellaSwag instead of the
+    loss.
     """
 
     name = "quantized-attention"

@@ -1,8 +1,9 @@
-"""Associative recall: a token is predicted from an earlier occurrence (Arora et al., 2023).
+"""Associative recall: prediction of a token from an earlier occurrence of the same bigram.
 
-``recall`` measures it on real text. A token is an AR hit (associative recall) if it is the second
-token of a bigram that occurs earlier in the context and is rare in the training corpus (table 6 of
-Differential Transformer, Ye et al.). ``associative-recall`` measures it on texts of pairs.
+The term is from Arora et al. (2023). The suite ``recall`` measures it on real text. A token is an
+AR hit (associative recall) if it is the second token of a bigram that occurs earlier in its window
+and is rare in the training corpus (table 6 of Differential Transformer, Ye et al.). The suite
+``associative-recall`` measures it on texts of key-value pairs.
 """
 
 import sys
@@ -74,7 +75,7 @@ class Recall(WindowSuite):
         documents = [self.windows(text, target) for _, text in self.texts()]
         windows = chain.from_iterable(documents)
         bigrams = {pair for window in windows for pair, _ in _repeated(window)}
-        # `tokens` is a view of a mapped file, which is closed when `corpus` is deleted.
+        # Keep `corpus`: its deletion would close the mapped file that `corpus.tokens` is a view of.
         corpus = open_corpus(str(self.training))
         counts = count_bigrams(corpus.tokens, bigrams)
         rare = {pair for pair, count in counts.items() if count <= self.rare}

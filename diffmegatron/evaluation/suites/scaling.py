@@ -44,9 +44,9 @@ class PowerLaw(NamedTuple):
 class Scaling(Suite):
     """Power laws of the held-out loss for each kind of attention, compared with the Transformer.
 
-    With ``against: parameters``, a law is fitted to the last held-out loss of every run, so the
-    runs must have several sizes. With ``against: tokens``, it is fitted to all held-out losses, so
-    all runs must have the same size.
+    With ``against: parameters``, the law of a kind is fitted to the last held-out loss of each run,
+    so its runs must have several sizes. With ``against: tokens``, it is fitted to all held-out
+    losses of all runs, so the runs must have the same size.
     """
 
     name = "scaling"
@@ -84,7 +84,10 @@ class Scaling(Suite):
 
     @override
     def score(self, model: Model, item: Item) -> Record:
-        """Return kind of attention, number of parameters, and pairs [tokens seen, loss]."""
+        """Return the kind of attention, the number of parameters, and pairs [tokens seen, loss].
+
+        Parameters of the embedding and the output layer do not count.
+        """
         run_dir, losses = item.content
         recipe = load_resolved(Path(run_dir) / _RECIPE)
         attention = recipe.model.attention
@@ -105,7 +108,8 @@ class Scaling(Suite):
     def across(self, records: Mapping[str, Records]) -> dict[str, float]:
         """Return a and b of each kind's law, and shares x / y for each x of the kind's runs.
 
-        At y, the Transformer's law has the loss that the kind's law has at x.
+        By the laws, the Transformer needs y parameters or tokens for the loss that the kind has at
+        x. The Transformer itself has no shares.
         """
         found: dict[str, float] = {}
         kinds = self._kinds(records)
@@ -153,7 +157,7 @@ class Scaling(Suite):
     def _kinds(
         self, records: Mapping[str, Records]
     ) -> dict[str, tuple[list[Point], bool, PowerLaw | None]]:
-        """Return kind -> (sorted points (x, loss), whether it is the Transformer, law or None)."""
+        """Return kind -> (sorted points (x, loss), whether the kind is the Transformer, law)."""
         found: dict[str, tuple[list[Point], bool]] = {}
         for (record,) in records.values():
             points, _ = found.setdefault(record["kind"], ([], record["is_baseline"]))
