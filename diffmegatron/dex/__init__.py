@@ -1,1 +1,4 @@
-"""Scores of a pretrained model's attention heads, and selection of the heads that DEX extends."""
+"""Scores of a pretrained model's attention heads, and selection of the heads that DEX extends.
+
+``diffmegatron.attention.variants.dex`` describes DEX (differential extension).
+"""

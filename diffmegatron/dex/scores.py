@@ -1,6 +1,7 @@
 """Scores of attention heads on text: the entropy of their attention, or their importance.
 
-s is the number of a sequence's positions on this rank, b the number of sequences, d a head's width.
+In shapes s is the number of a sequence's positions on this context-parallel rank, b the number of
+sequences in a microbatch, and d the width of a head.
 """
 
 import math
@@ -19,24 +20,25 @@ from diffmegatron.model.network import Network
 from diffmegatron.parallel.parallel_state import ParallelState
 from diffmegatron.training.compute.step import forward_backward, forward_only
 
-# Largest number of queries whose attention weights are in memory at once.
+# Largest number of queries per head whose attention weights are in memory at once.
 _QUERIES = 256
 
 Sums = dict[int, Tensor]
-"""Layer -> sum of each head's scores over this rank's share of the text, float64 [heads].
+"""Layer -> one sum per head of this tensor-parallel rank, float64 [heads].
 
-Layers are numbered from 1 over all pipeline stages. A score is the total of the sums over all data-
-and context-parallel ranks, divided by the total of the divisors that these functions also return.
+Layers are numbered from 1 over all pipeline stages. :func:`entropy_sums` and :func:`gradient_sums`
+return these sums and a divisor. The score of a head is the total of its sums over all data- and
+context-parallel ranks, divided by the total of the divisors.
 """
 
 
 def entropy_sums(
     network: Network, microbatches: Sequence[Batch], parallel_state: ParallelState
 ) -> tuple[Sums, float]:
-    """Return the sums of attention entropies in nats, and this rank's number of queries.
+    """Return sums of attention entropies in nats over queries, and this rank's number of queries.
 
-    With context parallelism, the two results of one rank belong to different queries. The totals
-    over all ranks belong to all queries.
+    With context parallelism, the sums of one rank are over other queries than those that it counts.
+    The totals over all data- and context-parallel ranks are over all queries.
     """
     total: Sums = {}
 
@@ -51,10 +53,11 @@ def entropy_sums(
 def gradient_sums(
     network: Network, microbatches: Sequence[Batch], parallel_state: ParallelState
 ) -> tuple[Sums, float]:
-    """Return the importances |dL/dxi| of heads (Michel et al., 2019), and their divisor.
+    """Return sums of the importances |dL/dxi| of heads (Michel et al., 2019), and their divisor.
 
-    xi = 1 is a factor of a head's output, and L is the mean loss of a sequence. The importances are
-    means over the sequences of all ranks, so the divisors of all ranks add up to 1.
+    xi = 1 is a factor by which a head's output is multiplied. L is the mean loss of a sequence. The
+    sums are scaled: their totals over all data- and context-parallel ranks are already means over
+    all sequences. The divisors of these ranks therefore add up to 1.
     """
     total: Sums = {}
 
@@ -63,8 +66,8 @@ def gradient_sums(
             2, (-1, layer.variant.heads.head_dim)
         )
         by_sequence = by_head.sum((0, 3))
-        # The importance is the absolute value of a sum over the whole sequence, of which each
-        # context-parallel rank has only a share.
+        # Add the sums of all context-parallel ranks first, because the importance is the absolute
+        # value of the sum over the whole sequence.
         distributed.all_reduce(by_sequence, group=layer.context_group)
         _add(total, layer, by_sequence.abs().sum(0).cpu())
 
@@ -72,8 +75,8 @@ def gradient_sums(
         forward_backward(_EngineWithoutOptimizer(network), microbatches, parallel_state)
     network.zero_grad(set_to_none=True)
     # The loss is a mean over the global batch. `scale` removes two factors: forward_backward
-    # multiplies the loss by the number of data- and context-parallel ranks, and every
-    # context-parallel rank has added the importance of the whole sequence.
+    # multiplies the loss by `ranks`, and every context-parallel rank has added the importance of
+    # the whole sequence.
     ranks = parallel_state.data_size * parallel_state.context_size
     scale = 1 / (ranks * parallel_state.context_size)
     return {layer: value * scale for layer, value in total.items()}, 1 / ranks
@@ -99,7 +102,10 @@ class _EngineWithoutOptimizer:
 def _hooked(
     network: Network, add_hook: Callable[[SelfAttention], Callable[[], object]]
 ) -> Iterator[None]:
-    """Add a hook to every attention layer; the function that ``add_hook`` returns removes it."""
+    """Add a hook to every attention layer in a ``with`` block.
+
+    ``add_hook`` adds the hook to a layer, and returns a function that removes it.
+    """
     with ExitStack() as stack:
         for module in network.modules():
             if isinstance(module, SelfAttention):
@@ -117,7 +123,10 @@ def _set_observer(
 def _add_gradient_hook(
     layer: SelfAttention, add: Callable[[Tensor, Tensor], None]
 ) -> Callable[[], object]:
-    """Make backward passes call ``add`` with heads' outputs and gradient, [s, b, heads * d]."""
+    """Make backward passes call ``add`` with the outputs of a layer's heads and their gradient.
+
+    Both are [s, b, heads * d].
+    """
 
     def hook(_: torch.nn.Module, inputs: tuple[Tensor, ...]) -> None:
         heads = inputs[0]
@@ -132,9 +141,9 @@ def _sum_entropies(
 ) -> Tensor:
     """Return the sums of the entropies over this rank's share of the queries, float64 [heads].
 
-    ``query`` is [s, b, heads, d], and ``key`` [s, b, key heads, d]. ``documents`` has the
-    boundaries of packed documents in the concatenated sequences; None if every sequence is one
-    document.
+    ``query`` is [s, b, heads, d], and ``key`` is [s, b, key heads, d]. ``documents`` has the
+    boundaries of packed documents, as positions in the concatenation of the b whole sequences. It
+    is None if every sequence is one document.
     """
     group = layer.context_group
     if group.size() > 1:

@@ -28,7 +28,8 @@ from diffmegatron.yaml_documents import dump_yaml
 
 Method = Literal["entropy", "gradient"]
 Scores = list[list[float]]
-# Name of a method -> its function, and whether the heads with the highest scores are the best.
+# Method -> function that computes the sums of the scores, and whether to select the heads with the
+# highest scores (True) or the lowest scores (False).
 METHODS = {"entropy": (entropy_sums, True), "gradient": (gradient_sums, False)}
 _LABELS = {
     "entropy": "attention entropy, nats",
@@ -46,12 +47,12 @@ def select_heads(
     share: float,
     sequences: int,
 ) -> str | None:
-    """Score every head of a checkpoint, and write a file with the selected heads.
+    """Score every head of a checkpoint on text, and write a file with the selected heads.
 
-    A recipe names the file ``out`` in ``model.attention.selected_heads``. Files ``.scores.json``
-    and ``.png`` of the same name are written beside it. If ``model`` is a ``run_dir``, its newest
-    checkpoint is used. ``overrides`` change the checkpoint's recipe; the default layout is one
-    process.
+    ``out`` is the file that a recipe of DEX names in ``model.attention.selected_heads``. For
+    ``heads.yaml``, the files ``heads.scores.json`` and ``heads.png`` are written beside it. If
+    ``model`` is a ``run_dir``, its newest checkpoint is used. ``overrides`` change the checkpoint's
+    recipe, e.g. its parallel layout, which is one process by default.
 
     Returns:
         On rank 0, a summary such as "8 of 16 heads by entropy"; None on the other ranks.
@@ -86,7 +87,11 @@ def select_heads(
 
 
 def select_layer_heads(scores: Sequence[float], share: float, *, highest: bool) -> tuple[int, ...]:
-    """Return the ascending indices of a layer's best-scored heads, at least one."""
+    """Return the ascending indices of the selected heads of a layer.
+
+    A ``share`` of the heads is selected, but at least one. They have the highest scores if
+    ``highest`` is true, otherwise the lowest.
+    """
     count = max(1, round(share * len(scores)))
     order = sorted(range(len(scores)), key=lambda head: scores[head], reverse=highest)
     return tuple(sorted(order[:count]))
@@ -95,7 +100,10 @@ def select_layer_heads(scores: Sequence[float], share: float, *, highest: bool) 
 def _calibration_recipe(
     saved: Path, data: Path, sequences: int, overrides: Sequence[str]
 ) -> Recipe:
-    """Return a checkpoint's recipe with one step on ``sequences`` sequences, in one process."""
+    """Return a checkpoint's recipe, changed to one step on ``sequences`` sequences in one process.
+
+    ``overrides`` are applied last.
+    """
     recipe = load_resolved(saved)
     attention = recipe.model.attention
     for kind, _ in attention.by_kind(recipe.model.num_layers):
@@ -137,7 +145,8 @@ def _gather_scores(sums: Sums, divisor: float, parallel_state: ParallelState) ->
     own = {layer: value.tolist() for layer, value in sums.items()}
     ranks: list[tuple] = [() for _ in range(parallel_state.world_size)]
     distributed.all_gather_object(ranks, (coordinates, own, divisor))
-    # (layer, tensor-parallel rank) -> sums of the rank's heads, then their divisor
+    # (layer, tensor-parallel rank) -> total sum of each head of this rank, followed by the total
+    # divisor.
     parts: dict[tuple[int, int], torch.Tensor] = {}
     for (_, tensor), of_layers, count in sorted(ranks, key=lambda each: each[0]):
         for layer, values in of_layers.items():
@@ -156,7 +165,7 @@ def _files_beside(out: Path) -> tuple[Path, Path]:
 
 
 def _write(out: Path, file: HeadsFile, scores: Scores, origin: dict[str, object]) -> None:
-    """Write ``out`` last: if it exists, the other two files exist as well."""
+    """Write three files, ``out`` last: if it exists, the other two files exist as well."""
     described = file.model_dump(mode="json") | {"calibration": origin, "scores": scores}
     table, picture = _files_beside(out)
     with explain_os_errors(f"cannot write {format_path(out)}"):

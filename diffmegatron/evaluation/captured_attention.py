@@ -1,7 +1,8 @@
 """Attention logits and maps of a network during its forward pass, in blocks of rows (queries).
 
-This module replaces the attention function of ``transformers``, which receives the queries and keys
-of each layer. Memory holds the queries and keys of one layer, and one block of rows.
+This module replaces the attention function of ``transformers``, because that function receives the
+queries and keys of each layer. Logits and maps are computed from them for one block of rows at a
+time, to save memory.
 """
 
 from collections.abc import Callable, Iterator
@@ -28,9 +29,12 @@ _USUAL = "sdpa"
 class CapturedCall(NamedTuple):
     """Queries and keys of one call of the attention function, for a text of s tokens.
 
+    d is the width of a head.
+
     Attributes:
         query: queries after rotary embedding, [query heads, s, d].
-        key: keys after rotary embedding, [key heads, s, d]; consecutive query heads share one.
+        key: keys after rotary embedding, [key heads, s, d]. Consecutive query heads share a key
+            head.
         scaling: factor of the dot products of queries and keys.
     """
 
@@ -39,9 +43,9 @@ class CapturedCall(NamedTuple):
     scaling: float
 
     def logits(self, first: int, end: int) -> Tensor:
-        """Return the logits of queries ``first`` to ``end - 1``, float32 [query heads, rows, end].
+        """Return the logits of queries ``first`` to ``end - 1``.
 
-        They are -inf for keys after the query.
+        They are float32 [query heads, end - first, end], and -inf for keys after the query.
         """
         query = self.query[:, first:end].float().unflatten(0, (len(self.key), -1))
         logits = torch.einsum("kqrd,ktd->kqrt", query, self.key[:, :end].float()) * self.scaling
@@ -55,7 +59,8 @@ class LayerAttention:
 
     Attributes:
         number: index of the layer, from 0.
-        hidden: input of the attention module, [s, hidden_size].
+        module: attention module of the layer.
+        hidden: input of this module, [s, hidden_size].
         calls: calls of the attention function; together they have all query heads, in the order of
             ``q_proj``.
     """
@@ -72,7 +77,7 @@ class LayerAttention:
         return len(self.hidden)
 
     def blocks(self) -> Iterator[tuple[int, int]]:
-        """Yield (first row, end row) of each block of rows."""
+        """Yield (first, end) of each block, whose rows are ``first`` to ``end - 1``."""
         return row_blocks(sum(len(call.query) for call in self.calls), self.rows)
 
     def logits(self, first: int, end: int) -> Tensor:
@@ -80,18 +85,22 @@ class LayerAttention:
         return torch.cat([call.logits(first, end) for call in self.calls])
 
     def maps(self, first: int, end: int) -> Tensor:
-        """Return the maps after the subtraction (if any), float32 [heads, end - first, end]."""
+        """Return the maps of these rows after the subtraction, float32 [heads, end - first, end].
+
+        A kind of attention without a subtraction has softmax maps.
+        """
         return self.subtracted(self.logits(first, end).softmax(-1), first, end)
 
     def subtracted(self, softmax: Tensor, first: int, end: int) -> Tensor:
-        """Return :meth:`maps`, computed from the softmax of :meth:`logits` for these rows."""
+        """Return :meth:`maps` of these rows; ``softmax`` is the softmax of their :meth:`logits`."""
         return self.variant.subtracted_maps(self.module, softmax, self.hidden[first:end])
 
 
 def row_blocks(heads: int, rows: int) -> Iterator[tuple[int, int]]:
-    """Yield (first row, end row) of each block of a layer's maps [heads, rows, rows].
+    """Yield (first, end) of each block of a layer's maps [heads, rows, rows].
 
-    The float32 logits of a block fit into ``BLOCK_BYTES``, unless one row of all heads is larger.
+    A block has the rows ``first`` to ``end - 1`` of all heads. Its float32 logits have at most
+    ``BLOCK_BYTES`` bytes, or the block is a single row.
     """
     step = max(1, BLOCK_BYTES // (_FLOAT32 * heads * rows))
     return ((first, min(first + step, rows)) for first in range(0, rows, step))
@@ -99,7 +108,7 @@ def row_blocks(heads: int, rows: int) -> Iterator[tuple[int, int]]:
 
 @contextmanager
 def watch_attention(model: Model, watch: Callable[[LayerAttention], object]) -> Iterator[None]:
-    """Call ``watch`` after the attention of each layer, in every forward pass within this context.
+    """Call ``watch`` after the attention of each layer in the forward passes of a ``with`` block.
 
     Every forward pass must have a single text and no key-value cache.
     """
@@ -132,7 +141,7 @@ def watch_attention(model: Model, watch: Callable[[LayerAttention], object]) -> 
 
 @contextmanager
 def quantize_logits(model: Model, bits: int) -> Iterator[None]:
-    """Round the attention logits of every forward pass within this context to ``bits`` bits.
+    """Round the attention logits of all forward passes of a ``with`` block to ``bits`` bits.
 
     A logit x becomes step * round(x / step), where step is max |x| / (2^(bits - 1) - 1). The
     maximum is over all queries, heads and visible keys of one call of the attention function. Every
@@ -156,7 +165,7 @@ def quantize_logits(model: Model, bits: int) -> Iterator[None]:
             parts.append(heads.flatten(0, 1))
         return torch.cat(parts, dim=1).transpose(0, 1)[None].to(query.dtype), None
 
-    # The property raises if the kind of attention is unknown.
+    # Access to the property raises a UserError if the kind of attention is unknown.
     _ = model.target.variant
     with _attending(model.network, attend):
         yield
@@ -174,7 +183,10 @@ def _largest(logits: Tensor) -> float:
 
 @contextmanager
 def _attending(network: PreTrainedModel, attend: Callable) -> Iterator[None]:
-    """Replace the attention function of a network; ``attend`` must apply the causal mask itself."""
+    """Replace the attention function of a network by ``attend`` in a ``with`` block.
+
+    ``attend`` must be causal: for an unknown attention function, transformers creates no mask.
+    """
     usual = network.config._attn_implementation
     ALL_ATTENTION_FUNCTIONS[_NAME] = attend
     network.config._attn_implementation = _NAME

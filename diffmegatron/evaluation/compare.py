@@ -67,7 +67,7 @@ class RecordedStage:
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """The stages of a run that have recorded metrics, in order."""
+    """The stages of a run that have recorded metrics, in order of training."""
 
     stages: Sequence[RecordedStage]
 
@@ -78,7 +78,7 @@ class RecordedRun:
 
     @property
     def lambdas(self) -> list[str]:
-        """Sorted metrics of lambda, which end with ``_`` and the number of a layer."""
+        """Sorted names of the metrics of lambda, such as ``attn/lambda_layer_01`` of layer 1."""
         return sorted({n for stage in self.stages for n in stage.names("attn/lambda_layer_")})
 
     def series(self, name: str) -> list[tuple[float, float]]:
@@ -93,8 +93,8 @@ class RecordedRun:
 def compare(run_dirs: Sequence[Path], out: Path) -> Table:
     """Compare runs, and write ``compare.json``, ``compare.md`` and ``compare.png`` into ``out``.
 
-    The path of a run with stages is the folder that contains all stages. The returned table has a
-    row per figure (final number) and a column per run.
+    For a run with stages, give the folder that contains the folders of the stages. The returned
+    table has a row per figure (final number) and a column per run.
     """
     runs = dict(zip(short_names(run_dirs), map(read_run, run_dirs), strict=True))
     figures = {name: final_figures(run) for name, run in runs.items()}
@@ -112,7 +112,7 @@ def compare(run_dirs: Sequence[Path], out: Path) -> Table:
 
 
 def read_run(run_dir: Path) -> RecordedRun:
-    """Read the recipe and the metrics of each stage of a run; skip stages without metrics."""
+    """Read the recipe and the metrics of each stage of a run; leave out stages without metrics."""
     folders = stage_folders(run_dir, RECIPE)
     only_last(folders)
     stages = [
@@ -139,8 +139,9 @@ def short_names(run_dirs: Sequence[Path]) -> list[str]:
 def final_figures(run: RecordedRun) -> dict[str, Any]:
     """Return the final figures (numbers) of a run by name, without figures that have no value.
 
-    Steps and tokens are sums over all stages. All other figures describe the last stage. Training
-    losses are means over the last tenth of its steps, and lambda is the mean over all layers.
+    Steps and tokens are sums over all stages. The figure ``stages`` has the names of the stages if
+    there are several. All other figures describe the last stage. Its training losses are means over
+    the last tenth of its steps. Lambda is the mean over its layers.
     """
     last = run.stages[-1]
     model, names = last.recipe.model, [Path(stage.recipe.run_dir).name for stage in run.stages]
@@ -194,7 +195,10 @@ def _shown(value: object) -> str:
 
 
 def plot_runs(path: Path, runs: Mapping[str, RecordedRun]) -> None:
-    """Write a PNG file with losses and throughput of runs by name, and lambda of their layers."""
+    """Write a PNG file with the losses, the throughput, and the lambda of each layer of all runs.
+
+    ``runs`` maps names to runs. Runs without lambda have no panel of lambda.
+    """
     with_lambda = [name for name, run in runs.items() if run.lambdas]
     rows, columns = (2 if with_lambda else 1), max(2, len(with_lambda))
     figure = Figure(figsize=(5.5 * columns, 4.2 * rows), layout="constrained")

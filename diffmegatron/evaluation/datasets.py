@@ -28,8 +28,8 @@ _MAX_FILE_BYTES = 1 << 30
 class DataSet(Generic[Example]):
     """A data set in a file under ``--data-dir``, in the format in which it was published.
 
-    If a ``.jsonl`` file is missing, a compressed or Parquet file of the same stem is read.
-    ``origin`` has format and source of the file, for error messages.
+    If ``file`` ends with ``.jsonl`` and is missing, a compressed or Parquet file of the same stem
+    is read. ``origin`` describes the format and the source of the file in error messages.
     """
 
     file: str
@@ -55,7 +55,10 @@ class DataSet(Generic[Example]):
 
 
 class Row(BaseModel, ABC):
-    """A row of a published data set; the fields are the keys or columns that evaluation uses."""
+    """Base class of the rows of published data sets.
+
+    The fields of a subclass are the JSON keys or Parquet columns that evaluation uses.
+    """
 
     @abstractmethod
     def examples(self, name: str) -> Iterator[Any]:
@@ -63,7 +66,10 @@ class Row(BaseModel, ABC):
 
 
 def json_lines(row: type[Row]) -> Reader[Any]:
-    """Return a reader that parses each row of a JSON-lines or Parquet file as the class ``row``."""
+    """Return a reader that yields the examples of all rows of a JSON-lines or Parquet file.
+
+    ``row`` is the class of the rows.
+    """
 
     def read(path: Path) -> Iterator[Any]:
         (file,) = find_files([path], "*")
@@ -81,7 +87,10 @@ def json_lines(row: type[Row]) -> Reader[Any]:
 
 
 def json_file(schema: Any) -> Reader[Any]:
-    """Return a reader of a JSON file with rows of type ``list[Row]`` or ``dict[str, Row]``."""
+    """Return a reader that yields the examples of all rows of a JSON file.
+
+    ``schema`` is the type of the whole content: ``list[R]`` or ``dict[str, R]`` for a row class R.
+    """
 
     def read(path: Path) -> Iterator[Any]:
         content = read_bytes(path, max_bytes=_MAX_FILE_BYTES)
@@ -93,7 +102,7 @@ def json_file(schema: Any) -> Reader[Any]:
 
 
 def choose(names: Sequence[str], known: Mapping[str, Named], kind: str) -> list[Named]:
-    """Return the values of ``known`` for these names; error messages call a value ``kind``."""
+    """Return ``known[name]`` for each of ``names``; the error message begins with ``kind``."""
     for name in names:
         if name not in known:
             raise UserError(

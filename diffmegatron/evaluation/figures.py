@@ -1,4 +1,4 @@
-"""Plots for the figures of suites: bars and curves with 95% intervals, and colour maps."""
+"""Plots for suites (benchmarks): bars and curves with 95% intervals, and colour maps."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -17,9 +17,10 @@ else:
 
 
 def estimate_measures(suite: Suite, records: Records) -> dict[str, Estimate]:
-    """Return the estimate of each measure with a weight above 0.
+    """Return the estimate of each measure, by the name of the measure.
 
-    The bootstrap draws single records, so the records of a measure must be independent.
+    Leave out a measure if the weights of all its records are 0. The bootstrap draws single records,
+    so the interval of a measure is too narrow if its records are not independent.
     """
     shares: dict[str, dict[str, Mean]] = {}
     for number, record in enumerate(records):
@@ -35,7 +36,10 @@ def plot_bars(
     targets: Mapping[str, Sequence[Estimate | None]],
     ylabel: str,
 ) -> None:
-    """Plot a group of bars with intervals for each label; an estimate None leaves out the bar."""
+    """Plot a group of bars for each label, with one bar and its 95% interval per target.
+
+    ``targets`` maps the name of a target to one estimate per label. None leaves out the bar.
+    """
     width = 0.8 / len(targets)
     for number, (target, estimates) in enumerate(targets.items()):
         places = [place for place, each in enumerate(estimates) if each is not None]
@@ -62,7 +66,11 @@ def plot_measures(
     *,
     is_share: bool = False,
 ) -> None:
-    """Plot bars of ``measures``, which maps labels to measures; the axis of shares ends at 1."""
+    """Plot bars of several measures of a suite for each target.
+
+    ``records`` maps the name of a target to its records. ``measures`` maps the label of a group of
+    bars to the name of its measure. With ``is_share``, the y axis ends at 1.
+    """
     estimates = {name: estimate_measures(suite, each) for name, each in records.items()}
     bars = {
         target: [own.get(measure) for measure in measures.values()]
@@ -76,7 +84,7 @@ def plot_measures(
 def plot_curves(
     axes: Axes, targets: Mapping[str, Sequence[tuple[float, Estimate]]], xlabel: str, ylabel: str
 ) -> None:
-    """Plot a curve with intervals for each target that has points (x, estimate); x ascends."""
+    """Plot a curve with intervals for each target that has points (x, estimate), sorted by x."""
     for target, points in targets.items():
         if points:
             xs, estimates = zip(*points, strict=True)
@@ -97,10 +105,10 @@ def plot_maps(
     quantity: str,
     is_logarithmic: bool = False,
 ) -> None:
-    """Plot tables as colour maps with a common scale; ticks count from 1.
+    """Plot tables as colour maps with a common colour scale; rows and columns count from 1.
 
     Args:
-        grid: axes of the maps, one for each table.
+        grid: 1-dim array with the axes of each table.
         tables: title of each map -> nonnegative values [rows, columns].
         quantity: label of the colour bar.
     """
@@ -138,7 +146,10 @@ def place_legend(axes: Axes, columns: int = 3) -> None:
 
 
 def _errors(estimates: Sequence[Estimate]) -> np.ndarray:
-    """Return the distances from values to the ends of their intervals, or 0, [2, n]."""
+    """Return the distances from each value to the lower and upper end of its interval, [2, n].
+
+    They are 0 without an interval.
+    """
     ends = [
         (0.0, 0.0)
         if each.low is None or each.high is None

@@ -32,13 +32,14 @@ def map_statistics(
 ) -> tuple[dict[str, list[float]], Tensor]:
     """Return measures of every layer's maps, and the distances between the maps of all heads.
 
-    The measures map a name to a mean over rows and heads (or pairs of heads) for each layer. A
-    distance is 1 - cosine similarity, float64 [all heads, all heads]. Memory holds the maps of all
-    layers for one block of rows.
+    The measures are name -> one value per layer: a mean over rows and heads (or pairs of heads).
+    The distances are 1 - cosine similarity for every two heads of the network, float64 [all heads,
+    all heads]. Memory holds the maps of all layers for one block of rows.
 
     Args:
-        seen: layers of a forward pass, in order.
-        top: share of a row's tokens that are its top tokens (the largest absolute scores).
+        seen: all layers of one forward pass, in order.
+        top: share of a row's tokens that are its top tokens. These have the largest absolute
+            scores of the row.
         epsilons: thresholds for scores near zero; each threshold has a measure.
     """
     rows, queries = seen[0].rows, sum(len(call.query) for each in seen for call in each.calls)
@@ -74,8 +75,9 @@ def _measured(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the name and the values [heads or pairs of heads, rows] of every measure.
 
-    ``softmax`` is [query heads, rows, keys], and ``maps`` after the subtraction [heads, rows,
-    keys]. Measures of top tokens leave out the rows that are too short to have a top token.
+    ``softmax`` has the maps before the subtraction, [query heads, rows, keys]. ``maps`` has the
+    maps after the subtraction, [heads, rows, keys]. Measures of top tokens leave out the rows that
+    are too short to have a top token.
     """
     sizes = maps.abs()
     for epsilon in epsilons:
@@ -96,10 +98,12 @@ def _measured(
 
 
 def _overlaps(block: "_Block", signal: Tensor, noise: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yield the name and values [heads, rows] of each overlap of two maps [heads, rows, keys].
+    """Yield the name and values [heads, rows] of each overlap of ``signal`` and ``noise``.
 
-    The overlap of scores is sum(min) / sum(max) of the two maps' scores, or 0 if both sums are 0.
-    The sums are over tokens that are top tokens of at least one map, or over all other tokens.
+    These are the two maps of each head, [heads, rows, keys]. The overlap of top tokens is the share
+    of top tokens that the two maps have in common. The overlap of scores is sum(min) / sum(max) of
+    the entries of the two maps, or 0 if the second sum is 0. The sums are over the tokens that are
+    top tokens of at least one map (``IN_TOP``), or over the remaining tokens (``IN_REST``).
     """
     one, other = block.tops(signal), block.tops(noise)
     both = (one * other).sum(2)[:, block.skipped :]
@@ -111,7 +115,7 @@ def _overlaps(block: "_Block", signal: Tensor, noise: Tensor) -> Iterator[tuple[
 
 
 def _entropy(sizes: Tensor) -> Tensor:
-    """Return the entropies in nats, [heads, rows], of rows [heads, rows, keys] scaled to sum 1."""
+    """Scale each row of [heads, rows, keys] to sum 1, and return its entropy in nats."""
     return torch.special.entr(sizes / sizes.sum(2, keepdim=True)).sum(2)
 
 
@@ -120,8 +124,8 @@ class _Block:
 
     def __init__(self, first: int, end: int, top: float, device: torch.device) -> None:
         self._lengths = torch.arange(first, end, device=device) + 1
-        # Number of top tokens of each row, rounded down. 1e-9 corrects products slightly below an
-        # integer. The first `skipped` rows have no top token.
+        # Number of top tokens of each row, rounded down. 1e-9 corrects products that are slightly
+        # below an integer because of rounding. The first `skipped` rows have no top token.
         self.counts = (self._lengths.double() * top + 1e-9).floor().long()
         self.skipped = int((self.counts == 0).sum())
         self._earlier = torch.arange(end, device=device) < self._lengths[:, None]
@@ -140,12 +144,13 @@ class _Block:
 
 @torch.no_grad()
 def feature_alignment(features: Sequence[Tensor]) -> Tensor:
-    """Return the linear CKA (centred kernel alignment) of all heads, float64 [heads, heads].
+    """Return the linear CKA (centred kernel alignment) of every two heads, float64 [heads, heads].
 
-    CKA is computed from the unbiased HSIC by equation 3 of Nguyen, Raghu, Kornblith (2021).
-    ``features`` has the outputs of each layer's heads, [tokens, heads, width].
+    CKA is computed from the unbiased HSIC (Hilbert-Schmidt independence criterion) by equation 3 of
+    Nguyen, Raghu, Kornblith (2021). ``features`` has one tensor per layer with the outputs of its
+    heads, [tokens, heads, width]. The result has the heads of all layers.
     """
-    # HSIC does not depend on the mean over the tokens, which would cost precision in float32.
+    # The mean over the tokens does not change HSIC, but costs precision in float32, so subtract it.
     centred = [x.float() - x.float().mean(0) for x in features]
     ends = torch.tensor([0, *(x.shape[1] for x in features)]).cumsum(0).tolist()
     found = features[0].new_zeros(ends[-1], ends[-1], dtype=torch.float64)
@@ -160,8 +165,9 @@ def feature_alignment(features: Sequence[Tensor]) -> Tensor:
 def _hsic(x: Tensor, y: Tensor) -> Tensor:
     """Return n * (n - 3) times the unbiased HSIC of heads, float64 [heads of x, heads of y].
 
-    x and y are outputs [n, heads, width]. The factor cancels in CKA. The kernel matrix of a head is
-    X X^T with its diagonal set to zero. The matrices [n, n] are not stored.
+    x and y are the outputs of two layers for n tokens, [n, heads, width]. The factor n * (n - 3)
+    cancels in CKA. The kernel matrix of a head is X X^T with its diagonal set to zero, where X is
+    its output [n, width]. The kernel matrices [n, n] are not stored.
     """
     n = len(x)
     (x_diagonal, x_sums), (y_diagonal, y_sums) = _diagonal_and_sums(x), _diagonal_and_sums(y)
@@ -172,7 +178,7 @@ def _hsic(x: Tensor, y: Tensor) -> Tensor:
 
 
 def _diagonal_and_sums(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the diagonals of X X^T and the row sums of kernel matrices, [n, heads]."""
+    """Return the diagonals of X X^T, and its row sums without the diagonals, both [n, heads]."""
     diagonal = x.double().square().sum(2)
     return diagonal, torch.einsum("nhd,hd->nh", x.double(), x.double().sum(0)) - diagonal
 
@@ -180,8 +186,8 @@ def _diagonal_and_sums(x: Tensor) -> tuple[Tensor, Tensor]:
 def head_importance(model: Model, ids: Sequence[int], heads: int) -> Tensor:
     """Return the importance |dL / dxi| of every head (Michel et al.), float64 [layers, heads].
 
-    xi = 1 is a factor of a head's output. L is the mean loss of the text's tokens after the first.
-    A backward pass with the logits of all tokens must fit into the memory.
+    xi = 1 is a factor by which a head's output is multiplied. L is the mean loss of the text's
+    tokens after the first. A backward pass with the logits of all tokens must fit into the memory.
     """
     network = model.network
     factors = [
@@ -206,10 +212,10 @@ def head_importance(model: Model, ids: Sequence[int], heads: int) -> Tensor:
 
 @contextmanager
 def head_outputs(model: Model, heads: int) -> Iterator[list[Tensor]]:
-    """Collect the outputs of all heads in the forward passes of this context.
+    """Collect the outputs of all heads in the forward passes of a ``with`` block.
 
-    Each forward pass of a single text appends a tensor [tokens, heads, width] per layer to the
-    list.
+    Each forward pass must have a single text. It appends one tensor [tokens, heads, width] per
+    layer to the yielded list.
     """
     found: list[Tensor] = []
 

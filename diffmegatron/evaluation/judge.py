@@ -38,8 +38,8 @@ _SPANS = re.compile(r"(?im)^[ \t*]*problematic spans[ \t*]*:[ \t*]*(\[.*\])[ \t*
 class Verdict(NamedTuple):
     """The verdict of a judge on a text that a model wrote about a document.
 
-    ``true`` is None if the answer has no clear verdict. ``spans`` has unsupported phrases of the
-    text.
+    ``true`` is whether the document supports the text; None if the judge's answer has no clear
+    verdict. ``spans`` has the phrases of the text that the judge lists as unsupported.
     """
 
     true: bool | None
@@ -50,7 +50,7 @@ def parse_verdict(answer: str) -> Verdict:
     """Return the verdict in a judge's answer.
 
     The verdict is clear if exactly one line is ``Conclusion: True`` or ``Conclusion: False``. The
-    spans are the Python list in the last line ``Problematic spans: [...]``.
+    spans are the strings of the Python list in the last line ``Problematic spans: [...]``.
     """
     found = [each.lower() == "true" for each in _CONCLUSION.findall(answer)]
     spans = _SPANS.findall(answer)
@@ -77,7 +77,7 @@ class Judge(ABC):
 
 @lru_cache(maxsize=1)
 def open_judge(where: str, model: str, key: str, tokens: int, seconds: float) -> Judge:
-    """Open the judge in a folder or behind a URL; the last judge is cached.
+    """Open the judge in a folder or behind a URL; the last opened judge is cached.
 
     Args:
         where: a Hugging Face folder, or a URL to which ``/chat/completions`` is appended.
@@ -147,14 +147,14 @@ class _Completion(BaseModel):
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """Handler that does not follow redirects: the key may only be sent to the given URL."""
+    """Handler that follows no redirects, because the API key may be sent only to the given URL."""
 
     def redirect_request(self, *_: object) -> None:
         return None
 
 
 class _Endpoint(Judge):
-    """A judge behind a URL with OpenAI's interface for chat completions, at temperature 0."""
+    """A judge behind a URL with OpenAI's interface for chat completions; its temperature is 0."""
 
     def __init__(self, url: str, model: str, key: str, tokens: int, seconds: float) -> None:
         parts = urlsplit(url)
@@ -199,7 +199,7 @@ class _Endpoint(Judge):
         )
 
     def _try(self, request: urllib.request.Request) -> tuple[str | None, str, bool]:
-        """Send a request once; return (answer or None, problem, whether it may be temporary)."""
+        """Send a request once; return (answer or None, problem, whether a repetition may help)."""
         try:
             content = _within(self._seconds, lambda: self._read(request))
         except urllib.error.HTTPError as error:
@@ -230,10 +230,10 @@ class _Endpoint(Judge):
 
 
 def _within(seconds: float, read: Callable[[], bytes]) -> bytes:
-    """Return the result of ``read``, or raise TimeoutError after ``seconds``.
+    """Run ``read`` in a thread, and return its result, or raise TimeoutError after ``seconds``.
 
     The timeout of a socket limits only the wait for the next bytes, so a slow stream never exceeds
-    it. After the time limit, the thread continues in the background.
+    it. After a TimeoutError, the thread continues in the background.
     """
     found: Future[bytes] = Future()
 

@@ -46,13 +46,13 @@ class WindowSuite(TextSuite):
     context: Window = Field(default=2048, description="tokens of a window with the start token")
 
     def texts(self) -> Iterator[tuple[str, str]]:
-        """Yield (name of the source, text) of documents, cut to ``characters``."""
-        # Common tokens have 3 to 5 characters on average, so 8 per token fill a window.
+        """Yield (name of the source, text) for each document, cut to at most ``characters``."""
+        # Tokens have 3 to 5 characters on average, so 8 characters per token can fill a window.
         characters = self.characters or max(20_000, 8 * self.context)
         return first_texts(self.data, self.documents, characters)
 
     def windows(self, text: str, target: Target) -> list[list[int]]:
-        """Return the ids of a text in windows of ``context - 1``, without start tokens."""
+        """Return the ids of a text in windows of at most ``context - 1``, without start tokens."""
         return list(split(target.encode(text), self.context - 1))
 
 
@@ -62,7 +62,10 @@ def split(ids: list[int], length: int) -> Iterator[list[int]]:
 
 
 def named_paths(options: tuple[str, ...]) -> dict[str, Path]:
-    """Return name of each source -> its path. The name of ``PATH`` alone is its stem."""
+    """Return the path of each source by its name.
+
+    Example: ``("a=x/b.jsonl", "x/c.jsonl")`` has the sources ``a`` and ``c``.
+    """
     found: dict[str, Path] = {}
     for option in options:
         name, equals, path = option.partition("=")
@@ -79,8 +82,9 @@ def named_paths(options: tuple[str, ...]) -> dict[str, Path]:
 def read_texts(path: Path) -> Iterator[str]:
     """Yield the non-empty documents of a source in order.
 
-    ``path`` is a file, a folder of files, or the PREFIX of a prepared corpus. Rows of a JSONL file
-    (also .gz or .zst) or a Parquet file have a field ``text``. A text file is one document.
+    ``path`` is a file, a folder of files, or the PREFIX of a prepared corpus (its path without
+    ``.bin``). A row of a JSONL file (also .gz or .zst) or of a Parquet file is a document with a
+    field ``text``. A text file is one document.
     """
     texts = _of_corpus(path) if manifest_path(path).exists() else _of_files(path)
     return (text for text in texts if text)
@@ -89,7 +93,10 @@ def read_texts(path: Path) -> Iterator[str]:
 def first_texts(
     options: tuple[str, ...], documents: int | None, characters: int
 ) -> Iterator[tuple[str, str]]:
-    """Yield (name of the source, text) of each source's first ``documents`` texts; None for all."""
+    """Yield (name of the source, text) for the first documents of each source.
+
+    ``documents`` is their number per source; None for all. A text is cut to ``characters``.
+    """
     for name, path in named_paths(options).items():
         for text in islice(read_texts(path), documents):
             yield name, text[:characters]
