@@ -24,7 +24,7 @@ from diffmegatron.training.compute.step import forward_backward, forward_only
 _QUERIES = 256
 
 Sums = dict[int, Tensor]
-"""Layer -> one sum per head of this tensor-parallel rank, float64 [heads].
+"""Layer -> summed entropies or importances of this tensor-parallel rank's heads, float64 [heads].
 
 Layers are numbered from 1 over all pipeline stages. :func:`entropy_sums` and :func:`gradient_sums`
 return these sums and a divisor. The score of a head is the total of its sums over all data- and

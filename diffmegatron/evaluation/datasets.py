@@ -102,7 +102,7 @@ def json_file(schema: Any) -> Reader[Any]:
 
 
 def choose(names: Sequence[str], known: Mapping[str, Named], kind: str) -> list[Named]:
-    """Return ``known[name]`` for each of ``names``; the error message begins with ``kind``."""
+    """Return ``known[name]`` for each name. The error for an unknown name begins with ``kind``."""
     for name in names:
         if name not in known:
             raise UserError(

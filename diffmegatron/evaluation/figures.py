@@ -105,7 +105,7 @@ def plot_maps(
     quantity: str,
     is_logarithmic: bool = False,
 ) -> None:
-    """Plot tables as colour maps with a common colour scale; rows and columns count from 1.
+    """Plot tables as colour maps with a common scale; rows and columns are numbered from 1.
 
     Args:
         grid: 1-dim array with the axes of each table.

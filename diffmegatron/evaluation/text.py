@@ -52,7 +52,7 @@ class WindowSuite(TextSuite):
         return first_texts(self.data, self.documents, characters)
 
     def windows(self, text: str, target: Target) -> list[list[int]]:
-        """Return the ids of a text in windows of at most ``context - 1``, without start tokens."""
+        """Split the ids of a text into windows of ``context - 1`` ids; the last may be shorter."""
         return list(split(target.encode(text), self.context - 1))
 
 

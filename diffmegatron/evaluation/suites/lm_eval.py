@@ -183,7 +183,10 @@ class LmEval(Suite):
 
     @override
     def draw(self, figure: Figure, records: Mapping[str, Records]) -> bool:
-        """Draw the first metric of groups and other tasks, in a panel per number of shots."""
+        """Draw a panel per number of shots, with the first metric of each group or task.
+
+        :meth:`_bars` selects the groups and tasks.
+        """
         found = {target: self._bars(each) for target, each in records.items()}
         panels: dict[str, list[str]] = {}
         for shots, name in dict.fromkeys(key for bars in found.values() for key in bars):

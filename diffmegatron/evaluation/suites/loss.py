@@ -269,7 +269,7 @@ class Perplexity(TextSuite):
 
 
 def _windows(ids: Sequence[int], length: int, stride: int) -> Iterator[tuple[Sequence[int], int]]:
-    """Yield (window, number of tokens to score at its end); leave out windows with 0 of them."""
+    """Yield (window, number of tokens to score at its end) for windows with tokens to score."""
     counted = 0
     for first in range(0, len(ids), stride):
         end = min(first + length, len(ids))

@@ -68,8 +68,8 @@ class HaystackPrompt(NamedTuple):
 
     Attributes:
         ids: ids of the start token, the haystack with its needles, and the question.
-        spans: first position in ``ids`` and position after the last, for each needle in the order
-            in which the needles were given.
+        spans: (first position, position after the last) of each needle in ``ids``, in the order in
+            which the needles were given.
         haystack_end: position in ``ids`` at which the question begins.
     """
 
@@ -90,7 +90,7 @@ def draw_needles(count: int, depth: float, draw: random.Random) -> list[Needle]:
 
 
 def question(cities: Sequence[str]) -> str:
-    """Return the question about some cities, followed by the beginning of its answer.
+    """Return the question for the numbers of ``cities``, and the beginning of its answer.
 
     Without this beginning, a pretrained model may write any text, and a chat model may end at once.
     """

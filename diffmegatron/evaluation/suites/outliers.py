@@ -53,8 +53,8 @@ class Outliers(WindowSuite):
     """Exact largest and median magnitudes of attention logits and of the outputs of layers.
 
     There are too many values to store, so the median needs two passes. The first pass counts
-    magnitudes by bin. The second pass counts those in the median's bin by their position in the
-    bin.
+    magnitudes by bin. The second pass counts the magnitudes in the median's bin by position within
+    the bin.
     """
 
     name = "outliers"

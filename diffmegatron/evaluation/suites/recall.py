@@ -1,9 +1,9 @@
 """Associative recall: prediction of a token from an earlier occurrence of the same bigram.
 
-The term is from Arora et al. (2023). The suite ``recall`` measures it on real text. A token is an
-AR hit (associative recall) if it is the second token of a bigram that occurs earlier in its window
+The term is from Arora et al. (2023). The suite ``recall`` measures associative recall (AR) on real
+text. A token is an AR hit if it is the second token of a bigram that occurs earlier in its window
 and is rare in the training corpus (table 6 of Differential Transformer, Ye et al.). The suite
-``associative-recall`` measures it on texts of key-value pairs.
+``associative-recall`` measures AR on texts of key-value pairs.
 """
 
 import sys
