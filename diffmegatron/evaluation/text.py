@@ -52,7 +52,10 @@ class WindowSuite(TextSuite):
         return first_texts(self.data, self.documents, characters)
 
     def windows(self, text: str, target: Target) -> list[list[int]]:
-        """Split the ids of a text into windows of ``context - 1`` ids; the last may be shorter."""
+        """Split the ids of a text into windows of ``context - 1`` ids; the last may be shorter.
+
+        The start token, which is not in the windows, precedes each window in the network.
+        """
         return list(split(target.encode(text), self.context - 1))
 
 
