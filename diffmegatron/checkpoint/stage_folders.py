@@ -61,13 +61,16 @@ def only_last(folders: Sequence[StageFolder]) -> StageFolder:
     """Return the stage from which no other stage started; raise UserError if there are several."""
     starts = {_start(folder.run_dir) for folder in folders}
     ends = [folder for folder in folders if folder.name is None or folder.name not in starts]
-    if len(ends) > 1:
-        listed = ", ".join(format_path(folder.run_dir) for folder in ends)
-        raise UserError(
-            f"{format_path(ends[0].run_dir.parent)} has several stages from which no other "
-            f"stage started; give one of {listed}"
-        )
-    return ends[0]
+    if len(ends) == 1:
+        return ends[0]
+    # Without an end, recipes were edited so that stages start from each other.
+    problem = (
+        "several stages from which no other stage started"
+        if ends
+        else "stages that start from each other"
+    )
+    listed = ", ".join(format_path(folder.run_dir) for folder in ends or folders)
+    raise UserError(f"{format_path(folders[0].run_dir.parent)} has {problem}; give one of {listed}")
 
 
 def is_run_dir(path: Path) -> bool:

@@ -61,6 +61,14 @@ def test_several_last_stages_are_refused(run: Path) -> None:
     assert [folder.name for folder in stage_folders(run)] == ["pretrain", "extend", "math", "chat"]
 
 
+def test_stages_that_start_from_each_other_are_refused(tmp_path: Path) -> None:
+    """Edited recipes can form a circle, in which no stage is the last."""
+    add_stage(tmp_path / "run", "extend", "chat", 4)
+    add_stage(tmp_path / "run", "chat", "extend", 5)
+    with pytest.raises(UserError, match=r"start from each other; give one of .*chat, .*extend"):
+        newest_checkpoint(tmp_path / "run")
+
+
 def test_commands_name_the_stage(run: Path) -> None:
     listed = [
         line.split()[1:4:2] for line in invoke("list", run).splitlines() if "complete" in line
