@@ -16,7 +16,7 @@ from diffmegatron.data.tokenizers import Tokenizer, load_tokenizer
 from diffmegatron.errors import UserError
 from diffmegatron.files import check_replaceable, format_path, write_picture
 
-# Brackets around tokens without loss. These tokens are also dim, but not in a pipe or a file.
+# Brackets around tokens without loss. These tokens are also dim, but only on a terminal.
 _MASKED = "⟦", "⟧"
 
 
@@ -134,7 +134,8 @@ def mixture_table(samples: Samples, first: int, number: int) -> str:
     """Return a table with the requested and the actual share of samples from each source.
 
     The actual shares are those among ``number`` samples from sample ``first`` on. The requested
-    shares are the weights of the last period, divided by their sum.
+    shares are the current weights (of the last period in ``samples.history``), divided by their
+    sum.
     """
     actual = Counter(samples[index].source for index in range(first, first + number))
     weights = samples.history.periods[-1].sources
@@ -158,7 +159,10 @@ def _tokens(bins: Sequence[LengthBin]) -> int:
 
 
 def choose_stage(stages: Sequence[Recipe], name: str | None) -> Recipe:
-    """Return the stage whose ``run_dir`` ends with the folder ``name``; None: the only stage."""
+    """Return the stage whose ``run_dir`` ends with the folder ``name``.
+
+    If ``name`` is None, the recipe must have a single stage, which is returned.
+    """
     if len(stages) == 1 and name is None:
         return stages[0]
     names = [Path(stage.run_dir).name for stage in stages] if len(stages) > 1 else []

@@ -23,7 +23,7 @@ class Batch:
     tokens: torch.Tensor  # int64 [b, s]: inputs
     labels: torch.Tensor  # int64 [b, s]: the token after each input
     loss_mask: torch.Tensor  # float32 [b, s]: 1 where the label contributes to the loss, else 0
-    position_ids: torch.Tensor  # int64 [b, s]: counted from the row's or document's start
+    position_ids: torch.Tensor  # int64 [b, s]: from the row's start, or the document's if reset
     # int32 [b, s]: index of each token's document in its row; None if attention crosses documents.
     document_ids: torch.Tensor | None
     # int64 [b]: index of each row's source in data.sources; None if the recipe has one source.
@@ -90,12 +90,12 @@ def _documents(samples: list[Sample], length: int) -> tuple[torch.Tensor, torch.
 class Loader:
     """Iterator over optimizer steps; each item is the list of this rank's microbatches.
 
-    Let G be the global batch size. In the global batch of step k, microbatch m of data-parallel
-    rank r begins at sample k * G + (m * data_parallel_size + r) * micro_batch_size. The global
-    batch therefore contains the same samples for every layout of ranks.
+    In the global batch that begins at sample n, microbatch m of data-parallel rank r begins at
+    sample n + (m * data_parallel_size + r) * micro_batch_size. The global batch therefore contains
+    the same samples for every layout of ranks.
 
-    A thread reads steps ahead until the context of the loader ends. If the thread fails to read a
-    step, the error is raised when this step is requested.
+    A thread reads steps ahead until the ``with`` block of the loader ends. If the thread fails to
+    read a step, the error is raised when this step is requested.
     """
 
     samples: Samples

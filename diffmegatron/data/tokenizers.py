@@ -48,17 +48,17 @@ SEARCH_VARIABLE = "DIFFMEGATRON_TIKTOKEN"
 class Tokenizer(ABC):
     """Tokenizer that is identified by a hash."""
 
-    name: str  # name or path, as for load_tokenizer
+    name: str  # name or path that load_tokenizer accepts
     vocab_size: int  # highest id plus one, including special tokens
     end_of_document: int  # id of the token that ends every document
     sha256: str  # hash of everything that determines the ids
-    has_chat_tokens: bool = False  # whether CHAT_START and CHAT_END are tokens of the vocabulary
+    has_chat_tokens: bool = False  # whether encode_chat uses CHAT_START and CHAT_END as tokens
 
     def encode_chat(self, text: str) -> np.ndarray:
         """Return the n token ids of a chat, uint32 ``[n]``.
 
-        ``CHAT_START`` and ``CHAT_END`` in the text become single tokens if the vocabulary contains
-        both.
+        With ``has_chat_tokens``, each ``CHAT_START`` and ``CHAT_END`` in the text becomes a single
+        token. Otherwise, they are encoded as ordinary text.
         """
         return self.encode(text)
 
@@ -182,7 +182,8 @@ def load_tokenizer(name_or_path: str) -> Tokenizer:
     The vocabulary of ``bytes`` is the 256 bytes and ``<|endoftext|>``. A ``.tiktoken`` file has no
     split pattern and no special tokens. They are read from the JSON file of the same stem, as
     ``pat_str`` and ``special_tokens``. Without that file, the pattern of ``cl100k_base`` is used,
-    and the id of ``<|endoftext|>`` is the highest rank plus one.
+    and the id of ``<|endoftext|>`` is the highest rank plus one. A copy of the file of
+    ``cl100k_base`` is loaded as ``cl100k_base``.
     """
     if name_or_path == BYTES:
         encoding = tiktoken.Encoding(
@@ -208,14 +209,20 @@ def load_tokenizer(name_or_path: str) -> Tokenizer:
 
 
 def vocabulary_size(name_or_path: str) -> int:
-    """Return the highest id plus one (for cl100k_base a constant, because it loads slowly)."""
+    """Return a tokenizer's highest id plus one, including special tokens.
+
+    For ``cl100k_base`` this is a constant, because its file loads slowly.
+    """
     if name_or_path == CL100K:
         return max(CL100K_SPECIAL_TOKENS.values()) + 1
     return load_tokenizer(name_or_path).vocab_size
 
 
 def check_vocabulary(tokenizer: str, used: int, rows: int) -> None:
-    """Raise a UserError if an embedding has fewer ``rows`` (without padding) than ``used`` ids."""
+    """Raise a UserError if a tokenizer has more ids (``used``) than an embedding has ``rows``.
+
+    ``rows`` does not count the padding rows of the embedding (``model.vocab_padding``).
+    """
     if used > rows:
         raise UserError(
             f"the tokenizer {tokenizer!r} uses {used} ids, but model.vocab_size less "

@@ -59,7 +59,7 @@ class InputRecord(FileRecord):
 
 
 class PartRecord(Section):
-    """Part ``number`` (from 1) of ``of`` parts of a corpus."""
+    """Part K/N of a corpus: ``number`` is K, counted from 1, and ``of`` is N."""
 
     number: Annotated[int, Field(ge=1)]
     of: Annotated[int, Field(ge=1)]
@@ -82,14 +82,14 @@ class Manifest(Section):
     settings: dict[str, str | bool | int | None]
     documents: CountOrZero  # above 0 in a whole corpus
     tokens: CountOrZero  # with end-of-document tokens
-    text_bytes: CountOrZero  # UTF-8 bytes of tokenised text
+    text_bytes: CountOrZero  # UTF-8 bytes of tokenised text, with duplicates
     rejected: CountOrZero
     empty: CountOrZero
     duplicates: CountOrZero
     lengths: tuple[LengthBin, ...]
     inputs: tuple[InputRecord, ...]
-    # PREFIX.bin and PREFIX.idx. A merged corpus has no file PREFIX.bin; its record is for the
-    # concatenation of the token files of all parts.
+    # PREFIX.bin and PREFIX.idx. A merged corpus has no file PREFIX.bin; then the record of
+    # PREFIX.bin describes the concatenated token files of all parts.
     outputs: tuple[FileRecord, ...]
     part: PartRecord | None = None  # None for a whole corpus
     parts: tuple[FileRecord, ...] = ()  # token files of a merged corpus in PREFIX.parts
@@ -196,7 +196,7 @@ def pieces(path: Path, before: int = 0) -> Iterator[memoryview]:
 
 
 def data_files(manifest: Manifest) -> tuple[str, ...]:
-    """Return the suffixes of the data files, such as ``.bin`` or ``.parts/NAME``, ``.idx`` last."""
+    """Return the suffixes of the data files: ``.bin`` or all ``.parts/NAME``, and then ``.idx``."""
     parts = tuple(f".parts/{part.path}" for part in manifest.parts)
     return (*(parts or (".bin",)), ".idx")
 
@@ -265,8 +265,8 @@ def check_hashes(prefix: str | Path) -> Manifest:
 def length_histogram(lengths: Iterable[np.ndarray]) -> tuple[LengthBin, ...]:
     """Return a histogram of document lengths with a bin per power of two.
 
-    The bins range from the first to the last non-empty bin. ``lengths`` are arrays, int
-    ``[documents]``, of the number of tokens of each document, which is at least 1.
+    The bins range from the first to the last non-empty bin. ``lengths`` yields int arrays
+    ``[documents]`` with the number of tokens of each document, at least 1.
     """
     documents, tokens = np.zeros(64, np.int64), np.zeros(64, np.int64)
     for part in lengths:

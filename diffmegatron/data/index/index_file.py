@@ -131,7 +131,10 @@ def read_header(path: Path) -> IndexHeader:
 
 
 def check_boundaries(path: str | Path, boundaries: np.ndarray) -> None:
-    """Check that document boundaries, int64 ``[documents + 1]``, start at 0 and increase."""
+    """Check the document boundaries of an index, int64 ``[documents + 1]``.
+
+    They must start at 0 and be strictly increasing.
+    """
     wrong = (
         start + int(place) + 1
         for start in range(0, len(boundaries), _BUFFER)

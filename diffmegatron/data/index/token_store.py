@@ -110,7 +110,10 @@ class Corpus:
 
 
 def open_corpus(prefix: str) -> Corpus:
-    """Open a corpus, in constant time for plain text and in linear time for fine-tuning."""
+    """Open a corpus.
+
+    The time is constant for plain text, and linear in the number of documents for fine-tuning.
+    """
     manifest = read_manifest(prefix)
     header = check_sizes(prefix, manifest)
     if not manifest.documents:

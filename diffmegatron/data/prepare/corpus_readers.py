@@ -48,7 +48,7 @@ class Record(NamedTuple):
 
     @property
     def payload_bytes(self) -> int:
-        """Size of the payload in bytes, counting only the strings of a Parquet row."""
+        """Size of the payload in bytes; for a Parquet row, the total size of its strings."""
         if isinstance(self.payload, bytes):
             return len(self.payload)
         return sum(len(value) for value in self.payload.values() if isinstance(value, bytes))
@@ -140,9 +140,10 @@ def _fingerprint(status: os.stat_result) -> Fingerprint:
 
 
 def read_records(file: CorpusFile, columns: tuple[str, ...], max_bytes: int) -> Iterator[Record]:
-    """Yield the records of a file in order; a record above ``max_bytes`` has only a ``problem``.
+    """Yield the records of a file in order.
 
-    From a Parquet file, only ``columns`` are read; columns that the file lacks are ignored.
+    A record of more than ``max_bytes`` bytes has a ``problem`` and no payload. From a Parquet file,
+    only ``columns`` are read; columns that the file lacks are ignored.
     """
     line = 0
     try:

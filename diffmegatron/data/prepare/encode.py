@@ -30,7 +30,7 @@ class Reject(NamedTuple):
     file: str
     before: int  # byte at which reading began; above 0 only for a range of --part
     line: int  # line or row, counted from 1 at that byte
-    id: str | None  # value of the field id_field
+    id: str | None  # value of the field that settings.id_field names
     reason: str
 
     def __str__(self) -> str:
@@ -40,7 +40,7 @@ class Reject(NamedTuple):
 
 @dataclass
 class EncodedBatch:
-    """Encoded documents, each of one sequence (plain text) or of prompts and responses in turn."""
+    """Encoded documents; each is one sequence (plain text), or prompts and responses in turn."""
 
     tokens: np.ndarray  # uint16 or int32 [tokens]; each document ends with an end-of-document id
     lengths: np.ndarray  # int32 [sequences]: number of tokens, with the end-of-document id

@@ -3,8 +3,8 @@
 The concatenated input files are cut into N ranges of about equal size. Within a file, a cut is
 possible only at the start of a line of uncompressed JSONL. ``diffmegatron data merge`` writes
 ``PREFIX.idx`` and ``PREFIX.json`` of the whole corpus; the tokens stay in ``PREFIX.parts``. The
-merged index equals that of a single ``prepare``, except that duplicates are found only within
-parts.
+merged index equals that of a single ``prepare``. With ``--deduplicate`` it can differ, because
+duplicates are found only within a part.
 """
 
 import hashlib
@@ -120,9 +120,10 @@ def _place(files: list[CorpusFile], starts: list[int], part: Part, number: int) 
     """Return the file index and the byte offset at which part ``number`` of ``part.of`` ends.
 
     The ideal place is the fraction ``number / part.of`` of all input bytes. Within uncompressed
-    JSONL, the place moves to the next start of a line. Within another file, it moves to the nearer
-    end of the file. The end of a file is returned as the start of the next file. ``starts`` are the
-    offsets of the files in the concatenated input, and its total size.
+    JSONL, the place moves to the next start of a line. Within another file, it moves to the start
+    or the end of the file, whichever is nearer. The end of a file is returned as the start of the
+    next file. ``starts`` are the offsets of the files in the concatenated input, followed by its
+    total size.
     """
     if number == 0:
         return 0, 0
@@ -192,10 +193,10 @@ def check_fits(prefix: Path, part: Part, record: PartRecord, settings: Mapping[s
 
 
 def difference(manifest: Manifest, settings: Mapping[str, Any], part: PartRecord) -> str:
-    """Return how the preparation of a part differs from another one, or "" if it does not.
+    """Return how the preparation of ``manifest`` differs from another one, or "" if it does not.
 
-    The text completes the sentence "The part was prepared ...", e.g. "from other input files".
-    ``manifest`` is that of the part. ``settings`` and ``part`` are those of the other preparation.
+    ``settings`` and ``part`` describe the other preparation. The text completes the sentence "This
+    part was prepared ...", e.g. "from other input files".
     """
     if manifest.settings.get("tokenizer_sha256") != settings["tokenizer_sha256"]:
         return f"with tokenizer {shorten(repr(manifest.tokenizer.name))}"
@@ -289,9 +290,9 @@ def _check_alike(parts: Sequence[Part], manifests: Mapping[Path, Manifest]) -> N
 
 
 def _check_cuts(prefix: Path, manifests: Iterable[Manifest]) -> None:
-    """Check that each range of a divided file begins where the range of the part before ends.
+    """Check that each range of a divided file begins where the previous part's range ends.
 
-    If a file was changed between the preparations of its parts, it may have been cut elsewhere.
+    If a file was changed between the preparations of its parts, its cuts may have moved.
     """
     expected: tuple[str, int] | None = None
     for record in (record for manifest in manifests for record in manifest.inputs):

@@ -46,7 +46,7 @@ _EARLY_CHECK = 1000
 
 @dataclasses.dataclass
 class Preparation:
-    """Preparation that begins with ``state``, such as that of the last commit, and updates it."""
+    """Preparation of a corpus that starts at ``state``, e.g. the last commit's, and updates it."""
 
     prefix: Path  # path of the finished files, without their suffixes
     files: list[CorpusFile]
@@ -165,7 +165,7 @@ class Preparation:
 
 
 def publish(folder: Path, prefix: Path) -> None:
-    """Rename the finished files and remove the journal; it can be called again after a kill."""
+    """Rename the finished files and remove the journal; after a kill, call this function again."""
     targets = {TOKENS: ".bin", INDEX: ".idx", MANIFEST: ".json"}
     if (folder / REJECTS).exists() and (folder / REJECTS).stat().st_size:
         targets = {REJECTS: ".rejects.jsonl", **targets}
@@ -180,7 +180,7 @@ def publish(folder: Path, prefix: Path) -> None:
 def _progress(files: list[CorpusFile], state: State, show: bool) -> Iterator[Callable[[], None]]:
     """Show a progress line and yield the function that redraws it.
 
-    The rates in it are those since the start of this process.
+    The displayed rates are averages since the start of this process.
     """
     starts = list(itertools.accumulate((file.size for file in files), initial=0))
     counts, started = state.counts, time.monotonic()

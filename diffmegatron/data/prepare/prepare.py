@@ -131,7 +131,7 @@ def _check_prefix(prefix: Path) -> None:
 def _finished(
     prefix: Path, files: list[CorpusFile], identity: Identity, *, restart: bool
 ) -> Manifest | None:
-    """Verify and return a finished corpus; None if it must be prepared (again)."""
+    """Verify a finished corpus and return its manifest; None if it must be prepared (again)."""
     path = manifest_path(prefix)
     if not os.path.lexists(path) or os.path.lexists(_partial(prefix)):
         return None

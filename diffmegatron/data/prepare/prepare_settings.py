@@ -10,7 +10,7 @@ Layout = Literal["text", "instruction", "chat", "template"]
 
 @dataclass(frozen=True)
 class PrepareSettings:
-    """Settings that determine the documents and token ids of a corpus."""
+    """Settings of a corpus that ``prepare`` writes: tokenizer, layout, fields and limits."""
 
     tokenizer: Annotated[
         str,

@@ -69,7 +69,10 @@ def _chat(messages: Any) -> list[str]:
 
 
 def checked_messages(messages: Any, markers: Sequence[str]) -> list[tuple[str, str]]:
-    """Return the role and content of each message of a chat; refuse ``markers`` in messages."""
+    """Return the role and the content of each message of a chat.
+
+    A chat is refused if a message contains one of ``markers``, or if there is no response.
+    """
     pairs = [_message(message) for message in messages] if isinstance(messages, list) else []
     for marker in markers:
         if any(marker in text for pair in pairs for text in pair):

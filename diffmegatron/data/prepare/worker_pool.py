@@ -21,7 +21,8 @@ from diffmegatron.errors import UserError
 
 _BATCH_BYTES = 1 << 20
 _BATCH_RECORDS = 1024
-# Results are yielded in order. While the oldest batch is encoded, other workers need queued ones.
+# Results are yielded in order. While one worker encodes the oldest batch, the other workers
+# encode queued batches.
 _QUEUED_PER_WORKER = 3
 
 
@@ -30,8 +31,8 @@ class Position:
     """Position in the input of a preparation."""
 
     file: int = 0  # index of the current file
-    records: int = 0  # number of its records that are done
-    offset: int = 0  # their approximate size in bytes, for the progress line
+    records: int = 0  # number of records of this file that are done
+    offset: int = 0  # approximate bytes of these records, for the progress line
 
 
 def encode_in_order(

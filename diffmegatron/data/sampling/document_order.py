@@ -18,7 +18,7 @@ Split = Literal["train", "validation", "test"]
 
 @dataclass(frozen=True)
 class Selection:
-    """All values on which the document order of a corpus depends."""
+    """Settings that determine the document order of a corpus."""
 
     split: Split
     validation_fraction: float  # share of the documents held out for validation, 0 to 1
@@ -31,12 +31,12 @@ class Selection:
 
 @dataclass(frozen=True)
 class DocumentOrder:
-    """Stream of the n documents of a split that remain after up-sampling, in shuffled order."""
+    """Stream of the n documents of a split that length up-sampling keeps, in shuffled order."""
 
     documents: np.ndarray  # int64 [n]: index of each document in the corpus
     ends: np.ndarray  # int64 [n]: number of tokens of the stream up to the end of each document
-    split_lengths: tuple[LengthBin, ...]  # histogram of all documents of the split
-    lengths: tuple[LengthBin, ...]  # histogram of the n documents
+    split_lengths: tuple[LengthBin, ...]  # length histogram of all documents of the split
+    lengths: tuple[LengthBin, ...]  # length histogram of the n documents
 
     @cached_property
     def tokens(self) -> int:
@@ -88,9 +88,9 @@ def build_order(corpus: Corpus, selection: Selection) -> Arrays:
 def select_split(num_documents: int, selection: Selection) -> np.ndarray:
     """Return the document numbers of a split, int64 in ascending order.
 
-    The splits are disjoint and together contain all documents. At least one document remains for
-    training. If there are others, a held-out split (validation or test) with a positive fraction
-    gets at least one of them, the validation split first.
+    The splits are disjoint and together contain all documents. A held-out split with a positive
+    fraction gets at least one document, if another one remains for training. The validation split
+    is chosen first, then the test split.
     """
     chance = uniform(derive_key("split", selection.split_seed), np.arange(num_documents))
     training = np.ones(num_documents, dtype=bool)
@@ -109,8 +109,8 @@ def _lowest(chance: np.ndarray, free: np.ndarray, fraction: float) -> np.ndarray
     """Select the free documents with the lowest ``chance``, up to ``fraction`` of all documents.
 
     ``chance`` is float64 ``[documents]``. ``free`` and the result are bool ``[documents]``. With a
-    positive fraction, at least one document is selected if two are free. One free document always
-    remains.
+    positive fraction, at least one document is selected if two or more are free. One free document
+    always remains.
     """
     number = min(max(1, round(fraction * len(chance))), int(free.sum()) - 1) if fraction else 0
     if number <= 0:

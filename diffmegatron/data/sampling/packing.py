@@ -20,9 +20,9 @@ def pack(
 
     Returns:
         Four arrays by name. Three describe the p pieces in the order of their sequences:
-        ``documents`` int64 ``[p]``, ``starts`` int32 ``[p]`` (first token in the document) and
-        ``lengths`` int32 ``[p]``. The array ``ends`` int64 ``[sequences]`` is the number of pieces
-        up to the end of each sequence.
+        ``documents`` int64 ``[p]``, ``starts`` int32 ``[p]`` (index of a piece's first token in
+        its document) and ``lengths`` int32 ``[p]``. The array ``ends`` int64 ``[sequences]`` is the
+        number of pieces up to the end of each sequence.
     """
     parts = []
     for first in range(0, max(1, len(documents)), _DOCUMENTS_AT_A_TIME):

@@ -1,7 +1,7 @@
 """Samples of a run in a fixed order.
 
 The seed, the sequence length and the section ``data`` of the recipe determine the order. Ranks and
-batch sizes do not, so the position of a run in its data is a single number (of samples). The order
+batch sizes do not, so the position of a run in its data is one number: consumed samples. The order
 is infinite with ``data.on_exhausted: repeat``.
 """
 

@@ -119,7 +119,8 @@ def open_blocks(
     """Return the blocks of a source."""
     if packing == "concatenate":
         return Concatenated(corpus, order, seq_length)
-    # If the last bin of the histogram is above seq_length, skip the slow search of all lengths.
+    # If the last bin of the histogram is above seq_length, a document is longer. The slow search of
+    # all lengths is then not needed.
     if packing == "none" and order.tokens and order.lengths[-1].at_least <= seq_length:
         longest = int(corpus.lengths[order.documents].max())
         if longest <= seq_length:
