@@ -21,13 +21,12 @@ from diffmegatron.model.accounting.memory import REDUCE_BUCKET
 from diffmegatron.model.network import Network
 from diffmegatron.optim.adamw import create_adamw, decaying_rows
 from diffmegatron.optim.flat_gradients import flat_gradients
-from diffmegatron.optim.partition import (
-    ExactValues,
-    FrozenWeights,
+from diffmegatron.optim.gradient_clipping import (
     accumulated_gradient,
+    clipping_settings,
     local_gradient_norms,
-    partition_of,
 )
+from diffmegatron.optim.partition import ExactValues, FrozenWeights, partition_of
 from diffmegatron.optim.reduction import (
     GradientReduction,
     shared_parameters,
@@ -234,9 +233,7 @@ def engine_config(recipe: Recipe) -> dict[str, Any]:
         "train_micro_batch_size_per_gpu": recipe.training.micro_batch_size,
         "gradient_accumulation_steps": 1,
         "managed_gradient_accumulation": False,
-        # The norm counts a replicated parameter once, by the attributes ``tensor_model_parallel``
-        # and ``ds_pipe_replicated`` of the parameters.
-        "gradient_clipping": recipe.optimizer.clip_grad_norm,
+        **clipping_settings(recipe.optimizer),
         "zero_optimization": {
             "stage": recipe.parallel.zero_stage,
             # DeepSpeed's overlap gives wrong results under pipeline parallelism, without an error.

@@ -21,10 +21,10 @@ from diffmegatron.model.accounting.activations import (
 from diffmegatron.model.accounting.flops import (
     count_flops,
     frozen_matrices,
-    model_flops_utilization,
 )
 from diffmegatron.model.accounting.hardware import Accelerator
 from diffmegatron.model.accounting.memory import REDUCE_BUCKET, largest_trained, trained_parameters
+from diffmegatron.model.accounting.mfu import model_flops_utilization
 from diffmegatron.model.accounting.parameters import counted_kinds
 from diffmegatron.plan.traffic import (
     attention_passes,

@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from diffmegatron.config.schema import Recipe
 from diffmegatron.config.training_config import ProfileConfig
-from diffmegatron.model.accounting.flops import mfu_metric
+from diffmegatron.model.accounting.mfu import mfu_metric
 from diffmegatron.parallel.parallel_state import from_rank_0
 from diffmegatron.training.compute.agreement import lambdas
 from diffmegatron.training.guard_hook import GuardHook, give_up

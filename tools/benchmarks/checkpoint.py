@@ -31,8 +31,8 @@ from diffmegatron.data.prepare.prepare import prepare
 from diffmegatron.files import HeldFolder
 from diffmegatron.model.build import build_model
 from diffmegatron.model.parameter_shards import parameter_shards
+from diffmegatron.optim.gradient_clipping import local_gradient_norms
 from diffmegatron.optim.guard import Guard
-from diffmegatron.optim.partition import local_gradient_norms
 from diffmegatron.optim.zero import ZeroEngine
 from diffmegatron.parallel.launcher import LaunchEnvironment
 from diffmegatron.parallel.parallel_state import process_groups

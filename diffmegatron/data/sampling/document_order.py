@@ -10,6 +10,7 @@ import numpy as np
 from diffmegatron.data.index.corpus_manifest import LengthBin, length_histogram
 from diffmegatron.data.index.token_store import Corpus
 from diffmegatron.data.sampling.array_cache import Arrays, cached_arrays
+from diffmegatron.data.sampling.length_upsampling import keep_long
 from diffmegatron.data.sampling.permutation import derive_key, random_bits, uniform
 from diffmegatron.errors import UserError
 
@@ -73,7 +74,15 @@ def build_order(corpus: Corpus, selection: Selection) -> Arrays:
     corpus.check_index()
     documents = select_split(len(corpus.lengths), selection)
     all_lengths = corpus.lengths[documents]
-    documents = documents[keep_long(all_lengths, documents, selection)]
+    documents = documents[
+        keep_long(
+            all_lengths,
+            documents,
+            long_tokens=selection.long_tokens,
+            keep_short=selection.keep_short,
+            seed=selection.seed,
+        )
+    ]
     # Unlike numpy's random numbers, these hashes are the same in every version of numpy. No two are
     # equal, so every sorting algorithm gives the same order.
     documents = documents[np.argsort(random_bits(derive_key("order", selection.seed), documents))]
@@ -118,19 +127,6 @@ def _lowest(chance: np.ndarray, free: np.ndarray, fraction: float) -> np.ndarray
     candidates = chance[free]
     candidates.partition(number - 1)
     return free & (chance <= candidates[number - 1])
-
-
-def keep_long(lengths: np.ndarray, documents: np.ndarray, selection: Selection) -> np.ndarray:
-    """Return which of n documents length up-sampling keeps, bool ``[n]``.
-
-    Length up-sampling (Fu et al., arXiv 2402.10171) keeps all long documents and a random share of
-    the short ones. The paper uses ``long_tokens`` 4096 and ``keep_short`` 0.1. ``lengths``, in
-    tokens, include the end-of-document token. ``documents`` are indices in the corpus.
-    """
-    if selection.keep_short == 1:
-        return np.ones(len(documents), dtype=bool)
-    chance = uniform(derive_key("keep_short", selection.seed), documents)
-    return (lengths - 1 >= selection.long_tokens) | (chance < selection.keep_short)
 
 
 def _bins(saved: list[dict[str, Any]]) -> tuple[LengthBin, ...]:

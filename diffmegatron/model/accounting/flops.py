@@ -1,4 +1,4 @@
-"""Model FLOPs of a network, and MFU as in PaLM (arXiv 2204.02311, appendix B)."""
+"""Model FLOPs of a network, as in PaLM (arXiv 2204.02311, appendix B)."""
 
 import math
 from dataclasses import dataclass
@@ -7,7 +7,6 @@ from diffmegatron.config.model_config import ModelConfig
 from diffmegatron.config.schema import Recipe
 from diffmegatron.config.tensors import EMBEDDING, network_tensors
 from diffmegatron.config.trainable_patterns import trained_parts, trains_everything
-from diffmegatron.model.accounting.hardware import Accelerator, find_accelerator
 from diffmegatron.model.accounting.parameters import (
     counted_kinds,
     lora_weights,
@@ -51,25 +50,3 @@ def frozen_matrices(recipe: Recipe) -> int:
         for each in network_tensors(model)
         if len(each.shape) == 2 and each.name != looked_up and not trained_parts(each, recipe)
     )
-
-
-def model_flops_utilization(
-    tokens_per_second: float, flops_per_token: float, num_gpus: int, accelerator: Accelerator
-) -> float:
-    """Return the achieved model FLOP/s of all GPUs divided by their bf16 peak, from 0 to 1."""
-    return tokens_per_second * flops_per_token / (num_gpus * accelerator.peak_flops)
-
-
-def mfu_metric(
-    recipe: Recipe, world_size: int, tokens_per_second: float, device_name: str | None
-) -> dict[str, float]:
-    """Return ``{"perf/mfu": MFU}``, or {} for an unknown GPU or a run that is not in bf16.
-
-    ``tokens_per_second`` is the sum over all ranks.
-    """
-    accelerator = None if device_name is None else find_accelerator(device_name)
-    if accelerator is None or recipe.training.precision != "bf16":
-        return {}
-    flops = count_flops(recipe.model, recipe.training.seq_length, frozen_matrices(recipe)).training
-    share = model_flops_utilization(tokens_per_second, flops, world_size, accelerator)
-    return {"perf/mfu": share}

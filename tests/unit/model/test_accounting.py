@@ -13,9 +13,10 @@ from diffmegatron.attention.kernels import call as attention_call
 from diffmegatron.config.schema import Recipe
 from diffmegatron.errors import UserError
 from diffmegatron.model import build
-from diffmegatron.model.accounting.flops import count_flops, model_flops_utilization
+from diffmegatron.model.accounting.flops import count_flops
 from diffmegatron.model.accounting.hardware import ACCELERATORS, find_accelerator
 from diffmegatron.model.accounting.memory import REDUCE_BUCKET, memory_by_stage
+from diffmegatron.model.accounting.mfu import model_flops_utilization
 from diffmegatron.model.accounting.parameters import count_parameters
 from diffmegatron.model.build import build_model
 from diffmegatron.model.parameter_shards import parameter_shards

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from diffmegatron.model.accounting.flops import mfu_metric
+from diffmegatron.model.accounting.mfu import mfu_metric
 from diffmegatron.training.monitoring.metrics import read_metrics
 from diffmegatron.training.trainer import train
 

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from diffmegatron.data.sampling.document_order import (
     DocumentOrder,
     Selection,
-    keep_long,
     select_split,
 )
+from diffmegatron.data.sampling.length_upsampling import keep_long
 from diffmegatron.data.sampling.mixture import Mixture, MixtureHistory, Period, SourceWeight
 from diffmegatron.data.sampling.packing import best_fit, pack
 from diffmegatron.data.sampling.permutation import derive_key, permute, random_bits, uniform
@@ -176,9 +176,7 @@ def test_upsampling_keeps_long_documents_and_a_share_of_short_ones(
 ) -> None:
     lengths = np.random.default_rng(0).integers(2, 200, 20_000)
     documents = np.arange(len(lengths))
-    kept = keep_long(
-        lengths, documents, selection("train", long_tokens=100, keep_short=keep_short, seed=seed)
-    )
+    kept = keep_long(lengths, documents, long_tokens=100, keep_short=keep_short, seed=seed)
     assert kept[lengths - 1 >= 100].all(), "the length excludes the end-of-document token"
     short = lengths - 1 < 100
     assert abs(kept[short].mean() - keep_short) < 5 * np.sqrt(0.25 / short.sum())
@@ -186,13 +184,13 @@ def test_upsampling_keeps_long_documents_and_a_share_of_short_ones(
 
 def test_the_length_threshold_excludes_the_end_of_document_token() -> None:
     lengths = np.array([99, 100, 101, 102])
-    kept = keep_long(lengths, np.arange(4), selection("train", long_tokens=100, keep_short=0.0))
+    kept = keep_long(lengths, np.arange(4), long_tokens=100, keep_short=0.0, seed=1)
     assert kept.tolist() == [False, False, True, True], "the end-of-document token does not count"
 
 
 def test_no_upsampling_keeps_everything() -> None:
     lengths = np.arange(1, 50)
-    kept = keep_long(lengths, np.arange(49), selection("train", long_tokens=10**6))
+    kept = keep_long(lengths, np.arange(49), long_tokens=10**6, keep_short=1.0, seed=1)
     assert kept.all()
 
 

@@ -1,0 +1,47 @@
+"""Gradient clipping, which DeepSpeed does between the reduction and the update, and local norms."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from diffmegatron.config.optimizer_config import OptimizerConfig
+from diffmegatron.optim.partition import Partition
+
+
+def clipping_settings(optimizer: OptimizerConfig) -> dict[str, Any]:
+    """Return the entries of DeepSpeed's configuration for gradient clipping.
+
+    The norm counts a replicated parameter once, by the attributes ``tensor_model_parallel`` and
+    ``ds_pipe_replicated`` of the parameters.
+    """
+    return {"gradient_clipping": optimizer.clip_grad_norm}
+
+
+def accumulated_gradient(parameter: torch.nn.Parameter) -> Tensor | None:
+    """Return the gradient that ZeRO 1 has accumulated for a parameter; None if there is none."""
+    # The attribute depends on the dtype.
+    for name in ("_hp_grad", "grad_accum", "grad"):
+        gradient = getattr(parameter, name, None)
+        if gradient is not None:
+            return gradient
+    return None
+
+
+def local_gradient_norms(
+    partition: Partition, network: torch.nn.Module, device: torch.device
+) -> tuple[list[torch.nn.Parameter], Tensor]:
+    """Return the n parameters with a gradient (or a part of it) on this rank, and the norms.
+
+    The norms of these gradients or parts are float32 [n] on ``device``. The host does not wait for
+    them.
+    """
+    on_parameters = ((each, accumulated_gradient(each)) for each in network.parameters())
+    held = [(each, gradient) for each, gradient in on_parameters if gradient is not None]
+    held += partition.gradients()
+    if not held:
+        return [], torch.zeros(0, device=device)
+    norms = torch._foreach_norm([gradient for _, gradient in held])
+    # With an offloaded optimizer, some gradients are in host memory.
+    on_device = [norm.float().to(device, non_blocking=True) for norm in norms]
+    return [parameter for parameter, _ in held], torch.stack(on_device)
