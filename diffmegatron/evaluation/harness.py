@@ -291,7 +291,7 @@ class Encoder(TemplateLM):
             return render([each for each in chat_history if each["role"] != "system"])
 
     def length(self, question: Question) -> int:
-        """Return 0 if a question fits the target's context, otherwise the tokens that it needs.
+        """Return 0 if a question fits the target's context, otherwise its number of tokens.
 
         A long prompt is cut at its beginning, and a long text is divided into windows. Therefore,
         only the tokens of a choice (a continuation to score) or of a generated answer are counted.

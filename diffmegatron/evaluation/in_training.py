@@ -104,8 +104,8 @@ class _RunTarget(Target):
     It encodes text in the same way as the model that is exported from the run.
 
     Attributes:
-        bos_token_id: id of the token that the exported model expects before a text. If it is None,
-            this is the end-of-document token.
+        bos_token_id: id of the token that the exported model expects before a text; None stands
+            for the end-of-document token.
         length: length of the run's sequences in tokens.
     """
 

@@ -135,7 +135,7 @@ def _recompute(recompute: RecomputeConfig) -> dict[str, Any]:
 
 
 def _check_backend(recipe: Recipe, parallel_state: ParallelState) -> None:
-    """Check that differential attention's backend can run on this machine."""
+    """Check that the attention backend of each differential layer can run on this machine."""
     for attention, _ in recipe.model.attention.by_kind(recipe.model.num_layers):
         if attention.operation == "softmax":
             continue
@@ -149,7 +149,7 @@ def _check_backend(recipe: Recipe, parallel_state: ParallelState) -> None:
 def lambda_by_layer(network: Network) -> dict[int, Tensor]:
     """Return lambda (0-dim) of each differential layer on this rank; keys are layer numbers from 1.
 
-    If lambda depends on the token, the value is the mean over this rank's heads and the tokens of
+    If lambda depends on the token, the value is the mean over the heads and tokens of this rank in
     the last forward pass. Such a layer is missing until a forward pass has run.
     """
     found = {}

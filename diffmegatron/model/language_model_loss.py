@@ -48,9 +48,9 @@ def cross_entropy(
     """Return the loss of each token, [b, s], from this tensor-parallel rank's logits.
 
     The logits [s, b, vocabulary shard] may be overwritten. The softmax excludes vocabulary padding,
-    which begins at index ``unpadded_size`` of the shard. Logits of padding are 0, so padding would
-    be more probable than most tokens of an imported Hugging Face model. ``fallback`` is
-    Megatron-core's cross-entropy, which runs where the Triton kernel cannot run.
+    which begins at index ``unpadded_size`` of the shard. Otherwise, padding would be more probable
+    than most tokens of a model imported from Hugging Face, because the logits of its padding are 0.
+    ``fallback`` is Megatron-core's cross-entropy, which runs where the Triton kernel cannot run.
     """
     if _has_kernel(logits):
         from diffmegatron.model import cross_entropy_kernel

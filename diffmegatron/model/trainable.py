@@ -17,7 +17,7 @@ from diffmegatron.model.parameter_shards import parameter_shards
 
 
 def mark_trained(network: Network, recipe: Recipe) -> None:
-    """Set attributes of the parameters from the recipe's training patterns.
+    """Set attributes of the parameters from the recipe's ``trainable`` and ``lr_multipliers``.
 
     - ``requires_grad``: False for a fully frozen parameter.
     - ``lr_factor``: factor of the learning rate; a missing attribute means 1.
@@ -62,7 +62,7 @@ def _freeze_rows(parameter: torch.nn.Parameter, frozen: tuple[str, ...], heads: 
 def _require_hidden_gradients(network: Network) -> None:
     """Make the output of a frozen embedding require a gradient.
 
-    Megatron-core recomputes layers in an autograd function, whose tensor input is these hidden
+    Megatron-core recomputes layers in an autograd function, whose tensor input is the hidden
     states. If no input requires a gradient, autograd skips the function's backward pass.
     """
 

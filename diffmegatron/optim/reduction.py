@@ -1,8 +1,9 @@
 """Reduction of gradients over data-parallel ranks (ZeRO 1) and over tensor-parallel ranks.
 
-During the last microbatch's backward pass, a bucket is reduced over the data-parallel ranks, in
-float32 and in place, as soon as its gradients are complete. The buckets and their order depend only
-on the network, so all ranks reduce the buckets in the same order.
+A bucket is a range of flat gradients. During the last microbatch's backward pass, a bucket is
+reduced over the data-parallel ranks as soon as its gradients and all earlier buckets are complete.
+The reduction is in float32 and in place. The buckets and their order depend only on the network, so
+all ranks reduce the buckets in the same order.
 """
 
 from collections import Counter

@@ -55,7 +55,10 @@ class Fragment:
 
 
 class ZeroEngine:
-    """AdamW with gradient clipping; its state is partitioned over the data-parallel ranks."""
+    """Network with AdamW and gradient clipping, run by DeepSpeed.
+
+    ZeRO partitions the optimizer's state over the ranks of ``parallel_state.data_group``.
+    """
 
     def __init__(self, network: Network, recipe: Recipe, parallel_state: ParallelState) -> None:
         deepspeed = import_deepspeed()
@@ -104,7 +107,7 @@ class ZeroEngine:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Destroy the engine, while its process groups exist, to end DeepSpeed's threads."""
+        """Destroy the engine to end DeepSpeed's threads; its process groups must still exist."""
         if self._reduction is not None:
             self._reduction.close()
         self._engine.destroy()
@@ -273,7 +276,8 @@ def import_deepspeed() -> Any:
         import deepspeed.runtime.zero.muon.muon_optimizer
 
     # Skip the search for operations that can be compiled. DeepSpeed would print a warning for each
-    # one without compiler or headers, and would compile its shared-memory collectives (25-170 s).
+    # operation whose compiler or headers are missing, and would compile its shared-memory
+    # collectives (25-170 s).
     deepspeed.ops.__compatible_ops__ = {}
     # Hide warnings about the class of the optimizer and about skipped steps.
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)

@@ -47,7 +47,8 @@ def without_cuda() -> Iterator[None]:
 class _TorchOnCpu:
     """Replacement of the name ``torch`` in Megatron's ``pipeline_parallel.schedules``.
 
-    A ``TorchFunctionMode`` would intercept every operation, and slow a small step by a seventh.
+    Its ``tensor`` and ``zeros`` ignore the arguments that need CUDA. A ``TorchFunctionMode`` would
+    intercept every operation, and slow a small step by a seventh.
     """
 
     def __getattr__(self, name: str) -> Any:

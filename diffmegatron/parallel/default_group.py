@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 TIMEOUT = timedelta(minutes=30)
 # Time limit for all ranks to connect at the start.
 _MEETING_SECONDS = 600.0
-# Name of an attribute of torch's wrapper of sys.excepthook: the function that it replaced.
+# Attribute that default_group sets on torch's wrapper of sys.excepthook: the wrapped function.
 _WRAPPED = "wrapped_by_torch"
 
 

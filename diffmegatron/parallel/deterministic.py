@@ -13,7 +13,7 @@ _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 def deterministic_algorithms() -> Iterator[None]:
     """Use deterministic algorithms inside the context; operations without one raise an error.
 
-    Enter it before the first matrix product, because cuBLAS needs ``CUBLAS_WORKSPACE_CONFIG`` then.
+    Enter the context before the first matrix product, at which ``CUBLAS_WORKSPACE_CONFIG`` is read.
     """
     was_on = torch.are_deterministic_algorithms_enabled()
     warned_only = torch.is_deterministic_algorithms_warn_only_enabled()

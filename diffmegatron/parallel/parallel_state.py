@@ -80,7 +80,7 @@ class ParallelState:
 
     @property
     def embedding_group(self) -> ProcessGroup:
-        """Ranks of a pipeline's first and last stage, which both have a tied embedding."""
+        """Ranks of a pipeline's first and last stage, which share a tied embedding."""
         return megatron_state.get_embedding_group()
 
 
@@ -153,7 +153,8 @@ def process_groups(
 ) -> Iterator[ParallelState]:
     """Create the process groups of a layout, and destroy them at the end of the context.
 
-    ``seed`` sets Megatron's random states. ``timeout`` is the time limit of a collective.
+    ``seed`` sets Megatron's random states. ``timeout`` is the time limit of a collective in the
+    default group, if this function creates that group.
     """
     device = own_device()
     with without_cuda(), default_group(timeout), _ending_new_groups():
@@ -205,7 +206,8 @@ def _ending_new_groups() -> Iterator[None]:
     # Torch has no public function that lists a rank's process groups.
     groups = distributed.distributed_c10d._world.pg_map
     existing = set(groups)
-    # Collect the network of an earlier context, because the collector ignores frozen objects.
+    # Collect the network of an earlier context before gc.freeze, because the collector ignores
+    # frozen objects.
     if gc.get_freeze_count() > _FROZEN_AT_START:
         gc.collect()
     # DeepSpeed collects garbage before and after each parameter group. If imported modules were not

@@ -37,7 +37,7 @@ def builtin_hooks(recipe: Recipe, evaluators: Sequence[Evaluator]) -> list[Hook]
 
     The first hook completes a checkpoint, and the guard can then roll back to it. Metrics and
     evaluations follow the guard, because a rollback changes ``run.step``. Saves follow the
-    evaluations, because broken weights must not be saved at the end.
+    evaluations, which can find broken weights that must not be saved at the end.
     """
     assert len(evaluators) == len(recipe.training.evaluate), "one evaluator per entry is needed"
     config = recipe.training.profile
@@ -101,7 +101,8 @@ def _gpu_name() -> str | None:
 class EvaluationHook(Hook):
     """Evaluates held-out losses and the suites of ``training.evaluate`` when they are due.
 
-    A resumed run begins with the evaluations that a stop request prevented.
+    Before the first step, it runs those that are due but have no recorded value. This is the case
+    at step 0, and if a stop request prevented evaluations.
     """
 
     def __init__(self, evaluators: Sequence[Evaluator]) -> None:
@@ -109,7 +110,7 @@ class EvaluationHook(Hook):
 
     @override
     def before_training(self, run: Run) -> None:
-        run_dir = Path(run.recipe.run_dir)  # Only rank 0 has metrics.jsonl.
+        run_dir = Path(run.recipe.run_dir)  # Rank 0 writes metrics.jsonl there, and reads it.
         self._evaluate(run, from_rank_0(lambda: unrecorded_at(run.recipe, run.step, run_dir)))
 
     @override
@@ -138,7 +139,7 @@ class EvaluationHook(Hook):
 def _should_continue(run: Run) -> bool:
     """Return whether an evaluation continues, equal on every rank; restart the watchdog's timer."""
     agreed = run.agree(torch.zeros((), device=run.parallel_state.device))
-    # A run that stops saves its weights. If the weights may be broken, ignore stop requests.
+    # A run that stops saves its weights, so ignore stop requests if the weights may be broken.
     run.stopping = agreed.stop and run.broken_reason is None
     run.watchdog.restart_timer()
     run.rank_record.set_step(run.step, run.recipe.run_dir)
@@ -189,7 +190,8 @@ class BeginSaveHook(Hook):
 class ProfileHook(Hook):
     """Traces the steps of ``training.profile`` with torch's profiler, into ``run_dir/profile``.
 
-    A run that resumes after the first of these steps writes nothing.
+    Only the ranks ``training.profile.ranks`` write a trace. A run that resumes after the first of
+    the steps writes nothing.
     """
 
     def __init__(self, config: ProfileConfig) -> None:

@@ -37,8 +37,8 @@ class GuardHook(Hook):
     """Writes a report of each anomalous step, and carries out the guard's decision on it."""
 
     def __init__(self) -> None:
-        # Number of optimizer updates in the checkpoint that the last rollback loaded. If the number
-        # is the same at the next rollback, no step was applied between the two rollbacks.
+        # Number of optimizer updates in the checkpoint that the last rollback loaded. If the run
+        # has the same number at the next rollback, no step was applied between the two rollbacks.
         self._updates_returned_to: int | None = None
 
     @override
@@ -52,7 +52,7 @@ class GuardHook(Hook):
             self._roll_back(run, run.decision.reason)
 
     def _roll_back(self, run: Run, reason: str) -> None:
-        """Load an intact checkpoint, but continue with the batch after the anomalous step."""
+        """Load an intact checkpoint, but continue with the data after the anomalous batch."""
         with run.pause():
             run.complete_or_drop_save()
             run.saver.wait()
@@ -140,7 +140,7 @@ def _new_path(directory: Path, step: int) -> Path:
 
 
 def _by_layer(norms: Mapping[str, float]) -> dict[str, float]:
-    """Combine norms of tensors into norms of layers ("layer_01") and of other tensors."""
+    """Return one norm per layer, such as "layer_01", and one norm per tensor outside the layers."""
     squares: dict[str, float] = defaultdict(float)
     for name, norm in norms.items():
         layer = _LAYER.match(name)

@@ -31,12 +31,12 @@ _LOCK_PATIENCE_SECONDS = 120.0
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 # Signals within this time count as one stop request, because Slurm and torchrun can both send one.
 _ONE_REQUEST_SECONDS = 5.0
-_ONE_INTERRUPT_SECONDS = 1.0  # For SIGINT, which a person sends (Ctrl-C).
+_ONE_INTERRUPT_SECONDS = 1.0  # The same time for SIGINT, which a person sends by Ctrl-C.
 
 JOB_END = "job_end"
 """File in the attempt's directory with the end time of the Slurm job; the job script updates it."""
 _MAX_JOB_END_BYTES = 100
-# Time between two reads of this file. Steps may take milliseconds, and a read in every step would
+# Time between two reads of JOB_END. Steps may take milliseconds, and a read in every step would
 # load the file server.
 _JOB_END_SECONDS = 10.0
 
@@ -45,7 +45,7 @@ _STANDARD_ERROR = 2
 
 
 def run_lock(run_dir: Path, patience: float = _LOCK_PATIENCE_SECONDS) -> FileLock:
-    """Return a lock, held by rank 0, against a second run in the same ``run_dir``.
+    """Return a lock that prevents a second run in the same ``run_dir``; only rank 0 enters it.
 
     On entering, raise UserError if another run holds the lock for longer than ``patience`` seconds.
     """
@@ -62,7 +62,7 @@ def exit_on_stop_signal(record: RankRecord) -> Iterator[None]:
 
     def end(number: int, _: FrameType | None) -> None:
         record.end(EXIT_STOPPED, f"{signal.Signals(number).name} {NOT_BEGUN}")
-        # Do not raise: the module that is being imported could catch the exception.
+        # Do not raise an exception, because a module that is being imported could catch it.
         os._exit(EXIT_STOPPED)
 
     previous = {number: signal.signal(number, end) for number in SIGNALS}
@@ -78,8 +78,8 @@ class StopRequest:
 
     After the first SIGTERM, SIGUSR1 or SIGINT to any rank, all ranks stop together at the end of
     the step. A second signal some seconds later ends the process at once. Rank 0 also requests a
-    stop before the Slurm job ends. ``slurm.sh`` writes the end time into ``folder``, the directory
-    of the attempt.
+    stop before the Slurm job ends. ``folder`` is the directory of the attempt (one start of the
+    job's ranks). ``slurm.sh`` writes the job's end time into it, and updates it.
     """
 
     def __init__(self, launch: LaunchEnvironment, folder: Path | None = None) -> None:
@@ -216,7 +216,10 @@ class Watchdog:
 
     @contextmanager
     def long_limit(self) -> Iterator[None]:
-        """Set the limit to ``watchdog.startup_seconds`` inside the context, e.g. for a save."""
+        """Use the limit ``watchdog.startup_seconds`` inside the context, e.g. for a save.
+
+        The timer restarts at the beginning and at the end of the context.
+        """
         limit, self._limit = self._limit, self._config.startup_seconds
         self._arm()
         yield

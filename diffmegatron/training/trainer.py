@@ -1,6 +1,7 @@
-"""The training of a recipe's stages, and the training loop of one run.
+"""Training of a recipe's stages, and the training loop of one run.
 
-Hooks save, record metrics, evaluate and roll back after each step.
+A stage of a recipe is trained as a separate run. After each step, hooks save checkpoints, record
+metrics, evaluate and roll back.
 """
 
 from collections.abc import Sequence
@@ -43,9 +44,9 @@ def train_stages(
 ) -> bool:
     """Train the stages of a recipe one after the other; return whether all are finished.
 
-    Finished stages are skipped. If there is only one recipe, it is always passed to :func:`train`,
-    which handles a finished run. ``open_evaluators`` returns the evaluators of a stage. ``record``
-    and ``hooks`` are arguments of :func:`train`.
+    ``recipes`` has one recipe per stage. Finished stages are skipped. If there is only one recipe,
+    it is always passed to :func:`train`, which handles a finished run. ``open_evaluators`` returns
+    the evaluators of a stage. ``record`` and ``hooks`` are arguments of :func:`train`.
     """
     launch = read_launch()
     for recipe in recipes:
@@ -56,7 +57,8 @@ def train_stages(
         evaluators = [open_evaluators(recipe) if open_evaluators else () for recipe in unfinished]
         if record is not None and not unfinished:
             record.set_step(recipes[-1].training.total_steps, recipes[-1].run_dir)
-        # Share one StopRequest, so that a signal after a stage's last step stops the next stages.
+        # Use one StopRequest for all stages, so that a signal after a stage's last step also
+        # prevents the next stages.
         with StopRequest(launch, record.folder if record else None) as stop:
             for recipe, each in zip(unfinished, evaluators, strict=True):
                 if recipe is not unfinished[0] and _should_stop(stop, recipe):
@@ -98,7 +100,11 @@ def _unfinished(recipes: Sequence[Recipe]) -> list[Recipe]:
 
 
 def _is_finished(recipe: Recipe) -> bool:
-    """Return whether a stage has the checkpoint and all evaluations of its last step."""
+    """Return whether a stage has the checkpoint and all evaluations of its last step.
+
+    If ``checkpoint.resume`` is false, return False. :func:`train` then raises an error, because the
+    stage has checkpoints.
+    """
     run_dir, steps = Path(recipe.run_dir), recipe.training.total_steps
     newest = CheckpointStore(run_dir).latest()
     if newest is None or read_manifest(newest).step != steps:
@@ -185,7 +191,8 @@ def train_step(run: Run) -> None:
     run.watchdog.restart_timer()
     run.source_losses.step_done(finite=run.decision.finite)
     run.broken_reason = None if run.decision.finite else run.decision.reason
-    # A run that stops saves its weights. Only a finite step shows that the weights are sound.
+    # A run that stops saves its weights. Do not stop after a step that is not finite, because the
+    # weights may then be broken.
     run.stopping = run.agreed.stop and run.decision.finite
     run.values = {
         "train/loss": run.agreed.loss,
@@ -196,11 +203,11 @@ def train_step(run: Run) -> None:
 
 
 def decide_document_mask(recipe: Recipe, *, prints: bool = True) -> Recipe:
-    """Return the recipe with ``data.reset_attention_mask`` set.
+    """Return the recipe; if ``data.reset_attention_mask`` is None, replace it by its default.
 
     The default is true if a source has conversations and a sequence can contain several documents.
-    With false, the model could learn to copy from unrelated conversations, which a sequence does
-    not contain at inference.
+    With false, the model could learn to copy from other conversations in the same sequence. At
+    inference, a sequence contains no other conversations.
     """
     data = recipe.data
     if data.reset_attention_mask is not None:

@@ -63,8 +63,8 @@ def local_tokens(recipe: Recipe) -> int:
 def layer_backward(recipe: Recipe, stage: int, device: Device) -> tuple[int, int]:
     """Return (temporary bytes, freed bytes of saved activations) in a layer's backward pass.
 
-    A layer's recomputed activations, and those copied from the host, are temporary bytes. The first
-    number contains them until they are freed.
+    Activations that are recomputed or copied from the host count as temporary bytes until they are
+    freed.
     """
     model, parallel = recipe.model, recipe.parallel
     element, tokens = BYTES[recipe.training.precision], local_tokens(recipe)

@@ -41,8 +41,9 @@ class StageMemory:
     Attributes:
         weights, gradients: only this rank's partition if ZeRO partitions them.
         optimizer: this rank's partition of the float32 master weights and of Adam's moments.
-        communication: bucket for reducing gradients; with ZeRO 2, ``layer`` counts it instead. With
-            an offloaded optimizer of ZeRO 1 or 2, also a buffer for the largest parameter.
+        communication: bucket for reducing gradients. ZeRO 1 has a bucket only with an offloaded
+            optimizer. With ZeRO 2, ``layer`` counts the bucket. With an offloaded optimizer of
+            ZeRO 1 or 2, also a buffer for the largest parameter.
         activations: saved activations of all microbatches in flight, except those on the host.
         loss: moment of the loss and of the output layer's backward pass.
         reduction: moment when the output layer's gradient is copied or reduced.

@@ -32,8 +32,8 @@ _LAYER = (
     "self_attention.core_attention", "self_attention.linear_proj", "pre_mlp_layernorm", "mlp",
     "mlp.linear_fc1", "mlp.linear_fc2",
 )  # fmt: skip
-# Numbers of calls of modules without large weights: _BEFORE the embedding, and _AFTER it until the
-# first layer.
+# Numbers of calls of modules without large weights: before the embedding (_BEFORE), and between the
+# embedding and the first layer (_AFTER).
 _BEFORE, _AFTER = 3, 2
 
 

@@ -48,10 +48,11 @@ def agree(
 
 
 def lambdas(network: Network, parallel_state: ParallelState) -> dict[str, float]:
-    """Return lambda of every layer as metrics ``attn/lambda_layer_01`` etc.; all ranks call this.
+    """Return lambda of each differential layer as a metric; all ranks must call this.
 
-    Lambda is the factor of the subtracted softmax map. The value is the mean over all heads, and
-    over the tokens of this data-parallel rank in the last forward pass.
+    Lambda is the factor of the subtracted softmax map. The value is the mean over all heads. If
+    lambda depends on the token, it is also the mean over the tokens of this rank in the last
+    forward pass. A name is, for example, ``attn/lambda_layer_01``.
     """
     own = lambda_by_layer(network)
     if own and parallel_state.tensor_size > 1:

@@ -195,8 +195,8 @@ def _output(network: Callable[..., Tensor], batch: Batch, *, has_labels: bool) -
 def _packed_documents(batch: Batch) -> PackedSeqParams | None:
     """Return the document boundaries in Megatron's format; None if attention crosses documents.
 
-    Tensors keep one row per sequence (``sbhd``). ``max_seqlen`` is the number of positions for
-    which Megatron computes rotary embeddings.
+    The tensors of the layers keep one row per sequence (``sbhd``). Attention reads only
+    ``cu_seqlens_q``.
     """
     if batch.document_ids is None:
         return None

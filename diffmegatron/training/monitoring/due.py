@@ -21,7 +21,8 @@ def suite_evaluator_name(suite: str) -> str:
 def due_at(recipe: Recipe, step: int) -> list[str]:
     """Return the names of the evaluators that are due at a step.
 
-    A held-out loss is due only if ``training.eval_batches`` and its split's fraction are above 0.
+    A validation or test loss is due only if ``training.eval_batches`` and the fraction of its split
+    are above 0. The test loss is due only at the last step.
     """
     training = recipe.training
     is_last = step >= training.total_steps

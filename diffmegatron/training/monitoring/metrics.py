@@ -55,7 +55,7 @@ class MetricsWriter:
         self._events.restart(last_step + 1)
 
     def close(self) -> None:
-        """Close both files, and log the number of lines that could not be written, if any."""
+        """Write pending values and close the files; log how many lines could not be written."""
         self._lines.close()
         self._events.close()
 
@@ -77,7 +77,8 @@ class MetricsWriter:
 class _TensorBoardEvents:
     """Writer of TensorBoard's event files; after an error, writes nothing until :meth:`restart`.
 
-    An error ends the thread of TensorBoard's ``SummaryWriter``, so it cannot be used again.
+    An error ends the thread of TensorBoard's ``SummaryWriter``, so this object cannot be used
+    again.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -85,11 +86,14 @@ class _TensorBoardEvents:
         self._writer: SummaryWriter | None = None
 
     def _logged(self) -> AbstractContextManager[None]:
-        """Log any exception: with TensorFlow installed, TensorBoard raises TensorFlow's errors."""
+        """Return a context that logs any exception; TensorBoard may raise TensorFlow's errors."""
         return log_write_errors(self._folder, Exception)
 
     def restart(self, first_step: int) -> None:
-        """Open a new event file; TensorBoard hides older events from ``first_step`` on."""
+        """Open a new event file.
+
+        TensorBoard then hides the events of older files from step ``first_step`` on.
+        """
         # The import takes most of a second, and code that only reads metrics does not need it.
         from torch.utils.tensorboard import SummaryWriter
 
@@ -134,7 +138,10 @@ def read_metrics(run_dir: Path) -> list[Entry]:
 
 
 def newest_entries(run_dir: Path) -> list[Entry]:
-    """Return the last entries of ``metrics.jsonl``, some hundreds, oldest first."""
+    """Return the entries in the last 256 KiB of ``metrics.jsonl``, oldest first.
+
+    Damaged lines are ignored. The result is empty without the file.
+    """
     path = run_dir / METRICS
     if not path.exists():
         return []
@@ -150,7 +157,7 @@ def _drop_after(path: Path, last_step: int) -> None:
     """Drop the entries after ``last_step`` from a file of metrics.
 
     An intact file is truncated, which needs no free space on the disk. A damaged file is renamed,
-    and its intact entries are written to a new file.
+    and the kept entries are written to a new file.
     """
     if not os.path.lexists(path):
         return

@@ -17,7 +17,7 @@ class Progress:
         self._first = self._marked = (first_step, time.perf_counter())
 
     def tokens_per_second(self, step: int) -> float:
-        """Return the tokens per second since the last call, or at first since the creation."""
+        """Return tokens per second since the previous call, or since this object was created."""
         marked_step, marked_time = self._marked
         now = time.perf_counter()
         self._marked = (step, now)

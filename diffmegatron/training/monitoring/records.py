@@ -12,7 +12,7 @@ from diffmegatron.files import format_path, os_error_text
 
 log = logging.getLogger(__name__)
 
-_KEPT = 10_000  # Number of records in memory: several hours of metrics, about 10 MB.
+_KEPT = 10_000  # Maximum number of records in memory: several hours of metrics, about 10 MB.
 
 
 @contextmanager

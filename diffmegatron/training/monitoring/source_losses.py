@@ -49,7 +49,7 @@ class SourceLosses:
         self._step = []
 
     def report(self) -> dict[str, float]:
-        """Return the metrics since the last report on every rank, and set all sums to 0.
+        """Return the metrics since the last report, and clear the sums; all ranks must call this.
 
         Returns:
             ``train/loss_tokens/SOURCE``, the number of counted tokens, and ``train/loss/SOURCE``,

@@ -13,8 +13,8 @@ from torch.profiler import record_function
 from diffmegatron.parallel.parallel_state import ParallelState
 
 PHASES = ("data", "forward_backward", "update")
-# Number of first phases in which a rank does only its own work. In "update" it also waits for
-# other ranks.
+# Number of phases, from the first, whose time shows a slow rank. In the last phase, "update", every
+# rank waits for the slowest rank.
 _OWN = 2
 # Machines of the same kind differ by less than this factor.
 _SLOWER = 1.5
@@ -48,8 +48,8 @@ class PhaseClock:
     def report(self, parallel_state: ParallelState) -> dict[str, float]:
         """Return metrics of the slowest rank in each phase; reset the clock. All ranks call this.
 
-        The metrics are the number of this rank, ``perf/PHASE_slowest_rank``, and its mean seconds
-        per step, ``perf/PHASE_seconds_slowest``.
+        The metrics of a phase are ``perf/PHASE_slowest_rank``, the number of the slowest rank, and
+        ``perf/PHASE_seconds_slowest``, the mean seconds per step of that rank.
         """
         mine = torch.tensor(
             [self._seconds[phase] / max(1, self._steps) for phase in PHASES],

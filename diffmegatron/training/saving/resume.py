@@ -67,13 +67,13 @@ def open_together(directory: Path, parallel_state: ParallelState) -> Checkpoint:
 def newest_good(
     store: CheckpointStore, parallel_state: ParallelState, before: int | None = None
 ) -> Checkpoint | None:
-    """Return the newest intact checkpoint, or None if there is none; all ranks must call this.
+    """Return the newest intact checkpoint; all ranks must call this.
 
-    If there are checkpoints and all are damaged, raise UserError, because a run must not silently
-    start over. With ``before``, only checkpoints of earlier steps are tried. The result is then
-    None if all of them are damaged.
+    If there is no checkpoint, return None. If all checkpoints are damaged, raise UserError, because
+    a run must not silently start over. With ``before``, only checkpoints of earlier steps are
+    tried, and the result is None if none of them is intact.
     """
-    # If each rank listed the directory, the ranks could find different checkpoints.
+    # Only rank 0 lists the directory, because the ranks could find different checkpoints.
     steps = [step for step in from_rank_0(store.steps) if before is None or step < before]
     for step in reversed(steps):
         try:
@@ -95,8 +95,8 @@ def rollback_checkpoint(
     """Return the checkpoint to roll back to, or None if there is none; all ranks must call this.
 
     Usually it is the newest intact checkpoint. ``no_progress`` means that no step was applied since
-    the last rollback. In this case, rename the newest checkpoint and return the next older one, if
-    there is one.
+    the last rollback. In this case, if an older intact checkpoint exists, rename the newest one and
+    return the older one.
     """
     newest = newest_good(store, parallel_state)
     if not no_progress or newest is None:
@@ -111,9 +111,10 @@ def rollback_checkpoint(
 
 
 def open_start(recipe: Recipe, parallel_state: ParallelState) -> Checkpoint | None:
-    """Open the checkpoint of ``checkpoint.start_from``; None if it is unset. All ranks call this.
+    """Open the checkpoint of ``checkpoint.start_from``, or return None if this setting is None.
 
-    If the path is a ``run_dir``, the newest intact checkpoint of its last stage is opened.
+    If the setting is a ``run_dir``, the newest intact checkpoint of its last stage is opened. All
+    ranks must call this function.
     """
     if recipe.checkpoint.start_from is None:
         return None
@@ -128,10 +129,10 @@ def open_start(recipe: Recipe, parallel_state: ParallelState) -> Checkpoint | No
 
 
 def _check_made_for(source: Checkpoint, attention: Variant) -> None:
-    """Check that the heads in ``model.attention`` were selected on the weights of ``source`` (DEX).
+    """Check that DEX's heads in ``model.attention`` were selected on the weights of ``source``.
 
-    If ``source`` already has this kind of attention, it was trained after the selection and is not
-    checked.
+    Other kinds of attention have no selected heads. If ``source`` is a DEX checkpoint, it was
+    trained after the selection and is not checked.
     """
     made_for = attention.fingerprint
     if made_for is None or source.recipe.model.attention.kind == attention.kind:
@@ -165,8 +166,8 @@ def load_snapshot(
 ) -> Position:
     """Restore weights, optimizer and random states from a checkpoint of any parallel layout.
 
-    Random states are restored only if the checkpoint was written by the same number of ranks on the
-    same kind of device.
+    Random states are restored only if the checkpoint was written by the same number of ranks. A GPU
+    cannot restore the random states of a CPU, and a CPU cannot restore those of a GPU.
     """
     state, tensors = checkpoint.state, checkpoint.tensors
     read_fragments(tensors, (WEIGHT, *MOMENTS), engine, shards)
@@ -188,8 +189,9 @@ def load_weights(
 ) -> None:
     """Load only the weights of a checkpoint.
 
-    Parameters that the checkpoint's network lacks keep their initial values. These are parameters
-    of another attention variant, and LoRA matrices.
+    Parameters that the checkpoint's network lacks keep their initial values. These are LoRA
+    matrices, and parameters of the recipe's attention variant that the checkpoint's variant does
+    not have.
     """
 
     def is_new(name: str) -> bool:
@@ -214,8 +216,8 @@ def read_fragments(
     The caller must call ``engine.restore`` afterwards, which applies the new values to the network.
 
     Args:
-        kinds: "weight", "exp_avg" or "exp_avg_sq"; a frozen parameter has only "weight".
-        should_skip: function of a tensor's name; True leaves the tensor unchanged.
+        kinds: some of "weight", "exp_avg" and "exp_avg_sq"; a frozen parameter has only "weight".
+        should_skip: function of a tensor's name; if it returns True, the tensor is not changed.
     """
     for fragment in engine.fragments():
         wanted = {kind: fragment.tensors[kind] for kind in kinds if kind in fragment.tensors}

@@ -35,16 +35,16 @@ from diffmegatron.training.safeguards import save_warnings
 
 log = logging.getLogger(__name__)
 
-# Number of retries after a failed save, one after each of the next steps (in ``save_now`` at once).
-# If all fail, the run saves at multiples of checkpoint.interval, without retries, until a save
-# succeeds.
+# Number of retries after a failed save. There is one retry after each of the next steps; only
+# ``save_now`` retries at once. If all retries fail, the run saves at multiples of
+# checkpoint.interval, without retries, until a save succeeds.
 _RETRIES = 2
 
 
 class Saver:
     """Saver of a run's checkpoints; all ranks must call its methods in the same order.
 
-    ``run_dir`` is needed only on rank 0, to detect that the folder was moved or removed.
+    ``run_dir`` is used to detect that the folder was moved or removed; None on ranks other than 0.
     ``saved_step`` is the step of the newest checkpoint; None if there is none.
     """
 
@@ -99,7 +99,7 @@ class Saver:
     def start(self, position: Position) -> dict[str, float]:
         """Start a save: copy tensors to host memory, and start the thread that writes them.
 
-        The result has metrics only if the start fails. If ``run_dir`` was moved or removed, raise
+        Return metrics if the start fails, otherwise {}. If ``run_dir`` was moved or removed, raise
         UserError, because a new folder would lack the earlier checkpoints and the run's lock.
         """
         assert not self.is_open
@@ -152,8 +152,8 @@ class Saver:
     def complete(self) -> dict[str, float]:
         """Wait until all ranks have written, and complete the checkpoint; return metrics.
 
-        If the save fails, this is logged and there is no checkpoint. The caller must check that the
-        weights are sound.
+        A failed save is logged and leaves no checkpoint. The caller must check that the weights are
+        sound.
         """
         position, write = self._position, self._write
         assert position is not None and write is not None
@@ -199,9 +199,10 @@ class Saver:
                 raise UserError(self._problem)
 
     def _copy_to_host(self) -> tuple[dict[str, Tensor], str]:
-        """Return copies of this rank's tensors by name, and a JSON list of their positions.
+        """Return copies of this rank's tensors by name, and JSON with the position of each piece.
 
-        All saves use the same host buffers, because new memory would take longer than the copy.
+        A piece is a range of a weight or of its optimizer state. All saves use the same host
+        buffers, because the allocation of new buffers would take longer than the copy.
         """
         pieces = [
             piece
@@ -256,8 +257,8 @@ class Saver:
 
     def _prune(self, saved_step: int, keep_last: int) -> None:
         try:
-            # Checkpoints of later steps are damaged, or the run has rolled back to an earlier step.
-            # They are neither removed nor counted.
+            # A checkpoint after saved_step was damaged when the run resumed or rolled back to an
+            # earlier step. Neither remove nor count it.
             steps = [step for step in self._store.complete() if step <= saved_step]
             for step in prunable(steps, keep_last, self._recipe.checkpoint.keep_every):
                 self._store.remove(step)
@@ -266,7 +267,7 @@ class Saver:
 
     @contextmanager
     def _errors_on_all_ranks(self) -> Iterator[None]:
-        """Raise a UserError on all ranks if the code inside raises any error on one rank."""
+        """Raise a UserError on all ranks if the code in the context raises an error on any rank."""
         with errors_on_all_ranks():
             try:
                 yield
