@@ -37,7 +37,7 @@ def entropy_sums(
 ) -> tuple[Sums, float]:
     """Return sums of attention entropies in nats over queries, and this rank's number of queries.
 
-    With context parallelism, the sums of one rank are over other queries than those that it counts.
+    With context parallelism, the sums of one rank are not over the queries that this rank counts.
     The totals over all data- and context-parallel ranks are over all queries.
     """
     total: Sums = {}
@@ -57,7 +57,8 @@ def gradient_sums(
 
     xi = 1 is a factor by which a head's output is multiplied. L is the mean loss of a sequence. The
     sums are scaled: their totals over all data- and context-parallel ranks are already means over
-    all sequences. The divisors of these ranks therefore add up to 1.
+    all sequences, weighted by their numbers of tokens with loss. The divisors of these ranks
+    therefore add up to 1.
     """
     total: Sums = {}
 

@@ -49,8 +49,8 @@ def select_heads(
 ) -> str | None:
     """Score every head of a checkpoint on text, and write a file with the selected heads.
 
-    ``out`` is the file that a recipe of DEX names in ``model.attention.selected_heads``. For
-    ``heads.yaml``, the files ``heads.scores.json`` and ``heads.png`` are written beside it. If
+    ``out`` is the file that a recipe of DEX names in ``model.attention.selected_heads``. If ``out``
+    is ``heads.yaml``, the files ``heads.scores.json`` and ``heads.png`` are written beside it. If
     ``model`` is a ``run_dir``, its newest checkpoint is used. ``overrides`` change the checkpoint's
     recipe, e.g. its parallel layout, which is one process by default.
 

@@ -141,7 +141,7 @@ def final_figures(run: RecordedRun) -> dict[str, Any]:
 
     Steps and tokens are sums over all stages. The figure ``stages`` has the names of the stages if
     there are several. All other figures describe the last stage. Its training losses are means over
-    the last tenth of its steps. Lambda is the mean over its layers.
+    the last tenth of its steps. Lambda is the mean over the layers.
     """
     last = run.stages[-1]
     model, names = last.recipe.model, [Path(stage.recipe.run_dir).name for stage in run.stages]

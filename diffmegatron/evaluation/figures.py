@@ -1,4 +1,7 @@
-"""Plots for suites (benchmarks): bars and curves with 95% intervals, and colour maps."""
+"""Plots for suites (benchmarks): bars and curves with 95% intervals, and colour maps.
+
+A target is a model to evaluate.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any

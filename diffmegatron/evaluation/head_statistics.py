@@ -100,10 +100,11 @@ def _measured(
 def _overlaps(block: "_Block", signal: Tensor, noise: Tensor) -> Iterator[tuple[str, Tensor]]:
     """Yield the name and values [heads, rows] of each overlap of ``signal`` and ``noise``.
 
-    These are the two maps of each head, [heads, rows, keys]. The overlap of top tokens is the share
-    of top tokens that the two maps have in common. The overlap of scores is sum(min) / sum(max) of
-    the entries of the two maps, or 0 if the second sum is 0. The sums are over the tokens that are
-    top tokens of at least one map (``IN_TOP``), or over the remaining tokens (``IN_REST``).
+    ``signal`` and ``noise`` have the two maps of each head, [heads, rows, keys]. The overlap of top
+    tokens is the share of top tokens that the two maps have in common. The overlap of scores is
+    sum(min) / sum(max) of the entries of the two maps, or 0 if the second sum is 0. The sums are
+    over the tokens that are top tokens of at least one map (``IN_TOP``), or over the remaining
+    tokens (``IN_REST``).
     """
     one, other = block.tops(signal), block.tops(noise)
     both = (one * other).sum(2)[:, block.skipped :]

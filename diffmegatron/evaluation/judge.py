@@ -82,7 +82,7 @@ def open_judge(where: str, model: str, key: str, tokens: int, seconds: float) ->
     Args:
         where: a Hugging Face folder, or a URL to which ``/chat/completions`` is appended.
         model: name of the model at the URL.
-        key: environment variable that may contain the API key of the URL.
+        key: name of the environment variable that may contain the API key of the URL.
         tokens: largest number of tokens of an answer.
         seconds: time limit of a request to the URL, until the last byte of its answer.
     """

@@ -98,7 +98,7 @@ def first_texts(
 ) -> Iterator[tuple[str, str]]:
     """Yield (name of the source, text) for the first documents of each source.
 
-    ``documents`` is their number per source; None for all. A text is cut to ``characters``.
+    ``documents`` is the number of documents per source; None: all. A text is cut to ``characters``.
     """
     for name, path in named_paths(options).items():
         for text in islice(read_texts(path), documents):

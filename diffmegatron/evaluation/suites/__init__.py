@@ -55,8 +55,8 @@ def make_suites(
     """Return the suites of a command line with their settings.
 
     Args:
-        options: values of the fields ``data``, ``haystack`` and ``data_dir``. A suite uses those of
-            its own fields.
+        options: values of the fields ``data``, ``haystack`` and ``data_dir``. A suite uses the
+            values of the fields that it has.
         settings: settings as ``SUITE.KEY=VALUE`` with a YAML value. They override ``options``.
         context: function that returns the default of the field ``context`` in tokens. It is called
             only if a suite needs the default.

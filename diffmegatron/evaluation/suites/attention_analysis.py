@@ -55,9 +55,10 @@ class AttentionAnalysis(TextSuite):
 
     @override
     def items(self, target: Target) -> list[Item]:
-        """Return an item per text, except texts of fewer than 4 or fewer than ``1 / top`` tokens.
+        """Return an item for each text with at least ``max(4, 1 / top)`` tokens.
 
-        CKA needs 4 tokens. In a text of fewer than ``1 / top`` tokens, no row has a top token.
+        CKA (the alignment) needs 4 tokens. In a text of fewer than ``1 / top`` tokens, no row has a
+        top token.
         """
         # A token has fewer than 16 characters on average, so 16 * `length` characters are enough.
         texts = first_texts(self.data, self.documents, 16 * self.length)

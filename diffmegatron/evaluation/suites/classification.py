@@ -163,7 +163,7 @@ class ClassificationSuite(Suite):
 
     @override
     def unit(self, key: str, record: Record) -> str:
-        """Return the test question, which is the unit that the bootstrap draws.
+        """Return the name of the test question; the bootstrap draws all its items together.
 
         Items that ask the same question after different examples are not independent.
         """
@@ -436,7 +436,8 @@ def _in_turn(examples: Sequence[Example]) -> Iterator[Example]:
 def _right_by_permutation(records: Records) -> dict[str, np.ndarray]:
     """Return ``TASK, ARRANGEMENT`` -> whether answers are right, 0 or 1, [questions, permutations].
 
-    A question without a record in some permutation is left out. Its prompt exceeded the context.
+    A question is left out if a permutation has no record of it, e.g. because the prompt was longer
+    than the context.
     """
     right: dict[str, dict[int, dict[int, bool]]] = defaultdict(lambda: defaultdict(dict))
     for record in records:

@@ -35,9 +35,8 @@ if TYPE_CHECKING:
     from diffmegatron.evaluation.harness import Encoder, Question, Tasks
 
 _TABLE = "3B, 1T tokens, accuracy of a kind that the paper does not name"
-# Task -> (metric, accuracy of the 3B model in Differential Transformer, Ye et al.). The paper does
-# not name the metrics. On HellaSwag, models of this size reach the paper's accuracy only with
-# acc_norm.
+# Task -> (metric, accuracy of the 3B differential model of Ye et al.). The paper does not name the
+# metrics. On HellaSwag, models of this size reach the paper's accuracy only with acc_norm.
 _PAPER = {
     "arc_challenge": ("acc", 0.378),
     "arc_easy": ("acc", 0.729),
@@ -223,7 +222,8 @@ class LmEval(Suite):
     def _results(self, records: Records) -> Iterator[dict[str, Any]]:
         """Yield the value and the standard error of each metric of each task and group.
 
-        If the evaluated tasks have different numbers of shots, ``shots`` of every group is ``own``.
+        If the evaluated tasks have different numbers of shots, ``shots`` of every group is the text
+        ``own``.
         """
         passes: dict[int | None, list[Record]] = {}
         for record in records:

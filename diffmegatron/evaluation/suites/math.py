@@ -1,4 +1,4 @@
-"""Mathematical problems in words, with answers compared by math-verify (extra ``evaluation``)."""
+"""Mathematical word problems; the package math-verify (extra ``evaluation``) compares answers."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence

@@ -104,7 +104,7 @@ def question(cities: Sequence[str]) -> str:
 
 
 class Haystack:
-    """A text in which needles are hidden; a target's tokenizer encodes each of its sentences."""
+    """A text in which needles are hidden; it is encoded with the tokenizer of ``target``."""
 
     def __init__(self, path: Path, target: Target) -> None:
         self._path, self._target = path, target
@@ -292,7 +292,8 @@ def build_prompt(
     Args:
         key: key of the item, which seeds its random choices.
         pair: number of needles to hide, and number of needles to find.
-        depth: share of the haystack before the first needle. Other needles have random depths.
+        depth: share of the haystack before one of the needles to find. All other needles have
+            random depths.
     """
     count, asked = pair
     draw = random.Random(key)

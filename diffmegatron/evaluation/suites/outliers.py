@@ -1,6 +1,7 @@
 """Outliers of activations, and the loss with quantised attention logits.
 
-Both measures are from Differential Transformer (Ye et al., section 3.7).
+Differential Transformer (Ye et al., section 3.7) measures the outliers, and the accuracy with
+quantised logits.
 """
 
 import base64
@@ -90,7 +91,7 @@ class Outliers(WindowSuite):
 
     @override
     def follow_ups(self, target: Target, records: Records) -> list[Item]:
-        """Return an item of the second pass for each window; it has the bins of the medians."""
+        """Return an item of the second pass for each window, with the bins of the medians."""
         bins = {
             of: _median_bins(_summed([record[of]["bins"] for record in records], _BINS))
             for of in (LOGITS, HIDDEN)

@@ -44,9 +44,9 @@ class PowerLaw(NamedTuple):
 class Scaling(Suite):
     """Power laws of the held-out loss for each kind of attention, compared with the Transformer.
 
-    With ``against: parameters``, the law of a kind is fitted to the last held-out loss of each run,
-    so its runs must have several sizes. With ``against: tokens``, it is fitted to all held-out
-    losses of all runs, so the runs must have the same size.
+    With ``against: parameters``, the law of a kind is fitted to the last held-out loss of each of
+    its runs, so these runs must have several sizes. With ``against: tokens``, it is fitted to all
+    held-out losses of its runs, so these runs must have the same size.
     """
 
     name = "scaling"
@@ -106,10 +106,10 @@ class Scaling(Suite):
 
     @override
     def across(self, records: Mapping[str, Records]) -> dict[str, float]:
-        """Return a and b of each kind's law, and shares x / y for each x of the kind's runs.
+        """Return a and b of each kind's law, and the share x / y for each x of the kind's runs.
 
-        By the laws, the Transformer needs y parameters or tokens for the loss that the kind has at
-        x. The Transformer itself has no shares.
+        x and y are numbers of parameters or tokens. By the laws, the Transformer needs y for the
+        loss that the kind has at x. The Transformer itself has no shares.
         """
         found: dict[str, float] = {}
         kinds = self._kinds(records)
