@@ -23,7 +23,8 @@ class Batch:
     tokens: torch.Tensor  # int64 [b, s]: inputs
     labels: torch.Tensor  # int64 [b, s]: the token after each input
     loss_mask: torch.Tensor  # float32 [b, s]: 1 where the label contributes to the loss, else 0
-    position_ids: torch.Tensor  # int64 [b, s]: from the row's start, or the document's if reset
+    # int64 [b, s]: position in the row, or in the document with data.reset_position_ids.
+    position_ids: torch.Tensor
     # int32 [b, s]: index of each token's document in its row; None if attention crosses documents.
     document_ids: torch.Tensor | None
     # int64 [b]: index of each row's source in data.sources; None if the recipe has one source.

@@ -27,7 +27,7 @@ CL100K = "cl100k_base"
 CL100K_FILE_SHA256 = "223921b76ee99bde995b7ff738513eef100fb51d18c93597a113bcffe865b2a7"
 # Name of cl100k_base's file in tiktoken's cache: the sha1 of its download URL.
 CL100K_CACHE_NAME = "9b5ad71b2ce5302211f9c61530b329a4922fc6a4"
-# Split pattern of tiktoken >= 0.9. Older versions write it differently, with the same splits.
+# Split pattern of tiktoken >= 0.9. Older versions have another pattern with the same splits.
 CL100K_PATTERN = (
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+"
     r"|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
@@ -46,7 +46,7 @@ SEARCH_VARIABLE = "DIFFMEGATRON_TIKTOKEN"
 
 
 class Tokenizer(ABC):
-    """Tokenizer that is identified by a hash."""
+    """Base class of tokenizers; ``sha256`` identifies a tokenizer."""
 
     name: str  # name or path that load_tokenizer accepts
     vocab_size: int  # highest id plus one, including special tokens

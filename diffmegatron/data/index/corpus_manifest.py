@@ -196,7 +196,10 @@ def pieces(path: Path, before: int = 0) -> Iterator[memoryview]:
 
 
 def data_files(manifest: Manifest) -> tuple[str, ...]:
-    """Return the suffixes of the data files: ``.bin`` or all ``.parts/NAME``, and then ``.idx``."""
+    """Return the suffixes of the data files of a corpus, ``.idx`` last.
+
+    The token files are ``.bin``, or ``.parts/NAME`` for each part of a merged corpus.
+    """
     parts = tuple(f".parts/{part.path}" for part in manifest.parts)
     return (*(parts or (".bin",)), ".idx")
 

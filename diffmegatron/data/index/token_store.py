@@ -70,7 +70,8 @@ class Corpus:
     """Prepared corpus, opened for reading.
 
     The arrays are views of the memory-mapped files of ``index`` and ``dataset``. Keep these objects
-    as long as the arrays: reading an array after its object is deleted is a segmentation fault.
+    as long as the arrays: reading an array after its object is deleted causes a segmentation
+    fault.
     """
 
     prefix: str  # path without .bin

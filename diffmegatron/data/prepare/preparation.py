@@ -46,7 +46,10 @@ _EARLY_CHECK = 1000
 
 @dataclasses.dataclass
 class Preparation:
-    """Preparation of a corpus that starts at ``state``, e.g. the last commit's, and updates it."""
+    """Preparation of a corpus, which starts at ``state`` and updates it.
+
+    ``state`` is empty or that of the last commit.
+    """
 
     prefix: Path  # path of the finished files, without their suffixes
     files: list[CorpusFile]
@@ -165,7 +168,7 @@ class Preparation:
 
 
 def publish(folder: Path, prefix: Path) -> None:
-    """Rename the finished files and remove the journal; after a kill, call this function again."""
+    """Rename the finished files and remove the journal; a killed call can be repeated."""
     targets = {TOKENS: ".bin", INDEX: ".idx", MANIFEST: ".json"}
     if (folder / REJECTS).exists() and (folder / REJECTS).stat().st_size:
         targets = {REJECTS: ".rejects.jsonl", **targets}

@@ -90,7 +90,8 @@ def _delayed_interrupts() -> Iterator[None]:
     received: list[tuple[int, FrameType | None]] = []
     is_main = threading.current_thread() is threading.main_thread()
     # The temporary handler must not raise: Python drops an exception that a signal handler raises
-    # within a finalizer or a callback of the import system, and modules are imported here.
+    # within a finalizer or a callback of the import system, and the start of a worker imports
+    # modules.
     if is_main:
         handler = signal.signal(signal.SIGINT, lambda *call: received.append(call))
     try:

@@ -149,7 +149,7 @@ TASKS: dict[str, ClassificationTask] = {
 class ClassificationSuite(Suite):
     """Base class of suites that ask for the labels of the tasks' test texts.
 
-    The prompt has labelled examples before each text.
+    A prompt has labelled examples, and then one test text.
     """
 
     data_dir: Path = DATA_DIR
