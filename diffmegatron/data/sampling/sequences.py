@@ -57,8 +57,8 @@ class Blocks(ABC):
 class Concatenated(Blocks):
     """Blocks of concatenated documents, cut every s = ``seq_length`` tokens.
 
-    The concatenated documents are a stream that repeats forever. Block b is the tokens b * s to ``b
-    * s + s`` of the stream, both included. The last token of a block is a label but not an input.
+    The concatenated documents are a stream that repeats forever. Block b is the tokens b * s to
+    (b + 1) * s of the stream, both included. The last token of a block is a label but not an input.
     The next block begins with this token, so every token is an input exactly once per epoch. A
     block may begin in one epoch and end in the next, so each epoch is cut at different positions.
     """
