@@ -74,9 +74,9 @@ class Tasks:
     """The tasks of lm-eval that an evaluation uses, and the groups of tasks, by name.
 
     ``names`` contains names of tasks, groups and tags. ``include_path`` is a folder with further
-    tasks. Relative paths in task configurations refer to ``data_dir``. A data set of Hugging Face's
-    hub is read from a folder with its name below ``data_dir``, e.g. ``data_dir/allenai/ai2_arc``,
-    if there is one.
+    tasks. Relative paths in task configurations refer to ``data_dir``. If ``data_dir`` has a folder
+    with the name of a Hugging Face data set, e.g. ``allenai/ai2_arc``, the data set is read from
+    it.
     """
 
     def __init__(self, names: Sequence[str], include_path: Path | None, data_dir: Path) -> None:

@@ -221,7 +221,10 @@ class SharedRecords:
 
 
 def check_records(records: Iterable[Record], read: Callable[[Record], object]) -> None:
-    """Call ``read`` on each finite record from a file; name the record's line if ``read`` fails."""
+    """Call ``read`` on each finite record from a file.
+
+    If ``read`` fails, raise a UserError that names the file and the line of the record.
+    """
     for record in records:
         if isinstance(record, _Line) and NOT_FINITE not in record:
             try:

@@ -63,7 +63,7 @@ class Mean(NamedTuple):
 
 
 class Estimate(NamedTuple):
-    """A value with its 95% interval from ``low`` to ``high``, which are None without an interval.
+    """A value and its 95% interval from ``low`` to ``high``, both None if there is no interval.
 
     ``units`` is the number of items, or of groups of items that the bootstrap draws together
     (:meth:`Suite.unit`). It is None if the value is not computed from units.

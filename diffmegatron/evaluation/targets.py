@@ -131,7 +131,7 @@ class Target:
         return found.hexdigest()
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of a text; names of special tokens are encoded as plain text."""
+        """Return the token ids of a text; special tokens such as ``</s>`` count as plain text."""
         return self.tokenizer.encode(text).tolist()
 
 
@@ -170,7 +170,7 @@ def encode_alike(one: Tokenizer, other: Tokenizer) -> bool:
 
 
 def _names(paths: Sequence[Path]) -> list[str]:
-    """Return distinct names: as many last components of each path as needed, joined by ``-``."""
+    """Return distinct names from the last components of the paths: a/x, b/x -> a-x, b-x."""
     parts = [path.resolve().parts[1:] for path in paths]
     for count in range(1, max(map(len, parts)) + 1):
         names = ["-".join(each[-count:]) for each in parts]

@@ -1,4 +1,4 @@
-"""Gradient clipping, which DeepSpeed does between the reduction and the update, and local norms."""
+"""Settings of gradient clipping, which DeepSpeed does before the update, and local norms."""
 
 from typing import Any
 

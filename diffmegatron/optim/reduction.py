@@ -1,9 +1,10 @@
 """Reduction of gradients over data-parallel ranks (ZeRO 1) and over tensor-parallel ranks.
 
-A bucket is a range of flat gradients. During the last microbatch's backward pass, a bucket is
+A bucket is a range of flat gradients, which is reduced in float32 and in place. The reduction can
+overlap with the last microbatch's backward pass (``parallel.overlap_gradients``). A bucket is then
 reduced over the data-parallel ranks as soon as its gradients and all earlier buckets are complete.
-The reduction is in float32 and in place. The buckets and their order depend only on the network, so
-all ranks reduce the buckets in the same order.
+The buckets and their order depend only on the network, so all ranks reduce the buckets in the same
+order.
 """
 
 from collections import Counter

@@ -23,7 +23,7 @@ _OUTCOME, _MARGIN_SECONDS = "outcome", 15.0
 # Largest number of missing ranks in an error message.
 _SHOWN_RANKS = 16
 # First words of the message about different values of WORLD_SIZE. A restart cannot solve this
-# problem, so it is a UserError.
+# problem, so ``meet`` raises a UserError and not a MachineError.
 _SIZES = "rank 0 was started with WORLD_SIZE"
 
 
@@ -77,7 +77,7 @@ def _decide(store: Store, arrivals: list[str], seconds: float) -> str:
 
 
 def _wait_for_decision(store: Store, arrivals: list[str], rank: int, seconds: float) -> str:
-    """Return the problem that rank 0 stored ("" for none), or that rank 0 is missing."""
+    """Return the problem that rank 0 stored ("" for none), or a message that rank 0 is missing."""
     if not _wait_until(lambda: store.check([arrivals[0]]), seconds):
         return _missing_ranks(store, arrivals, seconds)
     if not _wait_until(lambda: store.check([_OUTCOME]), seconds + _MARGIN_SECONDS):

@@ -29,7 +29,8 @@ LOCK = "lock"
 _LOCK_PATIENCE_SECONDS = 120.0
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-# Signals within this time count as one stop request, because Slurm and torchrun can both send one.
+# Signals within this time count as one stop request, because Slurm and torchrun may both send a
+# signal.
 _ONE_REQUEST_SECONDS = 5.0
 _ONE_INTERRUPT_SECONDS = 1.0  # The same time for SIGINT, which a person sends by Ctrl-C.
 

@@ -148,7 +148,7 @@ def vocabulary_elements(recipe: Recipe) -> int:
 
 
 def hidden_states_bytes(recipe: Recipe) -> float:
-    """Return the bytes of a microbatch's hidden states on a rank, or of their gradient."""
+    """Return the bytes of a microbatch's hidden states on a rank; their gradient has as many."""
     return _hidden_bytes(recipe) * local_tokens(recipe)
 
 
@@ -291,7 +291,10 @@ def context_communication(recipe: Recipe) -> ContextCommunication | None:
 
 
 def shared_bytes(recipe: Recipe) -> int:
-    """Return the bytes of rotary angles and of the buffer for gathered hidden states."""
+    """Return the bytes of rotary angles, and of the buffer for gathered hidden states.
+
+    Only sequence parallelism gathers hidden states. All layers share the angles and the buffer.
+    """
     parallel = recipe.parallel
     positions = recipe.training.seq_length // parallel.context
     shared = FLOAT32 * recipe.model.attention.head_dim * positions * parallel.virtual_pipeline

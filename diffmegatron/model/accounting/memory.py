@@ -147,7 +147,7 @@ def _states(recipe: Recipe, stage: int, shards: int, microbatches: int) -> Stage
         weights, gradients = weights // shards, gradients // shards
     elif parallel.zero_stage == 2:
         # The rank's partition of the gradients also exists in the run's precision, until the
-        # backward pass ends. No activations are left then, so it counts as memory of the update.
+        # backward pass ends. No activations are left at its end, so count this copy in the update.
         left = element * trained // shards
         update = max(norm, left, update if precision == "fp32" else 0)
         gradients //= shards

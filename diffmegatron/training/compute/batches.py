@@ -88,7 +88,8 @@ def open_loader(
 def on_this_rank(microbatches: Sequence[Batch], parallel_state: ParallelState) -> list[Batch]:
     """Shard the sequences of microbatches for context parallelism, and move them to the device.
 
-    Document ids stay unsharded and on the CPU, where the attention kernels read them.
+    Document ids stay unsharded and on the CPU, where the document boundaries are computed from
+    them.
     """
     rank, size = parallel_state.context_rank, parallel_state.context_size
     moved = []

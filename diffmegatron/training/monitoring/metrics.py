@@ -77,8 +77,7 @@ class MetricsWriter:
 class _TensorBoardEvents:
     """Writer of TensorBoard's event files; after an error, writes nothing until :meth:`restart`.
 
-    An error ends the thread of TensorBoard's ``SummaryWriter``, so this object cannot be used
-    again.
+    An error ends the thread of TensorBoard's ``SummaryWriter``. :meth:`restart` creates a new one.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -13,8 +13,8 @@ from torch.profiler import record_function
 from diffmegatron.parallel.parallel_state import ParallelState
 
 PHASES = ("data", "forward_backward", "update")
-# Number of phases, from the first, whose time shows a slow rank. In the last phase, "update", every
-# rank waits for the slowest rank.
+# Number of phases at the beginning of PHASES whose time shows a slow rank. In the last phase,
+# "update", every rank waits for the slowest rank.
 _OWN = 2
 # Machines of the same kind differ by less than this factor.
 _SLOWER = 1.5
