@@ -4,7 +4,6 @@ import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
 
@@ -17,7 +16,7 @@ from torch.distributed import ProcessGroup
 from diffmegatron.config.parallel_config import ParallelConfig
 from diffmegatron.errors import UserError
 from diffmegatron.parallel.cpu import without_cuda
-from diffmegatron.parallel.default_group import TIMEOUT, default_group, own_device
+from diffmegatron.parallel.default_group import default_group, own_device
 
 T = TypeVar("T")
 
@@ -148,16 +147,13 @@ def from_rank_0(function: Callable[[], T]) -> T:
 
 
 @contextmanager
-def process_groups(
-    parallel: ParallelConfig, seed: int, timeout: timedelta = TIMEOUT
-) -> Iterator[ParallelState]:
+def process_groups(parallel: ParallelConfig, seed: int) -> Iterator[ParallelState]:
     """Create the process groups of a layout, and destroy them at the end of the context.
 
-    ``seed`` sets Megatron's random states. ``timeout`` is the time limit of a collective in the
-    default group, if this function creates that group.
+    ``seed`` sets Megatron's random states.
     """
     device = own_device()
-    with without_cuda(), default_group(timeout), _ending_new_groups():
+    with without_cuda(), default_group(), _ending_new_groups():
         try:
             megatron_state.initialize_model_parallel(
                 tensor_model_parallel_size=parallel.tensor,
