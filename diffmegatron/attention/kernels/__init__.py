@@ -1,1 +1,1 @@
-"""Functions for differential attention with several backends, independent of Megatron."""
+"""Attention functions with several backends, for differential and softmax attention."""

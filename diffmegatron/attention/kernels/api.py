@@ -1,4 +1,4 @@
-"""The public attention functions, their options and results."""
+"""The public functions of this package, and the types of their arguments and results."""
 
 from typing import Unpack
 
@@ -53,8 +53,8 @@ def diff_attention(
     In grouped attention (arXiv 2510.06949) r signal heads share a head of q2 (noise head). Signal
     head n uses noise head `n // r`, and both attend to kv head `n // (h / h_kv)`.
 
-    The output of a query without visible keys is zero. Under autocast q, k and v are cast to
-    autocast's dtype.
+    The output of a query without visible keys is zero. Under autocast q1, k1, q2, k2 and v are
+    first cast to autocast's dtype, except if v is float64.
 
     Args:
         q1: `[b, s, h, d]`, floating point.
@@ -62,9 +62,9 @@ def diff_attention(
         k1, k2: `[b, t, h_kv, d]`; h_kv divides h / r.
         v: `[b, t, h_kv, 2d]`. All five tensors have the same dtype and device.
         lambda_: 0-dim floating-point tensor on the same device, usually fp32.
-        causal: whether to hide keys at later positions than the query.
+        causal: whether to hide keys at later global positions than the query.
         softmax_scale: factor of the scores, above 0; 1/sqrt(d) by default.
-        backend: a name of `registry.DIFFERENTIAL`, or "auto".
+        backend: a key of `registry.DIFFERENTIAL`, or "auto".
         cu_seqlens: `[documents + 1]` integers, the boundaries `[0, end of first, ...]` of packed
             documents in global positions, the same for every batch row. Attention stays within a
             document. If the boundaries of the rows differ, concatenate the batch into one row. Keep
@@ -101,12 +101,13 @@ def softmax_attention(
 ) -> Tensor:
     """Return plain softmax attention, `[b, s, h, d]` in v's dtype.
 
-    The letters of the shapes are as in `diff_attention`; here h is the number of query heads.
+    In the shapes b is the batch size, s the number of queries, t the number of keys, h the number
+    of query heads, h_kv the number of kv heads, and d the width of a head.
 
     Args:
         q: `[b, s, h, d]`, floating point.
         k, v: `[b, t, h_kv, d]`, same dtype and device as q; h_kv divides h.
-        backend: a name of `registry.SOFTMAX`, or "auto".
+        backend: a key of `registry.SOFTMAX`, or "auto".
         options: causal, softmax_scale, cu_seqlens, query_offset, key_offset as in `diff_attention`.
     """
     call = AttentionCall.checked(QKV((q,), (k,), v), **options).autocast()
@@ -126,17 +127,21 @@ def diff_attention_v2(
     backend: str = "auto",
     **options: Unpack[CallOptions],
 ) -> Tensor:
-    """Return DIFF V2: softmax attention, then `signal - lambda * noise` per token and signal head.
+    """Return the attention of Differential Transformer V2 (DIFF V2).
 
-    The letters of the shapes are as in `diff_attention`. The query heads form h / r groups. A group
-    has r signal heads, followed by their noise head. With r = 1 the groups are the pairs
-    (2i, 2i + 1). Query head n attends to kv head `n // ((h + h / r) / h_kv)`.
+    Softmax attention computes all query heads. Then each signal head and its noise head are
+    combined to `signal - lambda * noise`, with one lambda per token and signal head.
+
+    In the shapes b is the batch size, s the number of queries, t the number of keys, h the number
+    of signal heads, h_kv the number of kv heads, and d the width of a head. The query heads form
+    h / r groups. A group has r signal heads, followed by their noise head. With r = 1, query heads
+    2i and 2i + 1 form a group. Query head n attends to kv head `n // ((h + h / r) / h_kv)`.
 
     Args:
         q: `[b, s, h + h / r, d]`, floating point.
         k, v: `[b, t, h_kv, d]`, same dtype and device as q; h_kv divides h / r.
-        lambda_: `[b, s, h]`, floating point, the values after the sigmoid.
-        backend: a name of `registry.SOFTMAX`, or "auto".
+        lambda_: `[b, s, h]`, floating point; the caller has already applied DIFF V2's sigmoid.
+        backend: a key of `registry.SOFTMAX`, or "auto".
         options: causal, softmax_scale, cu_seqlens, query_offset, key_offset as in `diff_attention`.
 
     Returns:
@@ -151,13 +156,14 @@ def subtract_noise(heads: Tensor, lambda_: Tensor, *, backend: str = "auto") -> 
     """Return `signal - lambda * noise` of every signal head, the last step of DIFF V2.
 
     The subtraction is computed in fp32 or wider. Only `heads` and `lambda_` are saved for the
-    backward pass. The letters of the shapes are as in `diff_attention`.
+    backward pass. In the shapes b is the batch size, s the number of tokens, h the number of signal
+    heads, and d the width of a head.
 
     Args:
-        heads: `[b, s, h + h / r, d]`, groups of r signal heads followed by their noise head;
-            floating point.
+        heads: `[b, s, h + h / r, d]`, floating point. A group of r signal heads is followed by the
+            noise head of the group.
         lambda_: `[b, s, h]`, floating point, on the same device.
-        backend: a name of `registry.SUBTRACTION`, or "auto".
+        backend: a key of `registry.SUBTRACTION`, or "auto".
 
     Returns:
         `[b, s, h, d]` in heads' dtype.

@@ -1,4 +1,8 @@
-"""The checked arguments of an attention call, which every backend receives."""
+"""The checked arguments of an attention call, which every attention backend receives.
+
+In the shapes b is the batch size, s the number of queries, h the number of heads, and d the width
+of a query. With two maps a value has the width 2d.
+"""
 
 import math
 from dataclasses import dataclass, replace
@@ -26,7 +30,9 @@ class CallOptions(TypedDict, total=False):
 
 
 class HeadwiseNorm(NamedTuple):
-    """`scale * weight * RMSNorm(head)` over the 2d channels of each head (arXiv 2410.05258, 3.1).
+    """`scale * weight * RMSNorm(head)` over the 2d channels of each head.
+
+    It is the headwise normalization of arXiv 2410.05258, section 2.1.
 
     Attributes:
         weight: `[2d]`, the same for all heads, or None for no weight.
@@ -39,7 +45,7 @@ class HeadwiseNorm(NamedTuple):
     scale: float
 
     def check(self, v: Tensor) -> None:
-        """Raise ValueError unless eps >= 0 and the weight is `[2d]` on the device of v."""
+        """Raise ValueError unless eps >= 0 and the weight is None, or `[2d]` on v's device."""
         if not self.eps >= 0.0:
             raise ValueError(f"norm.eps is {self.eps}; it must be 0 or more")
         if self.weight is None:
@@ -62,10 +68,11 @@ class HeadwiseNorm(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class AttentionCall:
-    """Checked arguments of attention with one map (softmax) or two maps (differential).
+    """Checked arguments of attention with one softmax map, or with two (differential attention).
 
-    `lambda_` is the 0-dim factor of the second map; it is None with one map, and in
-    `chunk_attention`. `norm` is the headwise norm that a backend with `fuses_norm` applies.
+    `scale` is the factor of the scores. `lambda_` is the 0-dim factor of the second map; it is None
+    with one map, and in `chunk_attention`. A backend with `fuses_norm` applies `norm`, the headwise
+    norm. Other backends ignore it, and `api.diff_attention` applies it to their result.
     """
 
     maps: QKV
@@ -87,7 +94,7 @@ class AttentionCall:
         query_offset: int | None = None,
         key_offset: int = 0,
     ) -> "AttentionCall":
-        """Return the call, or raise ValueError if the arguments do not fit `api.diff_attention`."""
+        """Return the call, or raise ValueError if an argument is wrong (see `diff_attention`)."""
         check_maps(maps)
         if lambda_ is not None:
             check_lambda(lambda_, like=maps.queries[0])
@@ -101,7 +108,7 @@ class AttentionCall:
             query_offset=query_offset,
             key_offset=key_offset,
         )
-        # torch's kernels multiply masked scores of -inf by the scale, and 0 * -inf is NaN.
+        # A scale of 0 is refused: torch multiplies masked scores of -inf by it, which gives NaN.
         scale: float = maps.queries[0].shape[3] ** -0.5 if softmax_scale is None else softmax_scale
         if not isinstance(scale, Real) or not 0.0 < scale < math.inf:
             raise ValueError(f"softmax_scale is {scale!r}; it must be a finite number above 0")
@@ -109,11 +116,14 @@ class AttentionCall:
 
     @property
     def op(self) -> Op:
-        """The operation in the registry."""
+        """The operation, a key of `registry.BACKENDS`."""
         return "softmax" if len(self.maps.queries) == 1 else "differential"
 
     def autocast(self) -> "AttentionCall":
-        """Return the call with queries, keys and values in autocast's dtype, except float64."""
+        """Return the call with queries, keys and values in autocast's dtype.
+
+        Without autocast, or with float64 values, return the call unchanged.
+        """
         v = self.maps.v
         if v.dtype == torch.float64 or not torch.is_autocast_enabled(v.device.type):
             return self

@@ -46,11 +46,11 @@ def _check_noise_queries(q2: Tensor, q1: Tensor, kv_heads: int) -> None:
 
 
 def check_noise_groups(name: str, heads: Tensor, lambda_: Tensor, kv_heads: int = 1) -> None:
-    """Raise ValueError unless `heads` consists of equal groups, and `lambda_` fits it.
+    """Raise ValueError unless `heads` consists of equal groups, and `lambda_` fits `heads`.
 
-    `heads` (`name` in messages) is `[batch, length, h + h / r, width]`, in groups of r signal heads
-    followed by their noise head. `lambda_` is `[batch, length, h]`. All heads of a group must
-    attend to the same kv head.
+    A group has r signal heads, followed by their noise head. With h signal heads, `heads` is
+    `[batch, length, h + h / r, width]` and `lambda_` `[batch, length, h]`. All heads of a group
+    must attend to the same kv head. Messages call `heads` by `name`.
     """
     check_tensors(**{name: heads, "lambda_": lambda_})
     if heads.dim() != 4 or 0 in heads.shape or not heads.is_floating_point():
@@ -104,8 +104,8 @@ def check_tensors(**arguments: object) -> None:
 def check_layout(*, v: Tensor, value_width: int, **queries_and_keys: Tensor) -> None:
     """Raise ValueError unless the shapes of the queries and keys of one map and of v fit together.
 
-    `value_width` is the required width of v divided by the width of q. `queries_and_keys` are the
-    queries and then the keys, by their names in messages, e.g. q1, k1.
+    `value_width` is the required width of v divided by the width of q. `queries_and_keys` has two
+    entries, first the queries and then the keys. Messages use their names, e.g. q1 and k1.
     """
     (q_name, q), (k_name, k) = queries_and_keys.items()
     for name, x in ((q_name, q), (k_name, k), ("v", v)):

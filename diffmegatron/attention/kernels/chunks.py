@@ -1,10 +1,13 @@
 """Attention between chunks of a longer sequence, forward and backward, for a ring of ranks.
 
-The forward pass returns the output and the log-sum-exp of each map over one chunk of keys, and
-`merge_maps` merges the chunks. The backward pass of a chunk uses the log-sum-exps and the deltas
-(`WholeAttention.deltas`) of attention over *all* keys. With them, the weights of a map are
-exp(scores - lse), and the gradients of the chunks add up (Liu et al., arXiv 2310.01889, section 3).
-The letters of the shapes are as in `maps`.
+`chunk_attention` returns the output and the log-sum-exp (lse) of each softmax map over one chunk of
+keys. `merge_maps` merges these results over the chunks. `chunk_gradients` uses the log-sum-exps and
+the deltas (`WholeAttention.deltas`) of attention over *all* keys. With these log-sum-exps, the
+weights of a map are exp(scores - lse). The gradient of the queries is then the sum over the chunks
+of keys (Liu et al., arXiv 2310.01889, section 3).
+
+In the shapes b is the batch size, s the number of queries, h the number of heads of the first map,
+and e the width of a value.
 """
 
 from dataclasses import replace
@@ -30,11 +33,11 @@ def chunk_attention(
     Args:
         maps: a chunk of the queries, and a chunk of the keys and values.
         backend: "auto", or a key of `registry.SOFTMAX` (one map) or `registry.DIFFERENTIAL` (two).
-        options: as in `diff_attention`. If all keys precede the queries, causal=False is faster and
-            has the same result.
+        options: as in `api.diff_attention`. If all keys precede the queries, causal=False gives the
+            same result faster.
 
     Returns:
-        For each map the output `[b, s, heads of the map, e]` and the log-sum-exp `[b, s, heads of
+        For each map its output `[b, s, heads of the map, e]` and its log-sum-exp `[b, s, heads of
         the map]`, in fp32 (fp64 for fp64 inputs). A query without visible keys has the output 0
         and the log-sum-exp -inf.
     """

@@ -1,8 +1,8 @@
 """Costs of attention kernels, computed without torch.
 
-*Work* is (forward, backward) multiply-adds of all heads per pair of a query and a visible key.
-*Saved bytes* are the bytes per query that the forward pass saves for the backward pass, in addition
-to q, k, v and the result.
+*Work* is the multiply-adds of all heads for one query and one key, as a tuple (forward, backward).
+*Saved bytes* are the bytes per query, for all heads, that the forward pass saves for the backward
+pass. They exclude q, k, v and the result, but include copies of these tensors.
 """
 
 from collections.abc import Callable
@@ -12,11 +12,12 @@ FLOAT32 = 4
 
 
 class Sizes(NamedTuple):
-    """Sizes that determine the costs of one attention layer on one rank.
+    """Sizes that determine the costs of one attention layer.
 
-    `element` is the bytes of an element of q, k and v. `signal_heads` and `noise_heads` are the
-    query heads of the first and of the second map (0 with one map). `keys` is the mean number of
-    keys that a query sees.
+    `element` is the number of bytes per element of q, k and v, and `head_dim` the width of a query.
+    `signal_heads` is the number of query heads of the first map. `noise_heads` is that of the
+    second map, or 0 with one map. `keys` is the mean number of keys for which a query has a score,
+    including masked keys. If `is_deterministic`, gradients are summed in a fixed order.
     """
 
     element: int
@@ -40,17 +41,18 @@ Saved = Callable[[Sizes], float]
 def default_one_pass(head_dim: int, deterministic: bool) -> bool:
     """Return whether Triton's backward pass computes dQ in the kernel of dK and dV by default.
 
-    That kernel fits the registers up to a head_dim of 64, but sums dQ in an order that changes from
-    run to run.
+    With dQ, that kernel fits the registers up to a head_dim of 64. It sums dQ in an order that
+    changes from run to run, so it is not deterministic.
     """
     return head_dim <= 64 and not deterministic
 
 
 def triton_work(sizes: Sizes, *, one_pass: bool | None = None) -> tuple[int, int]:
-    """Return the work of the Triton kernels in the one-pass, the split or the default form.
+    """Return the work of the Triton kernels; `one_pass=None` means `default_one_pass`.
 
-    In the split form both backward kernels compute the scores and the gradient dP of the weights.
-    Two maps in one kernel share dP and the product for dV. Grouped maps have separate kernels.
+    With `one_pass`, one backward kernel computes dQ, dK and dV. Otherwise dQ has its own kernel,
+    and both kernels compute the scores and the gradient dP of the weights. Two maps in one kernel
+    share dP and the product for dV. Grouped maps have separate kernels.
     """
     if one_pass is None:
         one_pass = default_one_pass(sizes.head_dim, sizes.is_deterministic)
@@ -64,8 +66,8 @@ def triton_work(sizes: Sizes, *, one_pass: bool | None = None) -> tuple[int, int
 def per_head(forward: tuple[int, int], backward: tuple[int, int]) -> Work:
     """Return a function that computes the work of all heads.
 
-    The arguments are multiply-adds per (query, key) pair, divided by head_dim: of one signal head
-    and of one noise head.
+    Each argument is (signal, noise): the multiply-adds of one signal head and of one noise head for
+    a (query, key) pair, divided by head_dim.
     """
 
     def work(sizes: Sizes) -> tuple[int, int]:
@@ -92,12 +94,12 @@ def _noise_outputs(sizes: Sizes) -> int:
 
 
 def fused(sizes: Sizes) -> int:
-    """Return the bytes that a fused kernel saves: the second map's output and all log-sum-exps."""
+    """Return the bytes of the second map's output and all log-sum-exps, for fused kernels."""
     return sizes.element * _noise_outputs(sizes) + log_sum_exps(sizes)
 
 
 def two_calls(sizes: Sizes) -> int:
-    """Return the bytes saved by two calls of plain attention: both outputs and all log-sum-exps.
+    """Return the bytes that two calls of plain attention save: all outputs and log-sum-exps.
 
     If the inputs are narrower than float32, the gradient of lambda needs a float32 copy of the
     second output.
@@ -108,10 +110,11 @@ def two_calls(sizes: Sizes) -> int:
 
 
 def four_calls(sizes: Sizes) -> int:
-    """Return the bytes saved by four calls of plain attention: two per map, each with half of V.
+    """Return the bytes that four calls of plain attention save: two per map, each with half of V.
 
-    In addition to `two_calls` there are a second set of log-sum-exps, a copy of V, and a float32
-    tensor of the second output, which `two_calls` already counts for narrower inputs.
+    In addition to `two_calls`, they save a second set of log-sum-exps and a copy of V. The gradient
+    of lambda needs the two halves of the second output, joined in one float32 tensor. If the inputs
+    are narrower than float32, `two_calls` already counts this tensor.
     """
     values = sizes.element * 2 * sizes.head_dim * sizes.kv_heads
     joined = FLOAT32 * _noise_outputs(sizes) if sizes.element == FLOAT32 else 0
@@ -119,15 +122,16 @@ def four_calls(sizes: Sizes) -> int:
 
 
 def output_and_log_sum_exps(sizes: Sizes) -> int:
-    """Return the bytes of one map's output, which the result copies, and log-sum-exps."""
+    """Return the bytes of one map's output and log-sum-exps; the result is a copy of the output."""
     return sizes.element * sizes.head_dim * sizes.signal_heads + log_sum_exps(sizes)
 
 
 def reference_saved(sizes: Sizes) -> float:
     """Return the bytes that the `reference` backend saves.
 
-    Per map these are two tensors of the size of the softmax, the mask (one byte per pair for all
-    heads), and copies of the keys and values for each query head. The first copy replaces k and v.
+    For each map it saves two tensors of the size of the softmax, the mask (one byte per (query,
+    key) pair, for all heads), and a copy of the keys for each query head. It also saves a copy of
+    the values for each signal head. These copies replace k and v, whose bytes are subtracted.
     """
     kv, maps = sizes.kv_heads, [sizes.signal_heads]
     values = sizes.signal_heads - kv

@@ -1,4 +1,4 @@
-"""A decorator for autograd functions that have no second derivative."""
+"""A decorator for autograd Functions that have no second derivative."""
 
 from collections.abc import Callable
 from functools import wraps

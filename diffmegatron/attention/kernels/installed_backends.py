@@ -18,9 +18,10 @@ LEAST_CAPABILITY = (8, 0)
 
 @cache
 def importable_libraries() -> frozenset[str]:
-    """Return the optional libraries that are usable here, and log a warning for unusable ones.
+    """Return the optional libraries that are usable here.
 
-    Libraries are imported, except Triton, and must support the GPU, if there is one.
+    A usable library can be imported and supports the GPU, if there is one. The import of Triton is
+    not tried. A library that is installed but not usable causes a warning.
     """
     return frozenset(name for name in LIBRARIES if _is_usable(name))
 
@@ -54,7 +55,10 @@ def _unusable_reason(library: str) -> str | None:
 
 
 def call_of(op: Op, q: Tensor, needs: frozenset[str] = frozenset()) -> Call:
-    """Return the properties of a call; `q` `[b, s, heads, d]` has its queries or heads."""
+    """Return the properties of a call that determine its backend.
+
+    `q` `[batch, length, heads, width]` is the queries, or the `heads` of `api.subtract_noise`.
+    """
     return Call(op, q.device.type, dtype_name(q.dtype), q.shape[3], needs)
 
 
@@ -65,7 +69,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 @cache
 def installed_backend(backend: str, call: Call) -> Backend:
-    """Return the backend with this name (or chosen by "auto"), and log the choice once."""
+    """Return the backend with this name, or the one that "auto" chooses; log each choice once."""
     name, reason = choose_backend(backend, call, importable_libraries())
     where = f"{call.device}, {call.dtype}, d={call.head_dim}"
     logger.info("%s on %s: %s (%s)", OPS[call.op], where, name, reason)

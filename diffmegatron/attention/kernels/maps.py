@@ -1,8 +1,8 @@
 """Queries, keys and values of one or two softmax maps, and the merging of results over chunks.
 
 A *map* is softmax(Q K^T). Differential attention has two maps. The heads of the first map are
-signal heads, and the heads of the second map are noise heads. r consecutive signal heads may share
-a noise head: signal head n has noise head n // r.
+signal heads, and the heads of the second map are noise heads. r consecutive signal heads share a
+noise head: signal head n has noise head n // r. Without sharing, r = 1.
 
 In the shapes b is the batch size, s the number of queries, t the number of keys, h the number of
 signal heads, h_kv the number of kv heads, d the width of a query, and e the width of a value.
@@ -16,10 +16,10 @@ from torch import Tensor
 
 
 class QKV(NamedTuple):
-    """Queries, keys and common values of one or two softmax maps, or the gradients of all three.
+    """Queries, keys and common values of one or two softmax maps, or their gradients.
 
-    For each map the queries are `[b, s, heads, d]` and the keys `[b, t, h_kv, d]`. The values are
-    `[b, t, h_kv, d]` with one map, and `[b, t, h_kv, 2d]` with two.
+    For each map the queries are `[b, s, heads of the map, d]` and the keys `[b, t, h_kv, d]`. The
+    values are `[b, t, h_kv, d]` with one map, and `[b, t, h_kv, 2d]` with two.
     """
 
     queries: tuple[Tensor, ...]
@@ -52,15 +52,16 @@ def combine_maps(outs: Sequence[Tensor], lambda_: Tensor | None) -> Tensor:
 
 
 def map_factors(lambda_: Tensor | None, like: Tensor) -> list[Tensor]:
-    """Return the factors of the maps in `combine_maps`, [1] or [1, -lambda], without gradients."""
+    """Return the factors of the maps in `combine_maps`, detached: [1] or [1, -lambda]."""
     one = like.new_ones(())
     return [one] if lambda_ is None else [one, -lambda_.detach().to(like.dtype)]
 
 
 def map_gradients(grad: Tensor, lambda_: Tensor | None, noise_heads: int) -> list[Tensor]:
-    """Return the gradient of each map's output, given the gradient `[b, s, h, e]` of the result.
+    """Return the gradient of each map's output, given the gradient of `combine_maps`' result.
 
-    The gradient of the second output is `[b, s, noise_heads, e]`, in fp32 (fp64 for fp64 `grad`).
+    `grad` is `[b, s, h, e]`. The gradient of the second output is `[b, s, noise_heads, e]`, in fp32
+    (fp64 for fp64 `grad`).
     """
     if lambda_ is None:
         return [grad]
@@ -77,8 +78,9 @@ def by_noise_head(x: Tensor, noise_heads: int) -> Tensor:
 class WholeAttention(NamedTuple):
     """Results of attention over all keys, which the gradients of each chunk of keys need.
 
-    `out` `[b, s, h, e]` is the result of one or two maps. `out2` `[b, s, h / r, e]` is the output
-    of the second map, or None. `lses` has the log-sum-exps `[b, s, heads of the map]`.
+    `out` `[b, s, h, e]` is the result of `combine_maps`. `out2` `[b, s, h / r, e]` is the output of
+    the second map, or None with one map. `lses` has the log-sum-exps of each map, `[b, s, heads of
+    the map]`.
     """
 
     out: Tensor
@@ -117,9 +119,10 @@ class WholeAttention(NamedTuple):
 
 
 def merge_maps(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Merge the outputs `[b, s, h, e]` and log-sum-exps `[b, s, h]` of one map over chunks of keys.
+    """Merge the outputs and log-sum-exps of one map over chunks of keys.
 
-    A softmax over all keys is a weighted mean of the softmaxes over chunks. The weights are
+    `outs` has one output `[b, s, heads of the map, e]` per chunk, and `lses` one log-sum-exp
+    `[b, s, heads of the map]`. The merged output is the mean of the outputs, weighted by
     exp(lse_chunk - lse_all).
     """
     out_shapes, lse_shapes = ([list(x.shape) for x in of_chunks] for of_chunks in (outs, lses))

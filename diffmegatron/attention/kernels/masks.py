@@ -22,8 +22,9 @@ T = TypeVar("T")
 def cached_tensors(create: Callable[..., T]) -> Callable[..., T]:
     """Cache the eight most recently used results of a function that creates tensors.
 
-    All layers of a batch use the same tables of the mask. Without the cache every layer would copy
-    them to the GPU, and wait. With inference_mode on, autograd would not accept the cached tensors.
+    For one batch, all layers use the same tensors. Without the cache, every layer would copy them
+    to the GPU and wait. They are created outside inference_mode, because autograd cannot save
+    tensors that were created inside.
     """
     return lru_cache(maxsize=8)(torch.inference_mode(False)(create))
 
@@ -32,10 +33,11 @@ def cached_tensors(create: Callable[..., T]) -> Callable[..., T]:
 class AttentionMask:
     """Visible (query, key) pairs of one attention call, defined by global positions.
 
-    Query row i has position `query_offset + i`, and key j has position `key_offset + j`. A pair is
-    visible if both positions belong to the same document and, with `causal`, the key's position is
-    not later. `cu_seqlens` has the document boundaries `(0, end_of_first, ..., end_of_last)` in
-    global positions; None means one document.
+    A global position is a position in the unsharded sequence. Query row i has the position
+    `query_offset + i`, and key j has the position `key_offset + j`. A pair is visible if both
+    positions belong to the same document and, with `causal`, the key's position is not later.
+    `cu_seqlens` has the document boundaries `(0, end_of_first, ..., end_of_last)` in global
+    positions; None means one document.
     """
 
     query_length: int
@@ -49,8 +51,9 @@ class AttentionMask:
     def features(self) -> frozenset[str]:
         """Keys of `registry.FEATURES` that a backend must support for this mask.
 
-        "offsets" is needed if the queries or keys do not cover all documents. Without documents, a
-        causal mask needs it if the last query and the last key have different positions.
+        With documents, "offsets" is needed if the queries or the keys do not cover all documents.
+        Without documents, a causal mask needs "offsets" if the last query and the last key have
+        different positions.
         """
         if self.cu_seqlens is not None:
             covered = range(self.cu_seqlens[-1])
@@ -64,15 +67,18 @@ class AttentionMask:
 
     @property
     def is_plain(self) -> bool:
-        """True if `is_causal` of torch's attention (row i sees keys 0 to i) can express this."""
+        """True if torch's attention can express this mask by `is_causal` alone.
+
+        Row i sees keys 0 to i with `is_causal=True`, and all keys with `is_causal=False`.
+        """
         is_square = (self.query_offset, self.query_length) == (self.key_offset, self.key_length)
         return self.cu_seqlens is None and (is_square or not self.causal)
 
     def key_range(self, row_start: int, row_stop: int) -> tuple[int, int]:
         """Return the smallest interval [start, stop) that contains all keys visible to the rows.
 
-        Rows [row_start, row_stop) and keys are counted within this call. An empty interval has
-        start == stop.
+        Rows [row_start, row_stop) and keys are indices within this call, without the offsets. An
+        empty interval has start == stop.
         """
         first, last = self.query_offset + row_start, self.query_offset + row_stop - 1
         start, stop = 0, self.key_length
@@ -102,9 +108,10 @@ class AttentionMask:
     def hidden(
         self, rows: tuple[int, int], keys: tuple[int, int], device: torch.device
     ) -> Tensor | None:
-        """Return a boolean mask `[rows, keys]`, True for hidden pairs; None for full attention.
+        """Return a boolean mask `[number of rows, number of keys]`, True for hidden pairs.
 
-        `rows` and `keys` are intervals (start, stop), counted within this call.
+        `rows` and `keys` are intervals (start, stop) of indices within this call, without the
+        offsets. The result is None if the attention is neither causal nor limited to documents.
         """
         if not self.causal and self.cu_seqlens is None:
             return None
@@ -120,7 +127,7 @@ class AttentionMask:
 
     @cached_tensors
     def key_intervals(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return start and stop of the keys that each query row sees: two int32 tensors `[s]`."""
+        """Return start and stop of each row's visible keys: two int32 tensors `[query_length]`."""
         position = torch.arange(self.query_length) + self.query_offset
         start, stop = self.document_bounds(position)
         if self.causal:
@@ -129,7 +136,7 @@ class AttentionMask:
 
     @cached_tensors
     def query_intervals(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return start and stop of the query rows that see each key: two int32 tensors `[t]`."""
+        """Return start and stop of the rows that see each key: two int32 tensors `[key_length]`."""
         position = torch.arange(self.key_length) + self.key_offset
         start, stop = self.document_bounds(position)
         if self.causal:

@@ -30,8 +30,8 @@ OPS: dict[Op, str] = {
 LIBRARIES = ("triton", "flash_attn", "flex_head_fa", "cudnn")
 SIXTEEN_BIT_NAMES = ("bfloat16", "float16")
 
-# Features that a call may need beyond causal or unmasked attention over whole sequences, with the
-# end of the message "the backend cannot ...".
+# Features that a call may need in addition to causal or unmasked attention over whole sequences.
+# Each value completes the message "the backend cannot ...".
 FEATURES = {
     "documents": "stay within packed documents (cu_seqlens)",
     "offsets": "place queries freely against the keys (query_offset, key_offset)",
@@ -60,24 +60,26 @@ class Backend:
     """One implementation of an operation: the calls that it supports, and its costs.
 
     Attributes:
-        module: module of the package `kernels`, e.g. "pytorch.blocked". A backend for chunks also
-            has the functions `attention_with_lse` and `chunk_gradients` there.
-        note: one clause that describes the backend, shown as the reason of a choice.
-        work, saved: multiply-adds and saved bytes, as defined in `costs`.
-        saves_bias: whether the backward pass also needs the mask of packed documents, which has one
-            number per (query, key) pair for all heads.
-        saves_values: whether the backward pass needs v itself. If not, `saved` includes copies.
-        saves_result: whether the backward pass also needs the result, before the headwise norm.
+        module: module of the package `kernels`, e.g. "pytorch.blocked". If the backend supports
+            "chunks", the module has the functions `attention_with_lse` and `chunk_gradients`.
+        note: one clause that describes the backend. The log shows it if "auto" chooses the backend.
+        work, saved: functions that compute the multiply-adds and the saved bytes; see `costs`.
+        saves_bias: whether the backward pass needs a mask tensor for packed documents or offsets.
+            The mask has one number per (query, key) pair, for all heads.
+        saves_values: whether the backward pass needs v itself. If not, `saved` counts the copies of
+            v that the backward pass needs.
+        saves_result: whether the backward pass needs the result before the headwise norm.
         devices, dtypes, head_dims: supported values; None means any.
         library: name of the required library besides torch, or None.
         computes_hidden_pairs: whether the backend also computes (query, key) pairs that the mask
-            hides, which doubles the `work` of causal attention.
+            hides. With a causal mask, about half of all pairs are hidden.
         lacks: unsupported keys of `FEATURES`.
         chunk_dtypes: device type -> dtypes supported for "chunks", if not all `dtypes`.
         fuses_norm: whether the backend itself applies the headwise norm.
-        is_interpretable: whether it runs in Triton's interpreter, with any device, dtype and width.
-        entry: function of the module that maps an `AttentionCall` to the result, or for
-            "subtraction" heads and lambda.
+        is_interpretable: whether the backend can run in Triton's interpreter, where `devices`,
+            `dtypes` and `head_dims` do not apply.
+        entry: name of the module's function that computes the result. Its argument is an
+            `AttentionCall`; for "subtraction" its arguments are heads and lambda.
     """
 
     module: str
@@ -108,7 +110,7 @@ class Backend:
         return function
 
 
-# Properties that a library's differential and softmax attention share.
+# Arguments that the differential and the softmax backend of a library have in common.
 _triton_attention = partial(
     Backend,
     "triton.triton_attention",
@@ -141,7 +143,8 @@ _torch_attention = partial(
     Backend,
     "wrappers.sdpa",
     saves_bias=True,
-    # Chunks need log-sum-exps, and torch's kernels that return them (flash) support no such masks.
+    # Chunks use torch's flash kernels, which return log-sum-exps. On CUDA these kernels support no
+    # mask except `is_causal`.
     lacks=frozenset({"masked chunks"}),
     chunk_dtypes={"cuda": SIXTEEN_BIT_NAMES},
 )
@@ -271,8 +274,8 @@ BACKENDS: dict[Op, dict[str, Backend]] = {
 }
 
 
-# Backends in the order in which "auto" tries them, by operation and device type. Backends that have
-# never run on a GPU are missing ("cudnn_2call") or come after all libraries ("triton" attention).
+# Backends in the order in which "auto" tries them, by operation and device type. Attention backends
+# that have never run on a GPU are missing ("cudnn_2call") or follow all libraries ("triton").
 # "blocked" is last: it is a loop in Python, with thousands of small products for 64K positions.
 AUTO_ORDER: dict[Op, dict[str, tuple[str, ...]]] = {
     "differential": {
@@ -285,7 +288,7 @@ AUTO_ORDER: dict[Op, dict[str, tuple[str, ...]]] = {
 
 
 def whole_sequence_backends(op: Op) -> frozenset[str]:
-    """Return the names of the backends without "chunks", which ring attention cannot use."""
+    """Return the names of the backends that lack "chunks"; ring attention cannot use them."""
     return frozenset(name for name, b in BACKENDS[op].items() if "chunks" in b.lacks)
 
 
@@ -293,7 +296,7 @@ def needed_features(*, documents: bool, context: int, communication: str | None)
     """Return the keys of `FEATURES` that a parallel layout needs.
 
     `documents` tells whether attention stays within packed documents. `context` is the number of
-    context-parallel ranks, and `communication` "ring", "all_gather", "ulysses" or None.
+    context-parallel ranks. `communication` is "ring", "all_gather", "ulysses" or None.
     """
     needs = {"documents"} if documents else set()
     if context > 1 and communication == "ring":
@@ -310,7 +313,7 @@ def why_not(name: str, call: Call, libraries: frozenset[str]) -> str | None:
     the usable optional libraries.
     """
     backend = BACKENDS[call.op][name]
-    # Triton's interpreter runs on the CPU.
+    # Triton's interpreter runs on the CPU, without the limits of the GPU kernels.
     if backend.is_interpretable and os.environ.get("TRITON_INTERPRET") == "1":
         backend = replace(backend, devices=None, dtypes=None, head_dims=None)
     if backend.devices is not None and call.device not in backend.devices:
@@ -340,7 +343,7 @@ def choose_backend(backend: str, call: Call, libraries: frozenset[str]) -> tuple
     `libraries` are the usable optional libraries.
 
     Raises:
-        ValueError: the backend is unknown, or no backend can run the call.
+        ValueError: the named backend is unknown or cannot run the call, or "auto" finds none.
     """
     known = BACKENDS[call.op]
     if backend == "auto":

@@ -1,17 +1,20 @@
 """Differential attention in blocks of query rows, in plain PyTorch: the CPU backend.
 
-One block has both score matrices of a few query rows and all of their visible keys. Only the inputs
-are saved, and the backward pass computes the maps P1 and P2 again. Both maps share dP = dO V^T,
-where dO is the gradient of the output, and dV = (P1 - lambda P2)^T dO. S_i are the scores of P_i,
-and * is the elementwise product. With D_i = rowsum(P_i * dP):
+A block has a few query rows and all of their visible keys, in both maps P_i = softmax(S_i). Only
+the inputs are saved, and the backward pass computes the maps again. The gradient dO of the output
+gives dV = (P1 - lambda P2)^T dO, and dP = dO V^T, which both maps share. With the elementwise
+product * and D_i = rowsum(P_i * dP):
 
     dS1 = P1 * (dP - D1)    dS2 = -lambda P2 * (dP - D2)    dlambda = -sum(D2)
 
 If r heads of P1 share a head of P2, the dP of P2 is the sum of the dP of these r heads.
 
-In the shapes h is the number of query heads of a map, and repeats = h / h_kv. Queries have the
-layout `[b * h_kv, repeats, s, d]`, and keys `[b * h_kv, t, d]`, contiguous in fp32 (fp64 for fp64
-inputs). In a block heads counts pairs of batch row and kv head.
+In the shapes b is the batch size, s the number of queries, t the number of keys, h the number of
+query heads of a map, h_kv the number of kv heads, and repeats = h / h_kv. d is the width of a query
+or key, and e the last dimension of any tensor. Queries have the layout `[b * h_kv, repeats, s, d]`.
+Keys have the layout `[b * h_kv, t, d]`, and values the same with their own width. All are
+contiguous, in fp32 (fp64 for fp64 inputs). In a block, heads, rows and keys are the numbers of
+(batch row, kv head) pairs, query rows and keys.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,10 +28,11 @@ from ..first_order import first_order
 from ..maps import QKV, WholeAttention, map_factors
 from ..masks import AttentionMask, cached_tensors
 
-# Query rows in a block, times query heads per kv head; a block has at least 16 query rows. With 32
-# or 128, the backend was up to a third slower at 256 to 2K keys, and equally fast at 4K.
+# Number of query rows in a block, times query heads per kv head. The product can be larger, because
+# a block has at least 16 query rows. With 32 or 128 instead of 64, the backend was up to a third
+# slower at 256 to 2K keys, and equally fast at 4K.
 ROWS_PER_BLOCK = 64
-# Maximum number of elements of one map per CPU core and block, unless one head alone has more.
+# Maximum number of elements of one map per CPU core and block. One kv head alone may have more.
 # 2**17 elements in fp32 are 512 KiB, so that both maps fit into a core's L2 cache. With four times
 # this number, the backend was up to a third slower at 256 to 2K keys, and equally fast at 4K.
 ELEMENTS_PER_CORE = 2**17
@@ -147,7 +151,7 @@ class _BlockedAttention(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        inputs = ctx.saved_tensors  # Activation checkpointing allows only one access to it.
+        inputs = ctx.saved_tensors  # Activation checkpointing allows only one access to this.
         lambda_, v, *queries_and_keys = inputs
         mask, softmax_scale = ctx.mask, ctx.softmax_scale
         with torch.autocast(v.device.type, enabled=False):
@@ -194,7 +198,7 @@ class _BlockedAttention(torch.autograd.Function):
 def _grouped(
     queries_and_keys: Sequence[Tensor], v: Tensor, softmax_scale: float
 ) -> tuple[list[Tensor], list[Tensor], Tensor]:
-    """Return the scaled queries, the keys and the values in the layouts of `row_blocks`."""
+    """Return the scaled queries, the keys and the values in the layouts of this module."""
     count = len(queries_and_keys) // 2
     queries = [group_queries(q, v.shape[2]) * softmax_scale for q in queries_and_keys[:count]]
     return queries, [group_keys(k) for k in queries_and_keys[count:]], group_keys(v)
@@ -203,9 +207,10 @@ def _grouped(
 def row_blocks(q: Tensor, mask: AttentionMask) -> Iterator[tuple[slice, slice, slice]]:
     """Yield slices (heads, query rows, visible keys) for each block with visible keys.
 
-    `q` is `[b * h_kv, repeats, s, d]`. On a CPU a block has one head per thread, so that a thread's
-    scores stay in its core's cache. It has several if the rows see few keys, because of the
-    overhead of torch's calls. Elsewhere a block has all heads, for few kernel launches.
+    `q` is `[b * h_kv, repeats, s, d]`, and a head is an index of its first dimension. On a CPU a
+    block has one head per thread, so that a thread's scores stay in its core's cache. If the rows
+    see few keys, it has several heads per thread, so that torch is called less often. On other
+    devices a block has all heads, so that few kernels are launched.
     """
     groups, repeats, length = q.shape[:3]
     rows_per_block = max(ROWS_PER_BLOCK // repeats, 16)
@@ -243,7 +248,10 @@ def block_scores(q: Tensor, k: Tensor, mask: AttentionMask, rows: slice, keys: s
 
 
 def rows_without_keys(mask: AttentionMask, rows: slice, keys: slice, like: Tensor) -> Tensor | None:
-    """Return a mask `[repeats * rows, 1]`, True for rows without visible keys, or None."""
+    """Return a mask that is True for rows without visible keys, or None if every row sees a key.
+
+    Its shape is `[repeats * rows, 1]`.
+    """
     if mask.unmasked_prefix(rows.start, rows.stop) > 0:
         return None
     hidden = _hidden(mask, (rows.start, rows.stop), (keys.start, keys.stop), like.device)
@@ -282,12 +290,18 @@ def ungroup_keys(x: Tensor, batch: int) -> Tensor:
 
 
 def block_by_noise_head(x: Tensor, noise_heads: int, repeats: int = 1) -> Tensor:
-    """Split dimension 1 of `[heads, noise_heads * repeats * rows, keys]` into its factors."""
+    """Split dimension 1 of `[heads, noise_heads * repeats * rows, keys]` into its factors.
+
+    Here `noise_heads` is the number per kv head, and `repeats` the signal heads per noise head.
+    """
     return x.unflatten(1, (noise_heads, repeats, -1))
 
 
 def sum_over_signal_heads(x: Tensor, noise_heads: int, repeats: int) -> Tensor:
-    """Sum over the signal heads of a noise head, to `[heads, noise_heads * rows, keys]`."""
+    """Sum over the signal heads of each noise head; see `block_by_noise_head`.
+
+    The result is `[heads, noise_heads * rows, keys]`.
+    """
     return x if repeats == 1 else block_by_noise_head(x, noise_heads, repeats).sum(2).flatten(1, 2)
 
 

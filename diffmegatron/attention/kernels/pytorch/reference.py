@@ -3,6 +3,9 @@
 Ye et al., Differential Transformer, ICLR 2025 (arXiv 2410.05258), equation 1:
 
     DiffAttn(X) = (softmax(Q1 K1^T / sqrt(d)) - lambda softmax(Q2 K2^T / sqrt(d))) V
+
+In the shapes b is the batch size, h the number of query heads of a map, s the number of queries, t
+the number of keys, and d the width of a query.
 """
 
 import torch
@@ -44,7 +47,8 @@ def chunk_gradients(call: AttentionCall, grad: Tensor, whole: WholeAttention) ->
     dtype = torch.promote_types(maps.v.dtype, torch.float32)
     factors = map_factors(lambda_, like=whole.lses[0])
     deltas = whole.deltas(grad, lambda_)
-    # In rows without visible keys lse is -inf, and the gradients of exp(scores - lse) would be NaN.
+    # In rows without visible keys lse is -inf. Set it to 0, because the gradients of
+    # exp(scores - lse) would be NaN.
     lses = [lse.masked_fill(lse == -torch.inf, 0.0) for lse in whole.lses]
     leaves = [x.detach().to(dtype).requires_grad_() for x in (*maps.queries, *maps.keys, maps.v)]
     count = len(maps.queries)

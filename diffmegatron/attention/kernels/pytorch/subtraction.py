@@ -1,4 +1,8 @@
-"""DIFF V2's subtraction in plain PyTorch: `signal - lambda * noise` per token and signal head."""
+"""DIFF V2's subtraction in plain PyTorch: `signal - lambda * noise` per token and signal head.
+
+In the shapes b is the batch size, s the number of tokens, and d the width of a head. The heads form
+groups of r signal heads and one noise head.
+"""
 
 from typing import Any
 
@@ -33,7 +37,10 @@ class _SubtractNoise(torch.autograd.Function):
 
 
 def _by_group(heads: Tensor, lambda_: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return signal heads `[b, s, groups, r, d]`, noise heads and lambda, in fp32 or wider."""
+    """Return signal heads, noise heads and lambda by group, in fp32 or wider.
+
+    The shapes are `[b, s, groups, r, d]`, `[b, s, groups, 1, d]` and `[b, s, groups, r, 1]`.
+    """
     dtype = torch.promote_types(heads.dtype, torch.float32)
     groups = heads.shape[2] - lambda_.shape[2]
     by_group = heads.to(dtype).unflatten(2, (groups, -1))

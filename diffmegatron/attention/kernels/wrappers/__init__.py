@@ -1,1 +1,1 @@
-"""Backends that call the plain attention of a library."""
+"""Backends that call a library's plain (softmax) attention, once or twice for each map."""

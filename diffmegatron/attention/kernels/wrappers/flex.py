@@ -12,15 +12,15 @@ from ..masks import AttentionMask, cached_tensors
 from ..triton.block_sizes import SIXTEEN_BITS, Target, target_of
 from .two_map_calls import Attend, two_calls
 
-# Queries and keys in a block of a BlockMask: FlexAttention's default.
+# Number of queries, and of keys, in a block of a BlockMask: FlexAttention's default.
 BLOCK = 128
-# Maximum number of compilations for different widths, dtypes and groupings of heads; torch's own
-# limit is eight. Above the limit torch would run FlexAttention uncompiled, or fail with fullgraph.
+# Maximum number of compilations for different widths, dtypes and groupings of heads. The default of
+# torch is eight. Above the limit, a function compiled with `fullgraph=True` raises an error.
 MOST_COMPILATIONS = 64
 
 
 def attend(call: AttentionCall) -> Tensor:
-    """Compute attention by one call per map, with own block sizes for two maps on CUDA."""
+    """Compute attention by one call per map; two maps on CUDA use the sizes of `kernel_options`."""
     if call.lambda_ is None:
         return _plain_attention(call, None)(*call.maps.arguments())
     options, q = None, call.maps.queries[0]
@@ -51,8 +51,8 @@ def _plain_attention(call: AttentionCall, options: dict[str, int] | None) -> Att
 def block_mask(mask: AttentionMask, device: torch.device) -> BlockMask:
     """Return the same BlockMask as torch's `create_block_mask`, but with less memory.
 
-    For s queries and t keys, `create_block_mask` needs several tensors `[s, t]`, this function only
-    `[s, t / 128]`, because the visible keys of a query are an interval.
+    For s queries and t keys, `create_block_mask` needs several tensors `[s, t]`. Here tensors of
+    shape `[s, t / 128]` are enough, because the visible keys of a query are an interval.
     """
     start, stop = mask.key_intervals(device)
     first_key = torch.arange(0, mask.key_length, BLOCK, device=device)
@@ -60,7 +60,7 @@ def block_mask(mask: AttentionMask, device: torch.device) -> BlockMask:
     sees = torch.stack(
         [
             (start[:, None] < end_key) & (stop[:, None] > first_key) & (start < stop)[:, None],
-            # A shorter last block of keys is partially masked for FlexAttention.
+            # If the last block of keys is shorter, FlexAttention must treat it as partially masked.
             (start[:, None] <= first_key) & (stop[:, None] >= end_key),
         ]
     )
@@ -81,10 +81,10 @@ def block_mask(mask: AttentionMask, device: torch.device) -> BlockMask:
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the number of true entries of each row, and its column indices, true entries first.
+    """Return for each row the number of true entries, and the columns, those of true entries first.
 
     `blocks` is boolean `[query blocks, key blocks]`. The results are int32 `[1, 1, query blocks]`
-    and `[1, 1, query blocks, key blocks]`.
+    and `[1, 1, query blocks, key blocks]`. A row [False, True, True] gives 2 and [1, 2, 0].
     """
     order = blocks.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
     return blocks.sum(-1, dtype=torch.int32)[None, None], order.to(torch.int32)[None, None]
@@ -96,7 +96,7 @@ def kernel_options(
     """Return FlexAttention's `kernel_options` for a V of width 2d, where d is `head_dim`.
 
     torch's defaults assume a V as wide as Q. At d = 128, they need more shared memory than a thread
-    block can have (limit in parentheses) on these compute capabilities:
+    block can have on these compute capabilities (limit in KiB in parentheses):
 
     - backward in 16 bits: 242 KiB on 9.0 (227), 290 KiB on 10.x (227);
     - forward in 16 bits: 144 KiB on 8.9 (99);
@@ -134,10 +134,10 @@ def _backward_options(head_dim: int, dtype: torch.dtype, target: Target) -> dict
 
 @cache
 def _flex_attention(device: str) -> Any:
-    """Return FlexAttention, compiled for "cuda"; for other devices uncompiled, storing all scores.
+    """Return FlexAttention: compiled for "cuda", uncompiled for other devices.
 
-    Torch compiles once for the first length, and once for all other lengths. New document
-    boundaries cause no compilation.
+    The uncompiled form stores all scores. Torch compiles once for the first length, and once for
+    all other lengths. New document boundaries cause no compilation.
     """
     if device != "cuda":
         return flex_attention

@@ -1,4 +1,8 @@
-"""Attention by torch's scaled_dot_product_attention, in one call or (differential) in four."""
+"""Attention by torch's scaled_dot_product_attention: softmax in one call, differential in four.
+
+In the shapes b is the batch size, s the number of queries, t the number of keys, h the number of
+query heads of a map, h_kv the number of kv heads, and e the width of a key or value.
+"""
 
 from functools import partial
 from typing import NamedTuple
@@ -40,13 +44,13 @@ def attention_with_lse(call: AttentionCall, q: Tensor, k: Tensor) -> tuple[Tenso
 
 
 def chunk_gradients(call: AttentionCall, grad: Tensor, whole: WholeAttention) -> QKV:
-    """Return the contribution of one chunk to the gradients, computed by torch's flash kernels.
+    """Return the contribution of a chunk of keys to the gradients, by torch's flash kernels.
 
     The kernels receive the output O and the log-sum-exp of attention to the keys of all chunks.
     V, O and its gradient dO are split along their width into pieces as wide as Q, with a kernel
     call per piece. The gradient of the scores is P * (dO V^T - rowsum(dO * O)) with the attention
-    weights P. Both terms in the parentheses are sums over the width, so the gradients of q and k
-    add up.
+    weights P. Both terms in the parentheses are sums over the width. The gradients of q and k are
+    therefore the sums over the pieces.
     """
     maps, lambda_ = call.maps, call.lambda_
     kv_heads, width = maps.v.shape[2], maps.queries[0].shape[3]
@@ -75,9 +79,9 @@ def chunk_gradients(call: AttentionCall, grad: Tensor, whole: WholeAttention) ->
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, ...]:
-    """Return (out, log-sum-exp, ...) of the device's flash kernel for q, k, v `[b, h, length, d]`.
+    """Return (output, log-sum-exp, ...) of the device's flash kernel.
 
-    CUDA's kernel needs a d that is a multiple of 8.
+    q, k and v are `[b, h, length, width]`. On CUDA the width must be a multiple of 8.
     """
     flash = aten._scaled_dot_product_flash_attention
     if not q.is_cuda:
@@ -105,14 +109,17 @@ def _flash_gradients(*inputs: Tensor, causal: bool, scale: float) -> tuple[Tenso
 
 
 def _pieces(x: Tensor, heads: int, width: int) -> list[Tensor]:
-    """Split `[b, length, heads or kv heads, n * width]` into n of `[b, heads, length, width]`."""
+    """Split `[b, length, heads or kv heads, n * width]` along its width into n tensors.
+
+    Each is `[b, heads, length, width]`, with kv heads repeated for the query heads.
+    """
     return list(_per_query_head(x, heads).split(width, -1))
 
 
 def _per_query_head(x: Tensor, heads: int) -> Tensor:
     """Repeat each kv head for the query heads that share it: `[b, t, h_kv, e] -> [b, h, t, e]`.
 
-    The kernel's backward pass cannot sum gradients over these query heads.
+    The backward pass of the flash kernels cannot sum gradients over these query heads.
     """
     return x.transpose(1, 2).repeat_interleave(heads // x.shape[2], dim=1)
 
@@ -125,8 +132,8 @@ def _per_kv_head(grad: Tensor, kv_heads: int) -> Tensor:
 class _Bias(NamedTuple):
     """A mask in the form that torch's kernels accept.
 
-    `scores` `[s, t]` has the 0 or -inf to add to the scores, and `empty_rows` `[s, 1]` is True for
-    queries without visible keys, where `scores` is 0.
+    `scores` `[s, t]` is added to the attention scores: -inf for hidden pairs, 0 for others.
+    `empty_rows` `[s, 1]` is True for queries without visible keys. In their rows `scores` is 0.
     """
 
     scores: Tensor

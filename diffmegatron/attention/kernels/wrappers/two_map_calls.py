@@ -1,8 +1,9 @@
 """Differential attention from calls of any plain attention (arXiv 2410.05258, appendix A).
 
-With Q of width d and V of width 2d, the paper has two forms. FlashDiffAttn_1 makes two calls with
-the whole V: 6d multiply-adds per pair and head forward, 14d backward. FlashDiffAttn_2, for kernels
-that need a V as wide as Q, makes four calls with halves of V: 8d forward, 20d backward.
+Q has the width d, and V the width 2d. The paper's FlashDiffAttn_1 makes two calls with the whole V.
+FlashDiffAttn_2 makes four calls with halves of V, for kernels that need a V as wide as Q. Per head
+with two maps and per (query, key) pair, two calls need 6d multiply-adds forward and 14d backward.
+Four calls need 8d forward and 20d backward.
 """
 
 from collections.abc import Callable
@@ -31,8 +32,8 @@ def two_calls(attend: Attend, call: AttentionCall) -> Tensor:
 def four_calls(attend: Attend, call: AttentionCall) -> Tensor:
     """Return the same result as `two_calls`, with V in two halves that are as wide as Q.
 
-    The halves are copied, because V is a view of the output of the fused projection. Saved views
-    would keep all query, key and value heads in memory.
+    The halves are copied, because in a model V is a view of the output of the fused QKV projection.
+    Saved views would keep all query, key and value heads in memory.
     """
     halves = [half.contiguous() for half in call.maps.v.chunk(2, -1)]
 
