@@ -2,8 +2,10 @@
 """Cross-entropy in Triton, for logits whose vocabulary is sharded over tensor-parallel ranks.
 
 The kernels read each logit twice and overwrite it with its gradient: 6 bytes of memory traffic per
-logit in bf16. Megatron-core's cross-entropy copies the logits to float32 and passes over them seven
-times; its fused version is compiled at the first step, and again for other shapes.
+logit in bf16. Megatron-core's cross-entropy copies the logits to float32 and accesses them seven
+times. Megatron-core's fused version is compiled at the first step, and again for every other shape.
+
+In shapes, rows is the number of tokens.
 """
 
 from typing import Any
@@ -31,11 +33,11 @@ def cross_entropy(
 
     Args:
         logits: [rows, v], floating point, where v is the size of this rank's vocabulary shard. The
-            shards are consecutive ranges of ids, in the order of the ranks. The backward pass
+            shards are consecutive ranges of v ids, in the order of the ranks. The backward pass
             overwrites contiguous logits with their gradient.
-        labels: [rows] int64, ids in the whole vocabulary.
-        group: tensor-parallel ranks that shard the vocabulary; None if it is not sharded. All ranks
-            get the same losses.
+        labels: [rows] int64, ids in the whole vocabulary, never ids of padding.
+        group: tensor-parallel ranks that shard the vocabulary; None if it is not sharded. The
+            softmax is over the whole vocabulary, and all ranks get the same losses.
         unpadded_size: number of ids in this rank's shard without the padding at its end; None for
             no padding. The softmax excludes logits of padding, and their gradient is 0.
     """
@@ -76,8 +78,8 @@ class _CrossEntropy(torch.autograd.Function):
                 logits, own_labels, log_total, grad.contiguous(), shard_size, ctx.unpadded_size,
                 BLOCK=BLOCK, num_warps=WARPS,
             )  # fmt: skip
-        # The new version number makes autograd raise an error if a second backward pass needs the
-        # overwritten logits.
+        # The new version number makes autograd raise an error if another backward pass reads the
+        # saved logits, which now contain the gradient.
         increment_version(logits)
         return logits, None, None, None
 
@@ -87,7 +89,8 @@ def _statistics(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (largest logit, sum of exp(logit - largest), label's logit) of each row of this shard.
 
-    The label's logit is 0 if another rank's shard has the label.
+    `own_labels` are the labels minus the first id of this shard. The label's logit is 0 if the
+    label is in the shard of another rank.
     """
     rows, shard_size = logits.shape
     dtype = torch.promote_types(logits.dtype, torch.float32)
@@ -121,7 +124,12 @@ def statistics_kernel(
     unpadded_size,
     BLOCK: tl.constexpr,
 ):
-    """Compute the three statistics of one row (see `_statistics`) by online softmax."""
+    """Compute the three results of `_statistics` for one row, by online softmax.
+
+    Grid: (rows,). `logits_ptr` points to `[rows, shard_size]`, and `labels_ptr` to `[rows]` labels
+    minus the first id of this shard. The program stores its results at `largest_ptr`, `total_ptr`
+    and `of_label_ptr`, `[rows]`.
+    """
     ACCUMULATE: tl.constexpr = largest_ptr.dtype.element_ty
     row = tl.program_id(0)
     first = logits_ptr + row.to(tl.int64) * shard_size
@@ -132,7 +140,7 @@ def statistics_kernel(
         is_token = index < unpadded_size
         logits = tl.load(first + index, mask=is_token, other=-float("inf")).to(ACCUMULATE)
         larger = tl.maximum(largest, tl.max(logits, 0))
-        # If all logits so far are -inf, the difference -inf - (-inf) is NaN. So subtract 0.
+        # If all logits so far are -inf, the difference -inf - (-inf) is NaN, so subtract 0.
         shift = tl.where(larger == -float("inf"), 0.0, larger)
         total = total * tl.exp(largest - shift) + tl.sum(tl.exp(logits - shift), 0)
         largest = larger
@@ -150,7 +158,9 @@ def gradient_kernel(
 ):
     """Overwrite one block of one row's logits with grad * (softmax(logits) - onehot(label)).
 
-    `grad` is the gradient of the row's loss. The gradient of padding is 0.
+    Grid: (rows, blocks of BLOCK logits). `logits_ptr` points to `[rows, shard_size]`. The other
+    pointers point to `[rows]`: labels minus the first id of this shard, log(sum(exp(logits))) over
+    the whole vocabulary, and `grad`, the gradient of each loss. The gradient of padding is 0.
     """
     ACCUMULATE: tl.constexpr = log_total_ptr.dtype.element_ty
     row = tl.program_id(0)

@@ -1,1 +1,1 @@
-"""The backend with this package's own Triton kernels."""
+"""The backend "triton": this package's own Triton kernels for attention."""

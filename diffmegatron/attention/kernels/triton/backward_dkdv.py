@@ -2,20 +2,27 @@
 """Triton backward kernel for dK and dV; in the one-pass form it also computes dQ.
 
 Map i (1 or 2) is P_i = softmax(S_i), with scores S_i = scale Q_i K_i^T and output O_i = P_i V. The
-gradient of O_1 - lambda O_2 is dO, the gradient of S_i is dS_i, and * is the elementwise product.
-Both maps share dP = dO V^T:
+result of attention is O_1 - lambda O_2. Its gradient is dO, the gradient of S_i is dS_i, and * is
+the elementwise product. Both maps share dP = dO V^T:
 
     delta_i = rowsum(dO * O_i)
     dS_1 = P_1 * (dP - delta_1)     dS_2 = -lambda P_2 * (dP - delta_2)
     dQ_i = scale dS_i K_i           dK_i = scale dS_i^T Q_i
     dV = (P_1 - lambda P_2)^T dO
 
-In the split form this kernel computes dK and dV, and `backward_dq` computes dQ. With queries of
-width d and values of width 2d this needs 14d multiply-adds per (query, key) pair, because both
-kernels compute the scores and dP. The one-pass form needs 10d: it also sums dQ in memory by atomic
-additions. Their order changes from run to run, and so do the last bits of dQ.
+With one map (MAPS = 1) there is no lambda, and dV = P_1^T dO. The kernels compute P_i as
+2^(Q_i K_i^T scale_log2 - lse_i), with scale_log2 = scale * log2(e) and the base-2 log-sum-exp
+lse_i.
 
-A program handles N keys and loops over blocks of M query rows.
+In the split form this kernel computes dK and dV, and `backward_dq` computes dQ. With two maps,
+queries of width d and values of width 2d, the split form needs 14d multiply-adds per (query, key)
+pair, because both kernels compute the scores and dP. The one-pass form needs 10d. Its single kernel
+also sums dQ in memory, by atomic additions. The order of these additions changes from run to run,
+and so do the last bits of dQ.
+
+A program handles N keys and loops over blocks of M query rows. In shapes, D and DV are the widths
+of a query and of a value, rounded up to powers of 2. b is the batch size, s the number of queries,
+t the number of keys, h the number of query heads, and h_kv the number of kv heads.
 """
 
 import triton
@@ -52,8 +59,10 @@ def _key_block_gradients(
 ):
     """Add the contributions of the query rows [row_begin, row_end) of one head to dK and dV.
 
-    The sums are `[N, D]` and `[N, DV]`. With TMA (on Hopper) they are transposed, because the
-    products that are added to them then read blocks of the maps from shared memory, not registers.
+    The sums `dk1` and `dk2` are `[N, D]`, without the factor `scale`, and `dv` is `[N, DV]`. With
+    TMA (on Hopper) all three are transposed. The products that are added to them then read blocks
+    of dS_i and P_1 - lambda P_2 from shared memory, not from registers. With ONE_PASS, this
+    function also adds to dQ in memory.
     """
     M: tl.constexpr = config.M
     N: tl.constexpr = config.N
@@ -70,9 +79,10 @@ def _key_block_gradients(
             combined = tl.zeros([M, N], dtype=q1.dtype)
             dscores1 = tl.zeros([M, N], dtype=q1.dtype)
             dscores2 = tl.zeros([M, N], dtype=q1.dtype)
-            # The condition is always true. It hides from the compiler that the products below use
-            # the results. Otherwise both warpgroups would compute all rows of the products in
-            # `_map_gradients` (docs/design/kernels.md, "Products computed twice").
+            # This condition is always true. It hides from the compiler that the products of
+            # `_sum_over_rows` use the results of `_map_gradients`. Otherwise both warpgroups would
+            # compute all rows of the products in `_map_gradients` (docs/design/kernels.md,
+            # "Products computed twice").
             if first_row < opaque(row_end):
                 combined, dscores1, dscores2 = _map_gradients(
                     q1, k1, q2, k2, v, grad, lse_ptrs, delta_ptrs, lambda_, visible,
@@ -113,9 +123,9 @@ def _map_gradients(
     scale_log2,
     config: tl.constexpr,
 ):
-    """Return P1 - lambda P2, dS1 and dS2 of one block, each `[M, N]` in the inputs' dtype.
+    """Return P_1 - lambda P_2, dS_1 and dS_2 of one block, each `[M, N]` in the inputs' dtype.
 
-    With MAPS = 1 the results are P1, dS1 and dS1.
+    With MAPS = 1 the results are P_1, dS_1 and again dS_1. `dmap` is dP.
     """
     M: tl.constexpr = config.M
     TRANSPOSED: tl.constexpr = config.TMA
@@ -139,7 +149,10 @@ def _map_gradients(
 
 @triton.jit
 def _sum_over_rows(map_block, tile, TRANSPOSED: tl.constexpr):
-    """Return `map_block^T @ tile`: `[M, N], [M, D] -> [N, D]`, or its transpose `[D, N]`."""
+    """Return `map_block^T @ tile`: `[M, N], [M, C] -> [N, C]`, with TRANSPOSED `[C, N]`.
+
+    C is D or DV. `map_block` is a block of P_1 - lambda P_2 or dS_i, and `tile` of dO or Q_i.
+    """
     if TRANSPOSED:
         product = multiply(tl.trans(tile), map_block)
     else:
@@ -149,18 +162,19 @@ def _sum_over_rows(map_block, tile, TRANSPOSED: tl.constexpr):
 
 @triton.jit
 def _weights(q, k, lse, visible, scale_log2, TRANSPOSED: tl.constexpr):
-    """Return a block `[M, N]` of a map, 2^(q k^T scale_log2 - lse), with 0 for hidden pairs."""
+    """Return a block `[M, N]` of a map: 2^(q k^T scale_log2 - lse), or 0 for hidden pairs."""
     scores = _rows_times_keys(q, k, TRANSPOSED)
     return tl.where(visible, tl.exp2(scores * scale_log2 - lse[:, None]), 0.0)
 
 
 @triton.jit
 def _rows_times_keys(rows, keys, TRANSPOSED: tl.constexpr):
-    """Return the product `rows @ keys^T` `[M, N]` of `rows` `[M, D]` and `keys` `[N, D]`.
+    """Return `rows @ keys^T`: `[M, C], [N, C] -> [M, N]`, where C is D or DV.
 
-    `rows` is a tile of Q or dO that the loop over query rows loads. With TRANSPOSED it is used only
-    transposed. For a product with an untransposed tile, Triton's pipeliner would reserve one more
-    buffer for the tile, and at d = 128 the shared memory is too small for that.
+    `rows` is a tile of Q_i or dO, and `keys` of K_i or V. The loop over query rows loads `rows`.
+    With TRANSPOSED, the product reads only the transposed `rows`. If a product read the
+    untransposed tile, Triton's pipeliner would reserve one more buffer for it. At d = 128 the
+    shared memory is too small for that.
     """
     if TRANSPOSED:
         product = tl.trans(multiply(keys, tl.trans(rows)))
@@ -171,10 +185,11 @@ def _rows_times_keys(rows, keys, TRANSPOSED: tl.constexpr):
 
 @triton.jit
 def _add_dq(dq_ptr, dscores, k, batch, head, first_row, layout, width: tl.constexpr):
-    """Add dS K of one block to dQ, a contiguous `[batch, length, heads, width]` tensor.
+    """Add dS K of one block to dQ, a contiguous `[b, s, h, width]` tensor at `dq_ptr`.
 
-    `launch_backward` multiplies the complete dQ by `scale`. A TMA reduction would need 32 KiB more
-    of shared memory, which is not available at d = 128 with blocks of 64 keys.
+    `launch_backward` later multiplies the complete dQ by `scale`. A TMA reduction, instead of
+    atomic additions, would need 32 KiB more of shared memory. At d = 128 with blocks of 64 keys,
+    this much is not available.
     """
     dq = multiply(dscores, k)
     rows = opaque(first_row) + tl.arange(0, dq.shape[0])
@@ -212,7 +227,16 @@ def dkdv_kernel(
 ):
     """Compute dK and dV of N keys of one kv head; with ONE_PASS, also add to dQ.
 
-    Grid: (key blocks, batch * kv_heads). A program loops over all query heads of the kv head.
+    Grid: (blocks of N keys, b * h_kv). A program loops over all query heads of its kv head.
+
+    The inputs are pointers, or with TMA tensor descriptors: `q1` and `q2_source` of
+    `[b, s, h, width]`, `k1` and `k2` of `[b, t, h_kv, width]`, `v` of `[b, t, h_kv, value_width]`,
+    and `grad` (dO) of `[b, s, h, value_width]`. `lambda_ptr` points to one number. `lse_ptrs` and
+    `delta_ptrs` point to lse_i and delta_i of both maps, `[b, h, s]`.
+
+    The program stores dK_i at `dk_ptrs` and dV at `dv_ptr`. With ONE_PASS it adds dQ_i, without the
+    factor `scale`, at `dq_ptrs`. All gradients are contiguous, with the shapes of k, v and q.
+    With MAPS = 1, `q2_source`, `k2` and the second pointer of each pair are not used.
     """
     N: tl.constexpr = config.N
     TMA: tl.constexpr = config.TMA

@@ -1,7 +1,10 @@
 # mypy: disable-error-code="no-untyped-def"
 """Triton backward kernel for dQ, used if the kernel of dK and dV does not also compute dQ.
 
-`backward_dkdv` has the equations. A program handles M query rows and loops over blocks of N keys.
+The equations and their symbols are in `backward_dkdv`. A program handles M query rows and loops
+over blocks of N keys. In shapes, D is the width of a query, rounded up to a power of 2. b is the
+batch size, s the number of queries, t the number of keys, h the number of query heads, and h_kv the
+number of kv heads.
 """
 
 import triton
@@ -37,8 +40,8 @@ def _dq_of_block(
 ):
     """Add the contributions of the keys [key_begin, key_end) to dQ1 and dQ2, and return the sums.
 
-    dQ1 and dQ2 are `[M, D]`, without the factor `scale`. With MASKED, a row sees only its keys
-    [row_start, row_stop).
+    The sums `dq1` and `dq2` are `[M, D]`, without the factor `scale`. With MASKED, each row sees
+    only its own keys [row_start, row_stop). Otherwise it sees all keys of the loop.
     """
     N: tl.constexpr = config.N
     TMA: tl.constexpr = config.TMA
@@ -86,7 +89,14 @@ def dq_kernel(
 ):
     """Compute dQ of M query rows of one head, for both maps, or with MAPS = 1 for the only map.
 
-    Grid: (blocks of query rows, batch * heads).
+    Grid: (blocks of M query rows, b * h).
+
+    The inputs are pointers, or with TMA tensor descriptors: `q1` and `q2` of `[b, s, h, width]`,
+    `k1` and `k2_source` of `[b, t, h_kv, width]`, `v` of `[b, t, h_kv, value_width]`, and `grad`
+    (dO) of `[b, s, h, value_width]`. `lambda_ptr` points to one number. `lse_ptrs` and `delta_ptrs`
+    point to lse_i and delta_i of both maps, `[b, h, s]`. The program stores dQ_i at `dq_ptrs`, in
+    contiguous tensors with the shape of q. With MAPS = 1, `q2`, `k2_source` and the second pointer
+    of each pair are not used.
     """
     M: tl.constexpr = config.M
     TMA: tl.constexpr = config.TMA

@@ -1,8 +1,11 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Triton kernel that runs before the other backward kernels: deltas, and the norm's backward pass.
+"""Triton kernel that runs first in the backward pass if one forward kernel computed both maps.
 
-The delta of map i is rowsum(dO * O_i), where O_i is the output of the map and dO the gradient of
-out = O1 - lambda O2.
+It computes the delta of each map i, rowsum(dO * O_i), and the backward pass of the headwise norm.
+O_i is the output of the map, dO is the gradient of out = O_1 - lambda O_2, and * is the elementwise
+product. The norm is RMSNorm(out) * norm_weight * norm_scale over the channels of each head.
+
+In shapes, b is the batch size, s the number of queries and h the number of query heads.
 """
 
 import triton
@@ -33,10 +36,15 @@ def preprocess_kernel(
 ):
     """Compute the deltas of M query rows of one head; with NORM also the gradients of the norm.
 
-    Grid: (blocks of query rows, batch * heads). `grad_ptr` has dO. With NORM it has the gradient of
-    the normed output. Each program then stores dO of its rows at `grad_out_ptr`, and its rows'
-    contribution to the gradient of the norm's weight as one row `[value_width]` of
-    `grad_weight_ptr`.
+    Grid: (blocks of M query rows, b * h).
+
+    `grad_ptr` points to dO, or with NORM to the gradient of the norm's result. `out_ptr` points to
+    out and `out2_ptr` to O_2. These three are `[b, s, h, value_width]`. `lambda_ptr` points to one
+    number. The program stores the deltas at `delta1_ptr` and `delta2_ptr`, `[b, h, s]`.
+
+    Only NORM uses the other pointers. `norm_weight_ptr` points to the weight `[value_width]`. The
+    program stores dO at `grad_out_ptr`. It stores the contribution of its rows to the gradient of
+    the weight as one row of `grad_weight_ptr`, `[number of programs, value_width]`.
     """
     ACCUMULATE: tl.constexpr = delta1_ptr.dtype.element_ty
     first_row = tl.program_id(0) * M
@@ -52,7 +60,8 @@ def preprocess_kernel(
         weight = tl.load(norm_weight_ptr + columns, mask=columns < value_width, other=0.0)
         rows = first_row + tl.arange(0, M)
         mean_square = tl.sum(out * out, 1) / value_width
-        # Rows past the last query are zero. With eps = 0 their rstd would be infinite.
+        # Rows past the last query are zero. With norm_eps = 0, their rstd would be infinite and
+        # their `unit` NaN.
         rstd = tl.where(rows < query_length, 1.0 / tl.sqrt(mean_square + norm_eps), 0.0)
         unit = out * rstd[:, None]
         program = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
@@ -69,7 +78,7 @@ def preprocess_kernel(
     delta1 = tl.sum(grad * out, 1)
     out2 = load_tile(out2, batch, head, first_row, value_width, M)
     delta2 = tl.sum(grad * out2.to(ACCUMULATE), 1)
-    # The delta of map 1 is rowsum(dO * out1), and out1 = out + lambda out2 is not saved.
+    # So far delta1 is rowsum(dO * out). O_1 is not saved, but it is out + lambda O_2.
     delta1 += tl.load(lambda_ptr).to(ACCUMULATE) * delta2
     store_rows(delta2_ptr, delta2, batch, head, first_row, query_length, heads)
     store_rows(delta1_ptr, delta1, batch, head, first_row, query_length, heads)

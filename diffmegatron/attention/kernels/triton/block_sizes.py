@@ -1,8 +1,8 @@
 """Block sizes of the Triton kernels, as plain functions that need no GPU.
 
-The sizes were chosen from the output of Triton's compiler for sm_90 and sm_80: the loops spill few
-registers, and two groups of warps never compute the same product. No size has been timed on a GPU
-yet; tools/benchmarks/tune_attention.py can do that.
+The sizes were chosen from the output of Triton's compiler for sm_90 and sm_80. With them the loops
+spill few registers, and two groups of warps never compute the same product. No size has been timed
+on a GPU yet; tools/benchmarks/tune_attention.py can do that. `head_dim` is the width of a query.
 """
 
 from enum import Enum
@@ -14,10 +14,12 @@ import torch
 class Blocks(NamedTuple):
     """Block sizes of one kernel (M query rows, N keys), and the options of its compilation.
 
-    Triton issues loads at the end of a loop iteration. With two stages the next iteration waits for
-    them at once; with three stages they are for the iteration after the next. `licm` tells whether
-    the compiler moves loop-invariant code before the loop. On Hopper there is much such code, e.g.
-    for addresses of shared memory, and its results occupy registers during the whole loop.
+    Triton issues loads at the end of a loop iteration. With two stages, the next iteration needs
+    the loaded tiles and waits for them at its start. With three stages, the tiles are for the
+    iteration after the next.
+
+    With `licm` the compiler moves loop-invariant code before the loop. On Hopper there is much such
+    code, e.g. for addresses of shared memory, and its results occupy registers during the loop.
     """
 
     M: int
@@ -31,10 +33,11 @@ SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 
 
 class Target(Enum):
-    """A class of chips and dtypes that the kernels are compiled for.
+    """A class of chips and dtypes that share block sizes and a way to load tiles.
 
-    HOPPER loads 16-bit tiles through tensor descriptors (TMA), LARGE and SMALL through pointers.
-    A thread block has at least 163 KiB of shared memory (LARGE) or 99 KiB (SMALL).
+    HOPPER is for 16-bit dtypes and loads through tensor descriptors (TMA). LARGE and SMALL load
+    through pointers. The block sizes of LARGE need at most 163 KiB of shared memory per thread
+    block, and those of SMALL at most 99 KiB.
     """
 
     HOPPER = "hopper"
@@ -45,9 +48,10 @@ class Target(Enum):
 def target_of(dtype: torch.dtype, capability: tuple[int, int]) -> Target:
     """Return the target for a chip of this compute capability and this dtype.
 
-    With descriptors for fp32 tiles the backward kernels would spill kilobytes of registers. On
-    Blackwell (10.x) Triton's pipeliner aborts the process if a loop prefetches tiles through
-    descriptors and contains the inline assembly of `tiles.opaque`.
+    Only 16-bit dtypes on Hopper (9.x) use tensor descriptors. With descriptors for fp32 tiles the
+    backward kernels would spill kilobytes of registers. On Blackwell (10.x) Triton's pipeliner
+    aborts the process if a loop prefetches tiles through descriptors and contains the inline
+    assembly of `tiles.opaque`.
     """
     if capability[0] == 9 and dtype in SIXTEEN_BITS:
         return Target.HOPPER
@@ -65,13 +69,13 @@ def forward_blocks(head_dim: int, dtype: torch.dtype, target: Target) -> Blocks:
 
 
 def dkdv_blocks(head_dim: int, dtype: torch.dtype, target: Target, one_pass: bool) -> Blocks:
-    """Return the block sizes of `dkdv_kernel`; with `one_pass` this kernel also computes dQ."""
+    """Return the block sizes of `dkdv_kernel`, which with `one_pass` also computes dQ."""
     is_cramped = target is Target.SMALL and head_dim > 64
     if dtype not in SIXTEEN_BITS:
         return Blocks(16, 16, 2, 1) if is_cramped else Blocks(16, 32, 4, 1)
     if target is Target.HOPPER:
-        # At head_dim 128 the one-pass form spills registers with and without loop-invariant code
-        # motion, but with it the loop accesses the spilled registers less often.
+        # With tiles of 128 columns (head_dim 96 and 128) the one-pass form spills registers with
+        # and without loop-invariant code motion. With it, the loop accesses the stack less often.
         is_full = one_pass and head_dim > 64
         return Blocks(128 if head_dim <= 64 else 64, 64, 8, 3, licm=is_full)
     if is_cramped:

@@ -1,9 +1,12 @@
 # mypy: disable-error-code="no-untyped-def"
 """Triton forward kernel of differential attention, the difference of two softmax attention maps.
 
-Each program computes a block of query rows. It computes the two maps one after the other, because
-two accumulators `[M, DV]` would not fit the registers. The output of the second map (q2, k2) is
-computed first and stored in memory, where the backward pass needs it anyway.
+Each program computes M query rows of one head. It computes the two maps one after the other,
+because two accumulators `[M, DV]` would not fit the registers. The output of the second map (q2,
+k2) is computed first and stored in memory, where the backward pass needs it anyway.
+
+In shapes, DV is the width of a value, rounded up to a power of 2. b is the batch size, s the number
+of queries, t the number of keys, h the number of query heads, and h_kv the number of kv heads.
 """
 
 import triton
@@ -41,12 +44,13 @@ def _attend(
 ):
     """Continue the online softmax of M query rows over the keys [key_start, key_stop).
 
-    With the scores s = q k^T `scale_log2`, for each row and the keys so far:
+    With scores = q k^T `scale_log2`, each row has these values for the keys so far:
 
-        largest = max(s)      total = sum(2^(s - largest))      accumulator = sum(2^(s - largest) v)
+        largest = max(scores)               total = sum(2^(scores - largest))
+        accumulator = sum(2^(scores - largest) v)
 
-    `scale_log2` is softmax_scale * log2(e), so that powers of 2 replace powers of e. With MASKED, a
-    row sees only its keys [row_start, row_stop).
+    `scale_log2` is softmax_scale * log2(e), so that powers of 2 replace powers of e. With MASKED,
+    each row sees only its own keys [row_start, row_stop). Otherwise it sees all keys of the loop.
     """
     N: tl.constexpr = config.N
     for first_key in tl.range(key_start, key_stop, N, disable_licm=config.DISABLE_LICM):
@@ -59,7 +63,8 @@ def _attend(
         new_largest = tl.maximum(largest, tl.max(scores, 1))
         reference = new_largest
         if MASKED:
-            # In a row without a visible key so far, -inf minus -inf would be NaN, so subtract 0.
+            # In a row without a visible key so far, new_largest is -inf. Its difference to scores
+            # of -inf would be NaN, so subtract 0.
             reference = tl.where(new_largest == float("-inf"), 0.0, new_largest)
         weights = tl.exp2(scores - reference[:, None])
         rescale = tl.exp2(largest - reference)
@@ -77,13 +82,14 @@ def _one_map(
 ):
     """Return the output of one map for M query rows, `[M, DV]`, and store their log-sum-exps.
 
-    The log-sum-exp is log2(sum(2^s)). A row without visible keys has an output of zero and a
-    log-sum-exp of -inf.
+    With the scores of `_attend`, the log-sum-exp of a row is log2(sum(2^scores)). A row without
+    visible keys has an output of zero and a log-sum-exp of -inf. `lse_ptr` points to `[b, h, s]`.
     """
     M: tl.constexpr = config.M
     ACCUMULATE: tl.constexpr = lse_ptr.dtype.element_ty
     kv_head = head // (layout.heads // layout.kv_heads)
-    # Rows past the last query get its visible keys. Others would widen the block's range of keys.
+    # Rows past the last query get the visible keys of the last query, so that these rows do not
+    # widen the block's range of keys.
     rows = tl.minimum(first_row + tl.arange(0, M), layout.query_length - 1)
     row_start, row_stop = keys_of_rows(rows, layout, config)
     q = load_tile(q_source, batch, head, first_row, config.width, M, config.TMA)
@@ -95,7 +101,7 @@ def _one_map(
     unmasked_stop = key_start
     DOCUMENTS: tl.constexpr = config.DOCUMENTS
     if not DOCUMENTS:
-        # Every row of the block sees all keys before `unmasked_stop`, so they need no mask.
+        # Every row sees all keys before `unmasked_stop`, so these key blocks need no mask.
         unmasked_stop = tl.min(row_stop, 0) // config.N * config.N
         accumulator, largest, total = _attend(
             accumulator, largest, total, q, k, v, key_start, unmasked_stop, row_start, row_stop,
@@ -136,9 +142,17 @@ def forward_kernel(
 ):
     """Compute attention of M query rows of one head.
 
-    Grid: (blocks of query rows, batch * heads). `out_ptr` gets the result, and with MAPS = 2
-    `out2_ptr` the output of the second map. With NORM `normed_ptr` gets RMSNorm(result) *
-    norm_weight * norm_scale, normalised over the `value_width` channels of a head.
+    Grid: (blocks of M query rows, b * h).
+
+    The inputs are pointers, or with TMA tensor descriptors: `q1` and `q2` of `[b, s, h, width]`,
+    `k1` and `k2` of `[b, t, h_kv, width]`, and `v` of `[b, t, h_kv, value_width]`. `lambda_ptr`
+    points to one number, and `norm_weight_ptr` to the weight `[value_width]` of the headwise norm.
+
+    With two maps, the program stores out = out1 - lambda out2 at `out_ptr`, and out2, the output of
+    the second map, at `out2_ptr`. With MAPS = 1 it stores out1 at `out_ptr`. With NORM it also
+    stores RMSNorm(out) * norm_weight * norm_scale at `normed_ptr`. The norm is over the channels of
+    each head. These outputs are contiguous `[b, s, h, value_width]`. `lse_ptrs` point to the base-2
+    log-sum-exps of each map, contiguous `[b, h, s]`.
     """
     M: tl.constexpr = config.M
     value_width: tl.constexpr = config.value_width
@@ -156,7 +170,8 @@ def forward_kernel(
         k2 = Heads(k2, layout.key_length, k_strides)
         out2 = _one_map(q2, k2, v, layout, lse_ptrs[1], batch, head, first_row, scale_log2, config)
         store_tile(out2_ptr, out2, batch, head, first_row, query_length, heads, value_width)
-        # Otherwise the compiler would keep the addresses of this map in registers for the next.
+        # Without `opaque`, addresses that the second map used would stay in registers during the
+        # loops of the first map.
         first_row = opaque(first_row)
     out = _one_map(q1, k1, v, layout, lse_ptrs[0], batch, head, first_row, scale_log2, config)
     if config.MAPS == 2:

@@ -1,8 +1,8 @@
 """Launch functions of the Triton kernels, with their grids, block sizes and arguments.
 
-Map i is softmax(q_i k_i^T), with the output O_i. The result is O_1 - lambda O_2, or O_1 with one
-map, and dO is its gradient. In shapes b is the batch size, s the number of query rows and h the
-number of heads.
+Map i is softmax(softmax_scale q_i k_i^T), with the output O_i. The result is O_1 - lambda O_2, or
+with one map O_1. dO is the gradient of the result. In shapes, b is the batch size, s the number of
+query rows and h the number of query heads.
 """
 
 import math
@@ -33,7 +33,10 @@ MOST_HEADS = 65535
 
 
 class Problem(NamedTuple):
-    """Settings that all kernels of one attention call share."""
+    """Settings that all kernels of one attention call share.
+
+    With `one_pass`, the backward kernel of dK and dV also computes dQ.
+    """
 
     softmax_scale: float
     mask: AttentionMask
@@ -42,7 +45,7 @@ class Problem(NamedTuple):
 
     @property
     def tma(self) -> bool:
-        """True if the kernels load tiles through tensor descriptors (Tensor Memory Accelerator)."""
+        """Value of `Config.TMA`: True to load q, k, v and dO by the Tensor Memory Accelerator."""
         return self.target is Target.HOPPER
 
     @property
@@ -52,7 +55,7 @@ class Problem(NamedTuple):
 
 
 def problem_of(call: AttentionCall, one_pass: bool | None, target: Target | None) -> Problem:
-    """Return the settings that all kernels of an attention call share; None means the default."""
+    """Return the settings for `call`; if `one_pass` or `target` is None, choose the default."""
     q = call.maps.queries[0]
     if q.shape[0] * q.shape[2] > MOST_HEADS:
         raise ValueError(
@@ -62,7 +65,8 @@ def problem_of(call: AttentionCall, one_pass: bool | None, target: Target | None
     if one_pass is None:
         one_pass = default_one_pass(q.shape[-1], torch.are_deterministic_algorithms_enabled())
     if target is None:
-        # In Triton's interpreter any capability is right, because blocks of all sizes fit.
+        # CPU tensors run in Triton's interpreter. There any capability is right, because blocks of
+        # all sizes fit.
         capability = torch.cuda.get_device_capability(q.device) if q.is_cuda else (8, 0)
         target = target_of(q.dtype, capability)
     return Problem(call.scale, call.mask, one_pass, target)
@@ -78,9 +82,9 @@ def launch_forward(
 ) -> None:  # fmt: skip
     """Launch `forward_kernel`, which writes `outs`, `lses` and the normalised result.
 
-    `outs` are the result and with two maps O_2, and `lses` `[b, h, s]` the base-2 log-sum-exps of
-    each map. `norm` is the weight of the headwise norm, the tensor for the normalised result (both
-    None without a norm), eps, and the factor of the normalised result.
+    `outs` is (result,) with one map, and (result, O_2) with two. For each map, `lses` has a tensor
+    `[b, h, s]` for base-2 log-sum-exps. `norm` is (weight, tensor for the normalised result, eps,
+    factor of the normalised result); weight and tensor are None without a headwise norm.
     """
     q, k, v = maps.queries[0], maps.keys[0], maps.v
     batch, length, heads, width = q.shape
@@ -103,11 +107,12 @@ def launch_preprocess(
     lambda_: Tensor,
     norm: tuple[Tensor | None, float, float],
 ) -> tuple[Tensor, tuple[Tensor, Tensor], Tensor | None]:
-    """Launch `preprocess_kernel`, the first kernel of the backward pass with two maps.
+    """Launch `preprocess_kernel`; return dO, both deltas and the gradient of the norm's weight.
 
-    `grad` is the gradient of the normalised result, or dO without a norm. `norm` has the weight
-    (None without a norm), eps and scale. The results are dO, the deltas rowsum(dO * O_i)
-    `[b, h, s]` and the gradient of the weight.
+    `grad` is the gradient of the normalised result, or dO without a headwise norm. `out` is the
+    result before the norm, and `out2` is O_2. `norm` is (weight, eps, factor of the normalised
+    result). Without a norm, the weight and its gradient are None. The deltas are rowsum(dO * O_i),
+    `[b, h, s]`.
     """
     norm_weight, norm_eps, norm_scale = norm
     delta1, delta2 = row_values(out), row_values(out)
@@ -140,7 +145,8 @@ def launch_backward(
 ) -> QKV:
     """Launch the backward kernels, and return the gradients of queries, keys and values.
 
-    For each map there are base-2 log-sum-exps and deltas rowsum(dO * O_i), `[b, h, s]`.
+    `grad` is dO. For each map, `lses` has a tensor `[b, h, s]` of base-2 log-sum-exps, and `deltas`
+    a tensor `[b, h, s]` of rowsum(dO * O_i). `lambda_` is None with one map.
     """
     q, k, v = maps.queries[0], maps.keys[0], maps.v
     batch, length, heads, width = q.shape
@@ -197,9 +203,9 @@ def _strides(*tensors: Tensor) -> list[tuple[int, ...]]:
 
 
 def _sources(maps: QKV, grad: Tensor | None, blocks: Blocks, tma: bool) -> list[Any]:
-    """Return q1, k1, q2, k2, v (and grad), with TMA as tensor descriptors.
+    """Return q1, k1, q2, k2, v, and `grad` unless it is None; with `tma` as tensor descriptors.
 
-    With one map q1 and k1 replace q2 and k2, which the kernels then do not use.
+    With one map, q1 and k1 also take the places of q2 and k2, which the kernels do not use.
     """
     tensors = [maps.queries[0], maps.keys[0], maps.queries[-1], maps.keys[-1], maps.v]
     tensors += [] if grad is None else [grad]
@@ -210,7 +216,7 @@ def _sources(maps: QKV, grad: Tensor | None, blocks: Blocks, tma: bool) -> list[
 
 
 def _descriptor(x: Tensor, rows: int) -> TensorDescriptor:
-    """Return a descriptor of x `[b, length, heads, width]` that loads `rows` rows of one head."""
+    """Return a descriptor of x `[b, length, heads, width]`; a load reads `rows` rows of a head."""
     by_head = x.transpose(1, 2)
     block = [1, 1, rows, triton.next_power_of_2(x.shape[3])]
     return TensorDescriptor(by_head, list(by_head.shape), list(by_head.stride()), block)
@@ -233,10 +239,11 @@ def _constants(maps: QKV, blocks: Blocks, problem: Problem) -> dict[str, Any]:
 
 
 def same_strides(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Return the tensors, or contiguous copies of all if the kernels or TMA cannot load one.
+    """Return the tensors, or contiguous copies of all if one has an unsuitable address or stride.
 
-    The kernels need equal strides, with a last stride of 1. TMA needs addresses and other strides
-    in multiples of 16 bytes, and no stride of 0.
+    The kernels need equal strides of all tensors, and a last stride of 1. For TMA, the address and
+    the other strides must be multiples of 16 bytes, and no stride may be 0. All conditions are
+    checked on every chip.
     """
     first = tensors[0]
     step = 16 // first.element_size()
@@ -252,14 +259,17 @@ def same_strides(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def row_values(q: Tensor) -> Tensor:
-    """Return an uninitialised tensor `[b, h, s]`: one number per head and row of q."""
+    """Return an uninitialised fp32 tensor `[b, h, s]`: one number per head and row of q.
+
+    It is fp64 if q is fp64.
+    """
     batch, length, heads, _ = q.shape
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     return q.new_empty(batch, heads, length, dtype=dtype)
 
 
 def on_device(x: Tensor) -> AbstractContextManager[Any]:
-    """Return a context in which x's device is current: Triton launches on the current device."""
+    """Return a context in which x's device is current, because Triton launches kernels there."""
     return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
 
 

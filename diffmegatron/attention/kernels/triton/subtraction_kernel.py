@@ -1,9 +1,10 @@
 # mypy: disable-error-code="no-untyped-def"
 """The subtraction of DIFF V2 in Triton: `signal - lambda * noise` per token and signal head.
 
-The heads tensor is `[batch, length, groups * (r + 1), width]`: each group has r signal heads,
+DIFF V2 is the second version of differential attention. The tensor `heads` has the outputs of
+softmax attention, `[batch, length, groups * (r + 1), width]`. Each group has r signal heads,
 followed by the noise head that they share. Lambda is `[batch, length, groups * r]`. A program
-handles M tokens of one group, and loads the noise head once. `ratio` is r.
+handles M tokens of one group, and loads the noise head once. In the kernels, `ratio` is r.
 """
 
 from typing import Any
@@ -58,7 +59,7 @@ def _dense(x: Tensor) -> Tensor:
 
 
 def _launch(heads: Tensor, lambda_: Tensor) -> tuple[tuple[int], tuple[int, ...], dict[str, Any]]:
-    """Return the grid, the sizes (length, groups, r) and the constants of both kernels."""
+    """Return the grid, the sizes (length, groups, r) and the keyword arguments of a launch."""
     batch, length, all_heads, width = heads.shape
     signals = lambda_.shape[2]
     groups = all_heads - signals
@@ -79,7 +80,10 @@ def _place(length, groups, M: tl.constexpr):
 
 @triton.jit
 def _lambda_pointers(lambda_ptr, batch, head, first_row, length, heads, M: tl.constexpr):
-    """Return the pointers to lambda for M rows (tokens) of one signal head, `[M]`."""
+    """Return pointers `[M]` to lambda for M rows (tokens) of signal head number `head`.
+
+    `heads` is the number of signal heads. The gradient of lambda has the layout of lambda.
+    """
     rows = first_row + tl.arange(0, M)
     return lambda_ptr + (tl.cast(batch, tl.int64) * length + rows.to(tl.int64)) * heads + head
 
@@ -96,7 +100,13 @@ def subtract_kernel(
     width: tl.constexpr,
     M: tl.constexpr,
 ):
-    """Compute `signal - lambda * noise` for M rows (tokens) of all signal heads of one group."""
+    """Compute `signal - lambda * noise` for M rows (tokens) of all signal heads of one group.
+
+    `heads_ptr` points to `[batch, length, groups * (r + 1), width]` with the strides
+    `head_strides`. `lambda_ptr` points to a contiguous `[batch, length, groups * r]`, and `out_ptr`
+    to the contiguous result `[batch, length, groups * r, width]`. Head `head` of the result
+    is head `head + group` at `heads_ptr`, because the noise heads of `group` groups precede it.
+    """
     ACCUMULATE: tl.constexpr = accumulator_dtype(heads_ptr.dtype.element_ty)
     batch, group, first_row = _place(length, groups, M)
     is_row = first_row + tl.arange(0, M) < length
@@ -128,8 +138,15 @@ def subtract_backward_kernel(
 ):
     """Compute the gradients of the heads and of lambda for M rows (tokens) of one group.
 
-    With the gradient dout of the output: dsignal = dout, dlambda = -sum(dout * noise) over the
-    width, and dnoise = -sum(lambda * dout) over the group's signal heads.
+    With dout, the gradient of the result `signal - lambda * noise`:
+
+        dsignal = dout
+        dlambda = -sum(dout * noise) over the width
+        dnoise = -sum(lambda * dout) over the signal heads of the group
+
+    `grad_ptr` points to dout `[batch, length, groups * r, width]`. `heads_ptr` and `lambda_ptr` are
+    as in `subtract_kernel`. The program stores dsignal and dnoise at `dheads_ptr`, and dlambda at
+    `dlambda_ptr`, in contiguous tensors with the shapes of heads and lambda.
     """
     ACCUMULATE: tl.constexpr = accumulator_dtype(heads_ptr.dtype.element_ty)
     batch, group, first_row = _place(length, groups, M)

@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def"
 """Functions that the Triton kernels share: loads, stores, products, intervals of visible keys.
 
-A *tile* is `[rows, WIDTH]`: consecutive rows (positions) of one head. WIDTH is the width rounded up
-to a power of 2.
+A *tile* is `[rows, WIDTH]`: consecutive rows (positions) of one head. `width` is the number of
+channels of a head, and WIDTH is `width` rounded up to a power of 2.
 """
 
 from typing import Any, NamedTuple
@@ -10,16 +10,17 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-# Whether Triton's interpreter runs the kernels; `triton.jit` also decides this at import.
+# True if Triton's interpreter runs the kernels. `triton.jit` also reads this setting at import.
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 class Heads(NamedTuple):
     """A `[batch, length, heads, width]` tensor in memory, with a last stride of 1.
 
-    `source` is a pointer, or with TMA a tensor descriptor of the view `[batch, heads, length,
-    width]` in blocks of `[1, 1, rows, WIDTH]`. For this order of dimensions the compiler folds the
-    reshape to `[rows, WIDTH]` into the load, and the tile stays in shared memory.
+    `strides` are the other three strides, in elements. `source` is a pointer, or with TMA a tensor
+    descriptor of the view `[batch, heads, length, width]` in blocks of `[1, 1, rows, WIDTH]`. For
+    this order of dimensions the compiler folds the reshape to `[rows, WIDTH]` into the load, and
+    the tile stays in shared memory.
     """
 
     source: Any
@@ -30,8 +31,10 @@ class Heads(NamedTuple):
 class Layout(NamedTuple):
     """Numbers of heads, lengths and positions of an attention call.
 
-    The tables at `start_ptr` and `stop_ptr` have the visible interval of each query or key, or are
-    None without documents. `shift` is the position of the first query minus that of the first key.
+    `start_ptr` and `stop_ptr` point to int32 tables, or are None without packed documents. The
+    tables have the interval of keys that each query sees. For the kernel of dK and dV, they have
+    the interval of queries that see each key. `shift` is the position of the first query minus the
+    position of the first key.
     """
 
     start_ptr: Any
@@ -46,7 +49,10 @@ class Layout(NamedTuple):
 class Config(NamedTuple):
     """Compile-time options of the kernels, for blocks of M query rows and N keys.
 
-    In shapes, D and DV are `width` and `value_width`, rounded up to powers of 2.
+    `width` is the width of a query, and `value_width` of a value. `MAPS` is the number of softmax
+    maps, 1 or 2. With `DOCUMENTS`, the mask has packed documents. With `TMA` (Tensor Memory
+    Accelerator), q, k, v and dO are loaded through tensor descriptors. `DISABLE_LICM` turns off
+    loop-invariant code motion.
     """
 
     width: int
@@ -76,7 +82,10 @@ def load_tile(
     ROWS: tl.constexpr,
     TMA: tl.constexpr = False,
 ):
-    """Load ROWS rows of one head as a tile, with zeros outside of `length` and `width`."""
+    """Load ROWS rows of one head of a `Heads` as a tile `[ROWS, WIDTH]`.
+
+    Rows past the tensor's length and columns past `width` are zero.
+    """
     WIDTH: tl.constexpr = triton.next_power_of_2(width)
     if TMA:
         tile = tensor.source.load([batch, head, first_row, 0]).reshape([ROWS, WIDTH])
@@ -100,7 +109,10 @@ def contiguous_heads(pointer, length, heads, width: tl.constexpr):
 
 @triton.jit
 def store_tile(pointer, tile, batch, head, first_row, length, heads, width: tl.constexpr):
-    """Store a tile in a contiguous `[batch, length, heads, width]` tensor, up to its ends."""
+    """Store a tile in a contiguous `[batch, length, heads, width]` tensor.
+
+    Rows past `length` and columns past `width` are not stored.
+    """
     rows = first_row + tl.arange(0, tile.shape[0])
     columns = tl.arange(0, tile.shape[1])
     row_index = (tl.cast(batch, tl.int64) * length + rows.to(tl.int64)) * heads + head
@@ -111,7 +123,10 @@ def store_tile(pointer, tile, batch, head, first_row, length, heads, width: tl.c
 
 @triton.jit
 def load_rows(pointer, batch, head, first_row, length, heads, other, ROWS: tl.constexpr):
-    """Load ROWS numbers of a contiguous `[batch, heads, length]` tensor, past its end `other`."""
+    """Load a number for each of ROWS rows from a contiguous `[batch, heads, length]` tensor.
+
+    Rows past `length` get the number `other`.
+    """
     rows = first_row + tl.arange(0, ROWS)
     base = pointer + (tl.cast(batch, tl.int64) * heads + head) * length
     return tl.load(base + rows, mask=rows < length, other=other)
@@ -119,7 +134,10 @@ def load_rows(pointer, batch, head, first_row, length, heads, other, ROWS: tl.co
 
 @triton.jit
 def store_rows(pointer, values, batch, head, first_row, length, heads):
-    """Store one number per row in a contiguous `[batch, heads, length]` tensor."""
+    """Store one number per row in a contiguous `[batch, heads, length]` tensor.
+
+    Rows past `length` are not stored.
+    """
     rows = first_row + tl.arange(0, values.shape[0])
     base = pointer + (tl.cast(batch, tl.int64) * heads + head) * length
     tl.store(base + rows, values, mask=rows < length)
@@ -143,10 +161,10 @@ def multiply(a, b):
 
 @triton.jit
 def opaque(x):
-    """Return the integer x; the compiler cannot see that the result equals x.
+    """Return the int32 x, but hide from the compiler that the result equals x.
 
     Code that uses the result computes its addresses again, instead of keeping earlier addresses in
-    registers across loops.
+    registers across loops. The compiler also cannot evaluate a comparison with the result.
     """
     if INTERPRETED:
         copy = x
@@ -159,7 +177,7 @@ def opaque(x):
 
 @triton.jit
 def keys_of_rows(rows, layout, config: tl.constexpr):
-    """Return the interval of visible keys, [start, stop), of each query row."""
+    """Return the start and the stop of the interval of keys that each query row sees."""
     if config.DOCUMENTS:
         start = tl.load(layout.start_ptr + rows, mask=rows < layout.query_length, other=0)
         stop = tl.load(layout.stop_ptr + rows, mask=rows < layout.query_length, other=0)
@@ -173,7 +191,10 @@ def keys_of_rows(rows, layout, config: tl.constexpr):
 
 @triton.jit
 def queries_of_keys(keys, layout, config: tl.constexpr):
-    """Return the query rows [start, stop) that see each key; start >= stop is empty."""
+    """Return the start and the stop of the interval of query rows that see each key.
+
+    The interval is empty if start >= stop.
+    """
     if config.DOCUMENTS:
         start = tl.load(layout.start_ptr + keys, mask=keys < layout.key_length, other=0)
         stop = tl.load(layout.stop_ptr + keys, mask=keys < layout.key_length, other=0)

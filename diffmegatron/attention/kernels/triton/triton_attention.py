@@ -1,11 +1,12 @@
 """The Triton backend: the kernels as autograd functions.
 
-With two maps the forward pass saves `out = out1 - lambda out2` and `out2`, and the backward pass
-computes out1 from them. If several heads of q1 share a head of q2, each map has its own launch.
-Otherwise one kernel computes both maps.
+If q1 and q2 have equally many heads, each kernel computes both maps. If several heads of q1 share a
+head of q2, each map has its own kernel launches. With two maps the forward pass saves
+`out = out1 - lambda out2` and `out2`, but not `out1`. The backward pass replaces `out1` by
+`out + lambda out2`.
 
-In the shapes b is the batch size, s the number of queries, h the number of heads of q1, heads the
-number of heads of a map, and e the width of the values.
+In shapes, b is the batch size, s the number of queries, heads the number of query heads of a map,
+and e the width of a value.
 """
 
 from collections.abc import Sequence
@@ -34,7 +35,11 @@ from .kernel_launch import (
 def attend(
     call: AttentionCall, *, one_pass: bool | None = None, target: Target | None = None
 ) -> Tensor:
-    """Compute attention with one or two maps; None means the default."""
+    """Compute attention with one or two maps, and the headwise norm if the call has one.
+
+    With `one_pass`, the backward kernel of dK and dV also computes dQ. For `one_pass` and `target`,
+    None means the default.
+    """
     problem = problem_of(call, one_pass, target)
     queries, keys, v = call.maps
     if len(queries) == 1 or queries[0].shape[2] != queries[1].shape[2]:
@@ -52,13 +57,13 @@ def attend(
 
 
 def attention_with_lse(call: AttentionCall, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the output `[b, s, heads, e]` and log-sum-exp `[b, s, heads]` of one map."""
+    """Return the output `[b, s, heads, e]` and natural log-sum-exp `[b, s, heads]` of one map."""
     out, lse = _one_map(q, k, call.maps.v, problem_of(call, None, None))
     return out, lse.transpose(1, 2) / LOG2_E
 
 
 def chunk_gradients(call: AttentionCall, grad: Tensor, whole: WholeAttention) -> QKV:
-    """Return the contribution of a chunk of keys to the gradients, for `api.chunk_gradients`."""
+    """Return the contribution of a chunk of keys to the gradients (see `api.chunk_gradients`)."""
     lses = [by_head(lse * LOG2_E) for lse in whole.lses]
     deltas = whole.deltas(grad, call.lambda_)
     problem = problem_of(call, None, None)
@@ -66,7 +71,10 @@ def chunk_gradients(call: AttentionCall, grad: Tensor, whole: WholeAttention) ->
 
 
 class _BothMaps(torch.autograd.Function):
-    """Attention with two maps in one kernel, followed by the headwise norm if there is one."""
+    """Attention with two maps in one kernel, and the headwise norm unless `norm_weight` is None.
+
+    `norm` is (eps, scale) of the norm. `heads` are q1, k1, q2, k2 and v.
+    """
 
     @staticmethod
     def forward(
@@ -103,7 +111,10 @@ class _BothMaps(torch.autograd.Function):
 
 
 class _SeparateMaps(torch.autograd.Function):
-    """Attention with one kernel launch per map; its arguments end with all queries and all keys."""
+    """Attention with one kernel launch per map.
+
+    `queries_and_keys` are q and k for one map, and q1, q2, k1, k2 for two maps.
+    """
 
     @staticmethod
     def forward(
@@ -132,7 +143,10 @@ class _SeparateMaps(torch.autograd.Function):
 
 
 def _one_map(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
-    """Return one map's output `[b, s, heads, e]` and base-2 log-sum-exp `[b, heads, s]`."""
+    """Return one map's output `[b, s, heads, e]` and base-2 log-sum-exp `[b, heads, s]`.
+
+    Both are fp32, or fp64 for fp64 inputs.
+    """
     maps = _loadable(QKV((q,), (k,), v))
     lse = row_values(q)
     out = lse.new_empty(*q.shape[:3], v.shape[3])
@@ -141,7 +155,7 @@ def _one_map(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor,
 
 
 def _loadable(maps: QKV) -> QKV:
-    """Return the maps with strides that the kernels can load, the same for all queries or keys."""
+    """Return `maps` with strides that kernels can load: equal for q1 and q2, and for k1 and k2."""
     return QKV(same_strides(*maps.queries), same_strides(*maps.keys), same_strides(maps.v)[0])
 
 
@@ -155,7 +169,8 @@ def _gradients(
 ) -> QKV:
     """Return the gradients of queries, keys and values, given the gradient of the result.
 
-    For each map there are base-2 log-sum-exps `[b, heads, s]` and deltas `[b, s, heads]`.
+    For each map, `lses` has base-2 log-sum-exps `[b, heads, s]`, and `deltas` has the deltas
+    `[b, s, heads]` of `WholeAttention.deltas`.
     """
     first, last = maps.queries[0], maps.queries[-1]
     if lambda_ is not None and first.shape == last.shape:

@@ -1,9 +1,11 @@
-"""Plain attention by cuDNN's graphs, through nvidia-cudnn-frontend 1.32: V may be wider than Q.
+"""Plain attention by graphs of cuDNN, for a V that may be wider than Q.
 
-torch's own cuDNN attention supports a V of at most 128 columns in the backward pass. Tensors are
-contiguous `[b, length, heads, width]`. Packed documents have cuDNN's *ragged* layout: for cuDNN
-every document is a batch row as long as the longest document. The tensors store no padding, and
-each document has an offset and a length.
+A graph describes operations that cuDNN compiles together. It is built with nvidia-cudnn-frontend
+1.32 or later. torch's own cuDNN attention supports a V of at most 128 columns in the backward pass.
+
+Tensors are contiguous `[b, length, heads, width]`, where b is the batch size. Packed documents have
+cuDNN's *ragged* layout: in the graph every document is a batch row, as long as the longest
+document. The tensors in memory have no padding. Each document has an offset and a length.
 """
 
 from collections.abc import Mapping
@@ -22,7 +24,7 @@ from .two_map_calls import two_calls
 
 # torch dtype -> name of the dtype in the frontend.
 DATA_TYPES = {torch.bfloat16: "BFLOAT16", torch.float16: "HALF"}
-# Maximum number of cached graphs, for each direction.
+# Maximum number of cached graphs, for forward and backward passes separately.
 MOST_GRAPHS = 64
 # A ragged tensor must have fewer elements than this, because cuDNN's offsets into it are int32.
 MOST_ELEMENTS = 2**31
@@ -31,9 +33,10 @@ MOST_ELEMENTS = 2**31
 class Problem(NamedTuple):
     """Properties of attention with one map that determine the compiled graph.
 
-    With packed documents (`is_packed`), `batch` is the number of documents, and `rows` and `keys`
-    are the length of the longest document, all rounded up to powers of two. The last query has the
-    position of the last key. `deterministic` sums gradients without atomic additions.
+    `rows` is the number of queries, and `keys` the number of keys. With packed documents
+    (`is_packed`), `batch` is the number of documents, and `rows` and `keys` are the length of the
+    longest document, all rounded up to powers of two. With `causal`, the last query has the
+    position of the last key. With `deterministic`, gradients are summed in a fixed order.
     """
 
     batch: int
@@ -52,7 +55,7 @@ class Problem(NamedTuple):
 
 
 class Graph(NamedTuple):
-    """A compiled graph, its tensors by name (e.g. "q" or "lse"), and the bytes of its workspace."""
+    """A compiled graph, its tensors by name (e.g. "q" or "lse"), and its workspace in bytes."""
 
     graph: Any
     tensors: Mapping[str, Any]
@@ -60,10 +63,10 @@ class Graph(NamedTuple):
 
 
 class Documents(NamedTuple):
-    """Packed documents, as int32 tensors on the device.
+    """Lengths and starts of packed documents in tokens, as int32 tensors on the device.
 
-    `lengths` `[documents, 1, 1, 1]` are at most `longest`, and `starts` `[documents + 1, 1, 1, 1]`
-    are the cumulative lengths from 0.
+    `lengths` is `[documents, 1, 1, 1]`, and no length exceeds `longest`. `starts` is
+    `[documents + 1, 1, 1, 1]`: 0, followed by the cumulative sums of `lengths`.
     """
 
     lengths: Tensor
@@ -100,7 +103,7 @@ def attend(call: AttentionCall) -> Tensor:
 
 def _attend_aligned(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     blind = max(q.shape[1] - k.shape[1], 0) if call.mask.causal else 0
-    # cuDNN does not support the first `blind` query rows, which see no key; their output is zero.
+    # The first `blind` query rows see no key. cuDNN does not support them; their output is zero.
     out = _attend(call, None, q[:, blind:], k, v)
     return torch.nn.functional.pad(out, (0, 0, 0, 0, blind, 0)) if blind else out
 
@@ -117,9 +120,9 @@ def _attend_documents(
 def documents_of(bounds: tuple[int, ...], batch: int, device: torch.device) -> Documents:
     """Return the documents of all batch rows, concatenated row by row.
 
-    `bounds` are the boundaries of the documents in each batch row. The number of documents and
-    `longest` are rounded up to powers of two, so that many batches use the same graph. The
-    additional documents have no tokens.
+    `bounds` are the document boundaries, the same for every batch row. The number of documents and
+    `longest` are rounded up to powers of two, so that calls with other documents can use the same
+    graph. The additional documents have no tokens.
     """
     row = torch.tensor(bounds)
     lengths = row.diff().repeat(batch)
@@ -140,7 +143,7 @@ def _power_of_two(number: int) -> int:
 def _attend(
     call: AttentionCall, documents: Documents | None, q: Tensor, k: Tensor, v: Tensor
 ) -> Tensor:
-    """Compute attention with one map; with documents, all tokens are in one batch row."""
+    """Compute attention with one map; with documents, q, k and v have batch size 1."""
     batch, rows, heads, width = q.shape
     keys = k.shape[1]
     if documents is not None:
@@ -184,7 +187,11 @@ class _Attention(torch.autograd.Function):
 
 
 def _of_documents(problem: Problem, documents: Documents | None) -> dict[str, Tensor]:
-    """Return the documents' lengths, and their offsets in elements in each tensor."""
+    """Return the graph's inputs for documents by name, or {} without documents.
+
+    The inputs are "lengths" in tokens, and "q_starts", "k_starts" etc.: the offsets of the
+    documents in q, k etc., in elements.
+    """
     if documents is None:
         return {}
     elements_per_token = {
@@ -218,7 +225,7 @@ def _handle(device: torch.device) -> Any:
 
 @lru_cache(maxsize=MOST_GRAPHS)
 def forward_graph(problem: Problem) -> Graph:
-    """Return the compiled forward pass, which writes the output and the log-sum-exps."""
+    """Return the compiled forward graph, which computes the output and the log-sum-exps."""
     builder = _Builder(problem)
     inputs = {name: builder.tensor(name) for name in ("q", "k", "v")}
     out, lse = builder.graph.sdpa(
@@ -231,7 +238,7 @@ def forward_graph(problem: Problem) -> Graph:
 
 @lru_cache(maxsize=MOST_GRAPHS)
 def backward_graph(problem: Problem) -> Graph:
-    """Return the compiled backward pass, which writes the gradients of q, k and v."""
+    """Return the compiled backward graph, which computes the gradients of q, k and v."""
     builder = _Builder(problem)
     inputs = {name: builder.tensor(name) for name in ("q", "k", "v", "o")}
     grads = builder.graph.sdpa_backward(
@@ -264,7 +271,7 @@ class _Builder:
         )
 
     def tensor(self, name: str) -> Any:
-        """Add the input `name` to the graph, and return the graph's tensor."""
+        """Add the input `name` to the graph, and return its tensor in the graph."""
         dims, strides, dtype = self._layout(name)
         tensor = self.graph.tensor(name=name, dim=dims, stride=strides, data_type=dtype)
         return self._placed(name, tensor)
@@ -276,7 +283,7 @@ class _Builder:
         self._placed(name, tensor)
 
     def options(self) -> dict[str, Any]:
-        """Return the options that the forward and the backward operation share."""
+        """Return the options that `sdpa` and `sdpa_backward` share: scale, mask and documents."""
         problem = self.problem
         is_square = problem.rows == problem.keys
         options: dict[str, Any] = {
@@ -290,7 +297,7 @@ class _Builder:
         return options
 
     def compiled(self) -> Graph:
-        """Compile the graph with the plan that cuDNN's heuristics rank first."""
+        """Compile the graph with the first usable plan in the order of cuDNN's heuristics."""
         library, graph = self.library, self.graph
         try:
             graph.validate()
@@ -308,7 +315,11 @@ class _Builder:
         return Graph(graph, self.tensors, graph.get_workspace_size())
 
     def _layout(self, name: str) -> tuple[list[int], list[int], Any]:
-        """Return dimensions `[b, heads, length, width]`, strides and dtype of e.g. "q" or "dq"."""
+        """Return dimensions `[b, heads, length, width]`, strides and dtype of a tensor, e.g. "dq".
+
+        The strides are those of a contiguous `[b, length, heads, width]`. "lse" is a contiguous
+        `[b, heads, length, 1]`, or with packed documents `[b, length, heads, 1]`.
+        """
         of = self.problem
         if name == "lse":
             dims = [of.batch, of.heads, of.rows, 1]
@@ -332,7 +343,7 @@ class _Builder:
         return tensor
 
     def _table(self, name: str, length: int) -> Any:
-        """Return the graph's int32 input `name` `[length, 1, 1, 1]`; the first call adds it."""
+        """Return the int32 input `name` `[length, 1, 1, 1]`, which the first call adds."""
         if name not in self.tensors:
             self.tensors[name] = self.graph.tensor(
                 name=name,
