@@ -1,4 +1,4 @@
-"""The table of backends (implementations of attention), and the choice of one for a call.
+"""The tables of backends (implementations of attention), and the choice of one for a call.
 
 This module does not import torch, so that commands which check or plan a recipe start fast.
 `installed_backends` finds the installed libraries.
@@ -274,9 +274,10 @@ BACKENDS: dict[Op, dict[str, Backend]] = {
 }
 
 
-# Backends in the order in which "auto" tries them, by operation and device type. Attention backends
-# that have never run on a GPU are missing ("cudnn_2call") or follow all libraries ("triton").
-# "blocked" is last: it is a loop in Python, with thousands of small products for 64K positions.
+# Backends in the order in which "auto" tries them, by operation and device type. Attention kernels
+# and graphs of this package have never run on a GPU, so they are missing ("cudnn_2call") or follow
+# all libraries ("triton"). "blocked" is last: it is a loop in Python, with thousands of small
+# products for 64K positions.
 AUTO_ORDER: dict[Op, dict[str, tuple[str, ...]]] = {
     "differential": {
         "cpu": ("blocked",),

@@ -11,9 +11,9 @@ If r heads of P1 share a head of P2, the dP of P2 is the sum of the dP of these 
 
 In the shapes b is the batch size, s the number of queries, t the number of keys, h the number of
 query heads of a map, h_kv the number of kv heads, and repeats = h / h_kv. d is the width of a query
-or key, and e the last dimension of any tensor. Queries have the layout `[b * h_kv, repeats, s, d]`.
-Keys have the layout `[b * h_kv, t, d]`, and values the same with their own width. All are
-contiguous, in fp32 (fp64 for fp64 inputs). In a block, heads, rows and keys are the numbers of
+or key, and e the width of a query, key, value or output. Queries have the layout
+`[b * h_kv, repeats, s, d]`, keys `[b * h_kv, t, d]`, and values `[b * h_kv, t, e]`. These tensors
+are contiguous, in fp32 (fp64 for fp64 inputs). In a block, heads, rows and keys are the numbers of
 (batch row, kv head) pairs, query rows and keys.
 """
 
@@ -292,7 +292,8 @@ def ungroup_keys(x: Tensor, batch: int) -> Tensor:
 def block_by_noise_head(x: Tensor, noise_heads: int, repeats: int = 1) -> Tensor:
     """Split dimension 1 of `[heads, noise_heads * repeats * rows, keys]` into its factors.
 
-    Here `noise_heads` is the number per kv head, and `repeats` the signal heads per noise head.
+    Here `noise_heads` is the number of noise heads per kv head, and `repeats` the number of signal
+    heads per noise head.
     """
     return x.unflatten(1, (noise_heads, repeats, -1))
 

@@ -47,10 +47,10 @@ def chunk_gradients(call: AttentionCall, grad: Tensor, whole: WholeAttention) ->
     """Return the contribution of a chunk of keys to the gradients, by torch's flash kernels.
 
     The kernels receive the output O and the log-sum-exp of attention to the keys of all chunks.
-    V, O and its gradient dO are split along their width into pieces as wide as Q, with a kernel
-    call per piece. The gradient of the scores is P * (dO V^T - rowsum(dO * O)) with the attention
-    weights P. Both terms in the parentheses are sums over the width. The gradients of q and k are
-    therefore the sums over the pieces.
+    V, O and the gradient dO of O are split along their width into pieces as wide as Q, with a
+    kernel call per piece. With the attention weights P, the gradient of the scores is
+    P * (dO V^T - rowsum(dO * O)). Both terms in the parentheses are sums over the width. The
+    gradients of q and k are therefore the sums over the pieces.
     """
     maps, lambda_ = call.maps, call.lambda_
     kv_heads, width = maps.v.shape[2], maps.queries[0].shape[3]
