@@ -10,7 +10,7 @@ from diffmegatron.errors import NotFiniteError
 from diffmegatron.evaluation.batched_network import BatchedNetwork
 from diffmegatron.evaluation.requests import Generation, Scored, Scoring
 
-# Maximum number of tokens of a character: each of its up to 4 bytes in UTF-8 may be a token.
+# Maximum number of tokens of a character, which has up to 4 bytes in UTF-8.
 _TOKENS_PER_CHARACTER = 4
 
 
@@ -61,7 +61,7 @@ def score(
 def check_finite(scored: list[Scored], before: int) -> list[Scored] | NotFiniteError:
     """Return ``scored``, or an error if a loss is not finite.
 
-    ``before`` is the number of context tokens, which the error message counts too.
+    ``before`` is the number of tokens before each continuation.
     """
     for nats, _ in scored:
         bad = (~nats.isfinite()).nonzero()
@@ -117,7 +117,7 @@ def generate(
 ) -> list[list[int] | NotFiniteError]:
     """Generate one text per request in one batch by greedy decoding.
 
-    All requests must have the same value of ``shared``, and equal first ``shared`` tokens.
+    All requests must have the same ``shared``, and the same first ``shared`` tokens.
     """
     shared = requests[0].shared
     chunks: list[Sequence[int]] = [request.ids[shared:] for request in requests]
@@ -129,7 +129,7 @@ def generate(
         chunks = [request.ids for request in requests]
         rows = network.empty_rows(len(chunks), shared + columns)
     texts = [WrittenText(request) for request in requests]
-    # Text of each row that is still in the batch; rows are dropped below.
+    # Texts of the rows in the batch; rows are dropped below.
     written = texts
     while True:
         ends = [(row, len(chunk) - 1) for row, chunk in enumerate(chunks)]

@@ -82,9 +82,8 @@ class BatchedNetwork:
     """A causal network that processes a batch of texts, one per row, in chunks.
 
     A chunk is a list of the next tokens of one row. It is padded at its end to the longest chunk.
-    For later chunks, this padding is masked in the cache, and position ids do not count it. The
-    results of a text are therefore the same as if it were alone. ``start`` is any valid token id.
-    It pads empty chunks, and is the input of a test of the output layer.
+    If :attr:`keeps_all_tokens` is false, a row with padding must not read another chunk. ``start``
+    is any valid token id.
     """
 
     def __init__(self, network: PreTrainedModel, start: int) -> None:
@@ -93,11 +92,10 @@ class BatchedNetwork:
 
     @cached_property
     def keeps_all_tokens(self) -> bool:
-        """True if padding between the tokens of a row has no effect when it is masked.
+        """True if masked padding between the tokens of a row has no effect.
 
         Padding shifts a sliding window, changes the state of a recurrent layer, and counts in the
-        positions of a network without an argument ``position_ids``. The result is False for such
-        networks.
+        positions of a network without an argument ``position_ids``.
         """
         network = self._network
         layers = DynamicCache(config=network.config).layers
@@ -121,7 +119,7 @@ class BatchedNetwork:
 
         Args:
             index: for each new row, the index of the row in ``prefixes`` that it continues.
-            columns: sum of the padded lengths of all chunks after the prefixes, in tokens.
+            columns: number of tokens per row after the prefixes, including padding.
         """
         chosen = torch.tensor(index, device=self._network.device)
         cache = self._reserved(prefixes.is_token.shape[1] + columns)
@@ -153,15 +151,14 @@ class BatchedNetwork:
             places: the n positions whose outputs are returned, as (row, column within the chunk).
 
         Returns:
-            The argument ``found`` of :meth:`logits` and :meth:`score`, in the network's dtype: last
-            hidden states [n, hidden_size], or logits [n, vocab_size] if the network scales or caps
-            its logits.
+            Last hidden states [n, hidden_size] or logits [n, vocab_size], in the network's dtype.
+            :meth:`logits` and :meth:`score` accept both.
         """
         device = self._network.device
         lengths = [len(chunk) for chunk in chunks]
         width = max(lengths)
-        # Pad with a token of the same row. If a token has NaN in its embedding, only the rows that
-        # contain this token are affected.
+        # Pad with a token of the same row, so that a NaN in the embedding of a token affects only
+        # the rows that contain this token.
         ids = [
             [*chunk, *[chunk[-1] if chunk else self._start] * (width - len(chunk))]
             for chunk in chunks

@@ -1,6 +1,6 @@
 """95% intervals by the paired bootstrap: all targets (models) use the same resamples.
 
-A unit is an item of a suite (benchmark), or a group of dependent items (:meth:`Suite.unit`). A
+A unit is an item of a suite (benchmark), or a group of dependent items (``Suite.unit``). A
 resample draws as many units as there are, with replacement. The arguments ``shares`` and ``others``
 map each unit of a target to its contribution to a measure, such as an accuracy.
 """

@@ -1,8 +1,7 @@
 """Attention logits and maps of a network during its forward pass, in blocks of rows (queries).
 
-This module replaces the attention function of ``transformers``, because that function receives the
-queries and keys of each layer. Logits and maps are computed from them for one block of rows at a
-time, to save memory.
+This module replaces the attention function of ``transformers`` to record the queries and keys of
+each layer. To save memory, logits and maps are computed for one block of rows at a time.
 """
 
 from collections.abc import Callable, Iterator
@@ -87,12 +86,12 @@ class LayerAttention:
     def maps(self, first: int, end: int) -> Tensor:
         """Return the maps of these rows after the subtraction, float32 [heads, end - first, end].
 
-        A kind of attention without a subtraction has softmax maps.
+        If the kind of attention has no subtraction, they are the softmax of the logits.
         """
         return self.subtracted(self.logits(first, end).softmax(-1), first, end)
 
     def subtracted(self, softmax: Tensor, first: int, end: int) -> Tensor:
-        """Return :meth:`maps` of these rows; ``softmax`` is the softmax of their :meth:`logits`."""
+        """Return :meth:`maps`; ``softmax`` is the softmax of :meth:`logits` for the same rows."""
         return self.variant.subtracted_maps(self.module, softmax, self.hidden[first:end])
 
 

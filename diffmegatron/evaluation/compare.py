@@ -139,9 +139,8 @@ def short_names(run_dirs: Sequence[Path]) -> list[str]:
 def final_figures(run: RecordedRun) -> dict[str, Any]:
     """Return the final figures (numbers) of a run by name, without figures that have no value.
 
-    Steps and tokens are sums over all stages. The figure ``stages`` has the names of the stages if
-    there are several. All other figures describe the last stage. Its training losses are means over
-    the last tenth of its steps. Lambda is the mean over the layers.
+    ``steps`` and ``tokens`` are sums over all stages. ``stages`` has the names of the stages, if
+    there are several. All other figures describe the last stage.
     """
     last = run.stages[-1]
     model, names = last.recipe.model, [Path(stage.recipe.run_dir).name for stage in run.stages]
@@ -197,7 +196,7 @@ def _shown(value: object) -> str:
 def plot_runs(path: Path, runs: Mapping[str, RecordedRun]) -> None:
     """Write a PNG file with the losses, the throughput, and the lambda of each layer of all runs.
 
-    ``runs`` maps names to runs. Runs without lambda have no panel of lambda.
+    ``runs`` maps names to runs.
     """
     with_lambda = [name for name, run in runs.items() if run.lambdas]
     rows, columns = (2 if with_lambda else 1), max(2, len(with_lambda))

@@ -90,8 +90,8 @@ def export_targets(targets: Sequence[Target], ranks: Ranks) -> None:
     """Export every checkpoint among the targets to a Hugging Face folder, on rank 0.
 
     An export needs process groups of a single rank, so it runs in a new process outside the
-    launcher's group. A single process exports nothing here: :class:`Target` exports a checkpoint at
-    its first use.
+    launcher's group. With one process, do nothing, because :attr:`Target.folder` exports a
+    checkpoint when it is first read.
     """
     if ranks.count == 1:
         return
@@ -145,8 +145,7 @@ def _run(suite: Suite, model: Model, out: Path, ranks: Ranks) -> Measured:
     with SharedRecords(out / suite.name / f"{target.name}.jsonl", header, ranks) as file:
         # Check the records of an earlier evaluation before scoring, which may take hours.
         check_records(file.records.values(), suite.means)
-        # Items of suites that read only training records have 0 tokens. For them, do not access
-        # `target.context`, which loads the configuration of the network.
+        # Accessing `target.context` may export a checkpoint, so do it only for items with tokens.
         long = [item for item in items if item.tokens and item.tokens > target.context]
         too_long = {item.key for item in long}
         fitting = [item for item in items if item.key not in too_long]
@@ -207,9 +206,9 @@ def _check_keys(suite: Suite, items: Sequence[Item]) -> None:
 
 
 class _Progress:
-    """Printer of progress lines to stderr, with the estimated remaining time (ETA).
+    """Printer of progress lines to stderr on rank 0, with the estimated remaining time (ETA).
 
-    Only rank 0 prints. It counts its own items, and assumes that all processes are equally fast.
+    For each item that rank 0 scores, the count advances by ``processes``.
     """
 
     def __init__(self, name: str, total: int, left: int, processes: int) -> None:

@@ -111,7 +111,7 @@ def plot_maps(
     """Plot tables as colour maps with a common scale; rows and columns are numbered from 1.
 
     Args:
-        grid: 1-dim array with the axes of each table.
+        grid: 1-dim array of matplotlib ``Axes``, one per table.
         tables: title of each map -> nonnegative values [rows, columns].
         quantity: label of the colour bar.
     """

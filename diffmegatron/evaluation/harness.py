@@ -267,9 +267,9 @@ class Encoder(TemplateLM):
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **_: object
     ) -> list[int]:
-        """Return the token ids of a text, by default with the tokenizer's special tokens."""
+        """Return the token ids of a text."""
         if add_special_tokens is None:
-            # A chat template may have written the start token already.
+            # Add special tokens, unless a chat template has already written the start token.
             start = self.tokenizer.decode(self.prefix_token_id)
             add_special_tokens = not has_bos_prefix(string, start)
         return self.tokenizer.encode(string, verbose=False, add_special_tokens=add_special_tokens)
@@ -293,8 +293,8 @@ class Encoder(TemplateLM):
     def length(self, question: Question) -> int:
         """Return 0 if a question fits the target's context, otherwise its number of tokens.
 
-        A long prompt is cut at its beginning, and a long text is divided into windows. Therefore,
-        only the tokens of a choice (a continuation to score) or of a generated answer are counted.
+        Count only the longest choice (continuation to score) or generated answer. Long prompts are
+        cut at their beginning, and long texts are divided into windows.
         """
         kind, needed = question.instances[0].request_type, 0
         if kind == "generate_until":
@@ -313,9 +313,8 @@ class Encoder(TemplateLM):
     def requests(self, question: Question) -> tuple[list[Request], bool]:
         """Return the requests of a question, and whether a prompt was cut at its beginning.
 
-        Consecutive choices (continuations to score) after the same context are one request. A text
-        of ``loglikelihood_rolling``, whose tokens are all scored, is split into windows with one
-        request per window.
+        Consecutive choices (continuations to score) after the same context are one request. For
+        ``loglikelihood_rolling``, each window of a text is one request.
         """
         kind = question.instances[0].request_type
         if kind == "generate_until":
@@ -324,9 +323,8 @@ class Encoder(TemplateLM):
             pairs = self._pairs(question.arguments)
         else:
             pairs = [pair for (text,) in question.arguments for pair in self._windows(text)]
-        # The network does not process the last token of a continuation, after which nothing is
-        # predicted. A context and its continuation may therefore have `self.context` + 1 tokens
-        # together.
+        # The network does not process the last token of a continuation. A context and its
+        # continuation may therefore have `self.context` + 1 tokens together.
         fitting, cut = [], False
         for before, after in pairs:
             most = self.context + 1 - len(after)

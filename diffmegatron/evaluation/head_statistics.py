@@ -32,14 +32,12 @@ def map_statistics(
 ) -> tuple[dict[str, list[float]], Tensor]:
     """Return measures of every layer's maps, and the distances between the maps of all heads.
 
-    The measures are name -> one value per layer: a mean over rows and heads (or pairs of heads).
-    The distances are 1 - cosine similarity for every two heads of the network, float64 [all heads,
-    all heads]. Memory holds the maps of all layers for one block of rows.
+    A measure has one value per layer, a mean over rows and heads (or pairs of heads). The distances
+    are 1 - cosine similarity for every two heads of the network, float64 [all heads, all heads].
 
     Args:
         seen: all layers of one forward pass, in order.
-        top: share of a row's tokens that are its top tokens. These have the largest absolute
-            scores of the row.
+        top: share of a row's tokens that are top tokens, those with the largest absolute scores.
         epsilons: thresholds for scores near zero; each threshold has a measure.
     """
     rows, queries = seen[0].rows, sum(len(call.query) for each in seen for call in each.calls)

@@ -68,11 +68,10 @@ class Model:
         return torch.tensor(ids, dtype=torch.int64, device=self.device)[None]
 
     def answers(self, requests: Sequence[Request]) -> Iterator[tuple[int, Answer]]:
-        """Yield the index and the answer of each request, in the order of the batches.
+        """Yield the index and the answer of each request, in any order.
 
-        A batch has requests of one group (see :class:`_Size`) and similar lengths. A batch that
-        does not fit into the GPU's memory is divided, and later batches have at most half of its
-        tokens.
+        If a batch does not fit into the GPU's memory, it is divided. Later batches have at most
+        half of its tokens.
         """
         sizes = _sizes(requests)
         order = sorted(range(len(requests)), key=lambda n: (sizes[n].group, -sizes[n].length))
@@ -132,9 +131,8 @@ class _Size(NamedTuple):
     """The size of a request.
 
     Attributes:
-        group: number of the group; the requests of a batch are of one group. All scoring requests
-            are one group. Generation requests with the same first ``Generation.shared`` tokens are
-            one group.
+        group: number of the group; a batch has requests of one group. All scoring requests are one
+            group. Generation requests with the same first ``shared`` tokens are one group.
         rows: number of rows that the request needs in a batch.
         length: number of tokens of the longest row, including the tokens to score or to generate.
     """

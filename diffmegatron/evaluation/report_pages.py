@@ -82,7 +82,7 @@ def to_html(outcome: Mapping[str, Any], pictures: Mapping[str, bytes]) -> str:
 
 
 def _items(suite: Mapping[str, Any]) -> list[str]:
-    """Return a line with the number of units (:meth:`Suite.unit`), or [] without measures."""
+    """Return a line with the number of units that the bootstrap draws, or [] without measures."""
     counts = {
         found["items"]
         for measure in suite["measures"].values()

@@ -53,7 +53,7 @@ class Generation(NamedTuple):
 
     Attributes:
         shared: number of tokens at the beginning of ``ids`` with which other requests also begin,
-            less than ``len(ids)``. The keys and values of these tokens are computed once.
+            less than ``len(ids)``. Their keys and values may be computed once for all requests.
         labels: the allowed answers; None for free text.
     """
 

@@ -1,7 +1,7 @@
 """Files with the records of a suite (benchmark) for a target (model), one line per item.
 
-A restarted evaluation resumes from these files. Every line ends with a checksum, so a digit that a
-disk or an editor has changed causes an error instead of a wrong result.
+A restarted evaluation resumes from these files. Every line ends with a checksum, so a changed digit
+causes an error instead of a wrong result.
 """
 
 import hashlib
@@ -155,8 +155,7 @@ class SharedRecords:
 
     Each process writes to a file of its own, in a folder beside the shared file. A single process
     writes to the shared file itself. :meth:`gather` moves the records of all files into the shared
-    file, including files of killed processes. It then sets ``records`` to the content of the shared
-    file.
+    file, including files of killed processes. Only :meth:`gather` updates ``records``.
     """
 
     def __init__(self, path: Path, header: dict[str, Any], ranks: Ranks) -> None:
@@ -221,7 +220,7 @@ class SharedRecords:
 
 
 def check_records(records: Iterable[Record], read: Callable[[Record], object]) -> None:
-    """Call ``read`` on each finite record from a file.
+    """Call ``read`` on each record from a file, except those with the key ``NOT_FINITE``.
 
     If ``read`` fails, raise a UserError that names the file and the line of the record.
     """

@@ -37,8 +37,8 @@ class Item(NamedTuple):
     Attributes:
         key: name within the suite; the same for every target.
         tokens: context length that the item needs; 0 if any context suffices.
-        content: all values on which the requests depend. Their ``repr`` must show every change,
-            because a restart reuses records if a hash of the items' ``repr`` is unchanged.
+        content: all values on which the requests depend. Every change must show in their
+            ``repr``, because a restart compares a hash of it.
     """
 
     key: str
@@ -103,8 +103,8 @@ class Suite(Section, ABC):
         within_training: whether the suite can run during training, where logits and activations
             are not available.
         direction: whether higher or lower values are better, if all measures agree.
-        follow_up_settings: fields that affect only the follow-ups, and may change in a restart. The
-            key of a follow-up must contain the values of these fields that affect its record.
+        follow_up_settings: fields that affect only the follow-ups. They may change in a restart, so
+            the key of a follow-up must contain those values on which its record depends.
     """
 
     name: ClassVar[str]
@@ -148,7 +148,6 @@ class Suite(Section, ABC):
 
         A suite that reads activations of the network overrides :meth:`score` instead.
         """
-        # Not abstract, because a suite overrides either this method or `score`.
         raise NotImplementedError(f"suite {self.name!r} defines neither requests_of nor score")
 
     def score(self, model: "Model", item: Item) -> Record:

@@ -54,7 +54,7 @@ class WindowSuite(TextSuite):
     def windows(self, text: str, target: Target) -> list[list[int]]:
         """Split the ids of a text into windows of ``context - 1`` ids; the last may be shorter.
 
-        The start token, which is not in the windows, precedes each window in the network.
+        The windows do not contain the start token that precedes them in the network.
         """
         return list(split(target.encode(text), self.context - 1))
 

@@ -82,8 +82,8 @@ def check_served(
                 "not support; run it with --engine transformers"
             )
     for target in targets:
-        # Refuse kinds of attention that subtract two attention maps (``map_pairs``). Other model
-        # types are not refused, because vLLM may support them.
+        # Refuse only kinds of attention that subtract two attention maps (``map_pairs``), because
+        # vLLM may support all other model types.
         has_variant = of_model_type(target.config.model_type) is not None
         layers = target.config.num_hidden_layers
         if has_variant and any(kind.map_pairs for kind, _ in target.variant.by_kind(layers)):
