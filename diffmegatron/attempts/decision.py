@@ -14,8 +14,7 @@ from diffmegatron.errors import MachineError, UnfitNodeError, UserError
 
 # A process that signal N killed has the exit status _SIGNAL + N.
 _SIGNAL = 128
-# Exit statuses of ranks that a stop signal ended at once, because the signal handlers were not yet
-# installed or because it was the second stop signal. Neither is a fault.
+# Exit statuses of ranks that a stop signal ended at once. This is not a fault.
 _STOP_STATUSES = {_SIGNAL + number for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
 _SHOWN_RANKS = 8
 

@@ -37,8 +37,8 @@ def entropy_sums(
 ) -> tuple[Sums, float]:
     """Return sums of attention entropies in nats over queries, and this rank's number of queries.
 
-    With context parallelism, the sums of one rank are not over the queries that this rank counts.
-    The totals over all data- and context-parallel ranks are over all queries.
+    With context parallelism, the sums and the number of one rank are of different queries. Their
+    totals over all context-parallel ranks are of the same queries.
     """
     total: Sums = {}
 
@@ -56,9 +56,8 @@ def gradient_sums(
     """Return sums of the importances |dL/dxi| of heads (Michel et al., 2019), and their divisor.
 
     xi = 1 is a factor by which a head's output is multiplied. L is the mean loss of a sequence. The
-    sums are scaled: their totals over all data- and context-parallel ranks are already means over
-    all sequences, weighted by their numbers of tokens with loss. The divisors of these ranks
-    therefore add up to 1.
+    totals of the sums over all data- and context-parallel ranks are means over all sequences,
+    weighted by their numbers of tokens with loss. The divisors of these ranks add up to 1.
     """
     total: Sums = {}
 
@@ -75,9 +74,8 @@ def gradient_sums(
     with _hooked(network, lambda layer: _add_gradient_hook(layer, partial(add, layer))):
         forward_backward(_EngineWithoutOptimizer(network), microbatches, parallel_state)
     network.zero_grad(set_to_none=True)
-    # The loss is a mean over the global batch. `scale` removes two factors: forward_backward
-    # multiplies the loss by `ranks`, and every context-parallel rank has added the importance of
-    # the whole sequence.
+    # `scale` removes two factors. forward_backward multiplies the loss by `ranks`, and every
+    # context-parallel rank has added the importance of the whole sequence.
     ranks = parallel_state.data_size * parallel_state.context_size
     scale = 1 / (ranks * parallel_state.context_size)
     return {layer: value * scale for layer, value in total.items()}, 1 / ranks

@@ -39,9 +39,8 @@ def begin(
 
     Args:
         nodes: host names of the job, in the order of the ranks.
-        run_dir: folder of the ledger (record of all attempts) of a job from ``launch``. With None,
-            only the recipe names this folder. An attempt with an unreadable recipe is then not
-            recorded.
+        run_dir: folder of the ledger (record of all attempts), used if the recipe is unreadable.
+            With None, such an attempt is not recorded.
     """
     ranks = _num_ranks()
     job = os.environ.get("SLURM_JOB_ID", "")
@@ -76,8 +75,9 @@ def end(folder: Path, spares: int = 0) -> tuple[Attempt, int, list[str]]:
         spares: number of nodes of the job without ranks, which can replace failed nodes.
 
     Returns:
-        The entry in the ledger, the exit status of :func:`exit_status`, and the hosts that the next
-        attempt must avoid. If spare nodes replace these hosts, the status is 69.
+        The entry in the ledger, the exit status of the job script, and the hosts that the next
+        attempt must avoid. If spare nodes replace these hosts, the status is 69. Otherwise, it is
+        that of :func:`exit_status`.
     """
     ledger = Ledger(folder.parent.parent)
     number = int(folder.name) if folder.name.isdecimal() else 0
@@ -103,11 +103,11 @@ def _may_use_spares(attempt: Attempt) -> bool:
 def exit_status(attempt: Attempt, bad_hosts: Sequence[str] = ()) -> int:
     """Return the exit status of the job script, which determines how the job continues.
 
-    0: finished. 2: a mistake of the user. 1: too many faults. 69: restart the ranks at once, after
-    a fault during training, if ``bad_hosts`` is empty. 75: requeue the job in all other cases. A
-    requeue takes minutes, which Slurm needs to detect a dead node.
+    0: finished. 1: too many faults. 2: a mistake of the user. 69: restart the ranks at once. 75:
+    requeue the job.
 
-    ``bad_hosts`` are the hosts that the next attempt must avoid.
+    Ranks restart at once after a fault during training, if no host must be avoided. ``bad_hosts``
+    are the hosts that the next attempt must avoid.
     """
     if not attempt.is_over:
         at_once = attempt.cause == Cause.FAULT and attempt.has_trained and not bad_hosts

@@ -253,8 +253,8 @@ def _measured_seconds(recipes: Sequence[Recipe]) -> tuple[float | None, float]:
 def _signal_seconds(save: float | None, step: float, cluster: Cluster) -> int:
     """Return how many seconds before the job's time limit Slurm sends SIGUSR1.
 
-    If a save was measured, the result is enough for two saves and two steps. Slurm may send the
-    signal early, but not late. The result is at most half of the time limit.
+    If a save was measured, the result is enough for two saves and two steps. The result is at most
+    half of the time limit.
     """
     measured = round(2 * (save or 0) + 2 * step) + _SLACK_SECONDS
     return min(_SIGNAL_SECONDS if save is None else measured, cluster.seconds // 2)

@@ -42,8 +42,8 @@ _MATRIX = {"cpu": 512, "cuda": 8192}
 _REDUCTIONS, _PRODUCTS = 5, 20
 # A checkpoint stores three float32 values per parameter: the weight and two moments of Adam.
 _STATE_BYTES = 12
-# Limits for a rank: seconds of its matrix product, as a multiple of the median of all ranks, and
-# seconds by which its clock may differ from the median.
+# Largest accepted time of a rank's matrix product, as a multiple of the median of all ranks, and
+# largest accepted difference of its clock from the median, in seconds.
 _MAX_SLOWDOWN, _CLOCK_SECONDS = 2.0, 5.0
 # Smallest accepted free share of a GPU's memory.
 _FREE_SHARE = 0.9
@@ -108,8 +108,9 @@ def check_nodes(recipes: Sequence[Recipe], folder: Path | None) -> None:
 
 
 def _needed_space(recipe: Recipe) -> int:
-    """Return the bytes that must be free in ``run_dir`` for the next checkpoints."""
-    # With keep_last, a new checkpoint replaces an old one, so only one more must fit.
+    """Return the bytes that must be free in ``run_dir``: the size of two checkpoints, or of one."""
+    # Require space for two checkpoints, because an old one is removed only after the next one is
+    # written. If keep_last is set and the run has a checkpoint, only one more must fit.
     removes_old = recipe.checkpoint.keep_last and CheckpointStore(Path(recipe.run_dir)).steps()
     return (1 if removes_old else 2) * count_parameters(recipe.model).total * _STATE_BYTES
 

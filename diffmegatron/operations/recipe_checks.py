@@ -28,7 +28,7 @@ def check_fit(recipes: Sequence[Recipe], nodes: int, cluster: Cluster) -> None:
         for source in recipe.data.sources:
             check_sizes(source.path, read_manifest(source.path))
         for path, passes in _passes(recipe).items():
-            # If the run has a checkpoint, it may have begun with other weights of the sources.
+            # A run with a checkpoint may have begun with other source weights, so do not check it.
             if recipe.data.on_exhausted == "stop" and passes > 1 and not _has_begun(recipe):
                 raise UserError(
                     f"{recipe.run_dir} reads source {path} {passes:,.1f} times, and "

@@ -10,10 +10,10 @@ from diffmegatron.operations.cluster import Cluster, Container
 from diffmegatron.own_code import import_environment
 from diffmegatron.shipped_files import shipped_folder
 
-# Files in run_dir: job file, Slurm ID of the submitted job, and recipe of a stage with its own job.
+# Files in run_dir.
 JOB_FILE = "job.sh"
-JOB_NUMBER = "job_number"
-JOB_RECIPE = "job.yaml"
+JOB_NUMBER = "job_number"  # Slurm ID of the submitted job
+JOB_RECIPE = "job.yaml"  # recipe of a training stage that has its own job (launch --chain)
 _MAX_NUMBER_BYTES = 100
 # The lines of slurm.sh before this line are defaults, which the job file replaces.
 _BODY_START = "set -uo pipefail\n"

@@ -32,7 +32,7 @@ class Status:
 
     Attributes:
         state: one sentence for the user.
-        exit_status: exit status of the command, which its help describes.
+        exit_status: exit status of ``diffmegatron status``.
         is_over: whether the job has ended and no attempt follows.
         run_dir: folder of the run, or of the current stage.
         checkpoint: newest checkpoint of the run or stage.
@@ -42,7 +42,7 @@ class Status:
         values: name of each metric -> its newest value.
         job: Slurm ID of a job that may be queued or running.
         attempts: recorded attempts, oldest first.
-        suspects: host name -> number of recent attempts with a fault or slowness of the host.
+        suspects: host name -> number of recent attempts in which the host was blamed or slow.
         stragglers: hosts whose ranks are slow in the newest attempt.
     """
 
@@ -106,7 +106,7 @@ def examine(run_dir: Path) -> Status:
 
 
 def _submitted(run_dir: Path, attempts: Sequence[Attempt]) -> str | None:
-    """Return the Slurm ID of the newest submitted job that has not begun an attempt, or None."""
+    """Return the Slurm ID of the last submitted job; None if it has begun an attempt."""
     number = read_job_number(run_dir)
     return None if number in {attempt.facts.job for attempt in attempts} else number
 
@@ -183,7 +183,7 @@ def _stages_beside(run_dir: Path) -> list[str]:
 
 
 def _current_stage(attempt: Attempt, heartbeat: Heartbeat | None) -> str | None:
-    """Return the ``run_dir`` of an attempt's current stage; None if its recipe was unreadable.
+    """Return the ``run_dir`` of an attempt's current stage; None if its entry lists no stages.
 
     The heartbeat names the stage. Without a heartbeat, it is the last stage with a checkpoint, or
     the first stage if none has a checkpoint.

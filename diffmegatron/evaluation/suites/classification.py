@@ -174,8 +174,8 @@ class ClassificationSuite(Suite):
 class Prompt:
     """The part of a prompt that many questions share: examples, and labels to choose from.
 
-    ``digest`` is the hash of examples and labels. ``prefix`` has the ids of the start token and the
-    examples. The ``repr`` of a prompt is computed for every question, so it has only ``digest``.
+    ``prefix`` has the ids of the start token and the examples. ``digest`` is the hash of the
+    examples and label names. ``repr`` shows only ``digest``, because the other fields are long.
     """
 
     digest: str
@@ -434,10 +434,10 @@ def _in_turn(examples: Sequence[Example]) -> Iterator[Example]:
 
 
 def _right_by_permutation(records: Records) -> dict[str, np.ndarray]:
-    """Return ``TASK, ARRANGEMENT`` -> whether answers are right, 0 or 1, [questions, permutations].
+    """Return a dict: ``TASK, ARRANGEMENT`` -> float64 array [questions, permutations].
 
-    A question is left out if a permutation has no record of it, e.g. because the prompt was longer
-    than the context.
+    An entry is 1 if the answer is right, and 0 otherwise. A question without a record for every
+    permutation is left out.
     """
     right: dict[str, dict[int, dict[int, bool]]] = defaultdict(lambda: defaultdict(dict))
     for record in records:

@@ -211,9 +211,9 @@ class Hallucination(Suite):
 
     @override
     def follow_ups(self, target: Target, records: Records) -> list[Item]:
-        """Return an item for the verdict on each text; its key contains the name of the judge.
+        """Return an item for the verdict on each text; without a judge, return [].
 
-        Without a judge, there are no such items.
+        The key of an item contains the name of the judge.
         """
         judge = self._judge()
         if judge is None:
@@ -304,7 +304,7 @@ class Hallucination(Suite):
 
 
 def judge_question(written: Record) -> str:
-    """Return the judge's prompt for the record of a generated text (see docs/evaluation.md)."""
+    """Return the judge's prompt for the record of a generated text."""
     question = written["question"]
     return JUDGE_PROMPT.format(
         kind="answer" if question else "summary",

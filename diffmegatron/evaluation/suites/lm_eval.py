@@ -138,7 +138,7 @@ class LmEval(Suite):
 
     @override
     def totals(self, records: Records) -> dict[str, float | Estimate]:
-        """Return metrics of groups, metrics that are not means, and the paper's average.
+        """Return metrics of task groups, metrics that are not means, and the paper's average.
 
         The average is over the accuracies of the seven tasks in ``_PAPER``, if all are evaluated.
         """
@@ -182,10 +182,7 @@ class LmEval(Suite):
 
     @override
     def draw(self, figure: Figure, records: Mapping[str, Records]) -> bool:
-        """Draw a panel per number of shots, with the first metric of each group or task.
-
-        :meth:`_bars` selects the groups and tasks.
-        """
+        """Draw a panel per number of shots, with the first metric of each group or task."""
         found = {target: self._bars(each) for target, each in records.items()}
         panels: dict[str, list[str]] = {}
         for shots, name in dict.fromkeys(key for bars in found.values() for key in bars):
@@ -203,7 +200,7 @@ class LmEval(Suite):
     def _bars(self, records: Records) -> dict[tuple[str, str], Estimate]:
         """Return (shots, name) -> first metric of each group, and of each task outside all groups.
 
-        A group counts only if it aggregates the metrics of its tasks.
+        A group without metrics of its own does not count, so its tasks are included.
         """
         groups = [each for each in self._library.groups.values() if each.has_aggregation]
         in_groups = {task.task_name for group in groups for task in group.get_all_tasks()}

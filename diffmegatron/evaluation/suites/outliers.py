@@ -221,8 +221,7 @@ def _unpacked(text: str) -> np.ndarray:
 class QuantizedAttention(WindowSuite):
     """Loss on held-out text with unchanged attention logits, and with logits of few bits.
 
-    ``bits`` has the numbers of bits. The paper measures the accuracy on HellaSwag instead of the
-    loss.
+    ``bits`` has the numbers of bits.
     """
 
     name = "quantized-attention"

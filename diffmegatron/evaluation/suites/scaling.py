@@ -106,10 +106,10 @@ class Scaling(Suite):
 
     @override
     def across(self, records: Mapping[str, Records]) -> dict[str, float]:
-        """Return a and b of each kind's law, and the share x / y for each x of the kind's runs.
+        """Return a and b of each kind's law, and shares x / y of kinds other than the Transformer.
 
-        x and y are numbers of parameters or tokens. By the laws, the Transformer needs y for the
-        loss that the kind has at x. The Transformer itself has no shares.
+        x is a number of parameters or tokens of the kind's runs. y is the number that the
+        Transformer needs for the same loss, according to the laws.
         """
         found: dict[str, float] = {}
         kinds = self._kinds(records)
