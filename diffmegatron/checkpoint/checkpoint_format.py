@@ -204,7 +204,6 @@ def check_same_run(directory: Path, saved_recipe: Recipe, recipe: Recipe) -> Non
 
     These settings must be equal: the section ``model``, ``data.tokenizer``,
     ``optimizer.trainable``, and ``seq_length``, ``global_batch_size`` and ``seed`` of ``training``.
-    Other settings are not checked here.
     """
     saved, wanted = (
         model_keys(each.model, each.model.attention)

@@ -83,7 +83,7 @@ class CheckpointStore:
         return unfinished
 
     def commit(self, step: int) -> Path:
-        """Flush a written checkpoint to disk and rename it; delete an older one of this step."""
+        """Flush a written checkpoint to disk and rename it; delete an older save of this step."""
         unfinished, final = self.unfinished_path(step), self.path(step)
         for path in (*unfinished.iterdir(), unfinished):
             sync_path(path)

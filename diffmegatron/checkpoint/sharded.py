@@ -1,9 +1,8 @@
 """Sharded storage of named tensors, which a run with any parallel layout can read.
 
-Each rank writes its pieces into one safetensors file, whose header lists the position of each
-piece. A piece is the part of a tensor-parallel shard that lies in the rank's ZeRO partition. It is
-a contiguous range of the flattened shard. A reader assembles any box (rectangular region of a
-tensor) from the pieces.
+A box is a rectangular region of a tensor, e.g. a tensor-parallel shard. A piece is a contiguous
+range of a flattened box. Each rank writes its pieces into one safetensors file, whose header lists
+their positions. A reader assembles any box from the pieces.
 
 ``torch.distributed.checkpoint`` is not used, because reading its pickled metadata can run code.
 """
@@ -145,7 +144,7 @@ def write_pieces(path: Path, tensors: Mapping[str, Tensor], description: str) ->
 
 
 class ShardedReader:
-    """Reader of tensors from rank files, whose pieces must cover each element exactly once."""
+    """Reader of tensors from rank files; their pieces must cover each element exactly once."""
 
     def __init__(self, directory: Path, files: Iterable[str]) -> None:
         self._directory = directory

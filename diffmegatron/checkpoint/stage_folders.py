@@ -28,11 +28,10 @@ class StageFolder:
 def stage_folders(
     run_dir: Path, marker: str = CHECKPOINTS, recipe: str = RECIPE
 ) -> list[StageFolder]:
-    """Return the stages of a ``run_dir`` whose folders contain ``marker``, in order of training.
+    """Return the stage folders that contain ``marker`` in a ``run_dir``, in order of training.
 
-    A run without stages has one entry. Stages that start from the same stage are sorted by name.
-    ``marker`` is the name of a file or folder. ``recipe`` is the file name of the resolved recipe
-    in the folder of a stage.
+    A run without stages has one entry, ``run_dir`` itself. ``marker`` is the name of a file or
+    folder. ``recipe`` is the file name of the resolved recipe in the folder of a stage.
     """
     try:
         if (run_dir / marker).exists():
@@ -63,7 +62,7 @@ def only_last(folders: Sequence[StageFolder]) -> StageFolder:
     ends = [folder for folder in folders if folder.name is None or folder.name not in starts]
     if len(ends) == 1:
         return ends[0]
-    # Without an end, recipes were edited so that stages start from each other.
+    # Stages start from each other only if their recipes were edited.
     problem = (
         "several stages from which no other stage started"
         if ends
@@ -113,7 +112,7 @@ def _in_order(starts: dict[str, str | None]) -> Iterator[str]:
     left = dict(starts)
     while left:
         ready = [name for name, start in left.items() if start not in left]
-        # In edited recipes, stages may start from each other in a circle. Then none is ready.
+        # If edited stages start from each other in a circle, none is ready.
         for name in ready or list(left):
             del left[name]
             yield name

@@ -1,9 +1,8 @@
 """Reader and writer of one safetensors file: 1-D float32 tensors, then 1-D uint8 tensors.
 
-The safetensors library is not used. ``save_file`` holds Python's global interpreter lock, which
-would stall training during a background save. ``safe_open`` does not return the positions of the
-tensors. With the positions, one pass over the file computes the checksum and finds values that are
-not finite.
+The safetensors library is not used. ``save_file`` holds Python's global interpreter lock, so a
+background save would stall training. ``safe_open`` does not return the positions of the tensors,
+which are needed to verify the file in one pass.
 """
 
 import json
@@ -33,7 +32,7 @@ _PICKLES = (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05", b"PK")
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Header entry of a one-dimensional tensor; offsets are bytes after the header's end."""
+    """Header entry of a 1-D tensor; ``data_offsets`` (begin, end) are bytes after the header."""
 
     __pydantic_config__ = ConfigDict(extra="forbid", strict=True)
 
@@ -135,7 +134,7 @@ def write_safetensors(
     """Write contiguous float32 or uint8 CPU tensors to the disk; return the manifest entry."""
     # float32 first, so that every float32 tensor starts at a multiple of four bytes.
     ordered = dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))
-    # The checksum of the bytes in memory lets later checks detect damage on the way to the disk.
+    # A checksum of the bytes in memory also detects damage on the way to the disk.
     checksum, size, advised = 0, 0, 0
     with path.open("wb") as stream:
         for block in (memoryview(_header(ordered, metadata)), *_buffers(ordered)):
@@ -143,8 +142,7 @@ def write_safetensors(
             stream.write(block)
             size += len(block)
             if size - advised >= _BUFFER:
-                # Linux then writes the pages while the next checksum is computed. Without this
-                # call, fsync would write all pages at the end.
+                # Linux now begins to write these pages. Otherwise fsync would write all of them.
                 os.posix_fadvise(stream.fileno(), advised, size - advised, os.POSIX_FADV_DONTNEED)
                 advised = size
         stream.flush()

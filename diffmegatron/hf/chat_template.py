@@ -35,8 +35,7 @@ CHAT_TEMPLATE = f"""\
 """
 # The tokenizer splits a chat before and after each match. If the ChatML markers are ordinary text,
 # a match is a response and its <|im_end|>. If they are special tokens, the tokenizer has already
-# split the text at the markers. The pattern is then applied to the part "assistant\n" + response,
-# and matches "assistant\n".
+# split the text at the markers. The pattern then matches the beginning of "assistant\n" + response.
 _RESPONSE = r"(?<=<\|im_start\|>assistant\n)[\s\S]*?<\|im_end\|>|\Aassistant\n"
 _TEXTS = (
     "What is 12345 + 1?",
@@ -65,7 +64,7 @@ def load_exported(directory: Path) -> Any:
 def check_chat(tokenizer: TrainingTokenizer, directory: Path, before_response: str = "") -> None:
     """Check that an export and ``prepare`` encode sample chats as the same ids.
 
-    ``before_response`` is the beginning of every response in the sample chats.
+    ``before_response`` is a text to insert before every response of the sample chats.
     """
     exported = load_exported(directory)
     # verbose=True would warn of chats longer than a small model's seq_length.

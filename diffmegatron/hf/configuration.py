@@ -67,8 +67,8 @@ def to_hf_config(recipe: Recipe, end_of_document: int, dtype: torch.dtype) -> Pr
         "initializer_range": model.initialization.std,
         "bos_token_id": end_of_document,
         "eos_token_id": end_of_document,
-        # The tokenizer pads with the end-of-document token. If its id were here, transformers would
-        # use it as the embedding's padding_idx, and fine-tuning could not train that row.
+        # transformers does not train the embedding row of this id. The tokenizer pads with the
+        # end-of-document token, whose row must be trained.
         "pad_token_id": None,
         "dtype": dtype,
         "architectures": [described.architecture],
@@ -82,7 +82,6 @@ def write_config(config: PretrainedConfig, directory: Path) -> None:
     """Write ``config.json`` so that transformers 5 and 4.57 use the same rotary embedding.
 
     transformers 4.57 reads ``rope_theta`` and ``rope_scaling`` instead of ``rope_parameters``.
-    Without these keys, it would use a theta of 10,000.
     """
     config.save_pretrained(directory)
     path = directory / CONFIG_NAME
@@ -93,8 +92,7 @@ def write_config(config: PretrainedConfig, directory: Path) -> None:
 
 def hugging_face_class(model: ModelConfig) -> HuggingFace:
     """Return the description of the Hugging Face class that computes a recipe's network."""
-    # If a kind cannot be exported at all, hugging_face() could raise a misleading error about a
-    # setting, so check the kinds first.
+    # For a kind that cannot be exported, hugging_face() could raise a misleading error.
     for kind, _ in model.attention.by_kind(model.num_layers):
         kind.check_export()
     return model.attention.hugging_face(model.hidden_size)

@@ -21,11 +21,10 @@ from diffmegatron.hf.write_export import SUMMATION, Verified, verify_export, wri
 from diffmegatron.model.build import DTYPES
 from diffmegatron.parallel.parallel_state import process_groups
 
-# Largest allowed difference of the logits, divided by the largest absolute logit. The key is the
-# dtype to which export and training round different values, or float32 if they round the same
-# values. For example, an export of DIFF V1 multiplies the float32 weight of the norm into the
-# output projection and rounds the product, but training rounds only the projection. A bf16 rounding
-# has a relative error of up to 2^-8.
+# Largest allowed difference of the logits, divided by the largest absolute logit. If export and
+# training round the same values, the key is float32. Otherwise it is the dtype of the rounding. For
+# example, an export of DIFF V1 rounds the product of the output projection and the norm's weight,
+# but training rounds only the projection.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 _NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 
@@ -44,7 +43,7 @@ def export_checkpoint(
 
     Args:
         directory: directory of the checkpoint.
-        verify: whether to compare the logits. The models must then fit into memory in float32.
+        verify: whether to compare the logits. Both models must then fit into memory in float32.
         tokens: ids [b, s] for the comparison, b * s <= 256; None: the ids of a short built-in text.
     """
     transformers_logging.disable_progress_bar()
@@ -100,8 +99,8 @@ def _rounded_differently(
 ) -> torch.dtype:
     """Return the key of ``TOLERANCE`` for the comparison.
 
-    It is float32 if ``original`` is None and the export computes no weight from several weights.
-    Otherwise it is the coarser of ``dtype`` and the most frequent dtype of ``original``.
+    If ``original`` is None and the export computes no weight from several weights, it is float32.
+    Otherwise it is the coarser of ``dtype`` and the most frequent dtype of ``original``, if any.
     """
     is_folded = recipe.model.lora is not None or any(
         rule.folds for rule in table(recipe.model, step)
@@ -127,10 +126,10 @@ def merged_weights(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
 
 @torch.no_grad()
 def training_logits(checkpoint: Checkpoint, tokens: Tensor) -> Tensor:
-    """Return float32 logits [b, s, vocabulary] of the Megatron network for ids [b, s], on the CPU.
+    """Return the Megatron network's logits for ids [b, s]: float32 [b, s, vocabulary], on the CPU.
 
-    The weights are rounded as in training (:func:`load_network`), and the arithmetic is float32.
-    The logits of the vocabulary's padding are dropped.
+    The weights are rounded as in training, and the arithmetic is float32. The vocabulary's padding
+    has no logits.
     """
     recipe = checkpoint.recipe
     # On a GPU, the Triton kernels compute float32 products in TF32, whose error would exceed the

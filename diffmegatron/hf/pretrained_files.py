@@ -1,8 +1,7 @@
 """Files of a pretrained model: the tensors to import, and the files that exports keep.
 
-Exports of runs that start from the model keep its config.json, tokenizer and dtypes. To this end,
-``diffmegatron import`` copies the files into a folder. The recipes of the runs name this folder as
-``data.tokenizer``.
+``diffmegatron import`` copies config.json and the tokenizer into a folder, and adds the dtypes. A
+run whose recipe has this folder as ``data.tokenizer`` keeps them in its exports.
 """
 
 import re

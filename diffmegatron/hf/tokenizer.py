@@ -44,7 +44,7 @@ _FILES = (
     "merges.txt",
     "chat_template.*",
 )
-# Beginning of the responses in a second check: a tokenizer could merge it with the newline before.
+# A tokenizer could merge a response that begins with this text with the newline before it.
 _SPACE = "\n\n "
 SAMPLE = (
     "The quick brown fox doesn't jump; WE'LL say it's 1 or 22 or 333 or 4444 or 1234567890.",
@@ -68,18 +68,18 @@ def write_tokenizer(
 ) -> None:
     """Write and check ``tokenizer.json`` and ``tokenizer_config.json``.
 
-    A tiktoken encoding is converted. The result must encode and decode sample texts as the encoding
-    does.
+    A tiktoken encoding is converted. If samples then have other ids than in training, UserError is
+    raised.
 
-    The files of a Hugging Face folder are copied. With ``chat``, the template is added to the copy
-    if sample chats then have the ids of training; otherwise a warning is logged. If no template is
-    added, sample texts are compared, and a warning is logged if ids differ.
+    The files of a Hugging Face folder are copied. If samples then have other ids than in training,
+    a warning is logged.
 
     Args:
         seq_length: maximum length of a text in tokens; only a converted tokenizer stores it.
         directory: directory with ``config.json``, from which ``AutoTokenizer`` selects the class of
             the tokenizer.
-        chat: whether to add the template of :mod:`diffmegatron.hf.chat_template`.
+        chat: whether to add the template of :mod:`diffmegatron.hf.chat_template`. It is left out of
+            copied files if sample chats would have other ids than in training.
     """
     if isinstance(tokenizer, HuggingFaceTokenizer):
         _write_copied(tokenizer, directory, chat=chat)
@@ -198,8 +198,7 @@ def convert(encoding: tiktoken.Encoding) -> tokenizers.Tokenizer:
     """
     ranks: dict[bytes, int] = encoding._mergeable_ranks
     special: dict[str, int] = encoding._special_tokens
-    # The vocabulary includes the special tokens. Otherwise add_special_tokens would give them the
-    # next ids, which some encodings skip.
+    # Without special tokens in the vocabulary, add_special_tokens would choose other ids for them.
     vocabulary = {_visible(token): rank for token, rank in ranks.items()} | special
     # With ignore_merges, a piece of text that equals a token becomes this token without merges, as
     # in tiktoken.

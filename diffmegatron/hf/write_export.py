@@ -75,7 +75,7 @@ def write_export(
     Args:
         weights: unsharded weights with Megatron's names. A generator is read one weight at a time.
         dtype: dtype of the stored weights. Weights that must not be rounded, such as lambda
-            vectors, are float32. (DiffLlama rounds them when it is loaded in bf16.)
+            vectors, are float32.
         original: pretrained model that the run started from. If its class can compute the recipe's
             attention, the export keeps the class, the dtypes and the configuration of this model,
             with the recipe's changes.
@@ -112,8 +112,8 @@ def _stored_dtypes(
 ) -> Callable[[str, Tensor], torch.dtype]:
     """Return a function from a tensor's name and value to the dtype in which to store it.
 
-    A tensor that must not be rounded is stored in float32, or in its original dtype if this dtype
-    represents its values exactly.
+    It is the tensor's dtype in ``original``, or ``dtype`` if ``original`` is None. Exception: a
+    tensor that must not be rounded is float32, unless its dtype in ``original`` is exact.
     """
     keep_fp32 = {name for rule in table(model) if rule.keep_fp32 for name in rule.theirs}
 
@@ -130,8 +130,8 @@ def _stored_dtypes(
 def _write_weights(weights: Iterable[tuple[str, Tensor, torch.dtype]], directory: Path) -> None:
     """Write safetensors files with the names that ``transformers`` expects.
 
-    If there are several files, an index lists the file of each weight. huggingface_hub would need
-    the whole state dict in memory. This function needs only one shard.
+    If there are several files, an index lists the file of each weight. huggingface_hub is not used,
+    because it would need all weights in memory at once.
     """
     shards: list[list[str]] = []
     total_size = 0
@@ -161,7 +161,7 @@ def _in_shards(
         if shard and _num_bytes(shard) + tensor.numel() * dtype.itemsize > MAX_SHARD_BYTES:
             yield shard
             shard.clear()
-        # A view would keep its whole base tensor in memory, and safetensors refuses views.
+        # safetensors refuses tensors that share memory, so copy views.
         shard[name] = tensor.detach().to(
             "cpu", dtype, copy=True, memory_format=torch.contiguous_format
         )
@@ -194,7 +194,7 @@ def verify_export(directory: Path, tokens: Tensor, expected: Tensor) -> LogitDif
     if tokens.numel() > MAX_VERIFY_TOKENS:
         raise ValueError(f"{tokens.numel()} tokens to verify; at most {MAX_VERIFY_TOKENS}")
     try:
-        # transformers fills missing weights with random numbers. Only the report lists them.
+        # transformers fills missing weights with random numbers, and lists them in the report.
         model, report = AutoModelForCausalLM.from_pretrained(
             directory,
             dtype=torch.float32,

@@ -1,8 +1,8 @@
 """Model classes for the kinds of attention that transformers has no class for.
 
-An export contains the files ``configuration_<model_type>.py`` and ``modeling_<model_type>.py`` of
-its model, and the files of their base classes. These files import only torch, transformers and each
-other. ``auto_map`` in ``config.json`` lets transformers load them with ``trust_remote_code=True``.
+An export of such a kind contains the code files of its model and of the base classes. These files
+import only torch, transformers and each other. ``auto_map`` in ``config.json`` lets transformers
+load them with ``trust_remote_code=True``.
 """
 
 from pathlib import Path

@@ -14,9 +14,9 @@ class DiffBaseConfig(PretrainedConfig):
     """Configuration with Llama's keys, except those for biases and dropout.
 
     A subclass sets the keys of its attention before it calls this constructor, which checks them.
-    The constructor derives ``auto_map`` from names: if the subclass is named ``NameConfig`` and has
-    the ``model_type`` "kind", it must be in the file ``configuration_kind.py``. Its models
-    ``NameModel`` and ``NameForCausalLM`` must be in ``modeling_kind.py``.
+    The constructor derives ``auto_map`` from names. A subclass ``NameConfig`` with ``model_type``
+    "kind" must be in ``configuration_kind.py``. Its models ``NameModel`` and ``NameForCausalLM``
+    must be in ``modeling_kind.py``.
     """
 
     keys_to_ignore_at_inference: ClassVar = ["past_key_values"]
@@ -84,8 +84,7 @@ class DiffBaseConfig(PretrainedConfig):
             "AutoModelForCausalLM": f"modeling_{kind}.{name}ForCausalLM",
         }
         kwargs.setdefault("auto_map", auto_map)
-        # In transformers 4, only PretrainedConfig's constructor sets these keys. By default it ties
-        # the embeddings.
+        # In transformers 4, this constructor sets these keys, and ties the embeddings by default.
         super().__init__(
             pad_token_id=pad_token_id,
             bos_token_id=bos_token_id,
@@ -105,8 +104,8 @@ class NoiseHeadsConfig(DiffBaseConfig):
     heads. ``num_attention_heads`` counts all query heads, h + h / r. ``signal_per_noise`` is r.
     """
 
-    # The plan has no attention projections, because grouped_diff cannot shard q_proj and k_proj: a
-    # rank's rows are not contiguous. diff_v2 adds its projections.
+    # Tensor parallelism cannot shard q_proj and k_proj of grouped_diff, because a rank's rows are
+    # not contiguous. DiffV2Config adds its projections to this plan.
     base_model_tp_plan: ClassVar = {
         "layers.*.mlp.gate_proj": "colwise",
         "layers.*.mlp.up_proj": "colwise",

@@ -13,8 +13,8 @@ class GroupedDiffConfig(NoiseHeadsConfig):
     Args:
         num_attention_heads: number of query heads: h signal heads and h / r noise heads.
         signal_per_noise: r, number of signal heads that share a noise head.
-        num_key_value_heads: number of key heads, 2 * h_kv, because each of the h_kv key-value heads
-            has two keys. h_kv must divide h / r.
+        num_key_value_heads: twice the number h_kv of differential key-value heads, because each has
+            two keys. h_kv must divide h / r.
         lambda_init: "exponential" for 0.8 - 0.6 exp(-0.3 l) in layer l (from 0), or a constant
             between 0 and 1 for all layers.
         lambda_std_dev: standard deviation of the initial values of the four lambda vectors.

@@ -34,8 +34,8 @@ class MixedDiffConfig(DiffBaseConfig):
         lambda_std_dev: float = 0.1,
         **kwargs: Any,
     ) -> None:
-        # layer_kinds needs a default: when transformers saves a configuration, it creates another
-        # one without arguments, to leave out the keys with default values.
+        # transformers calls this constructor without arguments when it saves a configuration, so
+        # layer_kinds needs a default.
         self.layer_kinds = layer_kinds or [{"layers": None, "model_type": "llama"}]
         self.lambda_std_dev = lambda_std_dev
         super().__init__(**kwargs)

@@ -43,8 +43,8 @@ from .configuration_grouped_diff import GroupedDiffConfig
 from .modeling_diff_base import DiffBaseForCausalLM, DiffBaseModel, attention_function
 
 try:
-    # transformers 5 also calls _init_weights for loaded weights. The functions of this module leave
-    # loaded weights unchanged. transformers 4 lacks the module, and initializes only new weights.
+    # transformers 5 calls _init_weights for loaded weights too. The functions of `initialization`
+    # leave loaded weights unchanged. transformers 4 initializes only new weights.
     from transformers import initialization
 except ImportError:
     from torch.nn import init as initialization
