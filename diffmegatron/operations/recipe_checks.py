@@ -17,7 +17,7 @@ _USUAL_PASSES = 4
 
 
 def check_fit(recipes: Sequence[Recipe], nodes: int, cluster: Cluster) -> None:
-    """Check that a job can run: ranks fit the layout, and data and container image exist."""
+    """Check that the ranks fit the layout, the data suffice, and the container image exists."""
     for recipe in recipes:
         try:
             recipe.num_microbatches(nodes * cluster.ranks)

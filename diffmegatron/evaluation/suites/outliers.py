@@ -219,10 +219,7 @@ def _unpacked(text: str) -> np.ndarray:
 
 
 class QuantizedAttention(WindowSuite):
-    """Loss on held-out text with unchanged attention logits, and with logits of few bits.
-
-    ``bits`` has the numbers of bits.
-    """
+    """Loss on held-out text with unchanged attention logits, and with logits of few ``bits``."""
 
     name = "quantized-attention"
     direction = "lower"
