@@ -1,4 +1,4 @@
-"""``diffmegatron data``: merge, inspect and verify prepared corpora."""
+"""``diffmegatron data``: inspect a recipe's data; merge and verify prepared corpora."""
 
 from pathlib import Path
 from typing import Annotated, Literal

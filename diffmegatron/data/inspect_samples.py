@@ -32,7 +32,7 @@ def inspect(
     """Yield the paragraphs to print: samples, table of the mixture, table of document lengths.
 
     The mixture is counted over ``batches`` global batches from ``from_step`` on. ``lengths`` is the
-    PNG file in which to draw the document lengths; OSError is raised if it cannot be written.
+    PNG file for a plot of the document lengths; None: no plot.
     """
     if lengths is not None:
         check_replaceable(lengths)
@@ -133,9 +133,8 @@ def plot_lengths(samples: Samples, path: Path) -> None:
 def mixture_table(samples: Samples, first: int, number: int) -> str:
     """Return a table with the requested and the actual share of samples from each source.
 
-    The actual shares are those among ``number`` samples from sample ``first`` on. The requested
-    shares are the current weights (of the last period in ``samples.history``), divided by their
-    sum.
+    The requested shares are the normalized weights of the last period in ``samples.history``. The
+    actual shares are counted over ``number`` samples from sample ``first`` on.
     """
     actual = Counter(samples[index].source for index in range(first, first + number))
     weights = samples.history.periods[-1].sources
@@ -161,7 +160,7 @@ def _tokens(bins: Sequence[LengthBin]) -> int:
 def choose_stage(stages: Sequence[Recipe], name: str | None) -> Recipe:
     """Return the stage whose ``run_dir`` ends with the folder ``name``.
 
-    If ``name`` is None, the recipe must have a single stage, which is returned.
+    A recipe without stages is returned itself; ``name`` must then be None.
     """
     if len(stages) == 1 and name is None:
         return stages[0]

@@ -25,7 +25,7 @@ class Batch:
     loss_mask: torch.Tensor  # float32 [b, s]: 1 where the label contributes to the loss, else 0
     # int64 [b, s]: position in the row, or in the document with data.reset_position_ids.
     position_ids: torch.Tensor
-    # int32 [b, s]: index of each token's document in its row; None if attention crosses documents.
+    # int32 [b, s]: index of each token's document in its row; None without reset_attention_mask.
     document_ids: torch.Tensor | None
     # int64 [b]: index of each row's source in data.sources; None if the recipe has one source.
     sources: torch.Tensor | None = None
@@ -43,8 +43,8 @@ class Batch:
 def collate(samples: list[Sample], config: DataConfig) -> Batch:
     """Stack samples of equal length into a microbatch.
 
-    ``data.reset_position_ids``, ``reset_attention_mask`` and ``eod_mask_loss`` have Megatron's
-    meaning. Labels for which a sample's ``loss_mask`` is False, such as prompts, have no loss.
+    Labels for which a sample's ``loss_mask`` is False, such as prompts, have no loss. With
+    ``data.eod_mask_loss``, labels that are the first token of a document have no loss either.
     """
     tokens = torch.from_numpy(np.stack([sample.tokens for sample in samples]))
     size, length = tokens.shape[0], tokens.shape[1] - 1
@@ -92,11 +92,11 @@ class Loader:
     """Iterator over optimizer steps; each item is the list of this rank's microbatches.
 
     In the global batch that begins at sample n, microbatch m of data-parallel rank r begins at
-    sample n + (m * data_parallel_size + r) * micro_batch_size. The global batch therefore contains
-    the same samples for every layout of ranks.
+    sample n + (m * data_parallel_size + r) * micro_batch_size. A global batch thus contains the
+    same samples for every layout of ranks.
 
-    A thread reads steps ahead until the ``with`` block of the loader ends. If the thread fails to
-    read a step, the error is raised when this step is requested.
+    A thread reads steps ahead until the ``with`` block of the loader ends. If it fails to read a
+    step, the error is raised when this step is requested.
     """
 
     samples: Samples

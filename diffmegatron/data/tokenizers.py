@@ -27,7 +27,7 @@ CL100K = "cl100k_base"
 CL100K_FILE_SHA256 = "223921b76ee99bde995b7ff738513eef100fb51d18c93597a113bcffe865b2a7"
 # Name of cl100k_base's file in tiktoken's cache: the sha1 of its download URL.
 CL100K_CACHE_NAME = "9b5ad71b2ce5302211f9c61530b329a4922fc6a4"
-# Split pattern of tiktoken >= 0.9. Older versions have another pattern with the same splits.
+# Split pattern of cl100k_base in tiktoken >= 0.9.
 CL100K_PATTERN = (
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+"
     r"|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
@@ -46,7 +46,7 @@ SEARCH_VARIABLE = "DIFFMEGATRON_TIKTOKEN"
 
 
 class Tokenizer(ABC):
-    """Base class of tokenizers; ``sha256`` identifies a tokenizer."""
+    """Base class of tokenizers."""
 
     name: str  # name or path that load_tokenizer accepts
     vocab_size: int  # highest id plus one, including special tokens
@@ -179,11 +179,12 @@ class HuggingFaceTokenizer(Tokenizer):
 def load_tokenizer(name_or_path: str) -> Tokenizer:
     """Load the tokenizer ``bytes``, ``cl100k_base``, a ``.tiktoken`` file or a Hugging Face folder.
 
-    The vocabulary of ``bytes`` is the 256 bytes and ``<|endoftext|>``. A ``.tiktoken`` file has no
-    split pattern and no special tokens. They are read from the JSON file of the same stem, as
-    ``pat_str`` and ``special_tokens``. Without that file, the pattern of ``cl100k_base`` is used,
-    and the id of ``<|endoftext|>`` is the highest rank plus one. A copy of the file of
-    ``cl100k_base`` is loaded as ``cl100k_base``.
+    The vocabulary of ``bytes`` is the 256 bytes and ``<|endoftext|>``.
+
+    A ``.tiktoken`` file that equals the file of ``cl100k_base`` is loaded as ``cl100k_base``.
+    Otherwise, ``pat_str`` and ``special_tokens`` of ``NAME.tiktoken`` are read from ``NAME.json``.
+    Without ``NAME.json``, the split pattern is that of ``cl100k_base``. The only special token is
+    then ``<|endoftext|>``, and its id is the highest rank plus one.
     """
     if name_or_path == BYTES:
         encoding = tiktoken.Encoding(

@@ -82,17 +82,17 @@ class Manifest(Section):
     settings: dict[str, str | bool | int | None]
     documents: CountOrZero  # above 0 in a whole corpus
     tokens: CountOrZero  # with end-of-document tokens
-    text_bytes: CountOrZero  # UTF-8 bytes of tokenised text, with duplicates
+    text_bytes: CountOrZero  # UTF-8 bytes of tokenised text, with dropped duplicates
     rejected: CountOrZero
     empty: CountOrZero
     duplicates: CountOrZero
     lengths: tuple[LengthBin, ...]
     inputs: tuple[InputRecord, ...]
-    # PREFIX.bin and PREFIX.idx. A merged corpus has no file PREFIX.bin; then the record of
-    # PREFIX.bin describes the concatenated token files of all parts.
+    # PREFIX.bin and PREFIX.idx. In a merged corpus, the record of PREFIX.bin describes the
+    # concatenated token files of all parts.
     outputs: tuple[FileRecord, ...]
     part: PartRecord | None = None  # None for a whole corpus
-    parts: tuple[FileRecord, ...] = ()  # token files of a merged corpus in PREFIX.parts
+    parts: tuple[FileRecord, ...] = ()  # token files in PREFIX.parts; () unless merged
     checksum: str | None = None  # hash of all other fields; None in old manifests
 
     @field_validator("settings")
@@ -234,8 +234,8 @@ def check_sizes(prefix: str | Path, manifest: Manifest) -> IndexHeader:
 def check_hash(prefix: str | Path, suffix: str) -> Iterator[None]:
     """Compare the hash of one data file with the manifest; ``suffix`` is from :func:`data_files`.
 
-    The generator yields after every GiB and at the end of the file, so that the caller can do other
-    work.
+    The generator yields after every GiB, so that the caller can do other work. It compares the
+    hashes only when it is exhausted.
     """
     path, manifest = Path(f"{prefix}{suffix}"), read_manifest(prefix)
     # The files may have been renamed to another prefix, so find the recorded hash by suffix.

@@ -30,7 +30,7 @@ class PartTokens:
     """Concatenation of token files, sliced like one array; ``files`` are paths and sizes in bytes.
 
     A file is memory-mapped when it is first read. A slice within one file is a view. A slice over
-    several files is a copy, which is rare: a document never spans two files.
+    several files is a copy.
     """
 
     def __init__(self, files: Sequence[tuple[Path, int]], dtype: np.dtype) -> None:
@@ -69,8 +69,8 @@ Tokens = np.ndarray | PartTokens
 class Corpus:
     """Prepared corpus, opened for reading.
 
-    The arrays are views of the memory-mapped files of ``index`` and ``dataset``. Keep these objects
-    as long as the arrays: reading an array after its object is deleted causes a segmentation
+    The arrays can be views of the memory-mapped files of ``index`` and ``dataset``. Keep both
+    objects as long as the arrays: reading a view after its object is deleted causes a segmentation
     fault.
     """
 
@@ -111,10 +111,7 @@ class Corpus:
 
 
 def open_corpus(prefix: str) -> Corpus:
-    """Open a corpus.
-
-    The time is constant for plain text, and linear in the number of documents for fine-tuning.
-    """
+    """Open a prepared corpus; check the sizes of its files."""
     manifest = read_manifest(prefix)
     header = check_sizes(prefix, manifest)
     if not manifest.documents:

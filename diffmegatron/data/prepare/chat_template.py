@@ -1,15 +1,14 @@
 """Render chats with the template of a Hugging Face tokenizer, and find the assistant's responses.
 
-The whole chat is encoded as one text, as ``apply_chat_template`` does at inference. If the template
-has blocks ``{% generation %}``, the responses are the texts within these blocks.
+If the template has blocks ``{% generation %}``, the responses are the texts within these blocks.
 
-For a template without such blocks, the messages before each response are also rendered alone, with
-``add_generation_prompt``. The result must be a prefix of the whole text, and the response begins
-after this prefix. The response ends after the first special token between its content and the next
-message. If there is none, it ends where the next message begins.
+In any other template, the messages before a response are also rendered alone, with
+``add_generation_prompt``. The whole chat must begin with this text, and the response begins where
+this text ends. The response ends after the first special token that follows its content. Without
+such a token, it ends before the next message.
 
-At inference, a model receives the text before a response, encoded alone. ``prepare`` therefore
-rejects a chat whose ids do not begin with the ids of this text.
+The whole chat is encoded as one text. At inference, the text before a response is encoded alone. A
+chat is rejected if its ids do not begin with the ids of this text.
 """
 
 import re
@@ -77,7 +76,7 @@ class ChatTemplate:
 
         The ids after the last response are left out. An end-of-document token at the end of the
         last response is left out too, because ``encode_batch`` appends one. A chat that cannot be
-        encoded in this way raises an UnusableError.
+        used raises an UnusableError.
         """
         checked_messages(messages, self._special)
         try:

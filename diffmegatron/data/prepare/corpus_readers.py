@@ -187,7 +187,7 @@ def _read_text(file: CorpusFile, columns: tuple[str, ...], max_bytes: int) -> It
 def _read_parquet(file: CorpusFile, columns: tuple[str, ...], max_bytes: int) -> Iterator[Record]:
     with (
         open_file(file.path) as stream,
-        # Checksums of pages are verified. A page without a checksum is accepted.
+        # A page without a checksum is accepted.
         pyarrow.parquet.ParquetFile(stream, page_checksum_verification=True) as table,
     ):
         present = [name for name in columns if name in table.schema_arrow.names]

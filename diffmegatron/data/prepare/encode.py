@@ -29,7 +29,7 @@ class Reject(NamedTuple):
 
     file: str
     before: int  # byte at which reading began; above 0 only for a range of --part
-    line: int  # line or row, counted from 1 at that byte
+    line: int  # line or row, counted from 1 at the byte ``before``
     id: str | None  # value of the field that settings.id_field names
     reason: str
 
@@ -45,7 +45,7 @@ class EncodedBatch:
     tokens: np.ndarray  # uint16 or int32 [tokens]; each document ends with an end-of-document id
     lengths: np.ndarray  # int32 [sequences]: number of tokens, with the end-of-document id
     counts: np.ndarray  # int32 [documents]: number of sequences
-    digests: list[bytes]  # 16-byte hash of the ids of each document; empty without deduplicate
+    digests: list[bytes]  # 16-byte hash of each document's ids; [] unless settings.deduplicate
     rejects: list[Reject]
     empty: int  # number of records without text or with an empty last response
     text_bytes: int  # UTF-8 bytes of the encoded text

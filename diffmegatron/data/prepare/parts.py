@@ -1,10 +1,11 @@
 """Parts of a preparation (``prepare --part K/N``), which several machines prepare in parallel.
 
 The concatenated input files are cut into N ranges of about equal size. Within a file, a cut is
-possible only at the start of a line of uncompressed JSONL. ``diffmegatron data merge`` writes
-``PREFIX.idx`` and ``PREFIX.json`` of the whole corpus; the tokens stay in ``PREFIX.parts``. The
-merged index equals that of a single ``prepare``. With ``--deduplicate`` it can differ, because
-duplicates are found only within a part.
+possible only at the start of a line of uncompressed JSONL.
+
+``diffmegatron data merge`` writes ``PREFIX.idx`` and ``PREFIX.json`` of the whole corpus; the
+tokens stay in ``PREFIX.parts``. The merged index equals that of a single ``prepare``, except that
+``--deduplicate`` finds duplicates only within a part.
 """
 
 import hashlib
@@ -107,8 +108,7 @@ def cut(files: list[CorpusFile], part: Part) -> tuple[list[CorpusFile], PartReco
         file = files[number]
         before = begin if number == first else 0
         after = file.size - end if number == last else 0
-        # An empty file has no bytes to divide, but one part must still read it: an archive of 0
-        # bytes is damaged, and only reading it reports the error.
+        # One part must also read an empty file, so that an archive of 0 bytes causes an error.
         if before + after < file.size or (not file.size and number < last):
             chosen.append(replace(file, before=before, after=after))
     listed = json.dumps([(printable(file.path), file.size) for file in files])

@@ -39,14 +39,14 @@ TOKENS, LENGTHS, COUNTS, DIGESTS = "tokens.bin", "lengths.i32", "counts.i32", "d
 REJECTS = "rejects.jsonl"
 FILES = (TOKENS, LENGTHS, COUNTS, DIGESTS, REJECTS)
 INDEX, MANIFEST = "index.idx", "manifest.json"
-# Number of documents and rejects after which every commit also checks the share of rejects. Among
-# fewer records, a few rejects would already be a large share.
+# From this number of documents and rejects on, every commit also checks the share of rejects.
+# Among fewer records, a few rejects would be a large share.
 _EARLY_CHECK = 1000
 
 
 @dataclasses.dataclass
 class Preparation:
-    """Preparation of a corpus, which starts at ``state`` and updates it.
+    """Preparation of a corpus; it starts at ``state`` and updates it.
 
     ``state`` is empty or that of the last commit.
     """
@@ -113,7 +113,7 @@ class Preparation:
             )
 
     def _columns(self) -> str:
-        """Return the columns of the first reject's Parquet file as text for an error message.
+        """Return text about the columns of the first reject's Parquet file for an error message.
 
         The text is "" if the file is not Parquet or has all required columns.
         """

@@ -88,8 +88,8 @@ def prepare(
     )
     try:
         if part is not None:
-            # Create the folder here. If FileLock created it, it would remove the empty folder on
-            # exit, while another process may be about to write its part there.
+            # If FileLock created this folder, it would remove the empty folder on exit, even if
+            # another process is about to write its part there.
             output_prefix.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(Path(f"{output_prefix}.lock"), place, "give another --output"):
             finished = _finished(output_prefix, files, identity, restart=restart)

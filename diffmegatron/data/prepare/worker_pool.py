@@ -21,8 +21,7 @@ from diffmegatron.errors import UserError
 
 _BATCH_BYTES = 1 << 20
 _BATCH_RECORDS = 1024
-# Results are yielded in order. While one worker encodes the oldest batch, the other workers
-# encode queued batches.
+# Other workers encode the queued batches while one worker encodes the oldest batch.
 _QUEUED_PER_WORKER = 3
 
 
@@ -79,24 +78,20 @@ def encode_in_order(
 def _delayed_interrupts() -> Iterator[None]:
     """Delay Ctrl-C (SIGINT) in this process, and block it in workers that start in the context.
 
-    A terminal sends Ctrl-C to this process and to all workers. The workers inherit the blocked
-    signal, so only this process handles Ctrl-C, and then ends the workers. If SIGINT interrupted
-    this process while it starts a worker, the worker would receive incomplete start-up data and
-    print a traceback.
+    A terminal sends Ctrl-C to the workers too, but only this process should handle it. If SIGINT
+    interrupted the start of a worker, the worker would print a traceback.
 
     Blocking SIGINT in the main thread is not enough: if another thread receives the signal, Python
     still runs the handler in the main thread. A temporary handler therefore records the signal.
     """
     received: list[tuple[int, FrameType | None]] = []
     is_main = threading.current_thread() is threading.main_thread()
-    # The temporary handler must not raise: Python drops an exception that a signal handler raises
-    # within a finalizer or a callback of the import system, and the start of a worker imports
-    # modules.
+    # The temporary handler must not raise: Python drops an exception of a signal handler that runs
+    # within a finalizer or a callback of the import system.
     if is_main:
         handler = signal.signal(signal.SIGINT, lambda *call: received.append(call))
     try:
-        # Before CPython 3.12, the start of multiprocessing's resource tracker unblocks SIGINT. So
-        # start it before SIGINT is blocked.
+        # In CPython 3.11 and older, starting the resource tracker unblocks SIGINT; start it first.
         resource_tracker.ensure_running()
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:

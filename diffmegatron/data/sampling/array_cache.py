@@ -39,7 +39,7 @@ _CONTENTS = "contents.json"
 _ADVICE = "set data.cache_dir to a folder that all ranks can write"
 
 Arrays = tuple[dict[str, np.ndarray], Mapping[str, Any]]
-"""Dictionary from the names of the arrays to the arrays, and a small JSON-serializable summary."""
+"""Arrays by name, and a small JSON-serializable summary."""
 
 
 class ArrayRecord(Section):

@@ -95,7 +95,7 @@ def build_order(corpus: Corpus, selection: Selection) -> Arrays:
 
 
 def select_split(num_documents: int, selection: Selection) -> np.ndarray:
-    """Return the document numbers of a split, int64 in ascending order.
+    """Return the indices of the documents of a split, int64 in ascending order.
 
     The splits are disjoint and together contain all documents. A held-out split with a positive
     fraction gets at least one document, if another one remains for training. The validation split
@@ -115,11 +115,11 @@ def select_split(num_documents: int, selection: Selection) -> np.ndarray:
 
 
 def _lowest(chance: np.ndarray, free: np.ndarray, fraction: float) -> np.ndarray:
-    """Select the free documents with the lowest ``chance``, up to ``fraction`` of all documents.
+    """Select the free documents with the lowest ``chance``, about ``fraction`` of all documents.
 
-    ``chance`` is float64 ``[documents]``. ``free`` and the result are bool ``[documents]``. With a
-    positive fraction, at least one document is selected if two or more are free. One free document
-    always remains.
+    ``chance`` is float64 ``[documents]``. ``free`` and the result are bool ``[documents]``. At
+    least one free document always remains. With a positive fraction, one or more are selected if
+    two or more are free.
     """
     number = min(max(1, round(fraction * len(chance))), int(free.sum()) - 1) if fraction else 0
     if number <= 0:

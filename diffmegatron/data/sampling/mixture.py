@@ -108,10 +108,10 @@ def _shares(sources: tuple[SourceWeight, ...]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class _Node:
-    """Inner node of the tree, which divides a stream of samples between two groups of sources.
+    """Node of the tree of :class:`Mixture`; it divides samples between two groups of sources.
 
-    Of the first n samples of the stream, floor(n * ``share``) belong to the left group. A group
-    with a single source is stored as the name of this source.
+    Of the first n samples, floor(n * ``share``) belong to the left group. A group with a single
+    source is stored as the name of this source.
     """
 
     share: Fraction
@@ -122,13 +122,13 @@ class _Node:
 class Mixture:
     """Assignment of samples to sources in proportion to ``weights`` (name -> weight).
 
-    Unlike Megatron's ``BlendedDataset``, this class stores no array with an entry for each sample:
-    it descends a binary tree over the sources. Among the first n samples, the count of each source
-    deviates from its exact share by at most one sample per level of the tree.
+    The source of a sample is found by descending a binary tree over the sources. Among the first n
+    samples, the count of each source deviates from its exact share by at most one sample per level
+    of the tree.
     """
 
     def __init__(self, weights: Mapping[str, float]) -> None:
-        # Sources are sorted, so that their order in the recipe has no effect.
+        # The sources are sorted, so that their order in ``weights`` has no effect.
         exact = {name: Fraction(weights[name]).limit_denominator(1 << 40) for name in weights}
         self._names = sorted(weights)
         self._tree = _build([name for name in self._names if exact[name]], exact)

@@ -1,13 +1,13 @@
 """Best-fit packing of documents into sequences with few cuts (Ding et al., ICML 2024).
 
-A document that is longer than a sequence is cut into pieces of the length of a sequence and a
-shorter last piece. Any other document is one piece. In descending order of length, each piece is
-put into the fullest sequence that has enough space, or into a new sequence.
+A document that is longer than a sequence is cut into pieces as long as a sequence; the last piece
+may be shorter. Any other document is one piece. In descending order of length, each piece is put
+into the fullest sequence that has enough space, or into a new sequence.
 """
 
 import numpy as np
 
-# Packing in groups of this size bounds the memory. Such large groups add hardly any padding.
+# Packing in groups of this size bounds the memory.
 _DOCUMENTS_AT_A_TIME = 1 << 22
 
 

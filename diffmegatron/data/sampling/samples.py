@@ -1,8 +1,8 @@
 """Samples of a run in a fixed order.
 
 The seed, the sequence length and the section ``data`` of the recipe determine the order. Ranks and
-batch sizes do not, so the position of a run in its data is one number: consumed samples. The order
-is infinite with ``data.on_exhausted: repeat``.
+batch sizes do not, so the number of consumed samples is the position of a run in its data. With
+``data.on_exhausted: repeat``, the order is infinite.
 """
 
 from collections.abc import Mapping
@@ -157,7 +157,7 @@ class Samples:
             "consumed_samples": consumed_samples,
             "settings": self.settings,
             "mixture": self.history.to_json(),
-            # An export to Hugging Face needs the layouts, such as chat, but may lack the corpora.
+            # The export to Hugging Face needs the layouts, but cannot always read the corpora.
             "layouts": sorted(
                 {str(s.corpus.manifest.settings["layout"]) for s in self.sources.values()}
             ),

@@ -32,9 +32,9 @@ class Pieces(NamedTuple):
 class Blocks(ABC):
     """Infinite series of blocks (sequences) of one source over all epochs, numbered from 0.
 
-    An epoch has ``size`` places: tokens in :class:`Concatenated`, blocks in :class:`Packed`. Block
-    b begins at place b * ``step``, counted over all epochs. ``blocks_in_one_epoch`` blocks lie
-    completely within the first epoch.
+    ``size`` is the length of an epoch, and ``step`` is the distance between the starts of two
+    blocks. Both are counted in tokens by :class:`Concatenated`, and in blocks by :class:`Packed`.
+    ``blocks_in_one_epoch`` blocks lie completely within the first epoch.
     """
 
     def __init__(self, size: int, step: int, blocks_in_one_epoch: int) -> None:
@@ -57,10 +57,9 @@ class Blocks(ABC):
 class Concatenated(Blocks):
     """Blocks of concatenated documents, cut every s = ``seq_length`` tokens.
 
-    The concatenated documents are a stream that repeats forever. Block b is the tokens b * s to
-    (b + 1) * s of the stream, both included. The last token of a block is a label but not an input.
-    The next block begins with this token, so every token is an input exactly once per epoch. A
-    block may begin in one epoch and end in the next, so each epoch is cut at different positions.
+    The concatenated documents are a stream that repeats forever. Block b has the s + 1 tokens of
+    the stream from token b * s on. The last label of a block is the first input of the next block.
+    A block may begin in one epoch and end in a later one.
     """
 
     def __init__(self, corpus: Corpus, order: DocumentOrder, seq_length: int) -> None:
@@ -119,8 +118,7 @@ def open_blocks(
     """Return the blocks of a source."""
     if packing == "concatenate":
         return Concatenated(corpus, order, seq_length)
-    # If the last bin of the histogram is above seq_length, a document is longer. The slow search of
-    # all lengths is then not needed.
+    # Search slowly only if the histogram does not already prove a document longer than seq_length.
     if packing == "none" and order.tokens and order.lengths[-1].at_least <= seq_length:
         longest = int(corpus.lengths[order.documents].max())
         if longest <= seq_length:
