@@ -106,8 +106,7 @@ class _Float32Gradients(FlatGradients):
     def __init__(self, zero_optimizer: Any) -> None:
         flats = [torch.zeros_like(weights) for weights in zero_optimizer.bit16_groups_flat]
         super().__init__(zero_optimizer, flats, zero_optimizer.bit16_groups)
-        # Skip DeepSpeed's search for infinite gradients: their norm, summed in float64, is finite
-        # if and only if all gradients are finite.
+        # ZeroEngine.step checks that the gradients are finite, so skip DeepSpeed's own check.
         zero_optimizer.check_grad_overflow = False
         self._own = [self._own_partition(number) for number in range(len(self.groups))]
         self._assign_views()

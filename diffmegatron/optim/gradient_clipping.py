@@ -12,8 +12,8 @@ from diffmegatron.optim.partition import Partition
 def clipping_settings(optimizer: OptimizerConfig) -> dict[str, Any]:
     """Return the entries of DeepSpeed's configuration for gradient clipping.
 
-    The norm counts a replicated parameter once, by the attributes ``tensor_model_parallel`` and
-    ``ds_pipe_replicated`` of the parameters.
+    DeepSpeed's norm counts a replicated parameter once. It recognizes such parameters by their
+    attributes ``tensor_model_parallel`` and ``ds_pipe_replicated``.
     """
     return {"gradient_clipping": optimizer.clip_grad_norm}
 
@@ -31,10 +31,9 @@ def accumulated_gradient(parameter: torch.nn.Parameter) -> Tensor | None:
 def local_gradient_norms(
     partition: Partition, network: torch.nn.Module, device: torch.device
 ) -> tuple[list[torch.nn.Parameter], Tensor]:
-    """Return the n parameters with a gradient (or a part of it) on this rank, and the norms.
+    """Return the n parameters that have gradient elements on this rank, and the norms of these.
 
-    The norms of these gradients or parts are float32 [n] on ``device``. The host does not wait for
-    them.
+    The norms are float32 [n] on ``device``, and the host does not wait for them.
     """
     on_parameters = ((each, accumulated_gradient(each)) for each in network.parameters())
     held = [(each, gradient) for each, gradient in on_parameters if gradient is not None]

@@ -174,8 +174,8 @@ class ExactValues:
     """Float32 copies of lambda vectors and headwise norms, for bf16 models under ZeRO 3.
 
     ZeRO 3 flattens all weights of a rank into one bf16 buffer (``defragment`` in
-    runtime/zero/stage3.py). So the attribute ``exact`` of such a parameter has a float32 copy of
-    the whole weight, with which the attention computes. ``values`` are the weights before DeepSpeed
+    runtime/zero/stage3.py). The attention therefore computes with the parameter's attribute
+    ``exact``, a float32 copy of the whole weight. ``values`` are the weights before DeepSpeed
     rounded them. The constructor also writes them into the master weights of trained parameters.
     """
 

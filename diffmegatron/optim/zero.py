@@ -134,9 +134,9 @@ class ZeroEngine:
         """Reduce gradients, update the weights if ``allow`` returns True, and clear the gradients.
 
         Every rank calls ``allow`` once, with the gradient norm over all ranks before clipping
-        (0-dim float32). On a rank where a gradient is not finite, the norm is infinite. ``allow``
-        must then return False on all ranks. Each parameter group multiplies ``learning_rate`` by
-        its factor.
+        (0-dim float32). A rank whose gradients are not finite passes infinity. ``allow`` must then
+        return False on all ranks. Each parameter group multiplies ``learning_rate`` by its
+        ``lr_factor``.
         """
         if self._reduction is None:
             self._local_norms = local_gradient_norms(
@@ -259,8 +259,8 @@ def engine_config(recipe: Recipe) -> dict[str, Any]:
     if bf16:
         config["bf16"] = {"enabled": True, "immediate_grad_update": recipe.parallel.zero_stage == 1}
         if recipe.parallel.zero_stage == 1:
-            # By default, DeepSpeed would round accumulated gradients to bf16 before it sums them
-            # over the ranks. DeepSpeed computes this sum only for an offloaded optimizer.
+            # With an offloaded optimizer, DeepSpeed sums the gradients over the ranks. By default,
+            # it would round them to bf16 before the sum.
             config["communication_data_type"] = "fp32"
     return config
 
@@ -272,7 +272,7 @@ def import_deepspeed() -> Any:
     with importing_engines():
         import deepspeed
 
-        # Otherwise ZeRO's first step would import this module, outside of the context.
+        # ZeRO's first step would import this module outside of importing_engines().
         import deepspeed.runtime.zero.muon.muon_optimizer
 
     # Skip the search for operations that can be compiled. DeepSpeed would print a warning for each

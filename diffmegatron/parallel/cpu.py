@@ -1,6 +1,6 @@
-"""Patches that let Megatron-core run without CUDA, only inside a context.
+"""Patches that let Megatron-core run without CUDA.
 
-Other code needs the original functions, e.g. ``transformers`` on the meta device.
+Apply them only in a context: ``transformers`` on the meta device needs the original functions.
 """
 
 from collections.abc import Iterator

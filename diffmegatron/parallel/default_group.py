@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 TIMEOUT = timedelta(minutes=30)
 # Time limit for all ranks to connect at the start.
 _MEETING_SECONDS = 600.0
-# Attribute that default_group sets on torch's wrapper of sys.excepthook: the wrapped function.
+# Attribute that default_group adds to torch's sys.excepthook; its value is the previous hook.
 _WRAPPED = "wrapped_by_torch"
 
 

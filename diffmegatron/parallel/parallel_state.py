@@ -186,8 +186,7 @@ def process_groups(parallel: ParallelConfig, seed: int) -> Iterator[ParallelStat
             megatron_state.destroy_model_parallel()
 
 
-# Python itself freezes fewer objects (gc.freeze). If more are frozen, an earlier call of
-# process_groups froze them.
+# Upper bound of the number of objects that Python itself freezes (gc.freeze).
 _FROZEN_AT_START = 10_000
 
 
@@ -195,15 +194,13 @@ _FROZEN_AT_START = 10_000
 def _ending_new_groups() -> Iterator[None]:
     """Destroy all process groups that are created inside the context.
 
-    Megatron's ``destroy_model_parallel`` only drops its own references to some forty groups.
-    Networks also refer to the groups, and are collected only later, because they contain reference
-    cycles. Torch would keep fifty threads per layout under gloo.
+    Megatron's ``destroy_model_parallel`` only drops its references to the groups. Without this
+    context, each layout would leave about fifty threads under gloo.
     """
     # Torch has no public function that lists a rank's process groups.
     groups = distributed.distributed_c10d._world.pg_map
     existing = set(groups)
-    # Collect the network of an earlier context before gc.freeze, because the collector ignores
-    # frozen objects.
+    # After an earlier context, collect its network now: the collector ignores frozen objects.
     if gc.get_freeze_count() > _FROZEN_AT_START:
         gc.collect()
     # DeepSpeed collects garbage before and after each parameter group. If imported modules were not

@@ -35,9 +35,9 @@ def meet(launch: LaunchEnvironment, seconds: float) -> Store:
     assert launch.master is not None
     host, port = launch.master
     place = f"MASTER_ADDR {shorten(host)}, MASTER_PORT {port}"
-    # The store of torchrun's agent survives restarts, so a prefix hides older keys. Each machine's
-    # agent counts restarts separately, so launch/torchrun.sh uses this store on one machine only.
-    # The store of rank 0 is new after every restart and needs no number.
+    # The store of torchrun's agent survives restarts, so a prefix hides older keys. Agents of
+    # different machines count restarts separately, so launch/torchrun.sh uses this store only on
+    # one machine. The store of rank 0 is new after every restart.
     attempt = launch.attempt if launch.agent_store else 0
     store = PrefixStore(f"attempt_{attempt}", _connected(launch, host, port, seconds, place))
     arrivals = [f"arrived/{rank}" for rank in range(launch.ranks)]
@@ -145,12 +145,12 @@ def _is_listening(host: str, port: int) -> bool:
 
 
 def _join(host: str, port: int, seconds: float, place: str) -> Store:
-    """Connect to rank 0 in a thread, because torch waits forever if another server listens."""
+    """Connect to rank 0 in a thread, because torch may wait forever if another server listens."""
     joined: list[Store] = []
 
     def join() -> None:
         limit = timedelta(seconds=seconds)
-        with suppress(DistError):  # Raised if another kind of server listens.
+        with suppress(DistError):  # Raised by some other servers.
             joined.append(TCPStore(host, port, timeout=limit, wait_for_workers=False))
 
     thread = threading.Thread(target=join, name="rendezvous", daemon=True)

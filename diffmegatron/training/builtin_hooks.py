@@ -1,7 +1,7 @@
 """The built-in hooks of every run, in the order in which the run calls them.
 
-A step is *finite* if its loss and gradient norm are finite. The weights before a finite step were
-sound. A save is *open* from its start until it becomes a checkpoint, is dropped, or fails.
+A step is *finite* if its loss and gradient norm are finite. This shows that the weights before the
+step were sound, so a save of these weights may become a checkpoint.
 """
 
 import math
@@ -35,9 +35,8 @@ _PRINTED = {HELD_OUT: "held-out loss", TEST: "test loss"}
 def builtin_hooks(recipe: Recipe, evaluators: Sequence[Evaluator]) -> list[Hook]:
     """Return the built-in hooks of a run, in the order of their calls.
 
-    The first hook completes a checkpoint, and the guard can then roll back to it. Metrics and
-    evaluations follow the guard, because a rollback changes ``run.step``. Saves follow the
-    evaluations, which can find broken weights that must not be saved at the end.
+    ``FinishSaveHook`` records whether the step was finite. ``GuardHook`` needs this record before a
+    rollback. The hooks after it use ``run.step``, which a rollback changes.
     """
     assert len(evaluators) == len(recipe.training.evaluate), "one evaluator per entry is needed"
     config = recipe.training.profile
@@ -52,7 +51,7 @@ def builtin_hooks(recipe: Recipe, evaluators: Sequence[Evaluator]) -> list[Hook]
 
 
 class FinishSaveHook(Hook):
-    """Completes the open save when a later step was finite and every rank has written its file."""
+    """Completes a save when a later step was finite and every rank has written its file."""
 
     @override
     def after_step(self, run: Run) -> None:
@@ -101,8 +100,8 @@ def _gpu_name() -> str | None:
 class EvaluationHook(Hook):
     """Evaluates held-out losses and the suites of ``training.evaluate`` when they are due.
 
-    Before the first step, it runs those that are due but have no recorded value. This is the case
-    at step 0, and if a stop request prevented evaluations.
+    When a run starts or resumes, it runs those that are due at the current step and have no
+    recorded value.
     """
 
     def __init__(self, evaluators: Sequence[Evaluator]) -> None:
@@ -139,7 +138,7 @@ class EvaluationHook(Hook):
 def _should_continue(run: Run) -> bool:
     """Return whether an evaluation continues, equal on every rank; restart the watchdog's timer."""
     agreed = run.agree(torch.zeros((), device=run.parallel_state.device))
-    # A run that stops saves its weights, so ignore stop requests if the weights may be broken.
+    # A run that stops with weights that may be broken ends with an error, so do not stop then.
     run.stopping = agreed.stop and run.broken_reason is None
     run.watchdog.restart_timer()
     run.rank_record.set_step(run.step, run.recipe.run_dir)
@@ -165,8 +164,8 @@ class BeginSaveHook(Hook):
 
     @override
     def after_training(self, run: Run) -> None:
-        # Weights that are already saved can be broken. A restarted run may find this when it
-        # evaluates them for the first time.
+        # A run that restarts at its last step may evaluate the saved weights for the first time,
+        # and find that they are broken.
         if run.saver.saved_step != run.step or run.broken_reason is not None:
             with run.pause():
                 # No later step shows whether the last update broke the weights, so test them.
@@ -190,8 +189,8 @@ class BeginSaveHook(Hook):
 class ProfileHook(Hook):
     """Traces the steps of ``training.profile`` with torch's profiler, into ``run_dir/profile``.
 
-    Only the ranks ``training.profile.ranks`` write a trace. A run that resumes after the first of
-    the steps writes nothing.
+    Only the ranks ``training.profile.ranks`` write a trace. A run that resumes after the first
+    traced step writes none.
     """
 
     def __init__(self, config: ProfileConfig) -> None:

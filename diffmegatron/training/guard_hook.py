@@ -37,8 +37,8 @@ class GuardHook(Hook):
     """Writes a report of each anomalous step, and carries out the guard's decision on it."""
 
     def __init__(self) -> None:
-        # Number of optimizer updates in the checkpoint that the last rollback loaded. If the run
-        # has the same number at the next rollback, no step was applied between the two rollbacks.
+        # Number of optimizer updates after the last rollback. The same number at the next rollback
+        # shows that no step was applied in between.
         self._updates_returned_to: int | None = None
 
     @override
@@ -70,7 +70,7 @@ class GuardHook(Hook):
 
 
 def give_up(run: Run, reason: str) -> NoReturn:
-    """Complete or drop the open save, and end the run with an error."""
+    """Complete or drop a started save, and end the run with an error."""
     run.complete_or_drop_save()
     newest, recipe = run.store.latest(), run.recipe
     raise UserError(

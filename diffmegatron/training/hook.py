@@ -36,8 +36,8 @@ HOOKS: list[type[Hook]] = []
 def register_hook(hook: type[Hook]) -> type[Hook]:
     """Add a hook class to every run; usable as a class decorator.
 
-    Use it in modules that ``--import`` or the recipe's ``imports`` load. Each run creates an
-    instance without arguments.
+    Use it in modules that ``--import`` or the recipe's ``imports`` load. Each call of
+    :func:`diffmegatron.train` creates one instance, without arguments, for all stages.
     """
     if hook not in HOOKS:
         HOOKS.append(hook)

@@ -172,7 +172,7 @@ class Run:
         self.progress = Progress(self.step, self.recipe.training)
 
     def complete_or_drop_save(self) -> None:
-        """Complete the open save if its weights are sound, else drop it; all ranks call this."""
+        """Complete a started save if its weights are sound, else drop it; all ranks call this."""
         with self.watchdog.long_limit():
             self.write_metrics(self.saver.complete_or_drop())
 

@@ -79,8 +79,8 @@ class StopRequest:
 
     After the first SIGTERM, SIGUSR1 or SIGINT to any rank, all ranks stop together at the end of
     the step. A second signal some seconds later ends the process at once. Rank 0 also requests a
-    stop before the Slurm job ends. ``folder`` is the directory of the attempt (one start of the
-    job's ranks). ``slurm.sh`` writes the job's end time into it, and updates it.
+    stop before the Slurm job ends. ``folder`` is the directory in which ``slurm.sh`` updates the
+    job's end time (file ``job_end``); None if there is no such directory.
     """
 
     def __init__(self, launch: LaunchEnvironment, folder: Path | None = None) -> None:
@@ -180,8 +180,7 @@ class Watchdog:
     def __enter__(self) -> Self:
         if self._config.enabled:
             self._file = self._open()
-            # The launcher sends SIGTERM after another rank's watchdog has ended that rank. This
-            # handler in C also runs while this rank hangs inside a collective.
+            # This handler in C also runs while this rank hangs inside a collective.
             faulthandler.register(signal.SIGTERM, self._file, all_threads=True, chain=True)
             self._arm()
         return self

@@ -44,9 +44,9 @@ def train_stages(
 ) -> bool:
     """Train the stages of a recipe one after the other; return whether all are finished.
 
-    ``recipes`` has one recipe per stage. Finished stages are skipped. If there is only one recipe,
-    it is always passed to :func:`train`, which handles a finished run. ``open_evaluators`` returns
-    the evaluators of a stage. ``record`` and ``hooks`` are arguments of :func:`train`.
+    ``recipes`` has one recipe per stage. If there are several, finished stages are skipped.
+    ``open_evaluators`` returns the evaluators of a stage. ``record`` and ``hooks`` are arguments of
+    :func:`train`.
     """
     launch = read_launch()
     for recipe in recipes:
@@ -102,8 +102,8 @@ def _unfinished(recipes: Sequence[Recipe]) -> list[Recipe]:
 def _is_finished(recipe: Recipe) -> bool:
     """Return whether a stage has the checkpoint and all evaluations of its last step.
 
-    If ``checkpoint.resume`` is false, return False. :func:`train` then raises an error, because the
-    stage has checkpoints.
+    If ``checkpoint.resume`` is false, return False, so that :func:`train` reports the existing
+    checkpoints as an error.
     """
     run_dir, steps = Path(recipe.run_dir), recipe.training.total_steps
     newest = CheckpointStore(run_dir).latest()
@@ -127,7 +127,7 @@ def train(
 
     Args:
         recipe: recipe that fits the number of ranks.
-        record: writer of the training progress and of this rank's end, for the job script.
+        record: writer of this rank's last step and exit status; None to write nothing.
         evaluators: one evaluator per entry of ``training.evaluate``.
         hooks: user-defined hooks, called after the built-in hooks; the same on every rank.
         stop: handler of stop signals that the caller has already entered; None to create one.
@@ -191,8 +191,8 @@ def train_step(run: Run) -> None:
     run.watchdog.restart_timer()
     run.source_losses.step_done(finite=run.decision.finite)
     run.broken_reason = None if run.decision.finite else run.decision.reason
-    # A run that stops saves its weights. Do not stop after a step that is not finite, because the
-    # weights may then be broken.
+    # After a step that is not finite, the weights may be broken. A run that stops with such weights
+    # ends with an error, so do not stop then.
     run.stopping = run.agreed.stop and run.decision.finite
     run.values = {
         "train/loss": run.agreed.loss,
@@ -206,8 +206,7 @@ def decide_document_mask(recipe: Recipe, *, prints: bool = True) -> Recipe:
     """Return the recipe; if ``data.reset_attention_mask`` is None, replace it by its default.
 
     The default is true if a source has conversations and a sequence can contain several documents.
-    With false, the model could learn to copy from other conversations in the same sequence. At
-    inference, a sequence contains no other conversations.
+    With false, the model could learn to copy from other conversations in the same sequence.
     """
     data = recipe.data
     if data.reset_attention_mask is not None:

@@ -195,8 +195,7 @@ def _output(network: Callable[..., Tensor], batch: Batch, *, has_labels: bool) -
 def _packed_documents(batch: Batch) -> PackedSeqParams | None:
     """Return the document boundaries in Megatron's format; None if attention crosses documents.
 
-    The tensors of the layers keep one row per sequence (``sbhd``). Attention reads only
-    ``cu_seqlens_q``.
+    Diffmegatron's attention reads only ``cu_seqlens_q``.
     """
     if batch.document_ids is None:
         return None

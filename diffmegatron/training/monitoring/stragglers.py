@@ -13,8 +13,7 @@ from torch.profiler import record_function
 from diffmegatron.parallel.parallel_state import ParallelState
 
 PHASES = ("data", "forward_backward", "update")
-# Number of phases at the beginning of PHASES whose time shows a slow rank. In the last phase,
-# "update", every rank waits for the slowest rank.
+# The first _OWN phases show a slow rank. In the phase "update", all ranks wait for the slowest.
 _OWN = 2
 # Machines of the same kind differ by less than this factor.
 _SLOWER = 1.5

@@ -131,8 +131,7 @@ def open_start(recipe: Recipe, parallel_state: ParallelState) -> Checkpoint | No
 def _check_made_for(source: Checkpoint, attention: Variant) -> None:
     """Check that DEX's heads in ``model.attention`` were selected on the weights of ``source``.
 
-    Other kinds of attention have no selected heads. If ``source`` is a DEX checkpoint, it was
-    trained after the selection and is not checked.
+    A DEX checkpoint is not checked, because it was trained after the selection.
     """
     made_for = attention.fingerprint
     if made_for is None or source.recipe.model.attention.kind == attention.kind:
@@ -166,8 +165,8 @@ def load_snapshot(
 ) -> Position:
     """Restore weights, optimizer and random states from a checkpoint of any parallel layout.
 
-    Random states are restored only if the checkpoint was written by the same number of ranks. A GPU
-    cannot restore the random states of a CPU, and a CPU cannot restore those of a GPU.
+    Random states are restored only if the checkpoint was written by the same number of ranks.
+    Megatron's random states also need the same kind of device (GPU or CPU).
     """
     state, tensors = checkpoint.state, checkpoint.tensors
     read_fragments(tensors, (WEIGHT, *MOMENTS), engine, shards)

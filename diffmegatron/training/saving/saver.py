@@ -104,8 +104,6 @@ class Saver:
         """
         assert not self.is_open
         with self._errors_on_all_ranks():
-            # After a disk error, is_in_place() returns True. The save then fails below, and is
-            # retried.
             if self._run_dir is not None and not self._run_dir.is_in_place():
                 raise UserError(
                     f"run_dir {format_path(self._store.directory.parent)} was moved, removed or "
@@ -257,8 +255,8 @@ class Saver:
 
     def _prune(self, saved_step: int, keep_last: int) -> None:
         try:
-            # A checkpoint after saved_step was damaged when the run resumed or rolled back to an
-            # earlier step. Neither remove nor count it.
+            # Neither remove nor count checkpoints after saved_step. They were damaged when the run
+            # resumed or rolled back.
             steps = [step for step in self._store.complete() if step <= saved_step]
             for step in prunable(steps, keep_last, self._recipe.checkpoint.keep_every):
                 self._store.remove(step)
