@@ -19,8 +19,7 @@ __all__ = ["HeadwiseNorm", "diff_attention", "diff_attention_v2", "softmax_atten
 
 
 def __getattr__(name: str) -> Any:
-    # Code that reads recipes imports this package and must start fast. The kernels import torch,
-    # which is slow, so they are imported on first use.
+    # Import the kernels on first use, because they import torch, which is slow.
     if name not in __all__:
         raise AttributeError(f"module 'diffmegatron.attention' has no attribute {name!r}")
     from diffmegatron.attention.kernels import api

@@ -1,8 +1,8 @@
 """Specs of Megatron-core transformer layers with the self-attention of a variant.
 
 A *variant* is a kind of attention with its sizes. A *host* is the library of a layer's linear and
-norm classes. ``local`` uses Megatron-core's linear layers and our :class:`RMSNorm`, and
-``transformer_engine`` uses Transformer Engine's classes.
+norm classes. The host ``local`` has Megatron-core's linear layers and the :class:`RMSNorm` of this
+module. The host ``transformer_engine`` has Transformer Engine's classes.
 """
 
 from typing import Literal, TypeAlias
@@ -33,10 +33,9 @@ Linear: TypeAlias = type | ModuleSpec
 class RMSNorm(torch.nn.RMSNorm):
     """RMSNorm of the local host, with the constructor arguments of Megatron's norms.
 
-    Megatron's own fallback, ``WrappedTorchNorm``, does not support sequence parallelism, in which
-    each tensor-parallel rank normalises only its shard of the sequence. Here the weight has the
-    attribute ``sequence_parallel``, which makes :mod:`diffmegatron.optim.reduction` sum the
-    weight's gradient over these ranks.
+    Megatron's own fallback, ``WrappedTorchNorm``, does not support sequence parallelism. This class
+    does: the weight's attribute ``sequence_parallel`` makes :mod:`diffmegatron.optim.reduction` sum
+    the weight's gradient over the tensor-parallel ranks.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
@@ -70,11 +69,11 @@ def layer_spec(
     communication: ContextCommunication = "ring",
     lora: LoraConfig | None = None,
 ) -> ModuleSpec:
-    """Return the spec of one transformer layer: pre-norm, no biases, SwiGLU.
+    """Return the spec of a pre-norm transformer layer.
 
-    ``backend`` is the kernel of differential attention: ``auto``, or a name that the command
-    ``diffmegatron doctor`` lists. ``communication`` is the method of context parallelism. Only the
-    local host supports ``lora``.
+    Megatron-core's ``TransformerConfig`` chooses SwiGLU and biases. ``backend`` is the kernel of
+    differential attention: ``auto``, or a name that the command ``diffmegatron doctor`` lists.
+    ``communication`` is the method of context parallelism. Only the local host supports ``lora``.
     """
     input_norm: type = RMSNorm
     mlp_norm: type = RMSNorm
@@ -135,8 +134,8 @@ def _local_linear(lora: LoraConfig | None) -> dict[str, Linear]:
 def _mlp(column_linear: Linear, row_linear: Linear) -> type[MLP]:
     """Return a class that builds Megatron-core's MLP with these projections.
 
-    Megatron-core 0.16 and 0.19 build a class in the same way. Version 0.19 logs a warning for the
-    ModuleSpec of an MLP. Its replacement, ``MLP.as_mlp_submodule``, does not exist in version 0.16.
+    It is a class because Megatron-core 0.19 warns about a ModuleSpec here, and the replacement,
+    ``MLP.as_mlp_submodule``, is missing in version 0.16.
     """
 
     class ProjectedMLP(MLP):

@@ -1,9 +1,8 @@
 """Rotary embedding: the angles of positions, and the rotation of queries and keys by these angles.
 
-For each input, Megatron-core's own rotation creates several tensors of the input's size, and saves
-sines and cosines in every layer. This rotation creates only the result, and saves only the angles,
-which all layers share. In shapes s is the number of positions on this context-parallel rank, b the
-number of sequences, and d the width of a query or key.
+The rotation saves only the angles, which all layers share. Megatron-core's own rotation saves sines
+and cosines in every layer. In shapes s is the number of positions on this context-parallel rank, b
+the number of sequences, and d the width of a query or key.
 """
 
 import math

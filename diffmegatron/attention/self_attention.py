@@ -35,8 +35,8 @@ from diffmegatron.attention.rotary import rotate
 from diffmegatron.attention.variants.base import ContextCommunication, Variant
 from diffmegatron.attention.variants.layer import QKV_BIAS, Constant, Identity, Parameter
 
-# Function of the rotated queries of this rank, the rotated keys of this rank (both
-# [s, b, heads, d]), and the boundaries of packed documents, which are None without packing.
+# A function with three arguments: the rotated queries and the rotated keys of this rank, each
+# [s, b, heads, d], and the boundaries of packed documents (None without packing).
 Observer = Callable[[Tensor, Tensor, Tensor | None], None]
 
 
@@ -115,7 +115,7 @@ class SelfAttention(MegatronModule):
     def _initial(self, declared: Parameter) -> Tensor:
         # Every rank draws the whole parameter and keeps its own rows. Megatron-LM's training script
         # seeds torch's CPU generator equally on all tensor-parallel ranks, so all draw the same
-        # values. Runs of this package set `perform_initialization` to False.
+        # values.
         rows, *others = declared.shape
         own = self.share(rows) if declared.sharded else range(rows)
         dtype = torch.float32 if declared.float32 else self.config.params_dtype
@@ -146,11 +146,11 @@ class SelfAttention(MegatronModule):
         Args:
             hidden_states: [s, b, hidden_size]; under sequence parallelism, this tensor-parallel
                 rank's shard of s.
-            attention_mask: not used, as in Megatron's flash backends.
+            attention_mask: not used.
             rotary_pos_emb: angles of the s positions, [s, 1, 1, d] in radians.
             packed_seq_params: ``cu_seqlens_q`` has the boundaries of packed documents,
-                [documents + 1] integers on the CPU. A boundary is a position in the concatenation
-                of the b unsharded sequences, although ``hidden_states`` is not concatenated.
+                [documents + 1] integers on the CPU. They are positions in the concatenation of the
+                b unsharded sequences.
         """
         documents = None if packed_seq_params is None else packed_seq_params.cu_seqlens_q
         query, key, value = self._split(self.linear_qkv(hidden_states)[0])
@@ -174,7 +174,7 @@ class SelfAttention(MegatronModule):
         """Split the output of ``linear_qkv``, [s, b, channels], into queries, keys and values.
 
         Queries are [s, b, groups, queries per group, d]. Keys are [s, b, groups, keys per group,
-        d]. Values are [s, b, value heads, d]. :attr:`Heads.group` defines a group.
+        d]. Values are [s, b, value heads, d]. A group is that of ``variant.heads.group``.
         """
         heads = self.variant.heads
         counts = [count for _, count in heads.group]
@@ -194,9 +194,9 @@ class SelfAttention(MegatronModule):
     def parameter(self, name: str) -> Tensor:
         """Return a parameter that :meth:`Variant.parameters` declares, or this rank's shard of it.
 
-        ZeRO 3 stores every parameter of a bf16 run in bf16. For a parameter declared with
-        ``float32``, the result then has the value of the parameter's float32 attribute ``exact``
-        (:mod:`diffmegatron.optim.partition`). The gradient of the result reaches the parameter.
+        ZeRO 3 stores every parameter of a bf16 run in bf16. A parameter declared with ``float32``
+        then has its float32 value in the attribute ``exact`` (:mod:`diffmegatron.optim.partition`).
+        The result has this value, and its gradient reaches the parameter.
         """
         parameter = getattr(self, name)
         exact = getattr(parameter, "exact", None)
@@ -209,8 +209,8 @@ class SelfAttention(MegatronModule):
 
         The matrix is a declared parameter, sharded by rows, and the result is [s, b, rows of this
         rank]. Under sequence parallelism, ``hidden`` is this rank's shard of s, but the result has
-        all of s. The matrix has few rows, so the ranks communicate the matrix and the products
-        instead of hidden states, which are hundreds of times larger.
+        all of s. The ranks communicate the matrix and the products, because both are much smaller
+        than the hidden states.
         """
         weight = getattr(self, name)
         size = self.tp_group.size()
@@ -233,10 +233,9 @@ class SelfAttention(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> dict:
-        """Return Megatron's sharded state, corrected for the sharded parameters of the variant.
+        """Return Megatron's sharded state, with the variant's sharded parameters as shards.
 
-        Megatron's method assumes that parameters of the module itself, such as these, are
-        replicated.
+        Megatron's own method treats them as replicated.
         """
         metadata = ensure_metadata_has_dp_cp_group(metadata)
         state = super().sharded_state_dict(prefix, sharded_offsets, metadata)

@@ -1,9 +1,10 @@
 """Ring attention: the ranks pass their keys and values around a ring; queries stay on their rank.
 
 It follows Liu et al., arXiv 2310.01889, for one or two softmax maps. A rank has two chunks of
-queries (see `zigzag`). It computes their attention to the visible chunks of keys, while it receives
-the next keys. Results are merged exactly by their log-sum-exps. In the backward pass the keys and
-values go around the ring again, so a rank saves only its own.
+queries (:mod:`diffmegatron.attention.context_parallel.zigzag`). It computes their attention to the
+visible keys of one rank, while it receives the next keys. Results are merged exactly by their
+log-sum-exps. In the backward pass the keys and values go around the ring again, so a rank saves
+only its own.
 
 In shapes b is the batch size, s the number of positions on this rank, and d the width of a query.
 """
@@ -43,7 +44,7 @@ def ring_attention(
     `[b, s, heads of q or q1, width of v]`, and the dtype is that of v.
 
     Args:
-        backend: backend of attention between two chunks, as in `chunk_attention`.
+        backend: "auto", or the name of the backend of attention between two chunks.
         heads: q, k, v or q1, k1, q2, k2, v of this rank's zigzag shard, `[b, s, heads, width]`.
         lambda_: 0-dim factor of the second map; None with one map.
         norm: headwise RMSNorm to apply to the result.
@@ -103,8 +104,8 @@ class _RingAttention(torch.autograd.Function):
         ring, whole = ctx.ring, WholeAttention(out, out2, lses)
         query_grads = [torch.zeros_like(q, dtype=lses[0].dtype) for q in queries]
         # The gradient of keys and values follows them around the ring. Each rank adds its part, and
-        # the complete sum arrives at the rank that the keys and values came from. `sent` keeps a
-        # tensor alive until it is sent.
+        # the complete sum arrives at the rank that the keys and values came from. `sent` keeps the
+        # outgoing tensor alive until it is sent.
         sent: Tensor | None = None
         arriving: Tensor | None = None
         pending: list[Work] = []
@@ -147,7 +148,7 @@ class _ChunkPair(NamedTuple):
 def _visible_chunk_pairs(
     queries: Sequence[Tensor], packed_kv: Tensor, source: int, ring: _Ring
 ) -> Iterator[_ChunkPair]:
-    """Yield the pairs whose chunk of keys does not follow the chunk of queries in the sequence.
+    """Yield the pairs of a chunk of queries and the same or an earlier chunk of keys.
 
     ``packed_kv`` has the keys and values of the rank ``source``.
     """
@@ -164,7 +165,8 @@ def _visible_chunk_pairs(
                 [width * n for n in range(1, len(queries) + 1)], dim=3
             )
             options = {
-                # All keys of an earlier chunk are visible, and kernels without a mask are faster.
+                # No key of an earlier chunk comes after a query, so no causal mask is needed.
+                # Kernels without a causal mask are faster.
                 "causal": query_number == key_number,
                 "backend": ring.backend,
                 "cu_seqlens": ring.cu_seqlens,

@@ -1,9 +1,9 @@
 """Attention to the whole sequence: the functions that an attention variant's ``forward`` calls.
 
 The functions of the kernels are wrapped if the sequence is sharded over context-parallel ranks or
-has packed documents. The wrappers accept the same arguments ``*heads``: q, k, v or q1, k1, q2, k2,
-v. Each is a zigzag shard `[b, s, heads, width]`, where b is the batch size, and s the number of
-positions on this rank. The result is `[b, s, heads of q or q1, width of v]`.
+has packed documents. The arguments ``*heads`` are q, k, v or q1, k1, q2, k2, v. Each is this rank's
+zigzag shard `[b, s, heads, width]`, where b is the batch size, and s the number of positions on
+this rank. The result is `[b, s, heads of q or q1, width of v]`.
 """
 
 from collections.abc import Callable
@@ -104,9 +104,8 @@ def gathered_attention(
     """Gather all keys and values, and attend with each of this rank's two chunks of queries.
 
     ``attend`` receives a chunk of queries, all keys and values up to the chunk's end, and
-    ``query_offset``, the position of the chunk's first query. Compared with ring attention, this
-    method has fewer communication steps and can use more backends, but saves the keys and values of
-    the whole sequence. It suits short sequences on many ranks.
+    ``query_offset``, the position of the chunk's first query. Unlike ring attention, this method
+    saves the keys and values of the whole sequence.
     """
     maps = QKV.of(*heads)
     local = torch.cat([x.transpose(0, 1).flatten(2) for x in (*maps.keys, maps.v)], dim=2)

@@ -16,8 +16,7 @@ from .softmax import Softmax
 __all__ = ["VARIANTS", "Variant", "model_types", "of_model_type", "read_variant", "register"]
 
 VARIANTS: dict[str, type[Variant]] = {}
-# Former name of a member of `Variant` -> its present name, as the error message writes it. A user's
-# class may still define the former name.
+# Former name of a member of `Variant` -> its present name, as the error message writes it.
 RENAMED = {
     "attend": "forward, whose tensors are [b, s, ...],",
     "normalised": "normalize_qk",

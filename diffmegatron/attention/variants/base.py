@@ -2,8 +2,8 @@
 
 A variant, or *kind* of attention, is one class in one file of this package. A differential kind
 subtracts a second softmax map from a first one. Signal heads are the query heads of the first map,
-and noise heads are those of the second map. Only functions that compute with tensors import torch,
-because torch is slow to import and a recipe must be read fast.
+and noise heads are those of the second map. Import torch only inside functions that compute with
+tensors, because reading a recipe imports this module and must be fast.
 
 In shapes s is the number of positions on this context-parallel rank, b the number of sequences, and
 d the width of a query head.
@@ -90,8 +90,8 @@ class Kernels:
     def softmax_bytes(self, heads: Heads) -> tuple[float, float]:
         """Return the bytes per token that softmax attention saves: of q, k and v, and of results.
 
-        The results are the log-sum-exps and, with :attr:`copies_softmax_output`, the output. The
-        variant itself counts what the next operation saves.
+        The results are the log-sum-exps. The output is counted only if
+        :attr:`copies_softmax_output` is true.
         """
         queries, keys = self.element * heads.query_channels, self.element * heads.key_channels
         if self.has_mask and SOFTMAX[self.backend].saves_bias and heads.queries > heads.keys:
@@ -199,7 +199,10 @@ class Variant(Section, ABC):
         return
 
     def resized(self, num_layers: int, sizes: Mapping[str, int]) -> "Variant":
-        """Return the kind with the small sizes of ``plan --rehearse``."""
+        """Return a copy of this section for the small network that ``plan --rehearse`` runs.
+
+        ``sizes`` has the network's ``num_heads``, ``num_kv_heads`` and ``head_dim``.
+        """
         return self.model_copy(update=dict(sizes))
 
     def of_layer(self, layer: int) -> "Variant":
@@ -249,10 +252,7 @@ class Variant(Section, ABC):
         """Layout of the heads in the projections."""
 
     def parameters(self, hidden_size: int) -> tuple[Parameter, ...]:
-        """Return a layer's parameters besides the weights of its two projections; by default none.
-
-        The projections are ``linear_qkv`` and ``linear_proj``.
-        """
+        """Return a layer's parameters except the weights of ``linear_qkv`` and ``linear_proj``."""
         return ()
 
     def normalize_qk(self, layer: Layer, query: "Tensor", key: "Tensor") -> "tuple[Tensor, Tensor]":
@@ -318,8 +318,7 @@ class Variant(Section, ABC):
     def work(self, backend: str, *, deterministic: bool = False) -> tuple[int, int]:
         """Return a backend's multiply-adds per (query, visible key) pair: forward and backward.
 
-        The backward pass computes the scores again. With ``deterministic``, the backward pass sums
-        in a fixed order, which can need more multiply-adds.
+        ``deterministic`` makes the backward pass sum in a fixed order, which can cost more.
         """
         sizes = self.kernel_sizes(element=2, keys=0)._replace(is_deterministic=deterministic)
         return BACKENDS[self.operation][backend].work(sizes)
@@ -333,10 +332,7 @@ class Variant(Section, ABC):
         """
 
     def kv_cache_bytes(self, element: int) -> int:
-        """Return the bytes per token and layer of the key-value cache.
-
-        ``element`` is the number of bytes per key or value element.
-        """
+        """Return the bytes per token of a layer's key-value cache; ``element`` as in `Kernels`."""
         return 2 * self.heads.key_channels * element
 
     # Hugging Face
@@ -412,9 +408,9 @@ class Variant(Section, ABC):
         )
 
     def check_mixed_export(self) -> None:
-        """Raise UserError if a class overrides a method of COMPUTATION but no `mixed_export_kind`.
+        """Raise UserError if a class overrides the computation but inherits `mixed_export_kind`.
 
-        A class may inherit `Variant.mixed_export_kind`, which returns the variant itself.
+        Inheriting it from `Variant` itself is allowed, because that one returns ``self``.
         """
         computing, replacing = self._owner(*COMPUTATION), self._owner("mixed_export_kind")
         if replacing is Variant or computing is replacing or not issubclass(computing, replacing):

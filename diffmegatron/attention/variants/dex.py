@@ -139,7 +139,10 @@ class Dex(Softmax):
             )
 
     def resized(self, num_layers: int, sizes: Mapping[str, int]) -> Self:
-        """Return the kind with the sizes of ``plan --rehearse``, and half of the heads selected."""
+        """Return a copy of this section for the small network that ``plan --rehearse`` runs.
+
+        In every layer, the first half of the heads is selected.
+        """
         half = tuple(range(assumed_heads(sizes["num_heads"])))
         heads = {"selected_heads": (half,) * num_layers, "selected_on": None}
         return self.model_copy(update={**sizes, **heads})
@@ -174,11 +177,12 @@ class Dex(Softmax):
     @override
     def saved_bytes(self, kernels: Kernels) -> tuple[float, float]:
         projected, core = super().saved_bytes(kernels)
-        # The term saves a copy of O of the selected heads. The output projection saves O', so the
-        # kernel's output is an additional tensor. With a headwise norm or a copy of the kernel's
-        # output, `super` has already counted this additional tensor.
+        # The term saves a copy of O of the selected heads.
         saved = self._selected_per_layer * self.head_dim
         if not self.headwise_norm and not kernels.copies_softmax_output:
+            # Without the term, the kernel and the output projection save the same tensor O, which
+            # `super` counts once. With the term, the projection saves O', so O is additional. If a
+            # norm or a copy follows the kernel, `super` has already counted the kernel's output.
             saved += self.heads.query_channels
         return projected, core + kernels.element * saved
 
@@ -211,9 +215,9 @@ class Dex(Softmax):
     ) -> "Tensor":
         """Return O' of the selected heads and O of the others, [b, s, heads of this rank, d].
 
-        The heads are split into runs of neighbouring heads, because an index tensor would be copied
-        to the device in each layer. A rank without selected heads computes the term for zero heads,
-        because W_D needs a gradient on every rank for the sum over the ranks.
+        The heads are selected by a split, because an index tensor would be copied to the device in
+        each layer. A rank without selected heads computes the term for zero heads, because W_D
+        needs a gradient on every rank.
         """
         import torch
 
@@ -243,7 +247,10 @@ class Dex(Softmax):
         return lengths
 
     def _selected(self, layer: int) -> tuple[int, ...]:
-        """Return the selected heads of layer ``layer``, from 1 over all pipeline stages."""
+        """Return the selected heads of a layer, as numbers from 0.
+
+        ``layer`` is the number of the layer, counted from 1 over all pipeline stages.
+        """
         if isinstance(self.selected_heads, Unselected):
             raise self.selected_heads.error()
         return self.selected_heads[layer - 1]

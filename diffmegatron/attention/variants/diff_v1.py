@@ -177,8 +177,8 @@ class DiffV1(Variant):
             core += FLOAT32 * (outputs * (2 if kernels.device == "cpu" else 1) + self.num_heads)
         projected = kernels.element * (heads.query_channels + outputs)
         if kernels.recomputes_core:
-            # The argument `value` of `forward` is saved. It is a view of linear_qkv's output, so
-            # all of this output stays in memory.
+            # Recomputation saves the argument `value` of `forward`, a view of linear_qkv's output.
+            # So all of this output stays in memory.
             projected += kernels.element * (heads.query_channels + 2 * heads.key_channels)
         return projected + self._key_value_bytes(kernels), core
 
@@ -223,7 +223,6 @@ class DiffV1(Variant):
         if self.headwise_norm:
             scale = 1.0 - self.lambda_init.of_layer(layer.layer_number)
             norm = HeadwiseNorm(layer.parameter("head_norm"), layer.norm_eps, scale)
-        # norm((softmax(Q1 K1^T / sqrt(d)) - lambda softmax(Q2 K2^T / sqrt(d))) V)
         return context.diff_attention(q1, k1, q2, k2, v, lambda_=lambda_, norm=norm)
 
     def _split(self, query: "Tensor", key: "Tensor", value: "Tensor") -> tuple["Tensor", ...]:
@@ -238,7 +237,7 @@ class DiffV1(Variant):
         q1, q2 = query.unflatten(2, (blocks, -1)).split([self.ratio * noise, noise], dim=3)
         q1, q2 = q1.flatten(2, 3), q2.flatten(2, 3)
         if self.ratio > 1:
-            # A view of the noise heads would keep the signal heads in memory, so copy them.
+            # Copy the noise heads, because a view of them would keep the signal heads in memory.
             q2 = q2.contiguous()
         k1, k2 = key.unflatten(2, (blocks, 2)).unbind(3)
         v = value.unflatten(2, (blocks, 2)).flatten(3)

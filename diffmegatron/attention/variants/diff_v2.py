@@ -51,7 +51,7 @@ class DiffV2(Variant):
         """Layout of the heads in ``linear_qkv``: one block per key-value head.
 
         A block has groups of query heads, and then the key and the value. A group has r signal
-        heads, and then their noise head. They are adjacent because they must use the same key.
+        heads, and then their noise head.
         """
         signal = self.num_heads // self.num_kv_heads
         rows: Rows = (("q", signal + signal // self.ratio), ("k", 1), ("v", 1))
@@ -94,10 +94,7 @@ class DiffV2(Variant):
         value: "Tensor",
         gate: "Tensor | None",
     ) -> "Tensor":
-        """Return O_n = A_signal(n) - lambda_n A_noise(n // r), [b, s, signal heads, d].
-
-        Signal heads are those of this rank.
-        """
+        """Return O_n = A_signal(n) - lambda_n A_noise(n // r), [b, s, heads of this rank, d]."""
         from diffmegatron.attention.kernels.api import subtract_noise
 
         assert gate is not None

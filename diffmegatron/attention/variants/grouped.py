@@ -67,7 +67,8 @@ class Grouped(DiffV1):
     def weight_rules(self, ours: str, theirs: str, hidden_size: int) -> list[hf.WeightRule]:
         """Return the rules that convert a layer's weights to those of the exported class and back.
 
-        The order of heads is that of DiffLlama, except that the two halves of a value are adjacent.
+        In the exported class all signal heads precede all noise heads, and all first keys precede
+        all second keys. The two halves of a value are adjacent.
         """
         norm, shape = (f"{ours}.head_norm", f"{theirs}.subln.weight"), (2 * self.head_dim,)
         return [

@@ -87,7 +87,7 @@ def qkv(
     sizes = {"q": heads.queries, "k": heads.keys, "v": heads.keys}
 
     def orders() -> list["Tensor"]:
-        """Return the heads of q, of k and of v in order, as head numbers in ``linear_qkv``."""
+        """Return the heads of q_proj, k_proj and v_proj, as head numbers in ``linear_qkv``."""
         import torch
 
         blocks = torch.arange(sum(sizes.values())).unflatten(0, (heads.blocks, -1))

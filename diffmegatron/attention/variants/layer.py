@@ -1,6 +1,8 @@
-"""The interface between a variant and its layer: heads, parameters, arguments of ``forward``.
+"""Types that an attention variant and the layer ``SelfAttention`` share.
 
-In shapes b is the number of sequences, and s the number of positions on this context-parallel rank.
+A variant declares its `Heads` and `Parameter` objects. Its method ``forward`` receives a `Layer`
+and a `Context`. In shapes b is the number of sequences, and s the number of positions on this
+context-parallel rank.
 """
 
 from collections.abc import Callable, Iterator
@@ -12,8 +14,7 @@ from diffmegatron.errors import UserError
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Name of the `Parameter` that is the bias of `linear_qkv`. All other parameters that a variant
-# declares belong to the attention layer itself.
+# Name of the `Parameter` that is the bias of `linear_qkv`.
 QKV_BIAS = "linear_qkv.bias"
 Rows = tuple[tuple[Literal["q", "k", "v"], int], ...]
 
@@ -22,9 +23,9 @@ Rows = tuple[tuple[Literal["q", "k", "v"], int], ...]
 class Heads:
     """The heads of one layer in the order of the rows of ``linear_qkv``.
 
-    The rows consist of equal blocks, one per key-value head of the kind. Each rank of tensor
-    parallelism or Ulysses has a contiguous range of whole blocks. A block of DIFF V1 has two key
-    heads, one per map, and two value heads, the halves of a value.
+    The rows consist of equal blocks. Their number is ``num_kv_heads`` of the variant. Each rank of
+    tensor parallelism or Ulysses has a contiguous range of whole blocks. A block of DIFF V1 has two
+    key heads, one per map, and two value heads.
 
     Attributes:
         head_dim: width of a query, key or value head.

@@ -97,10 +97,7 @@ class Pattern(Variant):
 
     @property
     def ratio(self) -> int:
-        """Least common multiple of the kinds' ratios.
-
-        It lets ``plan --rehearse`` choose one ``num_heads`` that fits every kind.
-        """
+        """Least common multiple of the kinds' ratios."""
         return math.lcm(*(each.ratio for each in self.kinds))
 
     def sized(self, hidden_size: int) -> Self:
@@ -154,10 +151,10 @@ class Pattern(Variant):
             )
 
     def resized(self, num_layers: int, sizes: Mapping[str, int]) -> Variant:
-        """Return the pattern with the sizes of ``plan --rehearse``, and one layer per entry.
+        """Return a copy of this section for the small network that ``plan --rehearse`` runs.
 
-        The last entry has all remaining layers. If there are fewer layers than entries, return the
-        kind of the last entry.
+        Each entry has one layer, and the last entry has all remaining layers. If there are fewer
+        layers than entries, return the kind of the last entry.
         """
         kinds = tuple(each.resized(num_layers, sizes) for each in self.kinds)
         if num_layers < len(kinds):

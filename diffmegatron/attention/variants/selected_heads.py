@@ -67,7 +67,7 @@ def _check_heads(value: Any, check: Callable[[Any], Heads]) -> Heads | Unselecte
     return value if isinstance(value, Unselected) else check(value)
 
 
-# The schema of the union would report one error for each type, so validate with that of `Heads`.
+# A union would report one error for each type, so validate with the schema of `Heads` alone.
 SelectedHeads = Annotated[
     Heads | Unselected,
     GetPydanticSchema(

@@ -39,7 +39,7 @@ class Softmax(Variant):
 
     @property
     def heads(self) -> Heads:
-        """Layout of Megatron-core: a block has the queries of one key head, this key, its value."""
+        """Layout of Megatron-core: a block has the queries of one key, this key and its value."""
         queries = self.num_heads // self.num_kv_heads
         rows: Rows = (("q", queries), ("k", 1), ("v", 1))
         return Heads(self.head_dim, self.num_kv_heads, rows, queries)
