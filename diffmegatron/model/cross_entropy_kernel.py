@@ -2,10 +2,7 @@
 """Cross-entropy in Triton, for logits whose vocabulary is sharded over tensor-parallel ranks.
 
 The kernels read each logit twice and overwrite it with its gradient: 6 bytes of memory traffic per
-logit in bf16. Megatron-core's cross-entropy copies the logits to float32 and accesses them seven
-times. Megatron-core's fused version is compiled at the first step, and again for every other shape.
-
-In shapes, rows is the number of tokens.
+logit in bf16. In shapes, rows is the number of tokens.
 """
 
 from typing import Any

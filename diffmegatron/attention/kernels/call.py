@@ -45,7 +45,7 @@ class HeadwiseNorm(NamedTuple):
     scale: float
 
     def check(self, v: Tensor) -> None:
-        """Raise ValueError unless eps >= 0 and the weight is None, or `[2d]` on v's device."""
+        """Raise ValueError unless eps >= 0 and `weight` is either None or `[2d]` on v's device."""
         if not self.eps >= 0.0:
             raise ValueError(f"norm.eps is {self.eps}; it must be 0 or more")
         if self.weight is None:
@@ -70,9 +70,10 @@ class HeadwiseNorm(NamedTuple):
 class AttentionCall:
     """Checked arguments of attention with one softmax map, or with two (differential attention).
 
-    `scale` is the factor of the scores. `lambda_` is the 0-dim factor of the second map; it is None
-    with one map, and in `chunk_attention`. A backend with `fuses_norm` applies `norm`, the headwise
-    norm. Other backends ignore it, and `api.diff_attention` applies it to their result.
+    `scale` is the factor of the scores. `lambda_` is the 0-dim factor of the second map. It is None
+    with one map, and in `chunks.chunk_attention`, which returns the output of each map separately.
+    A backend with `registry.Backend.fuses_norm` applies `norm`. For other backends,
+    `api.diff_attention` applies it to the result.
     """
 
     maps: QKV
@@ -108,7 +109,7 @@ class AttentionCall:
             query_offset=query_offset,
             key_offset=key_offset,
         )
-        # A scale of 0 is refused: torch multiplies masked scores of -inf by it, which gives NaN.
+        # Refuse a scale of 0: torch multiplies masked scores of -inf by it, which gives NaN.
         scale: float = maps.queries[0].shape[3] ** -0.5 if softmax_scale is None else softmax_scale
         if not isinstance(scale, Real) or not 0.0 < scale < math.inf:
             raise ValueError(f"softmax_scale is {scale!r}; it must be a finite number above 0")

@@ -1,10 +1,10 @@
 """Attention between chunks of a longer sequence, forward and backward, for a ring of ranks.
 
 `chunk_attention` returns the output and the log-sum-exp (lse) of each softmax map over one chunk of
-keys. `merge_maps` merges these results over the chunks. `chunk_gradients` uses the log-sum-exps and
-the deltas (`WholeAttention.deltas`) of attention over *all* keys. With these log-sum-exps, the
-weights of a map are exp(scores - lse). The gradient of the queries is then the sum over the chunks
-of keys (Liu et al., arXiv 2310.01889, section 3).
+keys. `maps.merge_maps` merges these results over the chunks. `chunk_gradients` uses the
+log-sum-exps and the deltas (`maps.WholeAttention.deltas`) of attention over *all* keys. With these
+log-sum-exps, the weights of a map are exp(scores - lse). The gradient of the queries is then the
+sum over the chunks of keys (Liu et al., arXiv 2310.01889, section 3).
 
 In the shapes b is the batch size, s the number of queries, h the number of heads of the first map,
 and e the width of a value.
@@ -65,7 +65,7 @@ def chunk_gradients(
         grad: gradient of `whole.out`, `[b, s, h, e]`.
         maps: the queries, keys and values that `chunk_attention` received.
         lambda_: 0-dim tensor; None with one map.
-        whole: merged result of these queries' attention to all keys.
+        whole: results of attention over all keys, merged by `maps.merge_maps`.
         backend, options: as in `chunk_attention`.
     """
     call = replace(AttentionCall.checked(maps, **options), lambda_=lambda_)

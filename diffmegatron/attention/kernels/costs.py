@@ -16,8 +16,8 @@ class Sizes(NamedTuple):
 
     `element` is the number of bytes per element of q, k and v, and `head_dim` the width of a query.
     `signal_heads` is the number of query heads of the first map. `noise_heads` is that of the
-    second map, or 0 with one map. `keys` is the mean number of keys for which a query has a score,
-    including masked keys. If `is_deterministic`, gradients are summed in a fixed order.
+    second map, or 0 with one map. `keys` is the mean number of keys per query, including masked
+    keys. If `is_deterministic`, gradients are summed in a fixed order.
     """
 
     element: int
@@ -41,8 +41,8 @@ Saved = Callable[[Sizes], float]
 def default_one_pass(head_dim: int, deterministic: bool) -> bool:
     """Return whether Triton's backward pass computes dQ in the kernel of dK and dV by default.
 
-    With dQ, that kernel fits the registers up to a head_dim of 64. It sums dQ in an order that
-    changes from run to run, so it is not deterministic.
+    The kernel with all three gradients fits the registers only up to a head_dim of 64. It sums dQ
+    in an order that changes from run to run, so it is not deterministic.
     """
     return head_dim <= 64 and not deterministic
 
@@ -112,9 +112,8 @@ def two_calls(sizes: Sizes) -> int:
 def four_calls(sizes: Sizes) -> int:
     """Return the bytes that four calls of plain attention save: two per map, each with half of V.
 
-    In addition to `two_calls`, they save a second set of log-sum-exps and a copy of V. The gradient
-    of lambda needs the two halves of the second output, joined in one float32 tensor. If the inputs
-    are narrower than float32, `two_calls` already counts this tensor.
+    In addition to `two_calls`, they save a second set of log-sum-exps and a copy of V. With float32
+    inputs, the gradient of lambda also needs the joined halves of the second output.
     """
     values = sizes.element * 2 * sizes.head_dim * sizes.kv_heads
     joined = FLOAT32 * _noise_outputs(sizes) if sizes.element == FLOAT32 else 0
@@ -122,15 +121,15 @@ def four_calls(sizes: Sizes) -> int:
 
 
 def output_and_log_sum_exps(sizes: Sizes) -> int:
-    """Return the bytes of one map's output and log-sum-exps; the result is a copy of the output."""
+    """Return the bytes of one map's log-sum-exps and output, of which the result is a copy."""
     return sizes.element * sizes.head_dim * sizes.signal_heads + log_sum_exps(sizes)
 
 
 def reference_saved(sizes: Sizes) -> float:
     """Return the bytes that the `reference` backend saves.
 
-    For each map it saves two tensors of the size of the softmax, the mask (one byte per (query,
-    key) pair, for all heads), and a copy of the keys for each query head. It also saves a copy of
+    For each map it saves two tensors of the size of the softmax, a mask (one byte per (query, key)
+    pair, shared by all heads), and a copy of the keys for each query head. It also saves a copy of
     the values for each signal head. These copies replace k and v, whose bytes are subtracted.
     """
     kv, maps = sizes.kv_heads, [sizes.signal_heads]

@@ -76,7 +76,7 @@ def by_noise_head(x: Tensor, noise_heads: int) -> Tensor:
 
 
 class WholeAttention(NamedTuple):
-    """Results of attention over all keys, which the gradients of each chunk of keys need.
+    """Results of attention over all keys, saved for the backward pass.
 
     `out` `[b, s, h, e]` is the result of `combine_maps`. `out2` `[b, s, h / r, e]` is the output of
     the second map, or None with one map. `lses` has the log-sum-exps of each map, `[b, s, heads of
@@ -122,8 +122,8 @@ def merge_maps(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
     """Merge the outputs and log-sum-exps of one map over chunks of keys.
 
     `outs` has one output `[b, s, heads of the map, e]` per chunk, and `lses` one log-sum-exp
-    `[b, s, heads of the map]`. The merged output is the mean of the outputs, weighted by
-    exp(lse_chunk - lse_all).
+    `[b, s, heads of the map]`. The merged log-sum-exp is lse = log(sum(exp(lse_chunk))). The merged
+    output is sum(exp(lse_chunk - lse) out_chunk).
     """
     out_shapes, lse_shapes = ([list(x.shape) for x in of_chunks] for of_chunks in (outs, lses))
     expected = out_shapes[:1] * len(outs)

@@ -67,9 +67,9 @@ class AttentionMask:
 
     @property
     def is_plain(self) -> bool:
-        """True if torch's attention can express this mask by `is_causal` alone.
+        """True if torch's attention needs only its argument `is_causal` for this mask.
 
-        Row i sees keys 0 to i with `is_causal=True`, and all keys with `is_causal=False`.
+        It is False with documents. A causal mask must have equal positions of queries and keys.
         """
         is_square = (self.query_offset, self.query_length) == (self.key_offset, self.key_length)
         return self.cu_seqlens is None and (is_square or not self.causal)

@@ -65,7 +65,7 @@ class Backend:
         note: one clause that describes the backend. The log shows it if "auto" chooses the backend.
         work, saved: functions that compute the multiply-adds and the saved bytes; see `costs`.
         saves_bias: whether the backward pass needs a mask tensor for packed documents or offsets.
-            The mask has one number per (query, key) pair, for all heads.
+            The mask has one number per (query, key) pair, and all heads share it.
         saves_values: whether the backward pass needs v itself. If not, `saved` counts the copies of
             v that the backward pass needs.
         saves_result: whether the backward pass needs the result before the headwise norm.
@@ -74,7 +74,8 @@ class Backend:
         computes_hidden_pairs: whether the backend also computes (query, key) pairs that the mask
             hides. With a causal mask, about half of all pairs are hidden.
         lacks: unsupported keys of `FEATURES`.
-        chunk_dtypes: device type -> dtypes supported for "chunks", if not all `dtypes`.
+        chunk_dtypes: device type -> dtypes supported for "chunks". Other device types
+            support all `dtypes`.
         fuses_norm: whether the backend itself applies the headwise norm.
         is_interpretable: whether the backend can run in Triton's interpreter, where `devices`,
             `dtypes` and `head_dims` do not apply.
@@ -274,10 +275,9 @@ BACKENDS: dict[Op, dict[str, Backend]] = {
 }
 
 
-# Backends in the order in which "auto" tries them, by operation and device type. Attention kernels
-# and graphs of this package have never run on a GPU, so they are missing ("cudnn_2call") or follow
-# all libraries ("triton"). "blocked" is last: it is a loop in Python, with thousands of small
-# products for 64K positions.
+# Backends in the order in which "auto" tries them, by operation and device type. This package's own
+# attention kernels ("triton") and cuDNN graphs ("cudnn_2call") have never run on a GPU. "triton"
+# therefore follows the libraries, and "cudnn_2call" is missing. "blocked" is slow, so it is last.
 AUTO_ORDER: dict[Op, dict[str, tuple[str, ...]]] = {
     "differential": {
         "cpu": ("blocked",),

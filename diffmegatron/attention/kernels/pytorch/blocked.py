@@ -11,10 +11,10 @@ If r heads of P1 share a head of P2, the dP of P2 is the sum of the dP of these 
 
 In the shapes b is the batch size, s the number of queries, t the number of keys, h the number of
 query heads of a map, h_kv the number of kv heads, and repeats = h / h_kv. d is the width of a query
-or key, and e the width of a query, key, value or output. Queries have the layout
-`[b * h_kv, repeats, s, d]`, keys `[b * h_kv, t, d]`, and values `[b * h_kv, t, e]`. These tensors
-are contiguous, in fp32 (fp64 for fp64 inputs). In a block, heads, rows and keys are the numbers of
-(batch row, kv head) pairs, query rows and keys.
+or key, and e any width. Queries have the layout `[b * h_kv, repeats, s, d]`, keys
+`[b * h_kv, t, d]`, and values `[b * h_kv, t, e]`. These tensors are contiguous, in fp32 (fp64 for
+fp64 inputs). In a block, heads is the number of (batch row, kv head) pairs, rows the number of
+query rows, and keys the number of keys.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,13 +28,11 @@ from ..first_order import first_order
 from ..maps import QKV, WholeAttention, map_factors
 from ..masks import AttentionMask, cached_tensors
 
-# Number of query rows in a block, times query heads per kv head. The product can be larger, because
-# a block has at least 16 query rows. With 32 or 128 instead of 64, the backend was up to a third
-# slower at 256 to 2K keys, and equally fast at 4K.
+# Number of query rows in a block times query heads per kv head. A block has at least 16 query rows,
+# even if the product is then larger. 32 and 128 were up to a third slower at 256 to 2K keys.
 ROWS_PER_BLOCK = 64
 # Maximum number of elements of one map per CPU core and block. One kv head alone may have more.
-# 2**17 elements in fp32 are 512 KiB, so that both maps fit into a core's L2 cache. With four times
-# this number, the backend was up to a third slower at 256 to 2K keys, and equally fast at 4K.
+# 2**17 elements in fp32 are 512 KiB, so that both maps fit into a core's L2 cache.
 ELEMENTS_PER_CORE = 2**17
 
 

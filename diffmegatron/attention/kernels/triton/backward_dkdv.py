@@ -60,9 +60,8 @@ def _key_block_gradients(
     """Add the contributions of the query rows [row_begin, row_end) of one head to dK and dV.
 
     The sums `dk1` and `dk2` are `[N, D]`, without the factor `scale`, and `dv` is `[N, DV]`. With
-    TMA (on Hopper) all three are transposed. The products that are added to them then read blocks
-    of dS_i and P_1 - lambda P_2 from shared memory, not from registers. With ONE_PASS, this
-    function also adds to dQ in memory.
+    TMA all three are transposed, so that no operand of their products must be in registers.
+    With ONE_PASS, this function also adds to dQ in memory.
     """
     M: tl.constexpr = config.M
     N: tl.constexpr = config.N
@@ -171,10 +170,9 @@ def _weights(q, k, lse, visible, scale_log2, TRANSPOSED: tl.constexpr):
 def _rows_times_keys(rows, keys, TRANSPOSED: tl.constexpr):
     """Return `rows @ keys^T`: `[M, C], [N, C] -> [M, N]`, where C is D or DV.
 
-    `rows` is a tile of Q_i or dO, and `keys` of K_i or V. The loop over query rows loads `rows`.
-    With TRANSPOSED, the product reads only the transposed `rows`. If a product read the
-    untransposed tile, Triton's pipeliner would reserve one more buffer for it. At d = 128 the
-    shared memory is too small for that.
+    `rows` is a tile of Q_i or dO, and `keys` of K_i or V. With TRANSPOSED, the product reads the
+    transposed `rows`. For an untransposed tile Triton's pipeliner would reserve one more buffer,
+    for which the shared memory is too small at d = 128.
     """
     if TRANSPOSED:
         product = tl.trans(multiply(keys, tl.trans(rows)))
@@ -187,9 +185,8 @@ def _rows_times_keys(rows, keys, TRANSPOSED: tl.constexpr):
 def _add_dq(dq_ptr, dscores, k, batch, head, first_row, layout, width: tl.constexpr):
     """Add dS K of one block to dQ, a contiguous `[b, s, h, width]` tensor at `dq_ptr`.
 
-    `launch_backward` later multiplies the complete dQ by `scale`. A TMA reduction, instead of
-    atomic additions, would need 32 KiB more of shared memory. At d = 128 with blocks of 64 keys,
-    this much is not available.
+    `kernel_launch.launch_backward` multiplies the complete dQ by `scale`. A TMA reduction, instead
+    of atomic additions, would need another 32 KiB of shared memory, too much at d = 128.
     """
     dq = multiply(dscores, k)
     rows = opaque(first_row) + tl.arange(0, dq.shape[0])

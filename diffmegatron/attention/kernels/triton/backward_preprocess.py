@@ -1,9 +1,9 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Triton kernel that runs first in the backward pass if one forward kernel computed both maps.
+"""Triton kernel for the deltas of two maps, and for the backward pass of the headwise norm.
 
-It computes the delta of each map i, rowsum(dO * O_i), and the backward pass of the headwise norm.
-O_i is the output of the map, dO is the gradient of out = O_1 - lambda O_2, and * is the elementwise
-product. The norm is RMSNorm(out) * norm_weight * norm_scale over the channels of each head.
+The delta of map i is rowsum(dO * O_i). O_i is the output of the map, dO is the gradient of
+out = O_1 - lambda O_2, and * is the elementwise product. The norm is
+RMSNorm(out) * norm_weight * norm_scale over the channels of each head.
 
 In shapes, b is the batch size, s the number of queries and h the number of query heads.
 """
@@ -78,7 +78,7 @@ def preprocess_kernel(
     delta1 = tl.sum(grad * out, 1)
     out2 = load_tile(out2, batch, head, first_row, value_width, M)
     delta2 = tl.sum(grad * out2.to(ACCUMULATE), 1)
-    # So far delta1 is rowsum(dO * out). O_1 is not saved, but it is out + lambda O_2.
+    # So far delta1 is rowsum(dO * out). Add lambda delta2, because O_1 = out + lambda O_2.
     delta1 += tl.load(lambda_ptr).to(ACCUMULATE) * delta2
     store_rows(delta2_ptr, delta2, batch, head, first_row, query_length, heads)
     store_rows(delta1_ptr, delta1, batch, head, first_row, query_length, heads)

@@ -1,8 +1,9 @@
 """Block sizes of the Triton kernels, as plain functions that need no GPU.
 
-The sizes were chosen from the output of Triton's compiler for sm_90 and sm_80. With them the loops
-spill few registers, and two groups of warps never compute the same product. No size has been timed
-on a GPU yet; tools/benchmarks/tune_attention.py can do that. `head_dim` is the width of a query.
+The sizes were chosen from the output of Triton's compiler for sm_90 and sm_80. With these sizes the
+loops spill few registers, and no two warpgroups compute the same block of a matrix product
+(docs/design/kernels.md). No size has been timed on a GPU; tools/benchmarks/tune_attention.py can do
+that. `head_dim` is the width of a query.
 """
 
 from enum import Enum
@@ -14,12 +15,9 @@ import torch
 class Blocks(NamedTuple):
     """Block sizes of one kernel (M query rows, N keys), and the options of its compilation.
 
-    Triton issues loads at the end of a loop iteration. With two stages, the next iteration needs
-    the loaded tiles and waits for them at its start. With three stages, the tiles are for the
-    iteration after the next.
-
-    With `licm` the compiler moves loop-invariant code before the loop. On Hopper there is much such
-    code, e.g. for addresses of shared memory, and its results occupy registers during the loop.
+    The kernel's loop loads tiles `num_stages - 1` iterations before their use. If `licm` is True,
+    the compiler moves loop-invariant code before the loop, and its results occupy registers in the
+    loop.
     """
 
     M: int
@@ -33,7 +31,7 @@ SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 
 
 class Target(Enum):
-    """A class of chips and dtypes that share block sizes and a way to load tiles.
+    """A class of chips and dtypes, which determines block sizes and the way to load tiles.
 
     HOPPER is for 16-bit dtypes and loads through tensor descriptors (TMA). LARGE and SMALL load
     through pointers. The block sizes of LARGE need at most 163 KiB of shared memory per thread
@@ -74,8 +72,8 @@ def dkdv_blocks(head_dim: int, dtype: torch.dtype, target: Target, one_pass: boo
     if dtype not in SIXTEEN_BITS:
         return Blocks(16, 16, 2, 1) if is_cramped else Blocks(16, 32, 4, 1)
     if target is Target.HOPPER:
-        # With tiles of 128 columns (head_dim 96 and 128) the one-pass form spills registers with
-        # and without loop-invariant code motion. With it, the loop accesses the stack less often.
+        # Above head_dim 64 the one-pass form spills registers for both values of `licm`. With
+        # True, the loop accesses the stack less often.
         is_full = one_pass and head_dim > 64
         return Blocks(128 if head_dim <= 64 else 64, 64, 8, 3, licm=is_full)
     if is_cramped:

@@ -1,9 +1,9 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Triton forward kernel of differential attention, the difference of two softmax attention maps.
+"""Triton forward kernel of attention with one softmax map, or with two (differential attention).
 
-Each program computes M query rows of one head. It computes the two maps one after the other,
-because two accumulators `[M, DV]` would not fit the registers. The output of the second map (q2,
-k2) is computed first and stored in memory, where the backward pass needs it anyway.
+Each program computes M query rows of one head. It computes two maps one after the other, because
+two accumulators `[M, DV]` would not fit the registers. The output of the second map (q2, k2) is
+computed first and stored in memory, where the backward pass needs it anyway.
 
 In shapes, DV is the width of a value, rounded up to a power of 2. b is the batch size, s the number
 of queries, t the number of keys, h the number of query heads, and h_kv the number of kv heads.
@@ -63,8 +63,7 @@ def _attend(
         new_largest = tl.maximum(largest, tl.max(scores, 1))
         reference = new_largest
         if MASKED:
-            # In a row without a visible key so far, new_largest is -inf. Its difference to scores
-            # of -inf would be NaN, so subtract 0.
+            # In a row without a visible key so far, -inf - (-inf) would be NaN, so subtract 0.
             reference = tl.where(new_largest == float("-inf"), 0.0, new_largest)
         weights = tl.exp2(scores - reference[:, None])
         rescale = tl.exp2(largest - reference)

@@ -80,9 +80,9 @@ def _place(length, groups, M: tl.constexpr):
 
 @triton.jit
 def _lambda_pointers(lambda_ptr, batch, head, first_row, length, heads, M: tl.constexpr):
-    """Return pointers `[M]` to lambda for M rows (tokens) of signal head number `head`.
+    """Return pointers `[M]` into lambda or its gradient, for M rows (tokens) of signal head `head`.
 
-    `heads` is the number of signal heads. The gradient of lambda has the layout of lambda.
+    `heads` is the number of signal heads.
     """
     rows = first_row + tl.arange(0, M)
     return lambda_ptr + (tl.cast(batch, tl.int64) * length + rows.to(tl.int64)) * heads + head

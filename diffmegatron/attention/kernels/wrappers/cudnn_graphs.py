@@ -317,8 +317,8 @@ class _Builder:
     def _layout(self, name: str) -> tuple[list[int], list[int], Any]:
         """Return dimensions `[b, heads, length, width]`, strides and dtype of a tensor, e.g. "dq".
 
-        The strides are those of a contiguous `[b, length, heads, width]`. "lse" is a contiguous
-        `[b, heads, length, 1]`, or with packed documents `[b, length, heads, 1]`.
+        The strides are those of a contiguous `[b, length, heads, width]`. "lse" has width 1.
+        Without packed documents its strides are those of a contiguous `[b, heads, length, 1]`.
         """
         of = self.problem
         if name == "lse":
@@ -343,7 +343,7 @@ class _Builder:
         return tensor
 
     def _table(self, name: str, length: int) -> Any:
-        """Return the int32 input `name` `[length, 1, 1, 1]`, which the first call adds."""
+        """Return the graph's int32 input `name` `[length, 1, 1, 1]`; the first call adds it."""
         if name not in self.tensors:
             self.tensors[name] = self.graph.tensor(
                 name=name,

@@ -46,11 +46,11 @@ def attention_with_lse(call: AttentionCall, q: Tensor, k: Tensor) -> tuple[Tenso
 def chunk_gradients(call: AttentionCall, grad: Tensor, whole: WholeAttention) -> QKV:
     """Return the contribution of a chunk of keys to the gradients, by torch's flash kernels.
 
-    The kernels receive the output O and the log-sum-exp of attention to the keys of all chunks.
-    V, O and the gradient dO of O are split along their width into pieces as wide as Q, with a
-    kernel call per piece. With the attention weights P, the gradient of the scores is
-    P * (dO V^T - rowsum(dO * O)). Both terms in the parentheses are sums over the width. The
-    gradients of q and k are therefore the sums over the pieces.
+    The kernels receive the output O and the log-sum-exp of attention over all keys. V, O and the
+    gradient dO of O are split along their width into pieces as wide as Q, with a kernel call per
+    piece. With the attention weights P, the gradient of the scores is
+    P * (dO V^T - rowsum(dO * O)). It is a sum over the width, so the gradients of q and k are sums
+    over the pieces.
     """
     maps, lambda_ = call.maps, call.lambda_
     kv_heads, width = maps.v.shape[2], maps.queries[0].shape[3]

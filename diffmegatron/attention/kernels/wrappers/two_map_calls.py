@@ -1,8 +1,8 @@
 """Differential attention from calls of any plain attention (arXiv 2410.05258, appendix A).
 
 Q has the width d, and V the width 2d. The paper's FlashDiffAttn_1 makes two calls with the whole V.
-FlashDiffAttn_2 makes four calls with halves of V, for kernels that need a V as wide as Q. Per head
-with two maps and per (query, key) pair, two calls need 6d multiply-adds forward and 14d backward.
+FlashDiffAttn_2 makes four calls with halves of V, for kernels that need a V as wide as Q. For both
+maps of a head and one (query, key) pair, two calls need 6d multiply-adds forward and 14d backward.
 Four calls need 8d forward and 20d backward.
 """
 
