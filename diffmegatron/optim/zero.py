@@ -173,10 +173,10 @@ class ZeroEngine:
             self._create_moments()
 
     def local_gradient_norms(self) -> dict[torch.nn.Parameter, float]:
-        """Return the norm of each gradient on this rank at the beginning of the last :meth:`step`.
+        """Return the norm of each gradient on this rank in the last :meth:`step`, before clipping.
 
-        With ZeRO 1 and no offloaded optimizer, the norms are computed before the reduction over
-        ranks, so they show on which rank a gradient is not finite.
+        With ZeRO 1 and no offloaded optimizer, these are the norms before the reduction over ranks.
+        They show on which rank a gradient is not finite.
         """
         parameters, norms = self._local_norms
         return dict(zip(parameters, norms.tolist(), strict=True))

@@ -35,9 +35,8 @@ from diffmegatron.training.safeguards import save_warnings
 
 log = logging.getLogger(__name__)
 
-# Number of retries after a failed save. There is one retry after each of the next steps; only
-# ``save_now`` retries at once. If all retries fail, the run saves at multiples of
-# checkpoint.interval, without retries, until a save succeeds.
+# Number of retries after a failed save: one after each of the next steps (``save_now``: at once).
+# If all fail, the run tries once at each multiple of checkpoint.interval until a save succeeds.
 _RETRIES = 2
 
 
