@@ -72,9 +72,9 @@ def export(
             training network.
 
     Returns:
-        None if ``verify`` is false. Otherwise a named tuple: the largest difference of logits
-        (``absolute``, and ``relative`` to the largest logit), the largest accepted relative
-        difference (``tolerance``), and the ``reason`` why the logits may differ.
+        None if ``verify`` is false. Otherwise a named tuple about the logits: the largest
+        difference (``absolute``, and ``relative`` to the largest logit), the accepted relative
+        difference (``tolerance``), and the ``reason`` for differences.
 
     Raises:
         UserError: the checkpoint is missing or damaged, ``out`` exists, or the logits of the

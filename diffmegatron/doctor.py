@@ -141,7 +141,7 @@ def _layer_host() -> tuple[Finding, tuple[str, ...]]:
     if find_spec("transformer_engine") is None:
         return Finding("layers", "local", "transformer-engine is not installed"), ()
     try:
-        # Megatron-core also imports this module. It catches ImportError, but no other error.
+        # Megatron-core also imports this module, and catches only ImportError.
         import_module("transformer_engine.pytorch.fp8")
     except ImportError as error:
         return _unusable_transformer_engine(error, "local", "the layers are Megatron-core's own")

@@ -33,8 +33,7 @@ class FileLock:
         path: lock file; created on entry, with its folder if missing, and removed on exit.
         place: name of the locked resource in messages, such as ``run_dir runs/quickstart``.
         advice: advice for the user in messages, such as ``give another run_dir``.
-        patience: seconds to wait for another process. A wait is announced on standard error if
-            this number is finite.
+        patience: seconds to wait for another process; a finite wait is announced on standard error.
 
     Raises:
         UserError: the file cannot be written, or another process keeps the lock.
@@ -107,7 +106,7 @@ class FileLock:
                 error,
             )
             return True
-        # The previous holder may have removed the file between open and flock, so open it again.
+        # If the previous holder removed the file between open and flock, open it again.
         if self._is_in_place():
             return True
         os.close(self._descriptor)

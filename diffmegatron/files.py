@@ -1,7 +1,6 @@
 """Read files that may be damaged, and write files atomically.
 
-Files of a run may have been truncated or replaced. All small files are therefore read with this
-module, which refuses files that are too large or not regular, and JSON that is nested too deeply.
+Reading refuses files that are too large or not regular, and JSON that is nested too deeply.
 """
 
 import errno
@@ -136,8 +135,7 @@ def write_durably(path: Path, content: bytes | memoryview) -> None:
 def write_sealed(path: Path, content: str) -> None:
     """Write one line of JSON and, below it, its sha256, for state that users never edit.
 
-    A flipped bit in a number may leave valid JSON. A wrong count of prepared documents, for
-    example, would skip or repeat documents unnoticed.
+    The sha256 detects damage that leaves valid JSON, such as a flipped bit in a number.
     """
     line = content.encode()
     write_durably(path, line + b"\n" + _seal(line) + b"\n")
@@ -158,8 +156,7 @@ def _seal(content: bytes) -> bytes:
 class HeldFolder:
     """A context that keeps a folder open, to detect that another folder has replaced it.
 
-    Folders are compared by inode number, which the file system can reuse once no process has the
-    folder open.
+    Folders are compared by inode number. The file system cannot reuse the number of an open folder.
     """
 
     def __init__(self, path: Path) -> None:

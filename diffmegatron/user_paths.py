@@ -1,7 +1,4 @@
-"""Turn operating-system errors about paths on the command line into one sentence.
-
-Functions that read or write files report an error themselves only if they can add information.
-"""
+"""Turn operating-system errors about paths on the command line into one sentence."""
 
 import errno
 import os
@@ -18,7 +15,7 @@ _USER_ERRNOS = {
     *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENOTEMPTY, errno.ELOOP),
     *(errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENXIO, errno.EINVAL),
 }
-# Before Python 3.13, pathlib raises a RuntimeError that begins so for a loop of symbolic links.
+# Before Python 3.13, pathlib raises a RuntimeError with this text for a loop of symbolic links.
 _LOOP = "Symlink loop from "
 
 
@@ -63,8 +60,8 @@ def escape_undecodable_output() -> None:
 def _is_named(path: object, words: Sequence[str]) -> bool:
     """Return whether ``path`` belongs to a path on the command line.
 
-    ``path`` may begin with a path of the command line (``PREFIX.bin`` for ``PREFIX``), or be one of
-    its parent folders. A word ``KEY=VALUE`` also counts as the path ``VALUE``.
+    ``path`` may begin with a path of the command line (``PREFIX.bin`` for ``PREFIX``), or be a
+    parent folder of one. A word ``KEY=VALUE`` also counts as the path ``VALUE``.
     """
     if not isinstance(path, str | bytes | os.PathLike):
         return False

@@ -12,7 +12,7 @@ import yaml
 from diffmegatron.errors import UserError
 from diffmegatron.files import shorten
 
-# A file of this size is parsed within a second. The largest possible recipe is smaller.
+# A file of this size is parsed within a second.
 MAX_BYTES = 1 << 18
 MAX_DEPTH = 32
 # Limit on values and keys of a file. An alias counts as all nodes that it repeats.
@@ -58,7 +58,7 @@ class _Loader(_Notation, yaml.SafeLoader):
         # Depth of the current node, and levels found below it so far.
         self._depth = self._height = 0
         self._nodes = 0
-        # Composed node -> numbers of nodes and levels below it. An alias of the node repeats them.
+        # Composed node -> numbers of nodes and levels below it.
         self._extents: dict[yaml.Node | None, tuple[int, int]] = {}
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
@@ -113,7 +113,7 @@ _Loader.add_constructor(f"{_TAG}int", _construct_integer)
 def parse_yaml(text: str, name: str) -> Any:
     """Parse YAML into dictionaries, lists, text, numbers, booleans and None.
 
-    Do not modify the result, because aliases share one object. Errors call the text ``name``.
+    Do not modify the result: aliases of a node share one object. Errors call the text ``name``.
     """
     try:
         return yaml.load(text, Loader=_Loader)

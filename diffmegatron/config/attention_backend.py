@@ -35,9 +35,8 @@ def planned_backend(
 ) -> str:
     """Return the name of the backend for which a layer's memory and time are estimated.
 
-    ``training.attention_backend`` applies to kinds of attention with the operation "differential".
-    All other kinds use "auto". If the recipe names a backend, its library is assumed to be
-    installed.
+    ``training.attention_backend`` applies only to attention with the operation "differential". All
+    other attention uses "auto".
     """
     has_two_maps = attention.operation == "differential"
     setting = recipe.training.attention_backend if has_two_maps else "auto"

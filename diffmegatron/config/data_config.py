@@ -17,7 +17,7 @@ def _prefix(path: str) -> str:
 
 
 def _folder(path: str) -> str:
-    """Replace the path of a ``tokenizer.json`` by its folder, whose files an export copies."""
+    """Replace the path of a ``tokenizer.json`` by its folder; return any other path as it is."""
     named = PurePath(path)
     return str(named.parent) if named.name == "tokenizer.json" else path
 

@@ -67,8 +67,7 @@ def data_parallel_size(recipe: RecipeSections, world_size: int) -> int:
 def context_communication(recipe: RecipeSections) -> Literal["ring", "all_gather", "ulysses"]:
     """Return the communication method of the context-parallel ranks, with ``auto`` resolved.
 
-    ``auto`` selects Ulysses if the ranks can share the key-value heads equally, because Ulysses
-    moves the least data. Otherwise ``auto`` selects the ring.
+    ``auto`` selects Ulysses if the ranks can share the key-value heads equally, otherwise the ring.
     """
     parallel = recipe.parallel
     if parallel.context_communication != "auto":

@@ -40,8 +40,8 @@ def load_recipe(
 
     Args:
         overrides: ``section.key=value`` strings; the value is YAML.
-        allow_missing_files: whether ``model.attention`` may name files that are missing. Their
-            content is then assumed, as for ``diffmegatron plan``.
+        allow_missing_files: whether to assume the content of missing files that
+            ``model.attention`` names.
 
     Raises:
         UserError: a file cannot be read or has stages, a key is unknown, or a value does not fit.
@@ -65,7 +65,7 @@ def load_stages(
     - ``start_from``: earlier stage whose ``run_dir`` becomes this stage's
       ``checkpoint.start_from``. By default this is the preceding stage. With null,
       ``checkpoint.start_from`` stays as it is.
-    - all keys in which the stage differs from the rest of the recipe.
+    - any other key of a recipe: its value in this stage.
 
     The arguments are those of :func:`load_recipe`. An override ``stages.NAME.key=value`` changes
     only the stage NAME.

@@ -18,11 +18,10 @@ from diffmegatron.section import Section, Size, SizeOrZero
 class Initialization(Section):
     """Initial weights, normally distributed with standard deviation ``std``; norms start at 1.
 
-    ``scaled`` divides ``std`` by sqrt(2 * num_layers) for the two projections that write into the
-    residual stream, as GPT-2 and Megatron-core do. ``normal`` does not.
+    ``scaled`` divides ``std`` by sqrt(2 * num_layers) for ``linear_proj`` and ``linear_fc2``, as
+    GPT-2 and Megatron-core do. ``normal`` does not.
 
-    By default, untied embeddings start with standard deviation 1. With 0.02 they would be too small
-    beside the output of DIFF V1's headwise norm, which has unit size (docs/recipes.md has losses).
+    By default, untied embeddings start with standard deviation 1 (docs/recipes.md has the reason).
     """
 
     scheme: Literal["scaled", "normal"] = "scaled"
@@ -93,7 +92,7 @@ class ModelConfig(Section):
 
     ``attention`` is the section of one kind of attention, or a list of such sections with the
     layers of each (:mod:`diffmegatron.attention.variants.pattern`). ``baseline`` replaces
-    ``attention`` by the Transformer's attention of the same width, also in the resolved recipe.
+    ``attention`` by the Transformer's attention of the same width.
     """
 
     num_layers: Size

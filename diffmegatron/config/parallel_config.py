@@ -91,12 +91,12 @@ class ParallelConfig(Section):
 class RecomputeConfig(Section):
     """Activations that Megatron-core recomputes in the backward pass instead of saving them.
 
-    ``selective`` recomputes the core attention: scores, softmax and the product with the values.
-    Fused kernels never save these tensors, so ``selective`` saves memory only with other kernels.
+    ``selective`` recomputes the core attention: scores, softmax and the product with the values. It
+    saves little memory with fused kernels, which never save the scores.
 
-    ``full`` recomputes whole layers. ``uniform`` recomputes all layers in groups of ``layers``
-    layers, and saves only the input of each group. ``block`` recomputes the first ``layers`` layers
-    of each virtual stage.
+    ``full`` recomputes whole layers. The method ``uniform`` recomputes all layers in groups of
+    ``layers``, and saves only the input of each group. The method ``block`` recomputes the first
+    ``layers`` layers of each virtual stage.
     """
 
     granularity: Literal["none", "selective", "full"] = "none"

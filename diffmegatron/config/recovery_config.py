@@ -30,11 +30,11 @@ class GuardConfig(Section):
 
     A spike exceeds the mean of the last ``window`` applied steps by ``sigma`` standard deviations.
     Spikes are detected once ``window / 2`` steps have been applied. ``record`` reports a spike and
-    applies the step, and ``skip`` skips it. A step that is not finite is always skipped.
+    applies the step; ``skip`` skips the step. A step that is not finite is always skipped.
 
-    After ``patience`` skipped steps in a row, ``stop`` ends the run. ``rollback`` loads the newest
-    intact checkpoint and continues with the data after the skipped steps, ``max_rollbacks`` times
-    at most.
+    ``then`` applies after ``patience`` skipped steps in a row. ``stop`` ends the run. ``rollback``
+    loads the newest intact checkpoint and continues with the data after the skipped steps. After
+    ``max_rollbacks`` rollbacks, the run ends instead.
     """
 
     spikes: Literal["ignore", "record", "skip"] = "record"

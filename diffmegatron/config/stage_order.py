@@ -37,8 +37,8 @@ class Stage:
 
     Attributes:
         changes: values that replace those outside of ``stages``, nested by section.
-        start_from: earlier stage whose weights this stage starts with; None: the value of
-            ``checkpoint.start_from`` decides.
+        start_from: earlier stage whose weights this stage starts with; None: the stage uses its
+            ``checkpoint.start_from``.
     """
 
     changes: dict[str, Any]
@@ -119,10 +119,11 @@ def by_stage(
 def check_can_start_from(before: Recipe, before_name: str, now: Recipe, now_name: str) -> None:
     """Check that the run ``now`` can start with the weights of the run ``before``.
 
-    The networks and tokenizers must be equal, with three exceptions. The new run may add LoRA. It
-    may change the keys in ``_FREE`` and the ``free_keys`` of its attention. Its kind of attention
-    may extend that of ``before``
-    (:meth:`~diffmegatron.attention.variants.base.Variant.foundation`).
+    The networks and tokenizers must be equal, except that ``now`` may:
+
+    - add LoRA,
+    - change the keys in ``_FREE`` and the ``free_keys`` of its attention,
+    - have a kind of attention whose ``foundation()`` is the kind of ``before``.
     """
     attention = now.model.attention
     foundation = attention.foundation()
@@ -146,11 +147,7 @@ def check_can_start_from(before: Recipe, before_name: str, now: Recipe, now_name
 
 
 def rotary_changes(before: Recipe, now: Recipe) -> list[str]:
-    """Return each change of the rotary embedding as ``key old -> new``.
-
-    Callers print the changes, because a stage that does not repeat a change of an earlier stage
-    would silently undo it.
-    """
+    """Return each change of the rotary embedding as ``key old -> new``."""
     was, is_now = (model_keys(each.model, each.model.attention) for each in (before, now))
     return [f"{key} {was[key]} -> {is_now[key]}" for key in _ROTARY if was[key] != is_now[key]]
 

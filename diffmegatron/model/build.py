@@ -48,7 +48,7 @@ def transformer_config(recipe: Recipe) -> TransformerConfig:
         add_bias_linear=False,
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        # diffmegatron.model.initialize sets the weights, which are the same for every layout.
+        # diffmegatron.model.initialize sets the weights.
         perform_initialization=False,
         params_dtype=dtype,
         pipeline_dtype=dtype,
@@ -61,10 +61,9 @@ def transformer_config(recipe: Recipe) -> TransformerConfig:
         context_parallel_size=parallel.context,
         sequence_parallel=parallel.sequence_parallel,
         **_recompute(recipe.recompute),
-        # On a CPU, each of three compilations of the fused SwiGLU needs 19 s.
+        # On a CPU, compiling the fused SwiGLU takes about a minute.
         bias_activation_fusion=torch.cuda.is_available(),
-        # Without this mode, CUDA sums the embedding's gradient by atomic additions, in an order
-        # that changes from run to run.
+        # Without this mode, CUDA sums the embedding's gradient in an order that changes per run.
         deterministic_mode=recipe.training.deterministic,
         # With batched sends on gloo, interleaved schedules silently compute wrong results.
         batch_p2p_comm=torch.cuda.is_available(),
@@ -150,7 +149,7 @@ def lambda_by_layer(network: Network) -> dict[int, Tensor]:
     """Return lambda (0-dim) of each differential layer on this rank; keys are layer numbers from 1.
 
     If lambda depends on the token, the value is the mean over the heads and tokens of this rank in
-    the last forward pass. Such a layer is missing until a forward pass has run.
+    the last forward pass. Before the first forward pass, such a layer is missing.
     """
     found = {}
     for module in network.modules():

@@ -19,9 +19,8 @@ def chunked_losses(losses: Losses, labels: Tensor, hidden: Tensor, size: int) ->
     """Compute the losses [b, s] in chunks of ``size`` positions, to limit the memory of logits.
 
     The backward pass recomputes each chunk's logits. ``labels`` are [b, s], and ``hidden`` is
-    [s, b, hidden size]. Under sequence parallelism, ``hidden`` is [s / ranks, b, hidden size] on
-    each of the tensor-parallel ranks. The output layer then gathers a chunk from all these ranks,
-    ceil(``size`` / ranks) positions from each.
+    [s, b, hidden size]. With sequence parallelism over t ranks, ``hidden`` is
+    [s / t, b, hidden size], and each rank contributes ceil(``size`` / t) positions to a chunk.
     """
     by_rank = labels.unflatten(1, (-1, hidden.shape[0]))
     step = -(-size // by_rank.shape[1])
@@ -48,9 +47,8 @@ def cross_entropy(
     """Return the loss of each token, [b, s], from this tensor-parallel rank's logits.
 
     The logits [s, b, vocabulary shard] may be overwritten. The softmax excludes vocabulary padding,
-    which begins at index ``unpadded_size`` of the shard. Otherwise, padding would be more probable
-    than most tokens of a model imported from Hugging Face, because the logits of its padding are 0.
-    ``fallback`` is Megatron-core's cross-entropy, which runs where the Triton kernel cannot run.
+    which begins at index ``unpadded_size`` of the shard. ``fallback`` is Megatron-core's
+    cross-entropy, which runs where the Triton kernel cannot run.
     """
     if _has_kernel(logits):
         from diffmegatron.model import cross_entropy_kernel

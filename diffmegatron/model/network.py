@@ -118,9 +118,9 @@ class VirtualStage(LanguageModule):
         """Run the virtual stage; :meth:`Network.forward` describes the arguments.
 
         Returns:
-            In the network's last virtual stage, the loss of each token, float32 [b, s], or if
-            ``labels`` is None, the logits [b, s, v] of this rank's vocabulary shard. In the other
-            virtual stages, hidden states [s, b, hidden size].
+            In the network's last virtual stage, the loss of each token, float32 [b, s]. In the
+            other virtual stages, hidden states [s, b, hidden size]. If ``labels`` is None, the last
+            virtual stage returns the logits [b, s, v] of this rank's vocabulary shard.
         """
         hidden = self.embedding(tokens, position_ids) if self.pre_process else self._received
         assert hidden is not None
@@ -179,7 +179,7 @@ class VirtualStage(LanguageModule):
 class Decoder(MegatronModule):
     """The layers of a virtual stage; the network's last virtual stage also has the final norm.
 
-    ``layer_specs`` has one entry per layer. ``final_norm`` is None in the other virtual stages.
+    ``layer_specs`` has one entry per layer. ``final_norm`` is None in earlier virtual stages.
     """
 
     def __init__(

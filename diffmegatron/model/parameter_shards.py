@@ -23,8 +23,8 @@ class Shard:
         name, global_shape: name and shape of the unsharded tensor.
         offset, shape: first index and size of the box along each axis.
         start: index of the box's first element in the flattened parameter of this rank.
-        is_primary: whether checkpoints contain this copy. Of copies on several tensor-parallel
-            ranks, only one is primary.
+        is_primary: whether checkpoints contain this rank's copy of the box. False for all but one
+            of the tensor-parallel or pipeline ranks with the same box.
     """
 
     name: str
@@ -88,8 +88,7 @@ def _shard(tensor: ShardedTensor, start: int) -> Shard:
         offset=tuple(tensor.global_offset),
         shape=tuple(tensor.local_shape),
         start=start,
-        # ``replica_id``, an integer or a tuple, is zero for the copy to save. The last entry of a
-        # tuple is the data-parallel rank. Ignore it, because every data-parallel rank saves its
-        # ZeRO partition.
+        # ``replica_id`` is 0 or a tuple of zeros for the copy to save. Ignore a tuple's last entry,
+        # the data-parallel rank, because every data-parallel rank saves its ZeRO partition.
         is_primary=replica == 0 or not any(replica[:-1]),
     )

@@ -41,7 +41,7 @@ def mark_trained(network: Network, recipe: Recipe) -> None:
 def _freeze_rows(parameter: torch.nn.Parameter, frozen: tuple[str, ...], heads: Heads) -> None:
     """Set the gradient of frozen rows of ``linear_qkv`` to 0 by a hook, and set ``trained_ranges``.
 
-    ``frozen`` has the kinds of frozen rows, such as "q". Weight decay applies only to the ranges.
+    ``frozen`` has the kinds of frozen rows, such as "q".
     """
     kinds = [kind for kind, count in heads.rows for _ in range(count * heads.head_dim)]
     is_frozen = torch.tensor([kind in frozen for kind in kinds])

@@ -98,7 +98,7 @@ def _remedies(recipe: Recipe, layout: Layout, limit_gib: float) -> Iterator[str]
 def _fits(recipe: Recipe, ranks: int, limit_gib: float) -> bool:
     try:
         return peak_memory(recipe, ranks) <= limit_gib * GIB
-    except UserError:  # An interleaved pipeline does not support the number of microbatches.
+    except UserError:  # The layout cannot divide the batch.
         return False
 
 

@@ -39,7 +39,7 @@ VOCABULARY = 320
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """A small recipe, and one sentence for each parallel size that was reduced."""
+    """A small recipe, and a sentence for each reduced tensor, context or pipeline size."""
 
     recipe: Recipe
     world_size: int
@@ -157,7 +157,7 @@ def _fewer_ranks(recipe: Recipe, data: int) -> tuple[dict[str, int], list[str]]:
 
 
 def _shrink_layers(values: dict[str, Any]) -> int:
-    """Return the layers of a virtual stage, 1 or 2, and set ``recompute.layers`` to them."""
+    """Set ``recompute.layers`` to 1 or 2, and return it as the layers of a virtual stage."""
     recompute = values["recompute"]
     if recompute["layers"] == 1:
         return 1

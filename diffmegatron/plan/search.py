@@ -30,7 +30,7 @@ MICRO_BATCHES = (1, 2, 4, 8)
 CONTEXTS = (1, 2, 4, 8, 16)
 VIRTUAL_STAGES = (1, 2, 4)
 MOST_STAGES = 64
-# With fewer tokens per rank, context parallelism is not worth its communication.
+# Fewest tokens of a sequence per context-parallel rank that the search tries.
 SHORTEST_PART = 2048
 # Multiples of the number of GPUs to try if no layout fits.
 MULTIPLES = (2, 4, 8, 16, 32)
@@ -139,8 +139,7 @@ def _fitting(
 ) -> tuple[list[Candidate], tuple[int, Recipe] | None]:
     """Return the layouts that fit into ``available`` bytes, and the nearest that does not fit.
 
-    The latter is a pair, peak in bytes and recipe, of the layout that exceeds ``available`` least.
-    It is None if every valid layout fits.
+    The latter is (peak in bytes, recipe) of the layout that exceeds ``available`` least, or None.
     """
     fitting: list[Candidate] = []
     nearest: tuple[int, Recipe] | None = None
@@ -177,7 +176,7 @@ def _valid(recipe: Recipe, layout: Changes, world_size: int) -> Iterator[tuple[C
 def _layouts(recipe: Recipe, world_size: int) -> Iterator[Changes]:
     """Yield the changes of the recipe for each layout to try on ``world_size`` GPUs."""
     layers = recipe.model.num_layers
-    # True is an error in layouts that cannot overlap gradients; None overlaps where possible.
+    # None overlaps gradients where possible. True is an error elsewhere.
     overlap = None if recipe.parallel.overlap_gradients else recipe.parallel.overlap_gradients
     for tensor, context, pipeline in _sizes(recipe, world_size):
         for virtual in VIRTUAL_STAGES if pipeline > 1 else (1,):

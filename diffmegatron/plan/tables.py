@@ -127,8 +127,8 @@ def _memory_table(plan: Plan) -> Table:
 def _memory_rows(stage: StageMemory) -> list[tuple[str, int]]:
     """Return the parts of a pipeline stage's memory as table rows: name and bytes.
 
-    The first four parts exist during the whole step, and the others for a part of the step. Of the
-    rows that begin with "then" or "or", only one exists at a time.
+    The first four rows exist during the whole step. Of the rows that begin with "then" or "or",
+    only one exists at a time.
     """
     return [
         ("weights", stage.weights),
@@ -160,7 +160,7 @@ def _traffic_table(plan: Plan) -> Table:
 def _unit(total: int, units: Mapping[str, float]) -> tuple[str, float]:
     """Return the largest of the decreasing ``units`` that does not exceed ``total`` bytes.
 
-    If every unit exceeds the total, return the smallest unit. For a total of 0, return the largest.
+    For a smaller total, return the smallest unit. For a total of 0, return the largest.
     """
     fitting = [each for each in units.items() if each[1] <= total]
     return fitting[0] if fitting else [*units.items()][-1 if total else 0]

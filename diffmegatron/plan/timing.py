@@ -63,7 +63,7 @@ class Assumptions:
     def sentences(self, recipe: Recipe, hardware: str, gpu: Accelerator) -> tuple[str, ...]:
         """Return the assumptions in words.
 
-        "(optimistic)" marks assumptions with which a step is faster than in most first runs.
+        "(optimistic)" marks assumptions that most first runs do not reach.
         """
         return (
             f"FLOP/s: bf16, {gpu.peak_flops / 1e12:,.0f} TFLOP/s dense peak of {hardware}; matrix "
@@ -236,8 +236,8 @@ def _elementwise_bytes(recipe: Recipe) -> float:
     """Return the bytes of element-wise operations on a rank of the last stage, per microbatch.
 
     Each pass of a layer reads or writes the residual stream about 12 times, SwiGLU's three tensors
-    once, and the tensors that attention saves once. The loss makes three passes over the logits, or
-    four with ``training.loss_chunk``, which computes them again.
+    once, and the tensors that core attention saves once. The loss makes three passes over the
+    logits, or four with ``training.loss_chunk``.
     """
     model, parallel = recipe.model, recipe.parallel
     element, tokens = BYTES[recipe.training.precision], local_tokens(recipe)
@@ -267,8 +267,7 @@ def _communication(
 
     Ring attention's messages overlap with attention kernels, and ZeRO 1's sum of gradients with the
     last microbatch's backward pass. Megatron numbers ranks in the order tensor, context, data,
-    pipeline. A group therefore spans nodes if the product of the sizes up to its own exceeds a
-    node's GPUs.
+    pipeline. A group spans nodes if the product of the sizes up to its own exceeds a node's GPUs.
 
     Returns:
         Seconds within the pipeline's schedule, and seconds after it.

@@ -27,7 +27,7 @@ _MODULES_PER_LAYER = 7
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that a rank sends in a step, or number of its collectives, by kind of communication.
+    """Communication of a rank per step, by kind, as bytes sent or as a number of collectives.
 
     Attributes:
         tensor: all-reduces of hidden states, or all-gathers and reduce-scatters with sequence
@@ -149,12 +149,11 @@ def _tensor(recipe: Recipe, stage: int) -> float:
 
 
 def _gates(recipe: Recipe) -> float:
-    """Return the bytes per microbatch that are moved for projections outside ``linear_qkv``.
+    """Return the bytes per microbatch that sequence parallelism moves for small projections.
 
-    An example is DIFF V2's projection to lambda. Sequence parallelism gathers the projection's
-    weight, and changes its output from shards of the sequence to shards of the heads. Without
-    sequence parallelism the result is 0. Each of k tensor-parallel ranks sends (k - 1) / k of the
-    returned bytes.
+    These are outside ``linear_qkv``, such as DIFF V2's projection to lambda. Their weights are
+    gathered, and their outputs change from shards of the sequence to shards of the heads. Each of k
+    tensor-parallel ranks sends (k - 1) / k of the returned bytes.
     """
     model, parallel = recipe.model, recipe.parallel
     if not parallel.sequence_parallel:
@@ -222,7 +221,7 @@ def _context(recipe: Recipe) -> float:
         heads = kind.heads
         pair = 2 * tokens * heads.key_channels / parallel.tensor
         if communication == "ulysses":
-            # A softmax kernel returns the output of each map. Differential kernels subtract first.
+            # A softmax kernel returns the output of each map, other kernels only the difference.
             is_softmax = kind.operation == "softmax"
             results = heads.query_channels if is_softmax else heads.output_channels
             others = tokens * (heads.query_channels + results) / parallel.tensor

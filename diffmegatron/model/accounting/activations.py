@@ -25,9 +25,9 @@ def stage_activations(recipe: Recipe, stage: int, microbatches: int, device: Dev
     kept = in_flight * virtual_stage_bytes(recipe, stage, device) + shared_bytes(recipe)
     sharded = hidden_states_bytes(recipe)
     if stage == 0 and not (is_trained(recipe, EMBEDDING) or is_trained(recipe, INPUT_NORM)):
-        # No gradient depends on the input of the network's first layer, so it is not saved. Count
-        # the passes in flight that contain this layer. With interleaving, ``pipeline`` microbatches
-        # pass the first virtual stage, then the same microbatches pass the next one.
+        # No gradient depends on the input of the network's first layer, so this input is not saved.
+        # Subtract it for each pass in flight of the first virtual stage. With interleaving,
+        # ``pipeline`` microbatches pass one virtual stage before they pass the next.
         rounds, rest = divmod(in_flight, parallel.pipeline * parallel.virtual_pipeline)
         kept -= (rounds * parallel.pipeline + min(rest, parallel.pipeline)) * sharded
     # ``exchanged`` counts tensors of hidden states for pipeline communication. Megatron-core keeps
@@ -70,10 +70,10 @@ def layer_backward(recipe: Recipe, stage: int, device: Device) -> tuple[int, int
     element, tokens = BYTES[recipe.training.precision], local_tokens(recipe)
     ffn = model.ffn_hidden_size / parallel.tensor
     shards = _sequence_shards(recipe)
-    # ``streams`` counts gradients of hidden states. It excludes the one received from the next
-    # stage, which stage_activations counts. Stages in the middle keep the gradient that they sent
-    # last. The last stage has the gradient that the loss computed. With interleaving and one layer
-    # per virtual stage, tests/simulated_cuda measured one more gradient.
+    # ``streams`` counts gradients of hidden states, except the received one (stage_activations).
+    # Stages in the middle keep the gradient that they sent last. The last stage has the gradient
+    # that the loss computed. With interleaving and one layer per virtual stage, a test measured one
+    # more gradient (tests/simulated_cuda).
     virtual_stages = parallel.pipeline * parallel.virtual_pipeline
     is_copied = parallel.virtual_pipeline > 1 and model.num_layers == virtual_stages
     streams = (stage > 0 or parallel.pipeline == 1) + is_copied
@@ -94,8 +94,7 @@ def layer_backward(recipe: Recipe, stage: int, device: Device) -> tuple[int, int
     if recipe.recompute.granularity == "full" or recipe.training.offload_activations:
         again, freed = again - freed, 0
     # In the last stage, the tensors saved by the final norm and the output layer are already freed.
-    # On a CPU, do not count them as freed, because temporary results of unfused operations need
-    # about as many bytes.
+    # On a CPU, temporary results of unfused operations need about as many bytes.
     if is_fused and stage == parallel.pipeline - 1 and not recipe.training.offload_activations:
         freed += final_norm_bytes(recipe, device)
     return round(beside + again), round(freed)
@@ -129,8 +128,8 @@ def logits_bytes(recipe: Recipe, device: Device) -> int:
     gradients = 2 if chunk < tokens else 1
     backward = element * (chunk * vocabulary + gradients * output_weight(recipe)) + hidden_gradient
     if training.offload_activations or parallel.pipeline > 1:
-        # Add one tensor: the output layer's input, copied from the host, or the gradient that the
-        # stage sent last. If both exist, count only one.
+        # Add the output layer's input, copied from the host, or the gradient that the stage sent
+        # last. If both exist, count only one.
         backward += sharded
     return round(max(per_logit * chunk * vocabulary, backward))
 
@@ -164,7 +163,7 @@ def _keeps_input(recipe: Recipe, projection: str) -> bool:
 
 
 def embedding_backward(recipe: Recipe, stage: int) -> int:
-    """Return the temporary bytes of the embedding's backward pass; 0 if it is never the peak."""
+    """Return the temporary bytes of the embedding's backward pass; 0 if it cannot be the peak."""
     parallel, model = recipe.parallel, recipe.model
     if stage > 0 or not is_trained(recipe, EMBEDDING):
         return 0
@@ -291,9 +290,9 @@ def context_communication(recipe: Recipe) -> ContextCommunication | None:
 
 
 def shared_bytes(recipe: Recipe) -> int:
-    """Return the bytes of rotary angles, and of the buffer for gathered hidden states.
+    """Return the bytes of the virtual stages' rotary angles, and of gathered hidden states.
 
-    Only sequence parallelism gathers hidden states. All layers share the angles and the buffer.
+    Only sequence parallelism gathers hidden states, into one buffer that all layers share.
     """
     parallel = recipe.parallel
     positions = recipe.training.seq_length // parallel.context

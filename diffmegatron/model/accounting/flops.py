@@ -26,8 +26,8 @@ class Flops:
 def count_flops(model: ModelConfig, seq_length: int, frozen: int = 0) -> Flops:
     """Return the model FLOPs per token of causal training, without recomputation.
 
-    Attention has the fewest multiply-adds that its equation allows. A query attends to half the
-    sequence on average. ``frozen`` is the result of :func:`frozen_matrices`.
+    Attention counts as the fewest multiply-adds that its equation allows. A query attends to half
+    the sequence on average. ``frozen`` is the result of :func:`frozen_matrices`.
     """
     weights: float = model.vocab_size * model.hidden_size
     attention = 0.0

@@ -41,13 +41,13 @@ class StageMemory:
     Attributes:
         weights, gradients: only this rank's partition if ZeRO partitions them.
         optimizer: this rank's partition of the float32 master weights and of Adam's moments.
-        communication: bucket for reducing gradients. ZeRO 1 has a bucket only with an offloaded
-            optimizer. With ZeRO 2, ``layer`` counts the bucket. With an offloaded optimizer of
-            ZeRO 1 or 2, also a buffer for the largest parameter.
+        communication: buffers that exist for the whole step. ZeRO 3, and ZeRO 1 with an offloaded
+            optimizer, have a bucket for reducing gradients. An offloaded optimizer of ZeRO 1 or 2
+            has a buffer for the largest parameter.
         activations: saved activations of all microbatches in flight, except those on the host.
         loss: moment of the loss and of the output layer's backward pass.
         reduction: moment when the output layer's gradient is copied or reduced.
-        layer: moment of one layer's backward pass.
+        layer: moment of one layer's backward pass, with the bucket of ZeRO 2.
         embedding: moment of the embedding's backward pass.
         update: temporary memory of the optimizer's update, after the activations are freed.
         host: memory offloaded to the host, which is not part of the total.
@@ -146,8 +146,8 @@ def _states(recipe: Recipe, stage: int, shards: int, microbatches: int) -> Stage
     if parallel.zero_stage == 3:
         weights, gradients = weights // shards, gradients // shards
     elif parallel.zero_stage == 2:
-        # The rank's partition of the gradients also exists in the run's precision, until the
-        # backward pass ends. No activations are left at its end, so count this copy in the update.
+        # Until the backward pass ends, the partition of the gradients also exists in the run's
+        # precision. No activations are left then, so count this copy in the update.
         left = element * trained // shards
         update = max(norm, left, update if precision == "fp32" else 0)
         gradients //= shards
@@ -250,7 +250,7 @@ def rank_parameters(recipe: Recipe, stage: int) -> tuple[int, int]:
 
 
 def trained_parameters(recipe: Recipe, stage: int) -> tuple[int, int]:
-    """Return the numbers of :func:`rank_parameters` for only parameters with optimizer state."""
+    """Return the numbers of :func:`rank_parameters` without fully frozen parameters."""
     if trains_everything(recipe):
         return rank_parameters(recipe, stage)
     counts = [0, 0]
