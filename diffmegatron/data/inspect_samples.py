@@ -16,7 +16,7 @@ from diffmegatron.data.tokenizers import Tokenizer, load_tokenizer
 from diffmegatron.errors import UserError
 from diffmegatron.files import check_replaceable, format_path, write_picture
 
-# Brackets around tokens without loss. These tokens are also dim, but only on a terminal.
+# Brackets around tokens without loss, because the dim style is visible only on a terminal.
 _MASKED = "⟦", "⟧"
 
 
@@ -31,8 +31,8 @@ def inspect(
 ) -> Iterator[Text]:
     """Yield the paragraphs to print: samples, table of the mixture, table of document lengths.
 
-    The mixture is counted over ``batches`` global batches from ``from_step`` on. ``lengths`` is the
-    PNG file for a plot of the document lengths; None: no plot.
+    Samples and mixture begin at optimizer step ``from_step``. The mixture is counted over
+    ``batches`` global batches. ``lengths`` is the PNG file for a plot of lengths; None: no plot.
     """
     if lengths is not None:
         check_replaceable(lengths)
@@ -81,8 +81,8 @@ def decoded(samples: Samples, index: int, tokenizer: Tokenizer, max_tokens: int)
 def length_table(samples: Samples) -> str:
     """Return a table of document lengths before and after length up-sampling.
 
-    Each row is for the documents of one source that have 2**k to 2**(k + 1) - 1 tokens, including
-    the end-of-document token. It shows their number and their share of the source's tokens.
+    Each row has the number of a source's documents of 2**k to 2**(k + 1) - 1 tokens, and their
+    share of the tokens. The lengths include the end-of-document token.
     """
     lines = [
         f"{'':<16} {'tokens,':>9} {'documents':>23} {'share of tokens':>17}",
@@ -102,7 +102,7 @@ def length_table(samples: Samples) -> str:
 
 
 def plot_lengths(samples: Samples, path: Path) -> None:
-    """Draw the shares of tokens of :func:`length_table` into a PNG file, one panel per source."""
+    """Draw the token shares of :func:`length_table` into a PNG file, one panel per source."""
     # The Agg backend needs no display. The import takes one second, so it is done only here.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -133,8 +133,8 @@ def plot_lengths(samples: Samples, path: Path) -> None:
 def mixture_table(samples: Samples, first: int, number: int) -> str:
     """Return a table with the requested and the actual share of samples from each source.
 
-    The requested shares are the normalized weights of the last period in ``samples.history``. The
-    actual shares are counted over ``number`` samples from sample ``first`` on.
+    The requested shares are the weights now in use, ``samples.history.periods[-1]``, divided by
+    their sum. The actual shares are counted over ``number`` samples from sample ``first`` on.
     """
     actual = Counter(samples[index].source for index in range(first, first + number))
     weights = samples.history.periods[-1].sources
@@ -158,9 +158,9 @@ def _tokens(bins: Sequence[LengthBin]) -> int:
 
 
 def choose_stage(stages: Sequence[Recipe], name: str | None) -> Recipe:
-    """Return the stage whose ``run_dir`` ends with the folder ``name``.
+    """Return the recipe whose ``run_dir`` ends with the folder ``name``.
 
-    A recipe without stages is returned itself; ``name`` must then be None.
+    If there is only one recipe, ``name`` must be None, and this recipe is returned.
     """
     if len(stages) == 1 and name is None:
         return stages[0]

@@ -23,9 +23,9 @@ class Batch:
     tokens: torch.Tensor  # int64 [b, s]: inputs
     labels: torch.Tensor  # int64 [b, s]: the token after each input
     loss_mask: torch.Tensor  # float32 [b, s]: 1 where the label contributes to the loss, else 0
-    # int64 [b, s]: position in the row, or in the document with data.reset_position_ids.
+    # int64 [b, s]: position in the row; with data.reset_position_ids, position in the document.
     position_ids: torch.Tensor
-    # int32 [b, s]: index of each token's document in its row; None without reset_attention_mask.
+    # int32 [b, s]: index of the token's document in the row; None without reset_attention_mask.
     document_ids: torch.Tensor | None
     # int64 [b]: index of each row's source in data.sources; None if the recipe has one source.
     sources: torch.Tensor | None = None
@@ -43,8 +43,8 @@ class Batch:
 def collate(samples: list[Sample], config: DataConfig) -> Batch:
     """Stack samples of equal length into a microbatch.
 
-    Labels for which a sample's ``loss_mask`` is False, such as prompts, have no loss. With
-    ``data.eod_mask_loss``, labels that are the first token of a document have no loss either.
+    Labels whose ``Sample.loss_mask`` is False, such as prompts, have no loss. With
+    ``data.eod_mask_loss``, the first token of a document has no loss either.
     """
     tokens = torch.from_numpy(np.stack([sample.tokens for sample in samples]))
     size, length = tokens.shape[0], tokens.shape[1] - 1
@@ -75,9 +75,9 @@ def collate(samples: list[Sample], config: DataConfig) -> Batch:
 
 
 def _documents(samples: list[Sample], length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the index of each token's document in its row, and the document's first position.
+    """Return the index (int32) and first position (int64) of each token's document, ``[b, s]``.
 
-    Both have the shape ``[b, s]``; the indices are int32 and the positions int64.
+    Both are counted within the row.
     """
     numbers, starts = [], []
     for sample in samples:
@@ -93,10 +93,10 @@ class Loader:
 
     In the global batch that begins at sample n, microbatch m of data-parallel rank r begins at
     sample n + (m * data_parallel_size + r) * micro_batch_size. A global batch thus contains the
-    same samples for every layout of ranks.
+    same samples for every number of ranks.
 
-    A thread reads steps ahead until the ``with`` block of the loader ends. If it fails to read a
-    step, the error is raised when this step is requested.
+    A thread reads steps ahead until the ``with`` block of the loader ends. If a step cannot be
+    read, the error is raised when this step is requested.
     """
 
     samples: Samples

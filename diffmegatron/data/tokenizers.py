@@ -1,4 +1,4 @@
-"""Tokenizers that convert text to token ids; they are loaded from local files, not downloaded."""
+"""Tokenizers that convert text to token ids; nothing is downloaded."""
 
 import base64
 import hashlib
@@ -177,19 +177,19 @@ class HuggingFaceTokenizer(Tokenizer):
 
 
 def load_tokenizer(name_or_path: str) -> Tokenizer:
-    """Load the tokenizer ``bytes``, ``cl100k_base``, a ``.tiktoken`` file or a Hugging Face folder.
+    """Load the tokenizer ``bytes`` or ``cl100k_base``, or a tokenizer from a path.
 
-    The vocabulary of ``bytes`` is the 256 bytes and ``<|endoftext|>``.
+    The path is a ``.tiktoken`` file, or a Hugging Face folder or its ``tokenizer.json``. The
+    vocabulary of ``bytes`` is the 256 bytes and ``<|endoftext|>``.
 
-    A ``.tiktoken`` file that equals the file of ``cl100k_base`` is loaded as ``cl100k_base``.
-    Otherwise, ``pat_str`` and ``special_tokens`` of ``NAME.tiktoken`` are read from ``NAME.json``.
-    Without ``NAME.json``, the split pattern is that of ``cl100k_base``. The only special token is
-    then ``<|endoftext|>``, and its id is the highest rank plus one.
+    A copy of the file of ``cl100k_base`` is loaded as ``cl100k_base``. Any other ``NAME.tiktoken``
+    can have a ``NAME.json`` with ``pat_str`` and ``special_tokens``. Without it, ``pat_str`` is the
+    one of ``cl100k_base``, and the only special token ``<|endoftext|>`` has the highest id.
     """
     if name_or_path == BYTES:
         encoding = tiktoken.Encoding(
             BYTES,
-            # tiktoken's time for a piece is superlinear in its length, so pieces are short.
+            # tiktoken's time is superlinear in the length of a piece, so pieces are short.
             pat_str=r"[\s\S]{1,64}",
             mergeable_ranks={bytes([byte]): byte for byte in range(256)},
             special_tokens={END_OF_TEXT: 256},
@@ -212,7 +212,7 @@ def load_tokenizer(name_or_path: str) -> Tokenizer:
 def vocabulary_size(name_or_path: str) -> int:
     """Return a tokenizer's highest id plus one, including special tokens.
 
-    For ``cl100k_base`` this is a constant, because its file loads slowly.
+    The file of ``cl100k_base`` loads slowly, so it is not read.
     """
     if name_or_path == CL100K:
         return max(CL100K_SPECIAL_TOKENS.values()) + 1

@@ -82,7 +82,7 @@ class Manifest(Section):
     settings: dict[str, str | bool | int | None]
     documents: CountOrZero  # above 0 in a whole corpus
     tokens: CountOrZero  # with end-of-document tokens
-    text_bytes: CountOrZero  # UTF-8 bytes of tokenised text, with dropped duplicates
+    text_bytes: CountOrZero  # UTF-8 bytes of tokenised text, including dropped duplicates
     rejected: CountOrZero
     empty: CountOrZero
     duplicates: CountOrZero

@@ -49,7 +49,7 @@ def write_index(path: Path, lengths: np.ndarray, counts: np.ndarray, dtype: np.d
 
 
 def merge_indexes(path: Path, indexes: Sequence[Path]) -> None:
-    """Write and fsync one index for the concatenation of the token files of ``indexes``.
+    """Write and fsync one index for the concatenated token files of ``indexes``.
 
     All token files must have the same dtype.
     """

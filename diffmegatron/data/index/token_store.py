@@ -69,9 +69,8 @@ Tokens = np.ndarray | PartTokens
 class Corpus:
     """Prepared corpus, opened for reading.
 
-    The arrays can be views of the memory-mapped files of ``index`` and ``dataset``. Keep both
-    objects as long as the arrays: reading a view after its object is deleted causes a segmentation
-    fault.
+    The arrays can be views of files that ``index`` and ``dataset`` map. Reading an array after
+    ``index`` and ``dataset`` are deleted causes a segmentation fault.
     """
 
     prefix: str  # path without .bin

@@ -2,13 +2,12 @@
 
 If the template has blocks ``{% generation %}``, the responses are the texts within these blocks.
 
-In any other template, the messages before a response are also rendered alone, with
-``add_generation_prompt``. The whole chat must begin with this text, and the response begins where
-this text ends. The response ends after the first special token that follows its content. Without
-such a token, it ends before the next message.
+With any other template, the messages before a response are rendered separately, with
+``add_generation_prompt``. The rendered chat must begin with this text. The response follows this
+text. It ends after the first special token behind its content, or else before the next message.
 
-The whole chat is encoded as one text. At inference, the text before a response is encoded alone. A
-chat is rejected if its ids do not begin with the ids of this text.
+Inference encodes only the text before a response. A chat is therefore rejected if the ids of the
+whole chat do not begin with the ids of that text.
 """
 
 import re
@@ -72,7 +71,7 @@ class ChatTemplate:
             ) from None
 
     def encode(self, messages: Any) -> tuple[str, list[np.ndarray]]:
-        """Return the rendered chat and uint32 arrays of ids: prompt, response, prompt, ...
+        """Return the rendered chat, and the uint32 ids of its prompts and responses in turn.
 
         The ids after the last response are left out. An end-of-document token at the end of the
         last response is left out too, because ``encode_batch`` appends one. A chat that cannot be

@@ -30,7 +30,7 @@ class Reject(NamedTuple):
     file: str
     before: int  # byte at which reading began; above 0 only for a range of --part
     line: int  # line or row, counted from 1 at the byte ``before``
-    id: str | None  # value of the field that settings.id_field names
+    id: str | None  # value of the field settings.id_field; None if not available
     reason: str
 
     def __str__(self) -> str:
@@ -103,7 +103,7 @@ def template(tokenizer: str) -> ChatTemplate:
 def _encoded(
     file: CorpusFile, record: Record, settings: PrepareSettings
 ) -> tuple[list[str], list[np.ndarray]]:
-    """Return a record's texts and the ids of each sequence; a blank line gives two empty lists."""
+    """Return a record's texts and the ids of each text; two empty lists for a blank JSONL line."""
     is_blank = isinstance(record.payload, bytes) and not record.payload.strip()
     if is_blank and file.format == "jsonl" and record.problem is None:
         return [], []
@@ -136,8 +136,7 @@ def _reject(file: CorpusFile, record: Record, settings: PrepareSettings, reason:
 class Deduplicator:
     """Filter that drops documents whose token ids equal the ids of an earlier document.
 
-    It stores a 16-byte hash of each document. ``digests`` are the joined hashes of the documents
-    that were encoded before an interruption.
+    ``digests`` are the joined 16-byte hashes of the documents kept before an interruption.
     """
 
     def __init__(self, digests: bytes) -> None:

@@ -142,7 +142,7 @@ class Journal:
 
 
 def _open(path: Path) -> BinaryIO:
-    # Without O_NONBLOCK, opening a FIFO could block forever.
+    # Without O_NONBLOCK, opening a device could block forever.
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, 0o666)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)

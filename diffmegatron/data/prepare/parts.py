@@ -108,7 +108,7 @@ def cut(files: list[CorpusFile], part: Part) -> tuple[list[CorpusFile], PartReco
         file = files[number]
         before = begin if number == first else 0
         after = file.size - end if number == last else 0
-        # One part must also read an empty file, so that an archive of 0 bytes causes an error.
+        # An empty file also belongs to a part, so that an archive of 0 bytes causes an error.
         if before + after < file.size or (not file.size and number < last):
             chosen.append(replace(file, before=before, after=after))
     listed = json.dumps([(printable(file.path), file.size) for file in files])

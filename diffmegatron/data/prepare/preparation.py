@@ -46,15 +46,12 @@ _EARLY_CHECK = 1000
 
 @dataclasses.dataclass
 class Preparation:
-    """Preparation of a corpus; it starts at ``state`` and updates it.
-
-    ``state`` is empty or that of the last commit.
-    """
+    """Preparation of a corpus, from its beginning or from the last commit on."""
 
     prefix: Path  # path of the finished files, without their suffixes
     files: list[CorpusFile]
     settings: PrepareSettings
-    state: State
+    state: State  # empty, or the state of the last commit; updated by run()
     journal: Journal
 
     @cached_property
@@ -113,9 +110,9 @@ class Preparation:
             )
 
     def _columns(self) -> str:
-        """Return text about the columns of the first reject's Parquet file for an error message.
+        """List the columns of the first reject's Parquet file, for an error message.
 
-        The text is "" if the file is not Parquet or has all required columns.
+        Return "" if the file is not Parquet, has all required columns or cannot be read.
         """
         required = set(self.settings.required_fields)
         for file in self.files:
@@ -181,10 +178,7 @@ def publish(folder: Path, prefix: Path) -> None:
 
 @contextmanager
 def _progress(files: list[CorpusFile], state: State, show: bool) -> Iterator[Callable[[], None]]:
-    """Show a progress line and yield the function that redraws it.
-
-    The displayed rates are averages since the start of this process.
-    """
+    """Show a progress line with average rates since this call; yield the function to redraw it."""
     starts = list(itertools.accumulate((file.size for file in files), initial=0))
     counts, started = state.counts, time.monotonic()
     first_bytes, first_tokens = counts.text_bytes, counts.tokens

@@ -1,8 +1,7 @@
 """``diffmegatron prepare``: write a corpus as ``PREFIX.bin``, ``PREFIX.idx`` and ``PREFIX.json``.
 
-Unfinished work is in the folder ``PREFIX.partial``, a :class:`Journal`. A preparation that was
-killed resumes from the last commit and writes the same bytes. At the end, the files are renamed to
-their final names, the manifest last.
+Unfinished work is in the folder ``PREFIX.partial``. A preparation that was killed resumes from its
+last commit. At the end, the files are renamed to their final names, the manifest last.
 """
 
 import os
@@ -61,7 +60,7 @@ def prepare(
         pattern: glob of the files to read in a folder, such as ``*.py``.
         part: part to prepare in ``PREFIX.parts/``; None: all inputs. Duplicates are found only
             within a part.
-        restart: whether to drop damaged files, and unfinished work of other inputs or settings.
+        restart: whether to drop damaged files and unfinished work of other inputs or settings.
         commit_seconds: seconds between two commits; a kill loses the work since the last commit.
         settings: other fields of :class:`PrepareSettings`.
 

@@ -78,16 +78,14 @@ def encode_in_order(
 def _delayed_interrupts() -> Iterator[None]:
     """Delay Ctrl-C (SIGINT) in this process, and block it in workers that start in the context.
 
-    A terminal sends Ctrl-C to the workers too, but only this process should handle it. If SIGINT
-    interrupted the start of a worker, the worker would print a traceback.
+    A terminal sends Ctrl-C to the workers too, but only this process should handle it.
 
     Blocking SIGINT in the main thread is not enough: if another thread receives the signal, Python
     still runs the handler in the main thread. A temporary handler therefore records the signal.
     """
     received: list[tuple[int, FrameType | None]] = []
     is_main = threading.current_thread() is threading.main_thread()
-    # The temporary handler must not raise: Python drops an exception of a signal handler that runs
-    # within a finalizer or a callback of the import system.
+    # This handler must not raise: Python drops exceptions of a handler that runs in a finalizer.
     if is_main:
         handler = signal.signal(signal.SIGINT, lambda *call: received.append(call))
     try:

@@ -116,7 +116,7 @@ def _write(folder: Path, name: str, arrays: dict[str, np.ndarray], summary: Any)
 
     A damaged entry is renamed and deleted, never overwritten, because other ranks may have mapped
     its files. On a network file system without working locks, two machines may write the same
-    entry. Their bytes are equal, so either result can be used.
+    entry. Both write equal bytes, so either entry can be used.
     """
     own = f"{os.uname().nodename}.{os.getpid()}"
     temporary, old = folder.with_suffix(f".{own}.tmp"), folder.with_suffix(f".{own}.old")

@@ -32,7 +32,7 @@ class Selection:
 
 @dataclass(frozen=True)
 class DocumentOrder:
-    """Stream of the n documents of a split that length up-sampling keeps, in shuffled order."""
+    """Token stream of a split: the n documents that length up-sampling keeps, shuffled."""
 
     documents: np.ndarray  # int64 [n]: index of each document in the corpus
     ends: np.ndarray  # int64 [n]: number of tokens of the stream up to the end of each document

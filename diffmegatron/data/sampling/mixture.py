@@ -16,7 +16,7 @@ from diffmegatron.errors import UserError
 
 @dataclass(frozen=True)
 class SourceWeight:
-    """Path without .bin/.idx/.json, content hash and relative weight of a source in a period."""
+    """Path (without .bin), content hash and relative weight of a source."""
 
     path: str
     content: str
@@ -25,7 +25,7 @@ class SourceWeight:
 
 @dataclass(frozen=True)
 class Period:
-    """Period of a run with constant weights, which begins at the sample ``from_sample``."""
+    """Part of a run with constant weights, from sample ``from_sample`` to the next period."""
 
     from_sample: int
     sources: tuple[SourceWeight, ...]
@@ -54,7 +54,7 @@ class MixtureHistory:
         return self._counts_within(number, num_samples - self._starts[number])
 
     def _counts_within(self, number: int, num_samples: int) -> dict[str, int]:
-        """Count each source's samples before period ``number`` and in its first ``num_samples``."""
+        """Count each source's samples before sample ``num_samples`` of period ``number``."""
         counts = dict(self._before[number])
         for content, count in self._mixtures[number].counts(num_samples).items():
             counts[content] = counts.get(content, 0) + count
@@ -63,8 +63,8 @@ class MixtureHistory:
     def changed(self, from_sample: int, sources: tuple[SourceWeight, ...]) -> "MixtureHistory":
         """Return a history in which the given weights apply from sample ``from_sample`` on.
 
-        Periods that begin at or after this sample are dropped. If ``sources`` have the normalized
-        weights of the last period, this history itself is returned.
+        Periods that begin at or after ``from_sample`` are dropped. If the normalized weights equal
+        those of the last period, this history itself is returned.
         """
         if _shares(self.periods[-1].sources) == _shares(sources):
             return self
@@ -108,7 +108,7 @@ def _shares(sources: tuple[SourceWeight, ...]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class _Node:
-    """Node of the tree of :class:`Mixture`; it divides samples between two groups of sources.
+    """Node of a :class:`Mixture` tree, which divides samples between two groups of sources.
 
     Of the first n samples, floor(n * ``share``) belong to the left group. A group with a single
     source is stored as the name of this source.

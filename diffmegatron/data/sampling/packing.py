@@ -16,7 +16,7 @@ def pack(
 ) -> dict[str, np.ndarray]:
     """Assign every token of the n documents to exactly one sequence of at most ``capacity`` tokens.
 
-    If ``combine`` is False, each piece is a sequence.
+    If ``combine`` is False, each piece is a sequence of its own.
 
     Returns:
         Four arrays by name. Three describe the p pieces in the order of their sequences:
@@ -91,9 +91,8 @@ class _OpenBins:
     def take(self, size: int, pieces: int) -> tuple[int, np.ndarray]:
         """Remove bins for ``pieces`` pieces of ``size``; return the bins' free space and numbers.
 
-        All returned bins have the same free space, the least that is sufficient for a piece. If
-        these bins are too few for all pieces, call again for the rest. If no bin has enough space,
-        bins for all pieces are created.
+        The returned bins have equal free space, the least that is sufficient for a piece. They may
+        be too few for all pieces. If no bin has enough space, bins for all pieces are created.
         """
         sufficient = self._open >> size
         if not sufficient:

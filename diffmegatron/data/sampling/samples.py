@@ -123,8 +123,7 @@ class SourceSamples:
 class Samples:
     """All samples of a run, from all sources, indexed by the number of the sample in the run.
 
-    ``sources`` are keyed by content hash. The order of the samples depends on ``settings``, and on
-    the sources and their weights.
+    ``sources`` are keyed by content hash. A run can resume only with equal ``settings``.
     """
 
     config: DataConfig
@@ -182,8 +181,7 @@ class Samples:
 def open_samples(config: DataConfig, seq_length: int, seed: int, split: Split) -> Samples:
     """Open the sources of a recipe, and return the samples of a split; build the caches if needed.
 
-    ``seed`` determines the order of the training split only, so runs with different seeds are
-    evaluated on the same samples.
+    ``seed`` affects only the training split, so all seeds are evaluated on the same samples.
     """
     if split != "train" and not getattr(config, f"{split}_fraction"):
         raise UserError(

@@ -32,9 +32,9 @@ class Pieces(NamedTuple):
 class Blocks(ABC):
     """Infinite series of blocks (sequences) of one source over all epochs, numbered from 0.
 
-    ``size`` is the length of an epoch, and ``step`` is the distance between the starts of two
-    blocks. Both are counted in tokens by :class:`Concatenated`, and in blocks by :class:`Packed`.
-    ``blocks_in_one_epoch`` blocks lie completely within the first epoch.
+    ``size`` is the length of an epoch. ``step`` is the distance from the start of a block to the
+    start of the next. Both are in tokens for :class:`Concatenated`, in blocks for :class:`Packed`.
+    ``blocks_in_one_epoch`` is the number of blocks completely within the first epoch.
     """
 
     def __init__(self, size: int, step: int, blocks_in_one_epoch: int) -> None:
@@ -118,7 +118,7 @@ def open_blocks(
     """Return the blocks of a source."""
     if packing == "concatenate":
         return Concatenated(corpus, order, seq_length)
-    # Search slowly only if the histogram does not already prove a document longer than seq_length.
+    # The slow search is not needed if the last length bin proves a document above seq_length.
     if packing == "none" and order.tokens and order.lengths[-1].at_least <= seq_length:
         longest = int(corpus.lengths[order.documents].max())
         if longest <= seq_length:
