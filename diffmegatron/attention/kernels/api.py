@@ -67,7 +67,7 @@ def diff_attention(
         backend: a key of `registry.DIFFERENTIAL`, or "auto".
         cu_seqlens: `[documents + 1]` integers, the boundaries `[0, end of first, ...]` of packed
             documents in global positions, the same for every batch row. Attention stays within a
-            document. If the boundaries of the rows differ, concatenate the batch into one row. Keep
+            document. If batch rows have different documents, concatenate them into one row. Keep
             the tensor on the CPU, because a GPU tensor forces a synchronization.
         query_offset: global position of the first query. By default the last query has the position
             of the last key.

@@ -30,9 +30,7 @@ class CallOptions(TypedDict, total=False):
 
 
 class HeadwiseNorm(NamedTuple):
-    """`scale * weight * RMSNorm(head)` over the 2d channels of each head.
-
-    It is the headwise normalization of arXiv 2410.05258, section 2.1.
+    """`scale * weight * RMSNorm(head)` per head of 2d channels (arXiv 2410.05258, section 2.1).
 
     Attributes:
         weight: `[2d]`, the same for all heads, or None for no weight.

@@ -102,10 +102,10 @@ def check_tensors(**arguments: object) -> None:
 
 
 def check_layout(*, v: Tensor, value_width: int, **queries_and_keys: Tensor) -> None:
-    """Raise ValueError unless the shapes of the queries and keys of one map and of v fit together.
+    """Raise ValueError unless the shapes of one map's queries, keys and values fit together.
 
-    `value_width` is the required width of v divided by the width of q. `queries_and_keys` has two
-    entries, first the queries and then the keys. Messages use their names, e.g. q1 and k1.
+    `value_width` is the required width of v divided by the width of the queries.
+    `queries_and_keys` are first the queries and then the keys, by name (e.g. q1 and k1).
     """
     (q_name, q), (k_name, k) = queries_and_keys.items()
     for name, x in ((q_name, q), (k_name, k), ("v", v)):

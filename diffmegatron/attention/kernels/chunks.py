@@ -1,10 +1,9 @@
 """Attention between chunks of a longer sequence, forward and backward, for a ring of ranks.
 
 `chunk_attention` returns the output and the log-sum-exp (lse) of each softmax map over one chunk of
-keys. `maps.merge_maps` merges these results over the chunks. `chunk_gradients` uses the
-log-sum-exps and the deltas (`maps.WholeAttention.deltas`) of attention over *all* keys. With these
-log-sum-exps, the weights of a map are exp(scores - lse). The gradient of the queries is then the
-sum over the chunks of keys (Liu et al., arXiv 2310.01889, section 3).
+keys. `maps.merge_maps` merges the results of all chunks. `chunk_gradients` uses the merged
+results. The gradient of the queries is the sum over the chunks of keys (Liu et al., arXiv
+2310.01889, section 3).
 
 In the shapes b is the batch size, s the number of queries, h the number of heads of the first map,
 and e the width of a value.
@@ -65,13 +64,12 @@ def chunk_gradients(
         grad: gradient of `whole.out`, `[b, s, h, e]`.
         maps: the queries, keys and values that `chunk_attention` received.
         lambda_: 0-dim tensor; None with one map.
-        whole: results of attention over all keys, merged by `maps.merge_maps`.
+        whole: results of attention over all keys, for the same queries.
         backend, options: as in `chunk_attention`.
     """
     call = replace(AttentionCall.checked(maps, **options), lambda_=lambda_)
     _check_whole(grad, maps, lambda_, whole)
     compute = _chosen_backend(call, backend).load().chunk_gradients
-    # With float64 inputs the log-sum-exps stay float64; with other inputs float32 is enough.
     wide = torch.promote_types(maps.v.dtype, torch.float32)
     whole = whole._replace(lses=tuple(lse.to(wide) for lse in whole.lses))
     grad = grad.to(torch.promote_types(grad.dtype, maps.v.dtype))

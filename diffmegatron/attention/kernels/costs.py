@@ -51,8 +51,8 @@ def triton_work(sizes: Sizes, *, one_pass: bool | None = None) -> tuple[int, int
     """Return the work of the Triton kernels; `one_pass=None` means `default_one_pass`.
 
     With `one_pass`, one backward kernel computes dQ, dK and dV. Otherwise dQ has its own kernel,
-    and both kernels compute the scores and the gradient dP of the weights. Two maps in one kernel
-    share dP and the product for dV. Grouped maps have separate kernels.
+    and both kernels compute the scores and the gradient dP of the weights. Two maps share dP and
+    the product for dV. With `is_grouped` they share nothing, because each has its own kernels.
     """
     if one_pass is None:
         one_pass = default_one_pass(sizes.head_dim, sizes.is_deterministic)
@@ -94,14 +94,14 @@ def _noise_outputs(sizes: Sizes) -> int:
 
 
 def fused(sizes: Sizes) -> int:
-    """Return the bytes of the second map's output and all log-sum-exps, for fused kernels."""
+    """Return the bytes of the second map's output and of all log-sum-exps."""
     return sizes.element * _noise_outputs(sizes) + log_sum_exps(sizes)
 
 
 def two_calls(sizes: Sizes) -> int:
     """Return the bytes that two calls of plain attention save: all outputs and log-sum-exps.
 
-    If the inputs are narrower than float32, the gradient of lambda needs a float32 copy of the
+    With inputs narrower than float32, the gradient of lambda also needs a float32 copy of the
     second output.
     """
     outputs = sizes.element * (2 * sizes.head_dim * sizes.signal_heads + _noise_outputs(sizes))
@@ -121,16 +121,16 @@ def four_calls(sizes: Sizes) -> int:
 
 
 def output_and_log_sum_exps(sizes: Sizes) -> int:
-    """Return the bytes of one map's log-sum-exps and output, of which the result is a copy."""
+    """Return the bytes of one map's output and log-sum-exps; the result is a copy of the output."""
     return sizes.element * sizes.head_dim * sizes.signal_heads + log_sum_exps(sizes)
 
 
 def reference_saved(sizes: Sizes) -> float:
     """Return the bytes that the `reference` backend saves.
 
-    For each map it saves two tensors of the size of the softmax, a mask (one byte per (query, key)
-    pair, shared by all heads), and a copy of the keys for each query head. It also saves a copy of
-    the values for each signal head. These copies replace k and v, whose bytes are subtracted.
+    For each map it saves two tensors of the size of the softmax, a mask of one byte per query and
+    key, and the keys repeated for all query heads. It also saves the values repeated for all signal
+    heads. The repeated tensors replace k and v, whose bytes are subtracted.
     """
     kv, maps = sizes.kv_heads, [sizes.signal_heads]
     values = sizes.signal_heads - kv

@@ -15,8 +15,7 @@ def first_order(backward: Backward) -> Backward:
     """Decorate the backward of an autograd Function so that a second derivative raises an error.
 
     The Function must save its inputs with `save_for_backward`. Apply this decorator below
-    `staticmethod`. With torch's `once_differentiable`, `autograd.grad` with respect to the inputs
-    would silently omit the second derivative.
+    `staticmethod`. torch's `once_differentiable` would not always raise the error.
     """
 
     @wraps(backward)

@@ -69,13 +69,14 @@ class AttentionMask:
     def is_plain(self) -> bool:
         """True if torch's attention needs only its argument `is_causal` for this mask.
 
-        It is False with documents. A causal mask must have equal positions of queries and keys.
+        It is False with documents. For a causal mask without documents, it is True only if queries
+        and keys have the same positions.
         """
         is_square = (self.query_offset, self.query_length) == (self.key_offset, self.key_length)
         return self.cu_seqlens is None and (is_square or not self.causal)
 
     def key_range(self, row_start: int, row_stop: int) -> tuple[int, int]:
-        """Return the smallest interval [start, stop) that contains all keys visible to the rows.
+        """Return an interval [start, stop) that contains all keys visible to the rows.
 
         Rows [row_start, row_stop) and keys are indices within this call, without the offsets. An
         empty interval has start == stop.

@@ -1,7 +1,6 @@
 """The tables of backends (implementations of attention), and the choice of one for a call.
 
 This module does not import torch, so that commands which check or plan a recipe start fast.
-`installed_backends` finds the installed libraries.
 """
 
 import os
@@ -62,7 +61,7 @@ class Backend:
     Attributes:
         module: module of the package `kernels`, e.g. "pytorch.blocked". If the backend supports
             "chunks", the module has the functions `attention_with_lse` and `chunk_gradients`.
-        note: one clause that describes the backend. The log shows it if "auto" chooses the backend.
+        note: one clause that describes the backend, for logs and tables.
         work, saved: functions that compute the multiply-adds and the saved bytes; see `costs`.
         saves_bias: whether the backward pass needs a mask tensor for packed documents or offsets.
             The mask has one number per (query, key) pair, and all heads share it.
@@ -71,8 +70,7 @@ class Backend:
         saves_result: whether the backward pass needs the result before the headwise norm.
         devices, dtypes, head_dims: supported values; None means any.
         library: name of the required library besides torch, or None.
-        computes_hidden_pairs: whether the backend also computes (query, key) pairs that the mask
-            hides. With a causal mask, about half of all pairs are hidden.
+        computes_hidden_pairs: whether the backend computes (query, key) pairs that the mask hides.
         lacks: unsupported keys of `FEATURES`.
         chunk_dtypes: device type -> dtypes supported for "chunks". Other device types
             support all `dtypes`.

@@ -1,4 +1,4 @@
-"""Differential attention in blocks of query rows, in plain PyTorch: the CPU backend.
+"""Attention with one or two softmax maps in blocks of query rows, in plain PyTorch.
 
 A block has a few query rows and all of their visible keys, in both maps P_i = softmax(S_i). Only
 the inputs are saved, and the backward pass computes the maps again. The gradient dO of the output
@@ -28,8 +28,8 @@ from ..first_order import first_order
 from ..maps import QKV, WholeAttention, map_factors
 from ..masks import AttentionMask, cached_tensors
 
-# Number of query rows in a block times query heads per kv head. A block has at least 16 query rows,
-# even if the product is then larger. 32 and 128 were up to a third slower at 256 to 2K keys.
+# Number of query rows in a block times query heads per kv head. With more than 4 query heads per kv
+# head, a block has 16 query rows. 32 and 128 were up to a third slower at 256 to 2K keys.
 ROWS_PER_BLOCK = 64
 # Maximum number of elements of one map per CPU core and block. One kv head alone may have more.
 # 2**17 elements in fp32 are 512 KiB, so that both maps fit into a core's L2 cache.
@@ -149,7 +149,7 @@ class _BlockedAttention(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        inputs = ctx.saved_tensors  # Activation checkpointing allows only one access to this.
+        inputs = ctx.saved_tensors  # Activation checkpointing allows only one access.
         lambda_, v, *queries_and_keys = inputs
         mask, softmax_scale = ctx.mask, ctx.softmax_scale
         with torch.autocast(v.device.type, enabled=False):
@@ -206,9 +206,8 @@ def row_blocks(q: Tensor, mask: AttentionMask) -> Iterator[tuple[slice, slice, s
     """Yield slices (heads, query rows, visible keys) for each block with visible keys.
 
     `q` is `[b * h_kv, repeats, s, d]`, and a head is an index of its first dimension. On a CPU a
-    block has one head per thread, so that a thread's scores stay in its core's cache. If the rows
-    see few keys, it has several heads per thread, so that torch is called less often. On other
-    devices a block has all heads, so that few kernels are launched.
+    block has one head per thread, or several if the rows see few keys. On other devices a block has
+    all heads, so that few kernels are launched.
     """
     groups, repeats, length = q.shape[:3]
     rows_per_block = max(ROWS_PER_BLOCK // repeats, 16)

@@ -87,7 +87,7 @@ def dq_kernel(
     scale_log2,
     config: tl.constexpr,
 ):
-    """Compute dQ of M query rows of one head, for both maps, or with MAPS = 1 for the only map.
+    """Compute dQ of M query rows of one head, for each of the MAPS maps.
 
     Grid: (blocks of M query rows, b * h).
 

@@ -43,8 +43,8 @@ def preprocess_kernel(
     number. The program stores the deltas at `delta1_ptr` and `delta2_ptr`, `[b, h, s]`.
 
     Only NORM uses the other pointers. `norm_weight_ptr` points to the weight `[value_width]`. The
-    program stores dO at `grad_out_ptr`. It stores the contribution of its rows to the gradient of
-    the weight as one row of `grad_weight_ptr`, `[number of programs, value_width]`.
+    program stores dO at `grad_out_ptr`. At `grad_weight_ptr`, `[number of programs, value_width]`,
+    it stores one row. The sum of all rows is the gradient of the weight.
     """
     ACCUMULATE: tl.constexpr = delta1_ptr.dtype.element_ty
     first_row = tl.program_id(0) * M

@@ -1,9 +1,8 @@
 """Block sizes of the Triton kernels, as plain functions that need no GPU.
 
-The sizes were chosen from the output of Triton's compiler for sm_90 and sm_80. With these sizes the
-loops spill few registers, and no two warpgroups compute the same block of a matrix product
-(docs/design/kernels.md). No size has been timed on a GPU; tools/benchmarks/tune_attention.py can do
-that. `head_dim` is the width of a query.
+The sizes were chosen from the output of Triton's compiler for sm_90 and sm_80
+(docs/design/kernels.md). No size has been timed on a GPU.
+tools/benchmarks/tune_attention.py can time them. `head_dim` is the width of a query.
 """
 
 from enum import Enum

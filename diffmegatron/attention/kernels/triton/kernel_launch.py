@@ -65,8 +65,7 @@ def problem_of(call: AttentionCall, one_pass: bool | None, target: Target | None
     if one_pass is None:
         one_pass = default_one_pass(q.shape[-1], torch.are_deterministic_algorithms_enabled())
     if target is None:
-        # CPU tensors run in Triton's interpreter. There any capability is right, because blocks of
-        # all sizes fit.
+        # CPU tensors run in Triton's interpreter, where blocks of all sizes fit.
         capability = torch.cuda.get_device_capability(q.device) if q.is_cuda else (8, 0)
         target = target_of(q.dtype, capability)
     return Problem(call.scale, call.mask, one_pass, target)

@@ -1,4 +1,4 @@
-"""Plain attention by graphs of cuDNN, for a V that may be wider than Q.
+"""Differential attention by two calls of plain attention, which are compiled graphs of cuDNN.
 
 A graph describes operations that cuDNN compiles together. It is built with nvidia-cudnn-frontend
 1.32 or later. torch's own cuDNN attention supports a V of at most 128 columns in the backward pass.

@@ -14,8 +14,8 @@ from .two_map_calls import Attend, two_calls
 
 # Number of queries, and of keys, in a block of a BlockMask: FlexAttention's default.
 BLOCK = 128
-# Maximum number of compilations for different widths, dtypes and groupings of heads. The default of
-# torch is eight. Above the limit, a function compiled with `fullgraph=True` raises an error.
+# Maximum number of compilations for different widths, dtypes and groupings of heads. Above this
+# limit, a function compiled with `fullgraph=True` raises an error.
 MOST_COMPILATIONS = 64
 
 
@@ -81,7 +81,7 @@ def block_mask(mask: AttentionMask, device: torch.device) -> BlockMask:
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return for each row the number of true entries, and the columns, those of true entries first.
+    """Return for each row the number of true entries, and its columns, true entries first.
 
     `blocks` is boolean `[query blocks, key blocks]`. The results are int32 `[1, 1, query blocks]`
     and `[1, 1, query blocks, key blocks]`. A row [False, True, True] gives 2 and [1, 2, 0].
@@ -107,7 +107,7 @@ def kernel_options(
     backward = _backward_options(head_dim, dtype, target)
     options = {f"bwd_{name}": size for name, size in backward.items()}
     if query_length < BLOCK:
-        # FlexAttention then uses its decoding kernel, whose default blocks fit into shared memory.
+        # For so few queries FlexAttention uses its decoding kernel, whose default blocks fit.
         return options
     forward = _forward_options(head_dim, dtype, target)
     return options | {f"fwd_{name}": size for name, size in forward.items()}

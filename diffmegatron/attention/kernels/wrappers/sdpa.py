@@ -164,7 +164,7 @@ def _bias(mask: AttentionMask, v: Tensor) -> _Bias | None:
     hidden = mask.hidden((0, mask.query_length), (0, mask.key_length), v.device)
     if hidden is None:
         return None
-    # Rows without visible keys would be NaN, so they see all keys, and `_attend` sets them to zero.
+    # A row without visible keys would give NaN, so show it all keys. `_attend` zeroes its output.
     empty_rows = hidden.all(-1, keepdim=True)
     scores = torch.zeros_like(hidden, dtype=v.dtype).masked_fill_(hidden & ~empty_rows, -torch.inf)
     return _Bias(scores, empty_rows)
