@@ -1,4 +1,4 @@
-"""Table of the shards of named tensors that each parameter of this rank stores.
+"""Map from each parameter of this rank to the shards of named tensors that it stores.
 
 A named tensor is an unsharded tensor, e.g. ``decoder.layers.3.mlp.linear_fc1.weight``. Its name and
 shape come from Megatron-core's ``sharded_state_dict``.

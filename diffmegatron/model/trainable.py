@@ -41,7 +41,7 @@ def mark_trained(network: Network, recipe: Recipe) -> None:
 def _freeze_rows(parameter: torch.nn.Parameter, frozen: tuple[str, ...], heads: Heads) -> None:
     """Set the gradient of frozen rows of ``linear_qkv`` to 0 by a hook, and set ``trained_ranges``.
 
-    ``frozen`` has the kinds of frozen rows, such as "q".
+    ``frozen`` has the names of the frozen rows, such as "q".
     """
     kinds = [kind for kind, count in heads.rows for _ in range(count * heads.head_dim)]
     is_frozen = torch.tensor([kind in frozen for kind in kinds])
@@ -62,8 +62,8 @@ def _freeze_rows(parameter: torch.nn.Parameter, frozen: tuple[str, ...], heads: 
 def _require_hidden_gradients(network: Network) -> None:
     """Make the output of a frozen embedding require a gradient.
 
-    Megatron-core recomputes layers in an autograd function, whose tensor input is the hidden
-    states. If no input requires a gradient, autograd skips the function's backward pass.
+    Megatron-core recomputes layers in an autograd function, whose only tensor input is
+    the hidden states. Unless they require a gradient, autograd skips the function's backward pass.
     """
 
     def require_gradient(module: torch.nn.Module, _: object, hidden: Tensor) -> None:

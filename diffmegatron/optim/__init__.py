@@ -1,1 +1,1 @@
-"""ZeRO engine (``zero.py``), learning rate (``schedule.py``) and check of steps (``guard.py``)."""
+"""ZeRO engine, AdamW, reduction of gradients, learning-rate schedule, and guard of steps."""

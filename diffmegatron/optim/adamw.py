@@ -1,4 +1,4 @@
-"""AdamW with a gate, a callback that can refuse a step after the gradient norm is computed."""
+"""AdamW that updates the weights only if a callback, the gate, returns True."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -78,7 +78,7 @@ def _decays(name: str, parameter: torch.Tensor, recipe: Recipe) -> bool:
 
 
 def decaying_rows(partition: Partition, network: torch.nn.Module) -> dict[Tensor, list[Tensor]]:
-    """Map flat master tensors (float32 [n]) to views of trained rows of partly frozen weights."""
+    """Return views of the trained rows of partly frozen weights, by flat master tensor."""
     found: dict[Tensor, list[Tensor]] = {}
     for parameter in network.parameters():
         held = partition.range_of(parameter) if hasattr(parameter, "trained_ranges") else None

@@ -1,8 +1,8 @@
 """Flat float32 gradients for ZeRO 1: one 1-dim tensor per parameter group.
 
 The backward pass accumulates in the flat tensors, so their reduction over ranks needs no copy.
-DeepSpeed's reduction copies all bf16 gradients once (``buffered_allreduce_fallback`` in
-runtime/engine.py), and float32 gradients three times (``reduce_gradients`` in
+DeepSpeed's own reduction copies the gradients of a bf16 model once (``buffered_allreduce_fallback``
+in runtime/engine.py). It copies those of a float32 model three times (``reduce_gradients`` in
 runtime/zero/stage_1_and_2.py).
 """
 
@@ -65,17 +65,13 @@ def flat_gradients(zero_optimizer: Any) -> FlatGradients | None:
 
 
 class _Bf16Gradients(FlatGradients):
-    """DeepSpeed's own flat float32 gradients of a bf16 model, with other hooks.
-
-    DeepSpeed's hooks copy a bf16 gradient to float32 before they add it. The hooks here add it
-    without a copy.
-    """
+    """DeepSpeed's flat float32 gradients of a bf16 model, with hooks that add without a copy."""
 
     def __init__(self, zero_optimizer: Any) -> None:
         super().__init__(
             zero_optimizer, zero_optimizer.fp32_groups_gradients_flat, zero_optimizer.bf16_groups
         )
-        # DeepSpeed's engine removes the hooks in this list when it is destroyed.
+        # When DeepSpeed's engine is destroyed, it removes the hooks in this list.
         zero_optimizer._grad_acc_hooks += [
             parameter.register_post_accumulate_grad_hook(
                 partial(_add, zero_optimizer, (number, place), gradient)
@@ -88,9 +84,9 @@ class _Bf16Gradients(FlatGradients):
 def _add(
     zero_optimizer: Any, place: tuple[int, int], total: Tensor, parameter: torch.nn.Parameter
 ) -> None:
-    """Add a new bf16 gradient to the float32 ``total``, as DeepSpeed's hook does.
+    """Add a new bf16 gradient to the float32 ``total``.
 
-    ``place`` is the index of the parameter group, and the index of the parameter in the group.
+    ``place`` is (index of the parameter group, index of the parameter in the group).
     """
     assert parameter.grad is not None
     total.add_(parameter.grad)
@@ -127,7 +123,7 @@ class _Float32Gradients(FlatGradients):
         rank = self._optimizer.real_dp_process_group[number].rank()
         size = own.flat_partition.numel()
         own.flat_partition = self.groups[number].flat[rank * size : (rank + 1) * size]
-        # Replace the views into the old tensor by views into the new one, on the same device.
+        # Replace the buffer's views of the old tensor by views of the new one.
         own.move_flat_partition(own.flat_partition.device)
         return own
 

@@ -1,4 +1,4 @@
-"""Settings of gradient clipping, which DeepSpeed does before the update, and local norms."""
+"""DeepSpeed's settings for gradient clipping, and norms of the gradient elements on this rank."""
 
 from typing import Any
 
@@ -10,11 +10,7 @@ from diffmegatron.optim.partition import Partition
 
 
 def clipping_settings(optimizer: OptimizerConfig) -> dict[str, Any]:
-    """Return the entries of DeepSpeed's configuration for gradient clipping.
-
-    DeepSpeed's norm counts a replicated parameter once. It recognizes such parameters by their
-    attributes ``tensor_model_parallel`` and ``ds_pipe_replicated``.
-    """
+    """Return the entries of DeepSpeed's configuration for gradient clipping."""
     return {"gradient_clipping": optimizer.clip_grad_norm}
 
 
@@ -31,9 +27,10 @@ def accumulated_gradient(parameter: torch.nn.Parameter) -> Tensor | None:
 def local_gradient_norms(
     partition: Partition, network: torch.nn.Module, device: torch.device
 ) -> tuple[list[torch.nn.Parameter], Tensor]:
-    """Return the n parameters that have gradient elements on this rank, and the norms of these.
+    """Return each parameter that has gradient elements on this rank, and a norm for each.
 
-    The norms are float32 [n] on ``device``, and the host does not wait for them.
+    A norm covers only the elements on this rank. The norms of n parameters are float32 [n] on
+    ``device``, and the host does not wait for them.
     """
     on_parameters = ((each, accumulated_gradient(each)) for each in network.parameters())
     held = [(each, gradient) for each, gradient in on_parameters if gradient is not None]

@@ -1,12 +1,12 @@
 """The guard, which decides from loss and gradient norm whether a training step is applied.
 
 - A step whose loss or gradient norm is not finite is never applied.
-- A spike is a step whose loss or gradient norm is far above those of recent steps. ``guard.spikes``
-  of the recipe selects whether spikes are ignored, recorded, or skipped.
+- A spike is a step whose loss or gradient norm is far above the mean of recent steps. The
+  recipe's ``guard.spikes`` selects whether spikes are ignored, recorded, or skipped.
 - After several skipped steps in a row, the run stops or rolls back. A rollback loads a checkpoint
   and skips the batches that led to the anomaly, as in PaLM (Chowdhery et al. 2022, section 5.1).
 
-All ranks have the same inputs, so they make the same decision without communication.
+The loss and the norm are the same on all ranks, so the decision is the same too.
 """
 
 import math
@@ -37,8 +37,7 @@ class StepDecision:
     Attributes:
         applied: whether the optimizer updates the weights.
         reason: description of the anomaly; None for a normal step.
-        finite: whether loss and gradient norm are finite. A finite step shows that the weights
-            before its update are sound.
+        finite: whether loss and gradient norm are finite.
     """
 
     applied: bool
@@ -94,7 +93,7 @@ class Guard:
     def rolled_back(self, state: dict[str, Any]) -> None:
         """Count a rollback, and restore the recent losses and norms from a checkpoint's ``state``.
 
-        The counts are not restored, because the run would then never reach its limit on rollbacks.
+        The counts are not restored, so that the limit on rollbacks takes effect.
         """
         self._restore_recent(state)
         self._in_a_row = 0

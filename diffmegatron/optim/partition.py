@@ -1,6 +1,6 @@
 """Locations of a rank's weights and gradients in DeepSpeed's optimizer and in the network.
 
-Each rank has flat master tensors: 1-dim float32 tensors that are the keys of the Adam state.
+A rank's master weights are in flat master tensors (float32 [n]), the keys of torch's Adam state.
 """
 
 from collections.abc import Iterator, Mapping
@@ -70,8 +70,7 @@ class Partition:
 
     def gradients(self) -> Iterator[tuple[torch.nn.Parameter, Tensor]]:
         """Yield (parameter, this rank's part of its gradient) from DeepSpeed's lists."""
-        # ZeRO 2 stores gradients in averaged_gradients, or in all_grad_tensors if they accumulate
-        # in the model's dtype. Both lists also contain padding tensors.
+        # DeepSpeed has a group's gradients in one of two lists, which also contain padding tensors.
         for group, parameters in enumerate(getattr(self._optimizer, "params_in_partition", [])):
             gradients = self._optimizer.averaged_gradients.get(group)
             if gradients is None:
@@ -101,8 +100,8 @@ class _ParameterPartition(Partition):
         self.clean_up()
 
     def clean_up(self) -> None:
-        # Small parameters stay gathered between steps, but after a dropped step DeepSpeed does not
-        # gather them again. The report of the step reads lambda from them.
+        # DeepSpeed gathers small parameters at the end of each step, except of a dropped step. The
+        # report of the step reads lambda from these parameters.
         persistent = self._optimizer.persistent_parameters
         if persistent:
             persistent[0].all_gather(persistent)
@@ -176,7 +175,7 @@ class ExactValues:
     ZeRO 3 flattens all weights of a rank into one bf16 buffer (``defragment`` in
     runtime/zero/stage3.py). The attention therefore computes with the parameter's attribute
     ``exact``, a float32 copy of the whole weight. ``values`` are the weights before DeepSpeed
-    rounded them. The constructor also writes them into the master weights of trained parameters.
+    rounded them. The constructor copies ``values`` to ``exact`` and to the master weights.
     """
 
     def __init__(

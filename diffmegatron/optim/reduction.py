@@ -1,10 +1,9 @@
 """Reduction of gradients over data-parallel ranks (ZeRO 1) and over tensor-parallel ranks.
 
-A bucket is a range of flat gradients, which is reduced in float32 and in place. The reduction can
-overlap with the last microbatch's backward pass (``parallel.overlap_gradients``). A bucket is then
-reduced over the data-parallel ranks as soon as its gradients and all earlier buckets are complete.
-The buckets and their order depend only on the network, so all ranks reduce the buckets in the same
-order.
+A bucket is a range of flat gradients that one all-reduce over the data-parallel ranks sums in
+place. The all-reduces can overlap with the last microbatch's backward pass
+(``parallel.overlap_gradients``). Each then starts as soon as its bucket and all earlier buckets are
+complete. The order of the buckets depends only on the network, so all ranks have the same order.
 """
 
 from collections import Counter
@@ -24,7 +23,7 @@ from diffmegatron.optim.flat_gradients import FlatGradients, FlatGroup
 class Bucket:
     """Gradients (views of ``flat``, float32 [n]) that are reduced in one all-reduce.
 
-    ``missing`` has the parameters whose gradients are not yet complete in this backward pass.
+    ``missing`` has the parameters whose gradients an overlapped backward pass has yet to complete.
     """
 
     flat: Tensor
@@ -68,8 +67,8 @@ class GradientReduction:
     def overlapping(self) -> Iterator[None]:
         """Reduce each bucket as soon as the backward pass inside this context completes it.
 
-        Use it for the last microbatch. A gradient is complete after as many additions as in the
-        previous step. In the first step, the reduction starts when the context ends.
+        Use this context for the last microbatch. A gradient is complete after as many additions as
+        in the previous step. In the first step, the reduction starts when the context ends.
         """
         self._expected, self._arrived = self._arrived, Counter()
         for bucket in self._buckets:
@@ -148,11 +147,9 @@ def _buckets(group: FlatGroup, size: int) -> Iterator[Bucket]:
 
 
 def shared_parameters(network: torch.nn.Module) -> set[torch.nn.Parameter]:
-    """Return the trained parameters whose gradient is the sum over all tensor-parallel ranks.
+    """Return the trained parameters whose gradients must be summed over tensor-parallel ranks.
 
-    Each rank has a part of this sum. For lambda and headwise norms, it is the part of the rank's
-    heads. For other norms and LoRA's replicated matrices under sequence parallelism, it is the part
-    of the rank's positions.
+    A rank's own gradient covers only its heads or, under sequence parallelism, its positions.
     """
     marks = ("sequence_parallel", "has_partial_gradient")
     return {
@@ -163,7 +160,7 @@ def shared_parameters(network: torch.nn.Module) -> set[torch.nn.Parameter]:
 
 
 def sum_together(gradients: Sequence[Tensor], group: ProcessGroup) -> None:
-    """Sum float32 gradients over the ranks of a group in place, once per step with ZeRO 1."""
+    """Sum float32 gradients over the ranks of a group in place."""
     if not gradients:
         return
     total = torch.cat([gradient.flatten() for gradient in gradients])

@@ -1,4 +1,4 @@
-"""Learning-rate schedule, a function of the step only, so a checkpoint needs no state for it."""
+"""Learning-rate schedule: a function of the step, so checkpoints need no state for it."""
 
 import math
 

@@ -134,9 +134,9 @@ class ZeroEngine:
         """Reduce gradients, update the weights if ``allow`` returns True, and clear the gradients.
 
         Every rank calls ``allow`` once, with the gradient norm over all ranks before clipping
-        (0-dim float32). A rank whose gradients are not finite passes infinity. ``allow`` must then
-        return False on all ranks. Each parameter group multiplies ``learning_rate`` by its
-        ``lr_factor``.
+        (0-dim float32). A rank whose gradients are not finite passes infinity. If any rank passes
+        infinity, ``allow`` must return False on all ranks. Each parameter group multiplies
+        ``learning_rate`` by its ``lr_factor``.
         """
         if self._reduction is None:
             self._local_norms = local_gradient_norms(
@@ -175,8 +175,8 @@ class ZeroEngine:
     def local_gradient_norms(self) -> dict[torch.nn.Parameter, float]:
         """Return the norm of each gradient on this rank in the last :meth:`step`, before clipping.
 
-        With ZeRO 1 and no offloaded optimizer, these are the norms before the reduction over ranks.
-        They show on which rank a gradient is not finite.
+        With ZeRO 1 and no offloaded optimizer, the norms are those before the reduction over ranks.
+        Such norms show on which rank a gradient is not finite.
         """
         parameters, norms = self._local_norms
         return dict(zip(parameters, norms.tolist(), strict=True))

@@ -1,4 +1,4 @@
-"""Warnings of ``diffmegatron plan`` about a recipe: slow settings, or too little GPU memory."""
+"""Warnings of ``plan``: likely mistakes in attention settings, slow settings, too little memory."""
 
 from collections.abc import Iterator
 
@@ -77,7 +77,7 @@ def _memory_warnings(
 
 
 def _remedies(recipe: Recipe, layout: Layout, limit_gib: float) -> Iterator[str]:
-    """Yield a text about each change of the recipe that alone makes it fit into ``limit_gib``.
+    """Yield a text for each single change that makes the recipe fit into ``limit_gib``.
 
     The global batch size and the sequence length define the experiment, so they stay unchanged.
     """
@@ -103,7 +103,10 @@ def _fits(recipe: Recipe, ranks: int, limit_gib: float) -> bool:
 
 
 def _enough_ranks(recipe: Recipe, layout: Layout, available_gib: float) -> int | None:
-    """Return a number of ranks on which the recipe fits, by doubling the data-parallel size."""
+    """Double the data-parallel size until the recipe fits, and return the number of ranks.
+
+    Return None if no doubling fits.
+    """
     training = recipe.training
     most = training.global_batch_size // training.micro_batch_size
     data = layout.data

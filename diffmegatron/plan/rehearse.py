@@ -28,7 +28,7 @@ from diffmegatron.training.monitoring.metrics import read_metrics
 # A laptop starts 16 processes in a minute.
 MAX_RANKS = 16
 MAX_LAYERS = 128
-# Limit for the query heads per key-value head, and for the MLP's width divided by the hidden size.
+# Limit for num_heads / (num_kv_heads * ratio), and for ffn_hidden_size / hidden_size.
 MAX_RATIO = 16
 STEPS = 2
 HEAD_DIM = 8
@@ -49,7 +49,7 @@ class Rehearsal:
 def rehearse(stages: Sequence[Recipe], world_size: int | None = None) -> None:
     """Rehearse the training stages of a recipe in order, and print the loss of each step.
 
-    ``world_size`` is the number of ranks of the real run; None for the fewest that fit.
+    ``world_size`` is the number of ranks of the real run; None for the fewest that fit the layout.
     """
     for recipe in stages:
         if len(stages) > 1:
@@ -157,7 +157,7 @@ def _fewer_ranks(recipe: Recipe, data: int) -> tuple[dict[str, int], list[str]]:
 
 
 def _shrink_layers(values: dict[str, Any]) -> int:
-    """Set ``recompute.layers`` to 1 or 2, and return it as the layers of a virtual stage."""
+    """Limit ``recompute.layers`` to 2, and return as many layers for each virtual stage."""
     recompute = values["recompute"]
     if recompute["layers"] == 1:
         return 1
@@ -196,8 +196,8 @@ def _model(recipe: Recipe, sizes: dict[str, int], stage_layers: int) -> dict[str
 def _trained(recipe: Recipe) -> dict[str, Any]:
     """Return the ``optimizer`` section's settings for trained tensors.
 
-    The tiny network may lack layers that patterns name. A tensor that is trained in one layer is
-    therefore trained in all.
+    The tiny network may lack layers that the recipe's patterns name. A tensor that is trained in
+    one layer is therefore trained in all.
     """
     if recipe.optimizer.trainable is None:
         return {"lr_multipliers": {}}

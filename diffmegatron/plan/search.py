@@ -137,9 +137,9 @@ def _cells(candidate: Candidate) -> tuple[str, ...]:
 def _fitting(
     recipe: Recipe, world_size: int, hardware: str, available: int
 ) -> tuple[list[Candidate], tuple[int, Recipe] | None]:
-    """Return the layouts that fit into ``available`` bytes, and the nearest that does not fit.
+    """Return the layouts that fit into ``available`` bytes, and the smallest one that does not.
 
-    The latter is (peak in bytes, recipe) of the layout that exceeds ``available`` least, or None.
+    The smallest one is (peak in bytes, recipe), or None if no layout exceeds ``available``.
     """
     fitting: list[Candidate] = []
     nearest: tuple[int, Recipe] | None = None
@@ -176,7 +176,7 @@ def _valid(recipe: Recipe, layout: Changes, world_size: int) -> Iterator[tuple[C
 def _layouts(recipe: Recipe, world_size: int) -> Iterator[Changes]:
     """Yield the changes of the recipe for each layout to try on ``world_size`` GPUs."""
     layers = recipe.model.num_layers
-    # None overlaps gradients where possible. True is an error elsewhere.
+    # None overlaps gradients where possible. True would be an error for the other layouts.
     overlap = None if recipe.parallel.overlap_gradients else recipe.parallel.overlap_gradients
     for tensor, context, pipeline in _sizes(recipe, world_size):
         for virtual in VIRTUAL_STAGES if pipeline > 1 else (1,):

@@ -12,7 +12,7 @@ from diffmegatron.plan.rank_layout import Layout, ranks_in_words
 from diffmegatron.plan.summary import Plan
 
 _SECONDS_PER_DAY = 86_400
-# No times are printed for a run that is shorter on a GPU, because its recipe is sized for a CPU.
+# Times of shorter runs are not printed, because their recipes are sized for a CPU.
 _SHORT_RUN_SECONDS = 60
 # Names of the rows in the traffic table, by attribute of Traffic.
 TRAFFIC = {

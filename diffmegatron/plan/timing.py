@@ -1,8 +1,4 @@
-"""Estimate of the time of a training step by a roofline model.
-
-:class:`Assumptions` has the assumed efficiencies, bandwidths and latency. ``GPUS_PER_NODE`` is the
-assumed size of a node.
-"""
+"""Estimate of the time of a training step by a roofline model."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -265,9 +261,10 @@ def _communication(
 ) -> tuple[float, float]:
     """Return the seconds per step of communication that does not overlap with computation.
 
-    Ring attention's messages overlap with attention kernels, and ZeRO 1's sum of gradients with the
-    last microbatch's backward pass. Megatron numbers ranks in the order tensor, context, data,
-    pipeline. A group spans nodes if the product of the sizes up to its own exceeds a node's GPUs.
+    Ring attention's messages overlap with attention kernels. With ``parallel.overlaps_gradients``,
+    the sum of gradients overlaps with the last microbatch's backward pass. Megatron numbers ranks
+    in the order tensor, context, data, pipeline. A group spans nodes if the product of the sizes up
+    to its own exceeds a node's GPUs.
 
     Returns:
         Seconds within the pipeline's schedule, and seconds after it.

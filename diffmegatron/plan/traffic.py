@@ -149,11 +149,10 @@ def _tensor(recipe: Recipe, stage: int) -> float:
 
 
 def _gates(recipe: Recipe) -> float:
-    """Return the bytes per microbatch that sequence parallelism moves for small projections.
+    """Return the bytes per microbatch that sequence parallelism moves for projections to lambda.
 
-    These are outside ``linear_qkv``, such as DIFF V2's projection to lambda. Their weights are
-    gathered, and their outputs change from shards of the sequence to shards of the heads. Each of k
-    tensor-parallel ranks sends (k - 1) / k of the returned bytes.
+    The weights are gathered. The outputs change from shards of the sequence to shards of the heads.
+    Each of k tensor-parallel ranks sends (k - 1) / k of the returned bytes.
     """
     model, parallel = recipe.model, recipe.parallel
     if not parallel.sequence_parallel:

@@ -19,15 +19,15 @@ FLOAT32 = 4
 
 
 def stage_activations(recipe: Recipe, stage: int, microbatches: int, device: Device) -> int:
-    """Return the largest number of bytes of saved activations on a rank of a pipeline stage."""
+    """Return a stage's peak bytes per rank of saved activations and exchanged hidden states."""
     parallel = recipe.parallel
     in_flight = virtual_stages_in_flight(recipe, stage, microbatches)
     kept = in_flight * virtual_stage_bytes(recipe, stage, device) + shared_bytes(recipe)
     sharded = hidden_states_bytes(recipe)
     if stage == 0 and not (is_trained(recipe, EMBEDDING) or is_trained(recipe, INPUT_NORM)):
-        # No gradient depends on the input of the network's first layer, so this input is not saved.
-        # Subtract it for each pass in flight of the first virtual stage. With interleaving,
-        # ``pipeline`` microbatches pass one virtual stage before they pass the next.
+        # The input of the network's first layer is not saved. Subtract it for each pass in flight
+        # of the first virtual stage. With interleaving, ``pipeline`` microbatches pass one virtual
+        # stage before they pass the next.
         rounds, rest = divmod(in_flight, parallel.pipeline * parallel.virtual_pipeline)
         kept -= (rounds * parallel.pipeline + min(rest, parallel.pipeline)) * sharded
     # ``exchanged`` counts tensors of hidden states for pipeline communication. Megatron-core keeps
@@ -70,10 +70,10 @@ def layer_backward(recipe: Recipe, stage: int, device: Device) -> tuple[int, int
     element, tokens = BYTES[recipe.training.precision], local_tokens(recipe)
     ffn = model.ffn_hidden_size / parallel.tensor
     shards = _sequence_shards(recipe)
-    # ``streams`` counts gradients of hidden states, except the received one (stage_activations).
-    # Stages in the middle keep the gradient that they sent last. The last stage has the gradient
-    # that the loss computed. With interleaving and one layer per virtual stage, a test measured one
-    # more gradient (tests/simulated_cuda).
+    # ``streams`` counts the gradients of hidden states that stage_activations does not count. The
+    # last stage has the gradient that the loss computed. A stage between the first and the last has
+    # the gradient that it sent last. With interleaving and one layer per virtual stage, a test
+    # measured one more gradient (tests/simulated_cuda).
     virtual_stages = parallel.pipeline * parallel.virtual_pipeline
     is_copied = parallel.virtual_pipeline > 1 and model.num_layers == virtual_stages
     streams = (stage > 0 or parallel.pipeline == 1) + is_copied
@@ -94,7 +94,7 @@ def layer_backward(recipe: Recipe, stage: int, device: Device) -> tuple[int, int
     if recipe.recompute.granularity == "full" or recipe.training.offload_activations:
         again, freed = again - freed, 0
     # In the last stage, the tensors saved by the final norm and the output layer are already freed.
-    # On a CPU, temporary results of unfused operations need about as many bytes.
+    # On a CPU, temporary results of unfused operations take their place.
     if is_fused and stage == parallel.pipeline - 1 and not recipe.training.offload_activations:
         freed += final_norm_bytes(recipe, device)
     return round(beside + again), round(freed)
@@ -128,8 +128,7 @@ def logits_bytes(recipe: Recipe, device: Device) -> int:
     gradients = 2 if chunk < tokens else 1
     backward = element * (chunk * vocabulary + gradients * output_weight(recipe)) + hidden_gradient
     if training.offload_activations or parallel.pipeline > 1:
-        # Add the output layer's input, copied from the host, or the gradient that the stage sent
-        # last. If both exist, count only one.
+        # Add the output layer's input, copied from the host, or the gradient that was sent last.
         backward += sharded
     return round(max(per_logit * chunk * vocabulary, backward))
 
@@ -182,7 +181,7 @@ def embedding_backward(recipe: Recipe, stage: int) -> int:
 def embedding_freed(recipe: Recipe, stage: int, microbatches: int, device: Device) -> int:
     """Return the bytes of saved activations that are freed before the embedding's backward pass.
 
-    Return 0 if activations are offloaded, because they are not on the device then.
+    Offloaded activations do not count, because they are not on the device.
     """
     if recipe.training.offload_activations:
         return 0

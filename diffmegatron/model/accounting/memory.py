@@ -41,13 +41,11 @@ class StageMemory:
     Attributes:
         weights, gradients: only this rank's partition if ZeRO partitions them.
         optimizer: this rank's partition of the float32 master weights and of Adam's moments.
-        communication: buffers that exist for the whole step. ZeRO 3, and ZeRO 1 with an offloaded
-            optimizer, have a bucket for reducing gradients. An offloaded optimizer of ZeRO 1 or 2
-            has a buffer for the largest parameter.
+        communication: DeepSpeed's buffers that exist for the whole step.
         activations: saved activations of all microbatches in flight, except those on the host.
         loss: moment of the loss and of the output layer's backward pass.
         reduction: moment when the output layer's gradient is copied or reduced.
-        layer: moment of one layer's backward pass, with the bucket of ZeRO 2.
+        layer: moment of one layer's backward pass, including ZeRO 2's bucket for gradients.
         embedding: moment of the embedding's backward pass.
         update: temporary memory of the optimizer's update, after the activations are freed.
         host: memory offloaded to the host, which is not part of the total.
@@ -146,8 +144,8 @@ def _states(recipe: Recipe, stage: int, shards: int, microbatches: int) -> Stage
     if parallel.zero_stage == 3:
         weights, gradients = weights // shards, gradients // shards
     elif parallel.zero_stage == 2:
-        # Until the backward pass ends, the partition of the gradients also exists in the run's
-        # precision. No activations are left then, so count this copy in the update.
+        # The gradients of the rank's partition also exist in the run's precision. Count them in the
+        # update, because no activations are left at the end of the backward pass.
         left = element * trained // shards
         update = max(norm, left, update if precision == "fp32" else 0)
         gradients //= shards
@@ -209,7 +207,7 @@ def _reduction(
 
 
 def _reduced_together(recipe: Recipe, stage: int, shards: int) -> int:
-    """Return how many elements of the output layer's gradient ZeRO 2 copies at most at one time.
+    """Return the most elements of the output layer's gradient that ZeRO 2 copies at one time.
 
     DeepSpeed splits a gradient at the boundaries of the ranks' partitions. It collects consecutive
     pieces until they exceed REDUCE_BUCKET, and copies them into one tensor
@@ -227,7 +225,10 @@ def _reduced_together(recipe: Recipe, stage: int, shards: int) -> int:
 
 
 def largest_trained(recipe: Recipe, stage: int) -> int:
-    """Return the number of elements of a stage's largest trained parameter on a rank."""
+    """Return the number of elements of a stage's largest trained parameter on a rank.
+
+    If everything is trained, return the embedding's number, also for a stage without embedding.
+    """
     if trains_everything(recipe):
         return activations.vocabulary_elements(recipe)
     return max(
