@@ -31,7 +31,7 @@ class Cause(StrEnum):
     FAULT = "fault"
     """A rank crashed, hung or did not connect, or a node is unfit; the job tries again.
 
-    After ``MAX_FAULTS`` faults without a new checkpoint between them, the job ends.
+    After ``ledger.MAX_FAULTS`` faults without a new checkpoint between them, the job ends.
     """
     LOST = "lost"
     """The job was killed (node failure, preemption, scancel) while ranks ran; not a fault."""

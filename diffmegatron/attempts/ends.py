@@ -1,7 +1,7 @@
 """Records of how the ranks of an attempt (start of a job's ranks) ended: one JSON file per rank.
 
-If a signal kills a rank or the watchdog ends it, the rank's shell in ``slurm.sh`` writes the file.
-A rank without a file was killed together with its shell or node.
+If a rank could not write its file, its shell in ``slurm.sh`` writes the exit status. A rank without
+a file was probably killed together with its shell or node.
 """
 
 import logging
@@ -53,8 +53,8 @@ class Heartbeat(Section):
     time: float  # seconds since 1970
     step: int
     run_dir: str  # folder of the run, or of the current stage
-    first_step: int  # step at which the attempt began this run or stage
-    reports: int = 0  # comparisons of the ranks' speeds in this attempt
+    first_step: int  # step from which the attempt began or resumed in run_dir
+    reports: int = 0  # number of comparisons of the ranks' speeds in this attempt
     # rank -> number of comparisons in which it was much slower than most ranks
     slow: dict[int, int] = Field(default_factory=dict)
 

@@ -60,8 +60,8 @@ class Attempt(Section):
     number: int  # from 1
     facts: Facts
     stages: dict[str, int]  # run_dir of each stage (or of the only run) -> total number of steps
-    startup_seconds: float  # time limit of the watchdog for the first step
-    step_seconds: float  # time limit of the watchdog for every other step
+    startup_seconds: float  # largest watchdog.startup_seconds of the stages
+    step_seconds: float  # largest watchdog.step_seconds of the stages
     began: float  # seconds since 1970
     saved_at_start: int  # saved progress at the beginning
     checkpoint: str | None  # path of the newest checkpoint at the beginning; None without one
@@ -71,10 +71,10 @@ class Attempt(Section):
     hosts: tuple[str, ...] = ()  # hosts that probably caused the end; empty if unknown
     unfit: tuple[str, ...] = ()  # hosts that failed the preflight checks
     stragglers: tuple[str, ...] = ()  # hosts of slow ranks
-    first_step: int | None = None  # step at which the attempt began the last stage that it trained
-    last_step: int | None = None  # last step of that stage that it completed
+    first_step: int | None = None  # step from which the attempt began or resumed its last stage
+    last_step: int | None = None  # last recorded step of the attempt's last stage
     saved: int = 0  # saved progress at the end
-    faults: int = 0  # number of faults up to this attempt without a new checkpoint between them
+    faults: int = 0  # number of faults up to this attempt since the last new checkpoint
 
     @property
     def seconds(self) -> float:
@@ -83,7 +83,7 @@ class Attempt(Section):
 
     @property
     def has_trained(self) -> bool:
-        """True if the attempt completed a step of the last stage that it trained."""
+        """True if ``last_step`` is after ``first_step``: the attempt trained its last stage."""
         return (self.last_step or 0) > (self.first_step or 0)
 
     @property

@@ -48,7 +48,7 @@ class _TorchOnCpu:
     """Replacement of the name ``torch`` in Megatron's ``pipeline_parallel.schedules``.
 
     Its ``tensor`` and ``zeros`` ignore the arguments that need CUDA. A ``TorchFunctionMode`` would
-    intercept every operation, and slow a small step by a seventh.
+    slow down every operation.
     """
 
     def __getattr__(self, name: str) -> Any:

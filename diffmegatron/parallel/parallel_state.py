@@ -200,11 +200,11 @@ def _ending_new_groups() -> Iterator[None]:
     # Torch has no public function that lists a rank's process groups.
     groups = distributed.distributed_c10d._world.pg_map
     existing = set(groups)
-    # After an earlier context, collect its network now: the collector ignores frozen objects.
+    # An earlier context has frozen objects. Collect its garbage before the next freeze, because the
+    # collector ignores frozen objects.
     if gc.get_freeze_count() > _FROZEN_AT_START:
         gc.collect()
-    # DeepSpeed collects garbage before and after each parameter group. If imported modules were not
-    # frozen, each collection would take a quarter of a second.
+    # DeepSpeed collects garbage often. Frozen objects make each collection faster.
     gc.freeze()
     try:
         yield

@@ -26,8 +26,8 @@ def random_states() -> dict[str, Tensor]:
 def restore_random_states(saved: Callable[[str], Tensor | None]) -> list[str]:
     """Restore this rank's random states; ``saved`` returns a state by name, or None to skip it.
 
-    A state that was saved on the other kind of device (GPU or CPU) cannot be restored. Return the
-    names of such states.
+    Return the names of states that are not restored, because they were saved on the other kind of
+    device (GPU or CPU).
     """
     states, of_another_device = random_states(), []
     device_sizes = {states["random.cpu"].numel(), _CUDA_BYTES}

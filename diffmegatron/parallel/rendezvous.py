@@ -35,9 +35,9 @@ def meet(launch: LaunchEnvironment, seconds: float) -> Store:
     assert launch.master is not None
     host, port = launch.master
     place = f"MASTER_ADDR {shorten(host)}, MASTER_PORT {port}"
-    # The store of torchrun's agent survives restarts, so a prefix hides older keys. Agents of
-    # different machines count restarts separately, so launch/torchrun.sh uses this store only on
-    # one machine. The store of rank 0 is new after every restart.
+    # The store of torchrun's agent survives restarts, so the prefix hides keys of earlier attempts.
+    # Agents of different machines count restarts separately, so launch/torchrun.sh uses this store
+    # only on one machine.
     attempt = launch.attempt if launch.agent_store else 0
     store = PrefixStore(f"attempt_{attempt}", _connected(launch, host, port, seconds, place))
     arrivals = [f"arrived/{rank}" for rank in range(launch.ranks)]

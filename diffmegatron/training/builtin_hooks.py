@@ -1,7 +1,6 @@
-"""The built-in hooks of every run, in the order in which the run calls them.
+"""The built-in hooks of a run.
 
-A step is *finite* if its loss and gradient norm are finite. This shows that the weights before the
-step were sound, so a save of these weights may become a checkpoint.
+A *finite* step has a finite loss and gradient norm.
 """
 
 import math
@@ -35,8 +34,8 @@ _PRINTED = {HELD_OUT: "held-out loss", TEST: "test loss"}
 def builtin_hooks(recipe: Recipe, evaluators: Sequence[Evaluator]) -> list[Hook]:
     """Return the built-in hooks of a run, in the order of their calls.
 
-    ``FinishSaveHook`` records whether the step was finite. ``GuardHook`` needs this record before a
-    rollback. The hooks after it use ``run.step``, which a rollback changes.
+    ``FinishSaveHook`` comes before ``GuardHook``, whose rollback completes or drops the open save.
+    All other hooks come after ``GuardHook``, because a rollback changes ``run.step``.
     """
     assert len(evaluators) == len(recipe.training.evaluate), "one evaluator per entry is needed"
     config = recipe.training.profile
@@ -100,8 +99,7 @@ def _gpu_name() -> str | None:
 class EvaluationHook(Hook):
     """Evaluates held-out losses and the suites of ``training.evaluate`` when they are due.
 
-    When a run starts or resumes, it runs those that are due at the current step and have no
-    recorded value.
+    At a start or resume, only those without a recorded value at the current step are evaluated.
     """
 
     def __init__(self, evaluators: Sequence[Evaluator]) -> None:
@@ -109,7 +107,7 @@ class EvaluationHook(Hook):
 
     @override
     def before_training(self, run: Run) -> None:
-        run_dir = Path(run.recipe.run_dir)  # Rank 0 writes metrics.jsonl there, and reads it.
+        run_dir = Path(run.recipe.run_dir)  # Only rank 0 reads it.
         self._evaluate(run, from_rank_0(lambda: unrecorded_at(run.recipe, run.step, run_dir)))
 
     @override
@@ -138,7 +136,7 @@ class EvaluationHook(Hook):
 def _should_continue(run: Run) -> bool:
     """Return whether an evaluation continues, equal on every rank; restart the watchdog's timer."""
     agreed = run.agree(torch.zeros((), device=run.parallel_state.device))
-    # A run that stops with weights that may be broken ends with an error, so do not stop then.
+    # A stop would end the run with an error while the weights may be broken, so do not stop then.
     run.stopping = agreed.stop and run.broken_reason is None
     run.watchdog.restart_timer()
     run.rank_record.set_step(run.step, run.recipe.run_dir)
@@ -148,7 +146,7 @@ def _should_continue(run: Run) -> bool:
 class BeginSaveHook(Hook):
     """Begins a save every ``checkpoint.interval`` steps, and saves at the end of the run.
 
-    A failed save is retried after the next step.
+    A failed save is retried as long as ``Saver.should_retry`` is True.
     """
 
     @override
@@ -164,8 +162,7 @@ class BeginSaveHook(Hook):
 
     @override
     def after_training(self, run: Run) -> None:
-        # A run that restarts at its last step may evaluate the saved weights for the first time,
-        # and find that they are broken.
+        # Saved weights can be broken too, if only a restarted run has evaluated them.
         if run.saver.saved_step != run.step or run.broken_reason is not None:
             with run.pause():
                 # No later step shows whether the last update broke the weights, so test them.
@@ -189,8 +186,8 @@ class BeginSaveHook(Hook):
 class ProfileHook(Hook):
     """Traces the steps of ``training.profile`` with torch's profiler, into ``run_dir/profile``.
 
-    Only the ranks ``training.profile.ranks`` write a trace. A run that resumes after the first
-    traced step writes none.
+    Only the ranks ``training.profile.ranks`` write a trace. A run that resumes from step
+    ``training.profile.start`` or later writes none.
     """
 
     def __init__(self, config: ProfileConfig) -> None:

@@ -37,8 +37,8 @@ class GuardHook(Hook):
     """Writes a report of each anomalous step, and carries out the guard's decision on it."""
 
     def __init__(self) -> None:
-        # Number of optimizer updates after the last rollback. The same number at the next rollback
-        # shows that no step was applied in between.
+        # Update count right after the last rollback; None before the first one. An equal count at
+        # the next rollback shows that no step was applied in between.
         self._updates_returned_to: int | None = None
 
     @override
@@ -52,7 +52,7 @@ class GuardHook(Hook):
             self._roll_back(run, run.decision.reason)
 
     def _roll_back(self, run: Run, reason: str) -> None:
-        """Load an intact checkpoint, but continue with the data after the anomalous batch."""
+        """Load an intact checkpoint, or give up; go on with the data after the anomalous batch."""
         with run.pause():
             run.complete_or_drop_save()
             run.saver.wait()
@@ -193,8 +193,8 @@ def _observe(
     Args:
         query: queries after rotation, [s, b, query heads, d].
         key: keys after rotation, [s, b, key heads, d].
-        documents: start of each document in the concatenated sequences, and the total length;
-            None if attention crosses documents.
+        documents: starts of the documents in the concatenated sequences, followed by the total
+            length; None if attention crosses documents.
     """
     length, rows = query.shape[:2]
     ends = range(0, length * rows + 1, length) if documents is None else documents.tolist()

@@ -7,7 +7,7 @@ if TYPE_CHECKING:
 
 
 class Hook:
-    """Base class for code that a run calls before, between and after its steps.
+    """Base class for code that a run calls before training, after each step and after training.
 
     Pass instances to :func:`diffmegatron.train` as ``hooks``. Every rank calls the built-in hooks
     first, then these instances, then the registered hooks (:func:`register_hook`).
@@ -17,7 +17,7 @@ class Hook:
     """
 
     def before_training(self, run: "Run") -> None:
-        """Run once after each start or resume, when the weights are loaded."""
+        """Run after a start or resume, when the weights are loaded."""
 
     def after_step(self, run: "Run") -> None:
         """Run after each step.

@@ -172,13 +172,13 @@ class Run:
         self.progress = Progress(self.step, self.recipe.training)
 
     def complete_or_drop_save(self) -> None:
-        """Complete a started save if its weights are sound, else drop it; all ranks call this."""
+        """Call ``Saver.complete_or_drop`` inside ``Watchdog.long_limit``; all ranks call this."""
         with self.watchdog.long_limit():
             self.write_metrics(self.saver.complete_or_drop())
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Exclude the time inside the context from the speed; use the watchdog's startup limit."""
+        """Exclude the context from the training speed; use ``Watchdog.long_limit`` in it."""
         started = time.perf_counter()
         with self.watchdog.long_limit():
             yield

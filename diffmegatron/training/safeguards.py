@@ -77,10 +77,10 @@ def exit_on_stop_signal(record: RankRecord) -> Iterator[None]:
 class StopRequest:
     """Handler of stop signals to this rank; a context manager around one or more runs.
 
-    After the first SIGTERM, SIGUSR1 or SIGINT to any rank, all ranks stop together at the end of
-    the step. A second signal some seconds later ends the process at once. Rank 0 also requests a
-    stop before the Slurm job ends. ``folder`` is the directory in which ``slurm.sh`` updates the
-    job's end time (file ``job_end``); None if there is no such directory.
+    The first SIGTERM, SIGUSR1 or SIGINT requests a stop. A second signal some seconds later ends
+    the process at once. Rank 0 also requests a stop before the Slurm job ends. ``folder`` is the
+    directory of the file ``job_end``, in which ``slurm.sh`` updates the job's end time; None if
+    there is no such directory.
     """
 
     def __init__(self, launch: LaunchEnvironment, folder: Path | None = None) -> None:
@@ -218,7 +218,8 @@ class Watchdog:
     def long_limit(self) -> Iterator[None]:
         """Use the limit ``watchdog.startup_seconds`` inside the context, e.g. for a save.
 
-        The timer restarts at the beginning and at the end of the context.
+        The timer restarts at the beginning and at the end of the context. :meth:`restart_timer`
+        inside the context ends the long limit early.
         """
         limit, self._limit = self._limit, self._config.startup_seconds
         self._arm()

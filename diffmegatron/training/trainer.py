@@ -191,8 +191,7 @@ def train_step(run: Run) -> None:
     run.watchdog.restart_timer()
     run.source_losses.step_done(finite=run.decision.finite)
     run.broken_reason = None if run.decision.finite else run.decision.reason
-    # After a step that is not finite, the weights may be broken. A run that stops with such weights
-    # ends with an error, so do not stop then.
+    # A stop after a step that is not finite would end the run with an error, so do not stop then.
     run.stopping = run.agreed.stop and run.decision.finite
     run.values = {
         "train/loss": run.agreed.loss,
@@ -206,7 +205,6 @@ def decide_document_mask(recipe: Recipe, *, prints: bool = True) -> Recipe:
     """Return the recipe; if ``data.reset_attention_mask`` is None, replace it by its default.
 
     The default is true if a source has conversations and a sequence can contain several documents.
-    With false, the model could learn to copy from other conversations in the same sequence.
     """
     data = recipe.data
     if data.reset_attention_mask is not None:

@@ -1,4 +1,4 @@
-"""Reductions of a step's results over all ranks: loss, gradient norm, flags and lambda."""
+"""Reductions of a step's results over ranks: loss, gradient norm, flags and lambda."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ from diffmegatron.parallel.parallel_state import ParallelState
 
 @dataclass(frozen=True)
 class Agreement:
-    """Values of a step after a reduction over all ranks, which makes them equal on every rank."""
+    """Values that :func:`agree` has made equal on every rank."""
 
     loss: float  # maximum over the ranks; infinite if a rank's value is not finite
     gradient_norm: float  # like the loss
@@ -30,8 +30,8 @@ def agree(
 ) -> Agreement:
     """Return the maximum of each value over all ranks; every rank must call this function.
 
-    Without the reduction, a loss or norm could differ in the last bit between ranks. If only some
-    ranks then applied a step, the weights would diverge. The function waits for the device.
+    If values differed between ranks in the last bit, only some ranks might apply a step. The
+    function waits for the device.
 
     Args:
         loss: 0-dim float32.
@@ -50,9 +50,9 @@ def agree(
 def lambdas(network: Network, parallel_state: ParallelState) -> dict[str, float]:
     """Return lambda of each differential layer as a metric; all ranks must call this.
 
-    Lambda is the factor of the subtracted softmax map. The value is the mean over all heads. If
-    lambda depends on the token, it is also the mean over the tokens of this rank in the last
-    forward pass. A name is, for example, ``attn/lambda_layer_01``.
+    Lambda is the factor of the subtracted softmax map. Each value is a mean over all heads. A
+    lambda that depends on the token is also averaged over this rank's tokens in the last forward
+    pass. A name is, for example, ``attn/lambda_layer_01``.
     """
     own = lambda_by_layer(network)
     if own and parallel_state.tensor_size > 1:

@@ -17,7 +17,7 @@ from diffmegatron.data.sampling.document_order import Split
 from diffmegatron.data.sampling.samples import open_samples
 from diffmegatron.parallel.parallel_state import ParallelState, errors_on_all_ranks
 
-# Fields of Batch that have one value per token, shape [sequences, positions].
+# Fields of Batch [sequences, positions] that are sharded for context parallelism.
 _BY_TOKEN = ("tokens", "labels", "loss_mask", "position_ids")
 
 
@@ -28,9 +28,9 @@ def verify_sources(
 ) -> None:
     """Check the hash of every data file if ``data.verify`` is "hashes"; all ranks must call this.
 
-    Each rank hashes some of the files. All ranks synchronize after each gibibyte. If they waited
-    for whole files, the wait could exceed the time limit of a collective. ``extend_limit`` extends
-    the watchdog's limit while a gibibyte is hashed.
+    Each rank hashes some of the files. All ranks synchronize after each gibibyte, because a wait
+    for whole files could exceed the time limit of a collective. ``extend_limit`` returns a context
+    with a longer watchdog limit.
     """
     if data.verify != "hashes":
         return
@@ -88,8 +88,7 @@ def open_loader(
 def on_this_rank(microbatches: Sequence[Batch], parallel_state: ParallelState) -> list[Batch]:
     """Shard the sequences of microbatches for context parallelism, and move them to the device.
 
-    Document ids stay unsharded and on the CPU, where the document boundaries are computed from
-    them.
+    Document ids stay unsharded and on the CPU, because ``Batch.cu_seqlens`` is computed there.
     """
     rank, size = parallel_state.context_rank, parallel_state.context_size
     moved = []

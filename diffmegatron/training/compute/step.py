@@ -1,8 +1,8 @@
-"""Forward and backward passes of one step over this rank's microbatches.
+"""Forward and backward passes over this rank's microbatches, for training and evaluation.
 
-A token is counted if its ``loss_mask`` is 1; only counted tokens contribute to a loss. Shapes: b
-sequences in a microbatch, s positions on this context-parallel rank, v entries of this
-tensor-parallel rank's vocabulary shard.
+A token is counted if its ``loss_mask`` is 1; only counted tokens contribute to summed and mean
+losses. Shapes: b sequences in a microbatch, s positions on this context-parallel rank, v entries of
+this tensor-parallel rank's vocabulary shard.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ from diffmegatron.data.loader import Batch
 from diffmegatron.model.network import Network
 from diffmegatron.parallel.parallel_state import ParallelState
 
-# Called with each microbatch and the losses of its tokens [b, s], on the last pipeline stage.
+# Called on the last pipeline stage, with each microbatch and the losses of its tokens [b, s].
 Observer = Callable[[Batch, Tensor], None]
 
 
@@ -96,7 +96,7 @@ def token_losses(network: Network, batch: Batch, parallel_state: ParallelState) 
     """Return the loss of every token of a batch; every rank must call this.
 
     Args:
-        batch: result of ``batches.on_this_rank``; every data-parallel rank passes the same samples.
+        batch: microbatch of ``batches.on_this_rank``, the same on every data-parallel rank.
 
     Returns:
         Losses of the unsharded sequences, float32 [b, s x context size], the same on every rank.
@@ -232,12 +232,12 @@ def _pipeline(
 ) -> list[Tensor]:
     """Run Megatron's pipeline schedule; return the summed loss of each microbatch.
 
-    The result is empty before the last pipeline stage. The schedule needs a module with Megatron's
-    ``config``, so it calls the network and not DeepSpeed's engine. ``weight`` multiplies the
-    losses; with None, there is no backward pass.
+    The result is empty before the last pipeline stage. ``network`` needs Megatron's ``config``, so
+    DeepSpeed's engine cannot be passed. ``weight`` scales the losses of the backward pass, but not
+    the result; with None, there is no backward pass.
     """
     # The schedule divides each loss by the number of microbatches and multiplies it by the
-    # context-parallel size. This factor cancels the division and the multiplication.
+    # context-parallel size. This factor cancels both.
     factor = len(microbatches) / parallel_state.context_size
     scale = None if weight is None else weight * factor
 
@@ -266,8 +266,8 @@ def _scheduled(
 ) -> list[dict[str, Tensor]]:
     """Run Megatron's pipeline schedule; return a dict per microbatch (none before the last stage).
 
-    ``step`` is Megatron's ``forward_step_func``. It returns the stage's output and a function. The
-    function maps the output of the last stage to a loss and to the dict.
+    ``step`` is Megatron's ``forward_step_func``. It returns the stage's output, and a function from
+    the output of the last stage to a loss and the dict.
     """
     batch, stages = microbatches[0], list(network.virtual_stages)
     iterators = [iter(microbatches) for _ in stages]
@@ -288,7 +288,7 @@ def _scheduled(
 def _mean_over_ranks(
     losses: Sequence[Tensor], count: Tensor, parallel_state: ParallelState
 ) -> Tensor:
-    """Return the sum of ``losses`` of the global batch, divided by ``count``, on every rank.
+    """Sum ``losses`` over the data, context and pipeline ranks; return the sum over ``count``.
 
     ``losses`` is empty before the last pipeline stage.
     """

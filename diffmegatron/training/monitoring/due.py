@@ -21,8 +21,9 @@ def suite_evaluator_name(suite: str) -> str:
 def due_at(recipe: Recipe, step: int) -> list[str]:
     """Return the names of the evaluators that are due at a step.
 
-    A validation or test loss is due only if ``training.eval_batches`` and the fraction of its split
-    are above 0. The test loss is due only at the last step.
+    Suites and the validation loss are due at multiples of their interval and at the last step. The
+    test loss is due only at the last step. A loss is never due if ``training.eval_batches`` or the
+    fraction of its split is 0.
     """
     training = recipe.training
     is_last = step >= training.total_steps

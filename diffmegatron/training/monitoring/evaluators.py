@@ -72,10 +72,9 @@ def measure(
     parallel_state: ParallelState,
     should_continue: Callable[[], bool],
 ) -> dict[str, Values]:
-    """Run evaluators; stop if ``should_continue`` returns False.
+    """Run evaluators; return the values of each completed evaluator, by its name.
 
-    ``should_continue`` is called at each yield and after each evaluator. Return the values of each
-    completed evaluator, by its name.
+    ``should_continue`` is called at each yield and after each evaluator; False ends the function.
     """
     found: dict[str, Values] = {}
 

@@ -77,7 +77,7 @@ class MetricsWriter:
 class _TensorBoardEvents:
     """Writer of TensorBoard's event files; after an error, writes nothing until :meth:`restart`.
 
-    An error ends the thread of TensorBoard's ``SummaryWriter``. :meth:`restart` creates a new one.
+    After an error, TensorBoard's ``SummaryWriter`` is unusable, because its thread has ended.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -155,8 +155,8 @@ def newest_entries(run_dir: Path) -> list[Entry]:
 def _drop_after(path: Path, last_step: int) -> None:
     """Drop the entries after ``last_step`` from a file of metrics.
 
-    An intact file is truncated, which needs no free space on the disk. A damaged file is renamed,
-    and the kept entries are written to a new file.
+    An intact file is truncated, which needs no free space on the disk. A file with damaged lines is
+    renamed, and the kept entries are written to a new file. An unreadable file is only renamed.
     """
     if not os.path.lexists(path):
         return

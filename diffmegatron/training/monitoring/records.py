@@ -17,7 +17,7 @@ _KEPT = 10_000  # Maximum number of records in memory: several hours of metrics,
 
 @contextmanager
 def log_write_errors(path: Path, errors: type[Exception] = OSError) -> Iterator[None]:
-    """Catch and log an error of the code inside the context; ``path`` is named in the log."""
+    """Catch exceptions of type ``errors`` inside the context, and log them with ``path``."""
     try:
         yield
     except errors as error:
@@ -34,7 +34,7 @@ class Records:
         self._failing = False
 
     def append(self, record: bytes) -> None:
-        """Write all pending records and then ``record``, or keep them pending if that fails."""
+        """Write the pending records and then ``record``; unwritten records stay pending."""
         self._lost += len(self._pending) == _KEPT
         self._pending.append(record)
         try:

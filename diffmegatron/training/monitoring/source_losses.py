@@ -27,8 +27,8 @@ class SourceLosses:
 
     def clear(self) -> None:
         """Set all sums to 0."""
-        # _sums: losses and numbers of counted tokens, [2, sources]. _step: the same for each
-        # microbatch of the current step.
+        # _sums: summed losses and numbers of counted tokens, [2, sources]. _step: one such tensor
+        # per microbatch of the current step.
         self._sums = torch.zeros(
             2, len(self._names), dtype=torch.float64, device=self._numbers.device
         )

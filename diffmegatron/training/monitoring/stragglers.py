@@ -22,7 +22,7 @@ _SLOWER = 1.5
 class PhaseClock:
     """Clock of the seconds that this rank has spent in each phase since the last report.
 
-    On a GPU, only the phase "update" waits for the kernels, so it includes the time of all kernels.
+    On a GPU, kernels run asynchronously, and only the phase "update" waits for all of them.
     ``slow_ranks`` has the slow ranks (:func:`slow`) of the last report, and is always empty with
     pipeline parallelism.
     """

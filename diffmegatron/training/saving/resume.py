@@ -131,7 +131,7 @@ def open_start(recipe: Recipe, parallel_state: ParallelState) -> Checkpoint | No
 def _check_made_for(source: Checkpoint, attention: Variant) -> None:
     """Check that DEX's heads in ``model.attention`` were selected on the weights of ``source``.
 
-    A DEX checkpoint is not checked, because it was trained after the selection.
+    If ``source`` is a DEX checkpoint itself, nothing is checked.
     """
     made_for = attention.fingerprint
     if made_for is None or source.recipe.model.attention.kind == attention.kind:
@@ -148,8 +148,8 @@ def mixture_change(before: Mapping[str, Any] | None, now: Mapping[str, Any]) -> 
     """Return one line about a change of ``data.sources`` between two loader states, or None."""
     if before is None:
         return None
-    # A mixture is a list of periods. A period has the sources and weights that are used from sample
-    # ``from_sample`` on. Compare the last periods. JSON has turned the saved tuples into lists.
+    # Compare the last periods. A period has the sources and weights that are used from sample
+    # ``from_sample`` on. JSON has turned the saved tuple of sources into a list.
     period, saved = now["mixture"][-1], before["mixture"][-1]
     if (period["from_sample"], [*period["sources"]]) == (saved["from_sample"], saved["sources"]):
         return None
@@ -188,9 +188,8 @@ def load_weights(
 ) -> None:
     """Load only the weights of a checkpoint.
 
-    Parameters that the checkpoint's network lacks keep their initial values. These are LoRA
-    matrices, and parameters of the recipe's attention variant that the checkpoint's variant does
-    not have.
+    LoRA matrices and parameters of the attention variant keep their initial values if the
+    checkpoint's network lacks them.
     """
 
     def is_new(name: str) -> bool:

@@ -1,8 +1,8 @@
 """Asynchronous saves: training waits only for a copy to host memory, and a thread writes the copy.
 
-A save becomes a checkpoint when every rank has written its file and the weights are sound. Weights
-are sound if a later step had a finite loss and gradient norm. No step follows the last step, so
-the caller of :meth:`Saver.save_now` must check the weights.
+A save becomes a checkpoint when every rank has written its file and the weights are sound. Saved
+weights are sound if a later step had a finite loss and gradient norm. :meth:`Saver.save_now` does
+not wait for a later step, so its caller must check the weights.
 """
 
 import errno
@@ -35,16 +35,15 @@ from diffmegatron.training.safeguards import save_warnings
 
 log = logging.getLogger(__name__)
 
-# Number of retries after a failed save: one after each of the next steps (``save_now``: at once).
-# If all fail, the run tries once at each multiple of checkpoint.interval until a save succeeds.
+# Retries after a failed save. If all fail, later saves are not retried until one succeeds.
 _RETRIES = 2
 
 
 class Saver:
     """Saver of a run's checkpoints; all ranks must call its methods in the same order.
 
-    ``run_dir`` is used to detect that the folder was moved or removed; None on ranks other than 0.
-    ``saved_step`` is the step of the newest checkpoint; None if there is none.
+    ``run_dir`` is used to detect that the run's folder was moved or removed; None except on rank 0.
+    ``saved_step`` is the step of the last checkpoint that the run saved or resumed from, or None.
     """
 
     def __init__(
@@ -199,7 +198,7 @@ class Saver:
         """Return copies of this rank's tensors by name, and JSON with the position of each piece.
 
         A piece is a range of a weight or of its optimizer state. All saves use the same host
-        buffers, because the allocation of new buffers would take longer than the copy.
+        buffers, because allocation is slow.
         """
         pieces = [
             piece
@@ -254,8 +253,8 @@ class Saver:
 
     def _prune(self, saved_step: int, keep_last: int) -> None:
         try:
-            # Neither remove nor count checkpoints after saved_step. They were damaged when the run
-            # resumed or rolled back.
+            # Neither remove nor count checkpoints after saved_step. Their files have the right
+            # sizes, but the last resume or rollback found damaged content and skipped them.
             steps = [step for step in self._store.complete() if step <= saved_step]
             for step in prunable(steps, keep_last, self._recipe.checkpoint.keep_every):
                 self._store.remove(step)
