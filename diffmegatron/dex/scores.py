@@ -1,6 +1,6 @@
 """Scores of attention heads on text: the entropy of their attention, or their importance.
 
-In shapes s is the number of a sequence's positions on this context-parallel rank, b the number of
+In shapes, s is the number of positions of a sequence on this context-parallel rank, b the number of
 sequences in a microbatch, and d the width of a head.
 """
 
@@ -37,8 +37,8 @@ def entropy_sums(
 ) -> tuple[Sums, float]:
     """Return sums of attention entropies in nats over queries, and this rank's number of queries.
 
-    With context parallelism, the sums and the number of one rank are of different queries. Their
-    totals over all context-parallel ranks are of the same queries.
+    With context parallelism, a rank's sums and number refer to different queries. Only the totals
+    over all context-parallel ranks refer to the same queries.
     """
     total: Sums = {}
 
@@ -55,9 +55,9 @@ def gradient_sums(
 ) -> tuple[Sums, float]:
     """Return sums of the importances |dL/dxi| of heads (Michel et al., 2019), and their divisor.
 
-    xi = 1 is a factor by which a head's output is multiplied. L is the mean loss of a sequence. The
-    totals of the sums over all data- and context-parallel ranks are means over all sequences,
-    weighted by their numbers of tokens with loss. The divisors of these ranks add up to 1.
+    xi = 1 is a factor by which a head's output is multiplied. L is the mean loss of a sequence.
+    The total of a sum over all data- and context-parallel ranks is a mean over all sequences. A
+    sequence is weighted by its number of tokens with loss. The total of the divisors is 1.
     """
     total: Sums = {}
 

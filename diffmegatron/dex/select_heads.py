@@ -28,8 +28,7 @@ from diffmegatron.yaml_documents import dump_yaml
 
 Method = Literal["entropy", "gradient"]
 Scores = list[list[float]]
-# Method -> function that computes the sums of the scores, and whether to select the heads with the
-# highest scores (True) or the lowest scores (False).
+# Method -> (function that sums the scores, whether heads with the highest scores are selected).
 METHODS = {"entropy": (entropy_sums, True), "gradient": (gradient_sums, False)}
 _LABELS = {
     "entropy": "attention entropy, nats",
@@ -49,10 +48,10 @@ def select_heads(
 ) -> str | None:
     """Score every head of a checkpoint on text, and write a file with the selected heads.
 
-    ``out`` is the file that a recipe of DEX names in ``model.attention.selected_heads``. If ``out``
-    is ``heads.yaml``, the files ``heads.scores.json`` and ``heads.png`` are written beside it. If
+    A recipe of DEX names the file ``out`` in ``model.attention.selected_heads``. With ``out``
+    ``heads.yaml``, the files ``heads.scores.json`` and ``heads.png`` are written beside it. If
     ``model`` is a ``run_dir``, its newest checkpoint is used. ``overrides`` change the checkpoint's
-    recipe, e.g. its parallel layout, which is one process by default.
+    recipe after its section ``parallel`` has been reset to the defaults.
 
     Returns:
         On rank 0, a summary such as "8 of 16 heads by entropy"; None on the other ranks.
@@ -89,8 +88,8 @@ def select_heads(
 def select_layer_heads(scores: Sequence[float], share: float, *, highest: bool) -> tuple[int, ...]:
     """Return the ascending indices of the selected heads of a layer.
 
-    A ``share`` of the heads is selected, but at least one. They have the highest scores if
-    ``highest`` is true, otherwise the lowest.
+    A ``share`` of the heads is selected, but at least one head. The selected heads have the highest
+    scores if ``highest`` is true, otherwise the lowest scores.
     """
     count = max(1, round(share * len(scores)))
     order = sorted(range(len(scores)), key=lambda head: scores[head], reverse=highest)
@@ -100,9 +99,9 @@ def select_layer_heads(scores: Sequence[float], share: float, *, highest: bool) 
 def _calibration_recipe(
     saved: Path, data: Path, sequences: int, overrides: Sequence[str]
 ) -> Recipe:
-    """Return a checkpoint's recipe, changed to one step on ``sequences`` sequences in one process.
+    """Return a checkpoint's recipe, changed to one step on ``sequences`` sequences of ``data``.
 
-    ``overrides`` are applied last.
+    The section ``parallel`` is reset to the defaults. ``overrides`` are applied last.
     """
     recipe = load_resolved(saved)
     attention = recipe.model.attention
@@ -145,8 +144,7 @@ def _gather_scores(sums: Sums, divisor: float, parallel_state: ParallelState) ->
     own = {layer: value.tolist() for layer, value in sums.items()}
     ranks: list[tuple] = [() for _ in range(parallel_state.world_size)]
     distributed.all_gather_object(ranks, (coordinates, own, divisor))
-    # (layer, tensor-parallel rank) -> total sum of each head of this rank, followed by the total
-    # divisor.
+    # (layer, tensor-parallel rank) -> [total of each head of that rank..., total divisor].
     parts: dict[tuple[int, int], torch.Tensor] = {}
     for (_, tensor), of_layers, count in sorted(ranks, key=lambda each: each[0]):
         for layer, values in of_layers.items():

@@ -20,10 +20,9 @@ def score(
 ) -> list[list[Scored] | NotFiniteError]:
     """Compute the likelihoods of the continuations of several contexts in one batch.
 
-    A row of the batch is a context, followed by one continuation without its last token, because
-    nothing is predicted after that token. Continuations of a context that differ only in their last
-    token share a row. If ``network.keeps_all_tokens`` is true, a context with several rows is
-    processed once, and its keys and values are copied to its rows.
+    A row of the batch is a context, followed by one continuation without its last token.
+    Continuations of a context that differ only in their last token share a row. If
+    ``network.keeps_all_tokens`` is true, a context with several rows is processed only once.
     """
     if not all(context and all(continuations) for context, continuations in requests):
         raise ValueError("a request has a context or a continuation without tokens")
@@ -129,7 +128,7 @@ def generate(
         chunks = [request.ids for request in requests]
         rows = network.empty_rows(len(chunks), shared + columns)
     texts = [WrittenText(request) for request in requests]
-    # Texts of the rows in the batch; rows are dropped below.
+    # Texts whose rows are still in the batch.
     written = texts
     while True:
         ends = [(row, len(chunk) - 1) for row, chunk in enumerate(chunks)]

@@ -60,7 +60,7 @@ class _ReservedLayer(DynamicLayer):
 
 @dataclass
 class Rows:
-    """State of a batch with one text per row, after the tokens that the network has processed.
+    """State of a batch with one text per row.
 
     ``cache`` contains the keys and values. It is None if each text is processed in one forward
     pass. ``is_token`` is False for padding, bool [rows, columns processed so far].
@@ -81,7 +81,7 @@ class Rows:
 class BatchedNetwork:
     """A causal network that processes a batch of texts, one per row, in chunks.
 
-    A chunk is a list of the next tokens of one row. It is padded at its end to the longest chunk.
+    A chunk is a list of the next tokens of one row. Short chunks of a batch are padded at the end.
     If :attr:`keeps_all_tokens` is false, a row with padding must not read another chunk. ``start``
     is any valid token id.
     """
@@ -94,8 +94,7 @@ class BatchedNetwork:
     def keeps_all_tokens(self) -> bool:
         """True if masked padding between the tokens of a row has no effect.
 
-        Padding shifts a sliding window, changes the state of a recurrent layer, and counts in the
-        positions of a network without an argument ``position_ids``.
+        False for sliding windows, recurrent layers, and networks without ``position_ids``.
         """
         network = self._network
         layers = DynamicCache(config=network.config).layers
@@ -115,7 +114,7 @@ class BatchedNetwork:
         return Rows(None if columns is None else self._reserved(columns), is_token)
 
     def after(self, prefixes: Rows, index: Sequence[int], columns: int) -> Rows:
-        """Return new rows that continue the texts of ``prefixes``, which do not change.
+        """Return new rows that continue texts of ``prefixes``; ``prefixes`` is not changed.
 
         Args:
             index: for each new row, the index of the row in ``prefixes`` that it continues.
@@ -129,7 +128,7 @@ class BatchedNetwork:
         return Rows(cache, prefixes.is_token[chosen], prefixes.has_padding)
 
     def read_prefix(self, ids: Sequence[int]) -> Rows:
-        """Return one row that has read ``ids``; a repeated call returns the same row."""
+        """Return one row that has read ``ids``; the row of the last call is cached."""
         if self._prefix is None or self._prefix[0] != ids:
             self.drop_prefix()
             rows = self.empty_rows(1, len(ids))

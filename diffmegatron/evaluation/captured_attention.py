@@ -1,7 +1,7 @@
-"""Attention logits and maps of a network during its forward pass, in blocks of rows (queries).
+"""Observation and quantization of the attention logits in a network's forward passes.
 
-This module replaces the attention function of ``transformers`` to record the queries and keys of
-each layer. To save memory, logits and maps are computed for one block of rows at a time.
+This module replaces the attention function of ``transformers``. To save memory, logits and maps are
+computed for one block of rows (queries) at a time.
 """
 
 from collections.abc import Callable, Iterator
@@ -59,9 +59,9 @@ class LayerAttention:
     Attributes:
         number: index of the layer, from 0.
         module: attention module of the layer.
-        hidden: input of this module, [s, hidden_size].
-        calls: calls of the attention function; together they have all query heads, in the order of
-            ``q_proj``.
+        hidden: input of ``module``, [s, hidden_size].
+        calls: one call with all query heads. A ``GroupedDiffAttention`` module has two calls: the
+            first with all signal heads, the second with all noise heads.
     """
 
     number: int
@@ -72,11 +72,11 @@ class LayerAttention:
 
     @property
     def rows(self) -> int:
-        """Number of tokens s of the text, which is the number of rows of a map."""
+        """Number of rows of a map, one per token of the text."""
         return len(self.hidden)
 
     def blocks(self) -> Iterator[tuple[int, int]]:
-        """Yield (first, end) of each block, whose rows are ``first`` to ``end - 1``."""
+        """Yield (first, end) for each block of rows ``first`` to ``end - 1``."""
         return row_blocks(sum(len(call.query) for call in self.calls), self.rows)
 
     def logits(self, first: int, end: int) -> Tensor:
@@ -84,9 +84,10 @@ class LayerAttention:
         return torch.cat([call.logits(first, end) for call in self.calls])
 
     def maps(self, first: int, end: int) -> Tensor:
-        """Return the maps of these rows after the subtraction, float32 [heads, end - first, end].
+        """Return the maps of rows ``first`` to ``end - 1``, float32 [heads, end - first, end].
 
-        If the kind of attention has no subtraction, they are the softmax of the logits.
+        A map is the softmax of a head's logits. In differential attention, it is the difference of
+        softmax maps that :meth:`Variant.subtracted_maps` computes.
         """
         return self.subtracted(self.logits(first, end).softmax(-1), first, end)
 
@@ -96,10 +97,10 @@ class LayerAttention:
 
 
 def row_blocks(heads: int, rows: int) -> Iterator[tuple[int, int]]:
-    """Yield (first, end) of each block of a layer's maps [heads, rows, rows].
+    """Yield (first, end) of each block of maps [heads, rows, rows].
 
-    A block has the rows ``first`` to ``end - 1`` of all heads. Its float32 logits have at most
-    ``BLOCK_BYTES`` bytes, or the block is a single row.
+    A block has the rows ``first`` to ``end - 1`` of all heads. A block of several rows has at most
+    ``BLOCK_BYTES`` bytes in float32.
     """
     step = max(1, BLOCK_BYTES // (_FLOAT32 * heads * rows))
     return ((first, min(first + step, rows)) for first in range(0, rows, step))

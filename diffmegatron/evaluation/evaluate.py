@@ -87,11 +87,10 @@ def evaluate(
 
 
 def export_targets(targets: Sequence[Target], ranks: Ranks) -> None:
-    """Export every checkpoint among the targets to a Hugging Face folder, on rank 0.
+    """Export the checkpoints among the targets to Hugging Face folders, if there are several ranks.
 
-    An export needs process groups of a single rank, so it runs in a new process outside the
-    launcher's group. With one process, do nothing, because :attr:`Target.folder` exports a
-    checkpoint when it is first read.
+    Rank 0 starts a new process for each export, because an export needs process groups of a single
+    rank. With one rank, :attr:`Target.folder` exports a checkpoint when it is first read.
     """
     if ranks.count == 1:
         return
@@ -145,7 +144,7 @@ def _run(suite: Suite, model: Model, out: Path, ranks: Ranks) -> Measured:
     with SharedRecords(out / suite.name / f"{target.name}.jsonl", header, ranks) as file:
         # Check the records of an earlier evaluation before scoring, which may take hours.
         check_records(file.records.values(), suite.means)
-        # Accessing `target.context` may export a checkpoint, so do it only for items with tokens.
+        # Reading `target.context` may export a checkpoint, so skip it for items without tokens.
         long = [item for item in items if item.tokens and item.tokens > target.context]
         too_long = {item.key for item in long}
         fitting = [item for item in items if item.key not in too_long]
@@ -157,7 +156,7 @@ def _run(suite: Suite, model: Model, out: Path, ranks: Ranks) -> Measured:
                 f"{target.context:,.0f}"
             )
         finite = [file.records[i.key] for i in fitting if NOT_FINITE not in file.records[i.key]]
-        # Follow-ups (further items) depend on the records of all items, which must all be finite.
+        # Follow-ups need finite records of all items.
         if len(finite) == len(fitting):
             more = suite.follow_ups(target, finite)
             _score_items(suite, model, more, file, ranks, suite.passes[1])

@@ -39,9 +39,9 @@ def plot_bars(
     targets: Mapping[str, Sequence[Estimate | None]],
     ylabel: str,
 ) -> None:
-    """Plot a group of bars for each label, with one bar and its 95% interval per target.
+    """Plot a group of bars for each label: one bar with a 95% interval per target.
 
-    ``targets`` maps the name of a target to one estimate per label. None leaves out the bar.
+    ``targets`` maps the name of a target to its estimates, one per label; None: no bar.
     """
     width = 0.8 / len(targets)
     for number, (target, estimates) in enumerate(targets.items()):
@@ -87,7 +87,7 @@ def plot_measures(
 def plot_curves(
     axes: Axes, targets: Mapping[str, Sequence[tuple[float, Estimate]]], xlabel: str, ylabel: str
 ) -> None:
-    """Plot a curve with intervals for each target that has points (x, estimate), sorted by x."""
+    """Plot a curve with 95% intervals for each target; its points (x, estimate) are sorted by x."""
     for target, points in targets.items():
         if points:
             xs, estimates = zip(*points, strict=True)

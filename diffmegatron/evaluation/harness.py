@@ -291,10 +291,10 @@ class Encoder(TemplateLM):
             return render([each for each in chat_history if each["role"] != "system"])
 
     def length(self, question: Question) -> int:
-        """Return 0 if a question fits the target's context, otherwise its number of tokens.
+        """Return the number of tokens of the longest answer, or 0 if it fits the target's context.
 
-        Count only the longest choice (continuation to score) or generated answer. Long prompts are
-        cut at their beginning, and long texts are divided into windows.
+        An answer is a choice (continuation to score) or a generated text. Prompts do not count,
+        because a long prompt is cut at its beginning.
         """
         kind, needed = question.instances[0].request_type, 0
         if kind == "generate_until":
@@ -313,8 +313,7 @@ class Encoder(TemplateLM):
     def requests(self, question: Question) -> tuple[list[Request], bool]:
         """Return the requests of a question, and whether a prompt was cut at its beginning.
 
-        Consecutive choices (continuations to score) after the same context are one request. For
-        ``loglikelihood_rolling``, each window of a text is one request.
+        Consecutive continuations of the same context are one request.
         """
         kind = question.instances[0].request_type
         if kind == "generate_until":

@@ -1,7 +1,7 @@
 """Statistics of a network's heads over one text; docs/evaluation.md defines every measure.
 
-A score is an entry of a head's attention map. In differential attention, the map is the result of
-the subtraction. A row of a map has the scores of one query token.
+A score is an entry of a head's attention map. In differential attention, the map is the difference
+of two softmax maps. A row of a map has the scores of one query token.
 """
 
 import math
@@ -17,8 +17,8 @@ from diffmegatron.errors import NotFiniteError
 from diffmegatron.evaluation.captured_attention import LayerAttention, layers, row_blocks
 from diffmegatron.evaluation.model import Model
 
-# Names of measures, and parts of names. The two maps of a differential head are its softmax maps
-# before the subtraction: the signal map, and the noise map that is subtracted.
+# Names of measures, and parts of names. The two maps of a differential head are softmax maps: the
+# signal map, and the noise map that is subtracted from it.
 MAPS, HEADS = "two maps of a head", "two heads of a layer"
 TOP, IN_TOP, IN_REST = "overlap of top tokens", "overlap of top scores", "overlap of other scores"
 NEAR_ZERO = "share of |scores| below "
@@ -73,9 +73,9 @@ def _measured(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the name and the values [heads or pairs of heads, rows] of every measure.
 
-    ``softmax`` has the maps before the subtraction, [query heads, rows, keys]. ``maps`` has the
-    maps after the subtraction, [heads, rows, keys]. Measures of top tokens leave out the rows that
-    are too short to have a top token.
+    ``softmax`` has the softmax maps, [query heads, rows, keys]. ``maps`` has the result of
+    ``layer.subtracted``, [heads, rows, keys]. Measures of top tokens and of top scores leave out
+    rows without a top token.
     """
     sizes = maps.abs()
     for epsilon in epsilons:

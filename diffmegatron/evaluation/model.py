@@ -27,7 +27,7 @@ class Model:
     def __init__(self, target: Target, computing: Computing | None = None) -> None:
         self.target = target
         self.computing = computing or Computing()
-        # Further limit on the tokens of a batch, reduced when a batch does not fit into the memory.
+        # Limit on the tokens of a batch, reduced when a batch does not fit into the GPU's memory.
         self._batch_tokens: float = math.inf
 
     @cached_property
@@ -106,7 +106,7 @@ class Model:
         return BatchedNetwork(self.network, self.target.start_token)
 
     def _fits(self, batch: Sequence["_Size"]) -> bool:
-        """Return whether the last request of ``batch`` fits into a batch with those before it."""
+        """Return whether the last request of ``batch`` may be in a batch with all others."""
         if batch[-1].group != batch[0].group:
             return False
         if batch[0].is_generation and not self._batched.keeps_all_tokens:

@@ -52,8 +52,8 @@ class Generation(NamedTuple):
     with the token that completes a string of ``stop``.
 
     Attributes:
-        shared: number of tokens at the beginning of ``ids`` with which other requests also begin,
-            less than ``len(ids)``. Their keys and values may be computed once for all requests.
+        shared: number of first tokens of ``ids`` that other requests have too, below ``len(ids)``.
+            The keys and values of these tokens may be computed once for all requests.
         labels: the allowed answers; None for free text.
     """
 

@@ -37,8 +37,8 @@ class Item(NamedTuple):
     Attributes:
         key: name within the suite; the same for every target.
         tokens: context length that the item needs; 0 if any context suffices.
-        content: all values on which the requests depend. Every change must show in their
-            ``repr``, because a restart compares a hash of it.
+        content: all values on which the requests depend. Every change must show in the ``repr``
+            of the content, because a restart compares hashes of it.
     """
 
     key: str
@@ -65,8 +65,8 @@ class Mean(NamedTuple):
 class Estimate(NamedTuple):
     """A value and its 95% interval from ``low`` to ``high``, both None if there is no interval.
 
-    ``units`` is the number of items, or of groups of items that the bootstrap draws together
-    (:meth:`Suite.unit`). It is None if the value is not computed from units.
+    ``units`` is the number of units (:meth:`Suite.unit`) that the bootstrap draws from. It is None
+    without a bootstrap.
     """
 
     value: float
@@ -78,8 +78,8 @@ class Estimate(NamedTuple):
 class Published(NamedTuple):
     """Values of a measure in a paper, which the report prints beside the targets' values.
 
-    ``transformer`` is None if the paper does not give it. ``source`` names the size of the paper's
-    models and the table or the number of training tokens, e.g. ``3B, table 2``.
+    ``transformer`` is None if the paper does not give it. ``source`` describes the paper's models
+    and the place in the paper, e.g. ``3B, table 2``.
     """
 
     measure: str
@@ -103,8 +103,8 @@ class Suite(Section, ABC):
         within_training: whether the suite can run during training, where logits and activations
             are not available.
         direction: whether higher or lower values are better, if all measures agree.
-        follow_up_settings: fields that affect only the follow-ups. They may change in a restart, so
-            the key of a follow-up must contain those values on which its record depends.
+        follow_up_settings: fields that affect only the follow-ups and may change in a restart.
+            A restart scores only the follow-ups whose keys have no record.
     """
 
     name: ClassVar[str]
@@ -146,7 +146,7 @@ class Suite(Section, ABC):
     def requests_of(self, target: "Target", item: Item) -> ItemGenerator:
         """Yield lists of requests to the model, receive the answers, and return the item's record.
 
-        A suite that reads activations of the network overrides :meth:`score` instead.
+        A suite that uses the network directly, or not at all, overrides :meth:`score` instead.
         """
         raise NotImplementedError(f"suite {self.name!r} defines neither requests_of nor score")
 
@@ -254,8 +254,8 @@ def _score_items(
         items = []
         for key, generator in window:
             item = _OpenItem(key, generator)
-            # An item without requests to the model is complete already. Yield its record now,
-            # because the suite may call an external model, and the call for the next item may fail.
+            # An item without requests to the model is complete already. Yield its record now: the
+            # next item may fail in a call of an external model.
             if item.record is not None:
                 yield key, item.record
             items.append(item)

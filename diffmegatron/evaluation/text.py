@@ -47,7 +47,7 @@ class WindowSuite(TextSuite):
 
     def texts(self) -> Iterator[tuple[str, str]]:
         """Yield (name of the source, text) for each document, cut to at most ``characters``."""
-        # Tokens have 3 to 5 characters on average, so 8 characters per token can fill a window.
+        # Tokens have 3 to 5 characters on average, so 8 characters per token suffice.
         characters = self.characters or max(20_000, 8 * self.context)
         return first_texts(self.data, self.documents, characters)
 

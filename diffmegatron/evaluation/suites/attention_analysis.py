@@ -175,7 +175,7 @@ def _table(records: Records, measure: str) -> np.ndarray:
 def _by_layer(records: Records) -> dict[str, np.ndarray]:
     """Return the mean over texts of each measure except importance, [layers].
 
-    Distance and alignment are those of different heads of the same layer.
+    Distance and alignment are between different heads of the same layer.
     """
     found = {
         name: np.mean([each["layers"][name] for each in records], axis=0)

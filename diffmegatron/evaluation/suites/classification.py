@@ -163,10 +163,7 @@ class ClassificationSuite(Suite):
 
     @override
     def unit(self, key: str, record: Record) -> str:
-        """Return the name of the test question; the bootstrap draws all its items together.
-
-        Items that ask the same question after different examples are not independent.
-        """
+        """Return the name of the test question; the bootstrap draws all its items together."""
         return f"{record['task']}/{record['question']}"
 
 

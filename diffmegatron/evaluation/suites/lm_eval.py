@@ -138,9 +138,9 @@ class LmEval(Suite):
 
     @override
     def totals(self, records: Records) -> dict[str, float | Estimate]:
-        """Return metrics of task groups, metrics that are not means, and the paper's average.
+        """Return metrics of task groups, metrics that are not means, and an average accuracy.
 
-        The average is over the accuracies of the seven tasks in ``_PAPER``, if all are evaluated.
+        The average is over the seven tasks of ``_PAPER``, and missing if one is not evaluated.
         """
         found: dict[str, float | Estimate] = {}
         for row in self._results(records):
@@ -198,9 +198,9 @@ class LmEval(Suite):
         return True
 
     def _bars(self, records: Records) -> dict[tuple[str, str], Estimate]:
-        """Return (shots, name) -> first metric of each group, and of each task outside all groups.
+        """Return (shots, name) -> first metric of a group or task.
 
-        A group without metrics of its own does not count, so its tasks are included.
+        Tasks of a group that has metrics of its own are left out.
         """
         groups = [each for each in self._library.groups.values() if each.has_aggregation]
         in_groups = {task.task_name for group in groups for task in group.get_all_tasks()}

@@ -1,4 +1,4 @@
-"""Loss and perplexity of held-out text, over windows of a fixed length."""
+"""Loss and perplexity of held-out text, which is cut into windows."""
 
 import math
 from collections import defaultdict

@@ -239,7 +239,7 @@ class Mathematics(Suite):
                 asked = target.encode(f"{before}Question: {each.question}\nAnswer:")
                 ids = [target.start_token, *asked]
                 # The tokenizer may join the end of the examples and the beginning of the question
-                # in one token, so count the tokens that are equal.
+                # in one token, so count the equal first tokens.
                 pairs = zip(ids, demonstrated, strict=False)
                 shared = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
                 content = (name, ids, shared, each.answer, each.choices)
