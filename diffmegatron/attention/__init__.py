@@ -1,6 +1,6 @@
 """Differential attention: functions, kinds of attention, and layers for Megatron-core.
 
-To use the functions without a Megatron layer, import them::
+The functions also work without Megatron's layers::
 
     from diffmegatron.attention import diff_attention, diff_attention_v2, softmax_attention
 """

@@ -33,9 +33,9 @@ Linear: TypeAlias = type | ModuleSpec
 class RMSNorm(torch.nn.RMSNorm):
     """RMSNorm of the local host, with the constructor arguments of Megatron's norms.
 
-    Megatron's own fallback, ``WrappedTorchNorm``, does not support sequence parallelism. This class
-    does: the weight's attribute ``sequence_parallel`` makes :mod:`diffmegatron.optim.reduction` sum
-    the weight's gradient over the tensor-parallel ranks.
+    Megatron's ``WrappedTorchNorm`` does not support sequence parallelism. Here, the weight's
+    attribute ``sequence_parallel`` makes :mod:`diffmegatron.optim.reduction` sum the weight's
+    gradient over the tensor-parallel ranks.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
@@ -46,8 +46,8 @@ class RMSNorm(torch.nn.RMSNorm):
 def available_host(lora: LoraConfig | None = None) -> Host:
     """Return ``transformer_engine`` if it can run and ``lora`` is None, otherwise ``local``.
 
-    Transformer Engine's modules cannot be built without a CUDA device. LoRA needs the normalised
-    input of a projection, which Transformer Engine's fused modules do not return.
+    Transformer Engine's modules cannot be built without a CUDA device. They do not return the
+    normalised input of a projection, which LoRA needs.
     """
     is_usable = HAVE_TE and torch.cuda.is_available()
     return "transformer_engine" if is_usable and lora is None else "local"
@@ -71,9 +71,9 @@ def layer_spec(
 ) -> ModuleSpec:
     """Return the spec of a pre-norm transformer layer.
 
-    Megatron-core's ``TransformerConfig`` chooses SwiGLU and biases. ``backend`` is the kernel of
-    differential attention: ``auto``, or a name that the command ``diffmegatron doctor`` lists.
-    ``communication`` is the method of context parallelism. Only the local host supports ``lora``.
+    ``backend`` is the kernel of differential attention: ``auto``, or a name that the command
+    ``diffmegatron doctor`` lists. ``communication`` is the method of context parallelism. Only the
+    local host supports ``lora``.
     """
     input_norm: type = RMSNorm
     mlp_norm: type = RMSNorm
@@ -134,8 +134,8 @@ def _local_linear(lora: LoraConfig | None) -> dict[str, Linear]:
 def _mlp(column_linear: Linear, row_linear: Linear) -> type[MLP]:
     """Return a class that builds Megatron-core's MLP with these projections.
 
-    It is a class because Megatron-core 0.19 warns about a ModuleSpec here, and the replacement,
-    ``MLP.as_mlp_submodule``, is missing in version 0.16.
+    Megatron-core 0.19 warns about a ModuleSpec here. Its replacement, ``MLP.as_mlp_submodule``, is
+    missing in version 0.16.
     """
 
     class ProjectedMLP(MLP):

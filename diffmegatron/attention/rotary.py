@@ -1,8 +1,8 @@
 """Rotary embedding: the angles of positions, and the rotation of queries and keys by these angles.
 
-The rotation saves only the angles, which all layers share. Megatron-core's own rotation saves sines
-and cosines in every layer. In shapes s is the number of positions on this context-parallel rank, b
-the number of sequences, and d the width of a query or key.
+For the backward pass, the rotation saves only the angles, which all layers share. In shapes s is
+the number of positions on this context-parallel rank, b the number of sequences, and d the width of
+a query or key.
 """
 
 import math
@@ -26,8 +26,8 @@ def rotary_angles(
     """Return the angles of this rank's positions in a sequence, float32 [s, 1, 1, d] in radians.
 
     The angle of channels i and i + d / 2 is ``position * theta ** (-2 * i / d)`` without
-    ``scaling``. ``width`` is d. ``length`` is the number of positions of the whole sequence, which
-    is sharded over the context-parallel ranks of ``group``.
+    ``scaling``. ``width`` is d. ``length`` is the number of positions of the unsharded sequence.
+    ``group`` has the context-parallel ranks.
     """
     channels = torch.arange(0, width, 2, dtype=torch.float32, device=device)
     frequencies = 1.0 / (theta ** (channels / width))
@@ -59,8 +59,8 @@ def scaled_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
 def rotate(query: Tensor, key: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
     """Rotate queries and keys [s, b, ..., d] by angles [s, 1, 1, d].
 
-    Channels i and i + d / 2 are rotated as a pair. Queries and keys must have the same dtype, to
-    which sines and cosines are rounded.
+    Channels i and i + d / 2 are rotated as a pair. Queries and keys must have the same dtype. Sines
+    and cosines are rounded to this dtype.
     """
     turned: tuple[Tensor, Tensor] = _Rotation.apply(angles, 1, query, key)
     return turned

@@ -106,16 +106,15 @@ class SelfAttention(MegatronModule):
         for declared in self._declared.values():
             parameter = torch.nn.Parameter(self._initial(declared))
             # The gradient of an unsharded parameter covers only this rank's heads. The attribute
-            # makes optim/reduction.py sum it over the tensor-parallel ranks.
+            # makes optim/reduction.py sum this gradient over the tensor-parallel ranks.
             parameter.has_partial_gradient = not declared.sharded  # type: ignore[attr-defined]
             if declared.sharded and config.perform_initialization:
                 set_tensor_model_parallel_attributes(parameter, True, 0, 1)
             self.register_parameter(declared.name, parameter)
 
     def _initial(self, declared: Parameter) -> Tensor:
-        # Every rank draws the whole parameter and keeps its own rows. Megatron-LM's training script
-        # seeds torch's CPU generator equally on all tensor-parallel ranks, so all draw the same
-        # values.
+        # Every tensor-parallel rank draws the whole parameter and keeps its own rows. This requires
+        # equal seeds of torch's CPU generator, which Megatron-LM's training script sets.
         rows, *others = declared.shape
         own = self.share(rows) if declared.sharded else range(rows)
         dtype = torch.float32 if declared.float32 else self.config.params_dtype
@@ -174,7 +173,7 @@ class SelfAttention(MegatronModule):
         """Split the output of ``linear_qkv``, [s, b, channels], into queries, keys and values.
 
         Queries are [s, b, groups, queries per group, d]. Keys are [s, b, groups, keys per group,
-        d]. Values are [s, b, value heads, d]. A group is that of ``variant.heads.group``.
+        d]. Values are [s, b, value heads, d]. ``variant.heads.group`` is the layout of a group.
         """
         heads = self.variant.heads
         counts = [count for _, count in heads.group]
@@ -196,7 +195,7 @@ class SelfAttention(MegatronModule):
 
         ZeRO 3 stores every parameter of a bf16 run in bf16. A parameter declared with ``float32``
         then has its float32 value in the attribute ``exact`` (:mod:`diffmegatron.optim.partition`).
-        The result has this value, and its gradient reaches the parameter.
+        The result has this float32 value, and passes its gradient on to the parameter.
         """
         parameter = getattr(self, name)
         exact = getattr(parameter, "exact", None)
@@ -235,7 +234,7 @@ class SelfAttention(MegatronModule):
     ) -> dict:
         """Return Megatron's sharded state, with the variant's sharded parameters as shards.
 
-        Megatron's own method treats them as replicated.
+        Megatron's own method treats these parameters as replicated.
         """
         metadata = ensure_metadata_has_dp_cp_group(metadata)
         state = super().sharded_state_dict(prefix, sharded_offsets, metadata)

@@ -17,8 +17,8 @@ from diffmegatron.files import check_utf8, explain_os_errors, format_path
 def atomic_directory(out: Path) -> Iterator[Path]:
     """Yield a temporary directory, which is renamed to ``out`` on success and removed otherwise.
 
-    ``out`` must be new or empty. Temporary directories for ``out`` that killed processes left are
-    removed first. Those of running processes are locked and stay.
+    ``out`` must be new or empty. First, temporary directories of killed processes for the same
+    ``out`` are removed. Those of running processes are locked and stay.
     """
     out = out.resolve()
     check_utf8(out)

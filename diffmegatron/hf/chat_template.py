@@ -34,8 +34,8 @@ CHAT_TEMPLATE = f"""\
 {{%- endif -%}}
 """
 # The tokenizer splits a chat before and after each match. If the ChatML markers are ordinary text,
-# a match is a response and its <|im_end|>. If they are special tokens, the tokenizer has already
-# split the text at the markers. The pattern then matches the beginning of "assistant\n" + response.
+# a match is a response and its <|im_end|>. If the markers are special tokens, the tokenizer has
+# already split the text at the markers. A match is then the "assistant\n" before a response.
 _RESPONSE = r"(?<=<\|im_start\|>assistant\n)[\s\S]*?<\|im_end\|>|\Aassistant\n"
 _TEXTS = (
     "What is 12345 + 1?",

@@ -39,11 +39,10 @@ _NEUTRAL_OF: dict[str, dict[str, tuple[Any, ...]]] = {
         "residual_dropout": (0,),
     }
 }
-# File of a PEFT adapter. If peft is installed, transformers adds the adapter to the model.
+# File of a PEFT adapter.
 _ADAPTER = "adapter_config.json"
 _FULL = "full_attention"
-# transformers creates lists with an entry per layer, so a huge number of layers would exhaust the
-# memory.
+# transformers creates lists with an entry per layer. A huge number would exhaust the memory.
 _MAX_LAYERS = 10_000
 # Kind of RoPE scaling -> {key in a recipe's rope_scaling: key in rope_parameters of config.json}.
 _SCALINGS: dict[str, dict[str, str]] = {
@@ -67,8 +66,8 @@ def to_hf_config(recipe: Recipe, end_of_document: int, dtype: torch.dtype) -> Pr
         "initializer_range": model.initialization.std,
         "bos_token_id": end_of_document,
         "eos_token_id": end_of_document,
-        # transformers does not train the embedding row of this id. The tokenizer pads with the
-        # end-of-document token, whose row must be trained.
+        # transformers does not train the embedding row of the padding id. The tokenizer pads with
+        # the end-of-document token, whose row must be trained.
         "pad_token_id": None,
         "dtype": dtype,
         "architectures": [described.architecture],
@@ -218,8 +217,8 @@ def _check_rope(path: Path, raw: Mapping[str, Any], rope: Mapping[str, Any]) -> 
             raise UserError(
                 f"{format_path(path)} has {key} {shorten(repr(rope[key]))}, a text; give a number"
             )
-    # transformers 4 and 5 read these keys at different places (the top level or the section), so
-    # the values must be equal.
+    # transformers 4 and 5 read each key at different places: the top level or the section. Both
+    # values must therefore be equal.
     own = raw.get(section) or {}
     for key in ("rope_theta", "original_max_position_embeddings"):
         within = own.get(key, rope.get(key))

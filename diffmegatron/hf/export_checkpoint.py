@@ -22,9 +22,8 @@ from diffmegatron.model.build import DTYPES
 from diffmegatron.parallel.parallel_state import process_groups
 
 # Largest allowed difference of the logits, divided by the largest absolute logit. If export and
-# training round the same values, the key is float32. Otherwise it is the dtype of the rounding. For
-# example, an export of DIFF V1 rounds the product of the output projection and the norm's weight,
-# but training rounds only the projection.
+# training round the same values, the key is float32. Otherwise the key is the dtype of the
+# rounding. For example, an export can round a product of weights whose factors training rounds.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 _NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 
@@ -87,7 +86,7 @@ def export_checkpoint(
         dtype,
         original=original,
         step=step,
-        # True if the training data had chats, and all of these were in ChatML.
+        # True if the training data had chats, all of them in ChatML.
         chat=isinstance(layouts, list) and "chat" in layouts and "template" not in layouts,
         verify=compare if verify else None,
     )
@@ -99,8 +98,8 @@ def _rounded_differently(
 ) -> torch.dtype:
     """Return the key of ``TOLERANCE`` for the comparison.
 
-    If ``original`` is None and the export computes no weight from several weights, it is float32.
-    Otherwise it is the coarser of ``dtype`` and the most frequent dtype of ``original``, if any.
+    If ``original`` is None and the export computes no weight from several weights, the key is
+    float32. Otherwise the key is ``dtype`` or ``original.usual_dtype``, whichever is coarser.
     """
     is_folded = recipe.model.lora is not None or any(
         rule.folds for rule in table(recipe.model, step)
@@ -128,8 +127,8 @@ def merged_weights(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
 def training_logits(checkpoint: Checkpoint, tokens: Tensor) -> Tensor:
     """Return the Megatron network's logits for ids [b, s]: float32 [b, s, vocabulary], on the CPU.
 
-    The weights are rounded as in training, and the arithmetic is float32. The vocabulary's padding
-    has no logits.
+    The weights are rounded as in training, and the arithmetic is float32. Padding rows of the
+    vocabulary have no logits.
     """
     recipe = checkpoint.recipe
     # On a GPU, the Triton kernels compute float32 products in TF32, whose error would exceed the

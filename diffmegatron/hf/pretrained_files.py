@@ -1,7 +1,7 @@
 """Files of a pretrained model: the tensors to import, and the files that exports keep.
 
-``diffmegatron import`` copies config.json and the tokenizer into a folder, and adds the dtypes. A
-run whose recipe has this folder as ``data.tokenizer`` keeps them in its exports.
+``diffmegatron import`` copies config.json and the tokenizer into a folder, and adds dtypes.json. If
+a recipe has this folder as ``data.tokenizer``, its exports start from these files.
 """
 
 import re

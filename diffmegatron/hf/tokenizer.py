@@ -44,7 +44,8 @@ _FILES = (
     "merges.txt",
     "chat_template.*",
 )
-# A tokenizer could merge a response that begins with this text with the newline before it.
+# `check_chat` inserts this text before sample responses. A tokenizer could merge its white space
+# with the newline that ends the prompt.
 _SPACE = "\n\n "
 SAMPLE = (
     "The quick brown fox doesn't jump; WE'LL say it's 1 or 22 or 333 or 4444 or 1234567890.",
@@ -105,7 +106,7 @@ def write_tokenizer(
     if chat:
         fast.chat_template = CHAT_TEMPLATE
     fast.save_pretrained(directory)
-    # transformers 5 writes another name for this class, which transformers 4.57 does not have.
+    # transformers 5 writes a name of this class that transformers 4.57 does not have.
     config = read_json(directory / CONFIG, dict[str, Any]) | {"tokenizer_class": _CLASS}
     _write_config(config, directory)
     check_tokenizer(tokenizer.encoding, directory)

@@ -74,8 +74,8 @@ def write_export(
 
     Args:
         weights: unsharded weights with Megatron's names. A generator is read one weight at a time.
-        dtype: dtype of the stored weights. Weights that must not be rounded, such as lambda
-            vectors, are float32.
+        dtype: dtype of the stored weights, unless the export keeps the dtypes of ``original``.
+            Weights that must not be rounded, such as lambda vectors, are stored exactly.
         original: pretrained model that the run started from. If its class can compute the recipe's
             attention, the export keeps the class, the dtypes and the configuration of this model,
             with the recipe's changes.
@@ -113,7 +113,7 @@ def _stored_dtypes(
     """Return a function from a tensor's name and value to the dtype in which to store it.
 
     It is the tensor's dtype in ``original``, or ``dtype`` if ``original`` is None. Exception: a
-    tensor that must not be rounded is float32, unless its dtype in ``original`` is exact.
+    tensor of a rule with ``keep_fp32`` is float32, unless its dtype in ``original`` is exact.
     """
     keep_fp32 = {name for rule in table(model) if rule.keep_fp32 for name in rule.theirs}
 

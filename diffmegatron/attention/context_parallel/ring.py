@@ -1,10 +1,9 @@
 """Ring attention: the ranks pass their keys and values around a ring; queries stay on their rank.
 
-It follows Liu et al., arXiv 2310.01889, for one or two softmax maps. A rank has two chunks of
-queries (:mod:`diffmegatron.attention.context_parallel.zigzag`). It computes their attention to the
-visible keys of one rank, while it receives the next keys. Results are merged exactly by their
-log-sum-exps. In the backward pass the keys and values go around the ring again, so a rank saves
-only its own.
+The method is that of Liu et al., arXiv 2310.01889, for one or two softmax maps. Each rank computes
+the attention of its queries to the keys of one rank while it receives the keys of the next rank.
+Results are merged exactly by their log-sum-exps. In the backward pass the keys and values go around
+the ring again, so a rank saves only its own.
 
 In shapes b is the batch size, s the number of positions on this rank, and d the width of a query.
 """
@@ -103,9 +102,9 @@ class _RingAttention(torch.autograd.Function):
         queries, lses = of_maps[:count], tuple(of_maps[count:])
         ring, whole = ctx.ring, WholeAttention(out, out2, lses)
         query_grads = [torch.zeros_like(q, dtype=lses[0].dtype) for q in queries]
-        # The gradient of keys and values follows them around the ring. Each rank adds its part, and
-        # the complete sum arrives at the rank that the keys and values came from. `sent` keeps the
-        # outgoing tensor alive until it is sent.
+        # The gradient of keys and values follows them around the ring. Each rank adds its part. The
+        # complete sum arrives at the rank that owns the keys and values. `sent` keeps the outgoing
+        # tensor alive until it is sent.
         sent: Tensor | None = None
         arriving: Tensor | None = None
         pending: list[Work] = []
@@ -148,7 +147,7 @@ class _ChunkPair(NamedTuple):
 def _visible_chunk_pairs(
     queries: Sequence[Tensor], packed_kv: Tensor, source: int, ring: _Ring
 ) -> Iterator[_ChunkPair]:
-    """Yield the pairs of a chunk of queries and the same or an earlier chunk of keys.
+    """Yield each chunk of this rank's queries with each chunk of keys that is not later.
 
     ``packed_kv`` has the keys and values of the rank ``source``.
     """
@@ -165,8 +164,7 @@ def _visible_chunk_pairs(
                 [width * n for n in range(1, len(queries) + 1)], dim=3
             )
             options = {
-                # No key of an earlier chunk comes after a query, so no causal mask is needed.
-                # Kernels without a causal mask are faster.
+                # An earlier chunk of keys needs no causal mask, and kernels without one are faster.
                 "causal": query_number == key_number,
                 "backend": ring.backend,
                 "cu_seqlens": ring.cu_seqlens,

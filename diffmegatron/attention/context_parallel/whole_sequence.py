@@ -1,9 +1,8 @@
 """Attention to the whole sequence: the functions that an attention variant's ``forward`` calls.
 
-The functions of the kernels are wrapped if the sequence is sharded over context-parallel ranks or
-has packed documents. The arguments ``*heads`` are q, k, v or q1, k1, q2, k2, v. Each is this rank's
-zigzag shard `[b, s, heads, width]`, where b is the batch size, and s the number of positions on
-this rank. The result is `[b, s, heads of q or q1, width of v]`.
+The arguments ``*heads`` are q, k, v or q1, k1, q2, k2, v, each `[b, s, heads, width]`. The result
+is `[b, s, heads of q or q1, width of v]`. b is the batch size, and s the number of positions. With
+context parallelism, s counts the positions of this rank's zigzag shard.
 """
 
 from collections.abc import Callable

@@ -61,8 +61,8 @@ def _readable() -> list[type[Variant]]:
 def read_variant(section: object) -> Variant:
     """Return the variant of a recipe's section ``model.attention``.
 
-    The section is a mapping with a ``kind``, or a list of such mappings for a `Pattern`. If it
-    already is a `Variant`, it is returned unchanged. An invalid section raises ValueError.
+    The section is a mapping with a ``kind``, or a list of such mappings for a `Pattern`. A
+    `Variant` is returned unchanged. An invalid section raises ValueError.
     """
     if isinstance(section, Variant):
         return section

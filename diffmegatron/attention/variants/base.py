@@ -1,4 +1,4 @@
-"""The base class of attention variants, and kernel properties that determine a variant's costs.
+"""The base class of attention variants, and properties of a run that determine their costs.
 
 A variant, or *kind* of attention, is one class in one file of this package. A differential kind
 subtracts a second softmax map from a first one. Signal heads are the query heads of the first map,
@@ -43,7 +43,7 @@ def overlap(some: range, others: range) -> int:
 
 @dataclass(frozen=True)
 class Kernels:
-    """Kernel properties that determine how many bytes a layer saves for the backward pass.
+    """Properties of a run that determine how many bytes a layer saves for the backward pass.
 
     Attributes:
         element: bytes per element in the run's precision.
@@ -52,7 +52,7 @@ class Kernels:
         communication: method of context parallelism; None with one context-parallel rank.
         context: number of context-parallel ranks.
         keys: mean number of keys for which a query has a score, including masked keys. With packed
-            documents, these are the keys of the whole microbatch.
+            documents, all keys of the microbatch count.
         has_mask: whether attention needs a mask that torch's ``is_causal`` cannot express.
         recomputes_core: whether the backward pass computes attention again from q, k and v.
     """
@@ -68,7 +68,7 @@ class Kernels:
 
     @property
     def key_shards(self) -> int:
-        """Ratio of the keys and values that this rank saves to those of its own shard."""
+        """Keys and values that this rank saves, as a multiple of those of its own shard."""
         return self.context if self.communication == "all_gather" else 1
 
     @property
@@ -88,10 +88,10 @@ class Kernels:
         return self.has_mask and SOFTMAX[self.backend].saves_bias
 
     def softmax_bytes(self, heads: Heads) -> tuple[float, float]:
-        """Return the bytes per token that softmax attention saves: of q, k and v, and of results.
+        """Return the bytes per token that softmax attention saves, as (inputs, results).
 
-        The results are the log-sum-exps. The output is counted only if
-        :attr:`copies_softmax_output` is true.
+        The inputs are q, k and v. The results are the log-sum-exps and, if
+        :attr:`copies_softmax_output` is true, a copy of the output.
         """
         queries, keys = self.element * heads.query_channels, self.element * heads.key_channels
         if self.has_mask and SOFTMAX[self.backend].saves_bias and heads.queries > heads.keys:
@@ -100,7 +100,7 @@ class Kernels:
         else:
             inputs = queries + 2 * keys * self.key_shards
         if self.communication is None:
-            # v is a view of linear_qkv's output, so the unrotated q and k stay in memory, too.
+            # v is a view of linear_qkv's output, so the unrotated q and k stay in memory too.
             inputs += queries + keys
         copy = queries if self.copies_softmax_output else 0
         return inputs, copy + FLOAT32 * heads.queries
@@ -136,8 +136,7 @@ class Variant(Section, ABC):
     ) -> Mapping[str, Any]:
         """Replace names of files in a recipe's section by the files' content.
 
-        With ``may_be_missing``, a missing file is not an error, and its content is assumed (see
-        :attr:`assumption`).
+        With ``may_be_missing``, a missing file is not an error. Its content is then assumed.
         """
         return section
 
@@ -367,7 +366,9 @@ class Variant(Section, ABC):
         return self
 
     def subtracted_maps(self, attention: Any, maps: "Tensor", hidden: "Tensor") -> "Tensor":
-        """Return the maps after the subtraction, [num_heads, query tokens, key tokens].
+        """Return one map per head, [num_heads, query tokens, key tokens].
+
+        A differential kind returns each signal map minus lambda times its noise map.
 
         Args:
             attention: attention module of a layer of the Hugging Face class.
@@ -410,7 +411,7 @@ class Variant(Section, ABC):
     def check_mixed_export(self) -> None:
         """Raise UserError if a class overrides the computation but inherits `mixed_export_kind`.
 
-        Inheriting it from `Variant` itself is allowed, because that one returns ``self``.
+        The method of `Variant` may be inherited, because it returns ``self``.
         """
         computing, replacing = self._owner(*COMPUTATION), self._owner("mixed_export_kind")
         if replacing is Variant or computing is replacing or not issubclass(computing, replacing):

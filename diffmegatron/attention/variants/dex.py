@@ -8,8 +8,8 @@ arXiv 2505.16333, figure 9. O is the output of a selected head for a token, a ro
 In all other heads O' = O. t is the number of completed optimizer steps, and T the number of steps
 of the annealing. Layer l, counted from 1, has lambda_init = 0.8 - 0.6 exp(-0.3 (l - 1)), a trained
 matrix W_D [d, d] and a trained number lambda_learn. O' is linear in O, so the export is a plain
-Transformer. If W [d, hidden_size] is the part of the output projection that multiplies O', the
-export has (I - lambda W_D) W in its place.
+Transformer. W [d, hidden_size] is the part of the output projection that multiplies O'. The export
+has (I - lambda W_D) W in place of W.
 """
 
 from collections.abc import Mapping
@@ -177,12 +177,11 @@ class Dex(Softmax):
     @override
     def saved_bytes(self, kernels: Kernels) -> tuple[float, float]:
         projected, core = super().saved_bytes(kernels)
-        # The term saves a copy of O of the selected heads.
+        # The differential term saves a copy of the selected heads' O.
         saved = self._selected_per_layer * self.head_dim
         if not self.headwise_norm and not kernels.copies_softmax_output:
-            # Without the term, the kernel and the output projection save the same tensor O, which
-            # `super` counts once. With the term, the projection saves O', so O is additional. If a
-            # norm or a copy follows the kernel, `super` has already counted the kernel's output.
+            # `super` counts O once, because without the term the kernel and the output projection
+            # save the same tensor. With the term, the output projection saves O' instead.
             saved += self.heads.query_channels
         return projected, core + kernels.element * saved
 

@@ -82,10 +82,7 @@ class DiffV1(Variant):
     model_types: ClassVar[tuple[str, ...]] = ("diffllama",)
 
     def warnings(self, hidden_size: int, parameters: int, lr: float) -> Iterator[str]:
-        """Yield a warning for each setting that differs from the paper and is often a mistake.
-
-        ``num_heads`` is half the number of heads of a Transformer, so users may halve it twice.
-        """
+        """Yield a warning for each setting that differs from the paper and is often a mistake."""
         heads = f"model.attention.num_heads {self.num_heads}"
         if self.num_heads < 8:
             yield (
@@ -116,7 +113,7 @@ class DiffV1(Variant):
             )
 
     def baseline(self) -> Softmax:
-        """Return the Transformer with twice as many heads and key-value heads of the same width."""
+        """Return softmax attention with twice the number of heads and of key-value heads."""
         # Twice a valid number of heads can exceed a recipe's limit, so skip the validation.
         return Softmax.model_construct(
             num_heads=2 * self.num_heads, num_kv_heads=2 * self.num_kv_heads, head_dim=self.head_dim
@@ -172,13 +169,13 @@ class DiffV1(Variant):
         if saves_result:
             core += kernels.element * outputs
         if self.headwise_norm and not fuses_norm:
-            # The norm saves its float32 input and one float32 per head, and on a CPU also its
+            # The norm saves its float32 input and one float32 per head. On a CPU it also saves its
             # normalised input.
             core += FLOAT32 * (outputs * (2 if kernels.device == "cpu" else 1) + self.num_heads)
         projected = kernels.element * (heads.query_channels + outputs)
         if kernels.recomputes_core:
-            # Recomputation saves the argument `value` of `forward`, a view of linear_qkv's output.
-            # So all of this output stays in memory.
+            # Recomputation saves v, a view of linear_qkv's output. So all of this output stays in
+            # memory.
             projected += kernels.element * (heads.query_channels + 2 * heads.key_channels)
         return projected + self._key_value_bytes(kernels), core
 
@@ -187,14 +184,15 @@ class DiffV1(Variant):
         if kernels.communication == "ring" or backend.saves_values:
             return 2 * keys * kernels.key_shards
         if kernels.has_mask and backend.saves_bias and self.num_heads > self.num_kv_heads:
-            # With a mask, torch copies keys and values for each query head in each call. A query
-            # head is in two calls, each with one half of the value.
+            # This backend calls torch's attention twice per map, each time with one half of the
+            # value. With a mask, each call copies a key and a half value for every query head. All
+            # of these copies have the width d, so each query head has four.
             return 4 * kernels.element * self.heads.query_channels * kernels.keys_per_query
-        # The backend saves the keys themselves, and copies of the values for each call. Per token
-        # these are `keys_per_query` copies, and `Backend.saved` already counts one of them.
+        # Keys are saved once per key shard. Each call copies its values: in total `keys_per_query`
+        # values per token of this rank. `Backend.saved` already counts one of these values.
         saved = keys * (kernels.key_shards + kernels.keys_per_query - 1)
-        # Context parallelism receives keys and values in one tensor, so the values stay in memory
-        # with the saved keys.
+        # With context parallelism, keys and values are views of one received tensor. The saved keys
+        # therefore also keep the values in memory.
         return saved if kernels.communication is None else saved + keys * kernels.key_shards
 
     @override

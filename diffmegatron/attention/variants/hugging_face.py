@@ -16,10 +16,9 @@ Rearrange = Callable[..., tuple["Tensor", ...]]
 class WeightRule(NamedTuple):
     """Conversion between a few weights of this package and the same weights of transformers.
 
-    ``ours`` and ``theirs`` map names of weights to unsharded shapes. ``to_hf`` has the tensors of
-    ``ours`` as arguments, in the order of the names, and returns those of ``theirs`` in the order
-    of their names. ``from_hf`` is its inverse. With ``keep_fp32`` the weights stay in float32 in a
-    bf16 export.
+    ``ours`` and ``theirs`` map names of weights to unsharded shapes. ``to_hf`` maps the tensors of
+    ``ours`` to those of ``theirs``, both in the order of the names. ``from_hf`` is the inverse.
+    With ``keep_fp32`` an export does not round the weights.
     """
 
     ours: Shapes

@@ -23,9 +23,8 @@ Rows = tuple[tuple[Literal["q", "k", "v"], int], ...]
 class Heads:
     """The heads of one layer in the order of the rows of ``linear_qkv``.
 
-    The rows consist of equal blocks. Their number is ``num_kv_heads`` of the variant. Each rank of
-    tensor parallelism or Ulysses has a contiguous range of whole blocks. A block of DIFF V1 has two
-    key heads, one per map, and two value heads.
+    The rows consist of equal blocks, one per key-value head of the variant. Each rank of tensor
+    parallelism or Ulysses has a contiguous range of whole blocks.
 
     Attributes:
         head_dim: width of a query, key or value head.
@@ -177,7 +176,7 @@ class Context(NamedTuple):
             `[b, s, heads, d]`.
         diff_attention: (q1, k1, q2, k2, v, lambda_=..., norm=None) ->
             (softmax(Q1 K1^T / sqrt(d)) - lambda softmax(Q2 K2^T / sqrt(d))) V, `[b, s, h, 2d]`.
-            ``lambda_`` is a 0-dim tensor. ``norm`` is a `HeadwiseNorm` of the result.
+            ``lambda_`` is a 0-dim tensor. ``norm`` is a `HeadwiseNorm` for the result.
     """
 
     softmax_attention: Callable[..., "Tensor"]

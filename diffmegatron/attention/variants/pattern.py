@@ -1,4 +1,4 @@
-"""Layers with several kinds of attention: ``model.attention`` as a list of kinds and layers."""
+"""Networks whose layers have different kinds of attention: ``model.attention`` as a list."""
 
 import math
 import re
@@ -24,8 +24,8 @@ _RANGES = re.compile(r"\d{1,10}(-\d{1,10})?(, *\d{1,10}(-\d{1,10})?)*")
 class Pattern(Variant):
     """Several kinds of attention, each for some of the layers.
 
-    A recipe lists the kinds with their layers, counted from 1. ``kinds`` and ``layers`` have one
-    element per entry. An entry without ``layers`` (None in this class) has all remaining layers::
+    A recipe has a list with one entry per kind. Layers are counted from 1. ``kinds`` and ``layers``
+    have one element per entry. The value None in ``layers`` means all remaining layers::
 
         attention: [{kind: diff_v1, num_heads: 4, layers: 5-8}, {kind: softmax, num_heads: 8}]
     """
@@ -97,7 +97,10 @@ class Pattern(Variant):
 
     @property
     def ratio(self) -> int:
-        """Least common multiple of the kinds' ratios."""
+        """Least common multiple of the kinds' numbers of signal heads per noise head.
+
+        A kind without noise heads counts as 1.
+        """
         return math.lcm(*(each.ratio for each in self.kinds))
 
     def sized(self, hidden_size: int) -> Self:

@@ -14,8 +14,8 @@ from diffmegatron.section import Section, Size
 from diffmegatron.validation import validated
 from diffmegatron.yaml_documents import MAX_BYTES, parse_yaml
 
-# Share of each layer's heads that ``dex select`` selects by default, and that ``plan`` assumes
-# while the file of ``dex select`` does not exist.
+# Default share of each layer's heads that ``dex select`` selects. ``plan`` assumes this share while
+# the file of ``dex select`` does not exist.
 SHARE = 0.5
 Heads = tuple[tuple[int, ...], ...]
 

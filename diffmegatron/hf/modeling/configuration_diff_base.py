@@ -84,7 +84,7 @@ class DiffBaseConfig(PretrainedConfig):
             "AutoModelForCausalLM": f"modeling_{kind}.{name}ForCausalLM",
         }
         kwargs.setdefault("auto_map", auto_map)
-        # In transformers 4, this constructor sets these keys, and ties the embeddings by default.
+        # Without these arguments, transformers 4 would set other values, such as tied embeddings.
         super().__init__(
             pad_token_id=pad_token_id,
             bos_token_id=bos_token_id,

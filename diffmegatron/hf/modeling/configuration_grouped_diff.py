@@ -18,8 +18,8 @@ class GroupedDiffConfig(NoiseHeadsConfig):
         lambda_init: "exponential" for 0.8 - 0.6 exp(-0.3 l) in layer l (from 0), or a constant
             between 0 and 1 for all layers.
         lambda_std_dev: standard deviation of the initial values of the four lambda vectors.
-        headwise_norm: whether the output of each signal head, after the subtraction, is normalized
-            by an RMSNorm (all heads share its weight) and multiplied by 1 - lambda_init.
+        headwise_norm: whether an RMSNorm follows the subtraction of the noise heads' outputs. All
+            heads share its weight. Its result is multiplied by 1 - lambda_init.
         kwargs: Llama's keys, such as ``hidden_size``, and arguments of ``PretrainedConfig``.
     """
 
