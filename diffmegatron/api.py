@@ -44,9 +44,8 @@ def train(
         time limit or a hook stopped the run early. The same call then resumes the run.
 
     Raises:
-        UserError: the recipe, the data, the parallel layout and the checkpoint do not fit each
-            other, the guard against loss spikes stopped the run, ``run_dir`` was moved or removed,
-            or the last save failed.
+        UserError: the recipe, data, layout and checkpoint do not fit together; the guard against
+            loss spikes stopped the run; ``run_dir`` was moved or removed; or the last save failed.
     """
     stages = (recipe,) if isinstance(recipe, Recipe) else tuple(recipe)
     read_launch()

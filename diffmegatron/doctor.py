@@ -137,7 +137,7 @@ def _gpus() -> tuple[Finding, ...]:
 
 
 def _layer_host() -> tuple[Finding, tuple[str, ...]]:
-    """Return which library builds the layers, and any sentences for ``Report.missing``."""
+    """Return a row about the library of the layers, and sentences for ``Report.missing``."""
     if find_spec("transformer_engine") is None:
         return Finding("layers", "local", "transformer-engine is not installed"), ()
     try:

@@ -4,9 +4,8 @@
 class UserError(ValueError):
     """Error that the user can correct, usually in a recipe, a path, a file or a layout.
 
-    Any function of this package may raise this error; docstrings mention only unexpected cases. The
-    message is one sentence that names what is wrong, its value and a correct value. The command
-    line prints the message without a traceback and exits with ``exit_status``.
+    Functions may raise this error without naming it in their docstrings. The command line prints
+    the message, one sentence, without a traceback and exits with ``exit_status``.
     """
 
     exit_status = 2

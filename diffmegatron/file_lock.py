@@ -63,7 +63,7 @@ class FileLock:
     def __exit__(self, *_: object) -> None:
         # Ignore errors: the folder may have other files, or may already be removed.
         with suppress(OSError):
-            # If the folder was moved, the file at this path may be the lock of another process.
+            # If the folder was moved, this path may lead to the lock of another process.
             if self._is_in_place():
                 self._path.unlink()
                 if self._made:

@@ -16,7 +16,8 @@ from typing import Any, BinaryIO, Self
 
 from diffmegatron.errors import UserError
 
-# The largest normal file is the manifest of a checkpoint: 1.5 MB for 10,000 ranks.
+# Default size limit of files that are read whole, such as a checkpoint's manifest (1.5 MB for
+# 10,000 ranks) or a tokenizer.json (tens of MB).
 MAX_BYTES = 1 << 28
 _PIECE = 1 << 20
 _SHOWN = 200
@@ -112,8 +113,8 @@ def write_durably(path: Path, content: bytes | memoryview) -> None:
     """Write a file atomically: write and sync a temporary file, then rename it to ``path``.
 
     Raises:
-        OSError: ``path`` is not a regular file or cannot be written; its content is unchanged. If
-            only the sync of its folder fails, ``path`` already has the new content.
+        OSError: ``path`` is not a regular file or cannot be written, and is unchanged. If only the
+            sync of the parent folder fails, ``path`` already has the new content.
     """
     check_replaceable(path)
     temporary = path.with_name(f"{path.name}.tmp")
@@ -125,7 +126,7 @@ def write_durably(path: Path, content: bytes | memoryview) -> None:
             os.fsync(stream.fileno())
         temporary.replace(path)
     except OSError:
-        # On a full disk, other files need the space.
+        # Free the space of the temporary file, because the disk may be full.
         with suppress(OSError):
             temporary.unlink()
         raise
@@ -190,7 +191,7 @@ def write_picture(path: Path, figure: Any, dpi: int = 130) -> None:
 
 
 def check_replaceable(*paths: Path) -> None:
-    """Raise OSError if a path exists and is not a regular file; a rename would remove a FIFO."""
+    """Raise OSError if a path must not be replaced: it exists and is not a regular file."""
     for path in paths:
         try:
             mode = path.stat().st_mode
@@ -201,7 +202,7 @@ def check_replaceable(*paths: Path) -> None:
 
 
 def sync_path(folder: Path) -> None:
-    """Sync a folder to the disk, so that renames in it survive a power cut."""
+    """Sync a file or folder to the disk; renames in a folder then survive a power cut."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,7 +1,6 @@
 """Base class of the sections of a recipe, and the types of their values.
 
-The upper bounds are far above any real run. They keep products of sizes finite as floats. They keep
-counts and seeds within 64 bits, and names valid in file systems.
+The upper bounds keep products of sizes finite as floats, and counts and seeds within 64 bits.
 """
 
 import math

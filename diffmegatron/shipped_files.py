@@ -9,7 +9,7 @@ _PACKAGE = Path(__file__).resolve().parent
 def shipped_folder(name: Literal["configs", "launch"]) -> Path:
     """Return the folder of the shipped recipes or launch scripts.
 
-    It lies inside an installed package, and beside the package in a git checkout.
+    The folder lies inside an installed package, and beside the package in a git checkout.
     """
     installed = _PACKAGE / name
     return installed if installed.is_dir() else _PACKAGE.parent / name

@@ -32,7 +32,7 @@ def first_error(error: ValidationError) -> Any:
 def describe(error: Any, known_keys: Collection[str]) -> str:
     """Return one pydantic error as text: the key, its value, and the correct form.
 
-    For an unknown key, the text suggests the most similar of ``known_keys``, the valid keys.
+    For an unknown key, the text suggests the most similar of ``known_keys``, or lists them all.
     """
     key = shorten(".".join(map(str, error["loc"]))) or "the content"
     if error["type"] == "extra_forbidden":

@@ -15,7 +15,7 @@ from diffmegatron.files import shorten
 # A file of this size is parsed within a second.
 MAX_BYTES = 1 << 18
 MAX_DEPTH = 32
-# Limit on values and keys of a file. An alias counts as all nodes that it repeats.
+# Limit on nodes (values and keys) of a file. An alias counts as all nodes that it repeats.
 MAX_NODES = 5_000
 # An integer with more digits is parsed as text. Python's int() refuses more than 4,300 digits.
 _DIGITS = 300
@@ -113,11 +113,11 @@ _Loader.add_constructor(f"{_TAG}int", _construct_integer)
 def parse_yaml(text: str, name: str) -> Any:
     """Parse YAML into dictionaries, lists, text, numbers, booleans and None.
 
-    Do not modify the result: aliases of a node share one object. Errors call the text ``name``.
+    Do not modify the result: aliases of a node share one object. ``name`` is for error messages.
     """
     try:
         return yaml.load(text, Loader=_Loader)
-    # ValueError and OverflowError: an escape beyond Unicode, or a huge %YAML version.
+    # An escape beyond Unicode or a huge %YAML version raises ValueError or OverflowError.
     except (yaml.YAMLError, ValueError, OverflowError) as error:
         raise UserError(f"{name} is not valid YAML: {shorten(_message(error))}") from None
 

@@ -1,6 +1,6 @@
 """The manifest of a checkpoint, which lists every other file with its size and checksum.
 
-It is written last. A directory is a checkpoint only if its files match its manifest.
+The manifest is written last. A directory is a checkpoint only if its files match its manifest.
 """
 
 import json

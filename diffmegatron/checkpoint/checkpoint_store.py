@@ -104,8 +104,7 @@ class CheckpointStore:
         If its directory is not writable, raise OSError and leave the checkpoint unchanged.
         """
         path = self.path(step)
-        # A rename needs write permission only on the parent folder, but the deletion of the files
-        # needs it on the directory itself.
+        # The rename would succeed without this permission, but the deletion of the files would not.
         if not os.access(path, os.W_OK | os.X_OK, effective_ids=True):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
         shutil.rmtree(self._rename(step, _REMOVED))

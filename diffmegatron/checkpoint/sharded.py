@@ -78,7 +78,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Piece:
-    """A range of n elements of a flattened shard, which one rank stores.
+    """A range of n elements of a flattened shard, stored by one rank.
 
     Attributes:
         start: index of the first element in the flattened shard.
@@ -271,8 +271,7 @@ def _overlap(box: Box, other: Box) -> tuple[tuple[slice, ...], tuple[slice, ...]
 def check_tiling(places: Sequence[Place], owner: str) -> None:
     """Check that the pieces of one tensor cover every element exactly once.
 
-    The boxes must be the cells of a grid, because every parallel layout divides a tensor into such
-    cells. ``owner`` is the name of the checkpoint in error messages.
+    The boxes must be the cells of a grid. ``owner`` names the checkpoint in error messages.
     """
     boxes: dict[Box, list[Place]] = {}
     for place in places:

@@ -57,7 +57,7 @@ def last_stage(run_dir: Path) -> StageFolder:
 
 
 def only_last(folders: Sequence[StageFolder]) -> StageFolder:
-    """Return the stage from which no other stage started; raise UserError if there are several."""
+    """Return the stage from which no other stage started; raise UserError unless it is unique."""
     starts = {_start(folder.run_dir) for folder in folders}
     ends = [folder for folder in folders if folder.name is None or folder.name not in starts]
     if len(ends) == 1:

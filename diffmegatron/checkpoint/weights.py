@@ -40,8 +40,7 @@ def write_checkpoint(
 ) -> Path:
     """Write unsharded weights as a checkpoint from which runs can start; return its directory.
 
-    No process group is needed. The float32 weights of at most one file are in memory at a time.
-    ``position`` is the progress of the run that trained the weights.
+    No process group is needed. ``position`` is the progress of the run that trained the weights.
     """
     store = CheckpointStore(run_dir)
     directory = store.begin(position.step)

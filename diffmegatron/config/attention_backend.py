@@ -13,7 +13,7 @@ from diffmegatron.config.divisibility import context_communication
 from diffmegatron.config.recipe_sections import RecipeSections
 from diffmegatron.errors import UserError
 
-# Optional libraries that estimates assume to be installed. CUDA builds of torch include Triton.
+# Optional libraries that "auto" may choose in estimates. CUDA builds of torch include Triton.
 PLANNED_LIBRARIES = frozenset({"triton"})
 
 _DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
@@ -35,8 +35,7 @@ def planned_backend(
 ) -> str:
     """Return the name of the backend for which a layer's memory and time are estimated.
 
-    ``training.attention_backend`` applies only to attention with the operation "differential". All
-    other attention uses "auto".
+    ``training.attention_backend`` applies only to attention with the operation "differential".
     """
     has_two_maps = attention.operation == "differential"
     setting = recipe.training.attention_backend if has_two_maps else "auto"

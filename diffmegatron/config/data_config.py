@@ -11,7 +11,7 @@ from diffmegatron.section import PathText, Section, Seed, Size
 
 
 def _prefix(path: str) -> str:
-    """Return PREFIX for ``PREFIX.parts``, the folder of a corpus that was prepared in parts."""
+    """Replace ``PREFIX.parts``, the folder of a corpus prepared in parts, by PREFIX."""
     named = PurePath(path)
     return str(named.with_suffix("")) if named.suffix == ".parts" else path
 

@@ -26,7 +26,7 @@ def check_layout(recipe: RecipeSections) -> None:
 
 
 def data_parallel_size(recipe: RecipeSections, world_size: int) -> int:
-    """Return the data-parallel size on ``world_size`` ranks."""
+    """Check that ranks and batches fit the layout, and return the data-parallel size."""
     check_ranks(world_size)
     parallel, training = recipe.parallel, recipe.training
     if world_size % parallel.model_ranks:
@@ -67,7 +67,8 @@ def data_parallel_size(recipe: RecipeSections, world_size: int) -> int:
 def context_communication(recipe: RecipeSections) -> Literal["ring", "all_gather", "ulysses"]:
     """Return the communication method of the context-parallel ranks, with ``auto`` resolved.
 
-    ``auto`` selects Ulysses if the ranks can share the key-value heads equally, otherwise the ring.
+    ``auto`` selects Ulysses if the context-parallel ranks can equally divide the key-value heads of
+    a tensor-parallel rank. Otherwise it selects the ring.
     """
     parallel = recipe.parallel
     if parallel.context_communication != "auto":

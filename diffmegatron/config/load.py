@@ -1,9 +1,9 @@
 """Read a :class:`Recipe` from YAML files and ``key=value`` overrides.
 
 ``extends`` names one or more other recipes, whose values are inherited. Mappings are merged key by
-key. Values of later files replace those of earlier files, and the recipe's own values replace all
-inherited values. Paths in ``extends``, and values that begin with ``./`` or ``../``, are relative
-to the file that contains them.
+key. A recipe later in the list replaces values of an earlier one, and the recipe's own values
+replace all inherited values. Paths in ``extends``, and values that begin with ``./`` or ``../``,
+are relative to the file that contains them, and in overrides to the working directory.
 """
 
 import os
@@ -63,8 +63,8 @@ def load_stages(
 
     - ``name``: the stage's ``run_dir`` becomes ``run_dir/name``.
     - ``start_from``: earlier stage whose ``run_dir`` becomes this stage's
-      ``checkpoint.start_from``. By default this is the preceding stage. With null,
-      ``checkpoint.start_from`` stays as it is.
+      ``checkpoint.start_from``. The default is the preceding stage. Null leaves
+      ``checkpoint.start_from`` unchanged.
     - any other key of a recipe: its value in this stage.
 
     The arguments are those of :func:`load_recipe`. An override ``stages.NAME.key=value`` changes

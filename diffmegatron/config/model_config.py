@@ -16,7 +16,7 @@ from diffmegatron.section import Section, Size, SizeOrZero
 
 
 class Initialization(Section):
-    """Initial weights, normally distributed with standard deviation ``std``; norms start at 1.
+    """Initial weights of projections, normally distributed with standard deviation ``std``.
 
     ``scaled`` divides ``std`` by sqrt(2 * num_layers) for ``linear_proj`` and ``linear_fc2``, as
     GPT-2 and Megatron-core do. ``normal`` does not.
@@ -35,8 +35,8 @@ class RopeScaling(Section):
     """Scaling of the rotary frequencies of ``model.rope_theta``.
 
     ``linear`` divides all frequencies by ``factor`` (position interpolation, arXiv 2306.15595).
-    ``llama3`` (Llama 3.1) divides frequencies with a wavelength above ``original_length /
-    low_freq_factor`` tokens, keeps frequencies with a wavelength below ``original_length /
+    ``llama3`` (Llama 3.1) divides only frequencies with a wavelength above ``original_length /
+    low_freq_factor`` tokens. It keeps frequencies with a wavelength below ``original_length /
     high_freq_factor``, and interpolates between these wavelengths.
     """
 

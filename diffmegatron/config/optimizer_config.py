@@ -18,7 +18,7 @@ class Schedule(Section):
     """Learning rate over a run: linear warm-up, then a decay to ``final_lr`` according to ``kind``.
 
     ``linear`` and ``cosine`` decay from the end of the warm-up to the last step. ``constant`` never
-    decays. ``wsd`` (warm-up, stable, decay: arXiv 2404.06395) decays linearly over the last steps.
+    decays. ``wsd`` (arXiv 2404.06395) decays linearly over the last ``decay_steps`` steps.
     """
 
     kind: Literal["linear", "cosine", "constant", "wsd"] = "linear"

@@ -91,8 +91,7 @@ class ParallelConfig(Section):
 class RecomputeConfig(Section):
     """Activations that Megatron-core recomputes in the backward pass instead of saving them.
 
-    ``selective`` recomputes the core attention: scores, softmax and the product with the values. It
-    saves little memory with fused kernels, which never save the scores.
+    ``selective`` recomputes the core attention: scores, softmax and the product with the values.
 
     ``full`` recomputes whole layers. The method ``uniform`` recomputes all layers in groups of
     ``layers``, and saves only the input of each group. The method ``block`` recomputes the first

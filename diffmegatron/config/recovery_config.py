@@ -32,9 +32,9 @@ class GuardConfig(Section):
     Spikes are detected once ``window / 2`` steps have been applied. ``record`` reports a spike and
     applies the step; ``skip`` skips the step. A step that is not finite is always skipped.
 
-    ``then`` applies after ``patience`` skipped steps in a row. ``stop`` ends the run. ``rollback``
-    loads the newest intact checkpoint and continues with the data after the skipped steps. After
-    ``max_rollbacks`` rollbacks, the run ends instead.
+    ``then`` is the reaction to ``patience`` skipped steps in a row. ``stop`` ends the run.
+    ``rollback`` loads the newest intact checkpoint and continues with the data after the skipped
+    steps. After ``max_rollbacks`` rollbacks, the run ends instead.
     """
 
     spikes: Literal["ignore", "record", "skip"] = "record"

@@ -92,7 +92,7 @@ def _starts_elsewhere(origin: str, start: Any) -> UserError:
 def by_stage(
     overrides: Sequence[str], stages: Mapping[str, Stage], path: str
 ) -> dict[str, list[str]]:
-    """Return the overrides of each stage by its name, first those that apply to all stages.
+    """Return stage name -> overrides of the stage; overrides for all stages come first.
 
     An override ``stages.NAME.key=value`` becomes ``key=value`` of the stage NAME.
     """

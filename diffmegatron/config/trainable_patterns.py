@@ -178,7 +178,7 @@ def _no_match(key: str, pattern: str, recipe: RecipeSections) -> ValueError:
 def _likeness(pattern: str, name: str) -> float:
     """Return the similarity of a pattern and a tensor name, from 0 to 1.
 
-    The pattern without its leading wildcard is compared with the end of the name.
+    If the pattern begins with a wildcard, the rest of it is compared with the end of the name.
     """
     end = pattern.lstrip("*.")
     if end != pattern:

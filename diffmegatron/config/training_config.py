@@ -43,8 +43,7 @@ class WandbConfig(Section):
 class EvaluateConfig(Section):
     """Evaluation of a run with the benchmark named ``suite``, every ``every`` steps.
 
-    Other keys are settings of the suite. They are checked when training starts, because ``config``
-    must not import ``evaluation``.
+    Other keys are settings of the suite, which are checked when training starts.
     """
 
     model_config = ConfigDict(extra="allow")

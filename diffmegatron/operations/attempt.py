@@ -26,14 +26,14 @@ from diffmegatron.files import format_path, shorten
 
 _LIBRARIES = ("torch", "megatron-core", "deepspeed", "triton")
 _EXIT_FAULTS, _EXIT_RESTART = 1, 69
-# Below the ports that Linux (32768 to 60999) and Kubernetes (30000 to 32767) assign by themselves.
+# Linux itself assigns ports from 32768 to 60999, and Kubernetes from 30000 to 32767.
 _PORTS = range(20_000, 30_000)
 
 
 def begin(
     config: Path, overrides: Sequence[str], nodes: Sequence[str], run_dir: Path | None = None
 ) -> str:
-    """Begin an attempt on the first node of a job, and return shell lines with its variables.
+    """Begin an attempt on the first node of a job, and return shell lines for the job script.
 
     The lines export ``DIFFMEGATRON_ATTEMPT``, ``MASTER_ADDR``, ``MASTER_PORT`` and ``WORLD_SIZE``.
 
@@ -72,7 +72,7 @@ def end(folder: Path, spares: int = 0) -> tuple[Attempt, int, list[str]]:
 
     Args:
         folder: the attempt's directory, as exported by :func:`begin`.
-        spares: number of nodes of the job without ranks, which can replace failed nodes.
+        spares: number of the job's nodes that have no ranks and can replace failed nodes.
 
     Returns:
         The entry in the ledger, the exit status of the job script, and the hosts that the next
@@ -95,7 +95,7 @@ def end(folder: Path, spares: int = 0) -> tuple[Attempt, int, list[str]]:
 
 
 def _may_use_spares(attempt: Attempt) -> bool:
-    # Before training, a node is probably the cause of a fault only if preflight found it unfit.
+    # Before training, replace a node after a fault only if preflight found it unfit.
     is_known = attempt.has_trained or bool(attempt.unfit)
     return attempt.cause == Cause.FAULT and not attempt.is_over and is_known
 
@@ -106,8 +106,8 @@ def exit_status(attempt: Attempt, bad_hosts: Sequence[str] = ()) -> int:
     0: finished. 1: too many faults. 2: a mistake of the user. 69: restart the ranks at once. 75:
     requeue the job.
 
-    Ranks restart at once after a fault during training, if no host must be avoided. ``bad_hosts``
-    are the hosts that the next attempt must avoid.
+    ``bad_hosts`` are the hosts that the next attempt must avoid. 69 requires that there are none,
+    and a fault during training.
     """
     if not attempt.is_over:
         at_once = attempt.cause == Cause.FAULT and attempt.has_trained and not bad_hosts

@@ -26,8 +26,7 @@ def _check_is_text(value: object) -> object:
 
 
 _Text = Annotated[str, BeforeValidator(_check_is_text)]
-# Value in a line "#SBATCH --key=value". Spaces, quotes and "#" are refused, because sbatch would
-# interpret them.
+# Value in a line "#SBATCH --key=value", in which sbatch would interpret spaces, quotes and "#".
 Word = Annotated[_Text, StringConstraints(pattern=r"^[^\s\x00-\x1f\"'#]+$")]
 Line = Annotated[_Text, StringConstraints(pattern=r"^[^\r\n\x00]*$")]
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]

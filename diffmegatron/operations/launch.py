@@ -216,8 +216,8 @@ def check_free(ledger: Ledger) -> None:
         last = found.attempts[-1]
         if last.cause == Cause.FINISHED:
             raise UserError(f"{format_path(ledger.run_dir)} is finished; give another run_dir")
-        # Right after a job was cancelled, its ledger still shows it as running. Only Slurm's queue
-        # shows that the job has ended.
+        # The ledger still shows a job as running right after it was cancelled, but Slurm's queue
+        # does not.
         has_left = queue is not None and last.facts.job != "" and last.facts.job not in queue
         if found.exit_status == 0 and not has_left:
             raise UserError(
@@ -253,8 +253,8 @@ def _measured_seconds(recipes: Sequence[Recipe]) -> tuple[float | None, float]:
 def _signal_seconds(save: float | None, step: float, cluster: Cluster) -> int:
     """Return how many seconds before the job's time limit Slurm sends SIGUSR1.
 
-    If a save was measured, the result is enough for two saves and two steps. The result is at most
-    half of the time limit.
+    If no save was measured, the result is ``_SIGNAL_SECONDS``. Otherwise, it is enough for two
+    saves and two steps. Half of the time limit is the upper bound.
     """
     measured = round(2 * (save or 0) + 2 * step) + _SLACK_SECONDS
     return min(_SIGNAL_SECONDS if save is None else measured, cluster.seconds // 2)

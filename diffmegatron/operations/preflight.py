@@ -1,8 +1,6 @@
 """``diffmegatron preflight``: check every node of a job before training, in less than a minute.
 
-Each rank checks its own machine. If only some ranks have a problem, their machines are unfit, and
-the next attempt (start of the job's ranks) avoids them. If all ranks have a problem, a person must
-solve it.
+Each rank checks its own machine. A machine is unfit if it has a problem that not all ranks have.
 """
 
 import os
@@ -109,8 +107,8 @@ def check_nodes(recipes: Sequence[Recipe], folder: Path | None) -> None:
 
 def _needed_space(recipe: Recipe) -> int:
     """Return the bytes that must be free in ``run_dir``: the size of two checkpoints, or of one."""
-    # Require space for two checkpoints, because an old one is removed only after the next one is
-    # written. If keep_last is set and the run has a checkpoint, only one more must fit.
+    # An old checkpoint is removed only after the next one is written. If keep_last is set and the
+    # run has a checkpoint, only one more must fit.
     removes_old = recipe.checkpoint.keep_last and CheckpointStore(Path(recipe.run_dir)).steps()
     return (1 if removes_old else 2) * count_parameters(recipe.model).total * _STATE_BYTES
 

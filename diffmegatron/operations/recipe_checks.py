@@ -1,4 +1,4 @@
-"""Checks of a recipe before its job is submitted: cluster, data and initial checkpoint."""
+"""Checks of a recipe before its launch: cluster, data and initial checkpoint."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -17,7 +17,7 @@ _USUAL_PASSES = 4
 
 
 def check_fit(recipes: Sequence[Recipe], nodes: int, cluster: Cluster) -> None:
-    """Check that the ranks fit the layout, the data suffice, and the container image exists."""
+    """Check the number of ranks, the amount of data, and the existence of the container image."""
     for recipe in recipes:
         try:
             recipe.num_microbatches(nodes * cluster.ranks)

@@ -106,7 +106,7 @@ def examine(run_dir: Path) -> Status:
 
 
 def _submitted(run_dir: Path, attempts: Sequence[Attempt]) -> str | None:
-    """Return the Slurm ID of the last submitted job; None if it has begun an attempt."""
+    """Return the Slurm ID of the submitted job if it has not begun an attempt, otherwise None."""
     number = read_job_number(run_dir)
     return None if number in {attempt.facts.job for attempt in attempts} else number
 
@@ -183,7 +183,7 @@ def _stages_beside(run_dir: Path) -> list[str]:
 
 
 def _current_stage(attempt: Attempt, heartbeat: Heartbeat | None) -> str | None:
-    """Return the ``run_dir`` of an attempt's current stage; None if its entry lists no stages.
+    """Return the ``run_dir`` of an attempt's current stage; None if ``attempt.stages`` is empty.
 
     The heartbeat names the stage. Without a heartbeat, it is the last stage with a checkpoint, or
     the first stage if none has a checkpoint.
