@@ -23,8 +23,8 @@ def cached_tensors(create: Callable[..., T]) -> Callable[..., T]:
     """Cache the eight most recently used results of a function that creates tensors.
 
     For one batch, all layers use the same tensors. Without the cache, every layer would copy them
-    to the GPU and wait. They are created outside inference_mode, because autograd cannot save
-    tensors that were created inside.
+    to the GPU and wait. The function runs outside inference_mode, because autograd cannot save
+    inference tensors.
     """
     return lru_cache(maxsize=8)(torch.inference_mode(False)(create))
 

@@ -1,4 +1,4 @@
-"""The tables of backends (implementations of attention), and the choice of one for a call.
+"""The tables of backends (implementations of an operation), and the choice of one for a call.
 
 This module does not import torch, so that commands which check or plan a recipe start fast.
 """

@@ -1,1 +1,1 @@
-"""The backend "triton": this package's own Triton kernels for attention."""
+"""The backends "triton": this package's own Triton kernels."""

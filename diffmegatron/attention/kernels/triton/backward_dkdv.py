@@ -14,11 +14,9 @@ With one map (MAPS = 1) there is no lambda, and dV = P_1^T dO. The kernels compu
 2^(Q_i K_i^T scale_log2 - lse_i), with scale_log2 = scale * log2(e) and the base-2 log-sum-exp
 lse_i.
 
-In the split form this kernel computes dK and dV, and `backward_dq` computes dQ. With two maps,
-queries of width d and values of width 2d, the split form needs 14d multiply-adds per (query, key)
-pair, because both kernels compute the scores and dP. The one-pass form needs 10d. Its single kernel
-also sums dQ in memory, by atomic additions. The order of these additions changes from run to run,
-and so do the last bits of dQ.
+In the split form this kernel computes dK and dV, and `backward_dq` computes dQ. Both compute the
+scores and dP. In the one-pass form this kernel also sums dQ in memory, by atomic additions. The
+order of these additions changes from run to run, and so do the last bits of dQ.
 
 A program handles N keys and loops over blocks of M query rows. In shapes, D and DV are the widths
 of a query and of a value, rounded up to powers of 2. b is the batch size, s the number of queries,
@@ -60,7 +58,7 @@ def _key_block_gradients(
     """Add the contributions of the query rows [row_begin, row_end) of one head to dK and dV.
 
     The sums `dk1` and `dk2` are `[N, D]`, without the factor `scale`, and `dv` is `[N, DV]`. With
-    TMA all three are transposed, so that no operand of their products must be in registers.
+    TMA the sums are transposed, so that no operand of their products must be in registers.
     With ONE_PASS, this function also adds to dQ in memory.
     """
     M: tl.constexpr = config.M

@@ -39,7 +39,7 @@ def preprocess_kernel(
     Grid: (blocks of M query rows, b * h).
 
     `grad_ptr` points to dO, or with NORM to the gradient of the norm's result. `out_ptr` points to
-    out and `out2_ptr` to O_2. These three are `[b, s, h, value_width]`. `lambda_ptr` points to one
+    out and `out2_ptr` to O_2. These tensors are `[b, s, h, value_width]`. `lambda_ptr` points to a
     number. The program stores the deltas at `delta1_ptr` and `delta2_ptr`, `[b, h, s]`.
 
     Only NORM uses the other pointers. `norm_weight_ptr` points to the weight `[value_width]`. The

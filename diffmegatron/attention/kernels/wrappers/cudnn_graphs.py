@@ -35,8 +35,9 @@ class Problem(NamedTuple):
 
     `rows` is the number of queries, and `keys` the number of keys. With packed documents
     (`is_packed`), `batch` is the number of documents, and `rows` and `keys` are the length of the
-    longest document, all rounded up to powers of two. With `causal`, the last query has the
-    position of the last key. With `deterministic`, gradients are summed in a fixed order.
+    longest document. These three numbers are rounded up to powers of two. With `causal`, the
+    last query has the position of the last key. With `deterministic`, gradients are summed in a
+    fixed order.
     """
 
     batch: int
