@@ -86,8 +86,8 @@ def build_model(
     if initial_weights:
         initialize(network, recipe)
     for parameter, shards in parameter_shards(network).items():
-        # The gradient norm needs this attribute to count replicated parameters once. Megatron sets
-        # it only in its own initialization.
+        # DeepSpeed's gradient norm counts a parameter once if ``tensor_model_parallel`` is False.
+        # Megatron sets the attribute only in its own initialization.
         is_sharded = parameter.numel() < math.prod(shards[0].global_shape)
         parameter.tensor_model_parallel = is_sharded  # type: ignore[attr-defined]
     mark_trained(network, recipe)

@@ -60,7 +60,7 @@ def search(recipe: Recipe, world_size: int, hardware: str) -> list[Candidate]:
     Only the fastest layout of each combination of tensor, context and pipeline sizes is returned.
 
     Raises:
-        UserError: no layout fits; the message describes the one that needs least memory.
+        UserError: no layout fits.
     """
     check_ranks(world_size)
     check_hardware(hardware)

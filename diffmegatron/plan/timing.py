@@ -191,11 +191,10 @@ def _compute(recipe: Recipe, gpu: Accelerator, assumed: Assumptions) -> Compute:
 
 
 def _attention_work(recipe: Recipe) -> tuple[float, float]:
-    """Return multiply-adds of forward and backward pass per visible pair of query and key.
+    """Return (forward, backward) multiply-adds per visible pair of query and key.
 
     They are summed over the heads of a layer, and averaged over the layers. A causal mask hides
-    about half of all pairs, so a backend that also computes hidden pairs needs twice as many
-    multiply-adds.
+    about half of all pairs, so a backend that also computes hidden pairs needs twice as many.
     """
     forward = backward = 0.0
     for kind, count in counted_kinds(recipe.model):
@@ -231,8 +230,8 @@ def _vocabulary(recipe: Recipe) -> int:
 def _elementwise_bytes(recipe: Recipe) -> float:
     """Return the bytes of element-wise operations on a rank of the last stage, per microbatch.
 
-    Each pass of a layer reads or writes the residual stream about 12 times, SwiGLU's three tensors
-    once, and the tensors that core attention saves once. The loss makes three passes over the
+    Each pass of a layer moves the residual stream about 12 times, and SwiGLU's three tensors once.
+    The tensors that core attention saves are moved once too. The loss makes three passes over the
     logits, or four with ``training.loss_chunk``.
     """
     model, parallel = recipe.model, recipe.parallel
@@ -263,8 +262,8 @@ def _communication(
 
     Ring attention's messages overlap with attention kernels. With ``parallel.overlaps_gradients``,
     the sum of gradients overlaps with the last microbatch's backward pass. Megatron numbers ranks
-    in the order tensor, context, data, pipeline. A group spans nodes if the product of the sizes up
-    to its own exceeds a node's GPUs.
+    in the order tensor, context, data, pipeline. A group spans nodes if the product of its size and
+    all sizes before it exceeds a node's GPUs.
 
     Returns:
         Seconds within the pipeline's schedule, and seconds after it.

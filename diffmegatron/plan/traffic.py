@@ -220,7 +220,7 @@ def _context(recipe: Recipe) -> float:
         heads = kind.heads
         pair = 2 * tokens * heads.key_channels / parallel.tensor
         if communication == "ulysses":
-            # A softmax kernel returns the output of each map, other kernels only the difference.
+            # A softmax kernel returns the output of each attention map, others only the difference.
             is_softmax = kind.operation == "softmax"
             results = heads.query_channels if is_softmax else heads.output_channels
             others = tokens * (heads.query_channels + results) / parallel.tensor
