@@ -50,9 +50,9 @@ def default_group(
 ) -> Iterator[None]:
     """Start torch's default process group for the context, unless it already exists.
 
-    A process that uses several layouts must enter this context once around all of them, because a
-    second default group under ``torchrun`` would wait forever. ``timeout`` is the time limit of a
-    collective. ``meeting_seconds`` limits how long ranks wait for each other at the start.
+    To use several parallel layouts, enter this context once around all of them: under ``torchrun``,
+    a second default group would wait forever. ``timeout`` is the time limit of a collective.
+    ``meeting_seconds`` limits how long ranks wait for each other at the start.
     """
     if distributed.is_initialized():
         yield

@@ -11,9 +11,9 @@ from typing import Any
 def importing_engines() -> Iterator[None]:
     """Make imports inside the context faster; the imported modules work as usual.
 
-    Megatron-core (``jit_fuser``) and DeepSpeed (Muon) wrap functions in ``torch.compile``, which
-    loads Inductor. Functions wrapped inside the context call ``torch.compile`` only when they are
-    first called. The garbage collector is off inside the context.
+    Megatron-core (``jit_fuser``) and DeepSpeed (Muon) wrap functions in ``torch.compile``. Inside
+    the context, the wrapping is delayed to the function's first call, so that Inductor is not
+    loaded. The garbage collector is off inside the context.
     """
     collecting = gc.isenabled()
     gc.disable()

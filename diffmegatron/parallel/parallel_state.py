@@ -87,8 +87,8 @@ class ModelParallelUnit:
     """Adapter that passes Megatron's process groups to DeepSpeed, as its argument ``mpu``.
 
     ZeRO partitions over the data x context parallel ranks. The methods ``get_sequence_parallel_*``
-    are missing on purpose: with them, ZeRO 1 and 2 would sum gradients over the context-parallel
-    ranks, but ZeRO 3 would average them.
+    are missing on purpose. If they existed, ZeRO 1 and 2 would sum gradients over the
+    context-parallel ranks, but ZeRO 3 would average the gradients.
     """
 
     get_data_parallel_group = staticmethod(

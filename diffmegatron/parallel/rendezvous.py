@@ -17,8 +17,7 @@ from diffmegatron.errors import MachineError, UserError
 from diffmegatron.files import os_error_text, shorten
 from diffmegatron.parallel.launcher import LaunchEnvironment
 
-# Key under which rank 0 stores the outcome. The other ranks wait for it _MARGIN_SECONDS longer than
-# the time limit.
+# Key under which rank 0 stores the outcome. Other ranks wait _MARGIN_SECONDS longer than rank 0.
 _OUTCOME, _MARGIN_SECONDS = "outcome", 15.0
 # Largest number of missing ranks in an error message.
 _SHOWN_RANKS = 16
@@ -150,7 +149,7 @@ def _join(host: str, port: int, seconds: float, place: str) -> Store:
 
     def join() -> None:
         limit = timedelta(seconds=seconds)
-        with suppress(DistError):  # Raised by some other servers.
+        with suppress(DistError):  # Some other servers cause it.
             joined.append(TCPStore(host, port, timeout=limit, wait_for_workers=False))
 
     thread = threading.Thread(target=join, name="rendezvous", daemon=True)
