@@ -46,8 +46,8 @@ class RMSNorm(torch.nn.RMSNorm):
 def available_host(lora: LoraConfig | None = None) -> Host:
     """Return ``transformer_engine`` if it can run and ``lora`` is None, otherwise ``local``.
 
-    Transformer Engine's modules cannot be built without a CUDA device. They do not return the
-    normalised input of a projection, which LoRA needs.
+    Transformer Engine's modules need a CUDA device. Its fused norm and projection does not return
+    the normalised input, which LoRA needs.
     """
     is_usable = HAVE_TE and torch.cuda.is_available()
     return "transformer_engine" if is_usable and lora is None else "local"
@@ -134,8 +134,8 @@ def _local_linear(lora: LoraConfig | None) -> dict[str, Linear]:
 def _mlp(column_linear: Linear, row_linear: Linear) -> type[MLP]:
     """Return a class that builds Megatron-core's MLP with these projections.
 
-    Megatron-core 0.19 warns about a ModuleSpec here. Its replacement, ``MLP.as_mlp_submodule``, is
-    missing in version 0.16.
+    Megatron-core 0.19 warns about a ModuleSpec of the MLP. Version 0.16 lacks the replacement,
+    ``MLP.as_mlp_submodule``.
     """
 
     class ProjectedMLP(MLP):

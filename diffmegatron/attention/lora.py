@@ -43,7 +43,7 @@ class LoraColumnParallelLinear(ColumnParallelLinear):
     def forward(self, input_: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, None]:
         """Project [s, b, in] to [s, b, out / tensor-parallel ranks].
 
-        Under sequence parallelism the input is this rank's shard of s, and the output has all of s.
+        Under sequence parallelism the input is this tensor-parallel rank's shard of s.
         """
         output, bias = super().forward(input_, *args, **kwargs)
         low = linear(input_, self.lora_a)
@@ -84,7 +84,7 @@ class LoraRowParallelLinear(RowParallelLinear):
     def forward(self, input_: Tensor) -> tuple[Tensor, None]:
         """Project [s, b, in / tensor-parallel ranks] to [s, b, out].
 
-        Under sequence parallelism the output is this rank's shard of s.
+        Under sequence parallelism the output is this tensor-parallel rank's shard of s.
         """
         output, bias = super().forward(input_)
         low = linear(input_, self.lora_a)

@@ -113,8 +113,8 @@ class SelfAttention(MegatronModule):
             self.register_parameter(declared.name, parameter)
 
     def _initial(self, declared: Parameter) -> Tensor:
-        # Every tensor-parallel rank draws the whole parameter and keeps its own rows. This requires
-        # equal seeds of torch's CPU generator, which Megatron-LM's training script sets.
+        # Every tensor-parallel rank draws the whole parameter and keeps its own rows. All of these
+        # ranks must have the same state of torch's CPU generator.
         rows, *others = declared.shape
         own = self.share(rows) if declared.sharded else range(rows)
         dtype = torch.float32 if declared.float32 else self.config.params_dtype
@@ -148,8 +148,8 @@ class SelfAttention(MegatronModule):
             attention_mask: not used.
             rotary_pos_emb: angles of the s positions, [s, 1, 1, d] in radians.
             packed_seq_params: ``cu_seqlens_q`` has the boundaries of packed documents,
-                [documents + 1] integers on the CPU. They are positions in the concatenation of the
-                b unsharded sequences.
+                [documents + 1] integers on the CPU. A boundary is a position in the concatenation
+                of the b unsharded sequences.
         """
         documents = None if packed_seq_params is None else packed_seq_params.cu_seqlens_q
         query, key, value = self._split(self.linear_qkv(hidden_states)[0])
@@ -207,9 +207,8 @@ class SelfAttention(MegatronModule):
         """Multiply ``hidden`` [s, b, hidden_size] by the matrix ``name``, [rows, hidden_size].
 
         The matrix is a declared parameter, sharded by rows, and the result is [s, b, rows of this
-        rank]. Under sequence parallelism, ``hidden`` is this rank's shard of s, but the result has
-        all of s. The ranks communicate the matrix and the products, because both are much smaller
-        than the hidden states.
+        rank]. Under sequence parallelism, ``hidden`` is this tensor-parallel rank's shard of s. The
+        ranks gather the matrix, which is much smaller than the hidden states.
         """
         weight = getattr(self, name)
         size = self.tp_group.size()

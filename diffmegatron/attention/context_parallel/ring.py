@@ -1,9 +1,9 @@
 """Ring attention: the ranks pass their keys and values around a ring; queries stay on their rank.
 
 The method is that of Liu et al., arXiv 2310.01889, for one or two softmax maps. Each rank computes
-the attention of its queries to the keys of one rank while it receives the keys of the next rank.
-Results are merged exactly by their log-sum-exps. In the backward pass the keys and values go around
-the ring again, so a rank saves only its own.
+the attention of its queries to one rank's keys while it receives another rank's keys. Results are
+merged exactly by their log-sum-exps. In the backward pass the keys and values go around the ring
+again, so a rank saves only its own keys and values.
 
 In shapes b is the batch size, s the number of positions on this rank, and d the width of a query.
 """
@@ -43,7 +43,7 @@ def ring_attention(
     `[b, s, heads of q or q1, width of v]`, and the dtype is that of v.
 
     Args:
-        backend: "auto", or the name of the backend of attention between two chunks.
+        backend: "auto", or a name of :mod:`diffmegatron.attention.kernels.registry`.
         heads: q, k, v or q1, k1, q2, k2, v of this rank's zigzag shard, `[b, s, heads, width]`.
         lambda_: 0-dim factor of the second map; None with one map.
         norm: headwise RMSNorm to apply to the result.
@@ -102,9 +102,9 @@ class _RingAttention(torch.autograd.Function):
         queries, lses = of_maps[:count], tuple(of_maps[count:])
         ring, whole = ctx.ring, WholeAttention(out, out2, lses)
         query_grads = [torch.zeros_like(q, dtype=lses[0].dtype) for q in queries]
-        # The gradient of keys and values follows them around the ring. Each rank adds its part. The
-        # complete sum arrives at the rank that owns the keys and values. `sent` keeps the outgoing
-        # tensor alive until it is sent.
+        # The gradient of keys and values goes around the ring with the keys and values. Each rank
+        # adds its part, and the owner of the keys and values receives the sum. `sent` keeps the
+        # outgoing tensor alive until it is sent.
         sent: Tensor | None = None
         arriving: Tensor | None = None
         pending: list[Work] = []
@@ -135,7 +135,7 @@ class _ChunkPair(NamedTuple):
     """A chunk of this rank's queries, with a chunk of keys and values that is visible to them.
 
     ``query_chunk`` and ``key_chunk`` are 0 or 1: the first or the second chunk of a rank.
-    ``options`` are keyword arguments of `chunk_attention` and `chunk_gradients`.
+    ``options`` are keyword arguments for functions of :mod:`diffmegatron.attention.kernels.api`.
     """
 
     maps: QKV

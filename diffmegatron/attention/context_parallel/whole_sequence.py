@@ -103,8 +103,7 @@ def gathered_attention(
     """Gather all keys and values, and attend with each of this rank's two chunks of queries.
 
     ``attend`` receives a chunk of queries, all keys and values up to the chunk's end, and
-    ``query_offset``, the position of the chunk's first query. Unlike ring attention, this method
-    saves the keys and values of the whole sequence.
+    ``query_offset``, the position of the chunk's first query.
     """
     maps = QKV.of(*heads)
     local = torch.cat([x.transpose(0, 1).flatten(2) for x in (*maps.keys, maps.v)], dim=2)

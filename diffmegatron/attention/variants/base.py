@@ -30,7 +30,7 @@ from .layer import Context, Heads, Layer, Parameter
 if TYPE_CHECKING:
     from torch import Tensor
 
-# A class that overrides a method of COMPUTATION must also override a method of EXPORT.
+# A class that overrides a method of COMPUTATION can be exported only with its own method of EXPORT.
 COMPUTATION = ("normalize_qk", "gate", "forward", "current_lambda")
 EXPORT = ("hugging_face", "weight_rules", "layer_rules")
 ContextCommunication = Literal["ring", "all_gather", "ulysses"]
@@ -136,7 +136,7 @@ class Variant(Section, ABC):
     ) -> Mapping[str, Any]:
         """Replace names of files in a recipe's section by the files' content.
 
-        With ``may_be_missing``, a missing file is not an error. Its content is then assumed.
+        With ``may_be_missing``, the content of a missing file is assumed.
         """
         return section
 
@@ -251,7 +251,7 @@ class Variant(Section, ABC):
         """Layout of the heads in the projections."""
 
     def parameters(self, hidden_size: int) -> tuple[Parameter, ...]:
-        """Return a layer's parameters except the weights of ``linear_qkv`` and ``linear_proj``."""
+        """Return the attention's parameters except the weights of its two linear layers."""
         return ()
 
     def normalize_qk(self, layer: Layer, query: "Tensor", key: "Tensor") -> "tuple[Tensor, Tensor]":
@@ -262,7 +262,7 @@ class Variant(Section, ABC):
         """Return an additional argument for :meth:`forward`, [s, b, ...], or None.
 
         ``hidden`` is the normalised input of the layer, [s, b, hidden_size]; under sequence
-        parallelism, this rank's shard of s.
+        parallelism, this tensor-parallel rank's shard of s.
         """
         return None
 
@@ -338,7 +338,7 @@ class Variant(Section, ABC):
 
     @abstractmethod
     def hugging_face(self, hidden_size: int) -> HuggingFace:
-        """Return the description of the Hugging Face class, or raise UserError if none fits."""
+        """Return the model class of an export, or raise UserError if no class fits the settings."""
 
     @classmethod
     def from_hugging_face(cls, config: Mapping[str, Any]) -> Self:

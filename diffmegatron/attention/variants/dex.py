@@ -180,8 +180,8 @@ class Dex(Softmax):
         # The differential term saves a copy of the selected heads' O.
         saved = self._selected_per_layer * self.head_dim
         if not self.headwise_norm and not kernels.copies_softmax_output:
-            # `super` counts O once, because without the term the kernel and the output projection
-            # save the same tensor. With the term, the output projection saves O' instead.
+            # `super` counts O once, for the kernel and the output projection. With the term, the
+            # output projection saves O' instead.
             saved += self.heads.query_channels
         return projected, core + kernels.element * saved
 
@@ -214,9 +214,8 @@ class Dex(Softmax):
     ) -> "Tensor":
         """Return O' of the selected heads and O of the others, [b, s, heads of this rank, d].
 
-        The heads are selected by a split, because an index tensor would be copied to the device in
-        each layer. A rank without selected heads computes the term for zero heads, because W_D
-        needs a gradient on every rank.
+        A split selects the heads, because an index tensor would be copied to the device in each
+        layer. A rank without selected heads also uses W_D, which needs a gradient on every rank.
         """
         import torch
 

@@ -128,8 +128,8 @@ class DiffV1(Variant):
     def heads(self) -> Heads:
         """Layout of the heads in ``linear_qkv``: one block per key-value head.
 
-        A block begins with the signal heads, their key, and the first half of the value. The noise
-        heads, their key, and the second half of the value follow.
+        A block begins with the query heads of the first map, their key, and the first half of the
+        value. The noise heads, their key, and the second half of the value follow.
         """
         signal, noise = (n // self.num_kv_heads for n in (self.num_heads, self.noise_heads))
         rows: Rows = (("q", signal), ("k", 1), ("v", 1), ("q", noise), ("k", 1), ("v", 1))
@@ -174,8 +174,7 @@ class DiffV1(Variant):
             core += FLOAT32 * (outputs * (2 if kernels.device == "cpu" else 1) + self.num_heads)
         projected = kernels.element * (heads.query_channels + outputs)
         if kernels.recomputes_core:
-            # Recomputation saves v, a view of linear_qkv's output. So all of this output stays in
-            # memory.
+            # Recomputation saves v, a view that keeps all of linear_qkv's output in memory.
             projected += kernels.element * (heads.query_channels + 2 * heads.key_channels)
         return projected + self._key_value_bytes(kernels), core
 
@@ -185,14 +184,13 @@ class DiffV1(Variant):
             return 2 * keys * kernels.key_shards
         if kernels.has_mask and backend.saves_bias and self.num_heads > self.num_kv_heads:
             # This backend calls torch's attention twice per map, each time with one half of the
-            # value. With a mask, each call copies a key and a half value for every query head. All
-            # of these copies have the width d, so each query head has four.
+            # value. Each call copies a key and half a value, both of width d, for every query head.
             return 4 * kernels.element * self.heads.query_channels * kernels.keys_per_query
         # Keys are saved once per key shard. Each call copies its values: in total `keys_per_query`
         # values per token of this rank. `Backend.saved` already counts one of these values.
         saved = keys * (kernels.key_shards + kernels.keys_per_query - 1)
-        # With context parallelism, keys and values are views of one received tensor. The saved keys
-        # therefore also keep the values in memory.
+        # With context parallelism, the saved keys are views of a received tensor that also has the
+        # values, and keep this tensor in memory.
         return saved if kernels.communication is None else saved + keys * kernels.key_shards
 
     @override
@@ -242,7 +240,7 @@ class DiffV1(Variant):
         return q1, k1, q2, k2, v
 
     def hugging_face(self, hidden_size: int) -> hf.HuggingFace:
-        """Return the description of Hugging Face's class DiffLlama."""
+        """Return Hugging Face's class DiffLlamaForCausalLM and the keys of its configuration."""
         if self.lambda_init.policy != "exponential":
             raise UserError(
                 f"model.attention.lambda_init.policy {self.lambda_init.policy!r} cannot be "

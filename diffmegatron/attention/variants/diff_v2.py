@@ -102,7 +102,7 @@ class DiffV2(Variant):
         return subtract_noise(heads, lambda_=gate)
 
     def hugging_face(self, hidden_size: int) -> hf.HuggingFace:
-        """Return the description of this package's own model class."""
+        """Return this package's class DiffV2ForCausalLM and the keys of its configuration."""
         config = hf.head_keys(self.heads) | {"signal_per_noise": self.signal_per_noise}
         return hf.HuggingFace("diff_v2", "DiffV2ForCausalLM", config, remote_code=True)
 

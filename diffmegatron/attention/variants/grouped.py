@@ -1,8 +1,8 @@
 """Grouped differential attention (Motif, arXiv 2510.06949): DIFF V1 with fewer noise heads.
 
-Motif-2-12.7B has 32 signal heads, 8 noise heads, 16 keys and 16 values of width 128. A recipe for
-this model has ``num_heads`` 32, ``signal_per_noise`` 4 and ``num_kv_heads`` 8, because a key-value
-head has two keys of width 128 and one value of width 256.
+Signal heads are the query heads of the first map, and noise heads those of the second map.
+Motif-2-12.7B has 32 signal heads, 8 noise heads, 16 keys and 16 values of width 128. Its recipe has
+``num_heads`` 32, ``signal_per_noise`` 4 and ``num_kv_heads`` 8: a key-value head has two keys.
 """
 
 from collections.abc import Iterator, Mapping
@@ -39,7 +39,7 @@ class Grouped(DiffV1):
         return iter(())
 
     def hugging_face(self, hidden_size: int) -> hf.HuggingFace:
-        """Return the description of this package's own model class."""
+        """Return this package's class GroupedDiffForCausalLM and the keys of its configuration."""
         config = hf.head_keys(self.heads) | {
             "signal_per_noise": self.signal_per_noise,
             "headwise_norm": self.headwise_norm,

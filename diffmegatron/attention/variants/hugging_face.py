@@ -17,8 +17,8 @@ class WeightRule(NamedTuple):
     """Conversion between a few weights of this package and the same weights of transformers.
 
     ``ours`` and ``theirs`` map names of weights to unsharded shapes. ``to_hf`` maps the tensors of
-    ``ours`` to those of ``theirs``, both in the order of the names. ``from_hf`` is the inverse.
-    With ``keep_fp32`` an export does not round the weights.
+    ``ours`` to those of ``theirs``, both in the order of the names. ``from_hf`` maps the tensors of
+    ``theirs`` to those of ``ours``. With ``keep_fp32`` an export does not round the weights.
     """
 
     ours: Shapes
@@ -29,13 +29,13 @@ class WeightRule(NamedTuple):
 
     @property
     def folds(self) -> bool:
-        """True if ``to_hf`` multiplies one weight into another, so that bf16 rounds the product."""
+        """True if ``to_hf`` multiplies one weight into another; a bf16 export rounds the result."""
         return len(self.ours) > len(self.theirs)
 
 
 @dataclass(frozen=True)
 class HuggingFace:
-    """The transformers model class that computes an attention variant, and its configuration.
+    """A model class that computes an attention variant, and keys of its configuration.
 
     Attributes:
         config: keys and values that config.json must have.
@@ -77,10 +77,9 @@ def qkv(
 ) -> WeightRule:
     """Return the rule that splits ``linear_qkv`` into ``q_proj``, ``k_proj`` and ``v_proj``.
 
-    A block of ``linear_qkv`` may have two runs of consecutive query heads (``Heads.rows``). Then
-    ``q_proj`` has the first runs of all blocks before the second runs of all blocks. The order in
-    ``k_proj`` and ``v_proj`` is the same. With ``paired_values``, ``v_proj`` instead has the values
-    block by block.
+    If a block has heads of one type in two places of ``Heads.rows``, the projection has the heads
+    of the first place from all blocks, and then those of the second place. With ``paired_values``,
+    ``v_proj`` instead has the values block by block.
     """
     d = heads.head_dim
     sizes = {"q": heads.queries, "k": heads.keys, "v": heads.keys}

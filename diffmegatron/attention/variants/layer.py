@@ -111,7 +111,7 @@ class Identity(NamedTuple):
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter of a layer's attention, other than the matrices of the two projections.
+    """A parameter of attention, except the weights of ``linear_qkv`` and ``linear_proj``.
 
     docs/variants.md describes the fields. ``shape`` is that of the unsharded parameter. A number in
     ``initial`` is a standard deviation. The first axis of a ``sharded`` parameter is divided among
@@ -158,7 +158,7 @@ class Layer(Protocol):
         """Multiply ``hidden`` [s, b, hidden_size] by the declared, sharded matrix ``name``.
 
         The matrix is [rows, hidden_size], and the result is [s, b, rows of this rank]. Under
-        sequence parallelism, ``hidden`` is this rank's shard of s, but the result has all of s.
+        sequence parallelism, ``hidden`` is this tensor-parallel rank's shard of s.
         """
 
     def observe(self, name: str, value: "Tensor") -> None:

@@ -97,17 +97,18 @@ class Pattern(Variant):
 
     @property
     def ratio(self) -> int:
-        """Least common multiple of the kinds' numbers of signal heads per noise head.
+        """Least common multiple of the kinds' ratios.
 
-        A kind without noise heads counts as 1.
+        A ratio is the number of signal heads (query heads of the first map) per noise head (query
+        head of the second map). It is 1 for a kind without noise heads.
         """
         return math.lcm(*(each.ratio for each in self.kinds))
 
     def sized(self, hidden_size: int) -> Self:
         """Return the pattern with all sizes of its kinds filled in.
 
-        The pattern's own numbers of heads are the greatest common divisors of the kinds' numbers,
-        because a parallel layout must divide the heads of every kind.
+        The pattern's ``num_heads`` and ``num_kv_heads`` are the greatest common divisors over the
+        kinds, because a tensor-parallel size must divide the heads of every kind.
         """
         kinds = tuple(each.sized(hidden_size) for each in self.kinds)
         widths = sorted({each.head_dim for each in kinds})
@@ -200,7 +201,7 @@ class Pattern(Variant):
         return self.kinds[0].heads
 
     def hugging_face(self, hidden_size: int) -> hf.HuggingFace:
-        """Return the description of this package's class for networks with several kinds."""
+        """Return this package's class MixedDiffForCausalLM and the keys of its configuration."""
         entries = []
         for kind, layers in self._entries:
             kind.check_mixed_export()

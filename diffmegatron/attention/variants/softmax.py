@@ -114,7 +114,7 @@ class Softmax(Variant):
         return norm.apply_to(heads.transpose(0, 1)).transpose(0, 1)
 
     def hugging_face(self, hidden_size: int) -> hf.HuggingFace:
-        """Return the description of Qwen3, SeedOss, Mistral or Llama.
+        """Return Hugging Face's class Qwen3, SeedOss, Mistral or Llama, and its configuration keys.
 
         With ``qkv_bias`` the class is SeedOss. Qwen2 has the same biases, but transformers 5 loads
         Qwen's own tokenizer for every Qwen2 model.
