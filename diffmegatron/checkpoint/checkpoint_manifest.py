@@ -1,7 +1,4 @@
-"""The manifest of a checkpoint, which lists every other file with its size and checksum.
-
-The manifest is written last. A directory is a checkpoint only if its files match its manifest.
-"""
+"""The manifest of a checkpoint, written last: name, size and checksum of all other files."""
 
 import json
 import re

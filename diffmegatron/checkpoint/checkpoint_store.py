@@ -55,7 +55,7 @@ class CheckpointStore:
     def complete(self) -> list[int]:
         """Return the ascending steps of complete checkpoints; log a warning for each damaged one.
 
-        In a complete checkpoint, all files have the sizes that the manifest lists.
+        A checkpoint is complete if its files have the names and sizes in its manifest.
         """
         found = []
         for step in self.steps():
@@ -110,7 +110,7 @@ class CheckpointStore:
         shutil.rmtree(self._rename(step, _REMOVED))
 
     def set_aside(self, step: int) -> Path:
-        """Rename a checkpoint that a rollback must not use again; return the new path."""
+        """Rename a checkpoint so that :meth:`steps` does not list it; return the new path."""
         return self._rename(step, _LEFT)
 
     def _rename(self, step: int, suffix: str) -> Path:

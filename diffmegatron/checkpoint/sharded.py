@@ -38,7 +38,7 @@ _PIECES = "pieces"
 _Axes = Annotated[tuple[CountOrZero, ...], Field(max_length=8)]
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""A rectangular region of a tensor: its first index and its shape, with one number per axis."""
+"""A rectangular region of a tensor: (first index, shape), each with one number per axis."""
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ def write_pieces(path: Path, tensors: Mapping[str, Tensor], description: str) ->
 
 
 class ShardedReader:
-    """Reader of tensors from rank files; their pieces must cover each element exactly once."""
+    """Reader of rank files; the pieces of a tensor must cover each element exactly once."""
 
     def __init__(self, directory: Path, files: Iterable[str]) -> None:
         self._directory = directory

@@ -49,7 +49,7 @@ def stage_folders(
 
 
 def last_stage(run_dir: Path) -> StageFolder:
-    """Return the last stage that has a checkpoint (see :func:`only_last`)."""
+    """Return the last stage of a run; stages without a checkpoint are ignored."""
     begun = [folder for folder in stage_folders(run_dir) if folder.store.steps()]
     if not begun:
         raise UserError(f"{format_path(run_dir)} has no finished checkpoint yet")
@@ -57,7 +57,7 @@ def last_stage(run_dir: Path) -> StageFolder:
 
 
 def only_last(folders: Sequence[StageFolder]) -> StageFolder:
-    """Return the stage from which no other stage started; raise UserError unless it is unique."""
+    """Return the stage from which no other stage started; UserError unless there is exactly one."""
     starts = {_start(folder.run_dir) for folder in folders}
     ends = [folder for folder in folders if folder.name is None or folder.name not in starts]
     if len(ends) == 1:
@@ -112,7 +112,7 @@ def _in_order(starts: dict[str, str | None]) -> Iterator[str]:
     left = dict(starts)
     while left:
         ready = [name for name, start in left.items() if start not in left]
-        # If edited stages start from each other in a circle, none is ready.
+        # If stages start from each other in a circle, none is ready.
         for name in ready or list(left):
             del left[name]
             yield name

@@ -1,8 +1,7 @@
 """Reader and writer of one safetensors file: 1-D float32 tensors, then 1-D uint8 tensors.
 
-The safetensors library is not used. ``save_file`` holds Python's global interpreter lock, so a
-background save would stall training. ``safe_open`` does not return the positions of the tensors,
-which are needed to verify the file in one pass.
+The safetensors library is not used, because its ``save_file`` holds Python's global interpreter
+lock. A background save would therefore stall training.
 """
 
 import json
@@ -26,13 +25,13 @@ _DTYPES: dict[str, np.dtype] = {"F32": np.dtype("<f4"), "U8": np.dtype("u1")}
 _NAMES = {torch.float32: "F32", torch.uint8: "U8"}
 _LENGTH_BYTES = 8
 _BUFFER = 1 << 24
-# First bytes of a pickle (protocols 2 to 5), and of a zip archive, which torch.save writes.
+# First bytes of files that torch.save writes: a pickle (protocols 2 to 5) or a zip archive.
 _PICKLES = (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05", b"PK")
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Header entry of a 1-D tensor; ``data_offsets`` (begin, end) are bytes after the header."""
+    """Header entry of a 1-D tensor; ``data_offsets`` are (begin, end) in bytes after the header."""
 
     __pydantic_config__ = ConfigDict(extra="forbid", strict=True)
 
@@ -70,7 +69,7 @@ class TensorFile:
         return self._content[first:last].view(_DTYPES[tensor.dtype])
 
     def check_content(self, entry: FileEntry) -> None:
-        """Read the whole file; check its checksum and that all float32 values are finite."""
+        """Check the file's checksum against ``entry``, and that all float32 values are finite."""
         is_finite, float_bytes = True, self._float_bytes
         with (
             explain_os_errors(f"cannot read {format_path(self.path)}"),
@@ -142,7 +141,7 @@ def write_safetensors(
             stream.write(block)
             size += len(block)
             if size - advised >= _BUFFER:
-                # Linux now begins to write these pages. Otherwise fsync would write all of them.
+                # Linux starts to write these bytes now, which leaves less work for fsync.
                 os.posix_fadvise(stream.fileno(), advised, size - advised, os.POSIX_FADV_DONTNEED)
                 advised = size
         stream.flush()

@@ -1,4 +1,4 @@
-"""Write or average weights of checkpoints, and load them into a network."""
+"""Write weights as a checkpoint, average checkpoints, or load a checkpoint into a network."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -73,7 +73,7 @@ def average_checkpoints(run_dir: Path, last: int, out: Path) -> Path:
     """Write the mean weights of the ``last`` newest checkpoints; return the new checkpoint's path.
 
     In a run with stages, the checkpoints of the last stage are averaged. The new checkpoint has the
-    recipe and the :class:`Position` of the newest one. ``out`` must not contain checkpoints yet.
+    recipe and progress of the newest averaged one. ``out`` must not contain checkpoints yet.
     """
     if (out / CHECKPOINTS).exists():
         raise UserError(
@@ -120,9 +120,8 @@ def _means(checkpoints: Sequence[Checkpoint]) -> Iterator[tuple[str, Tensor]]:
 def load_network(checkpoint: Checkpoint, recipe: Recipe, parallel_state: ParallelState) -> Network:
     """Build this rank's shard of a network for inference, with the weights of a checkpoint.
 
-    The weights are rounded to the precision of the checkpoint's run, except parameters that the
-    kind of attention declares as float32. ``recipe`` has the parallel layout and the precision of
-    the inference.
+    The weights are rounded to the precision in the checkpoint's recipe, except parameters that the
+    attention declares as float32. ``recipe`` sets the parallel layout and precision of inference.
     """
     precision = DTYPES[checkpoint.recipe.training.precision]
     network = build_model(recipe, parallel_state, initial_weights=False).eval()

@@ -42,7 +42,7 @@ _NEUTRAL_OF: dict[str, dict[str, tuple[Any, ...]]] = {
 # File of a PEFT adapter.
 _ADAPTER = "adapter_config.json"
 _FULL = "full_attention"
-# transformers creates lists with an entry per layer. A huge number would exhaust the memory.
+# transformers creates lists with an entry per layer. Too many layers would exhaust memory.
 _MAX_LAYERS = 10_000
 # Kind of RoPE scaling -> {key in a recipe's rope_scaling: key in rope_parameters of config.json}.
 _SCALINGS: dict[str, dict[str, str]] = {

@@ -21,9 +21,8 @@ from diffmegatron.hf.write_export import SUMMATION, Verified, verify_export, wri
 from diffmegatron.model.build import DTYPES
 from diffmegatron.parallel.parallel_state import process_groups
 
-# Largest allowed difference of the logits, divided by the largest absolute logit. If export and
-# training round the same values, the key is float32. Otherwise the key is the dtype of the
-# rounding. For example, an export can round a product of weights whose factors training rounds.
+# Largest allowed difference of the logits, divided by the largest absolute logit. Keys are the
+# results of `_rounded_differently`.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 _NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 

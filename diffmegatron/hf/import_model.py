@@ -32,7 +32,7 @@ def import_model(
 ) -> Verified | None:
     """Write a pretrained model as a run directory whose weights other runs can start from.
 
-    ``out`` contains
+    On success, ``out`` contains
 
     - ``recipe.yaml``, which recipes of other runs extend;
     - a checkpoint of step 0 with weights only;

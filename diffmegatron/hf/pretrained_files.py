@@ -1,7 +1,7 @@
 """Files of a pretrained model: the tensors to import, and the files that exports keep.
 
 ``diffmegatron import`` copies config.json and the tokenizer into a folder, and adds dtypes.json. If
-a recipe has this folder as ``data.tokenizer``, its exports start from these files.
+a recipe has this folder as ``data.tokenizer``, its exports reuse these files.
 """
 
 import re
@@ -84,8 +84,8 @@ class Source:
     def check(self, rules: Iterable[WeightRule], *, tied: bool) -> None:
         """Check that the files contain exactly the tensors of the network in ``config.json``.
 
-        If the embedding is also the output layer (``tied``), the files may contain both matrices.
-        They must then be equal.
+        RoPE buffers are ignored. If the embedding is also the output layer (``tied``), the files
+        may contain both matrices, but these must be equal.
         """
         config, left = "config.json", set(self.tensors)
         for name, shape in (item for rule in rules for item in rule.theirs.items()):
@@ -196,7 +196,7 @@ class Dtypes(BaseModel):
 
 @dataclass(frozen=True)
 class Original:
-    """The pretrained model that a run started from; ``folder`` has its files except the weights."""
+    """The pretrained model that a run started from; ``folder`` has its config and tokenizer."""
 
     folder: Path
     config: PretrainedConfig
@@ -212,7 +212,7 @@ class Original:
         return DTYPES[self.dtypes.others.get(name, self.dtypes.usual)]
 
     def can_compute(self, described: HuggingFace) -> bool:
-        """Return whether the model's class computes the same network as the class ``described``."""
+        """Return whether the model's class computes the same network as ``described``."""
         return self.config.model_type in (described.model_type, *described.also)
 
     def write_config(self, recipe: Recipe, directory: Path) -> None:

@@ -1,8 +1,8 @@
 """Write the tokenizer of a run into an export: convert a tiktoken encoding, or copy files.
 
 A tiktoken encoding becomes a fast Hugging Face tokenizer with the same ids.
-``transformers.integrations.tiktoken`` cannot do this: it needs blobfile, gives special tokens other
-ids if unused ids precede them, and splits long numbers differently.
+``transformers.integrations.tiktoken`` is not used, because it would split long numbers differently
+from tiktoken.
 """
 
 import json
@@ -77,8 +77,7 @@ def write_tokenizer(
 
     Args:
         seq_length: maximum length of a text in tokens; only a converted tokenizer stores it.
-        directory: directory with ``config.json``, from which ``AutoTokenizer`` selects the class of
-            the tokenizer.
+        directory: directory that already contains ``config.json``, which ``AutoTokenizer`` reads.
         chat: whether to add the template of :mod:`diffmegatron.hf.chat_template`. It is left out of
             copied files if sample chats would have other ids than in training.
     """
@@ -154,11 +153,10 @@ def _give_template(
 ) -> bool:
     """Add the chat template to copied files, if sample chats then have the ids of training.
 
-    Return whether it was added. If only responses that begin with white space have other ids, the
-    template is added and a warning is logged.
+    Return whether it was added. If only chats whose responses begin with white space have other
+    ids, the template is added and a warning is logged.
     """
-    # Other tokenizer classes rebuild parts of tokenizer.json. They would lose the split that
-    # split_responses adds.
+    # Other tokenizer classes rebuild parts of tokenizer.json, without split_responses' change.
     _write_config(config | {"tokenizer_class": _CLASS}, directory)
     changed = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
     split_responses(changed)
@@ -199,7 +197,7 @@ def convert(encoding: tiktoken.Encoding) -> tokenizers.Tokenizer:
     """
     ranks: dict[bytes, int] = encoding._mergeable_ranks
     special: dict[str, int] = encoding._special_tokens
-    # Without special tokens in the vocabulary, add_special_tokens would choose other ids for them.
+    # add_special_tokens would choose other ids for special tokens outside the vocabulary.
     vocabulary = {_visible(token): rank for token, rank in ranks.items()} | special
     # With ignore_merges, a piece of text that equals a token becomes this token without merges, as
     # in tiktoken.

@@ -97,8 +97,8 @@ def _mlp(model: ModelConfig, ours: str, theirs: str) -> list[WeightRule]:
 def to_hf(weights: Weights, model: ModelConfig, step: int = 0) -> Iterator[tuple[str, Tensor]]:
     """Convert our weights to Hugging Face's; yield the name and tensor of each result.
 
-    A tensor is yielded as soon as all weights from which it is computed are read. It keeps the
-    dtype of our weight. A product of several weights is float32 or float64, depending on the rule.
+    A tensor is yielded as soon as all weights from which it is computed are read. It keeps their
+    dtype. Exception: a product of several weights is float32 or float64.
     """
     lines = ((rule.ours, rule.theirs, rule.to_hf) for rule in table(model, step))
     return _convert(weights, lines)

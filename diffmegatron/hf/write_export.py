@@ -113,7 +113,7 @@ def _stored_dtypes(
     """Return a function from a tensor's name and value to the dtype in which to store it.
 
     It is the tensor's dtype in ``original``, or ``dtype`` if ``original`` is None. Exception: a
-    tensor of a rule with ``keep_fp32`` is float32, unless its dtype in ``original`` is exact.
+    tensor of a rule with ``keep_fp32`` is float32, unless ``original``'s dtype holds it exactly.
     """
     keep_fp32 = {name for rule in table(model) if rule.keep_fp32 for name in rule.theirs}
 
@@ -131,7 +131,7 @@ def _write_weights(weights: Iterable[tuple[str, Tensor, torch.dtype]], directory
     """Write safetensors files with the names that ``transformers`` expects.
 
     If there are several files, an index lists the file of each weight. huggingface_hub is not used,
-    because it would need all weights in memory at once.
+    because it would need all weights in memory at the same time.
     """
     shards: list[list[str]] = []
     total_size = 0
@@ -155,7 +155,7 @@ def _write_weights(weights: Iterable[tuple[str, Tensor, torch.dtype]], directory
 def _in_shards(
     weights: Iterable[tuple[str, Tensor, torch.dtype]],
 ) -> Iterator[dict[str, Tensor]]:
-    """Yield the weights of each file in their new dtypes, in one dict that is reused."""
+    """Yield one dict of converted weights per file; it is cleared before the next file."""
     shard: dict[str, Tensor] = {}
     for name, tensor, dtype in weights:
         if shard and _num_bytes(shard) + tensor.numel() * dtype.itemsize > MAX_SHARD_BYTES:
@@ -186,10 +186,9 @@ def _save(tensors: dict[str, Tensor], path: Path) -> None:
 
 @torch.no_grad()
 def verify_export(directory: Path, tokens: Tensor, expected: Tensor) -> LogitDifference:
-    """Load a Hugging Face model as a user would, in fp32 on the CPU; compare its logits.
+    """Load a Hugging Face model in fp32 on the CPU; compare its logits with ``expected``.
 
-    ``tokens`` [b, s] has at most ``MAX_VERIFY_TOKENS`` ids. The logits of the model are compared
-    with ``expected``, [b, s, vocab_size].
+    ``tokens`` [b, s] has at most ``MAX_VERIFY_TOKENS`` ids. ``expected`` is [b, s, vocab_size].
     """
     if tokens.numel() > MAX_VERIFY_TOKENS:
         raise ValueError(f"{tokens.numel()} tokens to verify; at most {MAX_VERIFY_TOKENS}")
@@ -230,7 +229,7 @@ def _carries_our_code(directory: Path) -> bool:
 
 
 def logit_difference(logits: Tensor, expected: Tensor) -> LogitDifference:
-    """Return the largest difference between two tensors; infinity if a value is NaN."""
+    """Return the largest absolute and relative difference; infinity if a value is NaN."""
     absolute = (logits - expected).abs().max()
     relative = absolute / expected.abs().max()
     # ``NaN > tolerance`` is false, so a caller could accept NaN.

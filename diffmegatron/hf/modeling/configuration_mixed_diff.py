@@ -23,7 +23,7 @@ class MixedDiffConfig(DiffBaseConfig):
         lambda_std_dev: standard deviation of the initial values of the lambda vectors in layers
             with grouped differential attention.
         kwargs: Llama's keys, such as ``hidden_size``, and arguments of ``PretrainedConfig``. The
-            numbers of heads are not used, because ``layer_kinds`` has them for each layer.
+            numbers of heads are not used, because each mapping has them.
     """
 
     model_type = "mixed_diff"
