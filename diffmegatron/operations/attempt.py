@@ -40,7 +40,7 @@ def begin(
     Args:
         nodes: host names of the job, in the order of the ranks.
         run_dir: folder of the ledger (record of all attempts), used if the recipe is unreadable.
-            With None, such an attempt is not recorded.
+            With None, the mistake in an unreadable recipe is not recorded.
     """
     ranks = _num_ranks()
     job = os.environ.get("SLURM_JOB_ID", "")
@@ -103,11 +103,10 @@ def _may_use_spares(attempt: Attempt) -> bool:
 def exit_status(attempt: Attempt, bad_hosts: Sequence[str] = ()) -> int:
     """Return the exit status of the job script, which determines how the job continues.
 
-    0: finished. 1: too many faults. 2: a mistake of the user. 69: restart the ranks at once. 75:
-    requeue the job.
+    0: finished. 1: too many faults. 2: a mistake of the user. 69: restart the ranks in this job.
+    75: requeue the job.
 
-    ``bad_hosts`` are the hosts that the next attempt must avoid. 69 requires that there are none,
-    and a fault during training.
+    Status 69 requires a fault during training and empty ``bad_hosts``.
     """
     if not attempt.is_over:
         at_once = attempt.cause == Cause.FAULT and attempt.has_trained and not bad_hosts
@@ -135,7 +134,7 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str | None:
-    """Return this package's git commit, with ``-dirty`` if files were changed; None without git."""
+    """Return this package's git commit, with ``-dirty`` if files were changed; None if unknown."""
     folder = Path(diffmegatron.__file__).parent.parent
     if not (folder / ".git").exists():
         return None

@@ -93,8 +93,7 @@ def prepare_chain(
 ) -> tuple[Submission, ...]:
     """Check a recipe as :func:`prepare_launch` does, and prepare one job per unfinished stage.
 
-    ``dependency`` applies only to the first job, because each later job waits for the one before
-    it.
+    ``dependency`` applies only to the first job. Each later job waits for the job before it.
     """
     recipes = load_stages(config, overrides)
     cluster = load_cluster(cluster_file)
@@ -254,7 +253,7 @@ def _signal_seconds(save: float | None, step: float, cluster: Cluster) -> int:
     """Return how many seconds before the job's time limit Slurm sends SIGUSR1.
 
     If no save was measured, the result is ``_SIGNAL_SECONDS``. Otherwise, it is enough for two
-    saves and two steps. Half of the time limit is the upper bound.
+    saves and two steps. The result is at most half of the time limit.
     """
     measured = round(2 * (save or 0) + 2 * step) + _SLACK_SECONDS
     return min(_SIGNAL_SECONDS if save is None else measured, cluster.seconds // 2)

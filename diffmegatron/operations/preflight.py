@@ -40,8 +40,7 @@ _MATRIX = {"cpu": 512, "cuda": 8192}
 _REDUCTIONS, _PRODUCTS = 5, 20
 # A checkpoint stores three float32 values per parameter: the weight and two moments of Adam.
 _STATE_BYTES = 12
-# Largest accepted time of a rank's matrix product, as a multiple of the median of all ranks, and
-# largest accepted difference of its clock from the median, in seconds.
+# Limits for a rank: matrix product time / median time, and seconds between its and median clock.
 _MAX_SLOWDOWN, _CLOCK_SECONDS = 2.0, 5.0
 # Smallest accepted free share of a GPU's memory.
 _FREE_SHARE = 0.9
@@ -114,7 +113,7 @@ def _needed_space(recipe: Recipe) -> int:
 
 
 def find_problems(every: Sequence[Findings], space: int, run_dir: str) -> dict[int, str]:
-    """Compare the findings of all ranks, and return the first problem of each unfit rank.
+    """Compare the findings of all ranks, and return a dict: rank -> its first problem.
 
     ``space`` is the number of bytes that must be free in ``run_dir``.
     """

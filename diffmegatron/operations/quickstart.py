@@ -1,4 +1,4 @@
-"""``diffmegatron quickstart``: prepare text, then train, export and compare two small models.
+"""``diffmegatron quickstart``: prepare text, then train, export and compare small models.
 
 Every phase except the report runs as a command that a user can type.
 """

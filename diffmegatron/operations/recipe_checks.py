@@ -76,8 +76,8 @@ def _has_begun(recipe: Recipe) -> bool:
 def _passes(recipe: Recipe) -> dict[str, float]:
     """Return a dict: path of each data source -> lower bound on the number of epochs over it.
 
-    Held-out documents, packing and length up-sampling raise the true number. The dict is empty if
-    global up-sampling changes the shares of several sources.
+    Held-out documents, packing and length up-sampling raise the true number. With several
+    sources and global up-sampling, the dict is empty.
     """
     weights = {source.path: source.weight for source in recipe.data.sources}
     if recipe.data.upsampling.mode == "global" and len(weights) > 1:

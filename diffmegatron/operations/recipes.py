@@ -40,7 +40,7 @@ def names() -> list[str]:
 
 
 def description(name: str) -> str:
-    """Return the one-line description of a name: the comment in the first line of a file."""
+    """Return the one-line description of a name: the comment in the first line of its file."""
     if name == LAUNCH:
         return "Job scripts for Slurm and torchrun."
     first = (CONFIGS / f"{name}.yaml").read_text(encoding="utf-8").partition("\n")[0]

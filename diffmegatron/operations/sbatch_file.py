@@ -1,4 +1,4 @@
-"""Job file for sbatch: ``#SBATCH`` lines from the cluster file, then the body of ``slurm.sh``."""
+"""Job file for sbatch: ``#SBATCH`` lines and settings, then the body of launch/slurm.sh."""
 
 import shlex
 from collections.abc import Sequence

@@ -177,7 +177,7 @@ def _status_without_ledger(run_dir: Path) -> Status:
 
 
 def _stages_beside(run_dir: Path) -> list[str]:
-    """Return the stage names in the ledger of ``run_dir``'s parent; [] without a ledger."""
+    """Return the stage names in the ledger of ``run_dir``'s parent; [] without attempts."""
     attempts = Ledger(run_dir.resolve().parent).attempts()
     return [Path(stage).name for stage in attempts[-1].stages] if attempts else []
 
@@ -185,8 +185,8 @@ def _stages_beside(run_dir: Path) -> list[str]:
 def _current_stage(attempt: Attempt, heartbeat: Heartbeat | None) -> str | None:
     """Return the ``run_dir`` of an attempt's current stage; None if ``attempt.stages`` is empty.
 
-    The heartbeat names the stage. Without a heartbeat, it is the last stage with a checkpoint, or
-    the first stage if none has a checkpoint.
+    If the heartbeat names no stage, return the last stage with a checkpoint, or the first stage if
+    none has a checkpoint.
     """
     if heartbeat is not None and heartbeat.run_dir in attempt.stages:
         return heartbeat.run_dir
@@ -217,8 +217,8 @@ def _state(attempt: Attempt, heartbeat: Heartbeat | None, now: float) -> tuple[s
 def _seconds_left(entries: Sequence[Entry], step: int | None, steps: int | None) -> float | None:
     """Estimate the remaining seconds from the newest entries of the metrics.
 
-    An interval between two entries is ignored if its steps took more than ten times the median,
-    because the job was probably requeued in it.
+    Intervals whose steps took more than ten times the median are ignored. They probably contain a
+    requeue.
     """
     marks = [(e["step"], e["time"]) for e in entries if "train/loss" in e and "time" in e]
     seconds_per_step = [

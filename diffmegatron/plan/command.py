@@ -25,7 +25,7 @@ def run(
 ) -> None:
     """Print the plan of each stage of a recipe, as tables or as JSON (a list for several stages).
 
-    ``world_size`` is the number of ranks; None for the fewest that fit all layouts.
+    ``world_size`` is the number of ranks; None for the fewest that fit the layouts of all stages.
     """
     ranks = math.lcm(*(recipe.parallel.model_ranks for recipe in stages))
     given = ranks if world_size is None else world_size

@@ -1,8 +1,7 @@
 """``plan --rehearse``: a test of a recipe's parallel layout on CPU ranks of this machine.
 
 A rehearsal trains a tiny network for two steps with the recipe's parallel layout, pipeline
-schedule, ZeRO stage, recomputation, packing and checkpoint settings. It does not test the memory,
-the speed and the kernels of a GPU.
+schedule, ZeRO stage, recomputation, packing and checkpoint settings. It does not test GPUs.
 """
 
 import math
@@ -28,7 +27,7 @@ from diffmegatron.training.monitoring.metrics import read_metrics
 # A laptop starts 16 processes in a minute.
 MAX_RANKS = 16
 MAX_LAYERS = 128
-# Limit for num_heads / (num_kv_heads * ratio), and for ffn_hidden_size / hidden_size.
+# Limit for num_heads / (num_kv_heads * attention.ratio), and for ffn_hidden_size / hidden_size.
 MAX_RATIO = 16
 STEPS = 2
 HEAD_DIM = 8
@@ -47,7 +46,7 @@ class Rehearsal:
 
 
 def rehearse(stages: Sequence[Recipe], world_size: int | None = None) -> None:
-    """Rehearse the training stages of a recipe in order, and print the loss of each step.
+    """Rehearse the training stages of a recipe in order, and print the losses.
 
     ``world_size`` is the number of ranks of the real run; None for the fewest that fit the layout.
     """
@@ -65,7 +64,7 @@ def rehearse(stages: Sequence[Recipe], world_size: int | None = None) -> None:
 
 
 def small_recipe(recipe: Recipe, world_size: int | None, folder: Path) -> Rehearsal:
-    """Return the rehearsal of a recipe: the smallest network, sequence and batch for its layout.
+    """Return the rehearsal of a recipe: a tiny network, short sequences and a small batch.
 
     The data-parallel size is at most 2. Other parallel sizes are reduced only if the layout needs
     more than ``MAX_RANKS`` ranks.
@@ -157,7 +156,7 @@ def _fewer_ranks(recipe: Recipe, data: int) -> tuple[dict[str, int], list[str]]:
 
 
 def _shrink_layers(values: dict[str, Any]) -> int:
-    """Limit ``recompute.layers`` to 2, and return as many layers for each virtual stage."""
+    """Limit ``recompute.layers`` in ``values`` to 2, and return it as layers per virtual stage."""
     recompute = values["recompute"]
     if recompute["layers"] == 1:
         return 1
@@ -166,7 +165,7 @@ def _shrink_layers(values: dict[str, Any]) -> int:
 
 
 def _model(recipe: Recipe, sizes: dict[str, int], stage_layers: int) -> dict[str, Any]:
-    """Return the ``model`` section's sizes: the smallest that can be divided over the ranks."""
+    """Return small sizes for the ``model`` section that can be divided over the ranks."""
     model, tensor = recipe.model, sizes["tensor"]
     attention = model.attention
     shares = sizes["context"] if context_communication(recipe) == "ulysses" else 1

@@ -137,9 +137,9 @@ def _cells(candidate: Candidate) -> tuple[str, ...]:
 def _fitting(
     recipe: Recipe, world_size: int, hardware: str, available: int
 ) -> tuple[list[Candidate], tuple[int, Recipe] | None]:
-    """Return the layouts that fit into ``available`` bytes, and the smallest one that does not.
+    """Return the layouts that fit into ``available`` bytes, and the one that exceeds them least.
 
-    The smallest one is (peak in bytes, recipe), or None if no layout exceeds ``available``.
+    The second value is (peak in bytes, recipe), or None if no layout exceeds ``available``.
     """
     fitting: list[Candidate] = []
     nearest: tuple[int, Recipe] | None = None
@@ -159,7 +159,7 @@ def _fitting(
 
 
 def _valid(recipe: Recipe, layout: Changes, world_size: int) -> Iterator[tuple[Changes, Recipe]]:
-    """Yield the changes and the recipe of a layout with each valid micro-batch size, in order."""
+    """Yield (changes, recipe) of a layout for each valid micro-batch size, smallest first."""
     merged = {name: getattr(recipe, name) for name in Recipe.model_fields}
     for size in MICRO_BATCHES:
         changes = layout | {"training": {"micro_batch_size": size}}
@@ -176,7 +176,7 @@ def _valid(recipe: Recipe, layout: Changes, world_size: int) -> Iterator[tuple[C
 def _layouts(recipe: Recipe, world_size: int) -> Iterator[Changes]:
     """Yield the changes of the recipe for each layout to try on ``world_size`` GPUs."""
     layers = recipe.model.num_layers
-    # None overlaps gradients where possible. True would be an error for the other layouts.
+    # Replace True by None, because True is an error for layouts that cannot overlap gradients.
     overlap = None if recipe.parallel.overlap_gradients else recipe.parallel.overlap_gradients
     for tensor, context, pipeline in _sizes(recipe, world_size):
         for virtual in VIRTUAL_STAGES if pipeline > 1 else (1,):
@@ -250,7 +250,7 @@ def _failure(
 
 
 def _reason(recipe: Recipe, world_size: int) -> str:
-    """Return the reason why no layout is valid: the error of pure data parallelism, if any."""
+    """Return why no layout is valid: the error of a layout with only data parallelism, if any."""
     plain = {"parallel": {}, "training": recipe.training.model_dump() | {"micro_batch_size": 1}}
     sections = {name: getattr(recipe, name) for name in Recipe.model_fields}
     try:

@@ -104,8 +104,8 @@ def plan_recipe(
         hardware: name of a GPU in ``ACCELERATORS``.
 
     Raises:
-        UserError: ``hardware`` is unknown, or the recipe does not fit ``world_size`` or its
-            tokenizer.
+        UserError: ``hardware`` is unknown, the layout does not fit ``world_size``, or the
+            vocabulary is too small for the tokenizer.
     """
     model, training = recipe.model, recipe.training
     check_hardware(hardware)

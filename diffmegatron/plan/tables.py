@@ -14,7 +14,7 @@ from diffmegatron.plan.summary import Plan
 _SECONDS_PER_DAY = 86_400
 # Times of shorter runs are not printed, because their recipes are sized for a CPU.
 _SHORT_RUN_SECONDS = 60
-# Names of the rows in the traffic table, by attribute of Traffic.
+# Names of the rows in the traffic table, by attribute of Plan.traffic.
 TRAFFIC = {
     "tensor": "tensor parallel",
     "context": "context parallel",
@@ -127,8 +127,8 @@ def _memory_table(plan: Plan) -> Table:
 def _memory_rows(stage: StageMemory) -> list[tuple[str, int]]:
     """Return the parts of a pipeline stage's memory as table rows: name and bytes.
 
-    The first four rows exist during the whole step. Of the rows that begin with "then" or "or",
-    only one exists at a time.
+    Memory of the first four rows is allocated during the whole step. Rows that begin with "then" or
+    "or" exclude each other.
     """
     return [
         ("weights", stage.weights),
@@ -158,9 +158,10 @@ def _traffic_table(plan: Plan) -> Table:
 
 
 def _unit(total: int, units: Mapping[str, float]) -> tuple[str, float]:
-    """Return the largest of the decreasing ``units`` that does not exceed ``total`` bytes.
+    """Return the name and bytes of the largest unit that does not exceed ``total`` bytes.
 
-    For a smaller total, return the smallest unit. For a total of 0, return the largest.
+    ``units`` decrease. If all exceed ``total``, return the smallest. For 0 bytes, return the
+    largest.
     """
     fitting = [each for each in units.items() if each[1] <= total]
     return fitting[0] if fitting else [*units.items()][-1 if total else 0]

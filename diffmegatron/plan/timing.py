@@ -85,8 +85,8 @@ class Estimate:
         communication: communication that does not overlap with computation.
         idle: wait of a rank in the pipeline's bubble.
         optimizer: update of the optimizer.
-        collectives: number of collectives on a rank, in the stage that sends most.
-        bubble: ``idle`` divided by the working time.
+        collectives: number of collectives per step on a rank of the stage that sends most.
+        bubble: ``idle`` divided by the time in which the rank runs its microbatches.
         utilization: model FLOPs utilization (MFU), from 0 to 1.
         tokens_per_second: tokens per second over all ranks.
         days: duration of the run in days.
@@ -193,7 +193,7 @@ def _compute(recipe: Recipe, gpu: Accelerator, assumed: Assumptions) -> Compute:
 def _attention_work(recipe: Recipe) -> tuple[float, float]:
     """Return (forward, backward) multiply-adds per visible pair of query and key.
 
-    They are summed over the heads of a layer, and averaged over the layers. A causal mask hides
+    Both are summed over the heads of a layer, and averaged over the layers. A causal mask hides
     about half of all pairs, so a backend that also computes hidden pairs needs twice as many.
     """
     forward = backward = 0.0
@@ -230,9 +230,9 @@ def _vocabulary(recipe: Recipe) -> int:
 def _elementwise_bytes(recipe: Recipe) -> float:
     """Return the bytes of element-wise operations on a rank of the last stage, per microbatch.
 
-    Each pass of a layer moves the residual stream about 12 times, and SwiGLU's three tensors once.
-    The tensors that core attention saves are moved once too. The loss makes three passes over the
-    logits, or four with ``training.loss_chunk``.
+    Each pass of a layer moves the residual stream about 12 times, SwiGLU's three tensors once, and
+    the tensors that core attention saves once. The loss makes three passes over the logits, or four
+    with ``training.loss_chunk``.
     """
     model, parallel = recipe.model, recipe.parallel
     element, tokens = BYTES[recipe.training.precision], local_tokens(recipe)
@@ -258,15 +258,16 @@ def _communication(
     assumed: Assumptions,
     compute: Compute,
 ) -> tuple[float, float]:
-    """Return the seconds per step of communication that does not overlap with computation.
+    """Return the time of communication that does not overlap with computation, as two values.
 
     Ring attention's messages overlap with attention kernels. With ``parallel.overlaps_gradients``,
-    the sum of gradients overlaps with the last microbatch's backward pass. Megatron numbers ranks
-    in the order tensor, context, data, pipeline. A group spans nodes if the product of its size and
-    all sizes before it exceeds a node's GPUs.
+    the reduction of all gradients except the last bucket overlaps with the last microbatch's
+    backward pass. Megatron numbers ranks in the order tensor, context, data, pipeline. The groups
+    of one dimension span nodes if the product of the sizes up to and including that dimension
+    exceeds the GPUs of a node.
 
     Returns:
-        Seconds within the pipeline's schedule, and seconds after it.
+        Seconds per step for tensor, context and pipeline parallelism, and seconds for ZeRO.
     """
     parallel, traffic = recipe.parallel, stage_traffic(recipe, world_size, stage)
     calls = stage_collectives(recipe, world_size, stage)
@@ -291,13 +292,13 @@ def _communication(
 
 
 def _last_share(recipe: Recipe) -> float:
-    """Return the fraction of the gradients whose reduction cannot overlap: the last bucket."""
+    """Return the last bucket's fraction of all gradients; its reduction cannot overlap."""
     trained = sum(trained_parameters(recipe, 0))
     return min(1.0, max(REDUCE_BUCKET, largest_trained(recipe, 0)) / trained)
 
 
 def _optimizer(recipe: Recipe, world_size: int, gpu: Accelerator, assumed: Assumptions) -> float:
-    """Return the seconds of the optimizer's update, which memory bandwidth limits."""
+    """Return the seconds of the optimizer's update, limited by device or host bandwidth."""
     parameters = max(
         sum(trained_parameters(recipe, stage)) for stage in range(recipe.parallel.pipeline)
     )

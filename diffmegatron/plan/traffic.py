@@ -1,4 +1,4 @@
-"""Number of bytes that a rank sends per training step, by kind of communication.
+"""Communication of a rank per training step, by kind: bytes sent and number of collectives.
 
 The bytes are those of ring algorithms. An all-gather or reduce-scatter of n bytes over k ranks
 sends n * (k - 1) / k bytes per rank, and an all-reduce twice as many.
@@ -27,15 +27,14 @@ _MODULES_PER_LAYER = 7
 
 @dataclass(frozen=True)
 class Traffic:
-    """Communication of a rank per step, by kind, as bytes sent or as a number of collectives.
+    """Communication of a rank per step, by kind: either bytes sent or numbers of collectives.
 
     Attributes:
-        tensor: all-reduces of hidden states, or all-gathers and reduce-scatters with sequence
-            parallelism.
-        context: keys and values, and their gradients; with ulysses also queries and outputs.
+        tensor: mainly hidden states and their gradients.
+        context: keys and values; with ulysses also queries and outputs. Gradients are included.
         pipeline: hidden states, their gradients, and the gradient of a tied embedding.
-        gradients: gradients that ZeRO reduces over data x context parallel ranks.
-        weights: weights that ZeRO gathers over data x context parallel ranks.
+        gradients: gradients that ZeRO reduces over data-parallel and context-parallel ranks.
+        weights: weights that ZeRO gathers over data-parallel and context-parallel ranks.
     """
 
     tensor: int
@@ -58,7 +57,7 @@ def count_traffic(recipe: Recipe, world_size: int) -> Traffic:
 def busiest_stage(recipe: Recipe, world_size: int) -> int:
     """Return the number, from 0, of the pipeline stage whose ranks send most bytes per step."""
     stages = recipe.parallel.pipeline
-    # All stages between the first and the last send the same number of bytes, so try one of them.
+    # The stages between the first and the last usually send equally many bytes, so try one.
     some = sorted({0, stages // 2, stages - 1})
     return max(some, key=lambda stage: stage_traffic(recipe, world_size, stage).total)
 
@@ -103,7 +102,7 @@ def stage_collectives(recipe: Recipe, world_size: int, stage: int) -> Traffic:
         context = layers * (passes * (parallel.context - 1) + 2 * parallel.context - 1)
     elif communication is not None:
         # Ulysses has two collectives per forward pass: one of q, k and v, and one of the outputs.
-        # All-gather has one, of k and v. A backward pass has as many, for the gradients.
+        # All-gather has one, of k and v. A backward pass has as many as a forward pass.
         context = layers * (passes + 1) * (2 if communication == "ulysses" else 1)
     elements = sum(trained_parameters(recipe, stage))
     gradients = weights = 0.0
@@ -149,10 +148,9 @@ def _tensor(recipe: Recipe, stage: int) -> float:
 
 
 def _gates(recipe: Recipe) -> float:
-    """Return the bytes per microbatch that sequence parallelism moves for projections to lambda.
+    """Return n for DIFF V2's projection of hidden states to lambda; 0 without sequence parallelism.
 
-    The weights are gathered. The outputs change from shards of the sequence to shards of the heads.
-    Each of k tensor-parallel ranks sends (k - 1) / k of the returned bytes.
+    Each of k tensor-parallel ranks sends n * (k - 1) / k bytes per microbatch for this projection.
     """
     model, parallel = recipe.model, recipe.parallel
     if not parallel.sequence_parallel:
@@ -220,7 +218,7 @@ def _context(recipe: Recipe) -> float:
         heads = kind.heads
         pair = 2 * tokens * heads.key_channels / parallel.tensor
         if communication == "ulysses":
-            # A softmax kernel returns the output of each attention map, others only the difference.
+            # A softmax kernel returns each attention map's output. Others return the difference.
             is_softmax = kind.operation == "softmax"
             results = heads.query_channels if is_softmax else heads.output_channels
             others = tokens * (heads.query_channels + results) / parallel.tensor
@@ -228,7 +226,7 @@ def _context(recipe: Recipe) -> float:
         else:
             forward = backward = element * pair * (size - 1)
             if communication == "ring":
-                # The float32 gradients of keys and values need one more step to reach their rank.
+                # Float32 gradients of keys and values take one step more than keys and values.
                 backward += FLOAT32 * pair * size
         total += count * (attention_passes(recipe) * forward + backward)
     return total / parallel.pipeline
@@ -252,7 +250,7 @@ def _messages(recipe: Recipe, stage: int) -> int:
 def _tied(recipe: Recipe, stage: int) -> float:
     """Return the bytes per step that a rank sends to reduce a tied embedding's gradient.
 
-    The first and the last stage share the embedding, whose gradient is float32 under ZeRO 1.
+    Pipeline parallelism requires ZeRO 1, so the gradient is float32.
     """
     model, parallel = recipe.model, recipe.parallel
     if not model.tied_embeddings or stage not in (0, parallel.pipeline - 1):
@@ -263,11 +261,11 @@ def _tied(recipe: Recipe, stage: int) -> float:
 
 
 def _zero(recipe: Recipe, stage: int, shards: int, microbatches: int) -> tuple[float, float]:
-    """Return the bytes per step that a rank sends for ZeRO: for gradients, and for weights.
+    """Return the bytes per step that a rank sends for ZeRO, as (gradients, weights).
 
-    ZeRO 1 reduces float32 gradients once per step. ZeRO 2 (all-reduce) and 3 (reduce-scatter)
-    reduce them in the run's precision in every microbatch. ZeRO 3 also gathers weights before their
-    use.
+    ZeRO 1 all-reduces float32 gradients once per step. In every microbatch, ZeRO 2 all-reduces and
+    ZeRO 3 reduce-scatters gradients in the run's precision. ZeRO 1 and 2 gather the updated weights
+    once per step. ZeRO 3 instead gathers weights in every microbatch.
     """
     share = (shards - 1) / shards
     trained = sum(trained_parameters(recipe, stage))
