@@ -60,19 +60,19 @@ def diff_attention(
         q1: `[b, s, h, d]`, floating point.
         q2: `[b, s, h / r, d]`; r = 1 without grouping.
         k1, k2: `[b, t, h_kv, d]`; h_kv divides h / r.
-        v: `[b, t, h_kv, 2d]`. All five tensors have the same dtype and device.
+        v: `[b, t, h_kv, 2d]`. q1, k1, q2, k2 and v have the same dtype and device.
         lambda_: 0-dim floating-point tensor on the same device, usually fp32.
         causal: whether to hide keys at later global positions than the query.
         softmax_scale: factor of the scores, above 0; 1/sqrt(d) by default.
         backend: a key of `registry.DIFFERENTIAL`, or "auto".
         cu_seqlens: `[documents + 1]` integers, the boundaries `[0, end of first, ...]` of packed
             documents in global positions, the same for every batch row. Attention stays within a
-            document. If batch rows have different documents, concatenate them into one row. Keep
+            document. If batch rows have different documents, concatenate the rows into one. Keep
             the tensor on the CPU, because a GPU tensor forces a synchronization.
         query_offset: global position of the first query. By default the last query has the position
             of the last key.
         key_offset: global position of the first key.
-        norm: headwise RMSNorm to apply to the result.
+        norm: headwise RMSNorm to apply to the result; None for no norm.
 
     Returns:
         `[b, s, h, 2d]` in v's dtype.
@@ -133,14 +133,14 @@ def diff_attention_v2(
     combined to `signal - lambda * noise`, with one lambda per token and signal head.
 
     In the shapes b is the batch size, s the number of queries, t the number of keys, h the number
-    of signal heads, h_kv the number of kv heads, and d the width of a head. The query heads form
-    h / r groups. A group has r signal heads, followed by their noise head. With r = 1, query heads
-    2i and 2i + 1 form a group. Query head n attends to kv head `n // ((h + h / r) / h_kv)`.
+    of signal heads, h_kv the number of kv heads, and d the width of a head. A group is r signal
+    heads, followed by their noise head, so there are h / r groups. With r = 1, query heads 2i and
+    2i + 1 form a group. Query head n attends to kv head `n // ((h + h / r) / h_kv)`.
 
     Args:
         q: `[b, s, h + h / r, d]`, floating point.
         k, v: `[b, t, h_kv, d]`, same dtype and device as q; h_kv divides h / r.
-        lambda_: `[b, s, h]`, floating point; the caller has already applied DIFF V2's sigmoid.
+        lambda_: `[b, s, h]`, floating point, the result of DIFF V2's sigmoid.
         backend: a key of `registry.SOFTMAX`, or "auto".
         options: causal, softmax_scale, cu_seqlens, query_offset, key_offset as in `diff_attention`.
 

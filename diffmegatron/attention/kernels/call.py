@@ -70,8 +70,8 @@ class AttentionCall:
 
     `scale` is the factor of the scores. `lambda_` is the 0-dim factor of the second map. It is None
     with one map, and in `chunks.chunk_attention`, which returns the output of each map separately.
-    A backend with `registry.Backend.fuses_norm` applies `norm`. For other backends,
-    `api.diff_attention` applies it to the result.
+    Backends with `registry.Backend.fuses_norm` apply `norm`; for others
+    `api.diff_attention` does.
     """
 
     maps: QKV
@@ -93,7 +93,7 @@ class AttentionCall:
         query_offset: int | None = None,
         key_offset: int = 0,
     ) -> "AttentionCall":
-        """Return the call, or raise ValueError if an argument is wrong (see `diff_attention`)."""
+        """Return the call, or raise ValueError if an argument is wrong (`api.diff_attention`)."""
         check_maps(maps)
         if lambda_ is not None:
             check_lambda(lambda_, like=maps.queries[0])

@@ -1,9 +1,9 @@
 """Attention between chunks of a longer sequence, forward and backward, for a ring of ranks.
 
 `chunk_attention` returns the output and the log-sum-exp (lse) of each softmax map over one chunk of
-keys. `maps.merge_maps` merges the results of all chunks. `chunk_gradients` uses the merged
-results. The gradient of the queries is the sum over the chunks of keys (Liu et al., arXiv
-2310.01889, section 3).
+keys. `maps.merge_maps` merges the results of all chunks. `chunk_gradients` computes
+the contribution of one chunk to the gradients, from the merged results. For the queries, the caller
+sums the contributions of all chunks of keys (Liu et al., arXiv 2310.01889, section 3).
 
 In the shapes b is the batch size, s the number of queries, h the number of heads of the first map,
 and e the width of a value.
@@ -57,8 +57,9 @@ def chunk_gradients(
 ) -> QKV:
     """Return the contribution of a chunk of keys to the gradients of queries, keys and values.
 
-    The function is not differentiable, and autocast has no effect. The gradient of lambda is
-    `-whole.deltas(grad, lambda_)[1].sum()`.
+    The function is not differentiable, and autocast has no effect. The gradient of lambda is not
+    returned. With two maps it is `-whole.deltas(grad, lambda_)[1].sum()`. This value covers all
+    keys, so do not sum it over chunks of keys.
 
     Args:
         grad: gradient of `whole.out`, `[b, s, h, e]`.

@@ -52,7 +52,7 @@ def triton_work(sizes: Sizes, *, one_pass: bool | None = None) -> tuple[int, int
 
     With `one_pass`, one backward kernel computes dQ, dK and dV. Otherwise dQ has its own kernel,
     and both kernels compute the scores and the gradient dP of the weights. Two maps share dP and
-    the product for dV. With `is_grouped` they share nothing, because each has its own kernels.
+    the product for dV. With `sizes.is_grouped` each map has its own kernels and shares nothing.
     """
     if one_pass is None:
         one_pass = default_one_pass(sizes.head_dim, sizes.is_deterministic)
@@ -121,7 +121,7 @@ def four_calls(sizes: Sizes) -> int:
 
 
 def output_and_log_sum_exps(sizes: Sizes) -> int:
-    """Return the bytes of one map's output and log-sum-exps; the result is a copy of the output."""
+    """Return the bytes of log-sum-exps and of one map's output, saved in addition to the result."""
     return sizes.element * sizes.head_dim * sizes.signal_heads + log_sum_exps(sizes)
 
 

@@ -22,9 +22,8 @@ T = TypeVar("T")
 def cached_tensors(create: Callable[..., T]) -> Callable[..., T]:
     """Cache the eight most recently used results of a function that creates tensors.
 
-    For one batch, all layers use the same tensors. Without the cache, every layer would copy them
-    to the GPU and wait. The function runs outside inference_mode, because autograd cannot save
-    inference tensors.
+    Without the cache, every layer would copy the same tensors to the GPU and wait. `create` runs
+    outside inference_mode, because autograd cannot save inference tensors.
     """
     return lru_cache(maxsize=8)(torch.inference_mode(False)(create))
 
@@ -51,9 +50,9 @@ class AttentionMask:
     def features(self) -> frozenset[str]:
         """Keys of `registry.FEATURES` that a backend must support for this mask.
 
-        With documents, "offsets" is needed if the queries or the keys do not cover all documents.
-        Without documents, a causal mask needs "offsets" if the last query and the last key have
-        different positions.
+        With `cu_seqlens` they are "documents" and, unless queries and keys cover all documents,
+        "offsets". Without `cu_seqlens`, a causal mask needs "offsets" if the last query and the
+        last key have different positions.
         """
         if self.cu_seqlens is not None:
             covered = range(self.cu_seqlens[-1])

@@ -67,7 +67,7 @@ class Backend:
             The mask has one number per (query, key) pair, and all heads share it.
         saves_values: whether the backward pass needs v itself. If not, `saved` counts the copies of
             v that the backward pass needs.
-        saves_result: whether the backward pass needs the result before the headwise norm.
+        saves_result: whether the backward pass needs the result before any headwise norm.
         devices, dtypes, head_dims: supported values; None means any.
         library: name of the required library besides torch, or None.
         computes_hidden_pairs: whether the backend computes (query, key) pairs that the mask hides.
@@ -142,8 +142,7 @@ _torch_attention = partial(
     Backend,
     "wrappers.sdpa",
     saves_bias=True,
-    # Chunks use torch's flash kernels, which return log-sum-exps. On CUDA these kernels support no
-    # mask except `is_causal`.
+    # Chunks use torch's flash kernels. On CUDA their only mask is `is_causal`.
     lacks=frozenset({"masked chunks"}),
     chunk_dtypes={"cuda": SIXTEEN_BIT_NAMES},
 )

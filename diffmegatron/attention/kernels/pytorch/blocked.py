@@ -1,9 +1,9 @@
 """Attention with one or two softmax maps in blocks of query rows, in plain PyTorch.
 
-A block has a few query rows and all of their visible keys, in both maps P_i = softmax(S_i). Only
-the inputs are saved, and the backward pass computes the maps again. The gradient dO of the output
-gives dV = (P1 - lambda P2)^T dO, and dP = dO V^T, which both maps share. With the elementwise
-product * and D_i = rowsum(P_i * dP):
+A block has a few query rows and all of their visible keys. Map i (1 or 2) is P_i = softmax(S_i).
+Only the inputs are saved, and the backward pass computes the maps again. With two maps and the
+gradient dO of the output, dV = (P1 - lambda P2)^T dO. Both maps use dP = dO V^T. With the
+elementwise product * and D_i = rowsum(P_i * dP):
 
     dS1 = P1 * (dP - D1)    dS2 = -lambda P2 * (dP - D2)    dlambda = -sum(D2)
 
@@ -29,7 +29,7 @@ from ..maps import QKV, WholeAttention, map_factors
 from ..masks import AttentionMask, cached_tensors
 
 # Number of query rows in a block times query heads per kv head. With more than 4 query heads per kv
-# head, a block has 16 query rows. 32 and 128 were up to a third slower at 256 to 2K keys.
+# head, a block has 16 query rows. The values 32 and 128 were slower, by up to a third.
 ROWS_PER_BLOCK = 64
 # Maximum number of elements of one map per CPU core and block. One kv head alone may have more.
 # 2**17 elements in fp32 are 512 KiB, so that both maps fit into a core's L2 cache.

@@ -58,8 +58,7 @@ def _key_block_gradients(
     """Add the contributions of the query rows [row_begin, row_end) of one head to dK and dV.
 
     The sums `dk1` and `dk2` are `[N, D]`, without the factor `scale`, and `dv` is `[N, DV]`. With
-    TMA the sums are transposed, so that no operand of their products must be in registers.
-    With ONE_PASS, this function also adds to dQ in memory.
+    TMA they are `[D, N]` and `[DV, N]`. With ONE_PASS, this function also adds to dQ in memory.
     """
     M: tl.constexpr = config.M
     N: tl.constexpr = config.N
@@ -76,10 +75,8 @@ def _key_block_gradients(
             combined = tl.zeros([M, N], dtype=q1.dtype)
             dscores1 = tl.zeros([M, N], dtype=q1.dtype)
             dscores2 = tl.zeros([M, N], dtype=q1.dtype)
-            # This condition is always true. It hides from the compiler that the products of
-            # `_sum_over_rows` use the results of `_map_gradients`. Otherwise both warpgroups would
-            # compute all rows of the products in `_map_gradients` (docs/design/kernels.md,
-            # "Products computed twice").
+            # This condition is always true. Without it, both warpgroups would compute all rows of
+            # the products in `_map_gradients` (docs/design/kernels.md, "Products computed twice").
             if first_row < opaque(row_end):
                 combined, dscores1, dscores2 = _map_gradients(
                     q1, k1, q2, k2, v, grad, lse_ptrs, delta_ptrs, lambda_, visible,
@@ -168,9 +165,9 @@ def _weights(q, k, lse, visible, scale_log2, TRANSPOSED: tl.constexpr):
 def _rows_times_keys(rows, keys, TRANSPOSED: tl.constexpr):
     """Return `rows @ keys^T`: `[M, C], [N, C] -> [M, N]`, where C is D or DV.
 
-    `rows` is a tile of Q_i or dO, and `keys` of K_i or V. With TRANSPOSED, the product reads the
-    transposed `rows`. For an untransposed tile Triton's pipeliner would reserve one more buffer,
-    for which the shared memory is too small at d = 128.
+    `rows` is a tile of Q_i or dO, and `keys` of K_i or V. With TRANSPOSED the result is the same,
+    but the product reads `rows` transposed. Otherwise Triton's pipeliner would reserve one more
+    buffer of shared memory, too much for a query width of 128.
     """
     if TRANSPOSED:
         product = tl.trans(multiply(keys, tl.trans(rows)))
@@ -184,7 +181,7 @@ def _add_dq(dq_ptr, dscores, k, batch, head, first_row, layout, width: tl.conste
     """Add dS K of one block to dQ, a contiguous `[b, s, h, width]` tensor at `dq_ptr`.
 
     `kernel_launch.launch_backward` multiplies the complete dQ by `scale`. A TMA reduction, instead
-    of atomic additions, would need another 32 KiB of shared memory, too much at d = 128.
+    of atomic additions, would need 32 KiB more shared memory, too much for a query width of 128.
     """
     dq = multiply(dscores, k)
     rows = opaque(first_row) + tl.arange(0, dq.shape[0])

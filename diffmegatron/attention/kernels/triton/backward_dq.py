@@ -133,7 +133,7 @@ def dq_kernel(
     unmasked_end = key_begin
     DOCUMENTS: tl.constexpr = config.DOCUMENTS
     if not DOCUMENTS:
-        # Every row sees all keys before `unmasked_end`, so these key blocks need no mask.
+        # Every row sees all keys before `unmasked_end`, so the blocks of these keys need no mask.
         unmasked_end = tl.min(row_stop, 0) // config.N * config.N
         dq1, dq2 = _dq_of_block(
             dq1, dq2, q1_tile, q2_tile, grad_tile, k1, k2, v, lse1, lse2, delta1, delta2, lambda_,

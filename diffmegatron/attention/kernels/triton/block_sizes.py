@@ -1,8 +1,8 @@
 """Block sizes of the Triton kernels, as plain functions that need no GPU.
 
 The sizes were chosen from the output of Triton's compiler for sm_90 and sm_80
-(docs/design/kernels.md). No size has been timed on a GPU.
-tools/benchmarks/tune_attention.py can time them. `head_dim` is the width of a query.
+(docs/design/kernels.md). tools/benchmarks/tune_attention.py can time them, but none has been timed
+on a GPU. `head_dim` is the width of a query.
 """
 
 from enum import Enum
@@ -30,11 +30,11 @@ SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 
 
 class Target(Enum):
-    """A class of chips and dtypes, which determines block sizes and the way to load tiles.
+    """A class of chips and dtypes, which determines block sizes and how tiles are loaded.
 
-    HOPPER is for 16-bit dtypes and loads through tensor descriptors (TMA). LARGE and SMALL load
-    through pointers. The block sizes of LARGE need at most 163 KiB of shared memory per thread
-    block, and those of SMALL at most 99 KiB.
+    HOPPER stands for 16-bit dtypes on Hopper, and loads through tensor descriptors (TMA). LARGE and
+    SMALL load through pointers. The block sizes of LARGE need at most 163 KiB of shared memory per
+    thread block, and those of SMALL at most 99 KiB.
     """
 
     HOPPER = "hopper"
@@ -71,7 +71,7 @@ def dkdv_blocks(head_dim: int, dtype: torch.dtype, target: Target, one_pass: boo
     if dtype not in SIXTEEN_BITS:
         return Blocks(16, 16, 2, 1) if is_cramped else Blocks(16, 32, 4, 1)
     if target is Target.HOPPER:
-        # Above head_dim 64 the one-pass form spills registers for both values of `licm`. With
+        # Above head_dim 64 the one-pass form spills registers with either value of `licm`. With
         # True, the loop accesses the stack less often.
         is_full = one_pass and head_dim > 64
         return Blocks(128 if head_dim <= 64 else 64, 64, 8, 3, licm=is_full)

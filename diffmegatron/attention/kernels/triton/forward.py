@@ -100,7 +100,7 @@ def _one_map(
     unmasked_stop = key_start
     DOCUMENTS: tl.constexpr = config.DOCUMENTS
     if not DOCUMENTS:
-        # Every row sees all keys before `unmasked_stop`, so these key blocks need no mask.
+        # Every row sees all keys before `unmasked_stop`, so the blocks of these keys need no mask.
         unmasked_stop = tl.min(row_stop, 0) // config.N * config.N
         accumulator, largest, total = _attend(
             accumulator, largest, total, q, k, v, key_start, unmasked_stop, row_start, row_stop,

@@ -35,7 +35,7 @@ MOST_HEADS = 65535
 class Problem(NamedTuple):
     """Settings that all kernels of one attention call share.
 
-    With `one_pass`, the backward kernel of dK and dV also computes dQ.
+    `triton_attention.attend` describes `one_pass` and `target`.
     """
 
     softmax_scale: float
@@ -55,7 +55,7 @@ class Problem(NamedTuple):
 
 
 def problem_of(call: AttentionCall, one_pass: bool | None, target: Target | None) -> Problem:
-    """Return the settings for `call`; if `one_pass` or `target` is None, choose the default."""
+    """Return the settings for `call`; `triton_attention.attend` describes the arguments."""
     q = call.maps.queries[0]
     if q.shape[0] * q.shape[2] > MOST_HEADS:
         raise ValueError(

@@ -104,8 +104,8 @@ def subtract_kernel(
 
     `heads_ptr` points to `[batch, length, groups * (r + 1), width]` with the strides
     `head_strides`. `lambda_ptr` points to a contiguous `[batch, length, groups * r]`, and `out_ptr`
-    to the contiguous result `[batch, length, groups * r, width]`. Head `head` of the result
-    is head `head + group` at `heads_ptr`, because the noise heads of `group` groups precede it.
+    to the contiguous result `[batch, length, groups * r, width]`. Signal head `head` is head
+    `head + group` at `heads_ptr`, because the noise heads of `group` earlier groups precede it.
     """
     ACCUMULATE: tl.constexpr = accumulator_dtype(heads_ptr.dtype.element_ty)
     batch, group, first_row = _place(length, groups, M)

@@ -37,8 +37,9 @@ def attend(
 ) -> Tensor:
     """Compute attention with one or two maps, and the headwise norm if the call has one.
 
-    With `one_pass`, the backward kernel of dK and dV also computes dQ. For `one_pass` and `target`,
-    None means the default.
+    With `one_pass`, the backward kernel of dK and dV also computes dQ. If it is None,
+    `costs.default_one_pass` decides. `target` determines the block sizes and how tiles are loaded.
+    If it is None, `block_sizes.target_of` chooses it for the GPU and the dtype of q.
     """
     problem = problem_of(call, one_pass, target)
     queries, keys, v = call.maps
@@ -111,7 +112,7 @@ class _BothMaps(torch.autograd.Function):
 
 
 class _SeparateMaps(torch.autograd.Function):
-    """Attention with one kernel launch per map.
+    """Attention with separate kernel launches for each map.
 
     `queries_and_keys` are q and k for one map, and q1, q2, k1, k2 for two maps.
     """

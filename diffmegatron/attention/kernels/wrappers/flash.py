@@ -1,8 +1,7 @@
 """Attention by calls of FlashAttention 2, or of its fork flex_head_fa for a V wider than Q.
 
-Both libraries (flash_attn 2.8, flex_head_fa 0.1.2) follow the conventions of `api.diff_attention`:
-the layout of the tensors, the kv head of a query head, the last query at the last key, and zero for
-a query without visible keys.
+Both libraries (flash_attn 2.8, flex_head_fa 0.1.2) follow the conventions of `api.diff_attention`.
+The last query has the position of the last key, and a query without visible keys gives zero.
 """
 
 import inspect

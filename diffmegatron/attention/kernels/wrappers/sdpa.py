@@ -46,11 +46,10 @@ def attention_with_lse(call: AttentionCall, q: Tensor, k: Tensor) -> tuple[Tenso
 def chunk_gradients(call: AttentionCall, grad: Tensor, whole: WholeAttention) -> QKV:
     """Return the contribution of a chunk of keys to the gradients, by torch's flash kernels.
 
-    The kernels receive the output O and the log-sum-exp of attention over all keys. V, O and the
-    gradient dO of O are split along their width into pieces as wide as Q, with a kernel call per
-    piece. With the attention weights P, the gradient of the scores is
-    P * (dO V^T - rowsum(dO * O)). This gradient is a sum over the width of V, so
-    the gradients of q and k are sums over the pieces.
+    For each map, O is the output of attention over all keys, and dO its gradient. V, O and dO are
+    split along their width into pieces as wide as Q, with a kernel call per piece. With the
+    attention weights P, the gradient of the scores is P * (dO V^T - rowsum(dO * O)). It is a sum
+    over the width of V, so the gradients of q and k are sums over the pieces.
     """
     maps, lambda_ = call.maps, call.lambda_
     kv_heads, width = maps.v.shape[2], maps.queries[0].shape[3]

@@ -2,8 +2,8 @@
 
 Q has the width d, and V the width 2d. The paper's FlashDiffAttn_1 makes two calls with the whole V.
 FlashDiffAttn_2 makes four calls with halves of V, for kernels that need a V as wide as Q. For both
-maps of a head and one (query, key) pair, two calls need 6d multiply-adds forward and 14d backward.
-Four calls need 8d forward and 20d backward.
+maps together, two calls need 6d multiply-adds forward and 14d backward per head and (query, key)
+pair. Four calls need 8d forward and 20d backward.
 """
 
 from collections.abc import Callable
