@@ -43,7 +43,7 @@ def ring_attention(
     `[b, s, heads of q or q1, width of v]`, and the dtype is that of v.
 
     Args:
-        backend: "auto", or a name of :mod:`diffmegatron.attention.kernels.registry`.
+        backend: "auto", or a key of SOFTMAX (one map) or DIFFERENTIAL (two) in kernels/registry.py.
         heads: q, k, v or q1, k1, q2, k2, v of this rank's zigzag shard, `[b, s, heads, width]`.
         lambda_: 0-dim factor of the second map; None with one map.
         norm: headwise RMSNorm to apply to the result.
@@ -135,7 +135,7 @@ class _ChunkPair(NamedTuple):
     """A chunk of this rank's queries, with a chunk of keys and values that is visible to them.
 
     ``query_chunk`` and ``key_chunk`` are 0 or 1: the first or the second chunk of a rank.
-    ``options`` are keyword arguments for functions of :mod:`diffmegatron.attention.kernels.api`.
+    ``options`` are keyword arguments of `chunk_attention` in kernels/chunks.py.
     """
 
     maps: QKV

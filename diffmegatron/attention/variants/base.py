@@ -52,7 +52,7 @@ class Kernels:
         communication: method of context parallelism; None with one context-parallel rank.
         context: number of context-parallel ranks.
         keys: mean number of keys for which a query has a score, including masked keys. With packed
-            documents, all keys of the microbatch count.
+            documents, the keys of all sequences in the microbatch are included.
         has_mask: whether attention needs a mask that torch's ``is_causal`` cannot express.
         recomputes_core: whether the backward pass computes attention again from q, k and v.
     """
@@ -68,7 +68,7 @@ class Kernels:
 
     @property
     def key_shards(self) -> int:
-        """Keys and values that this rank saves, as a multiple of those of its own shard."""
+        """Number of context-parallel shards of keys and values that this rank saves."""
         return self.context if self.communication == "all_gather" else 1
 
     @property

@@ -24,8 +24,8 @@ _RANGES = re.compile(r"\d{1,10}(-\d{1,10})?(, *\d{1,10}(-\d{1,10})?)*")
 class Pattern(Variant):
     """Several kinds of attention, each for some of the layers.
 
-    A recipe has a list with one entry per kind. Layers are counted from 1. ``kinds`` and ``layers``
-    have one element per entry. The value None in ``layers`` means all remaining layers::
+    A recipe has a list with one entry per kind, and counts layers from 1. ``kinds`` and ``layers``
+    have one element per entry. An entry without layers has None, and takes all remaining layers::
 
         attention: [{kind: diff_v1, num_heads: 4, layers: 5-8}, {kind: softmax, num_heads: 8}]
     """
