@@ -64,7 +64,7 @@ _LIBRARY_WARNINGS = (
     (r".* set the environment variable CUDA_DEVICE_MAX_CONNECTIONS", r"megatron\.core"),
     (r"`torch\.distributed\.\w+` is deprecated", r"torch\.distributed"),
     (r"Could not determine (rank|world size) from torch\.distributed", r"megatron\.core"),
-    # Python warns about this when it compiles a file of Megatron-core at the first import.
+    # Python gives this warning when it first compiles a file of Megatron-core.
     (r"invalid escape sequence", r".*megatron"),
     (r"barrier\(\): using the device under current context", r"torch\.distributed"),
 )

@@ -1,7 +1,4 @@
-"""Read files that may be damaged, and write files atomically.
-
-Reading refuses files that are too large or not regular, and JSON that is nested too deeply.
-"""
+"""Read files that may be damaged, and write files atomically."""
 
 import errno
 import hashlib

@@ -45,7 +45,7 @@ def requested_imports() -> list[str]:
 
 
 def import_environment() -> dict[str, str]:
-    """Return the environment variables that make a job import the same code as this process."""
+    """Return the environment variables that repeat this process's ``--import`` in a job."""
     return {IMPORTS: os.environ[IMPORTS]} if requested_imports() else {}
 
 

@@ -1,7 +1,4 @@
-"""Base class of the sections of a recipe, and the types of their values.
-
-The upper bounds keep products of sizes finite as floats, and counts and seeds within 64 bits.
-"""
+"""Base class of the sections of a recipe, and the types of their values."""
 
 import math
 import re
@@ -10,6 +7,7 @@ from typing import Annotated
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
+# This limit keeps products of sizes finite as floats.
 MAX_SIZE = 2**31 - 1
 MAX_COUNT = 2**62
 # File systems accept names of at most 255 bytes. Leave space for endings such as ".rejects.jsonl".
@@ -19,7 +17,7 @@ _NO_TEXT = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")
 
 
 class Section(BaseModel):
-    """Base class of the typed, immutable sections of a recipe; an unknown key is an error."""
+    """Base class of typed records such as the sections of a recipe; unknown keys are errors."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -46,7 +44,7 @@ def divisors(number: int) -> list[int]:
 
 
 Size = Annotated[int, Field(ge=1, le=MAX_SIZE)]
-"""Size of a tensor's dimension, or number of objects that exist at the same time."""
+"""Size of a tensor's dimension, or number of objects such as layers."""
 SizeOrZero = Annotated[int, Field(ge=0, le=MAX_SIZE)]
 """Size that may also be 0."""
 Count = Annotated[int, Field(ge=1, le=MAX_COUNT)]

@@ -13,7 +13,7 @@ from diffmegatron.config.divisibility import context_communication
 from diffmegatron.config.recipe_sections import RecipeSections
 from diffmegatron.errors import UserError
 
-# Optional libraries that "auto" may choose in estimates. CUDA builds of torch include Triton.
+# Libraries whose backends "auto" may choose in estimates. CUDA builds of torch include Triton.
 PLANNED_LIBRARIES = frozenset({"triton"})
 
 _DTYPES = {"bf16": "bfloat16", "fp32": "float32"}

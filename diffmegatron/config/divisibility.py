@@ -1,7 +1,4 @@
-"""Check that a parallel layout divides the model and its batches.
-
-Errors name the nearest value that fits.
-"""
+"""Check that a parallel layout divides the model and its batches."""
 
 import math
 from typing import Literal
@@ -107,7 +104,7 @@ def _check_tensor(recipe: RecipeSections) -> None:
 
 
 def _check_context(recipe: RecipeSections) -> None:
-    """Check that the ranks share the sequence, and with Ulysses also the heads, equally."""
+    """Check that context-parallel ranks can divide the sequence, and with Ulysses the heads."""
     parallel, length = recipe.parallel, recipe.training.seq_length
     if parallel.context == 1:
         return

@@ -3,7 +3,8 @@
 ``extends`` names one or more other recipes, whose values are inherited. Mappings are merged key by
 key. A recipe later in the list replaces values of an earlier one, and the recipe's own values
 replace all inherited values. Paths in ``extends``, and values that begin with ``./`` or ``../``,
-are relative to the file that contains them, and in overrides to the working directory.
+are relative to the folder of their file. Such a value in an override is relative to the working
+directory.
 """
 
 import os
@@ -40,8 +41,8 @@ def load_recipe(
 
     Args:
         overrides: ``section.key=value`` strings; the value is YAML.
-        allow_missing_files: whether to assume the content of missing files that
-            ``model.attention`` names.
+        allow_missing_files: whether files that ``model.attention`` names may be missing; ``plan``
+            then uses an assumption in place of their content.
 
     Raises:
         UserError: a file cannot be read or has stages, a key is unknown, or a value does not fit.
@@ -63,8 +64,8 @@ def load_stages(
 
     - ``name``: the stage's ``run_dir`` becomes ``run_dir/name``.
     - ``start_from``: earlier stage whose ``run_dir`` becomes this stage's
-      ``checkpoint.start_from``. The default is the preceding stage. Null leaves
-      ``checkpoint.start_from`` unchanged.
+      ``checkpoint.start_from``. The default is the preceding stage, or null in the first stage.
+      Null leaves ``checkpoint.start_from`` unchanged.
     - any other key of a recipe: its value in this stage.
 
     The arguments are those of :func:`load_recipe`. An override ``stages.NAME.key=value`` changes

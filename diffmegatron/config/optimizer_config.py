@@ -15,7 +15,7 @@ _Share = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Schedule(Section):
-    """Learning rate over a run: linear warm-up, then a decay to ``final_lr`` according to ``kind``.
+    """Learning rate over a run: linear warm-up, then constant or a decay to ``final_lr``.
 
     ``linear`` and ``cosine`` decay from the end of the warm-up to the last step. ``constant`` never
     decays. ``wsd`` (arXiv 2404.06395) decays linearly over the last ``decay_steps`` steps.

@@ -16,7 +16,7 @@ MAX_STAGES = 64
 # Prefix of an override that changes only one stage: stages.NAME.key=value.
 STAGES = "stages."
 # Files and folders that a run and its jobs write into run_dir. Stages must not have these names,
-# because their folders are in run_dir too.
+# because the folders of stages are in run_dir too.
 RESERVED = frozenset(
     {"attempts", "checkpoints", "events", "job.sh", "job.yaml", "job_number", "lock", "profile"}
     | {"metrics.jsonl", "recipe.yaml", "stacks", "tensorboard", "torchrun.sh", "wandb_id"}
@@ -123,7 +123,7 @@ def check_can_start_from(before: Recipe, before_name: str, now: Recipe, now_name
 
     - add LoRA,
     - change the keys in ``_FREE`` and the ``free_keys`` of its attention,
-    - have a kind of attention whose ``foundation()`` is the kind of ``before``.
+    - have a kind of attention whose ``foundation()`` has the kind of ``before``.
     """
     attention = now.model.attention
     foundation = attention.foundation()

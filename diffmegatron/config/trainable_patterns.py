@@ -20,7 +20,7 @@ from diffmegatron.config.tensors import (
 )
 from diffmegatron.files import shorten
 
-# Every pattern is compared with every tensor, so limit the layers of a recipe with patterns.
+# Limit for recipes with patterns or LoRA, because every pattern is compared with every tensor.
 MAX_LAYERS = 1024
 
 

@@ -133,8 +133,8 @@ def plot_lengths(samples: Samples, path: Path) -> None:
 def mixture_table(samples: Samples, first: int, number: int) -> str:
     """Return a table with the requested and the actual share of samples from each source.
 
-    The requested shares are the weights now in use, ``samples.history.periods[-1]``, divided by
-    their sum. The actual shares are counted over ``number`` samples from sample ``first`` on.
+    The requested shares are the weights in ``samples.history.periods[-1]``, divided by their sum.
+    The actual shares are counted over ``number`` samples from sample ``first`` on.
     """
     actual = Counter(samples[index].source for index in range(first, first + number))
     weights = samples.history.periods[-1].sources

@@ -23,7 +23,7 @@ class Batch:
     tokens: torch.Tensor  # int64 [b, s]: inputs
     labels: torch.Tensor  # int64 [b, s]: the token after each input
     loss_mask: torch.Tensor  # float32 [b, s]: 1 where the label contributes to the loss, else 0
-    # int64 [b, s]: position in the row; with data.reset_position_ids, position in the document.
+    # int64 [b, s]: position in the row; data.reset_position_ids restarts it for each document.
     position_ids: torch.Tensor
     # int32 [b, s]: index of the token's document in the row; None without reset_attention_mask.
     document_ids: torch.Tensor | None

@@ -183,8 +183,9 @@ def load_tokenizer(name_or_path: str) -> Tokenizer:
     vocabulary of ``bytes`` is the 256 bytes and ``<|endoftext|>``.
 
     A copy of the file of ``cl100k_base`` is loaded as ``cl100k_base``. Any other ``NAME.tiktoken``
-    can have a ``NAME.json`` with ``pat_str`` and ``special_tokens``. Without it, ``pat_str`` is the
-    one of ``cl100k_base``, and the only special token ``<|endoftext|>`` has the highest id.
+    can have a ``NAME.json`` with ``pat_str`` and ``special_tokens``. Without ``NAME.json``,
+    ``pat_str`` is that of ``cl100k_base``. The only special token is then ``<|endoftext|>``, with
+    the highest id.
     """
     if name_or_path == BYTES:
         encoding = tiktoken.Encoding(

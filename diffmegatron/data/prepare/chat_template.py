@@ -73,9 +73,9 @@ class ChatTemplate:
     def encode(self, messages: Any) -> tuple[str, list[np.ndarray]]:
         """Return the rendered chat, and the uint32 ids of its prompts and responses in turn.
 
-        The ids after the last response are left out. An end-of-document token at the end of the
-        last response is left out too, because ``encode_batch`` appends one. A chat that cannot be
-        used raises an UnusableError.
+        The ids after the last response are left out. If the last response ends with an
+        end-of-document token, this token is left out too. The caller, ``encode_batch`` in
+        data/prepare/encode.py, appends one. A chat that cannot be used raises an UnusableError.
         """
         checked_messages(messages, self._special)
         try:

@@ -1,7 +1,4 @@
-"""Read corpus files as raw records (one record per document), in a fixed order.
-
-Texts stay undecoded bytes; worker processes decode, parse and tokenise them (``encode.py``).
-"""
+"""Read corpus files as raw records (one record per document), in a fixed order."""
 
 import gzip
 import io

@@ -1,4 +1,4 @@
-"""Convert a batch of raw records to token ids; ``prepare`` runs this in its worker processes."""
+"""Convert a batch of raw records to token ids."""
 
 import hashlib
 from contextlib import suppress

@@ -60,7 +60,7 @@ def prepare(
         pattern: glob of the files to read in a folder, such as ``*.py``.
         part: part to prepare in ``PREFIX.parts/``; None: all inputs. Duplicates are found only
             within a part.
-        restart: whether to drop damaged files and unfinished work of other inputs or settings.
+        restart: whether to replace damaged files, and unfinished work of other inputs or settings.
         commit_seconds: seconds between two commits; a kill loses the work since the last commit.
         settings: other fields of :class:`PrepareSettings`.
 

@@ -51,7 +51,7 @@ class PrepareSettings:
 
     @property
     def field_settings(self) -> tuple[str, ...]:
-        """Attributes with the names of the required fields, such as ``("text_field",)``."""
+        """Names of the settings that hold :attr:`required_fields`, e.g. ``("text_field",)``."""
         if self.layout == "instruction":
             return "prompt_field", "response_field"
         return ("text_field",) if self.layout == "text" else ("messages_field",)

@@ -1,4 +1,4 @@
-"""Encode batches of records in worker processes; the results keep the order of the records."""
+"""Encode batches of records in order, in this process or in worker processes."""
 
 import itertools
 import multiprocessing
@@ -21,7 +21,7 @@ from diffmegatron.errors import UserError
 
 _BATCH_BYTES = 1 << 20
 _BATCH_RECORDS = 1024
-# Other workers encode the queued batches while one worker encodes the oldest batch.
+# Batches queued per worker, so that no worker is idle while the oldest batch is unfinished.
 _QUEUED_PER_WORKER = 3
 
 

@@ -10,7 +10,7 @@ def keep_long(
 ) -> np.ndarray:
     """Return which of n documents are kept, bool ``[n]``.
 
-    The paper uses ``long_tokens`` 4096 and ``keep_short`` 0.1.
+    Fu et al. use ``long_tokens`` 4096 and ``keep_short`` 0.1.
 
     Args:
         lengths: int ``[n]``, tokens of each document with its end-of-document token.

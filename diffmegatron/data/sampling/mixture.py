@@ -54,7 +54,7 @@ class MixtureHistory:
         return self._counts_within(number, num_samples - self._starts[number])
 
     def _counts_within(self, number: int, num_samples: int) -> dict[str, int]:
-        """Count each source's samples before sample ``num_samples`` of period ``number``."""
+        """Count each source's samples in the run before sample ``num_samples`` of a period."""
         counts = dict(self._before[number])
         for content, count in self._mixtures[number].counts(num_samples).items():
             counts[content] = counts.get(content, 0) + count

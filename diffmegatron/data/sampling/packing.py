@@ -57,7 +57,7 @@ def _cut(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray, np
 def best_fit(sizes: np.ndarray, capacity: int) -> np.ndarray:
     """Assign n pieces to bins by best-fit decreasing; return each piece's bin, int64 ``[n]``.
 
-    Pieces of equal size are placed in one step, because a loop over all pieces would be slow.
+    Pieces of equal size are placed together, because a loop over all pieces would be slow.
     ``capacity`` is the size of an empty bin.
     """
     places = np.empty(len(sizes), dtype=np.int64)

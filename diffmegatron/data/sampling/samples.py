@@ -1,8 +1,8 @@
 """Samples of a run in a fixed order.
 
-The seed, the sequence length and the section ``data`` of the recipe determine the order. Ranks and
-batch sizes do not, so the number of consumed samples is the position of a run in its data. With
-``data.on_exhausted: repeat``, the order is infinite.
+The seed, the sequence length and the section ``data`` of the recipe determine the order. The number
+of ranks and the batch sizes have no effect. With ``data.on_exhausted: repeat``, the order is
+infinite.
 """
 
 from collections.abc import Mapping
@@ -27,7 +27,7 @@ class Sample:
     """Training sample: a sequence of s tokens and the token after it."""
 
     tokens: np.ndarray  # int64 [s + 1]: tokens[:-1] are the inputs, tokens[1:] the labels
-    starts: np.ndarray  # int64 [n]: index at which each document (or padding) begins
+    starts: np.ndarray  # int64 [n]: index in tokens where each document or padding begins
     loss_mask: np.ndarray | None  # bool [s + 1]: True for labels with loss; None if all have loss
     source: str  # prefix of the corpus
 
@@ -123,7 +123,8 @@ class SourceSamples:
 class Samples:
     """All samples of a run, from all sources, indexed by the number of the sample in the run.
 
-    ``sources`` are keyed by content hash. A run can resume only with equal ``settings``.
+    ``sources`` maps the content hash of a corpus to its samples. A run can resume only with equal
+    ``settings``.
     """
 
     config: DataConfig
@@ -156,7 +157,7 @@ class Samples:
             "consumed_samples": consumed_samples,
             "settings": self.settings,
             "mixture": self.history.to_json(),
-            # The export to Hugging Face needs the layouts, but cannot always read the corpora.
+            # Layouts of the corpora, such as text or chat. The export to Hugging Face needs them.
             "layouts": sorted(
                 {str(s.corpus.manifest.settings["layout"]) for s in self.sources.values()}
             ),
