@@ -14,7 +14,7 @@ from diffmegatron.errors import MachineError, UnfitNodeError, UserError
 
 # A process that signal N killed has the exit status _SIGNAL + N.
 _SIGNAL = 128
-# Exit statuses of ranks that a stop signal ended at once. This is not a fault.
+# Exit statuses of ranks that a stop signal killed, because they did not handle it; not a fault.
 _STOP_STATUSES = {_SIGNAL + number for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
 _SHOWN_RANKS = 8
 
@@ -29,9 +29,9 @@ class Cause(StrEnum):
     STOPPED = "stopped"
     """A signal or the time limit stopped the ranks; the job is requeued."""
     FAULT = "fault"
-    """A rank crashed, hung or did not connect, or a node is unfit; the job tries again.
+    """A rank crashed, hung or did not connect, or a node is unfit; a new attempt follows.
 
-    After ``ledger.MAX_FAULTS`` faults without a new checkpoint between them, the job ends.
+    The job ends after ten faults (``MAX_FAULTS`` of attempts/ledger.py) without a new checkpoint.
     """
     LOST = "lost"
     """The job was killed (node failure, preemption, scancel) while ranks ran; not a fault."""
@@ -50,7 +50,7 @@ class Decision:
 def decide(
     ends: Mapping[int, End], ranks: int, host_of: Callable[[int], str], *, was_killed: bool = False
 ) -> Decision:
-    """Return the cause of an attempt's end and the hosts to blame, by the first rule that matches.
+    """Return the cause of an attempt's end, and the hosts to blame.
 
     Args:
         ends: recorded ends by rank; a rank that recorded no end is missing.
@@ -59,8 +59,7 @@ def decide(
         was_killed: whether the job was killed during the attempt.
     """
     if was_killed:
-        # Slurm kills the ranks of a killed job with SIGKILL. Treat such a rank as one without a
-        # record.
+        # The ranks with status SIGKILL were killed by Slurm. Treat their records as missing.
         ends = {rank: end for rank, end in ends.items() if end.status != _SIGNAL + signal.SIGKILL}
     mistakes = _select(ends, {UserError.exit_status})
     stopped = _select(ends, {EXIT_STOPPED})

@@ -1,7 +1,7 @@
 """Records of how the ranks of an attempt (start of a job's ranks) ended: one JSON file per rank.
 
-If a rank could not write its file, its shell in ``slurm.sh`` writes the exit status. A rank without
-a file was probably killed together with its shell or node.
+If a rank could not write its file, its shell in ``launch/slurm.sh`` writes the exit status. A rank
+without a file was probably killed together with its shell or node.
 """
 
 import logging
@@ -31,8 +31,7 @@ EXIT_STOPPED = 75
 NOT_BEGUN = "before the run had begun"
 """Last words of :attr:`End.reason` if a signal stopped a rank that had nothing to save yet."""
 _END_NAME = re.compile(r"rank_(\d{5,7})\.json(\.tmp)?")
-# Time between heartbeats. Steps may take milliseconds, and a write per step would load the file
-# server.
+# Shortest time between heartbeats. A write at every step could overload the file server.
 _HEARTBEAT_SECONDS = 5.0
 _MIN_REPORTS = 10
 
@@ -82,7 +81,7 @@ class RankRecord:
 
     @classmethod
     def of_environment(cls) -> Self:
-        """Create the record of this process; without ``DIFFMEGATRON_ATTEMPT`` it writes nothing."""
+        """Create this process's record; without ``DIFFMEGATRON_ATTEMPT``, it writes nothing."""
         folder, rank = os.environ.get(ATTEMPT), os.environ.get("RANK", "")
         return cls(Path(folder), int(rank)) if folder and rank.isdecimal() else cls()
 
@@ -168,8 +167,7 @@ def end_name(rank: int) -> str:
 def read_ends(folder: Path) -> dict[int, End]:
     """Read the recorded end of each rank from the directory of an attempt; skip damaged files.
 
-    A rank that is killed before it renames its temporary file (suffix ``.tmp``) leaves only this
-    file, which is then read.
+    If a rank has only a temporary file (suffix ``.tmp``), this file is read.
     """
     with explain_os_errors(f"cannot read {format_path(folder)}"):
         names = sorted(path.name for path in folder.iterdir())

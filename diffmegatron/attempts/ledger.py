@@ -2,7 +2,7 @@
 
 The entry of attempt NNNN is ``run_dir/attempts/NNNN.json``. Each rank of the attempt records its
 end in the folder ``run_dir/attempts/NNNN``. If the job is killed during an attempt, the next
-attempt completes the entry.
+attempt completes the killed attempt's entry.
 """
 
 import logging
@@ -34,8 +34,7 @@ ATTEMPTS = "attempts"
 MAX_FAULTS = 10
 """Number of faults after which a job ends, if there is no new checkpoint between them."""
 _RECENT_ATTEMPTS = 10
-# A host is avoided if it was blamed or slow in this many recent attempts. A single fault can have
-# another cause than the host.
+# A host is avoided if it was blamed or slow in this many recent attempts.
 _MAX_HOST_FAULTS = 2
 _NAME = re.compile(r"(\d{4,6})\.json")
 
@@ -71,10 +70,11 @@ class Attempt(Section):
     hosts: tuple[str, ...] = ()  # hosts that probably caused the end; empty if unknown
     unfit: tuple[str, ...] = ()  # hosts that failed the preflight checks
     stragglers: tuple[str, ...] = ()  # hosts of slow ranks
-    first_step: int | None = None  # step from which the attempt began or resumed its last stage
-    last_step: int | None = None  # last recorded step of the attempt's last stage
+    # Steps in the last stage that the attempt reached; None if no step was recorded.
+    first_step: int | None = None  # step from which the stage began or resumed
+    last_step: int | None = None  # last recorded step
     saved: int = 0  # saved progress at the end
-    faults: int = 0  # number of faults up to this attempt since the last new checkpoint
+    faults: int = 0  # number of faults from the last new checkpoint to the end of this attempt
 
     @property
     def seconds(self) -> float:
@@ -83,7 +83,10 @@ class Attempt(Section):
 
     @property
     def has_trained(self) -> bool:
-        """True if ``last_step`` is after ``first_step``: the attempt trained its last stage."""
+        """True if the attempt trained at least one step in the last stage that it reached.
+
+        Steps in earlier stages do not count.
+        """
         return (self.last_step or 0) > (self.first_step or 0)
 
     @property
@@ -100,7 +103,7 @@ class Attempt(Section):
         return self.facts.nodes[index] if index < len(self.facts.nodes) else ""
 
     def hosts_of(self, ranks: Iterable[int]) -> tuple[str, ...]:
-        """Return the sorted hosts of some ranks."""
+        """Return the known hosts of some ranks, sorted."""
         return tuple(sorted({self.host_of(rank) for rank in ranks} - {""}))
 
 
@@ -157,7 +160,7 @@ class Ledger:
     def record_mistake(self, facts: Facts, why: str) -> None:
         """Write the entry of an attempt that a user's mistake ended before any rank started.
 
-        The recipe may be unreadable, so values that depend on it are copied from the previous
+        Values that depend on the recipe, which may be unreadable, are copied from the previous
         attempt.
         """
         copied: dict[str, Any] = {

@@ -37,8 +37,7 @@ def entropy_sums(
 ) -> tuple[Sums, float]:
     """Return sums of attention entropies in nats over queries, and this rank's number of queries.
 
-    With context parallelism, a rank's sums and number refer to different queries. Only the totals
-    over all context-parallel ranks refer to the same queries.
+    With context parallelism, only totals over all context-parallel ranks refer to the same queries.
     """
     total: Sums = {}
 
@@ -56,8 +55,8 @@ def gradient_sums(
     """Return sums of the importances |dL/dxi| of heads (Michel et al., 2019), and their divisor.
 
     xi = 1 is a factor by which a head's output is multiplied. L is the mean loss of a sequence.
-    The total of a sum over all data- and context-parallel ranks is a mean over all sequences. A
-    sequence is weighted by its number of tokens with loss. The total of the divisors is 1.
+    A head's score is the mean of |dL/dxi| over all sequences, weighted by their numbers of tokens
+    with loss.
     """
     total: Sums = {}
 
@@ -66,8 +65,7 @@ def gradient_sums(
             2, (-1, layer.variant.heads.head_dim)
         )
         by_sequence = by_head.sum((0, 3))
-        # Add the sums of all context-parallel ranks first, because the importance is the absolute
-        # value of the sum over the whole sequence.
+        # The importance is the absolute value of the sum over all context-parallel ranks.
         distributed.all_reduce(by_sequence, group=layer.context_group)
         _add(total, layer, by_sequence.abs().sum(0).cpu())
 

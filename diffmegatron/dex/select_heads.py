@@ -48,10 +48,10 @@ def select_heads(
 ) -> str | None:
     """Score every head of a checkpoint on text, and write a file with the selected heads.
 
-    A recipe of DEX names the file ``out`` in ``model.attention.selected_heads``. With ``out``
+    A recipe of DEX names the file ``out`` in ``model.attention.selected_heads``. If ``out`` is
     ``heads.yaml``, the files ``heads.scores.json`` and ``heads.png`` are written beside it. If
     ``model`` is a ``run_dir``, its newest checkpoint is used. ``overrides`` change the checkpoint's
-    recipe after its section ``parallel`` has been reset to the defaults.
+    recipe, whose sections ``parallel`` and ``recompute`` have been reset to the defaults.
 
     Returns:
         On rank 0, a summary such as "8 of 16 heads by entropy"; None on the other ranks.
@@ -99,10 +99,7 @@ def select_layer_heads(scores: Sequence[float], share: float, *, highest: bool) 
 def _calibration_recipe(
     saved: Path, data: Path, sequences: int, overrides: Sequence[str]
 ) -> Recipe:
-    """Return a checkpoint's recipe, changed to one step on ``sequences`` sequences of ``data``.
-
-    The section ``parallel`` is reset to the defaults. ``overrides`` are applied last.
-    """
+    """Return a checkpoint's recipe, changed to one step on ``sequences`` sequences of ``data``."""
     recipe = load_resolved(saved)
     attention = recipe.model.attention
     for kind, _ in attention.by_kind(recipe.model.num_layers):
@@ -135,11 +132,7 @@ def _calibration_recipe(
 
 
 def _gather_scores(sums: Sums, divisor: float, parallel_state: ParallelState) -> Scores:
-    """Return the score of every head as ``scores[layer][head]``, the same on every rank.
-
-    A score is the total of ``sums`` over all data- and context-parallel ranks, divided by the total
-    of ``divisor``.
-    """
+    """Return the score of every head as ``scores[layer][head]``, the same on every rank."""
     coordinates = (parallel_state.data_rank, parallel_state.tensor_rank)
     own = {layer: value.tolist() for layer, value in sums.items()}
     ranks: list[tuple] = [() for _ in range(parallel_state.world_size)]

@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 # Time limit of a collective.
 TIMEOUT = timedelta(minutes=30)
-# Time limit for all ranks to connect at the start.
+# Time limit of each wait for other ranks at the start.
 _MEETING_SECONDS = 600.0
 # Attribute that default_group adds to torch's sys.excepthook; its value is the previous hook.
 _WRAPPED = "wrapped_by_torch"
@@ -50,9 +50,9 @@ def default_group(
 ) -> Iterator[None]:
     """Start torch's default process group for the context, unless it already exists.
 
-    To use several parallel layouts, enter this context once around all of them: under ``torchrun``,
+    To use several parallel layouts, enter this context once around all of them. Under ``torchrun``,
     a second default group would wait forever. ``timeout`` is the time limit of a collective.
-    ``meeting_seconds`` limits how long ranks wait for each other at the start.
+    ``meeting_seconds`` is the time limit of each wait for other ranks at the start.
     """
     if distributed.is_initialized():
         yield

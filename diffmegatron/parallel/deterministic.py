@@ -13,7 +13,7 @@ _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 def deterministic_algorithms() -> Iterator[None]:
     """Use deterministic algorithms inside the context; operations without one raise an error.
 
-    Enter the context before the first matrix product, at which ``CUBLAS_WORKSPACE_CONFIG`` is read.
+    Enter the context before cuBLAS reads ``CUBLAS_WORKSPACE_CONFIG`` at the first matrix product.
     """
     was_on = torch.are_deterministic_algorithms_enabled()
     warned_only = torch.is_deterministic_algorithms_warn_only_enabled()

@@ -11,9 +11,9 @@ from typing import Any
 def importing_engines() -> Iterator[None]:
     """Make imports inside the context faster; the imported modules work as usual.
 
-    Megatron-core (``jit_fuser``) and DeepSpeed (Muon) wrap functions in ``torch.compile``. Inside
-    the context, the wrapping is delayed to the function's first call, so that Inductor is not
-    loaded. The garbage collector is off inside the context.
+    Megatron-core (``jit_fuser``) and DeepSpeed (Muon) call ``torch.compile`` during the import.
+    Inside the context, a function is wrapped only at its first call, so that Inductor is not
+    loaded. The garbage collector is off.
     """
     collecting = gc.isenabled()
     gc.disable()

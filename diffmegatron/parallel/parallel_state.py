@@ -200,8 +200,8 @@ def _ending_new_groups() -> Iterator[None]:
     # Torch has no public function that lists a rank's process groups.
     groups = distributed.distributed_c10d._world.pg_map
     existing = set(groups)
-    # An earlier context has frozen objects. Collect its garbage before the next freeze, because the
-    # collector ignores frozen objects.
+    # If there was an earlier context, collect its garbage before the freeze, because the collector
+    # ignores frozen objects.
     if gc.get_freeze_count() > _FROZEN_AT_START:
         gc.collect()
     # DeepSpeed collects garbage often. Frozen objects make each collection faster.

@@ -17,7 +17,7 @@ from diffmegatron.errors import MachineError, UserError
 from diffmegatron.files import os_error_text, shorten
 from diffmegatron.parallel.launcher import LaunchEnvironment
 
-# Key under which rank 0 stores the outcome. Other ranks wait _MARGIN_SECONDS longer than rank 0.
+# Key under which rank 0 stores the outcome, and additional time to store and read it.
 _OUTCOME, _MARGIN_SECONDS = "outcome", 15.0
 # Largest number of missing ranks in an error message.
 _SHOWN_RANKS = 16
@@ -29,14 +29,14 @@ _SIZES = "rank 0 was started with WORLD_SIZE"
 def meet(launch: LaunchEnvironment, seconds: float) -> Store:
     """Wait until all ranks have arrived, and return a store that is connected to all of them.
 
-    ``seconds`` is the time limit of two waits: for a connection to rank 0, then for all ranks.
+    ``seconds`` limits each single wait for other ranks, not the sum of the waits.
     """
     assert launch.master is not None
     host, port = launch.master
     place = f"MASTER_ADDR {shorten(host)}, MASTER_PORT {port}"
-    # The store of torchrun's agent survives restarts, so the prefix hides keys of earlier attempts.
-    # Agents of different machines count restarts separately, so launch/torchrun.sh uses this store
-    # only on one machine.
+    # A store of torchrun's agent survives restarts, so the prefix hides keys of earlier attempts.
+    # With several machines, each agent has its own count of restarts, so prefixes could differ.
+    # launch/torchrun.sh therefore uses the agent's store only for a run on a single machine.
     attempt = launch.attempt if launch.agent_store else 0
     store = PrefixStore(f"attempt_{attempt}", _connected(launch, host, port, seconds, place))
     arrivals = [f"arrived/{rank}" for rank in range(launch.ranks)]
@@ -68,15 +68,14 @@ def _decide(store: Store, arrivals: list[str], seconds: float) -> str:
                 break
     store.set(_OUTCOME, problem)
     if problem:
-        # The caller raises an error, and the store ends with this process. Before that, wait until
-        # the ranks that have arrived have read the problem.
+        # The store may end with this process. Wait until the arrived ranks have read the problem.
         received = [f"received/{key}" for key in arrivals[1:] if store.check([key])]
         _wait_until(lambda: store.check(received), _MARGIN_SECONDS)
     return problem
 
 
 def _wait_for_decision(store: Store, arrivals: list[str], rank: int, seconds: float) -> str:
-    """Return the problem that rank 0 stored ("" for none), or a message that rank 0 is missing."""
+    """Return the problem that rank 0 stored ("" for none), or a message that it stored nothing."""
     if not _wait_until(lambda: store.check([arrivals[0]]), seconds):
         return _missing_ranks(store, arrivals, seconds)
     if not _wait_until(lambda: store.check([_OUTCOME]), seconds + _MARGIN_SECONDS):
@@ -149,7 +148,7 @@ def _join(host: str, port: int, seconds: float, place: str) -> Store:
 
     def join() -> None:
         limit = timedelta(seconds=seconds)
-        with suppress(DistError):  # Some other servers cause it.
+        with suppress(DistError):  # Servers of other programs can cause it.
             joined.append(TCPStore(host, port, timeout=limit, wait_for_workers=False))
 
     thread = threading.Thread(target=join, name="rendezvous", daemon=True)

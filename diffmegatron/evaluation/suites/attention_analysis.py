@@ -192,7 +192,7 @@ def _draw_lines(
 ) -> None:
     """Plot the measures whose names begin with one of ``beginnings``, by layer.
 
-    ``of_layers`` maps the name of a target to its measures, which are name -> values [layers].
+    ``of_layers`` is target name -> measure name -> values [layers].
     """
     from matplotlib.ticker import MaxNLocator
 

@@ -172,7 +172,8 @@ class Prompt:
     """The part of a prompt that many questions share: examples, and labels to choose from.
 
     ``prefix`` has the ids of the start token and the examples. ``digest`` is the hash of the
-    examples and label names. ``repr`` shows only ``digest``, because the other fields are long.
+    examples and label names. ``repr`` shows only ``digest``, because evaluation/result_file.py
+    hashes the ``repr`` of items.
     """
 
     digest: str

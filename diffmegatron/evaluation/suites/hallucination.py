@@ -159,8 +159,8 @@ Problematic Spans: ["...", "..."]
 class Hallucination(Suite):
     """Share of generated summaries and answers that a judge finds supported by the document.
 
-    All texts of a target are recorded before the first text is judged, so another judge can later
-    judge the same texts. A verdict that cannot be read counts as false.
+    Another judge can later judge the same recorded texts. A verdict that cannot be read counts as
+    false.
     """
 
     name = "hallucination"

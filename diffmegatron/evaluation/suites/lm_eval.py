@@ -219,8 +219,8 @@ class LmEval(Suite):
     def _results(self, records: Records) -> Iterator[dict[str, Any]]:
         """Yield the value and the standard error of each metric of each task and group.
 
-        If the evaluated tasks have different numbers of shots, ``shots`` of every group is the text
-        ``own``.
+        Without a setting ``shots``, each task has its own number. If the numbers differ, ``shots``
+        of a group is the text ``own``.
         """
         passes: dict[int | None, list[Record]] = {}
         for record in records:

@@ -27,10 +27,9 @@ _UP_TO_OWN = _UP_TO + " of windows that have as many"
 class Loss(WindowSuite):
     """Negative log-likelihood of held-out text, in windows that do not overlap.
 
-    The start token precedes each window, so every byte of text counts exactly once, and models with
-    different tokenizers can be compared per byte. With ``packed``, the documents of a source are
-    joined before they are cut into windows. Each document then ends with an end-of-document token,
-    whose loss does not count.
+    The start token precedes each window, so every byte of text counts exactly once. With
+    ``packed``, the documents of a source are joined before they are cut into windows. Each document
+    then ends with an end-of-document token, whose loss does not count.
     """
 
     name = "loss"
@@ -81,8 +80,8 @@ class Loss(WindowSuite):
         """Return the summed loss and the number of tokens of a document or a packed window.
 
         End-of-document tokens in a packed window are not counted. ``beginnings`` maps each n of
-        :attr:`lengths` to [nats, number of tokens] of tokens 1 to n, summed over all windows with
-        at least n tokens. ``full`` has the same sums over the windows with ``context - 1`` tokens.
+        :attr:`lengths` to [nats, number of tokens] of tokens 1 to n, summed over the item's windows
+        with at least n tokens. ``full`` has these sums over the windows of ``context - 1`` tokens.
         """
         source, piece = item.content
         end = target.tokenizer.end_of_document

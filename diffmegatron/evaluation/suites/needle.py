@@ -124,8 +124,8 @@ class Haystack:
         """Return a prompt of exactly ``length`` tokens that ends with the question ``asked``.
 
         The haystack begins with a random sentence. After the last sentence of the text, it
-        continues with the first one. A needle is inserted at the boundary between sentences that is
-        nearest to its depth.
+        continues with the first one. A needle is inserted at the sentence boundary nearest to its
+        depth.
         """
         sentences = [self._target.encode(needle.sentence) for needle in needles]
         ending = self._target.encode(asked)

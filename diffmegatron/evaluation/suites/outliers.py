@@ -140,10 +140,7 @@ class Outliers(WindowSuite):
 
 
 class _Counter:
-    """Counts of magnitudes: by bin if ``bins`` is None, or by position within each of ``bins``.
-
-    The first pass counts by bin, and the second pass by position.
-    """
+    """Counts of magnitudes: by bin if ``bins`` is None, or by position within each of ``bins``."""
 
     def __init__(self, bins: Sequence[int] | None, name: str) -> None:
         self._wanted, self._name = bins, name

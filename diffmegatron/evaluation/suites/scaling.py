@@ -173,7 +173,7 @@ class Scaling(Suite):
 
 
 def fit_power_law(points: Sequence[Point]) -> PowerLaw | None:
-    """Fit a power law by least squares to (log x, log L) of points (x, L), both above 0.
+    """Fit a power law by least squares to (log x, log L) of points (x, L) with x, L > 0.
 
     The result is None if all x are equal, or if the fitted loss does not fall with x.
     """
