@@ -106,7 +106,7 @@ def exit_status(attempt: Attempt, bad_hosts: Sequence[str] = ()) -> int:
     0: finished. 1: too many faults. 2: a mistake of the user. 69: restart the ranks in this job.
     75: requeue the job.
 
-    Status 69 requires a fault during training and empty ``bad_hosts``.
+    Status 69 requires a fault during training, and no hosts to avoid (``bad_hosts``).
     """
     if not attempt.is_over:
         at_once = attempt.cause == Cause.FAULT and attempt.has_trained and not bad_hosts

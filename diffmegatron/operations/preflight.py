@@ -40,7 +40,7 @@ _MATRIX = {"cpu": 512, "cuda": 8192}
 _REDUCTIONS, _PRODUCTS = 5, 20
 # A checkpoint stores three float32 values per parameter: the weight and two moments of Adam.
 _STATE_BYTES = 12
-# Limits for a rank: matrix product time / median time, and seconds between its and median clock.
+# Largest accepted matrix product time / median, and clock difference from the median in seconds.
 _MAX_SLOWDOWN, _CLOCK_SECONDS = 2.0, 5.0
 # Smallest accepted free share of a GPU's memory.
 _FREE_SHARE = 0.9

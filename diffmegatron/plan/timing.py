@@ -57,10 +57,7 @@ class Assumptions:
     host: float = 25e9
 
     def sentences(self, recipe: Recipe, hardware: str, gpu: Accelerator) -> tuple[str, ...]:
-        """Return the assumptions in words.
-
-        "(optimistic)" marks assumptions that most first runs do not reach.
-        """
+        """Return the assumptions in words; most first runs do not reach the optimistic ones."""
         return (
             f"FLOP/s: bf16, {gpu.peak_flops / 1e12:,.0f} TFLOP/s dense peak of {hardware}; matrix "
             f"products reach {self.matmul:.0%}, attention {self.attention:.0%} (optimistic)",

@@ -148,9 +148,10 @@ def _tensor(recipe: Recipe, stage: int) -> float:
 
 
 def _gates(recipe: Recipe) -> float:
-    """Return n for DIFF V2's projection of hidden states to lambda; 0 without sequence parallelism.
+    """Return n, where each of k tensor-parallel ranks sends n * (k - 1) / k bytes per microbatch.
 
-    Each of k tensor-parallel ranks sends n * (k - 1) / k bytes per microbatch for this projection.
+    The bytes are those of DIFF V2's projection of hidden states to lambda. Only sequence
+    parallelism sends them.
     """
     model, parallel = recipe.model, recipe.parallel
     if not parallel.sequence_parallel:
