@@ -70,8 +70,7 @@ class AttentionCall:
 
     `scale` is the factor of the scores. `lambda_` is the 0-dim factor of the second map. It is None
     with one map, and in `chunks.chunk_attention`, which returns the output of each map separately.
-    Backends with `registry.Backend.fuses_norm` apply `norm`; for others
-    `api.diff_attention` does.
+    Backends with `registry.Backend.fuses_norm` apply `norm`. For others, `api.diff_attention` does.
     """
 
     maps: QKV

@@ -1,9 +1,9 @@
 """Attention between chunks of a longer sequence, forward and backward, for a ring of ranks.
 
 `chunk_attention` returns the output and the log-sum-exp (lse) of each softmax map over one chunk of
-keys. `maps.merge_maps` merges the results of all chunks. `chunk_gradients` computes
-the contribution of one chunk to the gradients, from the merged results. For the queries, the caller
-sums the contributions of all chunks of keys (Liu et al., arXiv 2310.01889, section 3).
+keys. `maps.merge_maps` merges the results of all chunks. From the merged results,
+`chunk_gradients` computes the contribution of one chunk of keys to the gradients. For the queries,
+the caller sums the contributions of all chunks of keys (Liu et al., arXiv 2310.01889, section 3).
 
 In the shapes b is the batch size, s the number of queries, h the number of heads of the first map,
 and e the width of a value.

@@ -20,8 +20,8 @@ LEAST_CAPABILITY = (8, 0)
 def importable_libraries() -> frozenset[str]:
     """Return the optional libraries that are usable here.
 
-    A library is usable if its import works and the GPU, if any, has `LEAST_CAPABILITY`. Triton is
-    not imported. A library that is installed but not usable causes a warning.
+    A library is usable if its import works and the GPU, if any, has `LEAST_CAPABILITY` or later.
+    The import of Triton is not tried. A library that is installed but not usable causes a warning.
     """
     return frozenset(name for name in LIBRARIES if _is_usable(name))
 

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Functions that the Triton kernels share: loads, stores, products, intervals of visible keys.
+"""Functions that the Triton kernels share: loads, stores, products, intervals of visible pairs.
 
 A *tile* is `[rows, WIDTH]`: consecutive rows (positions) of one head. `width` is the number of
 channels of a head, and WIDTH is `width` rounded up to a power of 2.

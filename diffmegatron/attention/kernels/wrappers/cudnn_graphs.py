@@ -319,7 +319,7 @@ class _Builder:
         """Return dimensions `[b, heads, length, width]`, strides and dtype of a tensor, e.g. "dq".
 
         The strides are those of a contiguous `[b, length, heads, width]`. "lse" has width 1.
-        Without packed documents its strides are those of a contiguous `[b, heads, length, 1]`.
+        Without packed documents, "lse" has the strides of a contiguous `[b, heads, length, 1]`.
         """
         of = self.problem
         if name == "lse":

@@ -20,7 +20,7 @@ MOST_COMPILATIONS = 64
 
 
 def attend(call: AttentionCall) -> Tensor:
-    """Compute attention by one call per map; two maps on CUDA use the sizes of `kernel_options`."""
+    """Compute attention by one call per map; two maps on CUDA use `kernel_options`."""
     if call.lambda_ is None:
         return _plain_attention(call, None)(*call.maps.arguments())
     options, q = None, call.maps.queries[0]
@@ -81,7 +81,7 @@ def block_mask(mask: AttentionMask, device: torch.device) -> BlockMask:
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return for each row the number of true entries, and its columns, true entries first.
+    """Return for each row the number of true entries, and column indices, true entries first.
 
     `blocks` is boolean `[query blocks, key blocks]`. The results are int32 `[1, 1, query blocks]`
     and `[1, 1, query blocks, key blocks]`. A row [False, True, True] gives 2 and [1, 2, 0].
