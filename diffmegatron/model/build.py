@@ -29,7 +29,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 def transformer_config(recipe: Recipe) -> TransformerConfig:
     """Return Megatron-core's configuration for a recipe.
 
-    The attention layers ignore its numbers of heads and use ``heads`` of their variant instead.
+    The attention layers ignore its numbers of heads and use ``heads`` of their attention variant.
     """
     model, parallel = recipe.model, recipe.parallel
     heads = model.attention.heads
@@ -86,8 +86,8 @@ def build_model(
     if initial_weights:
         initialize(network, recipe)
     for parameter, shards in parameter_shards(network).items():
-        # DeepSpeed's gradient norm counts a parameter once if ``tensor_model_parallel`` is False.
-        # Megatron sets the attribute only in its own initialization.
+        # If ``tensor_model_parallel`` is False, DeepSpeed's gradient norm includes the parameter on
+        # only one tensor-parallel rank. Megatron sets the attribute only in its own initialization.
         is_sharded = parameter.numel() < math.prod(shards[0].global_shape)
         parameter.tensor_model_parallel = is_sharded  # type: ignore[attr-defined]
     mark_trained(network, recipe)

@@ -44,7 +44,7 @@ def initial_tensor(name: str, shape: tuple[int, ...], model: ModelConfig, seed: 
 def initial_values(
     name: str, shape: tuple[int, ...], model: ModelConfig
 ) -> float | Constant | Identity:
-    """Return the fixed initial values of a tensor, or the standard deviation of random values."""
+    """Return the fixed initial values of a tensor, or the standard deviation of normal ones."""
     initialization = model.initialization
     declared = declared_parameter(name, model)
     if declared is not None and declared.initial != "matrix":

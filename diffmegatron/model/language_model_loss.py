@@ -58,8 +58,8 @@ def cross_entropy(
         )
         return losses.view(logits.shape[:2]).T.contiguous()
     if unpadded_size < logits.shape[-1]:
-        # Write in place, because a copy of the logits would need too much memory. The backward pass
-        # of the output layer does not need their values.
+        # Write in place, because a copy would need too much memory. The backward pass of
+        # the output layer does not need the logits.
         logits[..., unpadded_size:] = -torch.inf
     return fallback(labels, logits)
 

@@ -103,7 +103,7 @@ class VirtualStage(LanguageModule):
         """Set the previous stage's hidden states, the only entry of the list ``received``.
 
         Megatron's schedules call this method. The entry is [s, b, hidden size], or None in the
-        network's first stage.
+        network's first virtual stage.
         """
         (self._received,) = received
 
@@ -179,7 +179,7 @@ class VirtualStage(LanguageModule):
 class Decoder(MegatronModule):
     """The layers of a virtual stage; the network's last virtual stage also has the final norm.
 
-    ``layer_specs`` has one entry per layer. ``final_norm`` is None in earlier virtual stages.
+    ``layer_specs`` has one entry per layer. ``final_norm`` is None in the other virtual stages.
     """
 
     def __init__(

@@ -23,8 +23,8 @@ class Shard:
         name, global_shape: name and shape of the unsharded tensor.
         offset, shape: first index and size of the box along each axis.
         start: index of the box's first element in the flattened parameter of this rank.
-        is_primary: whether checkpoints contain this rank's copy of the box. If several
-            tensor-parallel or pipeline ranks have the same box, it is True on only one.
+        is_primary: whether checkpoints contain this rank's copy of the box; True on one of the
+            tensor-parallel and pipeline ranks that store the same box.
     """
 
     name: str

@@ -52,7 +52,7 @@ def _freeze_rows(parameter: torch.nn.Parameter, frozen: tuple[str, ...], heads: 
         return gradient.masked_fill(on_device.view(-1, *[1] * (gradient.dim() - 1)), 0.0)
 
     parameter.register_hook(masked)
-    # Rows where the trained ranges begin and end, in turn.
+    # Row indices of the trained ranges: first begin, first end, second begin, and so on.
     edges = torch.nn.functional.pad((~rows).int(), (1, 1)).diff().nonzero().flatten()
     offsets = (edges * (parameter.numel() // parameter.shape[0])).tolist()
     ranges = list(zip(offsets[::2], offsets[1::2], strict=True))
@@ -62,8 +62,8 @@ def _freeze_rows(parameter: torch.nn.Parameter, frozen: tuple[str, ...], heads: 
 def _require_hidden_gradients(network: Network) -> None:
     """Make the output of a frozen embedding require a gradient.
 
-    Megatron-core recomputes layers in an autograd function, whose only tensor input is
-    the hidden states. Unless they require a gradient, autograd skips the function's backward pass.
+    Megatron-core recomputes layers in an autograd function. Autograd skips the function's backward
+    pass if its only tensor input, the hidden states, requires no gradient.
     """
 
     def require_gradient(module: torch.nn.Module, _: object, hidden: Tensor) -> None:

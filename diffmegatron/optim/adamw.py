@@ -21,8 +21,8 @@ class GatedAdamW(torch.optim.AdamW):
     def step(self, closure: Any = None) -> Any:
         """Update the weights of ``self.param_groups`` if the gate allows it.
 
-        DeepSpeed calls this once with all groups, or once per group with only this group in
-        ``param_groups``.
+        In one training step, DeepSpeed may call this once per group; ``param_groups`` then has only
+        that group.
         """
         if not self.gate():
             return None

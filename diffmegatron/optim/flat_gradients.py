@@ -1,9 +1,7 @@
 """Flat float32 gradients for ZeRO 1: one 1-dim tensor per parameter group.
 
 The backward pass accumulates in the flat tensors, so their reduction over ranks needs no copy.
-DeepSpeed's own reduction copies the gradients of a bf16 model once (``buffered_allreduce_fallback``
-in runtime/engine.py). It copies those of a float32 model three times (``reduce_gradients`` in
-runtime/zero/stage_1_and_2.py).
+DeepSpeed's own reduction would copy the gradients.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

@@ -27,10 +27,9 @@ def accumulated_gradient(parameter: torch.nn.Parameter) -> Tensor | None:
 def local_gradient_norms(
     partition: Partition, network: torch.nn.Module, device: torch.device
 ) -> tuple[list[torch.nn.Parameter], Tensor]:
-    """Return each parameter that has gradient elements on this rank, and a norm for each.
+    """Return the n parameters with gradient elements on this rank, and the norms of these elements.
 
-    A norm covers only the elements on this rank. The norms of n parameters are float32 [n] on
-    ``device``, and the host does not wait for them.
+    The norms are float32 [n] on ``device``, and the host does not wait for them.
     """
     on_parameters = ((each, accumulated_gradient(each)) for each in network.parameters())
     held = [(each, gradient) for each, gradient in on_parameters if gradient is not None]

@@ -57,7 +57,7 @@ class Guard:
         self._in_a_row = self.skipped = self.spikes = self.rollbacks = 0
 
     def decide(self, loss: float, gradient_norm: float) -> StepDecision:
-        """Decide whether a step is applied, before the optimizer changes anything."""
+        """Return the decision on a step; call this before the optimizer changes anything."""
         values = {"loss": loss, "gradient norm": gradient_norm}
         # DeepSpeed's functions return -1 for a norm that is not finite.
         broken = [f"{name} is {x}" for name, x in values.items() if not 0 <= x < math.inf]
@@ -93,7 +93,7 @@ class Guard:
     def rolled_back(self, state: dict[str, Any]) -> None:
         """Count a rollback, and restore the recent losses and norms from a checkpoint's ``state``.
 
-        The counts are not restored, so that the limit on rollbacks takes effect.
+        The number of rollbacks is not restored, so that it can reach ``guard.max_rollbacks``.
         """
         self._restore_recent(state)
         self._in_a_row = 0

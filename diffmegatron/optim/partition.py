@@ -1,4 +1,4 @@
-"""Locations of a rank's weights and gradients in DeepSpeed's optimizer and in the network.
+"""Access to a rank's weights and gradients in DeepSpeed's optimizer and in the network.
 
 A rank's master weights are in flat master tensors (float32 [n]), the keys of torch's Adam state.
 """
@@ -100,8 +100,8 @@ class _ParameterPartition(Partition):
         self.clean_up()
 
     def clean_up(self) -> None:
-        # DeepSpeed gathers small parameters at the end of each step, except of a dropped step. The
-        # report of the step reads lambda from these parameters.
+        # DeepSpeed does not gather small parameters at the end of a step that it dropped.
+        # The report of this step needs them to compute lambda.
         persistent = self._optimizer.persistent_parameters
         if persistent:
             persistent[0].all_gather(persistent)

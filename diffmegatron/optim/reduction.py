@@ -2,8 +2,8 @@
 
 A bucket is a range of flat gradients that one all-reduce over the data-parallel ranks sums in
 place. The all-reduces can overlap with the last microbatch's backward pass
-(``parallel.overlap_gradients``). Each then starts as soon as its bucket and all earlier buckets are
-complete. The order of the buckets depends only on the network, so all ranks have the same order.
+(``parallel.overlap_gradients``). With overlap, an all-reduce starts when its bucket and all earlier
+buckets are complete. All ranks have the same order of buckets.
 """
 
 from collections import Counter
@@ -23,7 +23,7 @@ from diffmegatron.optim.flat_gradients import FlatGradients, FlatGroup
 class Bucket:
     """Gradients (views of ``flat``, float32 [n]) that are reduced in one all-reduce.
 
-    ``missing`` has the parameters whose gradients an overlapped backward pass has yet to complete.
+    ``missing`` has the parameters with incomplete gradients during an overlapped backward pass.
     """
 
     flat: Tensor
@@ -55,8 +55,8 @@ class GradientReduction:
         self._norms: list[Tensor] = []
         self._overlaps = False
         # Number of additions to each gradient in the overlapped backward pass of the previous step
-        # (_expected) and of the present step (_arrived). It is more than 1 if several recomputed
-        # parts of the network use the same parameter.
+        # (_expected) and of the present step (_arrived). A number exceeds 1 if several
+        # recomputed parts of the network use the same parameter.
         self._expected: Counter[torch.nn.Parameter] = Counter()
         self._arrived: Counter[torch.nn.Parameter] = Counter()
         self._hooks = [

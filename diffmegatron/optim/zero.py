@@ -176,7 +176,6 @@ class ZeroEngine:
         """Return the norm of each gradient on this rank in the last :meth:`step`, before clipping.
 
         With ZeRO 1 and no offloaded optimizer, the norms are those before the reduction over ranks.
-        Such norms show on which rank a gradient is not finite.
         """
         parameters, norms = self._local_norms
         return dict(zip(parameters, norms.tolist(), strict=True))

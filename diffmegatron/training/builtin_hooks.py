@@ -26,7 +26,7 @@ from diffmegatron.training.monitoring.records import log_write_errors
 from diffmegatron.training.run import Run
 
 PROFILE = "profile"
-# Limit of torch's memory history in allocations and frees; the default is no limit.
+# Maximum number of allocations and frees in torch's memory history.
 _MAX_ALLOCATIONS = 1_000_000
 _PRINTED = {HELD_OUT: "held-out loss", TEST: "test loss"}
 
@@ -34,7 +34,7 @@ _PRINTED = {HELD_OUT: "held-out loss", TEST: "test loss"}
 def builtin_hooks(recipe: Recipe, evaluators: Sequence[Evaluator]) -> list[Hook]:
     """Return the built-in hooks of a run, in the order of their calls.
 
-    ``FinishSaveHook`` comes before ``GuardHook``, whose rollback completes or drops the open save.
+    ``FinishSaveHook`` must record the step before a rollback by ``GuardHook`` ends the open save.
     All other hooks come after ``GuardHook``, because a rollback changes ``run.step``.
     """
     assert len(evaluators) == len(recipe.training.evaluate), "one evaluator per entry is needed"
@@ -99,7 +99,7 @@ def _gpu_name() -> str | None:
 class EvaluationHook(Hook):
     """Evaluates held-out losses and the suites of ``training.evaluate`` when they are due.
 
-    At a start or resume, only those without a recorded value at the current step are evaluated.
+    At a start or resume, those that have a recorded value at the current step are skipped.
     """
 
     def __init__(self, evaluators: Sequence[Evaluator]) -> None:
@@ -107,7 +107,7 @@ class EvaluationHook(Hook):
 
     @override
     def before_training(self, run: Run) -> None:
-        run_dir = Path(run.recipe.run_dir)  # Only rank 0 reads it.
+        run_dir = Path(run.recipe.run_dir)  # Only rank 0 reads this folder.
         self._evaluate(run, from_rank_0(lambda: unrecorded_at(run.recipe, run.step, run_dir)))
 
     @override
@@ -136,7 +136,7 @@ class EvaluationHook(Hook):
 def _should_continue(run: Run) -> bool:
     """Return whether an evaluation continues, equal on every rank; restart the watchdog's timer."""
     agreed = run.agree(torch.zeros((), device=run.parallel_state.device))
-    # A stop would end the run with an error while the weights may be broken, so do not stop then.
+    # While the weights may be broken, a stop would end the run with an error, so do not stop.
     run.stopping = agreed.stop and run.broken_reason is None
     run.watchdog.restart_timer()
     run.rank_record.set_step(run.step, run.recipe.run_dir)
@@ -162,7 +162,7 @@ class BeginSaveHook(Hook):
 
     @override
     def after_training(self, run: Run) -> None:
-        # Saved weights can be broken too, if only a restarted run has evaluated them.
+        # An evaluation in a restarted run can find that the saved weights are broken.
         if run.saver.saved_step != run.step or run.broken_reason is not None:
             with run.pause():
                 # No later step shows whether the last update broke the weights, so test them.

@@ -52,7 +52,7 @@ class GuardHook(Hook):
             self._roll_back(run, run.decision.reason)
 
     def _roll_back(self, run: Run, reason: str) -> None:
-        """Load an intact checkpoint, or give up; go on with the data after the anomalous batch."""
+        """Load an intact checkpoint, or give up; continue with the data after the last batch."""
         with run.pause():
             run.complete_or_drop_save()
             run.saver.wait()

@@ -77,10 +77,10 @@ def exit_on_stop_signal(record: RankRecord) -> Iterator[None]:
 class StopRequest:
     """Handler of stop signals to this rank; a context manager around one or more runs.
 
-    The first SIGTERM, SIGUSR1 or SIGINT requests a stop. A second signal some seconds later ends
-    the process at once. Rank 0 also requests a stop before the Slurm job ends. ``folder`` is the
-    directory of the file ``job_end``, in which ``slurm.sh`` updates the job's end time; None if
-    there is no such directory.
+    The first SIGTERM, SIGUSR1 or SIGINT requests a stop. A later signal ends the process if it
+    arrives more than 5 seconds (SIGINT: 1 second) after the first. Rank 0 also requests a stop
+    before the Slurm job ends. ``folder`` is the directory of the file ``job_end``, in which
+    ``slurm.sh`` updates the job's end time; None if there is no such directory.
     """
 
     def __init__(self, launch: LaunchEnvironment, folder: Path | None = None) -> None:

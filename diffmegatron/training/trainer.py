@@ -202,9 +202,9 @@ def train_step(run: Run) -> None:
 
 
 def decide_document_mask(recipe: Recipe, *, prints: bool = True) -> Recipe:
-    """Return the recipe; if ``data.reset_attention_mask`` is None, replace it by its default.
+    """Return the recipe; if ``data.reset_attention_mask`` is None, replace it by True or False.
 
-    The default is true if a source has conversations and a sequence can contain several documents.
+    It is True if a source has conversations and a sequence can contain several documents.
     """
     data = recipe.data
     if data.reset_attention_mask is not None:

@@ -25,9 +25,9 @@ def stage_activations(recipe: Recipe, stage: int, microbatches: int, device: Dev
     kept = in_flight * virtual_stage_bytes(recipe, stage, device) + shared_bytes(recipe)
     sharded = hidden_states_bytes(recipe)
     if stage == 0 and not (is_trained(recipe, EMBEDDING) or is_trained(recipe, INPUT_NORM)):
-        # The input of the network's first layer is not saved. Subtract it for each pass in flight
-        # of the first virtual stage. With interleaving, ``pipeline`` microbatches pass one virtual
-        # stage before they pass the next.
+        # Subtract the input of the network's first layer, which is not saved, for each microbatch
+        # in flight in the first virtual stage. With interleaving, a rank runs ``parallel.pipeline``
+        # microbatches in a virtual stage, and then in the next one.
         rounds, rest = divmod(in_flight, parallel.pipeline * parallel.virtual_pipeline)
         kept -= (rounds * parallel.pipeline + min(rest, parallel.pipeline)) * sharded
     # ``exchanged`` counts tensors of hidden states for pipeline communication. Megatron-core keeps
@@ -63,8 +63,7 @@ def local_tokens(recipe: Recipe) -> int:
 def layer_backward(recipe: Recipe, stage: int, device: Device) -> tuple[int, int]:
     """Return (temporary bytes, freed bytes of saved activations) in a layer's backward pass.
 
-    Activations that are recomputed or copied from the host count as temporary bytes until they are
-    freed.
+    Activations that are recomputed or copied from the host count as temporary bytes.
     """
     model, parallel = recipe.model, recipe.parallel
     element, tokens = BYTES[recipe.training.precision], local_tokens(recipe)
@@ -72,7 +71,7 @@ def layer_backward(recipe: Recipe, stage: int, device: Device) -> tuple[int, int
     shards = _sequence_shards(recipe)
     # ``streams`` counts the gradients of hidden states that stage_activations does not count. The
     # last stage has the gradient that the loss computed. A stage between the first and the last has
-    # the gradient that it sent last. With interleaving and one layer per virtual stage, a test
+    # the gradient of its latest send. With interleaving and one layer per virtual stage, a test
     # measured one more gradient (tests/simulated_cuda).
     virtual_stages = parallel.pipeline * parallel.virtual_pipeline
     is_copied = parallel.virtual_pipeline > 1 and model.num_layers == virtual_stages
@@ -128,7 +127,7 @@ def logits_bytes(recipe: Recipe, device: Device) -> int:
     gradients = 2 if chunk < tokens else 1
     backward = element * (chunk * vocabulary + gradients * output_weight(recipe)) + hidden_gradient
     if training.offload_activations or parallel.pipeline > 1:
-        # Add the output layer's input, copied from the host, or the gradient that was sent last.
+        # Add the output layer's input, copied from the host, or the gradient of the latest send.
         backward += sharded
     return round(max(per_logit * chunk * vocabulary, backward))
 
@@ -146,7 +145,7 @@ def vocabulary_elements(recipe: Recipe) -> int:
 
 
 def hidden_states_bytes(recipe: Recipe) -> float:
-    """Return the bytes of a microbatch's hidden states on a rank; their gradient has as many."""
+    """Return the bytes of a microbatch's hidden states on a rank."""
     return _hidden_bytes(recipe) * local_tokens(recipe)
 
 
@@ -211,7 +210,7 @@ def virtual_stage_bytes(recipe: Recipe, stage: int, device: Device) -> float:
 
 
 def _restored_bytes(recipe: Recipe, device: Device) -> float:
-    """Return the bytes of activations that are recomputed or copied from the host at one time."""
+    """Return the bytes of activations that are recomputed or copied from the host together."""
     recompute = recipe.recompute
     kinds = [kind for kind, _ in counted_kinds(recipe.model)]
     layer = max(_layer_bytes(recipe, device, kind) for kind in kinds)

@@ -26,8 +26,9 @@ class Flops:
 def count_flops(model: ModelConfig, seq_length: int, frozen: int = 0) -> Flops:
     """Return the model FLOPs per token of causal training, without recomputation.
 
-    Attention counts as the fewest multiply-adds that its equation allows. A query attends to half
-    the sequence on average. ``frozen`` is the result of :func:`frozen_matrices`.
+    Attention counts the smallest number of multiply-adds that can compute its equation, even if the
+    kernels do more. A query attends to half the sequence on average. ``frozen`` is the result of
+    :func:`frozen_matrices`.
     """
     weights: float = model.vocab_size * model.hidden_size
     attention = 0.0
@@ -40,7 +41,7 @@ def count_flops(model: ModelConfig, seq_length: int, frozen: int = 0) -> Flops:
 
 
 def frozen_matrices(recipe: Recipe) -> int:
-    """Return the number of elements of all frozen matrices, except an untied embedding."""
+    """Return the number of elements of all fully frozen matrices, except an untied embedding."""
     if trains_everything(recipe):
         return 0
     model = recipe.model

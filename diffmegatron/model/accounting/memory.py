@@ -149,10 +149,10 @@ def _states(recipe: Recipe, stage: int, shards: int, microbatches: int) -> Stage
         left = element * trained // shards
         update = max(norm, left, update if precision == "fp32" else 0)
         gradients //= shards
-        # The gradients are allocated at the end of the first microbatch.
+        # The float32 gradients are allocated at the end of the first microbatch.
         if microbatches == 1:
             update, gradients = update + gradients, 0
-        # The bucket is allocated with the first gradient, which is after the loss.
+        # The bucket is allocated after the loss, when the first gradient is computed.
         communication, in_layer = 0, communication
     elif not parallel.offload_optimizer:
         # Flat gradients are reduced in place (diffmegatron.optim.flat_gradients).
@@ -207,7 +207,7 @@ def _reduction(
 
 
 def _reduced_together(recipe: Recipe, stage: int, shards: int) -> int:
-    """Return the most elements of the output layer's gradient that ZeRO 2 copies at one time.
+    """Return the largest part of the output layer's gradient that ZeRO 2 copies, in elements.
 
     DeepSpeed splits a gradient at the boundaries of the ranks' partitions. It collects consecutive
     pieces until they exceed REDUCE_BUCKET, and copies them into one tensor

@@ -15,7 +15,7 @@ def model_flops_utilization(
 def mfu_metric(
     recipe: Recipe, world_size: int, tokens_per_second: float, device_name: str | None
 ) -> dict[str, float]:
-    """Return ``{"perf/mfu": MFU}``, or {} without a known GPU or if the run is not in bf16.
+    """Return ``{"perf/mfu": MFU}``, or {} if the GPU is unknown or the run is not in bf16.
 
     ``tokens_per_second`` is the sum over all ranks.
     """

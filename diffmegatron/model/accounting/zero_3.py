@@ -114,7 +114,7 @@ def _layers_backward(recipe: Recipe, layers: Sequence[Sequence[int]]) -> Iterato
 
 @lru_cache(maxsize=64)
 def _follow(modules: tuple[int, ...], calls: tuple[int, ...]) -> tuple[list[int], int]:
-    """Return the gathered elements in memory during each call, and the total of all gathers.
+    """Return numbers of gathered elements: (in memory during each call, total of all gathers).
 
     ``modules`` has the number of weight elements of each module. ``calls`` has the module index of
     each call. Before a call, DeepSpeed fetches the module's weights and prefetches those of the

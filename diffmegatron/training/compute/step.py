@@ -288,7 +288,7 @@ def _scheduled(
 def _mean_over_ranks(
     losses: Sequence[Tensor], count: Tensor, parallel_state: ParallelState
 ) -> Tensor:
-    """Sum ``losses`` over the data, context and pipeline ranks; return the sum over ``count``.
+    """Sum ``losses`` over the data, context and pipeline ranks; divide by ``count``.
 
     ``losses`` is empty before the last pipeline stage.
     """

@@ -40,7 +40,7 @@ def unrecorded_at(recipe: Recipe, step: int, run_dir: Path) -> list[str]:
     """Return the names of the evaluators that are due at a step but have no recorded value.
 
     Only the last entries of ``run_dir/metrics.jsonl`` are read, so ``step`` must be the newest step
-    in it.
+    in this file.
     """
     try:
         entries = newest_entries(run_dir)

@@ -56,7 +56,7 @@ class _SplitLoss:
                 loader.read_step(number * training.global_batch_size), parallel_state
             )
             loss = forward_only(network, batch, parallel_state)
-            # The loss may be NaN on one rank only, but all ranks must make the same decisions.
+            # The loss may be NaN on only some ranks, but all ranks must make the same decisions.
             losses.append(agree(loss, parallel_state=parallel_state).loss)
         return {self.name: sum(losses) / len(losses)}
 

@@ -13,18 +13,18 @@ from torch.profiler import record_function
 from diffmegatron.parallel.parallel_state import ParallelState
 
 PHASES = ("data", "forward_backward", "update")
-# The first _OWN phases show a slow rank. In the phase "update", all ranks wait for the slowest.
+# Slow ranks are found by the seconds of the first _OWN phases. "update" does not count, because all
+# ranks wait for the slowest in it.
 _OWN = 2
 # Machines of the same kind differ by less than this factor.
 _SLOWER = 1.5
 
 
 class PhaseClock:
-    """Clock of the seconds that this rank has spent in each phase since the last report.
+    """Clock of the host's seconds in each phase on this rank since the last report.
 
-    On a GPU, kernels run asynchronously, and only the phase "update" waits for all of them.
-    ``slow_ranks`` has the slow ranks (:func:`slow`) of the last report, and is always empty with
-    pipeline parallelism.
+    GPU kernels that still run when "forward_backward" ends count in "update". ``slow_ranks`` has
+    the ranks that :func:`slow` found in the last report; always empty with pipeline parallelism.
     """
 
     def __init__(self) -> None:

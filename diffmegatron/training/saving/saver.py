@@ -182,7 +182,7 @@ class Saver:
     def save_now(self, position: Position) -> dict[str, float]:
         """Save a checkpoint without waiting for a later finite step; return metrics.
 
-        Retry failed saves at once; raise UserError if all retries fail.
+        Retry failed saves immediately; raise UserError if all retries fail.
         """
         self._failed_in_a_row = 0
         while True:
