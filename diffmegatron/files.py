@@ -110,7 +110,7 @@ def write_durably(path: Path, content: bytes | memoryview) -> None:
     """Write a file atomically: write and sync a temporary file, then rename it to ``path``.
 
     Raises:
-        OSError: ``path`` is not a regular file or cannot be written, and is unchanged. If only the
+        OSError: ``path`` is not a regular file or cannot be written; it is unchanged. If only the
             sync of the parent folder fails, ``path`` already has the new content.
     """
     check_replaceable(path)

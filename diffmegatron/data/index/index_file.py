@@ -7,8 +7,6 @@ The format is that of ``megatron/core/datasets/indexed_dataset.py`` (``_IndexWri
 - number of tokens of each sequence: int32 ``[S]``
 - byte offset of each sequence in ``.bin``: int64 ``[S]``
 - document boundaries (number of the first sequence of each document, then S): int64 ``[D]``
-
-Megatron's own writer needs more memory, because it keeps all values in Python lists.
 """
 
 import itertools

@@ -4,7 +4,8 @@ If the template has blocks ``{% generation %}``, the responses are the texts wit
 
 With any other template, the messages before a response are rendered separately, with
 ``add_generation_prompt``. The rendered chat must begin with this text. The response follows this
-text. It ends after the first special token behind its content, or else before the next message.
+text. It ends after the first special token behind its content. Without such a token, it ends before
+the next message.
 
 Inference encodes only the text before a response. A chat is therefore rejected if the ids of the
 whole chat do not begin with the ids of that text.

@@ -43,7 +43,7 @@ class EncodedBatch:
     """Encoded documents; each is one sequence (plain text), or prompts and responses in turn."""
 
     tokens: np.ndarray  # uint16 or int32 [tokens]; each document ends with an end-of-document id
-    lengths: np.ndarray  # int32 [sequences]: number of tokens, with the end-of-document id
+    lengths: np.ndarray  # int32 [sequences]: number of tokens, including end-of-document ids
     counts: np.ndarray  # int32 [documents]: number of sequences
     digests: list[bytes]  # 16-byte hash of each document's ids; [] unless settings.deduplicate
     rejects: list[Reject]

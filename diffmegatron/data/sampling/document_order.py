@@ -118,8 +118,8 @@ def _lowest(chance: np.ndarray, free: np.ndarray, fraction: float) -> np.ndarray
     """Select the free documents with the lowest ``chance``, about ``fraction`` of all documents.
 
     ``chance`` is float64 ``[documents]``. ``free`` and the result are bool ``[documents]``. At
-    least one free document always remains. With a positive fraction, one or more are selected if
-    two or more are free.
+    least one free document remains. With a positive fraction, at least one of two or more free
+    documents is selected.
     """
     number = min(max(1, round(fraction * len(chance))), int(free.sum()) - 1) if fraction else 0
     if number <= 0:

@@ -63,8 +63,8 @@ class MixtureHistory:
     def changed(self, from_sample: int, sources: tuple[SourceWeight, ...]) -> "MixtureHistory":
         """Return a history in which the given weights apply from sample ``from_sample`` on.
 
-        Periods that begin at or after ``from_sample`` are dropped. If the normalized weights equal
-        those of the last period, this history itself is returned.
+        Periods that begin at or after ``from_sample`` are dropped. This history itself
+        is returned if its last period has the same weights after normalization.
         """
         if _shares(self.periods[-1].sources) == _shares(sources):
             return self
