@@ -80,7 +80,7 @@ class WrittenText:
         self.has_ended = False
 
     def add(self, token: int | None, tokenizer: Tokenizer) -> None:
-        """Append the most likely next token; None means that a logit is not finite."""
+        """Process the most likely next token; ``token`` is None if a logit is not finite."""
         if token is None:
             after = len(self.request.ids) + len(self.found)
             self.answer = NotFiniteError(f"a logit after {after} tokens is not finite")

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-# Maximum number of positions whose logits are computed at once.
+# Maximum number of positions whose logits `BatchedNetwork.score` computes together.
 _LOGITS_AT_ONCE = 1024
 
 
@@ -39,7 +39,7 @@ class _ReservedLayer(DynamicLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
-        """Append keys and values [b, heads, t, channels], and return all cached ones as views."""
+        """Append keys and values [b, heads, t, channels]; return views of all cached ones."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         first = self.get_seq_length()
@@ -62,8 +62,8 @@ class _ReservedLayer(DynamicLayer):
 class Rows:
     """State of a batch with one text per row.
 
-    ``cache`` contains the keys and values. It is None if each text is processed in one forward
-    pass. ``is_token`` is False for padding, bool [rows, columns processed so far].
+    ``cache`` has the keys and values; None if each text is processed in one forward pass.
+    ``is_token`` is False for padding, bool [rows, columns processed so far].
     """
 
     cache: Cache | None
@@ -128,7 +128,7 @@ class BatchedNetwork:
         return Rows(cache, prefixes.is_token[chosen], prefixes.has_padding)
 
     def read_prefix(self, ids: Sequence[int]) -> Rows:
-        """Return one row that has read ``ids``; the row of the last call is cached."""
+        """Return one row that has read ``ids``; the last result is cached."""
         if self._prefix is None or self._prefix[0] != ids:
             self.drop_prefix()
             rows = self.empty_rows(1, len(ids))
@@ -150,8 +150,8 @@ class BatchedNetwork:
             places: the n positions whose outputs are returned, as (row, column within the chunk).
 
         Returns:
-            Last hidden states [n, hidden_size] or logits [n, vocab_size], in the network's dtype.
-            :meth:`logits` and :meth:`score` accept both.
+            Last hidden states [n, hidden_size] or logits [n, vocab_size], in the network's dtype,
+            for :meth:`logits` or :meth:`score`.
         """
         device = self._network.device
         lengths = [len(chunk) for chunk in chunks]

@@ -1,4 +1,4 @@
-"""95% intervals by the paired bootstrap: all targets (models) use the same resamples.
+"""95% intervals by the bootstrap, which is paired for the difference of two targets (models).
 
 A unit is an item of a suite (benchmark), or a group of dependent items (``Suite.unit``). A
 resample draws as many units as there are, with replacement. The arguments ``shares`` and ``others``

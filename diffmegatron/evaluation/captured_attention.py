@@ -61,7 +61,7 @@ class LayerAttention:
         module: attention module of the layer.
         hidden: input of ``module``, [s, hidden_size].
         calls: one call with all query heads. A ``GroupedDiffAttention`` module has two calls: the
-            first with all signal heads, the second with all noise heads.
+            first computes all signal maps, the second all noise maps, which are subtracted.
     """
 
     number: int
@@ -185,7 +185,7 @@ def _largest(logits: Tensor) -> float:
 def _attending(network: PreTrainedModel, attend: Callable) -> Iterator[None]:
     """Replace the attention function of a network by ``attend`` in a ``with`` block.
 
-    ``attend`` must be causal: for an unknown attention function, transformers creates no mask.
+    ``attend`` must be causal, because transformers creates no mask for it.
     """
     usual = network.config._attn_implementation
     ALL_ATTENTION_FUNCTIONS[_NAME] = attend

@@ -1,4 +1,4 @@
-"""Comparison of runs by their recorded metrics: plots, and a table of figures (final numbers)."""
+"""Comparison of runs by their recorded metrics: plots, and a table of final values."""
 
 import json
 import statistics
@@ -31,8 +31,7 @@ from diffmegatron.model.accounting.parameters import count_parameters
 from diffmegatron.training.monitoring.metrics import METRICS, Entry, read_metrics
 from diffmegatron.training.monitoring.source_losses import SOURCE_LOSS, SOURCE_TOKENS
 
-# The final training loss is the mean over the last tenth of a stage's steps, because the loss of a
-# single batch is noisy.
+# Share of the last stage's steps over which the final training losses are averaged.
 _LAST_SHARE = 0.1
 # Largest number of layers in the legend of a lambda plot; all layers have a curve.
 _NAMED_LAYERS = 8
@@ -94,7 +93,7 @@ def compare(run_dirs: Sequence[Path], out: Path) -> Table:
     """Compare runs, and write ``compare.json``, ``compare.md`` and ``compare.png`` into ``out``.
 
     For a run with stages, give the folder that contains the folders of the stages. The returned
-    table has a row per figure (final number) and a column per run.
+    table has a row per value of :func:`final_figures` and a column per run.
     """
     runs = dict(zip(short_names(run_dirs), map(read_run, run_dirs), strict=True))
     figures = {name: final_figures(run) for name, run in runs.items()}
@@ -137,10 +136,10 @@ def short_names(run_dirs: Sequence[Path]) -> list[str]:
 
 
 def final_figures(run: RecordedRun) -> dict[str, Any]:
-    """Return the final figures (numbers) of a run by name, without figures that have no value.
+    """Return the final values of a run by name, without values that were not recorded.
 
     ``steps`` and ``tokens`` are sums over all stages. ``stages`` has the names of the stages, if
-    there are several. All other figures describe the last stage.
+    there are several. All other values describe the last stage.
     """
     last = run.stages[-1]
     model, names = last.recipe.model, [Path(stage.recipe.run_dir).name for stage in run.stages]
@@ -194,10 +193,7 @@ def _shown(value: object) -> str:
 
 
 def plot_runs(path: Path, runs: Mapping[str, RecordedRun]) -> None:
-    """Write a PNG file with the losses, the throughput, and the lambda of each layer of all runs.
-
-    ``runs`` maps names to runs.
-    """
+    """Plot losses, throughput, and lambda per layer of ``runs`` (by name) into a PNG file."""
     with_lambda = [name for name, run in runs.items() if run.lambdas]
     rows, columns = (2 if with_lambda else 1), max(2, len(with_lambda))
     figure = Figure(figsize=(5.5 * columns, 4.2 * rows), layout="constrained")

@@ -90,7 +90,7 @@ def export_targets(targets: Sequence[Target], ranks: Ranks) -> None:
     """Export the checkpoints among the targets to Hugging Face folders, if there are several ranks.
 
     Rank 0 starts a new process for each export, because an export needs process groups of a single
-    rank. With one rank, :attr:`Target.folder` exports a checkpoint when it is first read.
+    rank. With one rank, the first access to :attr:`Target.folder` exports a checkpoint.
     """
     if ranks.count == 1:
         return
@@ -144,7 +144,7 @@ def _run(suite: Suite, model: Model, out: Path, ranks: Ranks) -> Measured:
     with SharedRecords(out / suite.name / f"{target.name}.jsonl", header, ranks) as file:
         # Check the records of an earlier evaluation before scoring, which may take hours.
         check_records(file.records.values(), suite.means)
-        # Reading `target.context` may export a checkpoint, so skip it for items without tokens.
+        # Reading `target.context` may export a checkpoint, so skip it if `tokens` is 0.
         long = [item for item in items if item.tokens and item.tokens > target.context]
         too_long = {item.key for item in long}
         fitting = [item for item in items if item.key not in too_long]
@@ -156,7 +156,7 @@ def _run(suite: Suite, model: Model, out: Path, ranks: Ranks) -> Measured:
                 f"{target.context:,.0f}"
             )
         finite = [file.records[i.key] for i in fitting if NOT_FINITE not in file.records[i.key]]
-        # Follow-ups need finite records of all items.
+        # Follow-ups need finite records of all items that fit the context.
         if len(finite) == len(fitting):
             more = suite.follow_ups(target, finite)
             _score_items(suite, model, more, file, ranks, suite.passes[1])

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from diffmegatron.evaluation.targets import Target
 
 # Default values of `batch_tokens`. On a CPU, batches make generation faster but not scoring, so the
-# limit of 1 puts each scored text into its own batch.
+# limit of 1 puts each scoring request into its own batch.
 _CPU_SCORING, _CPU_GENERATION, _GPU = 1, 4096, 65_536
 
 

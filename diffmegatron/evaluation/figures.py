@@ -151,7 +151,7 @@ def place_legend(axes: Axes, columns: int = 3) -> None:
 def _errors(estimates: Sequence[Estimate]) -> np.ndarray:
     """Return the distances from each value to the lower and upper end of its interval, [2, n].
 
-    They are 0 without an interval.
+    Both distances are 0 without an interval.
     """
     ends = [
         (0.0, 0.0)

@@ -75,8 +75,7 @@ class Tasks:
 
     ``names`` contains names of tasks, groups and tags. ``include_path`` is a folder with further
     tasks. Relative paths in task configurations refer to ``data_dir``. If ``data_dir`` has a folder
-    with the name of a Hugging Face data set, e.g. ``allenai/ai2_arc``, the data set is read from
-    it.
+    with the name of a Hugging Face data set, e.g. ``allenai/ai2_arc``, that folder is read instead.
     """
 
     def __init__(self, names: Sequence[str], include_path: Path | None, data_dir: Path) -> None:
@@ -88,7 +87,7 @@ class Tasks:
         self.tasks: dict[str, Task] = {}
         self.groups: dict[str, Group] = {}
         index = _index(names, include_path)
-        # Seed the global generators of Python and numpy, with which some tasks draw documents.
+        # Seed the global random generators, with which some tasks select documents.
         random.seed(DEFAULT_RANDOM_SEED)
         np.random.seed(DEFAULT_OTHER_SEED)
         for name in names:
@@ -293,8 +292,8 @@ class Encoder(TemplateLM):
     def length(self, question: Question) -> int:
         """Return the number of tokens of the longest answer, or 0 if it fits the target's context.
 
-        An answer is a choice (continuation to score) or a generated text. Prompts do not count,
-        because a long prompt is cut at its beginning.
+        An answer is a choice (continuation to score), or a generated text plus one prompt token.
+        Other prompt tokens do not count, because a long prompt is cut at its beginning.
         """
         kind, needed = question.instances[0].request_type, 0
         if kind == "generate_until":

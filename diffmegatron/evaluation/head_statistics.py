@@ -32,8 +32,8 @@ def map_statistics(
 ) -> tuple[dict[str, list[float]], Tensor]:
     """Return measures of every layer's maps, and the distances between the maps of all heads.
 
-    A measure has one value per layer, a mean over rows and heads (or pairs of heads). The distances
-    are 1 - cosine similarity for every two heads of the network, float64 [all heads, all heads].
+    A measure has one value per layer, a mean over rows and heads (or pairs of heads). A distance is
+    1 - cosine similarity of the maps of two heads of the network, float64 [all heads, all heads].
 
     Args:
         seen: all layers of one forward pass, in order.
@@ -124,7 +124,7 @@ class _Block:
     def __init__(self, first: int, end: int, top: float, device: torch.device) -> None:
         self._lengths = torch.arange(first, end, device=device) + 1
         # Number of top tokens of each row, rounded down. 1e-9 corrects products that are slightly
-        # below an integer because of rounding. The first `skipped` rows have no top token.
+        # below an integer because of rounding. The block's first `skipped` rows have no top token.
         self.counts = (self._lengths.double() * top + 1e-9).floor().long()
         self.skipped = int((self.counts == 0).sum())
         self._earlier = torch.arange(end, device=device) < self._lengths[:, None]
@@ -177,7 +177,7 @@ def _hsic(x: Tensor, y: Tensor) -> Tensor:
 
 
 def _diagonal_and_sums(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the diagonals of X X^T, and its row sums without the diagonals, both [n, heads]."""
+    """Return the diagonal of each X X^T, and the row sums without the diagonal, both [n, heads]."""
     diagonal = x.double().square().sum(2)
     return diagonal, torch.einsum("nhd,hd->nh", x.double(), x.double().sum(0)) - diagonal
 

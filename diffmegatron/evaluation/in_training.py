@@ -225,7 +225,7 @@ class _RunModel(Model):
         return text.answer
 
     def _batch(self, ids: Sequence[int], labels: Sequence[int]) -> Batch:
-        """Return this rank's shard of a text as a batch of one row, padded at its end.
+        """Return this rank's shard of a text, padded at the text's end, as a batch of one row.
 
         Every context-parallel rank has two chunks of equal length, which sequence parallelism
         divides among the tensor-parallel ranks. The text is therefore padded to a multiple of

@@ -70,8 +70,8 @@ class Model:
     def answers(self, requests: Sequence[Request]) -> Iterator[tuple[int, Answer]]:
         """Yield the index and the answer of each request, in any order.
 
-        If a batch does not fit into the GPU's memory, it is divided. Later batches have at most
-        half of its tokens.
+        If a batch does not fit into the GPU's memory, it is divided. Later batches of several
+        requests have at most half as many tokens.
         """
         sizes = _sizes(requests)
         order = sorted(range(len(requests)), key=lambda n: (sizes[n].group, -sizes[n].length))

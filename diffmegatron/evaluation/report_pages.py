@@ -1,7 +1,7 @@
 """The report of an evaluation as Markdown and HTML.
 
 ``outcome`` is the content of ``results.json``, and ``suite`` is the entry of one suite (benchmark)
-in it. ``pictures`` maps the name of a suite to its picture as PNG.
+in it. ``pictures`` maps the name of a suite to the bytes of a PNG file.
 """
 
 import base64
@@ -31,8 +31,8 @@ _NOTE = (
 _ARROWS = {"higher": "↑", "lower": "↓"}
 
 # For n normally distributed items, the ends of a 95% bootstrap interval are
-# 1.96 * sqrt((n - 1) / n) standard errors from the mean. By Student's t distribution, the interval
-# contains the true mean with a probability below 90% if n < 10.
+# 1.96 * sqrt((n - 1) / n) standard errors from the mean. If n < 10, the interval contains the true
+# mean with a probability below 90% (Student's t distribution).
 _FEW_ITEMS = 10
 _NOTE_ON_FEW = (
     f"A measure with * has fewer than {_FEW_ITEMS} items of a target, so its interval is too "
@@ -82,7 +82,10 @@ def to_html(outcome: Mapping[str, Any], pictures: Mapping[str, bytes]) -> str:
 
 
 def _items(suite: Mapping[str, Any]) -> list[str]:
-    """Return a line with the number of units that the bootstrap draws, or [] without measures."""
+    """Return a line with the smallest and largest number of items over all measures and targets.
+
+    Items that the bootstrap draws together (``Suite.unit``) count as one. Return [] without values.
+    """
     counts = {
         found["items"]
         for measure in suite["measures"].values()
@@ -178,10 +181,10 @@ def _across(suite: Mapping[str, Any]) -> Table:
 
 
 def _decimals(row: Sequence[Mapping[str, Any] | None]) -> int:
-    """Return the number of decimals of all numbers of a table row, 0 to 6.
+    """Return the number of decimals, 0 to 6, for all numbers of a table row.
 
-    The width of the narrowest interval gets two significant digits. Without intervals, the largest
-    number gets four significant digits.
+    It suffices for two significant digits of the narrowest interval's width. Without intervals, it
+    suffices for four significant digits of the largest number.
     """
     known = [each for each in row if each is not None]
     widths = [each["high"] - each["low"] for each in known if each["low"] is not None]
@@ -205,7 +208,7 @@ def _estimate(found: Mapping[str, Any] | None, decimals: int, sign: str = "") ->
 
 
 def _finding(suite: Mapping[str, Any]) -> str:
-    """Return the alternative text of a suite's picture: its first measure for each target."""
+    """Return a picture's alternative text: the first measure of the suite for each target."""
     if suite["measures"]:
         measure, found = next(iter(suite["measures"].items()))
         values = found["targets"]

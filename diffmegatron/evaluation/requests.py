@@ -47,13 +47,13 @@ class Scored(NamedTuple):
 class Generation(NamedTuple):
     """A request for greedy decoding after ``ids``, the token ids of a prompt.
 
-    The answer is the list of new token ids. With ``labels``, these are the tokens of one label.
+    The answer is the list of new token ids. With ``labels``, it has the ids of one label.
     Without ``labels``, the text ends before an end-of-document token, after ``limit`` tokens, or
     with the token that completes a string of ``stop``.
 
     Attributes:
-        shared: number of first tokens of ``ids`` that other requests have too, below ``len(ids)``.
-            The keys and values of these tokens may be computed once for all requests.
+        shared: number of tokens, below ``len(ids)``, at the start of ``ids`` that other requests
+            share. Their keys and values may be computed once for all requests.
         labels: the allowed answers; None for free text.
     """
 

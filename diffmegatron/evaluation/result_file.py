@@ -153,9 +153,9 @@ class Ranks:
 class SharedRecords:
     """Context manager with which several processes add records to one shared file.
 
-    Each process writes to a file of its own, in a folder beside the shared file. A single process
-    writes to the shared file itself. :meth:`gather` moves the records of all files into the shared
-    file, including files of killed processes. Only :meth:`gather` updates ``records``.
+    Each process writes to a file of its own, in a folder beside the shared file. If there is only
+    one process, it writes to the shared file itself. :meth:`gather` moves all records into the
+    shared file, also those of killed processes. Only :meth:`gather` updates ``records``.
     """
 
     def __init__(self, path: Path, header: dict[str, Any], ranks: Ranks) -> None:

@@ -100,8 +100,8 @@ def _outcome_of(
 ) -> dict[str, Any]:
     """Return a suite's entry in ``results.json``.
 
-    If ``is_comparable`` is false, the targets have different tokenizers. Differences of measures
-    per token are then not computed.
+    If ``is_comparable`` is false, the targets have different tokenizers, and the differences of
+    measures with ``Mean.per_token`` are None.
     """
     shares = {name: _shares(suite, each.records) for name, each in measured.items()}
     records = _nonempty_records(measured)
@@ -164,7 +164,7 @@ def _outcome_of(
 
 
 def _shares(suite: Suite, records: Mapping[str, Record]) -> dict[str, dict[str, Mean]]:
-    """Return measure -> unit (:meth:`Suite.unit`) -> sum of the contributions of its items."""
+    """Return measure -> unit (:meth:`Suite.unit`) -> sum of its items' contributions."""
     found: dict[str, dict[str, Mean]] = {}
     for key, record in records.items():
         unit = suite.unit(key, record)

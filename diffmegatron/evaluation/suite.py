@@ -1,6 +1,6 @@
 """The base class of suites (benchmarks), and the types of their items and results.
 
-A suite is a class in a file of ``suites/``, listed in ``SUITES`` there. Its fields are settings.
+A suite is a class in a file of ``suites/``; its fields are settings.
 A target is a model to evaluate.
 """
 
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 Record = dict[str, Any]
 Records = Sequence[Record]
 Direction = Literal["higher", "lower"]
-# Maximum number of items that are scored at the same time, with all their requests in memory.
+# Maximum number of items whose requests are in memory at the same time.
 _OPEN_ITEMS = 1024
 Window = Annotated[Size, Field(ge=2)]
-"""Number of tokens of a window of text; the first token (usually a start token) is not scored."""
+"""Number of tokens of a window of text, including the first token, which is not scored."""
 
 
 class Item(NamedTuple):
@@ -37,8 +37,8 @@ class Item(NamedTuple):
     Attributes:
         key: name within the suite; the same for every target.
         tokens: context length that the item needs; 0 if any context suffices.
-        content: all values on which the requests depend. Every change must show in the ``repr``
-            of the content, because a restart compares hashes of it.
+        content: all values on which the requests depend. Its ``repr`` must show all of them,
+            because a restart compares a hash of it.
     """
 
     key: str
@@ -65,8 +65,8 @@ class Mean(NamedTuple):
 class Estimate(NamedTuple):
     """A value and its 95% interval from ``low`` to ``high``, both None if there is no interval.
 
-    ``units`` is the number of units (:meth:`Suite.unit`) that the bootstrap draws from. It is None
-    without a bootstrap.
+    ``units`` is the number of items, or None without a bootstrap. Items that the bootstrap draws
+    together (:meth:`Suite.unit`) count as one.
     """
 
     value: float
@@ -78,8 +78,8 @@ class Estimate(NamedTuple):
 class Published(NamedTuple):
     """Values of a measure in a paper, which the report prints beside the targets' values.
 
-    ``transformer`` is None if the paper does not give it. ``source`` describes the paper's models
-    and the place in the paper, e.g. ``3B, table 2``.
+    ``transformer`` is None if the paper has only the differential value. ``source`` describes the
+    paper's models and the place in the paper, e.g. ``3B, table 2``.
     """
 
     measure: str
@@ -92,19 +92,20 @@ class Suite(Section, ABC):
     """Base of all suites.
 
     The command-line options ``data``, ``haystack`` and ``data_dir`` set the fields of these names.
-    The default of a field ``context`` is the shortest context of the targets, but at most 2,048
-    tokens. Arguments ``records`` of type ``Mapping`` map each target's name to its items' records.
+    If the command line does not set a field ``context``, ``make_suites`` in ``suites/__init__.py``
+    sets it to the shortest context of the targets, at most 2,048 tokens. Arguments ``records`` of
+    type ``Mapping`` map a target's name to the records of its items.
 
     Attributes:
-        passes: names of the two passes (items, then :meth:`follow_ups`) in progress lines.
+        passes: names of the passes over :meth:`items` and :meth:`follow_ups` in progress lines.
         reads_attention: whether the suite needs attention logits or maps.
         reads_runs: whether the suite reads only training records of runs and uses no network.
         is_parallel: whether several processes may score items at the same time.
         within_training: whether the suite can run during training, where logits and activations
             are not available.
-        direction: whether higher or lower values are better, if all measures agree.
-        follow_up_settings: fields that affect only the follow-ups and may change in a restart.
-            A restart scores only the follow-ups whose keys have no record.
+        direction: whether higher or lower values of every measure are better; None otherwise.
+        follow_up_settings: names of fields that affect only the follow-ups. A restart with other
+            values scores the follow-ups whose keys have no record.
     """
 
     name: ClassVar[str]
@@ -130,7 +131,7 @@ class Suite(Section, ABC):
         return False
 
     def check(self, target: "Target") -> None:
-        """Raise an error if the suite does not support a target; called before anything runs."""
+        """Raise an error if the suite does not support a target; called before any scoring."""
         if self.reads_attention:
             # The property raises an error if the kind of attention is unknown.
             _ = target.variant
@@ -181,8 +182,8 @@ class Suite(Section, ABC):
     def unit(self, key: str, record: Record) -> str:
         """Return the name of an item's unit; the bootstrap draws all items of a unit together.
 
-        Dependent items, e.g. with the same question, must be one unit. Otherwise, intervals are too
-        narrow.
+        Dependent items, e.g. items with the same question, must have the same unit. Otherwise,
+        intervals are too narrow.
         """
         return key
 
@@ -216,7 +217,7 @@ class Suite(Section, ABC):
 
 
 class _OpenItem:
-    """An item whose requests are being answered; its record is None until it is complete."""
+    """An item whose requests are being answered; until it is complete, ``record`` is None."""
 
     def __init__(self, key: str, generator: ItemGenerator) -> None:
         self.key, self._generator = key, generator
@@ -254,8 +255,8 @@ def _score_items(
         items = []
         for key, generator in window:
             item = _OpenItem(key, generator)
-            # An item without requests to the model is complete already. Yield its record now: the
-            # next item may fail in a call of an external model.
+            # An item that sends no request to `model` is complete here, e.g. if the item called
+            # an external model. Yield its record before the next generator may raise an error.
             if item.record is not None:
                 yield key, item.record
             items.append(item)

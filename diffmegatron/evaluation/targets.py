@@ -39,7 +39,7 @@ class Target:
 
     @cached_property
     def folder(self) -> Path:
-        """Hugging Face folder of the model; the first access exports a checkpoint."""
+        """Hugging Face folder of the model; the first access exports a checkpoint if needed."""
         if self.checkpoint is not None and not self.export.exists():
             export_checkpoint(self.checkpoint, self.export)
         return self.export

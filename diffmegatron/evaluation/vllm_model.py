@@ -82,8 +82,7 @@ def check_served(
                 "not support; run it with --engine transformers"
             )
     for target in targets:
-        # Refuse only kinds of attention that subtract two attention maps (``map_pairs``), because
-        # vLLM may support all other model types.
+        # Refuse only kinds of attention that subtract attention maps; vLLM may support all others.
         has_variant = of_model_type(target.config.model_type) is not None
         layers = target.config.num_hidden_layers
         if has_variant and any(kind.map_pairs for kind, _ in target.variant.by_kind(layers)):
