@@ -1,6 +1,7 @@
 """Parse and write YAML with limits, for recipe files and the values of overrides.
 
-Numbers follow YAML 1.2: PyYAML's own rules (YAML 1.1) parse ``1e-6`` as text and ``1:30`` as 90.
+Numbers follow YAML 1.2, and may also contain underscores (``1_000``). PyYAML's own rules (YAML 1.1)
+parse ``1e-6`` as text and ``1:30`` as 90.
 ruamel.yaml implements YAML 1.2, but is slower and has no limits on size and nesting.
 """
 

@@ -1,4 +1,4 @@
-"""``diffmegatron dex``: select the attention heads that DEX extends."""
+"""``diffmegatron dex``: select the heads for DEX, differential extension of pretrained models."""
 
 from pathlib import Path
 from typing import Annotated, Literal

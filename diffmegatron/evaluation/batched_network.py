@@ -92,9 +92,10 @@ class BatchedNetwork:
 
     @cached_property
     def keeps_all_tokens(self) -> bool:
-        """True if masked padding between the tokens of a row has no effect.
+        """True if the cache keeps every token, and the network has the argument ``position_ids``.
 
-        False for sliding windows, recurrent layers, and networks without ``position_ids``.
+        Masked padding between the tokens of a row then has no effect. False for sliding windows and
+        recurrent layers.
         """
         network = self._network
         layers = DynamicCache(config=network.config).layers
@@ -150,8 +151,9 @@ class BatchedNetwork:
             places: the n positions whose outputs are returned, as (row, column within the chunk).
 
         Returns:
-            Last hidden states [n, hidden_size] or logits [n, vocab_size], in the network's dtype,
-            for :meth:`logits` or :meth:`score`.
+            The argument ``found`` of :meth:`logits` and :meth:`score`, in the network's dtype: last
+            hidden states [n, hidden_size], or logits [n, vocab_size] if these are not a projection
+            of the hidden states.
         """
         device = self._network.device
         lengths = [len(chunk) for chunk in chunks]

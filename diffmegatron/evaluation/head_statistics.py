@@ -74,8 +74,8 @@ def _measured(
     """Yield the name and the values [heads or pairs of heads, rows] of every measure.
 
     ``softmax`` has the softmax maps, [query heads, rows, keys]. ``maps`` has the result of
-    ``layer.subtracted``, [heads, rows, keys]. Measures of top tokens and of top scores leave out
-    rows without a top token.
+    ``layer.subtracted``, [heads, rows, keys]. Measures of overlap leave out rows without a top
+    token.
     """
     sizes = maps.abs()
     for epsilon in epsilons:

@@ -164,7 +164,7 @@ def _outcome_of(
 
 
 def _shares(suite: Suite, records: Mapping[str, Record]) -> dict[str, dict[str, Mean]]:
-    """Return measure -> unit (:meth:`Suite.unit`) -> sum of its items' contributions."""
+    """Return {measure: {unit: sum of the contributions of the unit's items}}; see `Suite.unit`."""
     found: dict[str, dict[str, Mean]] = {}
     for key, record in records.items():
         unit = suite.unit(key, record)

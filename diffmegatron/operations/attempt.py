@@ -95,18 +95,18 @@ def end(folder: Path, spares: int = 0) -> tuple[Attempt, int, list[str]]:
 
 
 def _may_use_spares(attempt: Attempt) -> bool:
-    # Before training, replace a node after a fault only if preflight found it unfit.
+    # If the fault came before the first step, use spares only if preflight found an unfit node.
     is_known = attempt.has_trained or bool(attempt.unfit)
     return attempt.cause == Cause.FAULT and not attempt.is_over and is_known
 
 
 def exit_status(attempt: Attempt, bad_hosts: Sequence[str] = ()) -> int:
-    """Return the exit status of the job script, which determines how the job continues.
+    """Return the exit status of the job script if spare nodes replace no host (see :func:`end`).
 
     0: finished. 1: too many faults. 2: a mistake of the user. 69: restart the ranks in this job.
     75: requeue the job.
 
-    Status 69 requires a fault during training, and no hosts to avoid (``bad_hosts``).
+    Here, status 69 requires a fault after a training step, and no hosts to avoid (``bad_hosts``).
     """
     if not attempt.is_over:
         at_once = attempt.cause == Cause.FAULT and attempt.has_trained and not bad_hosts

@@ -12,8 +12,8 @@ def importing_engines() -> Iterator[None]:
     """Make imports inside the context faster; the imported modules work as usual.
 
     Megatron-core (``jit_fuser``) and DeepSpeed (Muon) call ``torch.compile`` during the import.
-    Inside the context, a function is wrapped only at its first call, so that Inductor is not
-    loaded. The garbage collector is off.
+    Inside the context, ``torch.compile`` of a function is postponed until the function is first
+    called, so that the import does not load Inductor. The garbage collector is off.
     """
     collecting = gc.isenabled()
     gc.disable()

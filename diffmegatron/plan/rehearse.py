@@ -27,7 +27,8 @@ from diffmegatron.training.monitoring.metrics import read_metrics
 # A laptop starts 16 processes in a minute.
 MAX_RANKS = 16
 MAX_LAYERS = 128
-# Limit for num_heads / (num_kv_heads * attention.ratio), and for ffn_hidden_size / hidden_size.
+# Limit for ffn_hidden_size / hidden_size, and for num_heads / num_kv_heads divided by the number of
+# signal heads per noise head.
 MAX_RATIO = 16
 STEPS = 2
 HEAD_DIM = 8
@@ -156,7 +157,7 @@ def _fewer_ranks(recipe: Recipe, data: int) -> tuple[dict[str, int], list[str]]:
 
 
 def _shrink_layers(values: dict[str, Any]) -> int:
-    """Limit ``recompute.layers`` in ``values`` to 2, and return it as layers per virtual stage."""
+    """Limit ``recompute.layers`` in ``values`` to 2; return it, the layers per virtual stage."""
     recompute = values["recompute"]
     if recompute["layers"] == 1:
         return 1

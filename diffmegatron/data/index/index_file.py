@@ -71,9 +71,10 @@ def _write(
     lengths: Sequence[np.ndarray],
     boundaries: Iterable[np.ndarray],
 ) -> None:
-    """Write an index from arrays of sequence lengths and arrays of document starts.
+    """Write an index from arrays of sequence lengths and of ``boundaries``.
 
-    A document start is the number of the first sequence of a document, int64.
+    ``boundaries`` are int64 numbers of the first sequence of each document, without the last
+    boundary of the file.
     """
     with create_file(path) as stream:
         code, sequences = _TYPE_CODES[header.dtype], header.sequences

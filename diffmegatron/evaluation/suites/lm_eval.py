@@ -219,8 +219,8 @@ class LmEval(Suite):
     def _results(self, records: Records) -> Iterator[dict[str, Any]]:
         """Yield the value and the standard error of each metric of each task and group.
 
-        Without a setting ``shots``, each task has its own number. If the numbers differ, ``shots``
-        of a group is the text ``own``.
+        If the setting ``shots`` is unset, each task has its own number of shots. If these numbers
+        differ between any two tasks, the result of a group has the text ``own`` as ``shots``.
         """
         passes: dict[int | None, list[Record]] = {}
         for record in records:

@@ -25,9 +25,9 @@ def stage_activations(recipe: Recipe, stage: int, microbatches: int, device: Dev
     kept = in_flight * virtual_stage_bytes(recipe, stage, device) + shared_bytes(recipe)
     sharded = hidden_states_bytes(recipe)
     if stage == 0 and not (is_trained(recipe, EMBEDDING) or is_trained(recipe, INPUT_NORM)):
-        # Subtract the input of the network's first layer, which is not saved, for each microbatch
-        # in flight in the first virtual stage. With interleaving, a rank runs ``parallel.pipeline``
-        # microbatches in a virtual stage, and then in the next one.
+        # Embedding and input norm are frozen, so the first layer's input is not saved. Subtract it
+        # for each microbatch in flight in the first virtual stage. With interleaving, a rank runs
+        # ``parallel.pipeline`` microbatches through a virtual stage, then through the next one.
         rounds, rest = divmod(in_flight, parallel.pipeline * parallel.virtual_pipeline)
         kept -= (rounds * parallel.pipeline + min(rest, parallel.pipeline)) * sharded
     # ``exchanged`` counts tensors of hidden states for pipeline communication. Megatron-core keeps
@@ -71,8 +71,8 @@ def layer_backward(recipe: Recipe, stage: int, device: Device) -> tuple[int, int
     shards = _sequence_shards(recipe)
     # ``streams`` counts the gradients of hidden states that stage_activations does not count. The
     # last stage has the gradient that the loss computed. A stage between the first and the last has
-    # the gradient of its latest send. With interleaving and one layer per virtual stage, a test
-    # measured one more gradient (tests/simulated_cuda).
+    # the gradient that it last sent to the previous stage. With interleaving and one layer per
+    # virtual stage, a test measured one more gradient (tests/simulated_cuda).
     virtual_stages = parallel.pipeline * parallel.virtual_pipeline
     is_copied = parallel.virtual_pipeline > 1 and model.num_layers == virtual_stages
     streams = (stage > 0 or parallel.pipeline == 1) + is_copied
@@ -127,7 +127,8 @@ def logits_bytes(recipe: Recipe, device: Device) -> int:
     gradients = 2 if chunk < tokens else 1
     backward = element * (chunk * vocabulary + gradients * output_weight(recipe)) + hidden_gradient
     if training.offload_activations or parallel.pipeline > 1:
-        # Add the output layer's input, copied from the host, or the gradient of the latest send.
+        # With offloading, add the output layer's input, copied from the host. With a pipeline, add
+        # the gradient that this stage last sent to the previous stage.
         backward += sharded
     return round(max(per_logit * chunk * vocabulary, backward))
 

@@ -123,10 +123,10 @@ def _forward(
     *,
     has_labels: bool,
 ) -> Tensor:
-    """Run the network, and return ``read`` of its output on every rank, [b, s x context size].
+    """Run the network, and return one value per token on every rank, [b, s x context size].
 
-    ``read`` returns one value per token, [b, s]. Its argument is the output of the last pipeline
-    stage: losses if ``has_labels``, else logits.
+    ``read`` computes the values [b, s] of this rank's tokens from the output of the last pipeline
+    stage: losses if ``has_labels``, else logits. The values of whole sequences are then gathered.
     """
     own: Tensor | None
     if parallel_state.pipeline_size > 1:
