@@ -224,9 +224,19 @@ class Cluster:
         return result.stdout.split() == ["idle"] * len(self.nodes)
 
     def logs(self) -> str:
-        """Return the last lines of every daemon's log."""
+        """Return the nodes' states and exited daemons, and the last lines of every daemon's log."""
+        exited = {name: daemon.poll() for name, daemon in self._daemons.items()}
+        states = subprocess.run(
+            ["scontrol", "--oneliner", "show", "nodes"],
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=20,
+        ).stdout
         files = sorted((self._folder / "log").iterdir())
-        return "\n".join(f"{file.name}: {file.read_text()[-1500:]}" for file in files)
+        logs = "\n".join(f"{file.name}: {file.read_text()[-1500:]}" for file in files)
+        return f"exit statuses of slurmd: {exited}\n{states}\n{logs}"
 
     def _end_what_jobs_left(self) -> None:
         for process in [*self._of_jobs(), *self._of_steps()]:
