@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 ATTEMPTS = "attempts"
 MAX_FAULTS = 10
-"""Number of faults after which a job ends, if there is no new checkpoint between them."""
+"""Number of faults without a new checkpoint between them after which a job ends."""
 _RECENT_ATTEMPTS = 10
 # A host is avoided if it was blamed or slow in this many recent attempts.
 _MAX_HOST_FAULTS = 2

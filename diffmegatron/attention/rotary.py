@@ -43,7 +43,7 @@ def scaled_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
 
     The kind ``linear`` divides all frequencies by the factor. The kind ``llama3`` keeps high
     frequencies, divides low frequencies, and interpolates in between. The float32 results equal
-    those of ``transformers`` (modeling_rope_utils.py) bit by bit.
+    the results of ``transformers`` (modeling_rope_utils.py) bit by bit.
     """
     lowered = frequencies / scaling.factor
     if scaling.kind == "linear":

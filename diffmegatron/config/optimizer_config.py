@@ -68,8 +68,8 @@ def _steps(steps: int | None, ratio: float | None, total_steps: int) -> int:
 class OptimizerConfig(Section):
     """AdamW (Loshchilov and Hutter, 2019) under DeepSpeed ZeRO, and the tensors that it trains.
 
-    ``trainable`` has patterns of tensor names. Tensors that match none are frozen, except those of
-    LoRA. The suffix ``:q``, ``:k``, ``:v`` or ``:[kv]`` selects rows of ``linear_qkv``, such as
+    ``trainable`` has patterns of tensor names. Other tensors are frozen, except LoRA's
+    matrices. The suffix ``:q``, ``:k``, ``:v`` or ``:[kv]`` selects rows of ``linear_qkv``, such as
     ``*.linear_qkv.weight:k``. ``lr_multipliers`` maps patterns without suffix to factors of ``lr``.
     """
 

@@ -154,8 +154,8 @@ class SharedRecords:
     """Context manager with which several processes add records to one shared file.
 
     Each process writes to a file of its own, in a folder beside the shared file. If there is only
-    one process, it writes to the shared file itself. :meth:`gather` moves all records into the
-    shared file, also those of killed processes. Only :meth:`gather` updates ``records``.
+    one process, it writes to the shared file itself. :meth:`gather` moves all records, also
+    the records of killed processes, into the shared file. Only :meth:`gather` updates ``records``.
     """
 
     def __init__(self, path: Path, header: dict[str, Any], ranks: Ranks) -> None:

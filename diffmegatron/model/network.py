@@ -160,7 +160,7 @@ class VirtualStage(LanguageModule):
     def likeliest_tokens(self, logits: Tensor) -> Tensor:
         """Return the id of the most likely token at each position, int64 [b, s].
 
-        ``logits`` are those of this rank's vocabulary shard, [b, s, v]. The ids are the same on
+        ``logits`` cover this rank's vocabulary shard, [b, s, v]. The ids are the same on
         every tensor-parallel rank, and exclude vocabulary padding. An id is -1 if a logit of the
         position (except padding) is not finite.
         """

@@ -23,7 +23,7 @@ TRAFFIC = {
     "weights": "ZeRO, weights",
 }
 
-# Parts of a plan, which are left out if they equal those of the previous training stage.
+# Parts of a plan that are left out if they equal the parts of the previous training stage.
 _NETWORK, _MEMORY, _TRAFFIC = "the network", "memory per rank", "what is sent"
 _ASSUMPTIONS = "assumptions"
 

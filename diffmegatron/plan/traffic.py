@@ -1,6 +1,6 @@
 """Communication of a rank per training step, by kind: bytes sent and number of collectives.
 
-The bytes are those of ring algorithms. An all-gather or reduce-scatter of n bytes over k ranks
+Bytes are counted for ring algorithms. An all-gather or reduce-scatter of n bytes over k ranks
 sends n * (k - 1) / k bytes per rank, and an all-reduce twice as many.
 """
 
@@ -150,8 +150,7 @@ def _tensor(recipe: Recipe, stage: int) -> float:
 def _gates(recipe: Recipe) -> float:
     """Return n, where each of k tensor-parallel ranks sends n * (k - 1) / k bytes per microbatch.
 
-    The bytes are those of DIFF V2's projection of hidden states to lambda. Only sequence
-    parallelism sends them.
+    DIFF V2's projection of hidden states to lambda sends these bytes under sequence parallelism.
     """
     model, parallel = recipe.model, recipe.parallel
     if not parallel.sequence_parallel:

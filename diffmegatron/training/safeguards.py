@@ -80,7 +80,7 @@ class StopRequest:
     The first SIGTERM, SIGUSR1 or SIGINT requests a stop. A later signal ends the process if it
     arrives more than 5 seconds (SIGINT: 1 second) after the first. Rank 0 also requests a stop
     before the Slurm job ends. ``folder`` is the directory of the file ``job_end``, in which
-    ``slurm.sh`` updates the job's end time; None if there is no such directory.
+    ``slurm.sh`` updates the job's end time. None: the end time stays as it was at the start.
     """
 
     def __init__(self, launch: LaunchEnvironment, folder: Path | None = None) -> None:

@@ -177,8 +177,8 @@ def _visible_chunk_pairs(
 def _circulate(packed_kv: Tensor, group: ProcessGroup) -> Iterator[tuple[int, Tensor]]:
     """Yield the number of every rank with its keys and values.
 
-    Rank r yields its own first, then those of r - 1, r - 2, ... around the ring. The next keys and
-    values arrive while the caller uses the yielded ones.
+    On rank r the order is r, r - 1, r - 2, ... around the ring. The next keys and values arrive
+    while the caller uses the yielded keys and values.
     """
     size, rank = group.size(), group.rank()
     present = packed_kv.contiguous()

@@ -293,7 +293,7 @@ def whole_sequence_backends(op: Op) -> frozenset[str]:
 def needed_features(*, documents: bool, context: int, communication: str | None) -> frozenset[str]:
     """Return the keys of `FEATURES` that a parallel layout needs.
 
-    `documents` tells whether attention stays within packed documents. `context` is the number of
+    `documents` is true if attention stays within packed documents. `context` is the number of
     context-parallel ranks. `communication` is "ring", "all_gather", "ulysses" or None.
     """
     needs = {"documents"} if documents else set()

@@ -2,7 +2,7 @@
 
 A variant, or *kind* of attention, is one class in one file of this package. A differential kind
 subtracts a second softmax map from a first one. Signal heads are the query heads of the first map,
-and noise heads are those of the second map. Import torch only inside functions that compute with
+noise heads the query heads of the second map. Import torch only inside functions that compute with
 tensors, because reading a recipe imports this module and must be fast.
 
 In shapes s is the number of positions on this context-parallel rank, b the number of sequences, and

@@ -69,7 +69,7 @@ class Dex(Softmax):
     instead have the path of a file that ``diffmegatron dex select`` wrote. ``annealing_steps`` is
     T; null means that lambda is lambda_learn from the first step.
 
-    If lambda_learn and W_D start at zero and there is no annealing, both stay zero, because the
+    Without annealing, lambda_learn and W_D both stay zero if both start at zero, because the
     gradient of each is proportional to the other.
     """
 

@@ -1,6 +1,6 @@
 """Grouped differential attention (Motif, arXiv 2510.06949): DIFF V1 with fewer noise heads.
 
-Signal heads are the query heads of the first map, and noise heads those of the second map.
+Signal heads are the query heads of the first map, noise heads the query heads of the second map.
 Motif-2-12.7B has 32 signal heads, 8 noise heads, 16 keys and 16 values of width 128. Its recipe has
 ``num_heads`` 32, ``signal_per_noise`` 4 and ``num_kv_heads`` 8: a key-value head has two keys.
 """

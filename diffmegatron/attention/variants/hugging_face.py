@@ -16,9 +16,9 @@ Rearrange = Callable[..., tuple["Tensor", ...]]
 class WeightRule(NamedTuple):
     """Conversion between a few weights of this package and the same weights of transformers.
 
-    ``ours`` and ``theirs`` map names of weights to unsharded shapes. ``to_hf`` maps the tensors of
-    ``ours`` to those of ``theirs``, both in the order of the names. ``from_hf`` maps the tensors of
-    ``theirs`` to those of ``ours``. With ``keep_fp32`` an export does not round the weights.
+    ``ours`` and ``theirs`` map names of weights to unsharded shapes. ``to_hf`` converts
+    tensors from ``ours`` to ``theirs``, both in the order of the names. ``from_hf`` converts from
+    ``theirs`` to ``ours``. With ``keep_fp32`` an export does not round the weights.
     """
 
     ours: Shapes
@@ -78,8 +78,8 @@ def qkv(
     """Return the rule that splits ``linear_qkv`` into ``q_proj``, ``k_proj`` and ``v_proj``.
 
     If a block has heads of one type in two places of ``Heads.rows``, the projection has the heads
-    of the first place from all blocks, and then those of the second place. With ``paired_values``,
-    ``v_proj`` instead has the values block by block.
+    of the first place from all blocks, and then the heads of the second place. With
+    ``paired_values``, ``v_proj`` instead has the values block by block.
     """
     d = heads.head_dim
     sizes = {"q": heads.queries, "k": heads.keys, "v": heads.keys}

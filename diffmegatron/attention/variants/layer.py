@@ -86,7 +86,7 @@ class Heads:
     def query_slices(self, keys: int) -> Iterator[slice]:
         """Yield, for each of ``keys`` key heads, the slice of the query heads that attend to it.
 
-        The key heads must be those of whole blocks. Query heads attend to the key head that follows
+        The key heads must form whole blocks. Query heads attend to the key head that follows
         them in ``rows``.
         """
         counts = [count for kind, count in self.rows if kind == "q"]

@@ -71,7 +71,7 @@ def _chat(messages: Any) -> list[str]:
 def checked_messages(messages: Any, markers: Sequence[str]) -> list[tuple[str, str]]:
     """Return the role and the content of each message of a chat.
 
-    A chat is refused if a message contains one of ``markers``, or if there is no response.
+    Refuse a chat that lacks a response, or in which a message contains one of ``markers``.
     """
     pairs = [_message(message) for message in messages] if isinstance(messages, list) else []
     for marker in markers:

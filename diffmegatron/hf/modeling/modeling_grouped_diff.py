@@ -2,8 +2,8 @@
 """A Llama with grouped differential attention (Motif, arXiv 2510.06949).
 
 There are h signal heads; each group of r signal heads shares a noise head. With r = 1, this is the
-Differential Transformer (arXiv 2410.05258). A1 are the softmax maps of the signal heads, and A2 are
-those of the noise heads. For signal head n (from 0), whose key-value head has the value v:
+Differential Transformer (arXiv 2410.05258). A1 are the softmax maps of the signal heads, and A2 the
+softmax maps of the noise heads. For signal head n (from 0), whose key-value head has the value v:
 
     out_n = (A1_n - lambda * A2_(n // r)) v
     lambda = exp(lambda_q1 . lambda_k1) - exp(lambda_q2 . lambda_k2) + lambda_init
@@ -98,7 +98,7 @@ class GroupedDiffAttention(LlamaAttention):
     ) -> tuple[Tensor, Tensor | None]:
         """Return the output [b, s, hidden], and the softmax maps of all query heads or None.
 
-        The maps of signal heads precede those of noise heads.
+        The maps of signal heads precede the maps of noise heads.
 
         Args:
             position_embeddings: cosines and sines of RoPE, [b, s, d] each.

@@ -117,8 +117,8 @@ def _follow(modules: tuple[int, ...], calls: tuple[int, ...]) -> tuple[list[int]
     """Return numbers of gathered elements: (in memory during each call, total of all gathers).
 
     ``modules`` has the number of weight elements of each module. ``calls`` has the module index of
-    each call. Before a call, DeepSpeed fetches the module's weights and prefetches those of the
-    next calls.
+    each call. Before a call, DeepSpeed fetches the module's weights and prefetches the
+    weights of the next calls.
     """
     before = (0, *accumulate(modules[each] for each in calls))
     next_calls = _next_calls(calls)

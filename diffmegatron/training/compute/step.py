@@ -107,8 +107,8 @@ def token_losses(network: Network, batch: Batch, parallel_state: ParallelState) 
 def next_tokens(network: Network, batch: Batch, parallel_state: ParallelState) -> Tensor:
     """Return the id of the most likely next token at every position, int64.
 
-    The arguments and the result's shape are those of :func:`token_losses`. The id is -1 where a
-    logit is not finite.
+    The arguments and the result's shape are as in :func:`token_losses`. The id is -1 where a logit
+    is not finite.
     """
     read = network.virtual_stages[-1].likeliest_tokens
     return _forward(network, batch, parallel_state, read, has_labels=False)
@@ -234,7 +234,7 @@ def _pipeline(
 
     The result is empty before the last pipeline stage. ``network`` needs Megatron's ``config``, so
     DeepSpeed's engine cannot be passed. ``weight`` scales the losses of the backward pass, but not
-    the result; with None, there is no backward pass.
+    the result. None skips the backward pass.
     """
     # The schedule divides each loss by the number of microbatches and multiplies it by the
     # context-parallel size. This factor cancels both.

@@ -10,7 +10,7 @@ the elementwise product. Both maps share dP = dO V^T:
     dQ_i = scale dS_i K_i           dK_i = scale dS_i^T Q_i
     dV = (P_1 - lambda P_2)^T dO
 
-With one map (MAPS = 1) there is no lambda, and dV = P_1^T dO. The kernels compute P_i as
+With one map (MAPS = 1), lambda is zero and dV = P_1^T dO. The kernels compute P_i as
 2^(Q_i K_i^T scale_log2 - lse_i), with scale_log2 = scale * log2(e) and the base-2 log-sum-exp
 lse_i.
 

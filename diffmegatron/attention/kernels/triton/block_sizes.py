@@ -33,8 +33,8 @@ class Target(Enum):
     """A class of chips and dtypes, which determines block sizes and how tiles are loaded.
 
     HOPPER stands for 16-bit dtypes on Hopper, and loads through tensor descriptors (TMA). LARGE and
-    SMALL load through pointers. The block sizes of LARGE need at most 163 KiB of shared memory per
-    thread block, and those of SMALL at most 99 KiB.
+    SMALL load through pointers. A thread block needs at most 163 KiB of shared memory
+    with the block sizes of LARGE, and at most 99 KiB with SMALL.
     """
 
     HOPPER = "hopper"

@@ -318,7 +318,7 @@ class _Builder:
     def _layout(self, name: str) -> tuple[list[int], list[int], Any]:
         """Return dimensions `[b, heads, length, width]`, strides and dtype of a tensor, e.g. "dq".
 
-        The strides are those of a contiguous `[b, length, heads, width]`. "lse" has width 1.
+        The strides are as in a contiguous `[b, length, heads, width]`. "lse" has width 1.
         Without packed documents, "lse" has the strides of a contiguous `[b, heads, length, 1]`.
         """
         of = self.problem
