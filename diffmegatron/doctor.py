@@ -147,7 +147,7 @@ def _layer_host() -> tuple[Finding, tuple[str, ...]]:
         return _unusable_transformer_engine(error, "local", "the layers are Megatron-core's own")
     except Exception as error:  # Loading CUDA libraries raises errors of many classes.
         return _unusable_transformer_engine(error, "none", "Megatron-core cannot be imported")
-    from diffmegatron.attention.layer_specs import available_host
+    from diffmegatron.model.layers.layer_specs import available_host
 
     host = available_host()
     gpu = "no GPU" if host == "local" else "a GPU"

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, distributed
 
 from diffmegatron.attention.context_parallel.whole_sequence import sequence_of_all_ranks
-from diffmegatron.attention.self_attention import SelfAttention
 from diffmegatron.data.loader import Batch
+from diffmegatron.model.layers.self_attention import SelfAttention
 from diffmegatron.model.network import Network
 from diffmegatron.parallel.parallel_state import ParallelState
 from diffmegatron.training.compute.step import forward_backward, forward_only

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from diffmegatron.attention.kernels.installed_backends import importable_libraries
 from diffmegatron.attention.kernels.registry import choose_backend
-from diffmegatron.attention.layer_specs import available_host, final_norm, layer_spec
-from diffmegatron.attention.self_attention import SelfAttention
 from diffmegatron.config.attention_backend import attention_call
 from diffmegatron.config.divisibility import context_communication
 from diffmegatron.config.parallel_config import RecomputeConfig
@@ -18,6 +16,8 @@ from diffmegatron.config.schema import Recipe
 from diffmegatron.config.tensors import stage_layers
 from diffmegatron.errors import UserError
 from diffmegatron.model.initialize import initialize
+from diffmegatron.model.layers.layer_specs import available_host, final_norm, layer_spec
+from diffmegatron.model.layers.self_attention import SelfAttention
 from diffmegatron.model.network import Network, VirtualStage
 from diffmegatron.model.parameter_shards import parameter_shards
 from diffmegatron.model.trainable import mark_trained

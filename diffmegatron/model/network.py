@@ -22,11 +22,11 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.transformer.utils import sharded_state_dict_default
 from torch import Tensor, distributed
 
-from diffmegatron.attention.rotary import rotary_angles
-from diffmegatron.attention.self_attention import SelfAttention
 from diffmegatron.attention.variants.base import Parameter
 from diffmegatron.config.model_config import ModelConfig, RopeScaling
 from diffmegatron.model.language_model_loss import chunked_losses, cross_entropy
+from diffmegatron.model.layers.rotary import rotary_angles
+from diffmegatron.model.layers.self_attention import SelfAttention
 
 
 class VirtualStage(LanguageModule):

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, distributed
 from typing_extensions import override
 
-from diffmegatron.attention.self_attention import SelfAttention
 from diffmegatron.errors import UserError
 from diffmegatron.files import write_durably
+from diffmegatron.model.layers.self_attention import SelfAttention
 from diffmegatron.optim.guard import Action
 from diffmegatron.training.compute.agreement import lambdas
 from diffmegatron.training.hook import Hook

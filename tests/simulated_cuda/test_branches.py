@@ -25,7 +25,7 @@ ENTERED = {
     "attention/kernels/triton/kernel_launch.py:problem_of": STEP,
     "attention/kernels/wrappers/sdpa.py:_flash": STEP + ", on a ring",
     "attention/kernels/wrappers/sdpa.py:_flash_gradients": STEP + ", on a ring",
-    "attention/layer_specs.py:available_host": STEP,
+    "model/layers/layer_specs.py:available_host": STEP,
     "model/build.py:transformer_config": STEP,
     "model/language_model_loss.py:_has_kernel": STEP,
     "optim/zero.py:engine_config": STEP + ", offloaded",

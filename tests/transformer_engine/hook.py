@@ -71,5 +71,5 @@ def _layer_specs(module: ModuleType, execute: Execute) -> None:
 
 AROUND: dict[str, Callable[[ModuleType, Execute], None]] = {
     "transformer_engine": _package,
-    "diffmegatron.attention.layer_specs": _layer_specs,
+    "diffmegatron.model.layers.layer_specs": _layer_specs,
 }

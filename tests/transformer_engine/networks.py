@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diffmegatron.attention.layer_specs import available_host
 from diffmegatron.config.load import load_recipe
 from diffmegatron.config.schema import Recipe
 from diffmegatron.model.build import build_model
+from diffmegatron.model.layers.layer_specs import available_host
 from diffmegatron.model.network import Network
 from diffmegatron.model.parameter_shards import Shard, parameter_shards
 from diffmegatron.parallel.parallel_state import process_groups

@@ -16,8 +16,8 @@ from rich.console import Console
 
 from diffmegatron import doctor
 from diffmegatron.attention.kernels.registry import DIFFERENTIAL
-from diffmegatron.attention.layer_specs import available_host
 from diffmegatron.data.tokenizers import CL100K, CL100K_FILE_SHA256
+from diffmegatron.model.layers.layer_specs import available_host
 from tests.paths import ROOT
 
 

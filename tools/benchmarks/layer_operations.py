@@ -31,12 +31,12 @@ from torch.autograd.graph import Node
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from diffmegatron.attention import self_attention
 from diffmegatron.attention.context_parallel import whole_sequence
 from diffmegatron.attention.kernels import api
 from diffmegatron.config.load import load_recipe
 from diffmegatron.config.schema import Recipe
 from diffmegatron.model import build, cross_entropy_kernel, language_model_loss
+from diffmegatron.model.layers import self_attention
 from diffmegatron.parallel.parallel_state import process_groups
 from tools.benchmarks.command_line import make_parser
 from tools.benchmarks.json_report import write_json_report

@@ -136,7 +136,7 @@ class Parameter:
 
 
 class Layer(Protocol):
-    """Members of ``SelfAttention`` (attention/self_attention.py) that a variant may use.
+    """Members of ``SelfAttention`` (model/layers/self_attention.py) that a variant may use.
 
     Attributes:
         layer_number: number of the layer, counted from 1 over all pipeline stages.

@@ -23,11 +23,11 @@ from megatron.core.tensor_parallel.random import CheckpointFunction
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from diffmegatron.attention.lora import LoraColumnParallelLinear, LoraRowParallelLinear
-from diffmegatron.attention.rotary import rotary_angles
-from diffmegatron.attention.self_attention import SelfAttention
 from diffmegatron.config.model_config import RopeScaling
 from diffmegatron.model.build import build_model
+from diffmegatron.model.layers.lora import LoraColumnParallelLinear, LoraRowParallelLinear
+from diffmegatron.model.layers.rotary import rotary_angles
+from diffmegatron.model.layers.self_attention import SelfAttention
 from diffmegatron.model.network import Decoder, VirtualStage
 from diffmegatron.parallel.parallel_state import process_groups
 from tests.paths import ROOT

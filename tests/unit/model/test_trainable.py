@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from diffmegatron.attention.lora import LoraColumnParallelLinear, LoraRowParallelLinear
 from diffmegatron.checkpoint.checkpoint_format import WEIGHT, Checkpoint, open_checkpoint
 from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
 from diffmegatron.config.load import check_recipe
@@ -20,6 +19,7 @@ from diffmegatron.model.accounting.flops import count_flops, frozen_matrices
 from diffmegatron.model.accounting.memory import rank_parameters, trained_parameters
 from diffmegatron.model.accounting.parameters import count_parameters, count_trained
 from diffmegatron.model.build import build_model, transformer_config
+from diffmegatron.model.layers.lora import LoraColumnParallelLinear, LoraRowParallelLinear
 from diffmegatron.model.parameter_shards import parameter_shards
 from diffmegatron.optim.schedule import learning_rate
 from diffmegatron.optim.zero import ZeroEngine

@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from diffmegatron.attention.self_attention import SelfAttention
 from diffmegatron.data.loader import Batch
 from diffmegatron.model.build import build_model
+from diffmegatron.model.layers.self_attention import SelfAttention
 from diffmegatron.parallel.parallel_state import process_groups
 from diffmegatron.training import guard_hook
 from diffmegatron.training.compute.step import summed_loss

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from diffmegatron.attention.rotary import rotate
+from diffmegatron.model.layers.rotary import rotate
 
 LENGTH, BATCH, HEADS, D = 5, 2, 3, 8
 

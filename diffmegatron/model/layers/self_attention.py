@@ -31,9 +31,9 @@ from megatron.core.transformer.utils import (
 from torch import Tensor
 
 from diffmegatron.attention.context_parallel.whole_sequence import whole_sequence
-from diffmegatron.attention.rotary import rotate
 from diffmegatron.attention.variants.base import ContextCommunication, Variant
 from diffmegatron.attention.variants.layer import QKV_BIAS, Constant, Identity, Parameter
+from diffmegatron.model.layers.rotary import rotate
 
 # A function with three arguments: the rotated queries and the rotated keys of this rank, each
 # [s, b, heads, d], and the boundaries of packed documents (None without packing).

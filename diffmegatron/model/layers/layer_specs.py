@@ -21,10 +21,10 @@ from megatron.core.transformer.transformer_layer import (
     TransformerLayerSubmodules,
 )
 
-from diffmegatron.attention.lora import LoraColumnParallelLinear, LoraRowParallelLinear
-from diffmegatron.attention.self_attention import SelfAttention
 from diffmegatron.attention.variants.base import ContextCommunication, Variant
 from diffmegatron.config.model_config import LoraConfig
+from diffmegatron.model.layers.lora import LoraColumnParallelLinear, LoraRowParallelLinear
+from diffmegatron.model.layers.self_attention import SelfAttention
 
 Host = Literal["local", "transformer_engine"]
 Linear: TypeAlias = type | ModuleSpec

@@ -2,8 +2,8 @@
 
 import pytest
 
-from diffmegatron.attention import layer_specs
 from diffmegatron.config.model_config import LoraConfig
+from diffmegatron.model.layers import layer_specs
 
 LORA = LoraConfig(rank=4, alpha=8)
 

@@ -14,9 +14,9 @@ from megatron.core.transformer.spec_utils import build_module
 
 from diffmegatron.attention.context_parallel import whole_sequence
 from diffmegatron.attention.kernels.pytorch import reference
-from diffmegatron.attention.layer_specs import layer_spec
 from diffmegatron.config.parallel_config import ParallelConfig
 from diffmegatron.model.build import transformer_config
+from diffmegatron.model.layers.layer_specs import layer_spec
 from diffmegatron.parallel.parallel_state import process_groups
 
 LENGTH, BATCH, HIDDEN, D, LAYER, STEP = 7, 2, 24, 4, 2, 3

@@ -10,17 +10,17 @@ import torch
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from diffmegatron.attention.layer_specs import layer_spec
-from diffmegatron.attention.self_attention import SelfAttention
 from diffmegatron.attention.variants import Variant
 from diffmegatron.attention.variants.diff_v1 import DiffV1
 from diffmegatron.attention.variants.diff_v2 import DiffV2
 from diffmegatron.attention.variants.grouped import Grouped
 from diffmegatron.attention.variants.softmax import Softmax
 from diffmegatron.config.parallel_config import ParallelConfig
+from diffmegatron.model.layers.layer_specs import layer_spec
+from diffmegatron.model.layers.self_attention import SelfAttention
 from diffmegatron.parallel.parallel_state import process_groups
 
-PAGE = Path(__file__).parents[3] / "docs" / "in_your_megatron.md"
+PAGE = Path(__file__).parents[4] / "docs" / "in_your_megatron.md"
 HIDDEN = 256
 
 

@@ -1,0 +1,1 @@
+"""Transformer layers for Megatron-core: self-attention, layer specs, LoRA, rotary embedding."""
