@@ -45,4 +45,7 @@ def describe(error: Any, known_keys: Collection[str]) -> str:
     message = str(error.get("ctx", {}).get("error") or error["msg"])
     if error["type"] == "value_error":
         return message
+    if error["type"] == "string_type" and isinstance(error["input"], bool | int | float):
+        kind = "boolean" if isinstance(error["input"], bool) else "number"
+        message = f"quote it, because YAML reads it as a {kind}"
     return f"{key} is {shorten(repr(error['input']))}: {message[:1].lower()}{message[1:]}"

@@ -1,4 +1,4 @@
-"""Parse and write YAML with limits, for recipe files and the values of overrides.
+"""Parse and write YAML with limits, for recipe files and the values of overrides and --set.
 
 Numbers follow YAML 1.2, and may also contain underscores (``1_000``). PyYAML's own rules (YAML 1.1)
 parse ``1e-6`` as text and ``1:30`` as 90.
@@ -103,6 +103,25 @@ class _Loader(_Notation, yaml.SafeLoader):
         raise yaml.composer.ComposerError(None, None, problem, at.start_mark)
 
 
+class _ValueLoader(_Loader):
+    """Loader of one value, which refuses what YAML would drop: comments and anchors."""
+
+    def scan_to_next_token(self) -> None:
+        """Skip white space and refuse a comment."""
+        start = self.pointer
+        super().scan_to_next_token()
+        if "#" in self.buffer[start : self.pointer]:
+            self._refuse_unquoted("#")
+
+    def fetch_anchor(self) -> None:
+        """Refuse an anchor."""
+        self._refuse_unquoted("&")
+
+    def _refuse_unquoted(self, mark: str) -> None:
+        problem = f"{mark!r} has a meaning in YAML; put the text that contains it in quotes"
+        raise yaml.scanner.ScannerError(None, None, problem, self.get_mark())
+
+
 def _construct_integer(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
     digits = str(loader.construct_scalar(node)).replace("_", "")
     return int(digits, {"0o": 8, "0x": 16}.get(digits[:2], 10))
@@ -111,16 +130,29 @@ def _construct_integer(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
 _Loader.add_constructor(f"{_TAG}int", _construct_integer)
 
 
-def parse_yaml(text: str, name: str) -> Any:
+def parse_yaml(text: str, name: str, loader: type[_Loader] = _Loader) -> Any:
     """Parse YAML into dictionaries, lists, text, numbers, booleans and None.
 
     Do not modify the result: aliases of a node share one object. ``name`` is for error messages.
     """
     try:
-        return yaml.load(text, Loader=_Loader)
+        return yaml.load(text, Loader=loader)
     # An escape beyond Unicode or a huge %YAML version raises ValueError or OverflowError.
     except (yaml.YAMLError, ValueError, OverflowError) as error:
         raise UserError(f"{name} is not valid YAML: {shorten(_message(error))}") from None
+
+
+def parse_value(text: str, name: str) -> Any:
+    """Parse a value of the command line, in which no character is dropped.
+
+    A value that begins with a bracket, a brace or a quotation mark is YAML. Any other value is one
+    number, boolean or null in YAML's notation, or else the text as it was typed, in which ``#``,
+    ``&``, ``*``, ``!``, ``|`` and ``: `` have no meaning. ``name`` is for error messages.
+    """
+    if text.startswith(("[", "{", '"', "'")):
+        return parse_yaml(text, name, _ValueLoader)
+    tag = _Notation().resolve(yaml.ScalarNode, text, (True, False))
+    return text if tag in (f"{_TAG}str", f"{_TAG}merge") else parse_yaml(text, name)
 
 
 def _message(error: Exception) -> str:

@@ -22,7 +22,7 @@ from diffmegatron.errors import UserError
 from diffmegatron.files import format_path, read_text, shorten
 from diffmegatron.own_code import import_recipe_code, require_imported
 from diffmegatron.validation import describe, first_error
-from diffmegatron.yaml_documents import MAX_BYTES, MAX_DEPTH, dump_yaml, parse_yaml
+from diffmegatron.yaml_documents import MAX_BYTES, MAX_DEPTH, dump_yaml, parse_value, parse_yaml
 
 COMMAND_LINE = "the command line"
 # Largest number of files of one recipe. A file counts once for each file that extends it.
@@ -40,7 +40,7 @@ def load_recipe(
     """Read, merge and check a recipe.
 
     Args:
-        overrides: ``section.key=value`` strings; the value is YAML.
+        overrides: ``section.key=value`` strings; :func:`parse_value` reads the value.
         allow_missing_files: whether files that ``model.attention`` names may be missing; ``plan``
             then uses an assumption in place of their content.
 
@@ -223,7 +223,7 @@ def _overridden(
         key, equals, text = override.partition("=")
         if not equals or not key:
             raise UserError(f"override {shorten(override)!r} is not of the form section.key=value")
-        nested = parse_yaml(text, f"the value of override {shorten(override)!r}")
+        nested = parse_value(text, f"the value of override {shorten(override)!r}")
         nested = _with_absolute_paths(nested, Path())
         parts = key.split(".")
         if len(parts) > MAX_DEPTH:
@@ -278,6 +278,8 @@ def _sentence(error: Any, values: dict[str, Any], origins: dict[str, str], path:
             return f"{origin}: unknown key {shorten(key)!r}; {hint}"
         return f"{origin}: {describe(error, _known_keys(error['loc'][:-1], values))}"
     sentence = describe(error, ())
+    if error["type"] == "string_type" and origins.get(key) == COMMAND_LINE:
+        sentence += f"; in a shell, text in quotes is {key}='\"TEXT\"'"
     if error["type"] == "value_error":
         origin = _origin_of_clash(sentence, origins) or origin
     return f"{origin}: {sentence}"

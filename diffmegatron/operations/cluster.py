@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, StringConstraints, field_validator
+from pydantic import Field, StringConstraints, field_validator
 from pydantic_core import PydanticCustomError
 
 from diffmegatron.errors import UserError
@@ -16,19 +16,9 @@ from diffmegatron.yaml_documents import MAX_BYTES, parse_yaml
 _TIME = re.compile(r"(?:(\d{1,3})-)?(\d{1,3})(?::(\d{1,2}))?(?::(\d{1,2}))?")
 
 
-def _check_is_text(value: object) -> object:
-    """Refuse a number or boolean, to which YAML converts unquoted text such as 010 or on."""
-    if isinstance(value, bool | int | float):
-        kind = "boolean" if isinstance(value, bool) else "number"
-        problem = "quote it, because YAML reads it as a {kind}"
-        raise PydanticCustomError("text", problem, {"kind": kind})
-    return value
-
-
-_Text = Annotated[str, BeforeValidator(_check_is_text)]
 # Value in a line "#SBATCH --key=value", in which sbatch would interpret spaces, quotes and "#".
-Word = Annotated[_Text, StringConstraints(pattern=r"^[^\s\x00-\x1f\"'#]+$")]
-Line = Annotated[_Text, StringConstraints(pattern=r"^[^\r\n\x00]*$")]
+Word = Annotated[str, StringConstraints(pattern=r"^[^\s\x00-\x1f\"'#]+$")]
+Line = Annotated[str, StringConstraints(pattern=r"^[^\r\n\x00]*$")]
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 
 

@@ -2,12 +2,15 @@
 
 import contextlib
 import math
+import re
 import time
 
 import pytest
+from hypothesis import given
+from hypothesis.strategies import text
 
 from diffmegatron.errors import UserError
-from diffmegatron.yaml_documents import MAX_BYTES, dump_yaml, parse_yaml
+from diffmegatron.yaml_documents import MAX_BYTES, dump_yaml, parse_value, parse_yaml
 
 
 def refused(text: str) -> str:
@@ -48,6 +51,53 @@ def test_yaml_1_1_numbers_and_dates_are_text(text):
 )  # fmt: skip
 def test_text_stays_text_in_a_dump(text):
     assert parse_yaml(dump_yaml({text: [text]}), "it") == {text: [text]}
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["exp #2", "&a x", "*x", "!x", "a: b", "- a", "|x", ">", "%a", "@a", "`", "?", "? a", "#", "<<",
+     "1 # x", "12 ", " 5", "it's", "---", "a\nb", "a\tb", "}", "]", ",", "\x85", "...", "a\\n"],
+)  # fmt: skip
+def test_text_of_the_command_line_stays_as_it_was_typed(text):
+    assert parse_value(text, "it") == text
+
+
+@given(text())
+def test_a_value_of_the_command_line_is_its_text_or_a_value_that_shows_all_of_it(typed):
+    """Check that a value that is not the typed text is YAML in which no character is left out."""
+    try:
+        value = parse_value(typed, "it")
+    except UserError:
+        return
+    if value != typed:
+        assert isinstance(value, int | float | None) or typed[0] in "[{'\""
+
+
+@pytest.mark.parametrize(
+    ("typed", "value"),
+    [("yes", True), ("1e3", 1000), ("007", 7), ("", None), ("~", None), ("[1, a]", [1, "a"]),
+     ("{a: b}", {"a": "b"}), ("'exp #2'", "exp #2"), ('"a\\tb"', "a\tb"), ("[a#b]", ["a#b"])],
+)  # fmt: skip
+def test_values_of_the_command_line_have_yaml_types(typed, value):
+    assert parse_value(typed, "it") == value
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        ("[1] #x", "'#' has a meaning in YAML; put the text that contains it in quotes"),
+        ("'exp'#2", "'#' has a meaning in YAML"),
+        ("{a: exp #2}", "'#' has a meaning in YAML"),
+        ("[1,\n #c\n2]", "'#' has a meaning in YAML"),
+        ("{path: &x y}", "'&' has a meaning in YAML"),
+        ("{path: *x}", "undefined alias 'x'"),
+        ("[!x y]", "tag '!x' is not allowed"),
+        ("'a' b", "expected '<document start>'"),
+    ],
+)
+def test_a_value_of_the_command_line_is_refused_if_yaml_drops_a_part(typed, said):
+    with pytest.raises(UserError, match=f"^it is not valid YAML: .*{re.escape(said)}"):
+        parse_value(typed, "it")
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from diffmegatron.evaluation.suites.scaling import Scaling
 from diffmegatron.evaluation.suites.throughput import Throughput
 from diffmegatron.files import shorten
 from diffmegatron.validation import validated
-from diffmegatron.yaml_documents import parse_yaml
+from diffmegatron.yaml_documents import parse_value
 
 # Largest default of a suite's setting ``context``, in tokens.
 MAX_DEFAULT_CONTEXT = 2048
@@ -57,7 +57,8 @@ def make_suites(
     Args:
         options: values of the fields ``data``, ``haystack`` and ``data_dir``. A suite uses the
             values of the fields that it has.
-        settings: settings as ``SUITE.KEY=VALUE`` with a YAML value. They override ``options``.
+        settings: settings as ``SUITE.KEY=VALUE``, which override ``options``. :func:`parse_value`
+            reads the value.
         context: function that returns the default of the field ``context`` in tokens. It is called
             only if a suite needs the default.
     """
@@ -79,7 +80,7 @@ def make_suites(
                 f"--set {shorten(repr(setting))} does not have the form SUITE.KEY=VALUE with a "
                 f"suite of {', '.join(names)}"
             )
-        values[name][field] = parse_yaml(value, f"--set {key}")
+        values[name][field] = parse_value(value, f"--set {key}")
     for name in names:
         if "context" in SUITES[name].model_fields and "context" not in values[name]:
             values[name]["context"] = context()

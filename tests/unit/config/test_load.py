@@ -345,6 +345,24 @@ def test_an_invalid_value_error_shows_the_value(base, override, said):
     assert said in sentence
 
 
+@pytest.mark.parametrize("name", ["exp #2", "&a", "*a", "!a", "a: b", "- a", "a, b"])
+def test_an_override_names_the_folder_that_was_typed(base, name):
+    assert load_recipe(base, [f"run_dir={name}"]).run_dir == name
+
+
+@pytest.mark.parametrize("value", ["yes", "1e3", "007"])
+def test_unquoted_text_that_is_a_number_in_yaml_is_refused(base, value):
+    sentence = error_of(base, f"run_dir={value}")
+    assert "quote it, because YAML reads it as a " in sentence
+    assert sentence.endswith("""in a shell, text in quotes is run_dir='"TEXT"'""")
+    assert load_recipe(base, [f'run_dir="{value}"']).run_dir == value
+
+
+def test_a_boolean_in_a_list_of_numbers_is_refused(base):
+    for override in ("optimizer.betas=[true, 0.9]", "optimizer.lr_multipliers={'*': true}"):
+        assert "give a number, not a boolean" in error_of(base, override)
+
+
 def test_an_override_of_too_many_dots_is_refused(base):
     assert "too many dots" in error_of(base, f"{5_000 * 'model.'}num_layers=1")
 
