@@ -2,9 +2,11 @@
 
 import math
 import re
-from typing import Annotated
+from collections.abc import Iterator
+from functools import cache
+from typing import Annotated, Any, Literal, get_args, get_origin
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
 # This limit keeps products of sizes finite as floats.
@@ -20,6 +22,44 @@ class Section(BaseModel):
     """Base class of typed records such as the sections of a recipe; unknown keys are errors."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _refuse_boolean_for_number(cls, value: Any, field: ValidationInfo) -> Any:
+        """Refuse a boolean for a number, and a number for a boolean, which pydantic converts."""
+        assert field.field_name is not None
+        types = _types(cls, field.field_name)
+        numbers = types & {int, float}
+        for each in _scalars(value):
+            if type(each) is bool and bool not in types and numbers:
+                raise PydanticCustomError("number", "give a number, not a boolean")
+            if type(each) in (int, float) and bool in types and not numbers:
+                raise PydanticCustomError("boolean", "give true or false")
+        return value
+
+
+def _scalars(value: Any) -> Iterator[Any]:
+    """Yield the values in a list or dictionary, and in those within it."""
+    if isinstance(value, list | tuple | dict):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _scalars(each)
+    else:
+        yield value
+
+
+@cache
+def _types(section: type[Section], name: str) -> frozenset[type]:
+    """Return the types in the annotation of a section's field, such as int and None."""
+    return frozenset(_inner_types(section.model_fields[name].annotation))
+
+
+def _inner_types(annotation: Any) -> Iterator[type]:
+    if get_origin(annotation) is Literal:
+        yield from map(type, get_args(annotation))
+    elif isinstance(annotation, type) and not get_args(annotation):
+        yield annotation
+    for each in get_args(annotation):
+        yield from _inner_types(each)
 
 
 def _check_path(text: str) -> str:

@@ -82,7 +82,7 @@ class Target:
 
     def _number(self, key: str, least: int) -> int | None:
         value = getattr(self.config, key, None)
-        if value is not None and not (isinstance(value, int) and least <= value <= MAX_SIZE):
+        if value is not None and not (type(value) is int and least <= value <= MAX_SIZE):
             raise UserError(
                 f"{format_path(self.folder / CONFIG_NAME)} has {key} {shorten(repr(value))}; it "
                 f"must be a number from {least} to {MAX_SIZE}"

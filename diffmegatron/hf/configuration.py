@@ -185,7 +185,7 @@ def read_config(folder: Path) -> PretrainedConfig:
 
 def _check_count(path: Path, values: Mapping[str, Any], key: str, most: int) -> None:
     value = values.get(key)
-    if not isinstance(value, int) or not 1 <= value <= most:
+    if type(value) is not int or not 1 <= value <= most:
         raise UserError(
             f"{format_path(path)} has {key} {shorten(repr(value))}; give a number from 1 to {most}"
         )

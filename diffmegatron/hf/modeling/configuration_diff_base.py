@@ -149,7 +149,7 @@ class NoiseHeadsConfig(DiffBaseConfig):
 
 def check_positive(name: str, value: object) -> None:
     """Raise ValueError if a key's value is not a positive integer."""
-    if not isinstance(value, int) or value < 1:
+    if type(value) is not int or value < 1:
         raise ValueError(f"{name} is {value!r}; it must be a positive integer")
 
 
