@@ -76,11 +76,18 @@ def evaluate(
         if computing.engine == "vllm":
             check_served(suites, targets, computing, ranks.count)
         _check(suites, targets)
+        # Read the data of all suites before the first one runs, because a suite may take hours.
+        items = {
+            (suite.name, target.name): _items(suite, target)
+            for suite in suites
+            for target in targets
+        }
         measured: dict[str, dict[str, Measured]] = {suite.name: {} for suite in suites}
         for target in targets:
             model = (VllmModel if computing.engine == "vllm" else Model)(target, computing)
             for suite in suites:
-                measured[suite.name][target.name] = _run(suite, model, out, ranks)
+                of_suite = items[suite.name, target.name]
+                measured[suite.name][target.name] = _run(suite, of_suite, model, out, ranks)
         if ranks.is_main:
             write_results(out, suites, targets, measured, computing)
         return out / REPORT
@@ -115,6 +122,8 @@ def shortest_context(targets: Sequence[Target]) -> int:
 
 
 def _check(suites: Sequence[Suite], targets: Sequence[Target]) -> None:
+    for target in targets:
+        _ = target.fingerprint  # refuses a folder without usable weights
     for suite in suites:
         if suite.needs_one_tokenizer and not have_one_tokenizer(targets):
             raise UserError(
@@ -128,10 +137,18 @@ def _check(suites: Sequence[Suite], targets: Sequence[Target]) -> None:
             suite.check(target)
 
 
-def _run(suite: Suite, model: Model, out: Path, ranks: Ranks) -> Measured:
-    target, measured = model.target, Measured()
+def _items(suite: Suite, target: Target) -> Sequence[Item]:
     items = suite.items(target)
-    _check_keys(suite, items)
+    keys = {item.key for item in items}
+    if len(keys) < len(items):
+        raise ValueError(f"suite {suite.name!r} has {len(items)} items, but only {len(keys)} keys")
+    if not items:
+        raise UserError(f"suite {suite.name!r} has no items; give data that are not empty")
+    return items
+
+
+def _run(suite: Suite, items: Sequence[Item], model: Model, out: Path, ranks: Ranks) -> Measured:
+    target, measured = model.target, Measured()
     header = {
         "suite": suite.name,
         "settings": suite.model_dump(mode="json", exclude=set(suite.follow_up_settings)),
@@ -194,14 +211,6 @@ def _score_items(
         if ranks.is_main:
             progress.advance()
     file.gather([item.key for item in items])
-
-
-def _check_keys(suite: Suite, items: Sequence[Item]) -> None:
-    keys = {item.key for item in items}
-    if len(keys) < len(items):
-        raise ValueError(f"suite {suite.name!r} has {len(items)} items, but only {len(keys)} keys")
-    if not items:
-        raise UserError(f"suite {suite.name!r} has no items; give data that are not empty")
 
 
 class _Progress:

@@ -19,6 +19,7 @@ from diffmegatron.evaluation.requests import Answer, Generation, Request, Scored
 from diffmegatron.evaluation.targets import Target
 from diffmegatron.files import format_path, shorten
 from diffmegatron.hf.modeling import register
+from diffmegatron.hf.pretrained_files import read_weight_index
 
 
 class Model:
@@ -37,6 +38,7 @@ class Model:
         transformers_logging.disable_progress_bar()
         folder = self.target.folder
         config = self.target.config
+        read_weight_index(folder)  # transformers follows an index out of the folder
         try:
             network, report = AutoModelForCausalLM.from_pretrained(
                 folder,

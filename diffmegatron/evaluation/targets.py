@@ -10,6 +10,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 from transformers import CONFIG_NAME, PretrainedConfig
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from diffmegatron.attention.variants import Variant, model_types, of_model_type
 from diffmegatron.checkpoint.checkpoint_manifest import MANIFEST, read_manifest
@@ -20,7 +21,8 @@ from diffmegatron.errors import UserError
 from diffmegatron.files import format_path, read_bytes, shorten
 from diffmegatron.hf.configuration import load_config
 from diffmegatron.hf.export_checkpoint import export_checkpoint
-from diffmegatron.hf.tokenizer import SAMPLE
+from diffmegatron.hf.pretrained_files import read_weight_index
+from diffmegatron.hf.tokenizer import SAMPLE, TOKENIZER_FILES
 from diffmegatron.section import MAX_SIZE
 from diffmegatron.validation import describe, first_error
 
@@ -122,11 +124,13 @@ class Target:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hash that changes with the weights and the configuration of the model."""
+        """Hash of all files on which answers depend: weights, configuration and tokenizer."""
         if self.checkpoint is not None:
             return hashlib.sha256(read_bytes(self.checkpoint / MANIFEST)).hexdigest()
+        read_weight_index(self.folder)  # refuses weights outside the folder, which have no hash
         found = hashlib.sha256(read_bytes(self.folder / CONFIG_NAME))
-        for file in sorted(self.folder.glob("*.safetensors")):
+        patterns = ("*.safetensors", SAFE_WEIGHTS_INDEX_NAME, *TOKENIZER_FILES)
+        for file in sorted({file for each in patterns for file in self.folder.glob(each)}):
             found.update(f"{file.name}:{hash_file(file)}".encode())
         return found.hexdigest()
 

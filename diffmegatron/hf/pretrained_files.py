@@ -56,7 +56,7 @@ class Source:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.tensors: dict[str, Stored] = {}
-        index = _read_index(folder)
+        index = read_weight_index(folder)
         for file in sorted(set(index.values())) if index else [SAFE_WEIGHTS_NAME]:
             for name, stored in _read_header(folder / file):
                 if name in self.tensors:
@@ -138,8 +138,12 @@ class Source:
             raise _unreadable(path, error) from None
 
 
-def _read_index(folder: Path) -> Mapping[str, str]:
-    """Return the index, tensor name -> file name; empty for a model in one file."""
+def read_weight_index(folder: Path) -> Mapping[str, str]:
+    """Return the index, tensor name -> file name; empty for a model in one file.
+
+    Raises:
+        UserError: the folder has no safetensors file, or its index names a file outside it.
+    """
     if (folder / SAFE_WEIGHTS_NAME).exists():
         return {}
     path = folder / SAFE_WEIGHTS_INDEX_NAME

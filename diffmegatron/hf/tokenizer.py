@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 CONFIG = "tokenizer_config.json"
 # A class that uses tokenizer.json unchanged; transformers 4 and 5 both have a class of this name.
 _CLASS = "PreTrainedTokenizerFast"
-_FILES = (
+TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer.model",
     "tokenizer_config.json",
@@ -183,7 +183,7 @@ def _write_config(config: dict[str, Any], directory: Path) -> None:
 
 def copy_tokenizer(source: Path, directory: Path) -> None:
     """Copy a tokenizer's files from one Hugging Face folder into another."""
-    for pattern in _FILES:
+    for pattern in TOKENIZER_FILES:
         for path in source.glob(pattern):
             shutil.copyfile(path, directory / path.name)
 

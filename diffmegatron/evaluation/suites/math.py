@@ -224,9 +224,7 @@ class Mathematics(Suite):
     @override
     def check(self, target: Target) -> None:
         _library()
-        for benchmark in choose(self.benchmarks, BENCHMARKS, "benchmark"):
-            benchmark.examples(self.data_dir)
-        self._demonstrations()
+        choose(self.benchmarks, BENCHMARKS, "benchmark")
 
     @override
     def items(self, target: Target) -> list[Item]:

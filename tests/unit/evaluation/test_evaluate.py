@@ -214,6 +214,43 @@ def test_missing_weights_are_not_filled_in(folder, tmp_path):
         _ = Model(target).network
 
 
+def test_weights_outside_the_folder_are_refused(folder, tmp_path):
+    shutil.copytree(folder / "plain", tmp_path / "hf")
+    outside = shutil.move(tmp_path / "hf/model.safetensors", tmp_path / "outside.safetensors")
+    index = {"metadata": {}, "weight_map": dict.fromkeys(load_file(outside), f"../{outside.name}")}
+    (tmp_path / "hf/model.safetensors.index.json").write_text(json.dumps(index))
+    (target,) = find_targets([tmp_path / "hf"], tmp_path)
+    with pytest.raises(UserError, match=r"of its folder for each tensor, not '\.\./outside"):
+        _ = Model(target).network
+    with pytest.raises(UserError, match=r"of its folder for each tensor, not '\.\./outside"):
+        evaluate([tmp_path / "hf"], ["loss"], tmp_path / "out", {"data": (str(folder),)}, [])
+
+
+def test_the_fingerprint_covers_every_file_that_is_read(tmp_path):
+    write_pretrained(tmp_path / "hf", "llama 2", shard_size="20KB")
+
+    def fingerprint() -> str:
+        (target,) = find_targets([tmp_path / "hf"], tmp_path)
+        return target.fingerprint
+
+    before = fingerprint()
+    unread = {"generation_config.json"}
+    for file in sorted(set(tmp_path.glob("hf/*")) - {tmp_path / "hf" / name for name in unread}):
+        content = file.read_bytes()
+        file.write_bytes(content + b" ")
+        assert fingerprint() != before, file.name
+        file.write_bytes(content)
+    assert fingerprint() == before
+
+
+def test_the_data_of_all_suites_are_read_before_the_first_runs(folder, tmp_path):
+    """Check that a suite whose data are wrong ends the evaluation before an earlier suite runs."""
+    names, options = ["loss", "associative-recall"], {"data": (str(folder / "text.jsonl"),)}
+    with pytest.raises(UserError, match="not pairs of different keys"):
+        evaluate([folder / "plain"], names, tmp_path / "out", options, [])
+    assert not (tmp_path / "out/loss").exists()
+
+
 @pytest.mark.parametrize(
     ("names", "settings", "said"),
     [
