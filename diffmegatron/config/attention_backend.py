@@ -8,7 +8,7 @@ from diffmegatron.attention.kernels.registry import (
     choose_backend,
     needed_features,
 )
-from diffmegatron.attention.variants.base import Variant
+from diffmegatron.attention.kinds.kind import AttentionKind
 from diffmegatron.config.divisibility import context_communication
 from diffmegatron.config.recipe_sections import RecipeSections
 from diffmegatron.errors import UserError
@@ -19,7 +19,7 @@ PLANNED_LIBRARIES = frozenset({"triton"})
 _DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 
 
-def attention_call(recipe: RecipeSections, attention: Variant, device_type: str) -> Call:
+def attention_call(recipe: RecipeSections, attention: AttentionKind, device_type: str) -> Call:
     """Return the properties of a layer's attention call; ``device_type`` is "cuda" or "cpu"."""
     needs = needed_features(
         documents=bool(recipe.data.reset_attention_mask),
@@ -31,7 +31,7 @@ def attention_call(recipe: RecipeSections, attention: Variant, device_type: str)
 
 
 def planned_backend(
-    recipe: RecipeSections, attention: Variant, device: Literal["gpu", "cpu"] = "gpu"
+    recipe: RecipeSections, attention: AttentionKind, device: Literal["gpu", "cpu"] = "gpu"
 ) -> str:
     """Return the name of the backend for which a layer's memory and time are estimated.
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from diffmegatron.attention.variants import VARIANTS, Variant
+from diffmegatron.attention.kinds import KINDS, AttentionKind
 from diffmegatron.config.schema import Recipe
 from diffmegatron.config.stage_order import STAGES, by_stage, check_can_start_from, read_stages
 from diffmegatron.errors import UserError
@@ -242,11 +242,11 @@ def _with_files(values: Values, allow_missing_files: bool) -> Values:
     if not isinstance(model, dict) or not isinstance(attention, dict):
         return values
     kind = attention.get("kind")
-    if not isinstance(kind, str) or kind not in VARIANTS:
+    if not isinstance(kind, str) or kind not in KINDS:
         return values
     # model.baseline replaces this attention by softmax attention, which needs no files.
     may_be_missing = allow_missing_files or model.get("baseline") is True
-    read = VARIANTS[kind].with_files(attention, may_be_missing=may_be_missing)
+    read = KINDS[kind].with_files(attention, may_be_missing=may_be_missing)
     return _merged(values, {"model": {"attention": dict(read)}})
 
 
@@ -274,7 +274,7 @@ def _sentence(error: Any, values: dict[str, Any], origins: dict[str, str], path:
     key = ".".join(str(part) for part in error["loc"])
     origin = _origin(key, origins, path)
     if error["type"] == "extra_forbidden":
-        if hint := _variants_key(error["loc"], values):
+        if hint := _misplaced_key(error["loc"], values):
             return f"{origin}: unknown key {shorten(key)!r}; {hint}"
         return f"{origin}: {describe(error, _known_keys(error['loc'][:-1], values))}"
     sentence = describe(error, ())
@@ -306,8 +306,8 @@ def _known_keys(location: tuple[str | int, ...], values: dict[str, Any]) -> set[
             continue
         fields = (each.model_fields for each in sections)
         sections = [_section_type(each[part].annotation) for each in fields if part in each]
-        if Variant in sections:
-            sections = [VARIANTS[kind] for kind in _kinds(values)]
+        if AttentionKind in sections:
+            sections = [KINDS[kind] for kind in _kinds(values)]
     return {key for each in sections for key in each.model_fields}
 
 
@@ -317,18 +317,18 @@ def _kinds(values: Values) -> list[str]:
     return [each["kind"] for each in sections if isinstance(each, dict) and "kind" in each]
 
 
-def _variants_key(location: tuple[str | int, ...], values: Values) -> str | None:
+def _misplaced_key(location: tuple[str | int, ...], values: Values) -> str | None:
     """Return a hint for a misplaced key of ``model.attention``, or None."""
     section, name = location[:-1], str(location[-1])
     if section not in (("model",), ("model", "attention"), ("model", "initialization")):
         return None
     key = f"model.attention.{name}"
-    kinds = [kind for kind, variant in VARIANTS.items() if name in variant.model_fields]
+    kinds = [kind for kind, section in KINDS.items() if name in section.model_fields]
     if not kinds:
         return None
     attention = values["model"].get("attention")
     own = attention.get("kind") if isinstance(attention, dict) else None
-    if own in kinds or len(kinds) == len(VARIANTS):
+    if own in kinds or len(kinds) == len(KINDS):
         return None if "attention" in section else f"give {key}"
     its = "" if own is None else f"; the recipe's is {own}"
     return f"{key} is a key of kind {', '.join(kinds)}{its}"

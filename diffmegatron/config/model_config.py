@@ -11,7 +11,7 @@ from pydantic import (
     model_validator,
 )
 
-from diffmegatron.attention.variants import Variant, read_variant
+from diffmegatron.attention.kinds import AttentionKind, read_kind
 from diffmegatron.section import Section, Size, SizeOrZero
 
 
@@ -91,7 +91,7 @@ class ModelConfig(Section):
     """Sizes, attention and initial weights of the network.
 
     ``attention`` is the section of one kind of attention, or a list of such sections with the
-    layers of each (:mod:`diffmegatron.attention.variants.pattern`). ``baseline`` replaces
+    layers of each (:mod:`diffmegatron.attention.kinds.pattern`). ``baseline`` replaces
     ``attention`` by the Transformer's attention of the same width.
     """
 
@@ -100,7 +100,7 @@ class ModelConfig(Section):
     baseline: bool = Field(
         default=False, exclude=True, description="replace attention by the Transformer's"
     )
-    attention: SerializeAsAny[Variant]
+    attention: SerializeAsAny[AttentionKind]
     ffn_hidden_size: Size
     vocab_size: Size = Field(description="padded size of the embedding")
     vocab_padding: SizeOrZero = Field(
@@ -112,16 +112,16 @@ class ModelConfig(Section):
     tied_embeddings: bool = False
     lora: LoraConfig | None = None
     initialization: Initialization = Initialization()
-    _replaced: Variant | None = PrivateAttr(default=None)
+    _replaced: AttentionKind | None = PrivateAttr(default=None)
 
     @field_validator("attention", mode="before")
     @classmethod
-    def _of_its_kind(cls, section: object) -> Variant:
-        return read_variant(section)
+    def _of_its_kind(cls, section: object) -> AttentionKind:
+        return read_kind(section)
 
     @field_validator("attention", mode="after")
     @classmethod
-    def _sized(cls, attention: Variant, others: ValidationInfo) -> Variant:
+    def _sized(cls, attention: AttentionKind, others: ValidationInfo) -> AttentionKind:
         """Fill in sizes that follow from other keys, so that the saved recipe contains them."""
         if "hidden_size" not in others.data or "baseline" not in others.data:
             return attention
@@ -148,7 +148,7 @@ class ModelConfig(Section):
         return self
 
     @property
-    def replaced(self) -> Variant | None:
+    def replaced(self) -> AttentionKind | None:
         """Attention that ``baseline`` has replaced; None without ``baseline``."""
         return self._replaced
 

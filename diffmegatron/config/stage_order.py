@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from os.path import realpath
 from typing import Any
 
-from diffmegatron.attention.variants import Variant
+from diffmegatron.attention.kinds import AttentionKind
 from diffmegatron.config.model_config import ModelConfig
 from diffmegatron.config.schema import Recipe
 from diffmegatron.errors import UserError
@@ -152,7 +152,7 @@ def rotary_changes(before: Recipe, now: Recipe) -> list[str]:
     return [f"{key} {was[key]} -> {is_now[key]}" for key in _ROTARY if was[key] != is_now[key]]
 
 
-def model_keys(model: ModelConfig, attention: Variant) -> dict[str, Any]:
+def model_keys(model: ModelConfig, attention: AttentionKind) -> dict[str, Any]:
     """Return the settings of a network by dotted key, such as ``model.num_layers``.
 
     The settings of ``attention`` replace those of ``model.attention``.

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from diffmegatron.attention.variants.base import Variant, overlap
+from diffmegatron.attention.kinds.kind import AttentionKind, overlap
 from diffmegatron.config.model_config import ModelConfig
 from diffmegatron.config.recipe_sections import RecipeSections
 
@@ -45,7 +45,7 @@ class NamedTensor:
         return ("q", "k", "v") if fused else ()
 
 
-def layer_tensors(model: ModelConfig, kind: Variant) -> list[NamedTensor]:
+def layer_tensors(model: ModelConfig, kind: AttentionKind) -> list[NamedTensor]:
     """Return the tensors of a layer with this attention; their names lack ``decoder.layers.N.``."""
     hidden, ffn, heads = model.hidden_size, model.ffn_hidden_size, kind.heads
     attention = "self_attention."
@@ -111,7 +111,7 @@ def stage_layers(recipe: RecipeSections, stage: int) -> list[range]:
     return [range(first, first + size) for first in firsts]
 
 
-def stage_kinds(recipe: RecipeSections, stage: int) -> list[tuple[Variant, int]]:
+def stage_kinds(recipe: RecipeSections, stage: int) -> list[tuple[AttentionKind, int]]:
     """Return the kinds of attention in a pipeline stage, each with its number of layers there."""
     own = stage_layers(recipe, stage)
     counts = (

@@ -1,4 +1,4 @@
 """Scores of a pretrained model's attention heads, and selection of the heads that DEX extends.
 
-``diffmegatron.attention.variants.dex`` describes DEX (differential extension).
+``diffmegatron.attention.kinds.dex`` describes DEX (differential extension).
 """

@@ -61,9 +61,7 @@ def gradient_sums(
     total: Sums = {}
 
     def add(layer: SelfAttention, heads: Tensor, gradient: Tensor) -> None:
-        by_head = (heads.double() * gradient.double()).unflatten(
-            2, (-1, layer.variant.heads.head_dim)
-        )
+        by_head = (heads.double() * gradient.double()).unflatten(2, (-1, layer.kind.heads.head_dim))
         by_sequence = by_head.sum((0, 3))
         # The importance is the absolute value of the sum over all context-parallel ranks.
         distributed.all_reduce(by_sequence, group=layer.context_group)
@@ -156,7 +154,7 @@ def _sum_entropies(
         for start in range(first, end, _QUERIES)
     ]
     sums = torch.zeros(query.shape[2], dtype=torch.float64)
-    for key_head, query_heads in enumerate(layer.variant.heads.query_slices(key.shape[2])):
+    for key_head, query_heads in enumerate(layer.kind.heads.query_slices(key.shape[2])):
         for first, start, last in blocks[group.rank() :: group.size()]:
             scores = torch.einsum(
                 "qhd,kd->hqk", queries[start:last, query_heads], keys[first:last, key_head]

@@ -9,7 +9,7 @@ import torch
 from matplotlib.figure import Figure
 from torch import distributed
 
-from diffmegatron.attention.variants.selected_heads import HeadsFile, SelectedOn
+from diffmegatron.attention.kinds.selected_heads import HeadsFile, SelectedOn
 from diffmegatron.checkpoint.checkpoint_format import RECIPE
 from diffmegatron.checkpoint.checkpoint_manifest import read_manifest
 from diffmegatron.checkpoint.checkpoint_store import CheckpointStore

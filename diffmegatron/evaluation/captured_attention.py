@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from diffmegatron.attention.variants import Variant
+from diffmegatron.attention.kinds import AttentionKind
 from diffmegatron.errors import UserError
 from diffmegatron.evaluation.model import Model
 
@@ -68,7 +68,7 @@ class LayerAttention:
     module: nn.Module
     hidden: Tensor
     calls: tuple[CapturedCall, ...]
-    variant: Variant
+    kind: AttentionKind
 
     @property
     def rows(self) -> int:
@@ -87,13 +87,13 @@ class LayerAttention:
         """Return the maps of rows ``first`` to ``end - 1``, float32 [heads, end - first, end].
 
         A map is the softmax of a head's logits. In differential attention, it is the difference of
-        softmax maps that :meth:`Variant.subtracted_maps` computes.
+        softmax maps that :meth:`AttentionKind.subtracted_maps` computes.
         """
         return self.subtracted(self.logits(first, end).softmax(-1), first, end)
 
     def subtracted(self, softmax: Tensor, first: int, end: int) -> Tensor:
         """Return :meth:`maps`; ``softmax`` is the softmax of :meth:`logits` for the same rows."""
-        return self.variant.subtracted_maps(self.module, softmax, self.hidden[first:end])
+        return self.kind.subtracted_maps(self.module, softmax, self.hidden[first:end])
 
 
 def row_blocks(heads: int, rows: int) -> Iterator[tuple[int, int]]:
@@ -112,7 +112,7 @@ def watch_attention(model: Model, watch: Callable[[LayerAttention], object]) -> 
 
     Every forward pass must have a single text and no key-value cache.
     """
-    variant, calls = model.target.variant, list[CapturedCall]()
+    kind, calls = model.target.attention, list[CapturedCall]()
 
     def attend(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any
@@ -126,7 +126,7 @@ def watch_attention(model: Model, watch: Callable[[LayerAttention], object]) -> 
 
     def end(number: int, module: nn.Module, args: tuple, options: dict, output: object) -> None:
         hidden = options["hidden_states"] if "hidden_states" in options else args[0]
-        layer = LayerAttention(number, module, hidden[0], tuple(calls), variant.of_layer(number))
+        layer = LayerAttention(number, module, hidden[0], tuple(calls), kind.of_layer(number))
         calls.clear()
         watch(layer)
 
@@ -166,7 +166,7 @@ def quantize_logits(model: Model, bits: int) -> Iterator[None]:
         return torch.cat(parts, dim=1).transpose(0, 1)[None].to(query.dtype), None
 
     # Access to the property raises a UserError if the kind of attention is unknown.
-    _ = model.target.variant
+    _ = model.target.attention
     with _attending(model.network, attend):
         yield
 

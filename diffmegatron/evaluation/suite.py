@@ -134,7 +134,7 @@ class Suite(Section, ABC):
         """Raise an error if the suite does not support a target; called before any scoring."""
         if self.reads_attention:
             # The property raises an error if the kind of attention is unknown.
-            _ = target.variant
+            _ = target.attention
 
     @abstractmethod
     def items(self, target: "Target") -> Sequence[Item]:

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from transformers import CONFIG_NAME, PretrainedConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
-from diffmegatron.attention.variants import Variant, model_types, of_model_type
+from diffmegatron.attention.kinds import AttentionKind, model_types, of_model_type
 from diffmegatron.checkpoint.checkpoint_manifest import MANIFEST, read_manifest
 from diffmegatron.checkpoint.stage_folders import newest_checkpoint
 from diffmegatron.data.index.corpus_manifest import hash_file
@@ -102,7 +102,7 @@ class Target:
             )
 
     @property
-    def variant(self) -> Variant:
+    def attention(self) -> AttentionKind:
         """Kind of attention of the model; access raises a UserError if the kind is unknown."""
         model_type = self.config.model_type
         kind = of_model_type(model_type)

@@ -6,7 +6,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from diffmegatron.attention.variants import of_model_type
+from diffmegatron.attention.kinds import of_model_type
 from diffmegatron.errors import UserError
 from diffmegatron.evaluation.model import Computing, Model
 from diffmegatron.evaluation.requests import Answer, Generation, Request
@@ -85,7 +85,7 @@ def check_served(
         # Refuse only kinds of attention that subtract attention maps; vLLM may support all others.
         has_variant = of_model_type(target.config.model_type) is not None
         layers = target.config.num_hidden_layers
-        if has_variant and any(kind.map_pairs for kind, _ in target.variant.by_kind(layers)):
+        if has_variant and any(kind.map_pairs for kind, _ in target.attention.by_kind(layers)):
             raise UserError(
                 f"{format_path(target.path)} has model_type {target.config.model_type!r}, which "
                 "vLLM does not support; give --engine transformers"

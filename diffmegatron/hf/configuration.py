@@ -9,8 +9,8 @@ import torch
 from pydantic import ValidationError
 from transformers import CONFIG_NAME, AutoConfig, PretrainedConfig
 
-from diffmegatron.attention.variants import model_types, of_model_type
-from diffmegatron.attention.variants.hugging_face import HuggingFace
+from diffmegatron.attention.kinds import model_types, of_model_type
+from diffmegatron.attention.kinds.hugging_face import HuggingFace
 from diffmegatron.config.model_config import ModelConfig
 from diffmegatron.config.schema import Recipe
 from diffmegatron.errors import UserError
@@ -243,12 +243,12 @@ def model_section(config: PretrainedConfig, vocab_padding: int) -> dict[str, Any
     """
     values = config.to_dict()
     model_type, rope = values["model_type"], values["rope_parameters"]
-    variant = of_model_type(model_type)
-    assert variant is not None
+    kind = of_model_type(model_type)
+    assert kind is not None
     try:
-        attention = variant.from_hugging_face(values)
+        attention = kind.from_hugging_face(values)
     except ValidationError as error:
-        problem = describe(first_error(error), variant.model_fields)
+        problem = describe(first_error(error), kind.model_fields)
         raise UserError(f"{CONFIG_NAME} of model_type {model_type!r}: {problem}") from None
     scaling = None
     if (kind := rope["rope_type"]) != "default":

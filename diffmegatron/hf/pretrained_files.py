@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import CONFIG_NAME, PretrainedConfig
 from transformers.utils import GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from diffmegatron.attention.variants.hugging_face import HuggingFace, WeightRule
+from diffmegatron.attention.kinds.hugging_face import HuggingFace, WeightRule
 from diffmegatron.config.schema import Recipe
 from diffmegatron.errors import UserError
 from diffmegatron.files import explain_os_errors, file_size, format_path, read_json, shorten

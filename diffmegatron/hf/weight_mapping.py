@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 from torch import Tensor
 
-from diffmegatron.attention.variants.base import Variant
-from diffmegatron.attention.variants.hugging_face import Rearrange, Shapes, WeightRule, same
+from diffmegatron.attention.kinds.hugging_face import Rearrange, Shapes, WeightRule, same
+from diffmegatron.attention.kinds.kind import AttentionKind
 from diffmegatron.config.model_config import ModelConfig
 from diffmegatron.errors import UserError
 from diffmegatron.hf.configuration import hugging_face_class
@@ -48,7 +48,7 @@ def table(model: ModelConfig, step: int = 0) -> tuple[WeightRule, ...]:
 
 
 def _check_own_parameters(
-    attention: Variant, hidden_size: int, rules: list[WeightRule], ours: str
+    attention: AttentionKind, hidden_size: int, rules: list[WeightRule], ours: str
 ) -> None:
     """Refuse a kind of attention that declares a parameter but no rule for this parameter."""
     known = {name for rule in rules for name in rule.ours}

@@ -29,7 +29,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 def transformer_config(recipe: Recipe) -> TransformerConfig:
     """Return Megatron-core's configuration for a recipe.
 
-    The attention layers ignore its numbers of heads and use ``heads`` of their attention variant.
+    The attention layers ignore its numbers of heads and use ``heads`` of their kind of attention.
     """
     model, parallel = recipe.model, recipe.parallel
     heads = model.attention.heads
@@ -154,7 +154,7 @@ def lambda_by_layer(network: Network) -> dict[int, Tensor]:
     found = {}
     for module in network.modules():
         if isinstance(module, SelfAttention):
-            value = module.variant.current_lambda(module)
+            value = module.kind.current_lambda(module)
             value = module.observed.get("lambda") if value is None else value
             if value is not None:
                 found[module.layer_number] = value.detach()

@@ -9,7 +9,7 @@ import math
 import torch
 from torch import Tensor
 
-from diffmegatron.attention.variants.layer import Constant, Identity
+from diffmegatron.attention.kinds.layer import Constant, Identity
 from diffmegatron.config.model_config import ModelConfig
 from diffmegatron.config.schema import Recipe
 from diffmegatron.config.tensors import LORA_B

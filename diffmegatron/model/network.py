@@ -22,7 +22,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.transformer.utils import sharded_state_dict_default
 from torch import Tensor, distributed
 
-from diffmegatron.attention.variants.base import Parameter
+from diffmegatron.attention.kinds.kind import Parameter
 from diffmegatron.config.model_config import ModelConfig, RopeScaling
 from diffmegatron.model.language_model_loss import chunked_losses, cross_entropy
 from diffmegatron.model.layers.rotary import rotary_angles
@@ -281,7 +281,7 @@ class Network(torch.nn.Module):
         )
 
     def at_step(self, step: int) -> None:
-        """Set the number of completed training steps, which some attention variants use."""
+        """Set the number of completed training steps, which some kinds of attention use."""
         for module in self.modules():
             if isinstance(module, SelfAttention):
                 module.step = step
@@ -305,7 +305,7 @@ def _gathered(own: Tensor, group: distributed.ProcessGroup) -> Tensor:
 
 
 def declared_parameter(name: str, model: ModelConfig) -> Parameter | None:
-    """Return the attention variant's declaration of the tensor ``name``; None for other tensors."""
+    """Return the declaration of an attention parameter by its full name; None for other tensors."""
     layer, found, own = name.rpartition(".self_attention.")
     if not found:
         return None

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from diffmegatron.attention.variants.layer import Heads
+from diffmegatron.attention.kinds.layer import Heads
 from diffmegatron.config.schema import Recipe
 from diffmegatron.config.tensors import layer_number, network_tensors
 from diffmegatron.config.trainable_patterns import (

@@ -20,7 +20,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
-from diffmegatron.attention.variants import VARIANTS
+from diffmegatron.attention.kinds import KINDS
 from diffmegatron.checkpoint.checkpoint_format import open_checkpoint
 from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
 from diffmegatron.config.load import load_recipe
@@ -73,10 +73,10 @@ def check(attention_kinds: Sequence[str], overrides: Sequence[str]) -> dict[str,
         raise UserError(f"override {shorten(repr(wrong[0]))} is not of the form section.key=value")
     for choice in attention_kinds:
         kind, *keys = choice.split(",")
-        if kind not in VARIANTS or not all("=" in key for key in keys):
+        if kind not in KINDS or not all("=" in key for key in keys):
             raise UserError(
                 f"--attention {shorten(repr(choice))} is not of the form KIND[,KEY=VALUE...]; KIND "
-                f"is one of {', '.join(VARIANTS)}"
+                f"is one of {', '.join(KINDS)}"
             )
     names = {}
     for choice in attention_kinds or kind_and_baseline():

@@ -32,8 +32,8 @@ class Plan:
     The baseline is the Transformer with softmax attention that ``model.baseline=true`` trains.
 
     Attributes:
-        attention: name of the attention variant.
-        heads: description of the variant's heads in words.
+        attention: name of the kind of attention.
+        heads: description of the kind's heads in words.
         kv_cache_bytes_per_token: bytes per token of the key-value cache, over all layers.
         parameters: numbers of parameters of the unsharded network.
         memory: memory of a rank, one entry per pipeline stage.

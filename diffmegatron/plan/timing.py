@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from diffmegatron.attention.kernels.registry import BACKENDS
-from diffmegatron.attention.variants.base import Variant
+from diffmegatron.attention.kinds.kind import AttentionKind
 from diffmegatron.config.attention_backend import planned_backend
 from diffmegatron.config.schema import Recipe
 from diffmegatron.model.accounting.activations import (
@@ -204,7 +204,7 @@ def _attention_work(recipe: Recipe) -> tuple[float, float]:
     return forward, backward
 
 
-def _attention_in_words(recipe: Recipe, kind: Variant) -> str:
+def _attention_in_words(recipe: Recipe, kind: AttentionKind) -> str:
     name = planned_backend(recipe, kind)
     channels = kind.num_heads * kind.head_dim
     work = kind.work(name, deterministic=recipe.training.deterministic)

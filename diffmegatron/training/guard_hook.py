@@ -202,7 +202,7 @@ def _observe(
     queries, keys = (x.transpose(0, 1).flatten(0, 1).float() for x in (query, key))
     largest = [
         _largest(queries[first:end, query_heads], keys[first:end, key_head, None])
-        for key_head, query_heads in enumerate(layer.variant.heads.query_slices(key.shape[2]))
+        for key_head, query_heads in enumerate(layer.kind.heads.query_slices(key.shape[2]))
         for first, end in pairwise(ends)
         if first < end
     ]

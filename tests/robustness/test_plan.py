@@ -10,7 +10,7 @@ import yaml
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from diffmegatron.attention.variants import VARIANTS, Variant
+from diffmegatron.attention.kinds import KINDS, AttentionKind
 from diffmegatron.config.schema import Recipe
 from diffmegatron.model.accounting.hardware import ACCELERATORS
 from tests.conftest import TINY
@@ -30,8 +30,8 @@ def leaves(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def sections(annotation: object) -> list[type[BaseModel]]:
     """Return the section classes of a field; the field ``attention`` has one class per kind."""
-    if annotation is Variant:
-        return list(VARIANTS.values())
+    if annotation is AttentionKind:
+        return list(KINDS.values())
     is_section = isinstance(annotation, type) and issubclass(annotation, BaseModel)
     return [annotation] if is_section else []
 
@@ -156,7 +156,7 @@ def test_sizes(valid, cases, is_long):
     seen: Counter[int] = Counter()
     size = st.sampled_from([1, 2, 3, 4, 8, 12, 64, 720_720, 10**8, 2**30, 2**31 - 1])
     layout = st.sampled_from([1, 1, 2, 3, 4, 64, 4096])
-    attention = st.sampled_from(sorted(VARIANTS))
+    attention = st.sampled_from(sorted(KINDS))
     drawn = {f"model.attention.{each}": size for each in ("num_heads", "num_kv_heads")}
     drawn |= {"model.attention.kind": attention, "model.num_layers": size}
     drawn |= {f"model.{each}": size for each in ("hidden_size", "ffn_hidden_size", "vocab_size")}

@@ -17,7 +17,7 @@ import pytest
 import zstandard
 from hypothesis import strategies as st
 
-from diffmegatron.attention.variants.dex import Dex
+from diffmegatron.attention.kinds.dex import Dex
 from diffmegatron.checkpoint.checkpoint_format import open_checkpoint
 from diffmegatron.checkpoint.checkpoint_manifest import MANIFEST
 from diffmegatron.config.load import check_recipe, load_stages
@@ -335,7 +335,7 @@ def target(folder: Path) -> tuple[Path, Read]:
 
     def read() -> None:
         (found,) = find_targets([folder / "hf"], folder)
-        assert found.context > 0 and found.start_token >= 0 and found.variant.num_heads
+        assert found.context > 0 and found.start_token >= 0 and found.attention.num_heads
 
     return folder / "hf/config.json", read
 

@@ -21,8 +21,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from diffmegatron.attention.variants.dex import Dex
-from diffmegatron.attention.variants.selected_heads import SHARE
+from diffmegatron.attention.kinds.dex import Dex
+from diffmegatron.attention.kinds.selected_heads import SHARE
 from diffmegatron.config.load import load_stages
 from diffmegatron.config.schema import Recipe
 from diffmegatron.errors import UserError

@@ -112,7 +112,7 @@ def test_engines_are_imported_in_their_packages_only(path):
 
 
 def test_attention_kinds_are_not_named_outside_their_packages():
-    """Check that other packages use the properties of a variant, and do not compare its name."""
+    """Check that other packages use the properties of a kind, and do not compare its name."""
     names = re.compile(
         r"""["'](softmax|diff_v1|diff_v2|grouped|diffllama)["']|is_differential"""
         r"""|\b(DiffV1|DiffV2|Grouped|Softmax|Dex)\b"""
@@ -123,7 +123,7 @@ def test_attention_kinds_are_not_named_outside_their_packages():
         f"{path}:{number}: {line.strip()}"
         for path in modules()
         # The files in hf/modeling are copied into exports and cannot import this package.
-        if not within(path, {"attention/variants", "attention/kernels", "hf/modeling"})
+        if not within(path, {"attention/kinds", "attention/kernels", "hf/modeling"})
         for number, line in enumerate((PACKAGE / path).read_text().splitlines(), start=1)
         if names.search(operations.sub("", line))
     }

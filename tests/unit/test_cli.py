@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from diffmegatron import __version__
-from diffmegatron.attention.variants.selected_heads import SHARE
+from diffmegatron.attention.kinds.selected_heads import SHARE
 from diffmegatron.cli import main
 from diffmegatron.dex.commands import select
 from diffmegatron.optim.zero import import_deepspeed

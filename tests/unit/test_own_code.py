@@ -9,8 +9,8 @@ import pytest
 import yaml
 
 from diffmegatron import own_code
-from diffmegatron.attention.variants import VARIANTS
-from diffmegatron.attention.variants.base import Parameter
+from diffmegatron.attention.kinds import KINDS
+from diffmegatron.attention.kinds.kind import Parameter
 from diffmegatron.errors import UserError
 from diffmegatron.training import hook
 from diffmegatron.training.monitoring.metrics import read_metrics
@@ -30,11 +30,11 @@ def process():
 
     After a call of the function, a command starts without user code, as in a new process.
     """
-    kinds, modules = dict(VARIANTS), set(sys.modules)
+    kinds, modules = dict(KINDS), set(sys.modules)
 
     def forget() -> None:
-        VARIANTS.clear()
-        VARIANTS.update(kinds)
+        KINDS.clear()
+        KINDS.update(kinds)
         hook.HOOKS.clear()
         for name in [each for each in sys.modules if each.startswith("my_attention")]:
             del sys.modules[name]
@@ -187,8 +187,8 @@ def test_files_with_the_same_name_are_separate_modules(tmp_path, process):
 
 
 def test_an_inherited_export_without_a_parameter_names_its_parent(tiny_recipe, process):
-    from diffmegatron.attention.variants.base import Constant, Parameter
-    from diffmegatron.attention.variants.diff_v1 import DiffV1
+    from diffmegatron.attention.kinds.diff_v1 import DiffV1
+    from diffmegatron.attention.kinds.kind import Constant, Parameter
     from diffmegatron.hf.weight_mapping import table
 
     class Shifted(DiffV1):
@@ -215,7 +215,7 @@ def test_an_inherited_export_is_refused_if_forward_is_overridden(tiny_recipe, pr
     multiplies some weights into others and rounds the products. The comparison tolerates this
     rounding, so it may not find the difference between the two ``forward`` methods.
     """
-    from diffmegatron.attention.variants.diff_v1 import DiffV1
+    from diffmegatron.attention.kinds.diff_v1 import DiffV1
     from diffmegatron.hf.weight_mapping import table
 
     class Halved(DiffV1):
@@ -247,7 +247,7 @@ def test_an_inherited_export_is_checked_before_settings_of_the_parent(tiny_recip
     """
     import torch
 
-    from diffmegatron.attention.variants.diff_v1 import DiffV1
+    from diffmegatron.attention.kinds.diff_v1 import DiffV1
     from diffmegatron.hf.configuration import to_hf_config
     from diffmegatron.hf.weight_mapping import table
 

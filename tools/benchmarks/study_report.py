@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 from scipy import stats
 
-from diffmegatron.attention.variants import VARIANTS
+from diffmegatron.attention.kinds import KINDS
 from diffmegatron.evaluation.bootstrap import Estimate
 from diffmegatron.evaluation.report_pages import Table, markdown_table
 from diffmegatron.evaluation.suites.scaling import Point, PowerLaw, fit_power_law
@@ -457,7 +457,7 @@ def styles_of(reported: Mapping[Cell, Lines]) -> Styles:
     The color depends on the arm's kind of attention, and is the same in every study. Arms of one
     kind differ in dashes and markers.
     """
-    colors = {kind: colormaps["tab10"](number) for number, kind in enumerate(VARIANTS)}
+    colors = {kind: colormaps["tab10"](number) for number, kind in enumerate(KINDS)}
     arms_of_kind: dict[str, list[str]] = defaultdict(list)
     for cell, lines in reported.items():
         if lines and cell.arm not in arms_of_kind[lines[0]["kind"]]:

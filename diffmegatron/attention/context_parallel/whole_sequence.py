@@ -1,4 +1,4 @@
-"""Attention to the whole sequence: the functions that an attention variant's ``forward`` calls.
+"""Attention to the whole sequence: the functions that ``forward`` of a kind calls.
 
 The arguments ``*heads`` are q, k, v or q1, k1, q2, k2, v, each `[b, s, heads, width]`. The result
 is `[b, s, heads of q or q1, width of v]`. b is the batch size, and s the number of positions. With
@@ -24,8 +24,8 @@ from diffmegatron.attention.context_parallel.zigzag import (
     to_sequence_order,
 )
 from diffmegatron.attention.kernels.api import QKV, diff_attention, softmax_attention
-from diffmegatron.attention.variants.base import ContextCommunication
-from diffmegatron.attention.variants.layer import Context
+from diffmegatron.attention.kinds.kind import ContextCommunication
+from diffmegatron.attention.kinds.layer import Context
 
 Attention = Callable[..., Tensor]
 

@@ -77,7 +77,7 @@ class AttentionAnalysis(TextSuite):
         [layers, heads], and every other measure a list [layers].
         """
         seen: list[LayerAttention] = []
-        count = model.target.variant.num_heads
+        count = model.target.attention.num_heads
         with (
             torch.no_grad(),
             watch_attention(model, seen.append),

@@ -3,7 +3,7 @@
 from typing import Literal
 
 from diffmegatron.attention.kernels.registry import BACKENDS
-from diffmegatron.attention.variants.base import ContextCommunication, Kernels, Variant
+from diffmegatron.attention.kinds.kind import AttentionKind, ContextCommunication, Kernels
 from diffmegatron.config.attention_backend import planned_backend
 from diffmegatron.config.divisibility import context_communication as chosen_communication
 from diffmegatron.config.schema import Recipe
@@ -224,7 +224,7 @@ def _restored_bytes(recipe: Recipe, device: Device) -> float:
     return restored + layer if recipe.training.offload_activations else restored
 
 
-def _layer_bytes(recipe: Recipe, device: Device, kind: Variant) -> float:
+def _layer_bytes(recipe: Recipe, device: Device, kind: AttentionKind) -> float:
     """Return the bytes that one layer saves for one microbatch, without full recomputation."""
     attention, core = attention_bytes_per_token(recipe, device, kind)
     if recipe.recompute.granularity != "selective":
@@ -257,7 +257,9 @@ def _norm_and_projection_input(recipe: Recipe, device: Device) -> float:
     return per_token
 
 
-def attention_bytes_per_token(recipe: Recipe, device: Device, kind: Variant) -> tuple[float, float]:
+def attention_bytes_per_token(
+    recipe: Recipe, device: Device, kind: AttentionKind
+) -> tuple[float, float]:
     """Return the bytes per token that a layer's attention saves: (projections, core attention)."""
     communication = context_communication(recipe)
     has_documents = bool(recipe.data.reset_attention_mask)

@@ -4,7 +4,7 @@ import math
 from collections import Counter
 from dataclasses import dataclass, fields
 
-from diffmegatron.attention.variants.base import Variant
+from diffmegatron.attention.kinds.kind import AttentionKind
 from diffmegatron.config.model_config import ModelConfig
 from diffmegatron.config.schema import Recipe
 from diffmegatron.config.tensors import layer_number, layer_tensors, network_tensors
@@ -80,13 +80,13 @@ def count_trained(recipe: Recipe) -> int:
     return count
 
 
-def counted_kinds(model: ModelConfig) -> list[tuple[Variant, int]]:
-    """Return the attention variants in the network, each with its number of layers."""
+def counted_kinds(model: ModelConfig) -> list[tuple[AttentionKind, int]]:
+    """Return the kinds of attention in the network, each with its number of layers."""
     kinds = model.attention.by_kind(model.num_layers)
     return [(kind, sum(map(len, layers))) for kind, layers in kinds]
 
 
-def projection_weights(model: ModelConfig, kind: Variant) -> int:
+def projection_weights(model: ModelConfig, kind: AttentionKind) -> int:
     """Count the weights of a layer's ``linear_qkv`` and ``linear_proj``."""
     heads = kind.heads
     return (heads.qkv_channels + heads.output_channels) * model.hidden_size
@@ -97,6 +97,6 @@ def mlp_weights(model: ModelConfig) -> int:
     return 3 * model.hidden_size * model.ffn_hidden_size
 
 
-def lora_weights(model: ModelConfig, kind: Variant) -> int:
+def lora_weights(model: ModelConfig, kind: AttentionKind) -> int:
     """Count the weights that LoRA adds to a layer."""
     return sum(math.prod(each.shape) for each in layer_tensors(model, kind) if is_lora(each.name))

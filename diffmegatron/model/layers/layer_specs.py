@@ -1,6 +1,6 @@
-"""Specs of Megatron-core transformer layers with the self-attention of a variant.
+"""Specs of Megatron-core transformer layers with self-attention of any kind.
 
-A *variant* is a kind of attention with its sizes. A *host* is the library of a layer's linear and
+A *kind* is a kind of attention with its sizes. A *host* is the library of a layer's linear and
 norm classes. The host ``local`` has Megatron-core's linear layers and the :class:`RMSNorm` of this
 module. The host ``transformer_engine`` has Transformer Engine's classes.
 """
@@ -21,7 +21,7 @@ from megatron.core.transformer.transformer_layer import (
     TransformerLayerSubmodules,
 )
 
-from diffmegatron.attention.variants.base import ContextCommunication, Variant
+from diffmegatron.attention.kinds.kind import AttentionKind, ContextCommunication
 from diffmegatron.config.model_config import LoraConfig
 from diffmegatron.model.layers.lora import LoraColumnParallelLinear, LoraRowParallelLinear
 from diffmegatron.model.layers.self_attention import SelfAttention
@@ -63,7 +63,7 @@ def final_norm(host: Host) -> type:
 
 
 def layer_spec(
-    variant: Variant,
+    kind: AttentionKind,
     host: Host,
     backend: str = "auto",
     communication: ContextCommunication = "ring",
@@ -94,13 +94,13 @@ def layer_spec(
         linear = {"linear_qkv": fused, "linear_proj": row, "linear_fc1": fused, "linear_fc2": row}
         mlp_norm = IdentityOp
         keys["mlp.linear_fc1.layer_norm_"] = "pre_mlp_layernorm."
-        if variant.reads_hidden:
-            # The variant also uses the normalised input directly, so do not fuse the norm.
+        if kind.reads_hidden:
+            # The kind also uses the normalised input directly, so do not fuse the norm.
             input_norm, linear["linear_qkv"] = TENorm, TEColumnParallelLinear
         else:
             input_norm = IdentityOp
             keys["self_attention.linear_qkv.layer_norm_"] = "input_layernorm."
-    attention = {"variant": variant, "backend": backend, "communication": communication}
+    attention = {"kind": kind, "backend": backend, "communication": communication}
     attention |= {name: linear[name] for name in ("linear_qkv", "linear_proj")}
     return ModuleSpec(
         module=TransformerLayer,

@@ -1,6 +1,6 @@
-"""Self-attention in Megatron-core's layers: projections, rotary embedding, the variant's attention.
+"""Self-attention in Megatron-core's layers: projections, rotary embedding, core attention.
 
-A *variant* is a kind of attention. Megatron's own ``SelfAttention`` does not support variants that
+A *kind* is a class of attention. Megatron's own ``SelfAttention`` does not support kinds that
 compute with the hidden states, or that have more query heads than output heads. This layer does not
 support decoding with a key-value cache.
 
@@ -31,8 +31,8 @@ from megatron.core.transformer.utils import (
 from torch import Tensor
 
 from diffmegatron.attention.context_parallel.whole_sequence import whole_sequence
-from diffmegatron.attention.variants.base import ContextCommunication, Variant
-from diffmegatron.attention.variants.layer import QKV_BIAS, Constant, Identity, Parameter
+from diffmegatron.attention.kinds.kind import AttentionKind, ContextCommunication
+from diffmegatron.attention.kinds.layer import QKV_BIAS, Constant, Identity, Parameter
 from diffmegatron.model.layers.rotary import rotate
 
 # A function with three arguments: the rotated queries and the rotated keys of this rank, each
@@ -41,10 +41,10 @@ Observer = Callable[[Tensor, Tensor, Tensor | None], None]
 
 
 class SelfAttention(MegatronModule):
-    """Self-attention of one transformer layer, computed by a variant.
+    """Self-attention of one transformer layer, computed by its kind.
 
     Attributes:
-        variant: kind of attention and its sizes.
+        kind: kind of attention and its sizes.
         layer_number: number of the layer, counted from 1 over all pipeline stages.
         step: number of completed optimizer steps.
         observer: function to call in each forward pass, or None.
@@ -59,7 +59,7 @@ class SelfAttention(MegatronModule):
         pg_collection: ProcessGroupCollection | None = None,
         name: str | None = None,
         *,
-        variant: Variant,
+        kind: AttentionKind,
         backend: str,
         communication: ContextCommunication,
         linear_qkv: type | ModuleSpec,
@@ -72,14 +72,14 @@ class SelfAttention(MegatronModule):
             )
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(["tp", "cp"])
         self.tp_group, self.context_group = groups.tp, groups.cp
-        self.variant, self.layer_number = variant, layer_number
+        self.kind, self.layer_number = kind, layer_number
         self.norm_eps, self.step = config.layernorm_epsilon, 0
         self.backend, self.communication = backend, communication
         self.observer: Observer | None = None
         self.observed: dict[str, Tensor] = {}
-        heads = variant.heads
+        heads = kind.heads
         common = {"config": config, "is_expert": False, "tp_group": self.tp_group}
-        self._declared = {each.name: each for each in variant.parameters(config.hidden_size)}
+        self._declared = {each.name: each for each in kind.parameters(config.hidden_size)}
         has_bias = self._declared.pop(QKV_BIAS, None) is not None
         self.linear_qkv = build_module(
             linear_qkv,
@@ -153,15 +153,15 @@ class SelfAttention(MegatronModule):
         """
         documents = None if packed_seq_params is None else packed_seq_params.cu_seqlens_q
         query, key, value = self._split(self.linear_qkv(hidden_states)[0])
-        query, key = self.variant.normalize_qk(self, query, key)
+        query, key = self.kind.normalize_qk(self, query, key)
         query, key = (x.flatten(2, -2) for x in rotate(query, key, rotary_pos_emb))
-        gate = self.variant.gate(self, hidden_states)
+        gate = self.kind.gate(self, hidden_states)
         if self.observer is not None:
             self.observer(query, key, documents)
         context = whole_sequence(self.context_group, self.communication, self.backend, documents)
         query, key, value = (x.transpose(0, 1) for x in (query, key, value))
         gate = None if gate is None else gate.transpose(0, 1)
-        forward = partial(self.variant.forward, self, context)
+        forward = partial(self.kind.forward, self, context)
         if self.training and self.config.recompute_granularity == "selective":
             heads = tensor_parallel.checkpoint(forward, False, query, key, value, gate)
         else:
@@ -173,9 +173,9 @@ class SelfAttention(MegatronModule):
         """Split the output of ``linear_qkv``, [s, b, channels], into queries, keys and values.
 
         Queries are [s, b, groups, queries per group, d]. Keys are [s, b, groups, keys per group,
-        d]. Values are [s, b, value heads, d]. ``variant.heads.group`` is the layout of a group.
+        d]. Values are [s, b, value heads, d]. ``kind.heads.group`` is the layout of a group.
         """
-        heads = self.variant.heads
+        heads = self.kind.heads
         counts = [count for _, count in heads.group]
         groups = mixed.unflatten(2, (-1, sum(counts), heads.head_dim))
         taken: dict[str, list[Tensor]] = {"q": [], "k": [], "v": []}
@@ -191,7 +191,7 @@ class SelfAttention(MegatronModule):
         return range(first, first + own)
 
     def parameter(self, name: str) -> Tensor:
-        """Return a parameter that :meth:`Variant.parameters` declares, or this rank's shard of it.
+        """Return a parameter that the kind of attention declares, or this rank's shard of it.
 
         ZeRO 3 stores every parameter of a bf16 run in bf16. A parameter declared with ``float32``
         then has its float32 value in the attribute ``exact`` (:mod:`diffmegatron.optim.partition`).
@@ -231,7 +231,7 @@ class SelfAttention(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> dict:
-        """Return Megatron's sharded state, with the variant's sharded parameters as shards.
+        """Return Megatron's sharded state, with the kind's sharded parameters as shards.
 
         Megatron's own method treats these parameters as replicated.
         """

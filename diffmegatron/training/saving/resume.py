@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from diffmegatron.attention.variants import Variant
+from diffmegatron.attention.kinds import AttentionKind
 from diffmegatron.checkpoint.checkpoint_format import (
     WEIGHT,
     Checkpoint,
@@ -128,7 +128,7 @@ def open_start(recipe: Recipe, parallel_state: ParallelState) -> Checkpoint | No
     return source
 
 
-def _check_made_for(source: Checkpoint, attention: Variant) -> None:
+def _check_made_for(source: Checkpoint, attention: AttentionKind) -> None:
     """Check that DEX's heads in ``model.attention`` were selected on the weights of ``source``.
 
     If ``source`` is a DEX checkpoint itself, nothing is checked.
@@ -188,7 +188,7 @@ def load_weights(
 ) -> None:
     """Load only the weights of a checkpoint.
 
-    LoRA matrices and parameters of the attention variant keep their initial values if the
+    LoRA matrices and parameters of the kind of attention keep their initial values if the
     checkpoint's network lacks them.
     """
 

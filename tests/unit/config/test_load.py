@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from diffmegatron.attention.variants.diff_v1 import DiffV1
+from diffmegatron.attention.kinds.diff_v1 import DiffV1
 from diffmegatron.config import load
 from diffmegatron.config.load import dump_recipe, load_recipe, load_stages
 from diffmegatron.config.schema import Recipe

@@ -127,7 +127,7 @@ def test_a_dex_checkpoint_and_its_fold_score_as_the_trained_network(folder, tmp_
     first, second = found["outliers"]["totals"].values()
     assert first == second
     (target,) = find_targets([tmp_path / "fold"], tmp_path)
-    assert target.variant.kind == "softmax"
+    assert target.attention.kind == "softmax"
 
 
 def test_one_rank_exports_targets_in_a_child_process(folder, tmp_path, monkeypatch):

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from diffmegatron.attention.variants import VARIANTS
-from diffmegatron.attention.variants.hugging_face import Rearrange, WeightRule
+from diffmegatron.attention.kinds import KINDS
+from diffmegatron.attention.kinds.hugging_face import Rearrange, WeightRule
 from diffmegatron.config.model_config import ModelConfig
 from diffmegatron.config.schema import Recipe
 from diffmegatron.errors import UserError
@@ -31,7 +31,7 @@ END = 256
 
 def make_recipe(**model: object) -> Recipe:
     """Return a recipe; ``model`` has keys of the sections ``model`` and ``model.attention``."""
-    of_attention = {key for variant in VARIANTS.values() for key in variant.model_fields}
+    of_attention = {key for kind in KINDS.values() for key in kind.model_fields}
     attention = {"kind": "diff_v1", "num_heads": 6}
     attention |= {key: value for key, value in model.items() if key in of_attention}
     sizes = {"num_layers": 3, "hidden_size": 48, "ffn_hidden_size": 40, "vocab_size": 264}

@@ -71,10 +71,10 @@ def test_the_largest_logit_of_every_layer_is_found(kind, packed, tiny_recipe, mo
     forward = kind.forward
     ends = torch.tensor([0, 10, 64, 100, 128] if packed else [0, 64, 128])
 
-    def look(variant, layer, context, query, key, *others):
+    def look(kind, layer, context, query, key, *others):
         logits = every_logit(query.transpose(0, 1), key.transpose(0, 1), ends, meets)
         expected[layer.layer_number] = logits.max().item()
-        return forward(variant, layer, context, query, key, *others)
+        return forward(kind, layer, context, query, key, *others)
 
     monkeypatch.setattr(kind, "forward", look)
     with process_groups(recipe.parallel, 1) as parallel_state, torch.no_grad():

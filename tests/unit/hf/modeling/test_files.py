@@ -26,7 +26,7 @@ from diffmegatron.hf.modeling import (
 from diffmegatron.hf.tokenizer import write_tokenizer
 from tests.unit.hf.modeling.test_equations import CASES, SIZES, TYPICAL, make_model, make_tokens
 
-# The class that mixes these kinds is tested in tests/unit/attention/variants/test_pattern.py.
+# The class that mixes these kinds is tested in tests/unit/attention/kinds/test_pattern.py.
 TYPES = ["diff_v2", "grouped_diff"]
 OWN = [classes for classes in CLASSES if classes[0].model_type in TYPES]
 

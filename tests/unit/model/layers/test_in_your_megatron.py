@@ -10,11 +10,11 @@ import torch
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from diffmegatron.attention.variants import Variant
-from diffmegatron.attention.variants.diff_v1 import DiffV1
-from diffmegatron.attention.variants.diff_v2 import DiffV2
-from diffmegatron.attention.variants.grouped import Grouped
-from diffmegatron.attention.variants.softmax import Softmax
+from diffmegatron.attention.kinds import AttentionKind
+from diffmegatron.attention.kinds.diff_v1 import DiffV1
+from diffmegatron.attention.kinds.diff_v2 import DiffV2
+from diffmegatron.attention.kinds.grouped import Grouped
+from diffmegatron.attention.kinds.softmax import Softmax
 from diffmegatron.config.parallel_config import ParallelConfig
 from diffmegatron.model.layers.layer_specs import layer_spec
 from diffmegatron.model.layers.self_attention import SelfAttention
@@ -48,8 +48,8 @@ def test_every_parameter_has_a_gradient_and_lambda_moves(ran):
         assert abs(after - before) > 1e-4
 
 
-def build(variant: Variant, **config: Any) -> SelfAttention:
-    attention = variant.sized(HIDDEN)
+def build(kind: AttentionKind, **config: Any) -> SelfAttention:
+    attention = kind.sized(HIDDEN)
     torch.manual_seed(5)
     module: SelfAttention = build_module(
         layer_spec(attention, "local").submodules.self_attention,
@@ -69,7 +69,7 @@ def build(variant: Variant, **config: Any) -> SelfAttention:
 
 
 @pytest.mark.parametrize(
-    ("variant", "deviations"),
+    ("kind", "deviations"),
     [
         (DiffV1(num_heads=1), dict.fromkeys(["lambda_q1", "lambda_k2"], 0.1)),
         (Grouped(num_heads=2, signal_per_noise=2, lambda_std=0.3), {"lambda_k1": 0.3}),
@@ -77,9 +77,9 @@ def build(variant: Variant, **config: Any) -> SelfAttention:
     ],
     ids=lambda value: getattr(value, "kind", None),
 )
-def test_random_parameters_have_the_declared_deviation(variant, deviations):
+def test_random_parameters_have_the_declared_deviation(kind, deviations):
     with process_groups(ParallelConfig(), seed=1):
-        module = build(variant)
+        module = build(kind)
         for name, deviation in deviations.items():
             assert getattr(module, name).std().item() == pytest.approx(deviation, rel=0.25)
 

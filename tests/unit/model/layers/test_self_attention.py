@@ -1,4 +1,4 @@
-"""Self-attention of every variant, compared with its equations head by head in float64.
+"""Self-attention of every kind, compared with its equations head by head in float64.
 
 The expected values use only the order of rows in the projections and the papers' equations, not the
 package's code.
@@ -275,7 +275,7 @@ def test_lambda_init_depends_on_the_layer_number_counted_from_one(build, layer):
     module.layer_number = layer
     for name in ("lambda_q1", "lambda_q2"):
         getattr(module, name).data.zero_()
-    found = module.variant.current_lambda(module).item()
+    found = module.kind.current_lambda(module).item()
     assert found == pytest.approx(0.8 - 0.6 * math.exp(-0.3 * (layer - 1)))
 
 

@@ -19,7 +19,7 @@ from diffmegatron.attention.kernels.costs import FLOAT32
 from diffmegatron.section import Size
 
 from . import hugging_face as hf
-from .base import Kernels, Variant
+from .kind import AttentionKind, Kernels
 from .layer import Context, Heads, Layer, Parameter, Rows
 from .softmax import Softmax
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class DiffV2(Variant):
+class DiffV2(AttentionKind):
     """Differential attention with h = ``num_heads`` signal heads and h / r noise heads of width d.
 
     A key-value head has one key and one value of width d, as in softmax attention. r is

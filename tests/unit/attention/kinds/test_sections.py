@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from diffmegatron.attention.variants import VARIANTS, Variant, read_variant, register
-from diffmegatron.attention.variants.diff_v1 import DiffV1
-from diffmegatron.attention.variants.softmax import Softmax
+from diffmegatron.attention.kinds import KINDS, AttentionKind, read_kind, register
+from diffmegatron.attention.kinds.diff_v1 import DiffV1
+from diffmegatron.attention.kinds.softmax import Softmax
 from diffmegatron.config.load import load_recipe
 from diffmegatron.errors import UserError
 
@@ -40,7 +40,7 @@ def load(tmp_path: Path):
     return load_kind
 
 
-def sizes(attention: Variant) -> tuple[int, int, int]:
+def sizes(attention: AttentionKind) -> tuple[int, int, int]:
     return attention.num_heads, attention.num_kv_heads, attention.head_dim
 
 
@@ -228,12 +228,12 @@ def test_a_kind_belongs_to_one_class():
     assert register(DiffV1) is DiffV1
     with pytest.raises(ValueError, match="attention kind 'diff_v1' is DiffV1's; choose another"):
         register(type("Another", (DiffV1,), {}))
-    assert VARIANTS["diff_v1"] is DiffV1
+    assert KINDS["diff_v1"] is DiffV1
 
 
 def test_reading_a_variant_returns_it_unchanged():
-    variant = DiffV1(num_heads=3)
-    assert read_variant(variant) is variant
+    kind = DiffV1(num_heads=3)
+    assert read_kind(kind) is kind
 
 
 @pytest.mark.parametrize("kind", ["diff_v1", "grouped"])

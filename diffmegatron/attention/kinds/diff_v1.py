@@ -23,7 +23,7 @@ from diffmegatron.errors import UserError
 from diffmegatron.section import Section
 
 from . import hugging_face as hf
-from .base import Kernels, Variant
+from .kind import AttentionKind, Kernels
 from .layer import Constant, Context, Heads, Layer, Parameter, Rows
 from .softmax import Softmax
 
@@ -61,7 +61,7 @@ class LambdaInit(Section):
         return 0.8 - 0.6 * math.exp(-0.3 * (number - 1))
 
 
-class DiffV1(Variant):
+class DiffV1(AttentionKind):
     """Differential heads, each with two softmax maps and an output of width 2d; d is ``head_dim``.
 
     Each of the ``num_kv_heads`` key-value heads has two keys of width d and a value of width 2d.
@@ -297,7 +297,7 @@ class DiffV1(Variant):
         ]
 
     @property
-    def mixed_export_kind(self) -> Variant:
+    def mixed_export_kind(self) -> AttentionKind:
         """Grouped attention with one signal head per noise head, which is equivalent to DIFF V1."""
         from .grouped import Grouped
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from diffmegatron.attention.variants.dex import LAMBDA_LEARN, PROJECTION, Dex
+from diffmegatron.attention.kinds.dex import LAMBDA_LEARN, PROJECTION, Dex
 from diffmegatron.cli import app
 from diffmegatron.config.load import check_recipe, load_recipe
 from diffmegatron.errors import UserError
@@ -39,8 +39,8 @@ class Layer:
 
 
 def lambda_at(step: int, learned: float, number: int = 1, steps: int | None = 1000) -> float:
-    variant = Dex(selected_heads=((0,),), annealing_steps=steps)
-    value = variant.current_lambda(Layer(number, step, learned))
+    kind = Dex(selected_heads=((0,),), annealing_steps=steps)
+    value = kind.current_lambda(Layer(number, step, learned))
     assert (value.dtype, value.shape) == (torch.float32, ())
     return value.item()
 

@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from diffmegatron.attention.variants.diff_v1 import LAMBDA_VECTORS, DiffV1, LambdaInit
-from diffmegatron.attention.variants.grouped import Grouped
+from diffmegatron.attention.kinds.diff_v1 import LAMBDA_VECTORS, DiffV1, LambdaInit
+from diffmegatron.attention.kinds.grouped import Grouped
 
 CONSTANT = LambdaInit(policy="constant", value=0.35)
 
 
 class Layer:
-    """Fake layer with the attributes that a variant uses: its number and four lambda vectors."""
+    """Fake layer with the attributes that a kind uses: its number and four lambda vectors."""
 
     def __init__(self, *vectors: Tensor, layer_number: int = 1) -> None:
         self.layer_number = layer_number
@@ -35,12 +35,12 @@ def test_constant_policy_ignores_the_layer():
     assert {policy.of_layer(layer) for layer in (1, 5, 28)} == {0.5}
 
 
-@pytest.mark.parametrize("variant", [DiffV1, Grouped])
-def test_lambda_is_exact_and_float32_for_any_vectors(variant: type[DiffV1]):
+@pytest.mark.parametrize("kind", [DiffV1, Grouped])
+def test_lambda_is_exact_and_float32_for_any_vectors(kind: type[DiffV1]):
     vectors = torch.randn(4, 128, generator=torch.Generator().manual_seed(0)) * 0.1
     q1, k1, q2, k2 = vectors.double()
     expected = math.exp(q1 @ k1) - math.exp(q2 @ k2) + 0.35
-    value = variant(lambda_init=CONSTANT).current_lambda(Layer(*vectors))
+    value = kind(lambda_init=CONSTANT).current_lambda(Layer(*vectors))
     assert value.dtype == torch.float32
     assert value.shape == ()
     assert value.item() == pytest.approx(expected, abs=1e-6)
@@ -55,8 +55,8 @@ def test_lambda_of_zero_vectors_is_the_initial_value_of_the_layer(number: int):
 
 def test_swapping_the_pairs_changes_the_sign_of_the_learned_part():
     q1, k1, q2, k2 = torch.randn(4, 16, generator=torch.Generator().manual_seed(1))
-    variant = DiffV1(lambda_init=CONSTANT)
-    there = variant.current_lambda(Layer(q1, k1, q2, k2)) - 0.35
-    back = variant.current_lambda(Layer(q2, k2, q1, k1)) - 0.35
+    kind = DiffV1(lambda_init=CONSTANT)
+    there = kind.current_lambda(Layer(q1, k1, q2, k2)) - 0.35
+    back = kind.current_lambda(Layer(q2, k2, q1, k1)) - 0.35
     assert there.item() == pytest.approx(-back.item(), rel=1e-5)
     assert abs(there.item()) > 0.1

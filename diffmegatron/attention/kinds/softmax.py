@@ -1,4 +1,4 @@
-"""softmax(Q K^T / sqrt(d)) V: the Transformer's attention, and the baseline of all variants.
+"""softmax(Q K^T / sqrt(d)) V: the Transformer's attention, and the baseline of all kinds.
 
 Q, K and V are [tokens, d] in each head, and d is ``head_dim``.
 """
@@ -12,7 +12,7 @@ from diffmegatron.attention.kernels.costs import FLOAT32
 from diffmegatron.errors import UserError
 
 from . import hugging_face as hf
-from .base import Kernels, Variant
+from .kind import AttentionKind, Kernels
 from .layer import QKV_BIAS, Constant, Context, Heads, Layer, Parameter, Rows
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 QK_NORMS = ("q_norm", "k_norm")
 
 
-class Softmax(Variant):
+class Softmax(AttentionKind):
     """Softmax attention; ``num_heads / num_kv_heads`` query heads share a key-value head.
 
     ``qkv_bias`` adds a bias to queries, keys and values (Qwen2). ``qk_norm`` applies an RMSNorm to

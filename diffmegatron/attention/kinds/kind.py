@@ -1,6 +1,6 @@
-"""The base class of attention variants, and properties of a run that determine their costs.
+"""The base class of the kinds of attention, and properties of a run that determine their costs.
 
-A variant, or *kind* of attention, is one class in one file of this package. A differential kind
+A kind of attention is one class in one file of this package. A differential kind
 subtracts a second softmax map from a first one. Signal heads are the query heads of the first map,
 noise heads the query heads of the second map. Import torch only inside functions that compute with
 tensors, because reading a recipe imports this module and must be fast.
@@ -106,7 +106,7 @@ class Kernels:
         return inputs, copy + FLOAT32 * heads.queries
 
 
-class Variant(Section, ABC):
+class AttentionKind(Section, ABC):
     """A kind of attention and its sizes: the section ``model.attention`` of a recipe.
 
     ``num_heads`` and ``num_kv_heads`` count heads of this kind. In DIFF V1, for example, a head has
@@ -197,18 +197,18 @@ class Variant(Section, ABC):
         """Raise ValueError if settings that list layers do not fit the number of layers."""
         return
 
-    def resized(self, num_layers: int, sizes: Mapping[str, int]) -> "Variant":
+    def resized(self, num_layers: int, sizes: Mapping[str, int]) -> "AttentionKind":
         """Return a copy of this section for the small network that ``plan --rehearse`` runs.
 
         ``sizes`` has the network's ``num_heads``, ``num_kv_heads`` and ``head_dim``.
         """
         return self.model_copy(update=dict(sizes))
 
-    def of_layer(self, layer: int) -> "Variant":
+    def of_layer(self, layer: int) -> "AttentionKind":
         """Return the kind of a layer; layers are numbered from 0."""
         return self
 
-    def by_kind(self, num_layers: int) -> "tuple[tuple[Variant, tuple[range, ...]], ...]":
+    def by_kind(self, num_layers: int) -> "tuple[tuple[AttentionKind, tuple[range, ...]], ...]":
         """Return every kind in the network with the ranges of its layers, numbered from 0."""
         return ((self, (range(num_layers),)),)
 
@@ -231,10 +231,10 @@ class Variant(Section, ABC):
         return iter(())
 
     @abstractmethod
-    def baseline(self) -> "Variant":
+    def baseline(self) -> "AttentionKind":
         """Return softmax attention with equally many output, key and value channels."""
 
-    def foundation(self) -> "Variant | None":
+    def foundation(self) -> "AttentionKind | None":
         """Return another kind from whose weights a run of this kind may start, or None."""
         return None
 
@@ -361,7 +361,7 @@ class Variant(Section, ABC):
         return self.weight_rules(ours, theirs, hidden_size)
 
     @property
-    def mixed_export_kind(self) -> "Variant":
+    def mixed_export_kind(self) -> "AttentionKind":
         """Equivalent kind that replaces this one in the export of a network with several kinds."""
         return self
 
@@ -392,7 +392,7 @@ class Variant(Section, ABC):
         rules = "layer_rules" if "layer_rules" in vars(type(self)) else "weight_rules"
         owners = (self._owner(rules), self._owner("hugging_face"))
         inherited = next((owner for owner in owners if owner is not type(self)), None)
-        if inherited is None or not issubclass(inherited, Variant):
+        if inherited is None or not issubclass(inherited, AttentionKind):
             return None
         return str(inherited.model_fields["kind"].default)
 
@@ -411,10 +411,14 @@ class Variant(Section, ABC):
     def check_mixed_export(self) -> None:
         """Raise UserError if a class overrides the computation but inherits `mixed_export_kind`.
 
-        The method of `Variant` may be inherited, because it returns ``self``.
+        The method of `AttentionKind` may be inherited, because it returns ``self``.
         """
         computing, replacing = self._owner(*COMPUTATION), self._owner("mixed_export_kind")
-        if replacing is Variant or computing is replacing or not issubclass(computing, replacing):
+        if (
+            replacing is AttentionKind
+            or computing is replacing
+            or not issubclass(computing, replacing)
+        ):
             return
         raise UserError(
             f"kind {self.kind!r} cannot be exported beside layers of other kinds: class "

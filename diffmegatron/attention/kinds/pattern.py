@@ -12,7 +12,7 @@ from diffmegatron.errors import UserError
 from diffmegatron.files import shorten
 
 from . import hugging_face as hf
-from .base import Variant, overlap
+from .kind import AttentionKind, overlap
 from .layer import Heads
 
 LAYERS = "layers"
@@ -21,7 +21,7 @@ EXPORTED = ("llama", "grouped_diff", "diff_v2")
 _RANGES = re.compile(r"\d{1,10}(-\d{1,10})?(, *\d{1,10}(-\d{1,10})?)*")
 
 
-class Pattern(Variant):
+class Pattern(AttentionKind):
     """Several kinds of attention, each for some of the layers.
 
     A recipe has a list with one entry per kind, and counts layers from 1. ``kinds`` and ``layers``
@@ -31,7 +31,7 @@ class Pattern(Variant):
     """
 
     kind: Literal["pattern"] = "pattern"
-    kinds: tuple[SerializeAsAny[Variant], ...]
+    kinds: tuple[SerializeAsAny[AttentionKind], ...]
     layers: tuple[str | None, ...]
 
     title: ClassVar[str] = "Mixed"
@@ -39,7 +39,9 @@ class Pattern(Variant):
     can_mix: ClassVar[bool] = False
 
     @classmethod
-    def read(cls, entries: Sequence[object], read: Callable[[object], Variant]) -> Variant:
+    def read(
+        cls, entries: Sequence[object], read: Callable[[object], AttentionKind]
+    ) -> AttentionKind:
         """Return the pattern of a recipe's list, or the kind of a single entry without ``layers``.
 
         ``read`` parses the section of one kind. An invalid list raises ValueError.
@@ -68,7 +70,7 @@ class Pattern(Variant):
         return cls(kinds=tuple(kinds), layers=tuple(layers))
 
     @property
-    def _entries(self) -> list[tuple[Variant, str | None]]:
+    def _entries(self) -> list[tuple[AttentionKind, str | None]]:
         return list(zip(self.kinds, self.layers, strict=True))
 
     @model_serializer(mode="plain")
@@ -154,7 +156,7 @@ class Pattern(Variant):
                 "is left with none; take it out"
             )
 
-    def resized(self, num_layers: int, sizes: Mapping[str, int]) -> Variant:
+    def resized(self, num_layers: int, sizes: Mapping[str, int]) -> AttentionKind:
         """Return a copy of this section for the small network that ``plan --rehearse`` runs.
 
         Each entry has one layer, and the last entry has all remaining layers. If there are fewer
@@ -167,7 +169,7 @@ class Pattern(Variant):
         return self.model_copy(update={"kinds": kinds, "layers": layers})
 
     @override
-    def by_kind(self, num_layers: int) -> tuple[tuple[Variant, tuple[range, ...]], ...]:
+    def by_kind(self, num_layers: int) -> tuple[tuple[AttentionKind, tuple[range, ...]], ...]:
         taken = [each for text in filter(None, self.layers) for each in _ranges(text)]
         rest = _between(taken, num_layers)
         return tuple(
@@ -175,12 +177,12 @@ class Pattern(Variant):
         )
 
     @override
-    def of_layer(self, layer: int) -> Variant:
+    def of_layer(self, layer: int) -> AttentionKind:
         named = (k for k, text in self._entries if text and any(layer in r for r in _ranges(text)))
         rest = (kind for kind, text in self._entries if text is None)
         return next(named, None) or next(rest)
 
-    def baseline(self) -> Variant:
+    def baseline(self) -> AttentionKind:
         """Return a pattern of the kinds' baselines, or one baseline if all are equal."""
         baselines = tuple(each.baseline() for each in self.kinds)
         if all(each == baselines[0] for each in baselines):

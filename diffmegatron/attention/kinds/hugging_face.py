@@ -35,7 +35,7 @@ class WeightRule(NamedTuple):
 
 @dataclass(frozen=True)
 class HuggingFace:
-    """A model class that computes an attention variant, and keys of its configuration.
+    """A model class that computes a kind of attention, and keys of its configuration.
 
     Attributes:
         config: keys and values that config.json must have.

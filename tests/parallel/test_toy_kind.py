@@ -11,7 +11,7 @@ from diffmegatron.training.monitoring.metrics import read_metrics
 from tests.conftest import TINY
 from tests.ranks import launch
 
-TOY = Path(__file__).parent / "toy_variant.py"
+TOY = Path(__file__).parent / "toy_kind.py"
 GAINS = "decoder.layers.0.self_attention.gains"
 
 
@@ -35,7 +35,7 @@ def test_a_new_kind_plans_trains_resumes_and_refuses_export(recipe, tmp_path):
     two = [kind, "parallel.tensor=2", "checkpoint.interval=2", "training.steps=4"]
     two += ["optimizer.schedule.warmup_steps=1"]
     calls = (["train", str(recipe), *steps] for steps in ([*two, "training.steps=2"], two))
-    launch(2, "tests.parallel.toy_variant", *calls)
+    launch(2, "tests.parallel.toy_kind", *calls)
     losses = [
         entry["train/loss"] for entry in read_metrics(tmp_path / "run") if "train/loss" in entry
     ]

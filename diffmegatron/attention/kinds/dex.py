@@ -23,8 +23,8 @@ from diffmegatron.files import shorten
 from diffmegatron.section import Count, Section
 
 from . import hugging_face as hf
-from .base import Kernels
 from .diff_v1 import LambdaInit
+from .kind import Kernels
 from .layer import Constant, Context, Identity, Layer, Parameter
 from .selected_heads import SelectedHeads, SelectedOn, Unselected, assumed_heads, read_selected
 from .softmax import Softmax

@@ -6,19 +6,19 @@ heads. As a script, this file runs the command ``diffmegatron`` with the new kin
 
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from diffmegatron.attention.variants import register
-from diffmegatron.attention.variants.base import (
+from diffmegatron.attention.kinds import register
+from diffmegatron.attention.kinds.hugging_face import HuggingFace, WeightRule
+from diffmegatron.attention.kinds.kind import (
     FLOAT32,
+    AttentionKind,
     Constant,
     Context,
     Kernels,
     Layer,
     Parameter,
-    Variant,
 )
-from diffmegatron.attention.variants.hugging_face import HuggingFace, WeightRule
-from diffmegatron.attention.variants.layer import Heads
-from diffmegatron.attention.variants.softmax import Softmax
+from diffmegatron.attention.kinds.layer import Heads
+from diffmegatron.attention.kinds.softmax import Softmax
 from diffmegatron.errors import UserError
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 @register
-class Gained(Variant):
+class Gained(AttentionKind):
     """Ordinary attention; the output of each head is multiplied by a gain that starts at 1."""
 
     kind: Literal["gained"] = "gained"

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from diffmegatron.attention.variants import read_variant
-from diffmegatron.attention.variants.diff_v1 import DiffV1
-from diffmegatron.attention.variants.pattern import Pattern
+from diffmegatron.attention.kinds import read_kind
+from diffmegatron.attention.kinds.diff_v1 import DiffV1
+from diffmegatron.attention.kinds.pattern import Pattern
 from diffmegatron.checkpoint.checkpoint_format import open_checkpoint
 from diffmegatron.config.load import load_recipe
 from diffmegatron.config.schema import Recipe
@@ -119,7 +119,7 @@ def test_the_layout_must_divide_the_key_value_heads_of_every_kind(pattern_recipe
 def test_equal_baselines_of_all_kinds_become_one_transformer(tiny_recipe):
     same = f"[{{kind: diff_v1, num_heads: 2, num_kv_heads: 1, layers: 1-2}}, {TRANSFORMER}]"
     baseline = tiny_recipe(FOUR, f"model.attention={same}", "model.baseline=true").model
-    assert baseline.attention == read_variant({"kind": "softmax", "num_heads": 4}).model_copy(
+    assert baseline.attention == read_kind({"kind": "softmax", "num_heads": 4}).model_copy(
         update={"num_kv_heads": 2, "head_dim": 16}
     )
     other = tiny_recipe(FOUR, LIST.replace("num_heads: 4, num_kv_heads: 2}", "num_heads: 4}"))

@@ -1,6 +1,6 @@
-"""Types that an attention variant and the layer ``SelfAttention`` share.
+"""Types that a kind of attention and the layer ``SelfAttention`` share.
 
-A variant declares its `Heads` and `Parameter` objects. Its method ``forward`` receives a `Layer`
+A kind declares its `Heads` and `Parameter` objects. Its method ``forward`` receives a `Layer`
 and a `Context`. In shapes b is the number of sequences, and s the number of positions on this
 context-parallel rank.
 """
@@ -23,7 +23,7 @@ Rows = tuple[tuple[Literal["q", "k", "v"], int], ...]
 class Heads:
     """The heads of one layer in the order of the rows of ``linear_qkv``.
 
-    The rows consist of equal blocks, one per key-value head of the variant. Each rank of tensor
+    The rows consist of equal blocks, one per key-value head of the kind. Each rank of tensor
     parallelism or Ulysses has a contiguous range of whole blocks.
 
     Attributes:
@@ -136,7 +136,7 @@ class Parameter:
 
 
 class Layer(Protocol):
-    """Members of ``SelfAttention`` (model/layers/self_attention.py) that a variant may use.
+    """Members of ``SelfAttention`` (model/layers/self_attention.py) that a kind may use.
 
     Attributes:
         layer_number: number of the layer, counted from 1 over all pipeline stages.
