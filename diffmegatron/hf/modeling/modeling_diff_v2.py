@@ -17,15 +17,17 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import (
     LlamaAttention,
     LlamaDecoderLayer,
     LlamaPreTrainedModel,
     apply_rotary_pos_emb,
+    eager_attention_forward,
 )
 
 from .configuration_diff_v2 import DiffV2Config
-from .modeling_diff_base import DiffBaseForCausalLM, DiffBaseModel, attention_function
+from .modeling_diff_base import DiffBaseForCausalLM, DiffBaseModel
 
 
 class DiffV2Attention(LlamaAttention):
@@ -65,9 +67,14 @@ class DiffV2Attention(LlamaAttention):
             # The static cache of transformers 5.0 reads positions from the last argument.
             key, value = past_key_values.update(key, value, self.layer_idx, kwargs)
 
-        options = {**kwargs, "dropout": 0.0, "scaling": self.scaling}
-        attend = attention_function(self.config)
-        attended, weights = attend(self, query, key, value, attention_mask, **options)
+        # vLLM reads this source: `forward` itself must look the function up and call it once, with
+        # an attribute as `scaling`.
+        attend = eager_attention_forward
+        if self.config._attn_implementation != "eager":
+            attend = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
+        attended, weights = attend(
+            self, query, key, value, attention_mask, dropout=0.0, scaling=self.scaling, **kwargs
+        )
         output = self._combine(attended.reshape(heads), self.lambda_proj(hidden_states))
         return self.o_proj(output.to(hidden_states.dtype)), weights
 
