@@ -139,6 +139,23 @@ def test_report_intervals_equal_an_independent_computation(tmp_path):
     assert "| plain | **9.0000** |" in report
 
 
+def test_report_has_the_difference_of_held_out_losses_by_tokens(tmp_path):
+    study = Study.model_validate(VALUES | {"choice": None})
+    finals = {"plain": [2.0, 2.1, 2.3], "other": [1.9, 2.05]}
+    lines = [
+        make_line(arm, seed, **{"valid/loss": loss, "test/loss": loss})
+        for arm, losses in finals.items()
+        for seed, loss in enumerate(losses, start=1)
+    ]
+    write_report(study, {line["run"]: line for line in lines}, tmp_path / "study")
+    found = row((tmp_path / "study.md").read_text(), BY_TOKENS, "other, difference to plain")
+    # At 2,048 tokens every line has the loss 2.0, so that the first difference is exactly 0.
+    mean, half = interval([1.9 - 2.0, 2.05 - 2.1])
+    assert found[:3] == [0, 0, 0]
+    assert found[3:] == pytest.approx([mean, mean - half, mean + half], rel=1e-3)
+
+
+BY_TOKENS = "Held-out loss by tokens"
 ALONG = {
     "every": 2,
     "evaluate": ["--suite", "loss"],

