@@ -55,7 +55,6 @@ class DataConfig(Section):
     packing: Literal["concatenate", "best_fit", "none"] = "concatenate"
     upsampling: Upsampling = Upsampling()
     on_exhausted: Literal["repeat", "stop"] = "repeat"
-    reset_position_ids: bool = Field(default=False, description="positions restart per document")
     reset_attention_mask: bool | None = Field(
         default=None,
         description="attention stays within a document; null: if a packed source has chats",

@@ -28,6 +28,11 @@ COMMAND_LINE = "the command line"
 # Largest number of files of one recipe. A file counts once for each file that extends it.
 MAX_FILES = 32
 
+# Removed key -> reason for its removal. Stored recipes of older runs may still have the key.
+REMOVED = {
+    "data.reset_position_ids": "rotary embeddings depend only on the distance between tokens",
+}
+
 # Content of files. Merged values share nested dictionaries, so never modify them in place.
 Values = dict[str, Any]
 # Dotted key -> the file, the stage or the command line that set it.
@@ -113,7 +118,15 @@ def load_resolved(path: Path) -> Recipe:
                 f"{format_path(path)} has {key!r}, which a resolved recipe must not have"
             )
     require_imported(values, format_path(path))
-    return _validate(values, {}, format_path(path))
+    return _validate(_without_removed_keys(values), {}, format_path(path))
+
+
+def _without_removed_keys(values: Values, prefix: str = "") -> Values:
+    return {
+        key: _without_removed_keys(value, f"{prefix}{key}.") if isinstance(value, dict) else value
+        for key, value in values.items()
+        if f"{prefix}{key}" not in REMOVED
+    }
 
 
 def check_recipe(values: Values, name: str, overrides: Sequence[str] = ()) -> Recipe:
@@ -273,6 +286,8 @@ def _sentence(error: Any, values: dict[str, Any], origins: dict[str, str], path:
     """Describe a pydantic error in a sentence: the file, the key and the mistake."""
     key = ".".join(str(part) for part in error["loc"])
     origin = _origin(key, origins, path)
+    if key in REMOVED:
+        return f"{origin}: key {key!r} is not used any more, because {REMOVED[key]}; remove it"
     if error["type"] == "extra_forbidden":
         if hint := _misplaced_key(error["loc"], values):
             return f"{origin}: unknown key {shorten(key)!r}; {hint}"

@@ -22,7 +22,6 @@ class Recipe(RecipeSections):
     @model_validator(mode="after")
     def _sections_fit(self) -> Self:
         self._check_steps()
-        self._check_documents()
         check_layout(self)
         check_trainable(self)
         return self
@@ -40,14 +39,6 @@ class Recipe(RecipeSections):
                 f"optimizer.schedule.decay_steps {schedule.decay(steps)} and "
                 f"optimizer.schedule.warmup_steps {warmup} are more than the run's {steps} steps; "
                 f"give at most {steps - warmup} steps of decay"
-            )
-
-    def _check_documents(self) -> None:
-        # Rotary embeddings would compute a wrong distance between tokens of different documents.
-        if self.data.reset_position_ids and not self.data.reset_attention_mask:
-            raise ValueError(
-                "data.reset_position_ids is on and data.reset_attention_mask is off; rotary "
-                "embeddings depend on distances only, so turn both on or both off"
             )
 
     def data_parallel(self, world_size: int) -> int:

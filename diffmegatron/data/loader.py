@@ -23,21 +23,11 @@ class Batch:
     tokens: torch.Tensor  # int64 [b, s]: inputs
     labels: torch.Tensor  # int64 [b, s]: the token after each input
     loss_mask: torch.Tensor  # float32 [b, s]: 1 where the label contributes to the loss, else 0
-    # int64 [b, s]: position in the row; data.reset_position_ids restarts it for each document.
-    position_ids: torch.Tensor
-    # int32 [b, s]: index of the token's document in the row; None without reset_attention_mask.
-    document_ids: torch.Tensor | None
+    # int32 [documents + 1]: boundaries of documents in the b concatenated rows, from 0 to b * s.
+    # Each row ends at a boundary. None if attention crosses documents.
+    cu_seqlens: torch.Tensor | None = None
     # int64 [b]: index of each row's source in data.sources; None if the recipe has one source.
     sources: torch.Tensor | None = None
-
-    @property
-    def cu_seqlens(self) -> torch.Tensor:
-        """Cumulative document lengths of all rows for varlen kernels, int32 ``[documents + 1]``."""
-        assert self.document_ids is not None
-        changes = torch.ones_like(self.document_ids, dtype=torch.bool)
-        changes[:, 1:] = self.document_ids[:, 1:] != self.document_ids[:, :-1]
-        starts = changes.flatten().nonzero().flatten()
-        return torch.cat([starts, torch.tensor([changes.numel()])]).to(torch.int32)
 
 
 def collate(samples: list[Sample], config: DataConfig) -> Batch:
@@ -54,12 +44,6 @@ def collate(samples: list[Sample], config: DataConfig) -> Batch:
             loss_mask[row] = torch.from_numpy(sample.loss_mask[1:])
         if config.eod_mask_loss:
             loss_mask[row, sample.starts[1:] - 1] = 0
-    positions = torch.arange(length).expand(size, length).contiguous()
-    document_ids = None
-    if config.reset_position_ids or config.reset_attention_mask:
-        document_ids, starts = _documents(samples, length)
-        if config.reset_position_ids:
-            positions = positions - starts
     sources = None
     if len(config.sources) > 1:
         paths = [source.path for source in config.sources]
@@ -68,23 +52,17 @@ def collate(samples: list[Sample], config: DataConfig) -> Batch:
         tokens=tokens[:, :-1].contiguous(),
         labels=tokens[:, 1:].contiguous(),
         loss_mask=loss_mask,
-        position_ids=positions,
-        document_ids=document_ids if config.reset_attention_mask else None,
+        cu_seqlens=_boundaries(samples, length) if config.reset_attention_mask else None,
         sources=sources,
     )
 
 
-def _documents(samples: list[Sample], length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the index (int32) and first position (int64) of each token's document, ``[b, s]``.
-
-    Both are counted within the row.
-    """
-    numbers, starts = [], []
-    for sample in samples:
-        lengths = np.diff(np.minimum(sample.starts, length), append=length)
-        numbers.append(np.repeat(np.arange(len(lengths), dtype=np.int32), lengths))
-        starts.append(np.repeat(sample.starts, lengths))
-    return torch.from_numpy(np.stack(numbers)), torch.from_numpy(np.stack(starts))
+def _boundaries(samples: list[Sample], length: int) -> torch.Tensor:
+    """Return ``Batch.cu_seqlens`` of rows with ``length`` inputs."""
+    starts = [
+        row * length + sample.starts[sample.starts < length] for row, sample in enumerate(samples)
+    ]
+    return torch.from_numpy(np.concatenate([*starts, [len(samples) * length]]).astype(np.int32))
 
 
 @dataclass(eq=False)

@@ -234,6 +234,5 @@ class _RunModel(Model):
         unit = 2 * self._parallel_state.context_size * self._parallel_state.tensor_size
         more = -len(ids) % unit
         tokens, wanted = (torch.tensor([[*each, *[0] * more]]) for each in (ids, labels))
-        positions = torch.arange(len(ids) + more)[None]
-        batch = Batch(tokens, wanted, torch.ones(tokens.shape), positions, None)
+        batch = Batch(tokens, wanted, torch.ones(tokens.shape))
         return on_this_rank([batch], self._parallel_state)[0]

@@ -138,10 +138,7 @@ def training_logits(checkpoint: Checkpoint, tokens: Tensor) -> Tensor:
     recipe = recipe.model_copy(update={"training": training, **single_process})
     with process_groups(recipe.parallel, recipe.training.seed) as parallel_state:
         network = load_network(checkpoint, recipe, parallel_state)
-        positions = torch.arange(tokens.shape[1]).expand_as(tokens)
-        logits = network(
-            tokens.to(parallel_state.device), positions.to(parallel_state.device), None
-        )
+        logits = network(tokens.to(parallel_state.device))
         return logits[..., : recipe.model.tokens].float().cpu()
 
 

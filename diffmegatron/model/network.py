@@ -110,19 +110,26 @@ class VirtualStage(LanguageModule):
     def forward(
         self,
         tokens: Tensor,
-        position_ids: Tensor,
-        attention_mask: None,
+        position_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
         labels: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """Run the virtual stage; :meth:`Network.forward` describes the arguments.
+        """Run the virtual stage.
+
+        Args:
+            tokens: ids [b, s].
+            position_ids, attention_mask: arguments of Megatron's models, without effect here.
+                Rotary embeddings depend on the order of the tokens, and attention is causal.
+            labels: ids [b, s], or None.
+            packed_seq_params: boundaries of packed documents; None if attention crosses documents.
 
         Returns:
             In the network's last virtual stage, the loss of each token, float32 [b, s]. In the
             other virtual stages, hidden states [s, b, hidden size]. If ``labels`` is None, the last
             virtual stage returns the logits [b, s, v] of this rank's vocabulary shard.
         """
-        hidden = self.embedding(tokens, position_ids) if self.pre_process else self._received
+        hidden = self.embedding(tokens, None) if self.pre_process else self._received
         assert hidden is not None
         length = tokens.shape[1] * self.cp_group.size()
         angles = self._angles(length, device=hidden.device)
@@ -289,9 +296,8 @@ class Network(torch.nn.Module):
     def forward(self, *args: object, **kwargs: object) -> Tensor:
         """Run the only virtual stage.
 
-        With several virtual stages, Megatron's schedules call each of them directly. The arguments
-        are ``tokens`` [b, s], ``position_ids`` [b, s] (without effect), ``attention_mask`` (None,
-        attention is causal), ``labels`` [b, s] and ``packed_seq_params`` (document boundaries).
+        The arguments are those of :meth:`VirtualStage.forward`. With several virtual stages,
+        Megatron's schedules call each of them directly.
         """
         (stage,) = self.virtual_stages
         return stage(*args, **kwargs)

@@ -66,8 +66,6 @@ def peak_of_a_step(recipe: Recipe) -> int:
         tokens=tokens[:, :-1],
         labels=tokens[:, 1:],
         loss_mask=torch.ones(SEQUENCES, LENGTH),
-        position_ids=torch.arange(LENGTH).expand(SEQUENCES, -1),
-        document_ids=None,
     )
     with process_groups(recipe.parallel, seed=1) as parallel_state:
         network = build_model(recipe, parallel_state)

@@ -79,8 +79,6 @@ def _sequence(length: int) -> Batch:
         tokens=tokens[:, :-1],
         labels=tokens[:, 1:],
         loss_mask=torch.full((1, length), 1 / length),
-        position_ids=torch.arange(length)[None],
-        document_ids=None,
     )
 
 

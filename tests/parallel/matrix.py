@@ -40,7 +40,7 @@ INTERLEAVED = (*PIPELINE, "parallel.virtual_pipeline=2")
 ZERO2, ZERO3 = ("parallel.zero_stage=2",), ("parallel.zero_stage=3",)
 OFFLOAD = ("parallel.offload_optimizer=true", "training.offload_activations=true")
 LEAN = ("recompute.granularity=full", "training.loss_chunk=24")
-DOCUMENTS = ("data.reset_attention_mask=true", "data.reset_position_ids=true")
+DOCUMENTS = ("data.reset_attention_mask=true",)
 
 # The time of a step with such a small network is proportional to the number of microbatches. So a
 # step has only one microbatch, unless another override sets micro_batch_size.

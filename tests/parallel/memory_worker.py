@@ -54,8 +54,6 @@ def microbatches(recipe: Recipe, parallel_state) -> list[Batch]:
         tokens=tokens,
         labels=tokens,
         loss_mask=torch.ones(size, length),
-        position_ids=torch.arange(length).expand(size, -1).contiguous(),
-        document_ids=None,
     )
     count = recipe.num_microbatches(parallel_state.world_size)
     return [batch] * count

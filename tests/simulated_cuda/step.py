@@ -135,18 +135,17 @@ def _tensors(tree: Any) -> list[Tensor]:
 def batch(recipe: Recipe) -> Batch:
     """Return a microbatch in host memory.
 
-    The microbatch has document ids if the recipe restricts attention to documents.
+    Each row has ``DOCUMENTS`` documents if the recipe restricts attention to documents.
     """
     rows, length = recipe.training.micro_batch_size, recipe.training.seq_length
     tokens = torch.zeros(rows, length, dtype=torch.int64)
-    documents = None
+    boundaries = None
     if recipe.data.reset_attention_mask:
-        number = torch.arange(length) * DOCUMENTS // length
-        documents = number.to(torch.int32).repeat(rows, 1)
+        starts = [-(-number * length // DOCUMENTS) for number in range(rows * DOCUMENTS + 1)]
+        boundaries = torch.tensor(starts, dtype=torch.int32)
     return Batch(
         tokens=tokens,
         labels=tokens,
         loss_mask=torch.ones(rows, length),
-        position_ids=torch.arange(length).repeat(rows, 1),
-        document_ids=documents,
+        cu_seqlens=boundaries,
     )

@@ -7,7 +7,7 @@ from tests.simulated_cuda.simulate import Case, Recording, SimulationError, try_
 
 LAYERS = 2
 SMALL = (f"model.num_layers={LAYERS}", "training.seq_length=512")
-DOCUMENTS = ("data.reset_attention_mask=true", "data.reset_position_ids=true")
+DOCUMENTS = ("data.reset_attention_mask=true",)
 CASES = {
     # Keep the recipe's sequence length, because the tests compare bytes with numbers of the recipe.
     "fallback": Case("configs/at_scale/diff_3b_64gpus.yaml", 64, SMALL[:1]),

@@ -54,9 +54,7 @@ CASES = {
     "ring": Case("configs/at_scale/diff_3b_64k_64gpus.yaml", 64, LONG, rank=3),
     "tensor": Case(V1, 64, (*SMALL, "parallel.tensor=2")),
     "sequence": Case(V1, 64, (*SMALL, "parallel.tensor=2", "parallel.sequence_parallel=true")),
-    "documents": Case(
-        V1, 64, (*SMALL, "data.reset_attention_mask=true", "data.reset_position_ids=true")
-    ),
+    "documents": Case(V1, 64, (*SMALL, "data.reset_attention_mask=true")),
     "reference": Case(V1, 64, (*SMALL, "training.attention_backend=reference")),
     # With so many tokens, the peak of memory is at the loss.
     "zero 2, long": Case(

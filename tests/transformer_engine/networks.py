@@ -77,14 +77,13 @@ def find(recipe: Recipe) -> dict[str, Any]:
 
     draw = torch.Generator().manual_seed(1)
     tokens = torch.randint(0, recipe.model.vocab_size, (BATCH, LENGTH + 1), generator=draw)
-    positions = torch.arange(LENGTH).expand(BATCH, -1)
     with process_groups(recipe.parallel, seed=1) as parallel_state:
         network = build_model(recipe, parallel_state)
         places = _places(network)
         initial = {name: shard.view(p.data).clone() for name, (p, shard) in places.items()}
         _move_norms(places)
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            loss = network(tokens[:, :-1], positions, None, labels=tokens[:, 1:])
+            loss = network(tokens[:, :-1], labels=tokens[:, 1:])
         weights = {p.untyped_storage().data_ptr() for p in network.parameters()}
         loss.float().mean().backward()
         return {

@@ -162,8 +162,6 @@ def random_batch(length: int, vocabulary: int) -> Batch:
         tokens=tokens[:, :-1],
         labels=tokens[:, 1:],
         loss_mask=torch.ones(1, length),
-        position_ids=torch.arange(length)[None],
-        document_ids=None,
     )
 
 

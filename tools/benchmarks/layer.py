@@ -134,11 +134,10 @@ def prepare(recipe: Recipe, parallel_state: ParallelState):  # type: ignore[no-u
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, recipe.model.vocab_size, shape, generator=generator)
     tokens = tokens.to(parallel_state.device)
-    positions = torch.arange(training.seq_length, device=parallel_state.device).expand(shape[0], -1)
 
     def step() -> None:
         network.zero_grad(set_to_none=True)
-        losses = network(tokens[:, :-1], positions, None, labels=tokens[:, 1:])
+        losses = network(tokens[:, :-1], labels=tokens[:, 1:])
         losses.float().mean().backward()
 
     return step

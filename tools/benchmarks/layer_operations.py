@@ -181,7 +181,7 @@ def count_layer(recipe: Recipe, instead: AbstractContextManager[object] | None =
         with Work() as work, _stand_ins(work), instead or nullcontext():
             _name_parts(stage.decoder.layers[1], work)
             stage.output_layer.register_forward_hook(lambda *_: work.enter(LOSS))
-            network(tokens, tokens, None, labels=tokens).float().mean().backward()
+            network(tokens, labels=tokens).float().mean().backward()
     return work
 
 

@@ -18,7 +18,7 @@ from diffmegatron.data.sampling.samples import open_samples
 from diffmegatron.parallel.parallel_state import ParallelState, errors_on_all_ranks
 
 # Fields of Batch [sequences, positions] that are sharded for context parallelism.
-_BY_TOKEN = ("tokens", "labels", "loss_mask", "position_ids")
+_BY_TOKEN = ("tokens", "labels", "loss_mask")
 
 
 def verify_sources(
@@ -88,7 +88,7 @@ def open_loader(
 def on_this_rank(microbatches: Sequence[Batch], parallel_state: ParallelState) -> list[Batch]:
     """Shard the sequences of microbatches for context parallelism, and move them to the device.
 
-    Document ids stay unsharded and on the CPU, because ``Batch.cu_seqlens`` is computed there.
+    The boundaries of documents stay unsharded and on the CPU, where attention reads them.
     """
     rank, size = parallel_state.context_rank, parallel_state.context_size
     moved = []

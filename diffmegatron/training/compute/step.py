@@ -185,28 +185,16 @@ def _output(network: Callable[..., Tensor], batch: Batch, *, has_labels: bool) -
     """
     return network(
         batch.tokens,
-        batch.position_ids,
-        None,
         labels=batch.labels if has_labels else None,
         packed_seq_params=_packed_documents(batch),
     )
 
 
 def _packed_documents(batch: Batch) -> PackedSeqParams | None:
-    """Return the document boundaries in Megatron's format; None if attention crosses documents.
-
-    Diffmegatron's attention reads only ``cu_seqlens_q``.
-    """
-    if batch.document_ids is None:
+    """Return the document boundaries in Megatron's format; None if attention crosses documents."""
+    if batch.cu_seqlens is None:
         return None
-    length = int(batch.cu_seqlens[-1]) // batch.tokens.shape[0]
-    return PackedSeqParams(
-        qkv_format="sbhd",
-        cu_seqlens_q=batch.cu_seqlens,
-        cu_seqlens_kv=batch.cu_seqlens,
-        max_seqlen_q=length,
-        max_seqlen_kv=length,
-    )
+    return PackedSeqParams(qkv_format="sbhd", cu_seqlens_q=batch.cu_seqlens)
 
 
 def _masked_sum(batch: Batch, losses: Tensor, observe: Observer | None) -> Tensor:

@@ -8,7 +8,7 @@ import yaml
 
 from diffmegatron.attention.kinds.diff_v1 import DiffV1
 from diffmegatron.config import load
-from diffmegatron.config.load import dump_recipe, load_recipe, load_stages
+from diffmegatron.config.load import dump_recipe, load_recipe, load_resolved, load_stages
 from diffmegatron.config.schema import Recipe
 from diffmegatron.errors import UserError
 from diffmegatron.yaml_documents import parse_yaml
@@ -511,10 +511,16 @@ def test_ranks_divide_the_batch(base):
     assert (recipe.data_parallel(4), recipe.num_microbatches(4)) == (2, 2)
 
 
-def test_reset_position_ids_requires_reset_attention_mask(base):
-    assert "data.reset_position_ids is on" in error_of(base, "data.reset_position_ids=true")
-    both = ["data.reset_position_ids=true", "data.reset_attention_mask=true"]
-    assert load_recipe(base, both).data.reset_position_ids
+def test_a_removed_key_is_refused_in_recipes_and_ignored_in_stored_ones(base, tmp_path):
+    error = error_of(base, "data.reset_position_ids=false")
+    assert error == (
+        "the command line: key 'data.reset_position_ids' is not used any more, because rotary "
+        "embeddings depend only on the distance between tokens; remove it"
+    )
+    recipe, stored = load_recipe(base), tmp_path / "stored.yaml"
+    text = dump_recipe(recipe)
+    stored.write_text(text.replace("data:\n", "data:\n  reset_position_ids: true\n"))
+    assert load_resolved(stored) == recipe
 
 
 def test_betas_are_between_zero_and_one(base):

@@ -168,8 +168,7 @@ def test_flops_are_those_of_the_products_that_torch_counts(kind, attention_cost)
 
 def run_forward(network: torch.nn.Module) -> Tensor:
     tokens = torch.arange(BATCH * LENGTH).reshape(BATCH, LENGTH) % VOCABULARY
-    positions = torch.arange(LENGTH).expand(BATCH, -1)
-    return network(tokens, positions, None, labels=tokens)
+    return network(tokens, labels=tokens)
 
 
 def test_flops_of_the_3b_model_match_a_calculation_by_hand():

@@ -18,14 +18,13 @@ from diffmegatron.parallel.parallel_state import process_groups
     ("overrides", "needs"),
     [
         ([], set()),
-        (["data.reset_attention_mask=true", "data.reset_position_ids=true"], {"documents"}),
+        (["data.reset_attention_mask=true"], {"documents"}),
         (["parallel.context=2", "parallel.context_communication=ring"], {"chunks"}),
         (
             [
                 "parallel.context=2",
                 "parallel.context_communication=ring",
                 "data.reset_attention_mask=true",
-                "data.reset_position_ids=true",
             ],
             {"documents", "offsets", "chunks", "masked chunks"},
         ),
@@ -35,7 +34,6 @@ from diffmegatron.parallel.parallel_state import process_groups
                 "parallel.context=2",
                 "parallel.context_communication=all_gather",
                 "data.reset_attention_mask=true",
-                "data.reset_position_ids=true",
             ],
             {"documents", "offsets"},
         ),
@@ -52,7 +50,6 @@ def test_a_kernel_that_a_ring_cannot_use_is_refused_before_the_first_step(tiny_r
         "parallel.context=2",
         "parallel.context_communication=ring",
         "data.reset_attention_mask=true",
-        "data.reset_position_ids=true",
         "training.attention_backend=sdpa_4call",
     )
     with (

@@ -178,7 +178,7 @@ def test_full_recomputation_keeps_the_inputs_of_groups(tiny_recipe, overrides, g
         recipe = tiny_recipe("model.num_layers=4", *overrides)
         with process_groups(recipe.parallel, seed=1) as parallel_state:
             network = build_model(recipe, parallel_state)
-            network(tokens[:, :-1], tokens[:, :-1], None, labels=tokens[:, 1:]).sum().backward()
+            network(tokens[:, :-1], labels=tokens[:, 1:]).sum().backward()
             return [parameter.grad for parameter in network.parameters()]
 
     expected = gradients()

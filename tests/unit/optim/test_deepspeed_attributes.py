@@ -93,8 +93,7 @@ def engines(corpus, tmp_path_factory) -> dict[int, tuple[Any, list[SimpleNamespa
 
 def step(recipe) -> tuple[Any, list[SimpleNamespace]]:
     tokens = torch.randint(0, 257, (4, 17), generator=torch.Generator().manual_seed(0))
-    positions = torch.arange(16).expand(4, -1)
-    batch = Batch(tokens[:, :-1], tokens[:, 1:], torch.ones(4, 16), positions, None)
+    batch = Batch(tokens[:, :-1], tokens[:, 1:], torch.ones(4, 16))
     with process_groups(recipe.parallel, seed=1) as parallel_state:
         network = build_model(recipe, parallel_state)
         with ZeroEngine(network, recipe, parallel_state) as engine:

@@ -52,8 +52,7 @@ def trained(precision: str, steps: list[str]) -> tuple[list[float], dict[str, to
             for step in steps:
                 for is_last in (False, True):
                     tokens = torch.randint(VOCABULARY, (2, LENGTH + 1), generator=generator)
-                    positions = torch.arange(LENGTH).expand(2, -1)
-                    losses = engine(tokens[:, :-1], positions, None, labels=tokens[:, 1:])
+                    losses = engine(tokens[:, :-1], labels=tokens[:, 1:])
                     factor = torch.nan if step == "nan" else 1.0
                     engine.backward(losses.mean() * factor, is_last=is_last)
 

@@ -25,8 +25,6 @@ def a_batch() -> Batch:
         tokens=tokens[:, :-1],
         labels=tokens[:, 1:],
         loss_mask=torch.ones(2, LENGTH),
-        position_ids=torch.arange(LENGTH).expand(2, -1),
-        document_ids=None,
     )
 
 

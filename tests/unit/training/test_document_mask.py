@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from diffmegatron.attention.context_parallel.whole_sequence import row_boundaries
 from diffmegatron.checkpoint.checkpoint_format import read_recipe
 from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
 from diffmegatron.data.prepare.prepare import prepare
@@ -71,13 +72,15 @@ class _Neighbours(Hook):
         row = batch.tokens[:1]
         (ends,) = (row[0] == END).nonzero(as_tuple=True)
         first = int(ends[0]) + 1
+        boundaries = batch.cu_seqlens
+        if boundaries is not None:
+            boundaries = row_boundaries(boundaries, len(batch.tokens))[0]
         one = replace(
             batch,
             tokens=row,
             labels=batch.labels[:1],
             loss_mask=batch.loss_mask[:1],
-            position_ids=batch.position_ids[:1],
-            document_ids=None if batch.document_ids is None else batch.document_ids[:1],
+            cu_seqlens=boundaries,
         )
         changed = row.clone()
         changed[0, : first - 1] = 65

@@ -48,16 +48,18 @@ def every_logit(query, key, documents, meets):
     return torch.cat(found)
 
 
+# Boundaries of the documents in two rows of 64 tokens.
+ENDS = [0, 10, 64, 100, 128]
+
+
 def a_batch(packed):
     """Return two rows of 64 tokens; if ``packed``, each row has two documents."""
     tokens = torch.arange(128).view(2, 64) % 257
-    ids = [[0] * 10 + [1] * 54, [0] * 36 + [1] * 28]
     return Batch(
         tokens=tokens,
         labels=tokens,
         loss_mask=torch.ones(2, 64),
-        position_ids=torch.arange(64).expand(2, 64),
-        document_ids=torch.tensor(ids, dtype=torch.int32) if packed else None,
+        cu_seqlens=torch.tensor(ENDS, dtype=torch.int32) if packed else None,
     )
 
 
@@ -69,7 +71,7 @@ def test_the_largest_logit_of_every_layer_is_found(kind, packed, tiny_recipe, mo
     monkeypatch.setattr(guard_hook, "_QUERIES", 24)
     kind, expected = type(recipe.model.attention), {}
     forward = kind.forward
-    ends = torch.tensor([0, 10, 64, 100, 128] if packed else [0, 64, 128])
+    ends = torch.tensor(ENDS if packed else [0, 64, 128])
 
     def look(kind, layer, context, query, key, *others):
         logits = every_logit(query.transpose(0, 1), key.transpose(0, 1), ends, meets)
@@ -105,5 +107,5 @@ def test_a_nan_logit_is_reported(tiny_recipe):
         )
         weight[3] = math.nan
         tokens = torch.zeros(1, 64, dtype=torch.int64)
-        found = largest_logits(network, lambda: network(tokens, tokens, None))
+        found = largest_logits(network, lambda: network(tokens))
     assert math.isfinite(found[1]) and math.isnan(found[2])

@@ -71,9 +71,8 @@ class Documents:
         rows = torch.cat([batch.tokens, batch.labels[:, -1:]], dim=1).tolist()
         documents = [document for row in rows for document in split(row)]
         tokens = pad_sequence([torch.tensor(each) for each in documents], batch_first=True)
-        positions = torch.arange(tokens.shape[1] - 1).expand(len(documents), -1)
         with torch.no_grad():
-            logits = network(tokens[:, :-1], positions, None).double().transpose(1, 2)
+            logits = network(tokens[:, :-1]).double().transpose(1, 2)
         nats = torch.nn.functional.cross_entropy(logits, tokens[:, 1:], reduction="none").tolist()
         for document, of_document in zip(documents, nats, strict=True):
             learned = [
@@ -154,7 +153,7 @@ def test_each_source_loss_is_the_mean_over_its_own_documents(
     layout, overrides = PACKINGS[packing]
     recipe = tiny_recipe(
         sources[layout], *overrides, *SETTINGS, "training.steps=5", "data.eod_mask_loss=true",
-        "data.reset_attention_mask=true", "data.reset_position_ids=true",
+        "data.reset_attention_mask=true",
     )  # fmt: skip
     expected: dict[int, Documents] = {2: Documents(), 4: Documents(), 5: Documents()}
 

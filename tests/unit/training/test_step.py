@@ -1,6 +1,6 @@
 """Loss and gradients of a step do not depend on how the global batch is cut into microbatches."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -25,7 +25,7 @@ class PlainEngine:
         loss.backward()
 
 
-def batch(masks: list[list[float]], documents: list[list[int]] | None = None) -> Batch:
+def batch(masks: list[list[float]], ends: list[int] | None = None) -> Batch:
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, 257, (4, LENGTH + 1), generator=generator)
     mask = torch.tensor(masks).repeat_interleave(LENGTH // len(masks[0]), dim=1)
@@ -33,21 +33,13 @@ def batch(masks: list[list[float]], documents: list[list[int]] | None = None) ->
         tokens=tokens[:, :-1],
         labels=tokens[:, 1:],
         loss_mask=mask,
-        position_ids=torch.arange(LENGTH).expand(4, -1),
-        document_ids=None if documents is None else torch.tensor(documents, dtype=torch.int32),
+        cu_seqlens=None if ends is None else torch.tensor([0, *ends], dtype=torch.int32),
     )
 
 
 def rows(whole: Batch, *numbers: int) -> Batch:
     picked = list(numbers)
-    documents = None if whole.document_ids is None else whole.document_ids[picked]
-    return Batch(
-        whole.tokens[picked],
-        whole.labels[picked],
-        whole.loss_mask[picked],
-        whole.position_ids[picked],
-        documents,
-    )
+    return Batch(whole.tokens[picked], whole.labels[picked], whole.loss_mask[picked])
 
 
 def run(recipe, microbatches: list[Batch]):
@@ -55,12 +47,7 @@ def run(recipe, microbatches: list[Batch]):
         network = build_model(recipe, parallel_state)
         loss = forward_backward(PlainEngine(network), microbatches, parallel_state)
         held_out = forward_only(network, microbatches, parallel_state)
-        token_losses = network(
-            microbatches[0].tokens,
-            microbatches[0].position_ids,
-            None,
-            labels=microbatches[0].labels,
-        )
+        token_losses = network(microbatches[0].tokens, labels=microbatches[0].labels)
     gradients = {name: p.grad for name, p in network.named_parameters()}
     return loss.item(), held_out.item(), gradients, token_losses.detach()
 
@@ -87,21 +74,16 @@ def test_a_batch_with_nothing_to_learn_has_no_gradient(tiny_recipe):
     assert all(not gradient.any() for gradient in gradients.values())
 
 
-def test_document_ids_separate_documents_in_attention(tiny_recipe):
+def test_boundaries_separate_documents_in_attention(tiny_recipe):
     """Check that the loss of a row's second document does not depend on the first document.
 
-    Without document ids, the loss depends on the first document.
+    Without boundaries, the loss depends on the first document.
     """
-    ids = [[0] * 6 + [1] * (LENGTH - 6)] * 4
+    ends = [row * LENGTH + end for row in range(4) for end in (6, LENGTH)]
     second = [[0.0] * 6 + [1.0] * (LENGTH - 6)] * 4
-    one = batch(second, ids)
-    other = Batch(
-        torch.cat([one.tokens[:, :6].flip(0), one.tokens[:, 6:]], dim=1),
-        one.labels,
-        one.loss_mask,
-        one.position_ids,
-        one.document_ids,
-    )
+    one = batch(second, ends)
+    tokens = torch.cat([one.tokens[:, :6].flip(0), one.tokens[:, 6:]], dim=1)
+    other = replace(one, tokens=tokens)
     assert run(tiny_recipe(), [one])[0] == run(tiny_recipe(), [other])[0]
-    crossing = [Batch(**{**vars(b), "document_ids": None}) for b in (one, other)]
+    crossing = [replace(each, cu_seqlens=None) for each in (one, other)]
     assert run(tiny_recipe(), crossing[:1])[0] != run(tiny_recipe(), crossing[1:])[0]

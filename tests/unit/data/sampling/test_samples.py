@@ -277,20 +277,18 @@ def test_plain_batches_ignore_document_boundaries() -> None:
     batch = collate([sample([0, 3]), sample([0])], config("x"))
     assert batch.tokens.tolist() == [[0, 1, 2, 3, 4, 5]] * 2
     assert batch.labels.tolist() == [[1, 2, 3, 4, 5, 6]] * 2
-    assert batch.position_ids.tolist() == [[0, 1, 2, 3, 4, 5]] * 2
     assert batch.loss_mask.tolist() == [[1.0] * 6] * 2
-    assert batch.document_ids is None
-    dtypes = (batch.tokens.dtype, batch.labels.dtype, batch.position_ids.dtype)
-    assert dtypes == (torch.int64,) * 3 and batch.loss_mask.dtype == torch.float32
+    assert batch.cu_seqlens is None
+    dtypes = (batch.tokens.dtype, batch.labels.dtype)
+    assert dtypes == (torch.int64,) * 2 and batch.loss_mask.dtype == torch.float32
 
 
-def test_positions_attention_and_loss_stop_at_documents() -> None:
-    recipe = config("x", reset_position_ids=True, reset_attention_mask=True, eod_mask_loss=True)
+def test_attention_and_loss_stop_at_documents() -> None:
+    recipe = config("x", reset_attention_mask=True, eod_mask_loss=True)
     batch = collate([sample([0, 2, 3]), sample([0, 6])], recipe)
-    assert batch.position_ids.tolist() == [[0, 1, 0, 0, 1, 2], [0, 1, 2, 3, 4, 5]]
     assert batch.loss_mask.tolist() == [[1, 0, 0, 1, 1, 1], [1, 1, 1, 1, 1, 0]]
-    assert batch.document_ids is not None
-    assert batch.document_ids.tolist() == [[0, 0, 1, 2, 2, 2], [0, 0, 0, 0, 0, 0]]
+    # The second row's second document begins at a label, so it has no input.
+    assert batch.cu_seqlens is not None
     assert batch.cu_seqlens.tolist() == [0, 2, 3, 6, 12]
     assert batch.cu_seqlens.dtype == torch.int32
 
