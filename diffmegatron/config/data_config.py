@@ -25,7 +25,9 @@ def _folder(path: str) -> str:
 class Source(Section):
     """A prepared corpus (``PREFIX.bin``, ``PREFIX.idx`` and ``PREFIX.json``) and its weight."""
 
-    path: Annotated[PathText, AfterValidator(_prefix)]
+    path: Annotated[PathText, AfterValidator(_prefix)] = Field(
+        description="PREFIX of prepare, or PREFIX.parts of merged parts"
+    )
     weight: float = Field(default=1.0, ge=0, description="relative share of the tokens")
 
 
@@ -37,24 +39,38 @@ class Upsampling(Section):
     sources with long documents.
     """
 
-    mode: Literal["none", "per_source", "global"] = "none"
-    long_tokens: Size = 4096
-    keep_short: float = Field(default=0.1, ge=0, le=1)
+    mode: Literal["none", "per_source", "global"] = Field(
+        default="none", description="per_source: keep the share of tokens of every source"
+    )
+    long_tokens: Size = Field(default=4096, description="tokens from which a document is long")
+    keep_short: float = Field(
+        default=0.1, ge=0, le=1, description="probability that a shorter document is kept"
+    )
 
 
 class DataConfig(Section):
     """Sources of the training data and their weights, packing, and the held-out splits."""
 
-    tokenizer: Annotated[PathText, AfterValidator(_folder)] = "cl100k_base"
-    sources: tuple[Source, ...] = Field(min_length=1, max_length=128)
+    tokenizer: Annotated[PathText, AfterValidator(_folder)] = Field(
+        default="cl100k_base", description="tokenizer of the sources: bytes, an encoding, a folder"
+    )
+    sources: tuple[Source, ...] = Field(
+        min_length=1, max_length=128, description="prepared corpora and their weights"
+    )
     validation_fraction: float = Field(
         default=0.001, ge=0, lt=1, description="share of the documents; 0: no held-out loss"
     )
-    test_fraction: float = Field(default=0.0, ge=0, lt=1)
+    test_fraction: float = Field(
+        default=0.0, ge=0, lt=1, description="share of the documents for test/loss at the end"
+    )
     split_seed: Seed = Field(default=1234, description="seed of the choice of held-out documents")
-    packing: Literal["concatenate", "best_fit", "none"] = "concatenate"
+    packing: Literal["concatenate", "best_fit", "none"] = Field(
+        default="concatenate", description="how documents fill sequences; none: one each"
+    )
     upsampling: Upsampling = Upsampling()
-    on_exhausted: Literal["repeat", "stop"] = "repeat"
+    on_exhausted: Literal["repeat", "stop"] = Field(
+        default="repeat", description="at the end of a source: read it again, or end the run"
+    )
     reset_attention_mask: bool | None = Field(
         default=None,
         description="attention stays within a document; null: if a packed source has chats",

@@ -24,10 +24,14 @@ class Initialization(Section):
     By default, untied embeddings start with standard deviation 1 (docs/recipes.md has the reason).
     """
 
-    scheme: Literal["scaled", "normal"] = "scaled"
-    std: float = Field(default=0.02, gt=0)
+    scheme: Literal["scaled", "normal"] = Field(
+        default="scaled", description="scaled: divide std by sqrt(2 num_layers) in output matrices"
+    )
+    std: float = Field(default=0.02, gt=0, description="standard deviation of the matrices")
     embedding_std: float | None = Field(
-        default=None, gt=0, description="null: 1, or std where the embedding is also the output"
+        default=None,
+        gt=0,
+        description="standard deviation of the embedding; null: 1, or std with tied_embeddings",
     )
 
 
@@ -40,11 +44,21 @@ class RopeScaling(Section):
     high_freq_factor``, and interpolates between these wavelengths.
     """
 
-    kind: Literal["linear", "llama3"]
-    factor: float = Field(ge=1)
-    low_freq_factor: float = Field(default=1.0, gt=0)
-    high_freq_factor: float = Field(default=4.0, gt=0)
-    original_length: Size = Field(default=8192, description="tokens, before scaling")
+    kind: Literal["linear", "llama3"] = Field(
+        description="linear: divide all frequencies; llama3: divide the low frequencies only"
+    )
+    factor: float = Field(ge=1, description="divisor of the frequencies")
+    low_freq_factor: float = Field(
+        default=1.0,
+        gt=0,
+        description="original_length / longest wavelength that is blended; llama3",
+    )
+    high_freq_factor: float = Field(
+        default=4.0, gt=0, description="original_length / longest wavelength that is kept; llama3"
+    )
+    original_length: Size = Field(
+        default=8192, description="tokens that the model was trained with before; llama3"
+    )
 
     @model_validator(mode="after")
     def _low_is_below_high(self) -> Self:
@@ -68,9 +82,12 @@ class LoraConfig(Section):
     one B, as in Megatron Bridge's ``LoRA``.
     """
 
-    rank: Annotated[Size, Field(le=4096)]
-    alpha: float = Field(gt=0)
-    targets: tuple[Target, ...] = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+    rank: Annotated[Size, Field(le=4096)] = Field(description="rows of A and columns of B")
+    alpha: float = Field(gt=0, description="the update is multiplied by alpha / rank")
+    targets: tuple[Target, ...] = Field(
+        default=("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"),
+        description="projections of every layer that get an update",
+    )
 
     @field_validator("targets")
     @classmethod
@@ -95,22 +112,34 @@ class ModelConfig(Section):
     ``attention`` by the Transformer's attention of the same width.
     """
 
-    num_layers: Size
-    hidden_size: Annotated[Size, Field(ge=2)]
+    num_layers: Size = Field(description="number of layers")
+    hidden_size: Annotated[Size, Field(ge=2)] = Field(description="channels of the hidden states")
     baseline: bool = Field(
         default=False, exclude=True, description="replace attention by the Transformer's"
     )
     attention: SerializeAsAny[AttentionKind]
-    ffn_hidden_size: Size
-    vocab_size: Size = Field(description="padded size of the embedding")
+    ffn_hidden_size: Size = Field(description="channels between the two matrices of SwiGLU")
+    vocab_size: Size = Field(
+        description="rows of the embedding with padding; a multiple of parallel.tensor"
+    )
     vocab_padding: SizeOrZero = Field(
         default=0, description="unused rows at the end, excluded from the loss and from exports"
     )
-    rope_theta: float = Field(default=10_000.0, gt=0)
-    rope_scaling: RopeScaling | None = None
-    norm_eps: float = Field(default=1e-5, gt=0)
-    tied_embeddings: bool = False
-    lora: LoraConfig | None = None
+    rope_theta: float = Field(
+        default=10_000.0, gt=0, description="base of the rotary embedding's frequencies"
+    )
+    rope_scaling: RopeScaling | None = Field(
+        default=None, description="scaling of the rotary frequencies; null: none"
+    )
+    norm_eps: float = Field(
+        default=1e-5, gt=0, description="number that RMSNorm adds to the mean square"
+    )
+    tied_embeddings: bool = Field(
+        default=False, description="use the embedding's weight in the output layer too"
+    )
+    lora: LoraConfig | None = Field(
+        default=None, description="low-rank updates of frozen matrices; null: none"
+    )
     initialization: Initialization = Initialization()
     _replaced: AttentionKind | None = PrivateAttr(default=None)
 

@@ -21,14 +21,22 @@ class Schedule(Section):
     decays. ``wsd`` (arXiv 2404.06395) decays linearly over the last ``decay_steps`` steps.
     """
 
-    kind: Literal["linear", "cosine", "constant", "wsd"] = "linear"
-    warmup_steps: _Steps | None = None
-    warmup_ratio: _Share | None = Field(default=None, description="instead of warmup_steps")
-    decay_steps: Annotated[_Steps, Field(ge=1)] | None = Field(default=None, description="for wsd")
-    decay_ratio: Annotated[_Share, Field(gt=0)] | None = Field(
-        default=None, description="instead of decay_steps"
+    kind: Literal["linear", "cosine", "constant", "wsd"] = Field(
+        default="linear", description="course of the learning rate after the warm-up"
     )
-    final_lr: float = Field(default=0.0, ge=0)
+    warmup_steps: _Steps | None = Field(
+        default=None, description="steps of the linear warm-up from 0; null: warmup_ratio or none"
+    )
+    warmup_ratio: _Share | None = Field(
+        default=None, description="share of the run's steps, instead of warmup_steps"
+    )
+    decay_steps: Annotated[_Steps, Field(ge=1)] | None = Field(
+        default=None, description="last steps of the run, in which wsd decays"
+    )
+    decay_ratio: Annotated[_Share, Field(gt=0)] | None = Field(
+        default=None, description="share of the run's steps, instead of decay_steps"
+    )
+    final_lr: float = Field(default=0.0, ge=0, description="learning rate of the last step")
 
     @model_validator(mode="after")
     def _one_length_each(self) -> Self:
@@ -73,19 +81,25 @@ class OptimizerConfig(Section):
     ``*.linear_qkv.weight:k``. ``lr_multipliers`` maps patterns without suffix to factors of ``lr``.
     """
 
-    lr: float = Field(gt=0)
+    lr: float = Field(gt=0, description="largest learning rate")
     lr_multipliers: dict[Pattern, Annotated[float, Field(gt=0)]] = Field(
         default={}, max_length=_MAX_PATTERNS, description="factors of lr by pattern"
     )
     trainable: Annotated[tuple[Pattern, ...], Field(max_length=_MAX_PATTERNS)] | None = Field(
         default=None, description="patterns; null: everything, or with LoRA its matrices only"
     )
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = Field(default=1e-8, gt=0)
-    weight_decay: float = Field(default=0.1, ge=0)
-    decay_embeddings: bool = True
-    decay_lambda: bool = False
-    clip_grad_norm: float = Field(default=1.0, gt=0)
+    betas: tuple[float, float] = Field(
+        default=(0.9, 0.95), description="decay rates of Adam's two moments"
+    )
+    eps: float = Field(default=1e-8, gt=0, description="number in the denominator of the update")
+    weight_decay: float = Field(
+        default=0.1, ge=0, description="decoupled decay, multiplied by the learning rate"
+    )
+    decay_embeddings: bool = Field(default=True, description="decay the embedding and output too")
+    decay_lambda: bool = Field(default=False, description="decay parameters of lambda too")
+    clip_grad_norm: float = Field(
+        default=1.0, gt=0, description="largest norm of all gradients; longer ones are scaled"
+    )
     schedule: Schedule = Schedule()
 
     @model_validator(mode="after")

@@ -10,8 +10,8 @@ from diffmegatron.section import Ranks, Section, Size
 class ParallelConfig(Section):
     """Parallel layout. Data-parallel size: number of ranks / (tensor x context x pipeline)."""
 
-    tensor: Ranks = 1
-    pipeline: Ranks = 1
+    tensor: Ranks = Field(default=1, description="ranks that share the matrices of each layer")
+    pipeline: Ranks = Field(default=1, description="ranks that share the layers")
     virtual_pipeline: Size = Field(
         default=1, description="virtual stages per pipeline rank; above 1: interleaved 1F1B"
     )
@@ -20,8 +20,12 @@ class ParallelConfig(Section):
         default="auto",
         description="auto: ulysses if the ranks divide the key-value heads, otherwise ring",
     )
-    sequence_parallel: bool = False
-    zero_stage: Literal[1, 2, 3] = 1
+    sequence_parallel: bool = Field(
+        default=False, description="share norms and hidden states over the tensor-parallel ranks"
+    )
+    zero_stage: Literal[1, 2, 3] = Field(
+        default=1, description="shard: 1 optimizer state, 2 also gradients, 3 also weights"
+    )
     offload_optimizer: bool = Field(
         default=False, description="keep master weights and Adam's moments in host memory"
     )
@@ -98,9 +102,15 @@ class RecomputeConfig(Section):
     ``layers`` layers of each virtual stage.
     """
 
-    granularity: Literal["none", "selective", "full"] = "none"
-    method: Literal["uniform", "block"] = "uniform"
-    layers: Size = 1
+    granularity: Literal["none", "selective", "full"] = Field(
+        default="none", description="selective: compute attention twice; full: whole layers"
+    )
+    method: Literal["uniform", "block"] = Field(
+        default="uniform", description="block: only the first layers of each virtual stage"
+    )
+    layers: Size = Field(
+        default=1, description="layers of a group (uniform), or of each virtual stage (block)"
+    )
 
     @model_validator(mode="after")
     def _layers_belong_to_full(self) -> Self:

@@ -14,7 +14,7 @@ from diffmegatron.section import PathText, Section
 class RecipeSections(Section):
     """The sections of a recipe. The subclass ``Recipe`` adds the checks across sections."""
 
-    run_dir: PathText
+    run_dir: PathText = Field(description="folder of everything that the run writes")
     imports: tuple[str, ...] = Field(
         default=(), max_length=64, description="Python files or modules with your own code"
     )

@@ -37,18 +37,28 @@ class GuardConfig(Section):
     steps. After ``max_rollbacks`` rollbacks, the run ends instead.
     """
 
-    spikes: Literal["ignore", "record", "skip"] = "record"
-    sigma: float = Field(default=8.0, gt=0)
-    window: Annotated[Size, Field(ge=8)] = Field(default=128, description="steps")
-    patience: Size = Field(default=3, description="skipped steps in a row")
-    then: Literal["rollback", "stop"] = "rollback"
-    max_rollbacks: int = Field(default=3, ge=0, le=MAX_SIZE)
+    spikes: Literal["ignore", "record", "skip"] = Field(
+        default="record", description="reaction to a spike of the loss or gradient norm"
+    )
+    sigma: float = Field(
+        default=8.0, gt=0, description="standard deviations above the mean that make a spike"
+    )
+    window: Annotated[Size, Field(ge=8)] = Field(
+        default=128, description="applied steps of the mean and standard deviation"
+    )
+    patience: Size = Field(default=3, description="skipped steps in a row before `then`")
+    then: Literal["rollback", "stop"] = Field(
+        default="rollback", description="load the newest checkpoint and skip the data, or end"
+    )
+    max_rollbacks: int = Field(
+        default=3, ge=0, le=MAX_SIZE, description="rollbacks after which the run ends instead"
+    )
 
 
 class WatchdogConfig(Section):
     """Time that a rank may spend without progress before it dumps its stacks and ends the job."""
 
-    enabled: bool = True
+    enabled: bool = Field(default=True, description="end a job whose ranks make no progress")
     startup_seconds: float = Field(
         default=3600.0, gt=0, description="limit for the first step, for a save and for a load"
     )

@@ -35,8 +35,8 @@ class ProfileConfig(Section):
 class WandbConfig(Section):
     """Logging to Weights & Biases in addition to TensorBoard; needs the package ``wandb``."""
 
-    project: _Name
-    entity: _Name | None = None
+    project: _Name = Field(description="project at Weights & Biases")
+    entity: _Name | None = Field(default=None, description="user or team; null: the login's")
     name: _Name | None = Field(default=None, description="null: the name of run_dir")
 
 
@@ -48,8 +48,8 @@ class EvaluateConfig(Section):
 
     model_config = ConfigDict(extra="allow")
 
-    suite: str
-    every: Count
+    suite: str = Field(description="name of the suite, as for evaluate --suite")
+    every: Count = Field(description="steps between two evaluations")
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -60,12 +60,18 @@ class EvaluateConfig(Section):
 class TrainingConfig(Section):
     """Length, batch, precision and measurements of a run; batch sizes are in sequences."""
 
-    seq_length: Annotated[Size, Field(ge=2)]
-    global_batch_size: Size
-    micro_batch_size: Size = 1
-    steps: Count | None = None
-    tokens: Count | None = Field(default=None, description="length of the run, instead of steps")
-    precision: Literal["bf16", "fp32"] = "bf16"
+    seq_length: Annotated[Size, Field(ge=2)] = Field(description="tokens of a sequence")
+    global_batch_size: Size = Field(description="sequences of a step over all ranks")
+    micro_batch_size: Size = Field(
+        default=1, description="sequences that a data-parallel rank computes at once"
+    )
+    steps: Count | None = Field(default=None, description="length of the run in steps")
+    tokens: Count | None = Field(
+        default=None, description="length of the run in tokens, instead of steps"
+    )
+    precision: Literal["bf16", "fp32"] = Field(
+        default="bf16", description="dtype of weights in the network; master weights are float32"
+    )
     attention_backend: Annotated[str, AfterValidator(_check_backend)] = Field(
         default="auto", description="kernel of differential attention; doctor lists those that run"
     )
@@ -78,17 +84,21 @@ class TrainingConfig(Section):
     deterministic: bool = Field(
         default=False, description="use a fixed order of sums, for the same bits on a GPU too"
     )
-    seed: Seed = 1234
-    log_interval: Count = 10
-    eval_interval: Count = 1000
+    seed: Seed = Field(default=1234, description="seed of initial weights and of the data order")
+    log_interval: Count = Field(default=10, description="steps between two records of metrics")
+    eval_interval: Count = Field(default=1000, description="steps between held-out losses")
     eval_batches: int = Field(
         default=10, ge=0, le=MAX_SIZE, description="global batches; 0: no evaluation"
     )
     evaluate: tuple[EvaluateConfig, ...] = Field(
         default=(), max_length=16, description="suites that run within training"
     )
-    profile: ProfileConfig | None = None
-    wandb: WandbConfig | None = None
+    profile: ProfileConfig | None = Field(
+        default=None, description="trace of some steps; null: none"
+    )
+    wandb: WandbConfig | None = Field(
+        default=None, description="logging to Weights & Biases; null: none"
+    )
 
     @model_validator(mode="after")
     def _one_length(self) -> Self:
