@@ -14,6 +14,7 @@ from diffmegatron.data.sampling.samples import Sample, Samples
 from diffmegatron.errors import UserError
 
 _PREFETCH = 2
+_SAMPLES_WITH_LABELS = 64  # Number of samples that are searched for labels.
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,22 @@ def collate(samples: list[Sample], config: DataConfig) -> Batch:
         loss_mask=loss_mask,
         cu_seqlens=_boundaries(samples, length) if config.reset_attention_mask else None,
         sources=sources,
+    )
+
+
+def missing_labels_warning(samples: Samples, first: int, end: int) -> str | None:
+    """Return a warning if most of the first 64 samples from ``first`` to ``end`` have no label.
+
+    A label is a token with loss. The result is None if at least half of the samples have a label.
+    """
+    numbers = range(first, min(end, first + _SAMPLES_WITH_LABELS))
+    empty = sum(not collate([samples[n]], samples.config).loss_mask.any() for n in numbers)
+    if 2 * empty <= len(numbers):
+        return None
+    return (
+        f"{empty} of the {len(numbers)} sequences from sample {first} on have no label with loss, "
+        "and a step without labels changes no weight; raise training.seq_length above the length "
+        "of the prompts, or shorten them (`diffmegatron data inspect` shows the labels)"
     )
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, distributed
 
 from diffmegatron.attention.context_parallel.whole_sequence import sequence_of_all_ranks
 from diffmegatron.data.loader import Batch
+from diffmegatron.errors import UserError
 from diffmegatron.model.layers.self_attention import SelfAttention
 from diffmegatron.model.network import Network
 from diffmegatron.parallel.parallel_state import ParallelState
@@ -57,6 +58,9 @@ def gradient_sums(
     xi = 1 is a factor by which a head's output is multiplied. L is the mean loss of a sequence.
     A head's score is the mean of |dL/dxi| over all sequences, weighted by their numbers of tokens
     with loss.
+
+    Raises:
+        UserError: If no token has a loss.
     """
     total: Sums = {}
 
@@ -68,8 +72,13 @@ def gradient_sums(
         _add(total, layer, by_sequence.abs().sum(0).cpu())
 
     with _hooked(network, lambda layer: _add_gradient_hook(layer, partial(add, layer))):
-        forward_backward(_EngineWithoutOptimizer(network), microbatches, parallel_state)
+        loss = forward_backward(_EngineWithoutOptimizer(network), microbatches, parallel_state)
     network.zero_grad(set_to_none=True)
+    if not loss.tokens:
+        raise UserError(
+            "the sequences have no label with loss, so no head has an importance; give --data with "
+            "labels, or --method entropy"
+        )
     # `scale` removes two factors. forward_backward multiplies the loss by `ranks`, and every
     # context-parallel rank has added the importance of the whole sequence.
     ranks = parallel_state.data_size * parallel_state.context_size

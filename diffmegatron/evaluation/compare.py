@@ -29,7 +29,7 @@ from diffmegatron.files import (
 )
 from diffmegatron.model.accounting.parameters import count_parameters
 from diffmegatron.training.monitoring.metrics import METRICS, Entry, read_metrics
-from diffmegatron.training.monitoring.source_losses import SOURCE_LOSS, SOURCE_TOKENS
+from diffmegatron.training.monitoring.source_losses import SOURCE_LOSS
 
 # Share of the last stage's steps over which the final training losses are averaged.
 _LAST_SHARE = 0.1
@@ -150,11 +150,7 @@ def final_figures(run: RecordedRun) -> dict[str, Any]:
         "steps": sum(stage.last_step for stage in run.stages),
         "tokens": sum(stage.tokens for stage in run.stages),
     }
-    losses = last.series("train/loss")
-    ending = [loss for tokens, loss in losses if tokens > last.tokens * (1 - _LAST_SHARE)]
-    if ending:
-        figures["train/loss"] = statistics.mean(ending)
-    figures |= _source_losses(last, last.last_step * (1 - _LAST_SHARE))
+    figures |= _training_losses(last, last.last_step * (1 - _LAST_SHARE))
     for name in ("valid/", "eval/"):
         figures |= {each: last.series(each)[-1][1] for each in last.names(name)}
     lambdas = [last.series(name)[-1][1] for name in last.names("attn/lambda_layer_")]
@@ -169,18 +165,22 @@ def final_figures(run: RecordedRun) -> dict[str, Any]:
     return figures
 
 
-def _source_losses(stage: RecordedStage, after_step: float) -> dict[str, float]:
-    """Return the mean loss per token of each data source, over the steps after ``after_step``."""
+def _training_losses(stage: RecordedStage, after_step: float) -> dict[str, float]:
+    """Return the mean losses per token, of all data and of each source.
+
+    Only records of steps after ``after_step`` count, weighted by their numbers of tokens.
+    """
     losses = {}
-    for loss in stage.names(SOURCE_LOSS):
-        tokens = loss.replace(SOURCE_LOSS, SOURCE_TOKENS, 1)
+    for loss in ("train/loss", *stage.names(SOURCE_LOSS)):
+        name = loss.replace("train/loss", "train/loss_tokens", 1)
+        # Records of older versions lack the number of tokens of the whole batch.
         ending = [
-            entry
+            (entry.get(name, stage.recipe.training.tokens_per_step), entry[loss])
             for entry in stage.entries
-            if entry["step"] > after_step and {loss, tokens} <= entry.keys()
+            if entry["step"] > after_step and loss in entry
         ]
-        if total := sum(entry[tokens] for entry in ending):
-            losses[loss] = sum(entry[tokens] * entry[loss] for entry in ending) / total
+        if total := sum(tokens for tokens, _ in ending):
+            losses[loss] = sum(tokens * each for tokens, each in ending) / total
     return losses
 
 

@@ -33,7 +33,7 @@ from diffmegatron.parallel.parallel_state import ParallelState
 from diffmegatron.training.compute.batches import on_this_rank
 from diffmegatron.training.compute.step import next_tokens, token_losses
 from diffmegatron.training.monitoring.due import suite_evaluator_name
-from diffmegatron.training.monitoring.evaluators import Values
+from diffmegatron.training.monitoring.evaluators import Values, without_values
 from diffmegatron.training.monitoring.progress import print_line
 from diffmegatron.validation import validated
 
@@ -175,7 +175,7 @@ class SuiteEvaluator:
             for name, (total, weight) in sums.items()
             if weight
         }
-        return found or {metric_name(self._suite.name, "without_values"): 1.0}
+        return found or {without_values(self.name): 1.0}
 
 
 def metric_name(suite: str, measure: str) -> str:

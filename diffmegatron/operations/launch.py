@@ -234,19 +234,19 @@ def _queue() -> dict[str, str] | None:
 
 
 def _measured_seconds(recipes: Sequence[Recipe]) -> tuple[float | None, float]:
-    """Return the seconds of the longest recorded save, and the median seconds of a step.
+    """Return the seconds of the longest recorded save, and the seconds of a step.
 
-    The first is None if no save is recorded. The second is 0 if no speed is recorded.
+    The latter are the median of the slowest stage. The first is None if no save is recorded, and
+    the second is 0 if no speed is recorded.
     """
-    entries = [entry for recipe in recipes for entry in newest_entries(Path(recipe.run_dir))]
-    saves = [e["ckpt/total_seconds"] for e in entries if "ckpt/total_seconds" in e]
-    steps = [
-        recipe.training.tokens_per_step / entry["perf/tokens_per_second"]
-        for recipe in recipes[-1:]
-        for entry in entries
-        if entry.get("perf/tokens_per_second", 0) > 0
-    ]
-    return max(saves, default=None), statistics.median(steps) if steps else 0.0
+    saves, step = list[float](), 0.0
+    for recipe in recipes:
+        entries = newest_entries(Path(recipe.run_dir))
+        saves += [e["ckpt/total_seconds"] for e in entries if "ckpt/total_seconds" in e]
+        speeds = [speed for e in entries if (speed := e.get("perf/tokens_per_second", 0)) > 0]
+        if speeds:
+            step = max(step, recipe.training.tokens_per_step / statistics.median(speeds))
+    return max(saves, default=None), step
 
 
 def _signal_seconds(save: float | None, step: float, cluster: Cluster) -> int:

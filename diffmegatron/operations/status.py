@@ -220,17 +220,21 @@ def _seconds_left(entries: Sequence[Entry], step: int | None, steps: int | None)
     Intervals whose steps took more than ten times the median are ignored. They probably contain a
     requeue.
     """
-    marks = [(e["step"], e["time"]) for e in entries if "train/loss" in e and "time" in e]
-    seconds_per_step = [
-        (time_after - time_before) / (step_after - step_before)
+    marks = [
+        (e["step"], e["time"]) for e in entries if "perf/tokens_per_second" in e and "time" in e
+    ]
+    # Each interval has a number of seconds and a number of steps.
+    intervals = [
+        (time_after - time_before, step_after - step_before)
         for (step_before, time_before), (step_after, time_after) in pairwise(marks)
         if step_after > step_before
     ]
-    if step is None or steps is None or not seconds_per_step:
+    if step is None or steps is None or not intervals:
         return None
-    median = sorted(seconds_per_step)[len(seconds_per_step) // 2]
-    usable = [seconds for seconds in seconds_per_step if seconds <= 10 * median]
-    return (steps - step) * sum(usable) / len(usable)
+    median = sorted(seconds / count for seconds, count in intervals)[len(intervals) // 2]
+    usable = [(seconds, count) for seconds, count in intervals if seconds <= 10 * median * count]
+    seconds, count = (sum(each) for each in zip(*usable, strict=True))
+    return (steps - step) * seconds / count
 
 
 def print_status(status: Status, console: Console) -> None:

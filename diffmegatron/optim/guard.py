@@ -1,6 +1,8 @@
 """The guard, which decides from loss and gradient norm whether a training step is applied.
 
 - A step whose loss or gradient norm is not finite is never applied.
+- A step whose batch has no label is not applied, because the optimizer would still change weights
+  by its momentum and weight decay.
 - A spike is a step whose loss or gradient norm is far above the mean of recent steps. The
   recipe's ``guard.spikes`` selects whether spikes are ignored, recorded, or skipped.
 - After several skipped steps in a row, the run stops or rolls back. A rollback loads a checkpoint
@@ -36,7 +38,7 @@ class StepDecision:
 
     Attributes:
         applied: whether the optimizer updates the weights.
-        reason: description of the anomaly; None for a normal step.
+        reason: description of the anomaly; None for a step without an anomaly.
         finite: whether loss and gradient norm are finite.
     """
 
@@ -47,22 +49,37 @@ class StepDecision:
 
 
 class Guard:
-    """The guard of a run; it counts skipped steps, spikes and rollbacks since the run began."""
+    """The guard of a run; it counts events since the run began.
+
+    Attributes:
+        skipped: number of steps skipped because of a value that is not finite, or of a spike.
+        spikes: number of spikes.
+        rollbacks: number of rollbacks.
+        without_labels: number of steps without labels.
+    """
 
     def __init__(self, config: GuardConfig) -> None:
         self._config = config
         self._recent = {
             name: deque[float](maxlen=config.window) for name in ("loss", "gradient norm")
         }
-        self._in_a_row = self.skipped = self.spikes = self.rollbacks = 0
+        self._in_a_row = self.skipped = self.spikes = self.rollbacks = self.without_labels = 0
 
-    def decide(self, loss: float, gradient_norm: float) -> StepDecision:
-        """Return the decision on a step; call this before the optimizer changes anything."""
-        values = {"loss": loss, "gradient norm": gradient_norm}
+    def decide(self, loss: float | None, gradient_norm: float) -> StepDecision:
+        """Return the decision on a step; call this before the optimizer changes anything.
+
+        ``loss`` is None if the batch has no label.
+        """
+        values = {"gradient norm": gradient_norm}
+        if loss is not None:
+            values = {"loss": loss} | values
         # DeepSpeed's functions return -1 for a norm that is not finite.
         broken = [f"{name} is {x}" for name, x in values.items() if not 0 <= x < math.inf]
         if broken:
             return replace(self._skip(" and ".join(broken)), finite=False)
+        if loss is None:
+            self.without_labels += 1
+            return StepDecision(applied=False)
         far = [text for name, value in values.items() if (text := self._spike(name, value))]
         if far:
             self.spikes += 1
@@ -81,6 +98,7 @@ class Guard:
             "skipped": self.skipped,
             "spikes": self.spikes,
             "rollbacks": self.rollbacks,
+            "without_labels": self.without_labels,
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -89,6 +107,8 @@ class Guard:
         self._in_a_row = int(state["in_a_row"])
         self.skipped, self.spikes = int(state["skipped"]), int(state["spikes"])
         self.rollbacks = int(state["rollbacks"])
+        # Checkpoints of older versions lack this number.
+        self.without_labels = int(state.get("without_labels", 0))
 
     def rolled_back(self, state: dict[str, Any]) -> None:
         """Count a rollback, and restore the recent losses and norms from a checkpoint's ``state``.
@@ -110,6 +130,7 @@ class Guard:
             "guard/skipped_steps": self.skipped,
             "guard/spikes": self.spikes,
             "guard/rollbacks": self.rollbacks,
+            "guard/steps_without_labels": self.without_labels,
         }
 
     def _skip(self, reason: str) -> StepDecision:

@@ -15,6 +15,7 @@ from typing_extensions import override
 from diffmegatron.config.schema import Recipe
 from diffmegatron.config.training_config import ProfileConfig
 from diffmegatron.model.accounting.mfu import mfu_metric
+from diffmegatron.optim.guard import Action
 from diffmegatron.parallel.parallel_state import from_rank_0
 from diffmegatron.training.compute.agreement import lambdas
 from diffmegatron.training.guard_hook import GuardHook, give_up
@@ -64,6 +65,8 @@ class MetricsHook(Hook):
 
     @override
     def after_step(self, run: Run) -> None:
+        if run.decision.action is Action.ROLL_BACK:
+            return  # run.values are those of a later step than run.step.
         if run.step % run.recipe.training.log_interval and not run.is_at_last_step:
             return
         speed = run.progress.tokens_per_second(run.step)
@@ -135,7 +138,7 @@ class EvaluationHook(Hook):
 
 def _should_continue(run: Run) -> bool:
     """Return whether an evaluation continues, equal on every rank; restart the watchdog's timer."""
-    agreed = run.agree(torch.zeros((), device=run.parallel_state.device))
+    agreed = run.agree()
     # While the weights may be broken, a stop would end the run with an error, so do not stop.
     run.stopping = agreed.stop and run.broken_reason is None
     run.watchdog.restart_timer()
@@ -166,7 +169,7 @@ class BeginSaveHook(Hook):
         if run.saver.saved_step != run.step or run.broken_reason is not None:
             with run.pause():
                 # No later step shows whether the last update broke the weights, so test them.
-                if run.broken_reason is None and not math.isfinite(run.loss_of_last_batch()):
+                if run.broken_reason is None and not run.is_last_batch_finite():
                     run.broken_reason = "loss of the last batch after its update is not finite"
                 if run.broken_reason is not None:
                     give_up(run, run.broken_reason)

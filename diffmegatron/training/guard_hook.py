@@ -43,6 +43,8 @@ class GuardHook(Hook):
 
     @override
     def after_step(self, run: Run) -> None:
+        if run.agreed.loss is None:
+            _warn_of_no_labels(run)
         if run.decision.reason is None:
             return
         _write_report(run)
@@ -80,6 +82,18 @@ def give_up(run: Run, reason: str) -> NoReturn:
         f"{recipe.optimizer.lr:g} or lengthen optimizer.schedule.warmup_steps "
         f"{recipe.optimizer.schedule.warmup(recipe.training.total_steps)}"
     )
+
+
+def _warn_of_no_labels(run: Run) -> None:
+    """Log the number of steps without labels, each time that it reaches a power of two."""
+    count = run.guard.without_labels
+    if run.parallel_state.is_main and count.bit_count() == 1:
+        log.warning(
+            "step %d has no label, so it has no loss and changes no weight; number of such steps "
+            "in this run: %d",
+            run.step,
+            count,
+        )
 
 
 def _write_report(run: Run) -> None:
@@ -156,7 +170,7 @@ def _largest_logits(run: Run) -> dict[str, float]:
     if run.parallel_state.context_size > 1:
         return {}
     with run.pause():
-        logits = largest_logits(run.network, run.loss_of_last_batch)
+        logits = largest_logits(run.network, run.is_last_batch_finite)
     return {f"layer_{layer:02d}": logit for layer, logit in logits.items()}
 
 

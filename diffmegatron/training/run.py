@@ -1,5 +1,7 @@
 """The state of a training run on one rank, shared by the training loop and its hooks."""
 
+import logging
+import math
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -13,7 +15,7 @@ from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
 from diffmegatron.config.load import dump_recipe
 from diffmegatron.config.schema import Recipe
 from diffmegatron.config.stage_order import rotary_changes
-from diffmegatron.data.loader import Batch
+from diffmegatron.data.loader import Batch, missing_labels_warning
 from diffmegatron.files import HeldFolder, write_durably
 from diffmegatron.model.build import build_model
 from diffmegatron.model.parameter_shards import parameter_shards
@@ -23,7 +25,7 @@ from diffmegatron.parallel.launcher import LaunchEnvironment
 from diffmegatron.parallel.parallel_state import ParallelState
 from diffmegatron.training.compute.agreement import Agreement, agree
 from diffmegatron.training.compute.batches import on_this_rank, open_loader, verify_sources
-from diffmegatron.training.compute.step import forward_only
+from diffmegatron.training.compute.step import LossSum, forward_only
 from diffmegatron.training.monitoring.metrics import MetricsWriter
 from diffmegatron.training.monitoring.progress import Progress, print_line
 from diffmegatron.training.monitoring.records import log_write_errors
@@ -39,6 +41,8 @@ from diffmegatron.training.saving.resume import (
     starting_checkpoint,
 )
 from diffmegatron.training.saving.saver import Saver
+
+log = logging.getLogger(__name__)
 
 
 class Run:
@@ -99,8 +103,15 @@ class Run:
             open_loader(recipe, parallel_state, "train", position.data)
         )
         change = mixture_change(position.data, self.loader.state())
-        if change is not None and parallel_state.is_main:
-            print_line(change)
+        if parallel_state.is_main:
+            if change is not None:
+                print_line(change)
+            last = recipe.training.total_steps * recipe.training.global_batch_size
+            warning = missing_labels_warning(
+                self.loader.samples, self.loader.consumed_samples, last
+            )
+            if warning is not None:
+                log.warning("%s", warning)
         self.metrics = self._open_metrics(exits)
         self.wandb = None
         if parallel_state.is_main and recipe.training.wandb is not None:
@@ -135,7 +146,7 @@ class Run:
             print_line(f"resuming from {checkpoint.directory}")
         return load_snapshot(checkpoint, self.engine, self.shards, self.parallel_state)
 
-    def agree(self, loss: Tensor, gradient_norm: Tensor | float = 0.0) -> Agreement:
+    def agree(self, loss: LossSum | None = None, gradient_norm: Tensor | float = 0.0) -> Agreement:
         """Reduce the values of :class:`Agreement` over all ranks; every rank must call this."""
         return agree(
             loss,
@@ -150,13 +161,13 @@ class Run:
         size = self.recipe.training.global_batch_size
         return self.loader.read_step(max(0, self.loader.consumed_samples - size))
 
-    def loss_of_last_batch(self) -> float:
-        """Return the loss of the last step's batch in evaluation mode; all ranks must call this."""
+    def is_last_batch_finite(self) -> bool:
+        """Return whether the loss of the last batch is finite; all ranks must call this."""
         self.network.eval()
         batch = on_this_rank(self.last_batch(), self.parallel_state)
         agreed = self.agree(forward_only(self.network, batch, self.parallel_state))
         self.network.train()
-        return agreed.loss
+        return agreed.loss is None or math.isfinite(agreed.loss)
 
     def write_metrics(self, values: Mapping[str, float]) -> None:
         """Record metrics of the current step, by name; only rank 0 writes them."""

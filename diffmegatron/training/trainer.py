@@ -193,9 +193,13 @@ def train_step(run: Run) -> None:
     run.broken_reason = None if run.decision.finite else run.decision.reason
     # A stop after a step that is not finite would end the run with an error, so do not stop then.
     run.stopping = run.agreed.stop and run.decision.finite
-    run.values = {
-        "train/loss": run.agreed.loss,
-        "train/grad_norm": run.agreed.gradient_norm,
+    run.values = {"train/loss_tokens": run.agreed.loss_tokens}
+    if run.agreed.loss is not None:
+        run.values |= {
+            "train/loss": run.agreed.loss,
+            "train/grad_norm": run.agreed.gradient_norm,
+        }
+    run.values |= {
         "train/lr": rate,
         **{f"train/lr/{key}": rate * f for key, f in optimizer.lr_multipliers.items()},
     }

@@ -14,6 +14,7 @@ from diffmegatron.attempts.ledger import Ledger
 from diffmegatron.config.load import load_recipe
 from diffmegatron.data.index.corpus_manifest import read_manifest
 from diffmegatron.errors import UserError
+from diffmegatron.operations import launch
 from diffmegatron.operations.cluster import Cluster, load_cluster, parse_time
 from diffmegatron.operations.launch import (
     prepare_chain,
@@ -317,6 +318,16 @@ def test_the_signal_comes_two_saves_and_two_steps_before_the_end(launched, comma
     assert found.job.signal_seconds == 2 * 40 + 2 * 10 + 60
     (remark,) = found.remarks
     assert remark.startswith("a save has taken 40 s, and 30 s after a SIGTERM Slurm kills")
+
+
+def test_the_seconds_of_a_step_are_those_of_the_slowest_stage(tiny_recipe, tmp_path):
+    stages = []
+    for name, length, speed in (("short", 64, 51.2), ("long", 512, 1024.0)):
+        stages.append(tiny_recipe(f"run_dir={tmp_path}/{name}", f"training.seq_length={length}"))
+        (tmp_path / name).mkdir()
+        entry = {"step": 1, "time": 1.0, "perf/tokens_per_second": speed}
+        (tmp_path / name / "metrics.jsonl").write_text(json.dumps(entry) + "\n")
+    assert launch._measured_seconds(stages) == (None, pytest.approx(8 * 64 / 51.2))
 
 
 def test_a_remark_names_bad_hosts_of_the_ledger(launched, commands, ledger, attempt):

@@ -52,13 +52,14 @@ def test_the_status_of_a_run_needs_no_launcher(tmp_path, tiny_recipe, capsys):
     run_dir = tmp_path / "plain"
     run_dir.mkdir()
     (run_dir / "recipe.yaml").write_text(dump_recipe(recipe))
-    metrics(run_dir, {1: 100, 2: 102, 3: 104})
+    # Three steps take six seconds, in records of one and of two steps.
+    metrics(run_dir, {1: 100, 2: 104, 4: 106})
     checkpoint(run_dir, 2)
     found = examine(run_dir)
-    assert (found.step, found.steps, found.exit_status) == (3, 20, 1)
-    assert found.seconds_left == pytest.approx(34)
+    assert (found.step, found.steps, found.exit_status) == (4, 20, 1)
+    assert found.seconds_left == pytest.approx(16 * 6 / 3)
     said = text(run_dir, capsys)
-    assert "unfinished: last recorded " in said and "step            3 of 20" in said
+    assert "unfinished: last recorded " in said and "step            4 of 20" in said
     assert "no ledger of attempts, because no launcher started the run" in said
     checkpoint(run_dir, 20)
     found = examine(run_dir)

@@ -6,6 +6,7 @@ whether the run rolls back to a checkpoint or stops.
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -39,7 +40,7 @@ def break_steps(monkeypatch):
             if count[0] in calls:
                 for parameter in engine.network.parameters():
                     parameter.grad *= factor
-                return loss * factor
+                return replace(loss, total=loss.total * factor)
             return loss
 
         monkeypatch.setattr(trainer, "forward_backward", broken)
@@ -162,7 +163,7 @@ def test_a_rollback_after_skipped_steps_does_not_repeat_batches(tiny_recipe, bre
     assert state["step"] == 12
     assert state["data"]["consumed_samples"] == 16 * 8
     assert (state["guard"]["rollbacks"], state["guard"]["skipped"]) == (1, 3)
-    steps = [e["step"] for e in read_metrics(Path(recipe.run_dir)) if "train/loss" in e]
+    steps = [e["step"] for e in read_metrics(Path(recipe.run_dir)) if "train/lr" in e]
     assert steps == list(range(1, 13)), "a rollback must remove the metrics of its steps"
 
 

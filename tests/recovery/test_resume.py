@@ -2,6 +2,7 @@
 
 import math
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -137,9 +138,12 @@ def test_a_damaged_newest_checkpoint_is_skipped(tiny_recipe, tmp_path):
 
 def test_a_non_finite_loss_stops_the_run_and_saves_nothing(tiny_recipe, monkeypatch, capfd):
     real = trainer.forward_backward
-    monkeypatch.setattr(
-        trainer, "forward_backward", lambda *a, **options: real(*a, **options) * math.nan
-    )
+
+    def broken(*arguments, **options):
+        loss = real(*arguments, **options)
+        return replace(loss, total=loss.total * math.nan)
+
+    monkeypatch.setattr(trainer, "forward_backward", broken)
     recipe = tiny_recipe()
     with pytest.raises(UserError, match=r"loss is inf .*at step 3, after 3 skipped.* optimizer.lr"):
         train(recipe)

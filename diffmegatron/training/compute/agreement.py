@@ -8,20 +8,24 @@ from torch import Tensor, distributed
 from diffmegatron.model.build import lambda_by_layer
 from diffmegatron.model.network import Network
 from diffmegatron.parallel.parallel_state import ParallelState
+from diffmegatron.training.compute.step import LossSum
 
 
 @dataclass(frozen=True)
 class Agreement:
     """Values that :func:`agree` has made equal on every rank."""
 
-    loss: float  # maximum over the ranks; infinite if a rank's value is not finite
-    gradient_norm: float  # like the loss
+    # Mean loss of the counted tokens, infinite if a rank's value is not finite. It is None if no
+    # token is counted and the losses of all other tokens are finite.
+    loss: float | None
+    loss_tokens: int  # number of counted tokens
+    gradient_norm: float  # maximum over the ranks; infinite if a rank's value is not finite
     stop: bool  # whether at least one rank must stop
     writing: bool  # whether at least one rank is still writing its checkpoint file
 
 
 def agree(
-    loss: Tensor,
+    loss: LossSum | None = None,
     gradient_norm: Tensor | float = 0.0,
     *,
     stop: bool = False,
@@ -34,17 +38,25 @@ def agree(
     function waits for the device.
 
     Args:
-        loss: 0-dim float32.
+        loss: loss of a global batch; None if there is no batch.
         gradient_norm: 0-dim float32 or a number.
     """
     flags = torch.tensor([stop, writing], dtype=torch.float32, device=parallel_state.device)
     norm = torch.as_tensor(gradient_norm, dtype=torch.float32, device=parallel_state.device)
-    numbers = torch.cat([torch.stack([loss.float(), norm]), flags])
+    if loss is None:
+        loss = LossSum(torch.zeros_like(norm), torch.zeros_like(norm))
+    numbers = torch.cat([torch.stack([loss.mean, loss.tokens, norm]), flags])
     # The maximum of NaN and a number depends on the communication library, so replace NaN.
     numbers = torch.where(numbers.isfinite(), numbers, torch.inf)
     distributed.all_reduce(numbers, op=distributed.ReduceOp.MAX)
-    agreed = numbers.tolist()
-    return Agreement(agreed[0], agreed[1], bool(agreed[2]), bool(agreed[3]))
+    mean, tokens, largest_norm, any_stop, any_writing = numbers.tolist()
+    return Agreement(
+        loss=mean if tokens or mean else None,
+        loss_tokens=int(tokens),
+        gradient_norm=largest_norm,
+        stop=bool(any_stop),
+        writing=bool(any_writing),
+    )
 
 
 def lambdas(network: Network, parallel_state: ParallelState) -> dict[str, float]:

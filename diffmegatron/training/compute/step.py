@@ -7,6 +7,7 @@ this tensor-parallel rank's vocabulary shard.
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
@@ -23,6 +24,25 @@ from diffmegatron.parallel.parallel_state import ParallelState
 
 # Called on the last pipeline stage, with each microbatch and the losses of its tokens [b, s].
 Observer = Callable[[Batch, Tensor], None]
+
+
+@dataclass(frozen=True)
+class LossSum:
+    """The loss of a global batch, the same on every rank.
+
+    Attributes:
+        total: summed loss of the counted tokens in nats, 0-dim float32. It is not finite if the
+            loss of any token is not finite, even of a token that is not counted.
+        tokens: number of counted tokens, 0-dim float32.
+    """
+
+    total: Tensor
+    tokens: Tensor
+
+    @property
+    def mean(self) -> Tensor:
+        """Mean loss of the counted tokens, 0-dim float32; ``total`` if no token is counted."""
+        return self.total / self.tokens.clamp(min=1.0)
 
 
 class Engine(Protocol):
@@ -47,24 +67,21 @@ def forward_backward(
     *,
     offload_activations: bool = False,
     observe: Observer | None = None,
-) -> Tensor:
-    """Run the forward and backward passes of a step, and return its mean loss.
+) -> LossSum:
+    """Run the forward and backward passes of a step on its mean loss, and return the loss.
 
     Every counted token of the global batch has the same weight, even if microbatches have different
-    numbers of counted tokens.
+    numbers of counted tokens. If no token is counted, all gradients are 0.
 
     Args:
         microbatches: microbatches on this rank's device (``batches.on_this_rank``).
         offload_activations: whether tensors saved for backward are kept in host memory.
         observe: called with each microbatch and the detached losses of its tokens.
-
-    Returns:
-        0-dim float32, the same on every rank.
     """
     count = _count(microbatches, parallel_state)
     # DeepSpeed averages gradients over the data x context parallel ranks. The two sizes turn the
     # average into a sum.
-    weight = parallel_state.data_size * parallel_state.context_size / count
+    weight = parallel_state.data_size * parallel_state.context_size / count.clamp(min=1.0)
     offloaded = (
         partial(offloaded_activations, engine.network) if offload_activations else nullcontext
     )
@@ -77,19 +94,20 @@ def forward_backward(
                 loss = summed_loss(engine, batch, observe)
             engine.backward(loss * weight, is_last=number == len(microbatches))
             losses.append(loss.detach())
-    return _mean_over_ranks(losses, count, parallel_state)
+    return LossSum(_sum_over_ranks(losses, parallel_state), count)
 
 
 @torch.no_grad()
 def forward_only(
     network: Network, microbatches: Sequence[Batch], parallel_state: ParallelState
-) -> Tensor:
-    """Return the mean loss of a global batch like :func:`forward_backward`, without gradients."""
+) -> LossSum:
+    """Return the loss of a global batch like :func:`forward_backward`, without gradients."""
     if parallel_state.pipeline_size > 1:
         losses = _pipeline(network, microbatches, parallel_state, None, nullcontext)
     else:
         losses = [summed_loss(network, batch) for batch in microbatches]
-    return _mean_over_ranks(losses, _count(microbatches, parallel_state), parallel_state)
+    count = _count(microbatches, parallel_state)
+    return LossSum(_sum_over_ranks(losses, parallel_state), count)
 
 
 def token_losses(network: Network, batch: Batch, parallel_state: ParallelState) -> Tensor:
@@ -204,10 +222,10 @@ def _masked_sum(batch: Batch, losses: Tensor, observe: Observer | None) -> Tenso
 
 
 def _count(microbatches: Sequence[Batch], parallel_state: ParallelState) -> Tensor:
-    """Return the number of counted tokens in the global batch, at least 1; 0-dim float32."""
+    """Return the number of counted tokens in the global batch, 0-dim float32."""
     count = torch.stack([batch.loss_mask.sum() for batch in microbatches]).sum()
     distributed.all_reduce(count, group=parallel_state.data_group)
-    return count.clamp(min=1.0)
+    return count
 
 
 def _pipeline(
@@ -273,10 +291,8 @@ def _scheduled(
     return outputs
 
 
-def _mean_over_ranks(
-    losses: Sequence[Tensor], count: Tensor, parallel_state: ParallelState
-) -> Tensor:
-    """Sum ``losses`` over the data, context and pipeline ranks; divide by ``count``.
+def _sum_over_ranks(losses: Sequence[Tensor], parallel_state: ParallelState) -> Tensor:
+    """Sum ``losses`` over the data, context and pipeline ranks, 0-dim float32.
 
     ``losses`` is empty before the last pipeline stage.
     """
@@ -286,7 +302,7 @@ def _mean_over_ranks(
     distributed.all_reduce(total, group=parallel_state.data_group)
     if parallel_state.pipeline_size > 1:
         distributed.all_reduce(total, group=parallel_state.pipeline_group)
-    return total / count
+    return total
 
 
 def offloaded_activations(network: torch.nn.Module) -> AbstractContextManager[object]:

@@ -1,5 +1,6 @@
 """Evaluators: measurements of a network during training, such as the held-out losses."""
 
+import math
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Protocol
 
@@ -11,6 +12,7 @@ from diffmegatron.training.compute.agreement import agree
 from diffmegatron.training.compute.batches import on_this_rank, open_loader
 from diffmegatron.training.compute.step import forward_only
 from diffmegatron.training.monitoring.due import HELD_OUT, TEST
+from diffmegatron.training.monitoring.progress import print_line
 
 Values = dict[str, float]
 
@@ -37,7 +39,7 @@ OpenEvaluators = Callable[[Recipe], Sequence[Evaluator]]
 
 
 class _SplitLoss:
-    """Mean loss of the first ``training.eval_batches`` global batches of a split."""
+    """Mean loss of all counted tokens in the first ``training.eval_batches`` batches of a split."""
 
     def __init__(self, recipe: Recipe, split: Split, name: str) -> None:
         self.name = name
@@ -46,8 +48,11 @@ class _SplitLoss:
     def measure(
         self, network: Network, parallel_state: ParallelState
     ) -> Generator[None, None, Values]:
-        """Measure the loss; yield between two global batches."""
-        training, losses = self._recipe.training, list[float]()
+        """Measure the loss; yield between two global batches.
+
+        If no token is counted, the only result is the metric ``without_values`` with value 1.
+        """
+        training, total, tokens = self._recipe.training, 0.0, 0
         loader = open_loader(self._recipe, parallel_state, self._split)
         for number in range(training.eval_batches):
             if number:
@@ -57,8 +62,20 @@ class _SplitLoss:
             )
             loss = forward_only(network, batch, parallel_state)
             # The loss may be NaN on only some ranks, but all ranks must make the same decisions.
-            losses.append(agree(loss, parallel_state=parallel_state).loss)
-        return {self.name: sum(losses) / len(losses)}
+            agreed = agree(loss, parallel_state=parallel_state)
+            if agreed.loss is not None:
+                total += agreed.loss * max(agreed.loss_tokens, 1)
+                tokens += agreed.loss_tokens
+        if math.isfinite(total) and not tokens:
+            if parallel_state.is_main:
+                print_line(f"{self.name} has no value: its sequences have no label with loss")
+            return {without_values(self.name): 1.0}
+        return {self.name: total / max(tokens, 1)}
+
+
+def without_values(evaluator: str) -> str:
+    """Return the name of the metric that an evaluator reports if it cannot compute any value."""
+    return f"{evaluator}/without_values"
 
 
 def split_losses(recipe: Recipe) -> list[Evaluator]:

@@ -29,17 +29,23 @@ class Progress:
         self._marked = (step, marked_time + seconds)
 
     def print_step(self, step: int, values: dict[str, float]) -> None:
-        """Print the console line of a step; ``perf/mfu`` may be missing in ``values``."""
+        """Print the console line of a step after the first one.
+
+        In ``values``, ``perf/mfu`` may be missing, and the loss of a batch without labels.
+        """
         first_step, first_time = self._first
-        per_step = (time.perf_counter() - first_time) / max(1, step - first_step)
+        per_step = (time.perf_counter() - first_time) / (step - first_step)
         left = timedelta(seconds=round(per_step * (self._total_steps - step)))
         utilization = values.get("perf/mfu")
         parts = [
             f"{100 * step / self._total_steps:3.0f}%",
             f"step {step}/{self._total_steps}",
             f"{_short(step * self._tokens_per_step)} tokens",
-            f"loss {values['train/loss']:.4f}",
-            f"grad norm {values['train/grad_norm']:.2f}",
+            *(
+                [f"loss {values['train/loss']:.4f}", f"grad norm {values['train/grad_norm']:.2f}"]
+                if "train/loss" in values
+                else ["no labels"]
+            ),
             f"lr {values['train/lr']:.2e}",
             f"{_short(values['perf/tokens_per_second'])} tokens/s",
             *([] if utilization is None else [f"MFU {100 * utilization:.1f}%"]),

@@ -47,11 +47,13 @@ class PhaseClock:
     def report(self, parallel_state: ParallelState) -> dict[str, float]:
         """Return metrics of the slowest rank in each phase; reset the clock. All ranks call this.
 
+        At least one step must have been counted since the last report.
+
         The metrics of a phase are ``perf/PHASE_slowest_rank``, the number of the slowest rank, and
         ``perf/PHASE_seconds_slowest``, the mean seconds per step of that rank.
         """
         mine = torch.tensor(
-            [self._seconds[phase] / max(1, self._steps) for phase in PHASES],
+            [self._seconds[phase] / self._steps for phase in PHASES],
             device=parallel_state.device,
         )
         every = [torch.empty_like(mine) for _ in range(parallel_state.world_size)]

@@ -97,6 +97,7 @@ def test_rollbacks_are_limited_and_counted_across_rollbacks():
         "guard/skipped_steps": 3,
         "guard/spikes": 0,
         "guard/rollbacks": 2,
+        "guard/steps_without_labels": 0,
     }
 
 

@@ -49,7 +49,7 @@ def run(recipe, microbatches: list[Batch]):
         held_out = forward_only(network, microbatches, parallel_state)
         token_losses = network(microbatches[0].tokens, labels=microbatches[0].labels)
     gradients = {name: p.grad for name, p in network.named_parameters()}
-    return loss.item(), held_out.item(), gradients, token_losses.detach()
+    return loss.mean.item(), held_out.mean.item(), gradients, token_losses.detach()
 
 
 UNEVEN = [[1, 1, 0, 1], [0, 0, 0, 0], [0, 0, 0, 0], [0, 1, 0, 0]]
