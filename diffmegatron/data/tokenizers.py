@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import json
+import logging
 import os
 import re
 import tempfile
@@ -20,6 +21,8 @@ from typing_extensions import override
 
 from diffmegatron.errors import UserError
 from diffmegatron.files import format_path, read_bytes, read_json, shorten
+
+log = logging.getLogger(__name__)
 
 END_OF_TEXT = "<|endoftext|>"
 BYTES = "bytes"
@@ -129,6 +132,11 @@ class HuggingFaceTokenizer(Tokenizer):
         self.name, self.folder = folder, Path(folder)
         content = read_bytes(self.folder / "tokenizer.json")
         config = self.folder / "tokenizer_config.json"
+        if not os.path.lexists(config):
+            raise UserError(
+                f"{format_path(config)} does not exist; write it beside tokenizer.json, with the "
+                'token that ends a document: {"eos_token": TOKEN}'
+            )
         token = read_json(config, _FolderConfig).eos_token
         token = token.content if isinstance(token, _Named) else token
         try:
@@ -138,6 +146,12 @@ class HuggingFaceTokenizer(Tokenizer):
                 f"{format_path(self.folder / 'tokenizer.json')} is not a tokenizer: "
                 f"{shorten(str(error))}"
             ) from None
+        if disabled := encode_whole_texts(self._tokenizer):
+            log.warning(
+                "%s of %s would change the ids of a text, and is not used",
+                " and ".join(disabled),
+                format_path(self.folder / "tokenizer.json"),
+            )
         # With True, the library encodes text that looks like a special token as ordinary text.
         self._tokenizer.encode_special_tokens = True
         end = self._tokenizer.token_to_id(token) if token else None
@@ -176,17 +190,52 @@ class HuggingFaceTokenizer(Tokenizer):
         return self._tokenizer.decode([int(token) for token in ids], skip_special_tokens=False)
 
 
+def encode_whole_texts(tokenizer: tokenizers.Tokenizer) -> list[str]:
+    """Make a tokenizer encode every text in full and always in the same way.
+
+    ``tokenizer.json`` can contain settings for batches of short texts and for augmentation, which
+    the library then applies to every text. They are turned off here: truncation, padding, dropout
+    (BPE) and sampling (Unigram). Return the names of those that were on.
+    """
+    disabled = []
+    if tokenizer.truncation is not None:
+        tokenizer.no_truncation()
+        disabled.append("truncation")
+    if tokenizer.padding is not None:
+        tokenizer.no_padding()
+        disabled.append("padding")
+    model = tokenizer.model
+    for name in ("dropout", "alpha", "nbest_size"):
+        if getattr(model, name, None) is not None:
+            setattr(model, name, None)
+            disabled.append(name)
+    return disabled
+
+
 def load_tokenizer(name_or_path: str) -> Tokenizer:
     """Load the tokenizer ``bytes`` or ``cl100k_base``, or a tokenizer from a path.
 
-    The path is a ``.tiktoken`` file, or a Hugging Face folder or its ``tokenizer.json``. The
-    vocabulary of ``bytes`` is the 256 bytes and ``<|endoftext|>``.
+    The path is a ``.tiktoken`` file, or a Hugging Face folder or its ``tokenizer.json``. The folder
+    must also have ``tokenizer_config.json`` with ``eos_token``. The vocabulary of ``bytes`` is the
+    256 bytes and ``<|endoftext|>``.
 
     A copy of the file of ``cl100k_base`` is loaded as ``cl100k_base``. Any other ``NAME.tiktoken``
     can have a ``NAME.json`` with ``pat_str`` and ``special_tokens``. Without ``NAME.json``,
     ``pat_str`` is that of ``cl100k_base``. The only special token is then ``<|endoftext|>``, with
     the highest id.
+
+    Ids from 2**31 on are refused, because token files store int32.
     """
+    tokenizer = _load(name_or_path)
+    if tokenizer.vocab_size > _MAX_ID:
+        raise UserError(
+            f"tokenizer {tokenizer.name!r} has the id {tokenizer.vocab_size - 1}, but token files "
+            f"can store ids up to {_MAX_ID - 1}; give its tokens lower ids"
+        )
+    return tokenizer
+
+
+def _load(name_or_path: str) -> Tokenizer:
     if name_or_path == BYTES:
         encoding = tiktoken.Encoding(
             BYTES,

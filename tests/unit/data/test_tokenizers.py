@@ -15,7 +15,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 from diffmegatron.config.data_config import DataConfig
 from diffmegatron.data import tokenizers as module
-from diffmegatron.data.tokenizers import Tokenizer, find_cl100k, load_tokenizer
+from diffmegatron.data.tokenizers import Tokenizer, encode_whole_texts, find_cl100k, load_tokenizer
 from diffmegatron.errors import UserError
 from tests.paths import ROOT
 
@@ -226,10 +226,50 @@ def test_tokenizer_json_loads_as_its_folder(folder: Path) -> None:
     assert DataConfig.model_validate(data).tokenizer == str(folder)
 
 
+def test_settings_for_batches_and_augmentation_are_not_applied(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    text = "he said: hehe, the hen" * 5
+    expected = load_tokenizer(str(folder)).encode(text).tolist()
+    assert not caplog.messages
+    built = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    built.enable_truncation(8)
+    built.enable_padding(length=999)
+    built.model.dropout = 0.9
+    built.save(str(folder / "tokenizer.json"))
+    assert load_tokenizer(str(folder)).encode(text).tolist() == expected
+    assert len(caplog.messages) == 1
+    assert caplog.messages[0].startswith("truncation and padding and dropout of")
+    # A tokenizer of the other kind that samples has no BPE dropout.
+    sampling = tokenizers.models.Unigram([("h", -1.0), ("e", -1.0), ("he", -1.0)], alpha=0.1)
+    unigram = tokenizers.Tokenizer(sampling)
+    assert encode_whole_texts(unigram) == ["alpha"]
+    assert {len(unigram.encode(20 * "he").ids) for _ in range(20)} == {20}
+
+
+@pytest.mark.parametrize("kind", ["Hugging Face", "tiktoken"])
+def test_ids_that_token_files_cannot_store_are_refused(kind: str, folder: Path) -> None:
+    name = str(folder)
+    if kind == "Hugging Face":
+        content = json.loads((folder / "tokenizer.json").read_text())
+        content["model"]["vocab"]["he"] = 2**31
+        (folder / "tokenizer.json").write_text(json.dumps(content))
+    else:
+        name = str(folder / "mine.tiktoken")
+        _write_ranks(Path(name), [])
+        # The id after the highest rank becomes that of the token <|endoftext|>.
+        change_ranks(b"/w== 255\n", b"/w== 2147483647\n")(folder / "mine.json")
+    with pytest.raises(UserError, match="has the id 2147483648, but token files can store ids up"):
+        load_tokenizer(name)
+
+
 def test_hugging_face_folder_without_end_of_document(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text("{}")
-    with pytest.raises(UserError, match="eos_token"):
+    with pytest.raises(UserError, match="has eos_token None, which is not a token"):
         load_tokenizer(str(folder))
+    (folder / "tokenizer_config.json").unlink()
+    with pytest.raises(UserError, match=r'config.json does not exist; write .* {"eos_token": TOK'):
+        load_tokenizer(str(folder / "tokenizer.json"))
 
 
 def test_hugging_face_folder_without_tokenizer(tmp_path: Path) -> None:
