@@ -75,7 +75,9 @@ class DataConfig(Section):
         default=None,
         description="attention stays within a document; null: if a packed source has chats",
     )
-    eod_mask_loss: bool = Field(default=False, description="no loss across document ends")
+    eod_mask_loss: bool = Field(
+        default=False, description="no loss across document ends, also if attention continues there"
+    )
     verify: Literal["sizes", "hashes"] = Field(
         default="sizes", description="hashes: read every source completely before a run starts"
     )

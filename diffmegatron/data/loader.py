@@ -34,8 +34,9 @@ class Batch:
 def collate(samples: list[Sample], config: DataConfig) -> Batch:
     """Stack samples of equal length into a microbatch.
 
-    Labels whose ``Sample.loss_mask`` is False, such as prompts, have no loss. With
-    ``data.eod_mask_loss``, the first token of a document has no loss either.
+    Labels whose ``Sample.loss_mask`` is False, such as prompts, have no loss. The first token of a
+    document or of a piece of it has no loss either if attention is reset there, because it would be
+    predicted from another document alone, or if ``data.eod_mask_loss`` is set.
     """
     tokens = torch.from_numpy(np.stack([sample.tokens for sample in samples]))
     size, length = tokens.shape[0], tokens.shape[1] - 1
@@ -43,7 +44,7 @@ def collate(samples: list[Sample], config: DataConfig) -> Batch:
     for row, sample in enumerate(samples):
         if sample.loss_mask is not None:
             loss_mask[row] = torch.from_numpy(sample.loss_mask[1:])
-        if config.eod_mask_loss:
+        if config.reset_attention_mask or config.eod_mask_loss:
             loss_mask[row, sample.starts[1:] - 1] = 0
     sources = None
     if len(config.sources) > 1:

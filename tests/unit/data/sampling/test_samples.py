@@ -283,8 +283,9 @@ def test_plain_batches_ignore_document_boundaries() -> None:
     assert dtypes == (torch.int64,) * 2 and batch.loss_mask.dtype == torch.float32
 
 
-def test_attention_and_loss_stop_at_documents() -> None:
-    recipe = config("x", reset_attention_mask=True, eod_mask_loss=True)
+@pytest.mark.parametrize("eod_mask_loss", [False, True])
+def test_attention_and_loss_stop_at_documents(eod_mask_loss: bool) -> None:
+    recipe = config("x", reset_attention_mask=True, eod_mask_loss=eod_mask_loss)
     batch = collate([sample([0, 2, 3]), sample([0, 6])], recipe)
     assert batch.loss_mask.tolist() == [[1, 0, 0, 1, 1, 1], [1, 1, 1, 1, 1, 0]]
     # The second row's second document begins at a label, so it has no input.
@@ -308,7 +309,9 @@ def test_best_fit_pads_with_masked_ends(tmp_path: Path) -> None:
         counted = one.loss_mask if one.loss_mask is not None else np.ones(33, dtype=bool)
         assert (one.tokens[~counted] == 256).all()
         seen.update(one.tokens[counted].tolist())
-        assert collate([one], recipe).loss_mask.sum() == counted[1:].sum()
+        # The first token of a document behind another one has no loss.
+        first = np.isin(np.arange(33), one.starts)
+        assert collate([one], recipe).loss_mask.sum() == (counted & ~first)[1:].sum()
     assert sum(seen.values()) == 21 + 10 + 15 + 41
     assert seen[256] == 4, "each of the 4 documents has one end-of-document token"
     again = Counter(token for index in range(3, 6) for token in samples[index].tokens.tolist())
@@ -322,6 +325,35 @@ def test_packing_off_puts_one_document_in_a_sample(tmp_path: Path) -> None:
     found = [set(samples[index].tokens.tolist()) - {256} for index in range(4)]
     assert sorted(map(len, found)) == [1] * 4, "the longest document is cut in two"
     assert len(set.union(*found)) == 3
+
+
+def test_packing_off_pads_every_document_to_a_longer_sequence(tmp_path: Path) -> None:
+    path = make(tmp_path, "a", [20, 9, 40])
+    recipe = config(path, packing="none", validation_fraction=0)
+    samples = open_samples(recipe, 41, 1, "train")
+    assert samples.sources[samples.history.locate(0)[0]].blocks.blocks_in_one_epoch == 3
+    labels = [int(collate([samples[index]], recipe).loss_mask.sum()) for index in range(3)]
+    assert sorted(labels) == [9, 20, 40], "the first token of a sample is not a label"
+
+
+def test_the_rest_of_a_cut_response_is_not_predicted_from_another_chat(tmp_path: Path) -> None:
+    lengths = {"x": 40, "y": 42}
+    lines = [json.dumps({"prompt": "?", "response": letter * n}) for letter, n in lengths.items()]
+    (tmp_path / "in.jsonl").write_text("\n".join(lines))
+    prepare(
+        [tmp_path / "in.jsonl"], tmp_path / "sft", "bytes", layout="instruction",
+        show_progress=False,
+    )  # fmt: skip
+    recipe = config(
+        str(tmp_path / "sft"), packing="best_fit", validation_fraction=0, reset_attention_mask=True
+    )
+    samples = open_samples(recipe, 31, 1, "train")
+    batch = collate([samples[index] for index in range(3)], recipe)
+    learned = Counter(batch.labels[batch.loss_mask.bool()].tolist())
+    assert learned[256] == 2
+    # Each response is cut once, and both rests share a sequence. The first token of the one is no
+    # label of this sequence, and that of the other has no context.
+    assert learned[ord("x")] == 39 and learned[ord("y")] == 41
 
 
 def test_only_responses_are_learned(tmp_path: Path) -> None:
@@ -536,8 +568,3 @@ def test_an_exhausted_source_is_detected_before_training(tmp_path: Path) -> None
         samples[9]
     repeating = open_samples(config(path, validation_fraction=0), 32, 1, "train")
     repeating.require(10**12)
-
-
-def test_packing_off_with_only_short_documents_is_refused(corpora: tuple[str, str]) -> None:
-    with pytest.raises(UserError, match=r"seq_length 4096 is longer than every document of .*a "):
-        open_samples(config(corpora[0], packing="none"), 4096, 1, "train")
