@@ -255,7 +255,7 @@ def _load(name_or_path: str) -> Tokenizer:
         return HuggingFaceTokenizer(name)
     raise UserError(
         f"tokenizer {name_or_path!r} is unknown; give {BYTES!r}, {CL100K!r}, a .tiktoken file, or "
-        "a Hugging Face folder or its tokenizer.json"
+        "a Hugging Face folder with tokenizer.json and tokenizer_config.json"
     )
 
 

@@ -16,7 +16,7 @@ class PrepareSettings:
         str,
         typer.Option(
             help="cl100k_base (read from the folder DIFFMEGATRON_TIKTOKEN), bytes, a .tiktoken "
-            "file, or a Hugging Face folder or its tokenizer.json"
+            "file, or a Hugging Face folder with tokenizer.json and tokenizer_config.json"
         ),
     ] = "cl100k_base"
     layout: Annotated[

@@ -18,6 +18,8 @@ class UnusableError(Exception):
 
 
 _LISTED = 8
+# Editors and exports of Windows write this character at the beginning of UTF-8 files.
+_BYTE_ORDER_MARK = "\ufeff"
 
 
 def parse(record: Record, format: Format, settings: PrepareSettings) -> dict[str, Any]:
@@ -30,7 +32,7 @@ def parse(record: Record, format: Format, settings: PrepareSettings) -> dict[str
             for name, value in record.payload.items()
         }
     else:
-        text = _decode(record.payload)
+        text = _decode(record.payload).removeprefix(_BYTE_ORDER_MARK)
         document = _parse_json(text) if format == "jsonl" else {settings.text_field: text}
     missing = [name for name in settings.required_fields if document.get(name) is None]
     if missing:

@@ -16,7 +16,6 @@ from diffmegatron.data.index.token_store import Corpus
 from diffmegatron.data.sampling.array_cache import Arrays, cached_arrays
 from diffmegatron.data.sampling.document_order import DocumentOrder, Selection
 from diffmegatron.data.sampling.packing import pack
-from diffmegatron.errors import UserError
 
 Packing = Literal["concatenate", "best_fit", "none"]
 
@@ -118,15 +117,6 @@ def open_blocks(
     """Return the blocks of a source."""
     if packing == "concatenate":
         return Concatenated(corpus, order, seq_length)
-    # The slow search is not needed if the last length bin proves a document above seq_length.
-    if packing == "none" and order.tokens and order.lengths[-1].at_least <= seq_length:
-        longest = int(corpus.lengths[order.documents].max())
-        if longest <= seq_length:
-            raise UserError(
-                f"training.seq_length {seq_length} is longer than every document of "
-                f"{corpus.prefix} (at most {longest} tokens) and data.packing is 'none', so all "
-                "of it would be padding; choose 'best_fit' or a shorter length"
-            )
 
     def build() -> Arrays:
         lengths = corpus.lengths[order.documents]

@@ -275,3 +275,20 @@ def test_hugging_face_folder_without_end_of_document(folder: Path) -> None:
 def test_hugging_face_folder_without_tokenizer(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"tokenizer\.json"):
         load_tokenizer(str(tmp_path))
+
+
+def test_the_tokenizer_that_the_page_trains_can_be_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = (ROOT / "docs" / "data.md").read_text()
+    code = page.split("### Train a tokenizer")[1].split("```python\n")[1].split("```")[0]
+    assert len(code.splitlines()) <= 10
+    text = tmp_path / "text.txt"
+    text.write_text(page)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["train.py", str(text)])
+    exec(compile(code, "train.py", "exec"), {})
+    tokenizer = load_tokenizer("tokenizer")
+    assert tokenizer.decode([tokenizer.end_of_document]) == "<|endoftext|>"
+    ids = tokenizer.encode(page)
+    assert tokenizer.decode(ids) == page and len(ids) < len(page.encode()) / 3

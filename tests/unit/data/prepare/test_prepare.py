@@ -78,9 +78,10 @@ def test_every_format_gives_the_same_tokens(tmp_path: Path) -> None:
     for number, text in enumerate(TEXTS):
         path = folder / f"{number}" / "document.txt"
         path.parent.mkdir(parents=True)
-        path.write_bytes(text.encode())
+        path.write_bytes(text.encode("utf-8-sig" if number else "utf-8"))
     inputs = {
         "plain": tmp_path / "plain.jsonl",
+        "byte order mark": _plain(tmp_path / "marked.jsonl", b"\xef\xbb\xbf" + content),
         "gz": _plain(tmp_path / "in.jsonl.gz", gzip.compress(content)),
         "zst": _plain(tmp_path / "in.jsonl.zst", _two_frames(content)),
         "parquet": _parquet(tmp_path / "in.parquet", TEXTS),
