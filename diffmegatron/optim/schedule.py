@@ -20,9 +20,19 @@ def learning_rate(step: int, total_steps: int, optimizer: OptimizerConfig) -> fl
         return optimizer.lr * step / warmup
     if schedule.kind == "constant":
         return optimizer.lr
-    falls = schedule.decay(total_steps) if schedule.kind == "wsd" else total_steps - warmup
-    progress = (step - (total_steps - falls)) / falls
+    start = decay_start(total_steps, optimizer)
+    progress = (step - start) / (total_steps - start)
     remaining = 1.0 - min(max(progress, 0.0), 1.0)
     if schedule.kind == "cosine":
         remaining = 0.5 * (1.0 - math.cos(math.pi * remaining))
     return schedule.final_lr + (optimizer.lr - schedule.final_lr) * remaining
+
+
+def decay_start(total_steps: int, optimizer: OptimizerConfig) -> int:
+    """Return the last step before the decay; ``total_steps`` for the kind ``constant``."""
+    schedule = optimizer.schedule
+    if schedule.kind == "constant":
+        return total_steps
+    if schedule.kind == "wsd":
+        return total_steps - schedule.decay(total_steps)
+    return schedule.warmup(total_steps)

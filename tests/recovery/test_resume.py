@@ -13,8 +13,10 @@ from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
 from diffmegatron.data.prepare.prepare import prepare
 from diffmegatron.errors import UserError
 from diffmegatron.hf.export_checkpoint import export_checkpoint
+from diffmegatron.parallel.parallel_state import process_groups
 from diffmegatron.training import trainer
 from diffmegatron.training.monitoring.metrics import read_metrics
+from diffmegatron.training.saving.resume import starting_checkpoint
 from diffmegatron.training.trainer import train
 
 
@@ -126,7 +128,7 @@ def test_an_incompatible_recipe_in_the_same_run_dir_is_refused(override, sentenc
     assert sorted(Path(recipe.run_dir).rglob("*")) == before
 
 
-def test_a_damaged_newest_checkpoint_is_skipped(tiny_recipe, tmp_path):
+def test_a_damaged_newest_checkpoint_is_skipped_and_a_longer_run_is_reported(tiny_recipe, caplog):
     recipe = tiny_recipe()
     train(recipe)
     expected = losses(Path(recipe.run_dir))
@@ -134,6 +136,13 @@ def test_a_damaged_newest_checkpoint_is_skipped(tiny_recipe, tmp_path):
     (newest / "rank_00000.safetensors").write_bytes(b"damaged")
     train(recipe)
     assert losses(Path(recipe.run_dir)) == expected
+    # The cosine of 40 steps is at half of the range at step 21; that of 20 steps ended at 3e-4.
+    with process_groups(recipe.parallel, recipe.training.seed) as state:
+        starting_checkpoint(
+            CheckpointStore(Path(recipe.run_dir)), tiny_recipe("training.steps=40"), state
+        )
+    assert "rises from 0.0003 at step 20 to 0.00165 at step 21" in caplog.text
+    assert "the decay of the 20-step run had begun after step 2" in caplog.text
 
 
 def test_a_non_finite_loss_stops_the_run_and_saves_nothing(tiny_recipe, monkeypatch, capfd):

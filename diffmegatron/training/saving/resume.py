@@ -24,6 +24,7 @@ from diffmegatron.errors import UserError
 from diffmegatron.files import format_path
 from diffmegatron.model.network import declared_parameter
 from diffmegatron.model.parameter_shards import ParameterShards
+from diffmegatron.optim.schedule import decay_start, learning_rate
 from diffmegatron.optim.zero import MOMENTS, ZeroEngine
 from diffmegatron.parallel.parallel_state import ParallelState, errors_on_all_ranks, from_rank_0
 from diffmegatron.parallel.random import restore_random_states
@@ -55,7 +56,30 @@ def starting_checkpoint(
             f"{checkpoint.directory} is at step {step} and the recipe ends at step {steps}; give "
             f"training.steps of at least {step}, or another run_dir"
         )
+    warning = learning_rate_rise(checkpoint.recipe, recipe, step)
+    if warning is not None and parallel_state.is_main:
+        log.warning("%s", warning)
     return checkpoint
+
+
+def learning_rate_rise(before: Recipe, now: Recipe, step: int) -> str | None:
+    """Return a warning if a run resumes with a higher learning rate than it had decayed to.
+
+    Args:
+        before: recipe of the checkpoint.
+        now: recipe of the resumed run, whose schedule or number of steps may differ.
+        step: step of the checkpoint.
+    """
+    was, optimizer = before.training.total_steps, before.optimizer
+    start, old_rate = decay_start(was, optimizer), learning_rate(step, was, optimizer)
+    new_rate = learning_rate(step + 1, now.training.total_steps, now.optimizer)
+    if step <= start or step == now.training.total_steps or new_rate <= old_rate:
+        return None
+    return (
+        f"the learning rate rises from {old_rate:.3g} at step {step} to {new_rate:.3g} at step "
+        f"{step + 1}, because the decay of the {was}-step run had begun after step {start}; to "
+        f"extend the run without its decay, resume from a checkpoint of step {start} or earlier"
+    )
 
 
 def open_together(directory: Path, parallel_state: ParallelState) -> Checkpoint:

@@ -3,9 +3,14 @@
 import math
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from diffmegatron.config.optimizer_config import OptimizerConfig, Schedule
+from diffmegatron.config.schema import Recipe
+from diffmegatron.config.training_config import TrainingConfig
 from diffmegatron.optim.schedule import learning_rate
+from diffmegatron.training.saving.resume import learning_rate_rise
 
 
 def optimizer(kind: str, warmup: int = 10) -> OptimizerConfig:
@@ -67,3 +72,33 @@ def test_a_longer_wsd_run_is_the_same_until_the_shorter_one_decays():
 @pytest.mark.parametrize(("ratio", "steps"), [(0.03, 3), (0.0, 0), (0.006, 1), (0.555, 56)])
 def test_a_ratio_of_warmup_is_the_nearest_number_of_steps(ratio, steps):
     assert Schedule(warmup_ratio=ratio).warmup(100) == steps
+
+
+def recipe(steps: int, **schedule: object) -> Recipe:
+    optimizer = OptimizerConfig(lr=1e-3, schedule=Schedule(final_lr=3e-4, **schedule))
+    return Recipe.model_construct(
+        training=TrainingConfig.model_construct(steps=steps), optimizer=optimizer
+    )
+
+
+@given(
+    steps=st.integers(20, 200),
+    longer=st.integers(0, 200),
+    kind=st.sampled_from(["linear", "cosine", "constant", "wsd"]),
+    data=st.data(),
+)
+def test_a_warning_precedes_every_rise_after_the_decay_has_begun(steps, longer, kind, data):
+    """Compare with the learning rates of all steps of the shorter and the longer run."""
+    schedule = {"kind": kind, "warmup_steps": 5} | ({"decay_ratio": 0.3} if kind == "wsd" else {})
+    before, now = recipe(steps, **schedule), recipe(steps + longer, **schedule)
+    step = data.draw(st.integers(6, steps))
+    rates = [learning_rate(n, steps, before.optimizer) for n in range(1, step + 1)]
+    has_decayed = rates[-1] < max(rates)
+    rises = step < steps + longer and (
+        learning_rate(step + 1, steps + longer, now.optimizer) > rates[-1]
+    )
+    warning = learning_rate_rise(before, now, step)
+    assert (warning is not None) == (has_decayed and rises)
+    if warning is not None:
+        last_at_peak = max(n for n, rate in enumerate(rates, 1) if rate == max(rates))
+        assert f"had begun after step {last_at_peak};" in warning
