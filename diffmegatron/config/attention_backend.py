@@ -30,18 +30,31 @@ def attention_call(recipe: RecipeSections, attention: AttentionKind, device_type
     return Call(attention.operation, device_type, dtype, attention.head_dim, needs)
 
 
+def layer_backend(
+    recipe: RecipeSections, attention: AttentionKind, device_type: str, libraries: frozenset[str]
+) -> tuple[str, str]:
+    """Return the name of the backend of a layer's attention, and the reason for the choice.
+
+    ``libraries`` are the usable optional libraries. An impossible choice raises UserError.
+    """
+    call = attention_call(recipe, attention, device_type)
+    try:
+        return choose_backend(_setting(recipe, attention), call, libraries)
+    except ValueError as error:
+        raise UserError(f"training.attention_{error}") from None
+
+
 def planned_backend(
     recipe: RecipeSections, attention: AttentionKind, device: Literal["gpu", "cpu"] = "gpu"
 ) -> str:
-    """Return the name of the backend for which a layer's memory and time are estimated.
+    """Return the name of the backend for which a layer's memory and time are estimated."""
+    is_auto = _setting(recipe, attention) == "auto"
+    libraries = PLANNED_LIBRARIES if is_auto else frozenset(LIBRARIES)
+    device_type = "cpu" if device == "cpu" else "cuda"
+    return layer_backend(recipe, attention, device_type, libraries)[0]
 
-    ``training.attention_backend`` applies only to attention with the operation "differential".
-    """
+
+def _setting(recipe: RecipeSections, attention: AttentionKind) -> str:
+    # The setting applies only to attention with the operation "differential".
     has_two_maps = attention.operation == "differential"
-    setting = recipe.training.attention_backend if has_two_maps else "auto"
-    libraries = PLANNED_LIBRARIES if setting == "auto" else frozenset(LIBRARIES)
-    call = attention_call(recipe, attention, "cpu" if device == "cpu" else "cuda")
-    try:
-        return choose_backend(setting, call, libraries)[0]
-    except ValueError as error:
-        raise UserError(f"training.attention_{error}") from None
+    return recipe.training.attention_backend if has_two_maps else "auto"

@@ -1,6 +1,8 @@
 """Construction of this rank's pipeline stage of the network from Megatron-core's modules."""
 
+import logging
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -8,13 +10,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from diffmegatron.attention.kernels.installed_backends import importable_libraries
-from diffmegatron.attention.kernels.registry import choose_backend
-from diffmegatron.config.attention_backend import attention_call
+from diffmegatron.config.attention_backend import layer_backend
 from diffmegatron.config.divisibility import context_communication
 from diffmegatron.config.parallel_config import RecomputeConfig
 from diffmegatron.config.schema import Recipe
 from diffmegatron.config.tensors import stage_layers
-from diffmegatron.errors import UserError
 from diffmegatron.model.initialize import initialize
 from diffmegatron.model.layers.layer_specs import available_host, final_norm, layer_spec
 from diffmegatron.model.layers.self_attention import SelfAttention
@@ -22,6 +22,8 @@ from diffmegatron.model.network import Network, VirtualStage
 from diffmegatron.model.parameter_shards import parameter_shards
 from diffmegatron.model.trainable import mark_trained
 from diffmegatron.parallel.parallel_state import ParallelState
+
+logger = logging.getLogger(__name__)
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -76,10 +78,9 @@ def build_model(
     recipe: Recipe, parallel_state: ParallelState, *, initial_weights: bool = True
 ) -> Network:
     """Build all virtual stages of this pipeline rank, with initial or uninitialized weights."""
-    _check_backend(recipe, parallel_state)
-    config = transformer_config(recipe)
+    config, backends = transformer_config(recipe), _choose_backends(recipe, parallel_state)
     stages = [
-        _build_virtual_stage(recipe, config, parallel_state, number)
+        _build_virtual_stage(recipe, config, backends, parallel_state, number)
         for number in range(parallel_state.virtual_pipeline_size)
     ]
     network = Network(stages).to(parallel_state.device)
@@ -95,14 +96,20 @@ def build_model(
 
 
 def _build_virtual_stage(
-    recipe: Recipe, config: TransformerConfig, parallel_state: ParallelState, number: int
+    recipe: Recipe,
+    config: TransformerConfig,
+    backends: Sequence[str],
+    parallel_state: ParallelState,
+    number: int,
 ) -> VirtualStage:
     model, host = recipe.model, available_host(recipe.model.lora)
     stages = parallel_state.virtual_pipeline_size
-    backend, communication = recipe.training.attention_backend, context_communication(recipe)
+    communication = context_communication(recipe)
     layers = stage_layers(recipe, parallel_state.pipeline_rank)[number]
     specs = [
-        layer_spec(model.attention.of_layer(layer), host, backend, communication, model.lora)
+        layer_spec(
+            model.attention.of_layer(layer), host, backends[layer], communication, model.lora
+        )
         for layer in layers
     ]
     return VirtualStage(
@@ -133,16 +140,19 @@ def _recompute(recompute: RecomputeConfig) -> dict[str, Any]:
     }
 
 
-def _check_backend(recipe: Recipe, parallel_state: ParallelState) -> None:
-    """Check that the attention backend of each differential layer can run on this machine."""
-    for attention, _ in recipe.model.attention.by_kind(recipe.model.num_layers):
-        if attention.operation == "softmax":
-            continue
-        call = attention_call(recipe, attention, parallel_state.device.type)
-        try:
-            choose_backend(recipe.training.attention_backend, call, importable_libraries())
-        except ValueError as error:
-            raise UserError(f"training.attention_{error}") from None
+def _choose_backends(recipe: Recipe, parallel_state: ParallelState) -> list[str]:
+    """Return the name of the attention backend of each layer in the network, and log each choice.
+
+    The list covers all pipeline stages, so that all ranks refuse an impossible choice.
+    """
+    device, libraries = parallel_state.device.type, importable_libraries()
+    choices = [
+        layer_backend(recipe, recipe.model.attention.of_layer(layer), device, libraries)
+        for layer in range(recipe.model.num_layers)
+    ]
+    for name, reason in dict.fromkeys(choices):
+        logger.info("attention backend %s: %s", name, reason)
+    return [name for name, _ in choices]
 
 
 def lambda_by_layer(network: Network) -> dict[int, Tensor]:

@@ -172,13 +172,14 @@ def count_layer(recipe: Recipe, instead: AbstractContextManager[object] | None =
     # Transformer Engine's norms cannot run on tensors without memory.
     local_layers = mock.patch.object(build, "available_host", return_value="local")
     with process_groups(recipe.parallel, training.seed) as parallel_state:
-        with local_layers:
+        work = Work()
+        with local_layers, _stand_ins(work):
             network = build.build_model(recipe, parallel_state, initial_weights=False).to("meta")
         stage = network.virtual_stages[0]
         stage.config.bias_activation_fusion = True
         shape = (training.micro_batch_size, training.seq_length)
         tokens = torch.zeros(shape, dtype=torch.long, device="meta")
-        with Work() as work, _stand_ins(work), instead or nullcontext():
+        with work, _stand_ins(work), instead or nullcontext():
             _name_parts(stage.decoder.layers[1], work)
             stage.output_layer.register_forward_hook(lambda *_: work.enter(LOSS))
             network(tokens, labels=tokens).float().mean().backward()

@@ -30,46 +30,64 @@ from diffmegatron.attention.kinds.layer import Context
 Attention = Callable[..., Tensor]
 
 
-def whole_sequence(
-    group: ProcessGroup | None,
-    communication: ContextCommunication,
-    backend: str,
-    documents: Tensor | None,
-) -> Context:
-    """Return the attention functions of a layer.
+class WholeSequence:
+    """The attention functions of a layer.
 
     Args:
         group: context-parallel ranks; None is the same as one rank.
-        backend: backend of differential attention; softmax attention always uses ``auto``.
-        documents: boundaries of packed documents, 1-dim integers on the CPU; None without packing.
-            A boundary is a position in the concatenation of the batch's unsharded rows. The first
-            boundary is 0, and the last is the length of this concatenation.
+        softmax, differential: backend of each operation, or ``auto`` to choose in each call.
     """
-    backends = ((softmax_attention, "auto"), (diff_attention, backend))
-    functions: list[Attention] = []
-    for kernel, name in backends:
-        attend: Attention = partial(kernel, backend=name)
-        wrapped = attend if documents is None else partial(in_one_row, attend, documents)
-        if group is not None and group.size() > 1:
-            if communication == "ulysses":
-                wrapped = partial(ulysses_attention, wrapped, group)
-            else:
-                wrapped = partial(gathered_attention, attend, group)
-                if communication == "ring":
-                    wrapped = partial(ring_attention, group, name)
-                if documents is not None:
-                    wrapped = partial(by_row, wrapped, documents)
-        functions.append(wrapped)
-    return Context(*functions)
+
+    def __init__(
+        self,
+        group: ProcessGroup | None,
+        communication: ContextCommunication,
+        *,
+        softmax: str = "auto",
+        differential: str = "auto",
+    ) -> None:
+        kernels = ((softmax_attention, softmax), (diff_attention, differential))
+        functions = [
+            _functions(kernel, backend, group, communication) for kernel, backend in kernels
+        ]
+        self._across, self._packed = zip(*functions, strict=True)
+
+    def within(self, documents: Tensor | None) -> Context:
+        """Return the attention functions for a forward pass.
+
+        Args:
+            documents: boundaries of packed documents, 1-dim integers on the CPU; None without
+                packing. A boundary is a position in the concatenation of the batch's unsharded
+                rows. The first boundary is 0, and the last is the length of this concatenation.
+        """
+        if documents is None:
+            return Context(*self._across)
+        return Context(*(partial(attend, documents=documents) for attend in self._packed))
 
 
-def in_one_row(attend: Attention, documents: Tensor, *heads: Tensor, **options: Any) -> Tensor:
+def _functions(
+    kernel: Attention, backend: str, group: ProcessGroup | None, communication: ContextCommunication
+) -> tuple[Attention, Attention]:
+    """Return an attention function without packing, and one with the argument ``documents``."""
+    attend: Attention = partial(kernel, backend=backend)
+    packed: Attention = partial(in_one_row, attend)
+    if group is None or group.size() == 1:
+        return attend, packed
+    if communication == "ulysses":
+        return partial(ulysses_attention, attend, group), partial(ulysses_attention, packed, group)
+    across: Attention = partial(gathered_attention, attend, group)
+    if communication == "ring":
+        across = partial(ring_attention, group, backend)
+    return across, partial(by_row, across)
+
+
+def in_one_row(attend: Attention, *heads: Tensor, documents: Tensor, **options: Any) -> Tensor:
     """Attend within packed documents: concatenate the batch's rows, and call ``attend`` once."""
     out = attend(*(x.flatten(0, 1)[None] for x in heads), cu_seqlens=documents, **options)
     return out[0].unflatten(0, heads[0].shape[:2])
 
 
-def by_row(attend: Attention, documents: Tensor, *heads: Tensor, **options: Any) -> Tensor:
+def by_row(attend: Attention, *heads: Tensor, documents: Tensor, **options: Any) -> Tensor:
     """Attend within packed documents: call ``attend`` once for each row of the batch."""
     rows = zip(*(x.split(1) for x in heads), strict=True)
     bounds = row_boundaries(documents, heads[0].shape[0])

@@ -69,10 +69,11 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 @cache
 def installed_backend(backend: str, call: Call) -> Backend:
-    """Return the backend with this name, or the one that "auto" chooses; log each choice once."""
+    """Return the backend with this name, or the one that "auto" chooses; log a choice once."""
     name, reason = choose_backend(backend, call, importable_libraries())
-    where = f"{call.device}, {call.dtype}, d={call.head_dim}"
-    logger.info("%s on %s: %s (%s)", OPS[call.op], where, name, reason)
+    if backend == "auto":
+        where = f"{call.device}, {call.dtype}, d={call.head_dim}"
+        logger.info("%s on %s: %s (%s)", OPS[call.op], where, name, reason)
     return BACKENDS[call.op][name]
 
 

@@ -71,9 +71,9 @@ def layer_spec(
 ) -> ModuleSpec:
     """Return the spec of a pre-norm transformer layer.
 
-    ``backend`` is the kernel of differential attention: ``auto``, or a name that the command
-    ``diffmegatron doctor`` lists. ``communication`` is the method of context parallelism. Only the
-    local host supports ``lora``.
+    ``backend`` is the backend of the kind's operation: ``auto`` to choose in each call, or a name
+    that the command ``diffmegatron doctor`` lists. ``communication`` is the method of context
+    parallelism. Only the local host supports ``lora``.
     """
     input_norm: type = RMSNorm
     mlp_norm: type = RMSNorm

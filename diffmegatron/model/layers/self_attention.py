@@ -30,7 +30,7 @@ from megatron.core.transformer.utils import (
 )
 from torch import Tensor
 
-from diffmegatron.attention.context_parallel.whole_sequence import whole_sequence
+from diffmegatron.attention.context_parallel.whole_sequence import WholeSequence
 from diffmegatron.attention.kinds.kind import AttentionKind, ContextCommunication
 from diffmegatron.attention.kinds.layer import QKV_BIAS, Constant, Identity, Parameter
 from diffmegatron.model.layers.rotary import rotate
@@ -74,7 +74,9 @@ class SelfAttention(MegatronModule):
         self.tp_group, self.context_group = groups.tp, groups.cp
         self.kind, self.layer_number = kind, layer_number
         self.norm_eps, self.step = config.layernorm_epsilon, 0
-        self.backend, self.communication = backend, communication
+        self.whole_sequence = WholeSequence(
+            self.context_group, communication, **{kind.operation: backend}
+        )
         self.observer: Observer | None = None
         self.observed: dict[str, Tensor] = {}
         heads = kind.heads
@@ -158,7 +160,7 @@ class SelfAttention(MegatronModule):
         gate = self.kind.gate(self, hidden_states)
         if self.observer is not None:
             self.observer(query, key, documents)
-        context = whole_sequence(self.context_group, self.communication, self.backend, documents)
+        context = self.whole_sequence.within(documents)
         query, key, value = (x.transpose(0, 1) for x in (query, key, value))
         gate = None if gate is None else gate.transpose(0, 1)
         forward = partial(self.kind.forward, self, context)

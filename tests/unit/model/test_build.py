@@ -7,6 +7,8 @@ import torch
 from megatron.core.transformer.mlp import MLP
 from torch import Tensor
 
+from diffmegatron.attention.kernels import registry
+from diffmegatron.attention.kernels.pytorch import reference
 from diffmegatron.config.attention_backend import attention_call
 from diffmegatron.errors import UserError
 from diffmegatron.model import build
@@ -119,3 +121,20 @@ def test_swiglu_is_exact_and_saves_the_bytes_that_plan_counts(fused, factors, ml
     for actual, exact in zip(found, exact_value_and_gradients(mlp, tokens), strict=True):
         assert (actual - exact).norm() < 1e-6 * exact.norm()
     assert kept == 6 * 2 * factors * mlp.config.ffn_hidden_size * 4
+
+
+@pytest.mark.parametrize("kind", ["diff_v1", "softmax"])
+def test_a_backend_is_chosen_once_when_the_network_is_built(tiny_recipe, monkeypatch, kind):
+    """Check that a forward pass uses the backend that the device had when its layers were built."""
+    recipe = tiny_recipe(f"model.attention={{kind: {kind}, head_dim: 8}}")
+    operation = recipe.model.attention.operation
+    tokens = torch.zeros(1, 8, dtype=torch.int64)
+    with process_groups(recipe.parallel, seed=1) as parallel_state:
+        monkeypatch.setitem(registry.AUTO_ORDER[operation], "cpu", ("reference",))
+        network = build_model(recipe, parallel_state)
+        monkeypatch.setitem(registry.AUTO_ORDER[operation], "cpu", ())
+        used = []
+        attend = reference.attend
+        monkeypatch.setattr(reference, "attend", lambda call: used.append(call) or attend(call))
+        network(tokens)
+    assert len(used) == recipe.model.num_layers

@@ -13,6 +13,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.spec_utils import build_module
 
 from diffmegatron.attention.context_parallel import whole_sequence
+from diffmegatron.attention.context_parallel.whole_sequence import WholeSequence
 from diffmegatron.attention.kernels.pytorch import reference
 from diffmegatron.config.parallel_config import ParallelConfig
 from diffmegatron.model.build import transformer_config
@@ -321,7 +322,7 @@ def test_three_calls_lead_to_the_kernel(build, monkeypatch):
 
 def test_context_parallelism_adds_one_call_before_the_kernel(build, monkeypatch):
     module = build(SECTIONS["diff_v1"])
-    module.context_group, module.communication = TwoRanks(), "all_gather"
+    module.whole_sequence = WholeSequence(TwoRanks(), "all_gather", differential="reference")
     monkeypatch.setattr(
         whole_sequence,
         "gather_from_sequence_parallel_region",
