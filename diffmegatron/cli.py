@@ -15,6 +15,7 @@ from diffmegatron.data.prepare.prepare_settings import PrepareSettings
 from diffmegatron.dex.commands import app as dex_app
 from diffmegatron.errors import UserError
 from diffmegatron.evaluation.commands import compare, evaluate
+from diffmegatron.files import escape
 from diffmegatron.operations.commands import app as attempt_app
 from diffmegatron.operations.commands import configs as configs_app
 from diffmegatron.operations.commands import launch, preflight, quickstart, status
@@ -285,7 +286,6 @@ def main() -> None:
         with explain_path_errors(sys.argv[1:]):
             app()
     except UserError as error:
-        print(
-            f"error: {error}" if rank == "0" else f"error (rank {rank}): {error}", file=sys.stderr
-        )
+        name = "error" if rank == "0" else f"error (rank {rank})"
+        print(f"{name}: {escape(str(error))}", file=sys.stderr)
         sys.exit(error.exit_status)

@@ -248,9 +248,14 @@ def _ends(path: PurePath) -> list[tuple[str, ...]]:
     return [path.parts[-length:] for length in range(1, len(path.parts) + 1)]
 
 
+def escape(text: str) -> str:
+    """Return text with unprintable characters escaped, such as a newline."""
+    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
+
+
 def shorten(text: str) -> str:
-    """Return text with unprintable characters escaped; above 200 characters, cut out its middle."""
-    line = "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
+    """Return text as :func:`escape` does; above 200 characters, without its middle."""
+    line = escape(text)
     return line if len(line) <= _SHOWN else f"{line[:120]}...{line[-60:]}"
 
 

@@ -119,7 +119,13 @@ run_ranks() {
   # The watcher may have ended already; otherwise bash would print "Terminated".
   { kill "$watching"; wait "$watching"; } 2>/dev/null
 }
-recorded_variables='^(CUDA|DIFFMEGATRON|FI|GLOO|MASTER|NCCL|OMP|PATH|PYTHONPATH|SLURM|TORCH|UCX|WORLD)'
+# Print the variables of the libraries that compute and communicate, without secrets such as SLURM_JWT.
+# With null characters between variables, a line within a value is never taken for a variable.
+recorded_environment() {
+  local libraries='(CUDA|DIFFMEGATRON|FI|GLOO|MASTER|NCCL|OMP|PATH|PYTHONPATH|SLURMD?|TORCH[A-Z]*|UCX|WORLD)'
+  env -0 | grep -zE "^${libraries}(_[A-Z0-9_]*)?=" | grep -zvE '^[^=]*(TOKEN|SECRET|PASSW|CREDENTIAL|JWT|_KEY)' |
+    sort -z | tr '\0' '\n'
+}
 status=69 bad=""
 while [ "$status" -eq 69 ]; do  # 69: a fault; the next attempt begins without a requeue
   every_node="$(grep -vxF "$(tr , '\n' <<<"$bad")" <<<"$every_node")"
@@ -128,7 +134,7 @@ while [ "$status" -eq 69 ]; do  # 69: a fault; the next attempt begins without a
   settings="$("${container_command[@]}" diffmegatron attempt begin --nodes="$nodes" \
     ${run_dir:+"--run-dir=$run_dir"} "$@")" || exit
   eval "$settings"
-  env | grep -E "$recorded_variables" | sort >"$DIFFMEGATRON_ATTEMPT/environment"
+  recorded_environment >"$DIFFMEGATRON_ATTEMPT/environment"
   run_ranks preflight "$@"
   compgen -G "$DIFFMEGATRON_ATTEMPT/rank_*.json" >/dev/null || run_ranks train "$@"
   bad="$("${container_command[@]}" diffmegatron attempt end "$DIFFMEGATRON_ATTEMPT" \

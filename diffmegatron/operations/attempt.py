@@ -22,7 +22,7 @@ from diffmegatron.attempts.ledger import (
 )
 from diffmegatron.config.load import load_stages
 from diffmegatron.errors import UserError
-from diffmegatron.files import format_path, shorten
+from diffmegatron.files import escape, format_path, shorten
 
 _LIBRARIES = ("torch", "megatron-core", "deepspeed", "triton")
 _EXIT_FAULTS, _EXIT_RESTART = 1, 69
@@ -119,7 +119,7 @@ def exit_status(attempt: Attempt, bad_hosts: Sequence[str] = ()) -> int:
 def describe(attempt: Attempt) -> str:
     """Describe an ended attempt in one line."""
     faults = f", fault {attempt.faults} of {MAX_FAULTS}" if attempt.cause == Cause.FAULT else ""
-    return f"attempt {attempt.number}: {attempt.cause}{faults}: {attempt.reason}"
+    return f"attempt {attempt.number}: {attempt.cause}{faults}: {escape(attempt.reason)}"
 
 
 def versions() -> dict[str, str]:

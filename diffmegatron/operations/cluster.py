@@ -1,6 +1,7 @@
 """Description of a Slurm cluster in a YAML file such as ``configs/clusters/example.yaml``."""
 
 import re
+import shlex
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -13,6 +14,10 @@ from diffmegatron.section import PathText, Section, Size, SizeOrZero
 from diffmegatron.validation import validated
 from diffmegatron.yaml_documents import MAX_BYTES, parse_yaml
 
+# Names of environment variables whose values must not be printed.
+_SECRET = re.compile("TOKEN|SECRET|PASSW|CREDENTIAL|JWT|_KEY")
+# Long option of sbatch with an optional value.
+_OPTION = r"^--[a-z][a-z-]*[a-z](=[^\x00-\x1f\x7f]*)?$"
 _TIME = re.compile(r"(?:(\d{1,3})-)?(\d{1,3})(?::(\d{1,2}))?(?::(\d{1,2}))?")
 
 
@@ -50,6 +55,9 @@ class Cluster(Section):
     memory: Word | None = Field(default=None, description="sbatch --mem; 0: all of a node")
     cpus_per_rank: Size | None = Field(default=None, description="sbatch --cpus-per-task")
     time_limit: Word = Field(description="sbatch --time: minutes, H:MM:SS or D-HH:MM:SS")
+    sbatch_options: tuple[Annotated[str, StringConstraints(pattern=_OPTION)], ...] = Field(
+        default=(), description="other options of sbatch, such as --mail-user=a@b.org"
+    )
     export: Literal["ALL", "NONE"] = Field(
         default="ALL", description="variables of the submitting shell that the job inherits"
     )
@@ -75,6 +83,23 @@ class Cluster(Section):
     def seconds(self) -> int:
         """Time limit of a job in seconds."""
         return parse_time(self.time_limit)
+
+
+def export_line(name: str, value: str) -> str:
+    """Return the shell line that sets an environment variable."""
+    return f"export {name}={shlex.quote(value)}"
+
+
+def without_secrets(script: str, cluster: Cluster) -> str:
+    """Return a script of this cluster in which no secret of its ``environment`` has a value.
+
+    The script takes these variables from its own environment, and ends if one is missing.
+    """
+    for name, value in cluster.environment.items():
+        if _SECRET.search(name.upper()):
+            line = f'export {name}="${{{name}:?export it, because --dry-run prints no secrets}}"'
+            script = script.replace(f"\n{export_line(name, value)}\n", f"\n{line}\n")
+    return script
 
 
 def parse_time(text: str) -> int:

@@ -156,6 +156,7 @@ def launch(
             )
         _start_torchrun(config, overrides or [], nodes, cluster, rendezvous, dry_run=dry_run)
         return
+    from diffmegatron.operations.cluster import without_secrets
     from diffmegatron.operations.launch import (
         prepare_chain,
         prepare_launch,
@@ -164,13 +165,17 @@ def launch(
     )
 
     arguments = (config, overrides or [], nodes, cluster, dependency, spares)
-    found = prepare_chain(*arguments) if chain else (prepare_launch(*arguments),)
+    if chain:
+        found = prepare_chain(*arguments, needs_data=not dry_run)
+    else:
+        found = (prepare_launch(*arguments, needs_data=not dry_run),)
     for each in found:
         for line in (*summary(each), *(f"warning: {remark}" for remark in each.remarks)):
             print(line, file=sys.stderr)
     if dry_run:
         for each in found:
-            print(f"==> {each.path} <==\n" if chain else "", each.text, sep="", end="")
+            text = without_secrets(each.text, each.job.cluster)
+            print(f"==> {each.path} <==\n" if chain else "", text, sep="", end="")
         return
     for each, number in zip(found, submit_chain(found), strict=True):
         print(f"submitted job {number}: {each.path}")
@@ -186,11 +191,14 @@ def _start_torchrun(
     dry_run: bool,
 ) -> None:
     """Write a start script for torchrun, and run it if there is only one machine."""
+    from diffmegatron.operations.cluster import load_cluster, without_secrets
     from diffmegatron.operations.torchrun import torchrun_file, write
 
-    path, text = torchrun_file(config, overrides, nodes, cluster, rendezvous)
+    path, text = torchrun_file(
+        config, overrides, nodes, cluster, rendezvous, needs_data=not dry_run
+    )
     if dry_run:
-        print(text, end="")
+        print(without_secrets(text, load_cluster(cluster)), end="")
         return
     write(path, text)
     if nodes > 1:

@@ -69,6 +69,8 @@ def prepare_launch(
     cluster_file: Path,
     dependency: str | None = None,
     spares: int = 0,
+    *,
+    needs_data: bool = True,
 ) -> Submission:
     """Check a recipe against a cluster and prepare its job; nothing is written.
 
@@ -76,10 +78,12 @@ def prepare_launch(
         nodes: number of nodes with ranks.
         dependency: value of ``sbatch --dependency``.
         spares: number of additional nodes that can replace failed nodes.
+        needs_data: whether sources of the recipe that are not prepared are an error; otherwise,
+            they are a remark.
     """
     recipes = load_stages(config, overrides)
     cluster = load_cluster(cluster_file)
-    _check(recipes, nodes, cluster, dependency)
+    _check(recipes, nodes, cluster, dependency, needs_data)
     return _launch(recipes, (str(config), *overrides), nodes, cluster, dependency, spares)
 
 
@@ -90,6 +94,8 @@ def prepare_chain(
     cluster_file: Path,
     dependency: str | None = None,
     spares: int = 0,
+    *,
+    needs_data: bool = True,
 ) -> tuple[Submission, ...]:
     """Check a recipe as :func:`prepare_launch` does, and prepare one job per unfinished stage.
 
@@ -102,7 +108,7 @@ def prepare_chain(
             f"{format_path(config)} has no stages, and --chain submits a job per stage; leave "
             "--chain out"
         )
-    _check(recipes, nodes, cluster, dependency)
+    _check(recipes, nodes, cluster, dependency, needs_data)
     left = [recipe for recipe in recipes if not _is_finished(ledger_of([recipe]))]
     if not left:
         raise UserError(f"all stages of {format_path(config)} are finished; give another run_dir")
@@ -116,8 +122,14 @@ def prepare_chain(
     return tuple(launches)
 
 
-def _check(recipes: Sequence[Recipe], nodes: int, cluster: Cluster, dependency: str | None) -> None:
-    check_fit(recipes, nodes, cluster)
+def _check(
+    recipes: Sequence[Recipe],
+    nodes: int,
+    cluster: Cluster,
+    dependency: str | None,
+    needs_data: bool,
+) -> None:
+    check_fit(recipes, nodes, cluster, needs_data=needs_data)
     # A job that this job waits for may still write the initial checkpoint.
     if dependency is None:
         check_starts(recipes)

@@ -1,5 +1,6 @@
 """Checks of a recipe before its launch: cluster, data and initial checkpoint."""
 
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -7,7 +8,7 @@ from diffmegatron.checkpoint.checkpoint_manifest import read_manifest as read_ch
 from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
 from diffmegatron.checkpoint.stage_folders import newest_checkpoint
 from diffmegatron.config.schema import Recipe
-from diffmegatron.data.index.corpus_manifest import check_sizes, read_manifest
+from diffmegatron.data.index.corpus_manifest import check_sizes, manifest_path, read_manifest
 from diffmegatron.errors import UserError
 from diffmegatron.files import format_path, shorten
 from diffmegatron.operations.cluster import Cluster
@@ -16,8 +17,13 @@ from diffmegatron.operations.cluster import Cluster
 _USUAL_PASSES = 4
 
 
-def check_fit(recipes: Sequence[Recipe], nodes: int, cluster: Cluster) -> None:
-    """Check the number of ranks, the amount of data, and the existence of the container image."""
+def check_fit(
+    recipes: Sequence[Recipe], nodes: int, cluster: Cluster, *, needs_data: bool = True
+) -> None:
+    """Check the number of ranks, the amount of data, and the existence of the container image.
+
+    Unless ``needs_data``, sources that are not prepared are not checked.
+    """
     for recipe in recipes:
         try:
             recipe.num_microbatches(nodes * cluster.ranks)
@@ -26,7 +32,8 @@ def check_fit(recipes: Sequence[Recipe], nodes: int, cluster: Cluster) -> None:
                 f"--nodes {nodes} means {nodes * cluster.ranks} ranks on this cluster: {error}"
             ) from None
         for source in recipe.data.sources:
-            check_sizes(source.path, read_manifest(source.path))
+            if needs_data or _is_prepared(source.path):
+                check_sizes(source.path, read_manifest(source.path))
         for path, passes in _passes(recipe).items():
             # A run with a checkpoint may have begun with other source weights, so do not check it.
             if recipe.data.on_exhausted == "stop" and passes > 1 and not _has_begun(recipe):
@@ -60,13 +67,20 @@ def check_starts(recipes: Sequence[Recipe]) -> None:
 
 
 def data_remarks(recipe: Recipe) -> Iterator[str]:
-    """Yield a warning for each data source that the run trains on for more than four epochs."""
+    """Yield a warning for each source that is not prepared or is used for over four epochs."""
+    for source in recipe.data.sources:
+        if not _is_prepared(source.path):
+            yield f"source {format_path(Path(source.path))} is not prepared; the job would fail"
     for path, passes in _passes(recipe).items():
         if passes > _USUAL_PASSES:
             yield (
                 f"{recipe.run_dir} reads source {path} about {passes:,.0f} times; give it more "
                 "data or a lower weight, or train fewer steps"
             )
+
+
+def _is_prepared(prefix: str) -> bool:
+    return os.path.lexists(manifest_path(prefix))
 
 
 def _has_begun(recipe: Recipe) -> bool:
@@ -76,8 +90,8 @@ def _has_begun(recipe: Recipe) -> bool:
 def _passes(recipe: Recipe) -> dict[str, float]:
     """Return a dict: path of each data source -> lower bound on the number of epochs over it.
 
-    Held-out documents, packing and length up-sampling raise the true number. With several
-    sources and global up-sampling, the dict is empty.
+    Held-out documents, packing and length up-sampling raise the true number. Sources that are not
+    prepared are left out. With several sources and global up-sampling, the dict is empty.
     """
     weights = {source.path: source.weight for source in recipe.data.sources}
     if recipe.data.upsampling.mode == "global" and len(weights) > 1:
@@ -87,4 +101,5 @@ def _passes(recipe: Recipe) -> dict[str, float]:
     return {
         path: needed * weight / total / read_manifest(path).tokens
         for path, weight in weights.items()
+        if _is_prepared(path)
     }

@@ -1,12 +1,15 @@
 """Job file for sbatch: ``#SBATCH`` lines and settings, then the body of launch/slurm.sh."""
 
+import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import starmap
 from pathlib import Path
 
-from diffmegatron.files import read_text
-from diffmegatron.operations.cluster import Cluster, Container
+from diffmegatron.errors import UserError
+from diffmegatron.files import read_text, shorten
+from diffmegatron.operations.cluster import Cluster, Container, export_line
 from diffmegatron.own_code import import_environment
 from diffmegatron.shipped_files import shipped_folder
 
@@ -17,6 +20,22 @@ JOB_RECIPE = "job.yaml"  # recipe of a training stage that has its own job (laun
 _MAX_NUMBER_BYTES = 100
 # The lines of slurm.sh before this line are defaults, which the job file replaces.
 _BODY_START = "set -uo pipefail\n"
+# Options with which the job script would start other ranks, or none, or could not requeue the job.
+_INCOMPATIBLE = (
+    *(
+        "array",
+        "error",
+        "gpus",
+        "gpus-per-task",
+        "hold",
+        "mem-per-cpu",
+        "mem-per-gpu",
+        "no-requeue",
+    ),
+    *("ntasks", "ntasks-per-core", "ntasks-per-gpu", "ntasks-per-socket", "parsable", "test-only"),
+    *("wait", "wrap"),
+)
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 
 @dataclass(frozen=True)
@@ -59,10 +78,7 @@ def job_file(job: Job) -> str:
         "# Written by diffmegatron launch. Submit it again: sbatch THIS_FILE",
         *(f"#SBATCH --{option}" for option in _options(job)),
         *cluster.setup,
-        *(
-            f"export {name}={shlex.quote(text)}"
-            for name, text in (cluster.environment | import_environment()).items()
-        ),
+        *starmap(export_line, (cluster.environment | import_environment()).items()),
         # By default srun reuses the --export value of sbatch, which may hide variables from ranks.
         "export SRUN_EXPORT_ENV=ALL",
         f"container_command=({shlex.join(_container_command(cluster.container))})",
@@ -78,9 +94,10 @@ def job_file(job: Job) -> str:
 def _options(job: Job) -> list[str]:
     cluster = job.cluster
     given = {
-        "job-name": job.name,
+        "job-name": shlex.quote(job.name),
         "chdir": shlex.quote(str(job.folder)),
-        "output": shlex.quote(str(job.run_dir / "job_%j.log")),
+        # sbatch replaces %j and similar patterns in this path.
+        "output": shlex.quote(f"{job.run_dir}/".replace("%", "%%") + "job_%j.log"),
         "open-mode": "append",
         "nodes": job.nodes + job.spares,
         "ntasks-per-node": cluster.ranks,
@@ -94,12 +111,35 @@ def _options(job: Job) -> list[str]:
         "qos": cluster.qos,
         "constraint": cluster.constraint,
         "exclude": ",".join(cluster.exclude) or None,
-        "dependency": job.dependency,
+        "dependency": None if job.dependency is None else shlex.quote(job.dependency),
         "export": cluster.export,
     }
     options = [f"{name}={value}" for name, value in given.items() if value is not None]
     flags = {"requeue": True, "exclusive": cluster.exclusive, "no-kill": job.spares > 0}
-    return options + [name for name, is_set in flags.items() if is_set]
+    options += [name for name, is_set in flags.items() if is_set]
+    _check_unmanaged(cluster.sbatch_options, {*given, *flags, *_INCOMPATIBLE})
+    for option in cluster.sbatch_options:
+        name, equals, value = option.removeprefix("--").partition("=")
+        options.append(f"{name}{equals}{shlex.quote(value) if value else ''}")
+    for option in options:
+        if _CONTROL.search(option):
+            raise UserError(
+                f"sbatch cannot read the option --{shorten(option)}; use names without control "
+                "characters"
+            )
+    return options
+
+
+def _check_unmanaged(options: Iterable[str], managed: set[str]) -> None:
+    """Refuse options that the job file already sets, also if their names are abbreviated."""
+    for option in options:
+        name = option[2:].partition("=")[0]
+        # Long options may be abbreviated, such as --part for --partition.
+        if any(each.startswith(name) for each in managed):
+            raise UserError(
+                f"sbatch_options has {shorten(option)}, but launch sets this option itself from "
+                "the other keys of the cluster file and its own options; leave it out"
+            )
 
 
 def _container_command(container: Container | None) -> list[str]:

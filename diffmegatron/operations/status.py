@@ -18,7 +18,7 @@ from diffmegatron.checkpoint.checkpoint_store import RECIPE, CheckpointStore
 from diffmegatron.checkpoint.stage_folders import only_last, stage_folders
 from diffmegatron.config.load import load_resolved
 from diffmegatron.errors import UserError
-from diffmegatron.files import format_path, shorten
+from diffmegatron.files import escape, format_path, shorten
 from diffmegatron.operations.sbatch_file import JOB_RECIPE, read_job_number
 from diffmegatron.training.monitoring.due import unrecorded_at
 from diffmegatron.training.monitoring.metrics import Entry, newest_entries
@@ -245,7 +245,7 @@ def print_status(status: Status, console: Console) -> None:
         lines += ["", *_attempt_lines(status.attempts[-_SHOWN_ATTEMPTS:])]
     elif status.steps is not None:
         lines.append("  no ledger of attempts, because no launcher started the run")
-    console.print(Text("\n".join(lines)), soft_wrap=True)
+    console.print(Text("\n".join(map(escape, lines))), soft_wrap=True)
 
 
 def _attempt_lines(attempts: Sequence[Attempt]) -> Iterator[str]:

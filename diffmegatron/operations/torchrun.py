@@ -4,13 +4,14 @@ import os
 import re
 import shlex
 from collections.abc import Sequence
+from itertools import starmap
 from pathlib import Path
 
 from diffmegatron.attempts.ledger import ledger_of
 from diffmegatron.config.load import load_stages
 from diffmegatron.errors import UserError
 from diffmegatron.files import explain_os_errors, format_path, shorten, write_durably
-from diffmegatron.operations.cluster import Cluster, load_cluster
+from diffmegatron.operations.cluster import Cluster, export_line, load_cluster
 from diffmegatron.operations.recipe_checks import check_fit, check_starts
 from diffmegatron.own_code import import_environment
 from diffmegatron.shipped_files import shipped_folder
@@ -25,15 +26,18 @@ def torchrun_file(
     nodes: int,
     cluster_file: Path,
     rendezvous: str | None,
+    *,
+    needs_data: bool = True,
 ) -> tuple[Path, str]:
     """Check a recipe, and return the path and the text of a start script without writing it.
 
     The script uses ``setup``, ``environment`` and the ranks per node of the cluster file.
     ``rendezvous`` is ``HOST:PORT`` of the first of several machines; None for one machine.
+    Unless ``needs_data``, the sources of the recipe may be missing.
     """
     recipes = load_stages(config, overrides)
     cluster = load_cluster(cluster_file)
-    check_fit(recipes, nodes, cluster)
+    check_fit(recipes, nodes, cluster, needs_data=needs_data)
     check_starts(recipes)
     if cluster.container is not None:
         raise UserError(
@@ -66,16 +70,14 @@ def _text(arguments: Sequence[str], nodes: int, cluster: Cluster, rendezvous: st
     settings = {"NNODES": str(nodes), "RANKS": str(cluster.ranks)}
     if rendezvous is not None:
         settings["RENDEZVOUS"] = rendezvous
+    variables = cluster.environment | import_environment() | settings
     return "\n".join(
         [
             "#!/usr/bin/env bash",
             "# Written by diffmegatron launch --torchrun. Start it on each machine: bash THIS_FILE",
             f"cd {shlex.quote(str(Path.cwd()))} || exit 2",
             *cluster.setup,
-            *(
-                f"export {name}={shlex.quote(text)}"
-                for name, text in (cluster.environment | import_environment() | settings).items()
-            ),
+            *starmap(export_line, variables.items()),
             f"exec bash {shlex.join([script, *arguments])}",
             "",
         ]

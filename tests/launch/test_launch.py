@@ -16,6 +16,7 @@ from diffmegatron.data.index.corpus_manifest import read_manifest
 from diffmegatron.errors import UserError
 from diffmegatron.operations import launch
 from diffmegatron.operations.cluster import Cluster, load_cluster, parse_time
+from diffmegatron.operations.commands import launch as launch_command
 from diffmegatron.operations.launch import (
     prepare_chain,
     prepare_launch,
@@ -100,6 +101,7 @@ def test_the_job_file_contains_every_cluster_setting(launched, tmp_path):
         gpus_per_node=8,
         ranks_per_node=2,
         export="NONE",
+        sbatch_options=["--mail-user=a@b.org", "--comment=paper #2", "--gres=nvme:1", "--no-bell"],
     ).text
     assert sbatch_lines(text) == {
         *("job-name=run", f"chdir={tmp_path}", f"output={tmp_path}/run/job_%j.log"),
@@ -107,6 +109,7 @@ def test_the_job_file_contains_every_cluster_setting(launched, tmp_path):
         *("gpus-per-node=8", "mem=0", "time=30", "signal=USR1@600", "partition=gpu"),
         *("account=us", "qos=long", "constraint=h100&nvme", "exclude=n3,n5"),
         *("dependency=afterok:17", "export=NONE", "requeue", "exclusive"),
+        *("mail-user=a@b.org", "comment='paper #2'", "gres=nvme:1", "no-bell"),
     }
     assert text.endswith((ROOT / "launch/slurm.sh").read_text().split("set -uo", 1)[1])
 
@@ -179,6 +182,13 @@ def test_a_pyxis_container_sets_srun_options(launched):
         ),
         ([], {"environment": {"A-B": "1"}}, "environment"),
         ([], {"setup": ["a\nb"]}, "setup.0 is"),
+        ([], {"sbatch_options": ["mail-user=a"]}, "sbatch_options.0 is 'mail-user=a'"),
+        ([], {"sbatch_options": ["--comment=a\nb"]}, "sbatch_options.0 is"),
+        *(
+            ([], {"sbatch_options": [option]}, f"{option}, but launch sets this option itself")
+            for option in ("--time=1", "--part=x", "--no-requeue", "--array=1-3", "--exclusive")
+        ),
+        ([], {"dependency": "afterok:17\n"}, "option --dependency='afterok:17.n'; "),
         ([], {"gpu": "H1000"}, "hardware 'H1000' is unknown"),
         (
             [],
@@ -204,6 +214,44 @@ def test_a_mistake_is_an_error_and_creates_no_run_dir(
     with pytest.raises(UserError, match=sentence):
         launched(*overrides, **changes)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_folder_with_a_newline_adds_no_line_to_the_job_file(launched, tmp_path, monkeypatch):
+    (tmp_path / "a\n#SBATCH --uid=root").mkdir()
+    monkeypatch.chdir(tmp_path / "a\n#SBATCH --uid=root")
+    with pytest.raises(UserError, match=r"option --chdir='.*n#SBATCH .*without control characters"):
+        launched()
+
+
+def test_a_run_dir_with_sbatch_patterns_is_quoted(launched, tmp_path):
+    lines = sbatch_lines(launched("run_dir=exp #2 %j").text)
+    assert {"job-name='exp #2 %j'", f"output='{tmp_path}/exp #2 %%j/job_%j.log'"} <= lines
+
+
+def test_a_dry_run_prints_no_secret_and_needs_no_corpus(launched, tmp_path, capsys):
+    launched(environment={"HF_TOKEN": "hf_abc", "NCCL_DEBUG": "WARN"}, gpu="H100")
+    arguments = (tmp_path / "four.yaml", ["data.sources=[{path: nowhere}]"])
+    for more in ({}, {"torchrun": True, "rendezvous": "n0:29500"}):
+        launch_command(*arguments, nodes=2, cluster=tmp_path / "cluster.yaml", dry_run=True, **more)
+        script, warnings = capsys.readouterr()
+        assert "hf_abc" not in script
+        assert "export NCCL_DEBUG=WARN\n" in script
+        assert more or "source nowhere is not prepared" in warnings
+        line = next(line for line in script.splitlines() if "HF_TOKEN" in line)
+        for environment, status in (({}, 127), ({"HF_TOKEN": "x"}, 0)):
+            ran = subprocess.run(["bash", "-c", line], env=environment, capture_output=True)
+            assert (ran.returncode, b"HF_TOKEN: export it" in ran.stderr) == (status, status > 0)
+
+
+def test_the_recorded_environment_contains_no_secrets():
+    script = (ROOT / "launch/slurm.sh").read_text()
+    function = script[script.index("recorded_environment() {") :].partition("\n}\n")[0] + "\n}\n"
+    kept = {"SLURM_JOB_ID": "1", "SLURMD_NODENAME": "n0", "FI_PROVIDER": "efa"}
+    kept |= {"PATH": "/bin:/usr/bin", "TORCHELASTIC_RUN_ID": "a"}
+    left = {"SLURM_JWT": "s", "DIFFMEGATRON_API_KEY": "s", "FILES": "s", "A": "x\nSLURM_B=s"}
+    command = ["bash", "-c", f"{function} recorded_environment"]
+    said = subprocess.run(command, env=kept | left, capture_output=True, text=True, check=True)
+    assert dict(line.split("=") for line in said.stdout.splitlines()) == kept
 
 
 def test_an_invalid_cluster_file_is_an_error(tmp_path):

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from diffmegatron.attempts.ends import RankRecord
+from diffmegatron.attempts.ends import End, RankRecord
 from diffmegatron.attempts.ledger import MAX_FAULTS, Ledger
 from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
 from diffmegatron.cli import app
 from diffmegatron.config.load import dump_recipe
 from diffmegatron.errors import UserError
-from diffmegatron.operations.attempt import begin
+from diffmegatron.operations.attempt import begin, describe
 from diffmegatron.operations.status import examine, print_status
 from tests.launch.conftest import FACTS, checkpoint
 
@@ -259,6 +259,17 @@ def test_no_reason_is_wrapped_on_a_narrow_terminal(attempt, ledger, capsys):
     print_status(examine(ledger.run_dir), Console(width=80))
     lines = capsys.readouterr().out.splitlines()
     assert reason in ended.reason and f"           why: {ended.reason}" in lines
+
+
+def test_control_characters_in_a_reason_are_escaped(attempt, ledger, capsys):
+    begun = attempt(None)
+    end = End(status=1, reason="a\n\x1b[2Jattempt 2: finished", host="n0\n")
+    (ledger.folder(begun.number) / "rank_00000.json").write_text(end.model_dump_json())
+    described = describe(ledger.end(begun))
+    said = text(ledger.run_dir, capsys)
+    for shown in (said, described):
+        assert "\x1b" not in shown and "\nattempt 2" not in shown
+        assert "a\\n\\x1b[2Jattempt 2: finished" in shown
 
 
 def test_the_status_names_the_squeue_command_of_an_unfinished_job(attempt, ledger, capsys):
