@@ -16,6 +16,7 @@ import platform
 import zlib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -168,8 +169,7 @@ def finish_checkpoint(
     directory = store.unfinished_path(position.step)
     state = asdict(position) | {
         "world_size": len(entries),
-        "versions": {name: version(name) for name in _LIBRARIES}
-        | {"diffmegatron": __version__, "python": platform.python_version()},
+        "versions": _versions(),
         "contents": contents,
     }
     (directory / STATE).write_text(json.dumps(state, indent=1) + "\n")
@@ -177,6 +177,14 @@ def finish_checkpoint(
     described = [describe_file(directory / name) for name in (STATE, RECIPE)]
     write_manifest(directory, Manifest(position.step, (*entries, *described)))
     store.commit(position.step)
+
+
+@cache  # Each look-up parses a library's metadata, which takes longer than the save of a small run.
+def _versions() -> dict[str, str]:
+    return {name: version(name) for name in _LIBRARIES} | {
+        "diffmegatron": __version__,
+        "python": platform.python_version(),
+    }
 
 
 def _read_small(directory: Path, name: str, entries: dict[str, FileEntry]) -> bytes:
