@@ -1,15 +1,13 @@
-"""Several ranks on this machine, forked from one process that has imported their modules.
+"""Several ranks on this machine, forked from the server of :mod:`tests.forks`.
 
-Under torchrun, every rank would spend seconds of CPU time on importing torch, Megatron-core and
-DeepSpeed. Each call starts new ranks, because gloo's threads outlive their process group, and each
-of these threads wakes a hundred times a second. tests/end_to_end, tests/recovery/test_launch.py and
+Each call starts new ranks, because gloo's threads outlive their process group, and each of these
+threads wakes a hundred times a second. tests/end_to_end, tests/recovery/test_launch.py and
 tests/recovery/test_campaign.py start their ranks with the commands that users run.
 
 The socket that reserves a port for the ranks stays open until their store serves on this socket. If
 the socket were closed earlier, any other program could take the port.
 """
 
-import gc
 import importlib
 import json
 import os
@@ -22,7 +20,7 @@ from collections.abc import Mapping
 from torch import multiprocessing
 from torch.distributed import TCPStore
 
-from diffmegatron.optim.zero import import_deepspeed
+from tests import forks
 from tests.deprecations import raise_on_deprecations
 from tests.paths import ROOT
 
@@ -52,7 +50,7 @@ def launch(
         subprocess.TimeoutExpired: the calls took longer than ``timeout``.
     """
     process = subprocess.Popen(
-        [sys.executable, "-m", "tests.ranks", str(ranks), module, json.dumps(calls)],
+        [forks.python(), "-m", "tests.ranks", str(ranks), module, json.dumps(calls)],
         env={**(environment or os.environ), "OMP_NUM_THREADS": "1"},
         cwd=ROOT,
         stdout=subprocess.PIPE,
@@ -70,16 +68,10 @@ def launch(
 
 
 def main() -> None:
-    """Import the module, fork the ranks of each call and wait until they end.
-
-    :func:`launch` starts a process that runs this function.
-    """
+    """Fork the ranks of each call and wait until they end; :func:`launch` runs this function."""
     ranks, module, calls = sys.argv[1:]
     run = importlib.import_module(module).main
-    import_deepspeed()
     raise_on_deprecations()
-    # The ranks do not collect frozen objects, so the memory of the imported modules stays shared.
-    gc.freeze()
     for call in json.loads(calls):
         sys.argv[1:] = call
         with socket.create_server(("127.0.0.1", 0)) as listener:

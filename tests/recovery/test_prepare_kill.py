@@ -1,7 +1,6 @@
 """Tests that ``prepare``, killed at any moment and run again, writes the same bytes."""
 
 import json
-import multiprocessing
 import os
 import random
 import re
@@ -21,13 +20,10 @@ from diffmegatron.data.prepare import worker_pool as pool
 from diffmegatron.data.prepare.parts import Part, merge
 from diffmegatron.data.prepare.prepare import prepare
 from diffmegatron.errors import UserError
+from tests.forks import CONTEXT
 from tests.paths import ROOT
 
 KILLS = 30
-
-# The fork server imports all modules once, so a new process takes only milliseconds.
-CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["diffmegatron.data.prepare.prepare", __name__])
 
 
 @pytest.fixture(scope="module")
@@ -37,14 +33,14 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pick = random.Random(0)
     for name in "abc":
         with (folder / f"{name}.jsonl").open("w") as file:
-            for number in range(1500):
+            for number in range(500):
                 text = " ".join(pick.choices(["alpha", "beta", "数学", "\n"], k=pick.randrange(60)))
                 line = json.dumps({"text": text})
-                file.write((line[:-2] if number % 97 == 0 else line) + "\n")
+                file.write((line[:-2] if number % 41 == 0 else line) + "\n")
     return folder
 
 
-def run(corpus: Path, prefix: Path, workers: int = 1, batch_records: int = 50) -> Manifest:
+def run(corpus: Path, prefix: Path, workers: int = 1, batch_records: int = 17) -> Manifest:
     # Small batches mean many commits, so that a kill can happen at many commits.
     pool._BATCH_RECORDS = batch_records
     return prepare(
@@ -130,7 +126,7 @@ def test_killed_parts_resume_and_merge_into_the_whole_corpus(corpus: Path, tmp_p
 
 
 def run_part(corpus: Path, prefix: Path, part: Part | None) -> None:
-    pool._BATCH_RECORDS = 50
+    pool._BATCH_RECORDS = 17
     prepare([corpus], prefix, "bytes", part=part, commit_seconds=0, show_progress=False)
 
 
@@ -155,7 +151,7 @@ def test_a_crash_before_a_sync_rename_or_deletion_loses_nothing(
         assert process.exitcode == 7, f"did not reach operation {number}"
         complete = prefix.with_suffix(".json").exists()
         assert not complete or outputs(prefix) == undisturbed, "the manifest must be written last"
-        run(corpus, prefix, batch_records=1000)
+        run(corpus, prefix, batch_records=350)
         assert outputs(prefix) == undisturbed, f"after a crash before operation {number}"
 
 
@@ -180,7 +176,7 @@ def run_and_crash(corpus: Path, prefix: Path, number: int | None) -> None:
     os.fsync = crashing(os.fsync)
     for name in ("replace", "unlink", "rmdir"):
         setattr(Path, name, crashing(getattr(Path, name)))
-    run(corpus, prefix, batch_records=1000)
+    run(corpus, prefix, batch_records=350)
     (prefix.parent.parent / "operations").write_text(str(done))
 
 

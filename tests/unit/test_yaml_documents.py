@@ -47,7 +47,8 @@ def test_yaml_1_1_numbers_and_dates_are_text(text):
 @pytest.mark.parametrize(
     "text",
     ["1e5", "0o17", "0x1F", "1_0", ".5", "2001-01-01", "1:30", "yes", "~", "", " a", "=", "<<",
-     "1.", "a: b", "#a", "/a\udcff", "a\x85b", "\u2028", "\ufffe", "\U0001f600", "'", "-", "\t", "a\nb"],
+     "1.", "a: b", "#a", "/a\udcff", "a\x85b", "\u2028", "\ufffe", "\U0001f600", "'", "-", "\t",
+     "a\nb"],
 )  # fmt: skip
 def test_text_stays_text_in_a_dump(text):
     assert parse_yaml(dump_yaml({text: [text]}), "it") == {text: [text]}
