@@ -34,9 +34,13 @@ def score(
             row = rows.setdefault((number, tuple(continuation[:-1])), len(rows))
             places += [(row, place) for place in range(-len(continuation), 0)]
             wanted += continuation
-    has_shared = len(rows) > len(requests) and network.keeps_all_tokens
     # The last token of a context is processed in every row, because it predicts the first token of
     # the continuation.
+    has_shared = (
+        len(rows) > len(requests)
+        and network.keeps_all_tokens
+        and any(len(context) > 1 for context, _ in requests)
+    )
     kept = [len(context) - 1 if has_shared else 0 for context, _ in requests]
     chunks = [[*requests[number].context[kept[number] :], *more] for number, more in rows]
     if has_shared:

@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import random
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import chdir, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
@@ -42,6 +43,7 @@ from diffmegatron.errors import NotFiniteError, UserError
 from diffmegatron.evaluation.requests import Generation, Request, Scoring
 from diffmegatron.evaluation.targets import Target
 from diffmegatron.files import format_path, shorten
+from diffmegatron.parallel.launcher import read_launch
 
 # Bootstrap resamples for metrics whose standard error has no formula. lm-eval draws 100,000, which
 # takes minutes. With 1,000 resamples, the standard error has a relative error of about 2%.
@@ -90,7 +92,8 @@ class Tasks:
         # Seed the global random generators, with which some tasks select documents.
         random.seed(DEFAULT_RANDOM_SEED)
         np.random.seed(DEFAULT_OTHER_SEED)
-        for name in names:
+        for number, name in enumerate(names, start=1):
+            _print(f"loading {name} ({number} of {len(names)}), from local files or the hub")
             try:
                 with _quiet(), chdir(data_dir):
                     loaded = index.load(name)
@@ -309,16 +312,24 @@ class Encoder(TemplateLM):
                     needed = max(needed, len(self._pairs([(prompt, choice)])[0][1]))
         return needed if needed > self.context else 0
 
-    def requests(self, question: Question) -> tuple[list[Request], bool]:
-        """Return the requests of a question, and whether a prompt was cut at its beginning.
+    def requests(self, question: Question) -> tuple[list[Request], dict[str, bool]]:
+        """Return the requests of a question, and two notes on its prompts for the record.
 
-        Consecutive continuations of the same context are one request.
+        ``cut``: a prompt was cut at its beginning. ``joined``: one token spans a prompt and its
+        whole choice. lm-eval stops there; the choice is then encoded by itself. Consecutive
+        continuations of the same context are one request.
         """
-        kind = question.instances[0].request_type
+        kind, joined = question.instances[0].request_type, False
         if kind == "generate_until":
             return self._generations(question)
         if kind == "loglikelihood":
+            if ("", "") in question.arguments:
+                raise _empty_choice(question)
             pairs = self._pairs(question.arguments)
+            for place, (before, after) in enumerate(pairs):
+                if not after:
+                    pairs[place] = before, self._encode_choice(question, place)
+                    joined = True
         else:
             pairs = [pair for (text,) in question.arguments for pair in self._windows(text)]
         # The network does not process the last token of a continuation. A context and its
@@ -326,10 +337,13 @@ class Encoder(TemplateLM):
         fitting, cut = [], False
         for before, after in pairs:
             most = self.context + 1 - len(after)
-            fitting.append((before[-most:], after))
+            fitting.append((before[-most:] or [self.prefix_token_id], after))
             cut = cut or len(before) > most
         groups = groupby(fitting, key=itemgetter(0))
-        return [Scoring(context, [after for _, after in group]) for context, group in groups], cut
+        requests: list[Request] = [
+            Scoring(context, [after for _, after in group]) for context, group in groups
+        ]
+        return requests, {"cut": cut, "joined": joined}
 
     def answers(self, question: Question, found: Sequence[Any]) -> list[Any]:
         """Return a network's answers to :meth:`requests` in the form that lm-eval's models use."""
@@ -360,13 +374,21 @@ class Encoder(TemplateLM):
     ) -> Any:
         return [(before, after) for _, before, after in requests]
 
+    def _encode_choice(self, question: Question, place: int) -> list[int]:
+        """Return the ids of a choice by itself, with the spaces that end its prompt."""
+        prompt, choice = question.arguments[place]
+        spaces = prompt[len(prompt.rstrip()) :]
+        if ids := self.tok_encode(spaces + choice, add_special_tokens=False):
+            return ids
+        raise _empty_choice(question)
+
     def _windows(self, text: str) -> Iterator[tuple[list[int], list[int]]]:
         windows = get_rolling_token_windows(
             self.tok_encode(text), self.prefix_token_id, self.context, 1
         )
         return map(make_disjoint_window, windows)
 
-    def _generations(self, question: Question) -> tuple[list[Request], bool]:
+    def _generations(self, question: Question) -> tuple[list[Request], dict[str, bool]]:
         requests: list[Request] = []
         cut = False
         for instance in question.instances:
@@ -374,8 +396,9 @@ class Encoder(TemplateLM):
             ids = self.tok_encode(instance.args[0])
             most = self.context - limit
             cut = cut or len(ids) > most
-            requests.append(Generation(ids[-most:], limit, self._stops(instance)))
-        return requests, cut
+            fitting = ids[-most:] or [self.prefix_token_id]
+            requests.append(Generation(fitting, limit, self._stops(instance)))
+        return requests, {"cut": cut, "joined": False}
 
     def _stops(self, instance: Instance) -> tuple[str, ...]:
         eos = self.tokenizer.decode(self.eot_token_id)
@@ -399,13 +422,15 @@ def _index(names: Sequence[str], include_path: Path | None) -> TaskManager:
     Reading lm-eval's own 14,000 tasks takes many seconds, so they are read only if needed.
     """
     folder = None if include_path is None else str(include_path.resolve())
-    with _quiet():
-        if folder is not None:
+    if folder is not None:
+        with _quiet():
             index = TaskManager(include_path=folder, include_defaults=False)
-            # This index lacks the tasks that come with lm-eval. A group or tag may contain them, so
-            # use this index only if all names are tasks.
-            if set(names) <= set(index.all_subtasks):
-                return index
+        # This index lacks the tasks that come with lm-eval. A group or tag may contain them, so use
+        # this index only if all names are tasks.
+        if set(names) <= set(index.all_subtasks):
+            return index
+    _print("reading the index of the library's own tasks")
+    with _quiet():
         index = TaskManager(include_path=folder)
     for name in names:
         if name not in index.task_index:
@@ -413,6 +438,12 @@ def _index(names: Sequence[str], include_path: Path | None) -> TaskManager:
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise UserError(f"lm-eval has no task, group or tag {shorten(repr(name))}{hint}")
     return index
+
+
+def _print(text: str) -> None:
+    """Print a progress line on rank 0: both the index and the hub may need minutes."""
+    if read_launch().rank == 0:
+        print(f"lm-eval | {text}", file=sys.stderr, flush=True)
 
 
 def _check_supported(name: str, task: Task) -> None:
@@ -427,6 +458,13 @@ def _check_supported(name: str, task: Task) -> None:
             wrong = "samples tokens, and only greedy decoding is supported"
     if wrong is not None:
         raise UserError(f"task {name!r} of lm-eval {wrong}; leave it out")
+
+
+def _empty_choice(question: Question) -> UserError:
+    return UserError(
+        f"question {question.number} of task {question.task!r} has an empty choice, which has no "
+        "likelihood; correct the task's data, or leave out the task"
+    )
 
 
 def _decoding(instance: Instance) -> Any:

@@ -117,7 +117,7 @@ class LmEval(Suite):
     def requests_of(self, target: Target, item: Item) -> ItemGenerator:
         question: Question = item.content
         encoder = _encoder(target)
-        requests, cut = encoder.requests(question)
+        requests, notes = encoder.requests(question)
         found = yield requests
         answers = encoder.answers(question, found)
         return {
@@ -125,7 +125,7 @@ class LmEval(Suite):
             "shots": question.shots,
             "answers": answers,
             "metrics": self._library.metrics(question, answers),
-            "cut": cut,
+            **notes,
         }
 
     @override
@@ -169,6 +169,13 @@ class LmEval(Suite):
                 found.append(
                     f"{target}: {cut} of {len(of_target)} items were longer than its context and "
                     "lost the beginning of the prompt, as in lm-eval"
+                )
+            # Records of earlier versions lack the key, because such an item ended the evaluation.
+            if joined := sum(bool(record.get("joined")) for record in of_target):
+                found.append(
+                    f"{target}: {joined} of {len(of_target)} items have a choice that is one token "
+                    "with the end of the prompt, so the choice was encoded by itself; lm-eval's "
+                    "own command stops there"
                 )
         return found
 

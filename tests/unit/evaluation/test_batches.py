@@ -83,7 +83,11 @@ def scoring_requests() -> list[Scoring]:
         for _ in range(9)
     ]
     start = some_ids(draw, 3, 3)
-    return [*many, Scoring([256], [[7, 8, 9]]), Scoring([1, 2], [[*start, 4], [*start, 5], [6]])]
+    return [
+        *many,
+        Scoring([256], [[7, 8, 9], [5]]),
+        Scoring([1, 2], [[*start, 4], [*start, 5], [6]]),
+    ]
 
 
 def expected_score(network, request: Scoring, continuation: list[int]) -> tuple:

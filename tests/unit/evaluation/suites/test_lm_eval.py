@@ -350,6 +350,48 @@ def test_items_that_cannot_be_truncated_are_skipped_and_counted(folder, tmp_path
     assert found["not_run"][0].startswith("diff: 4 of 6 items need a context of up to 181 tokens")
 
 
+def test_a_choice_that_is_one_token_with_the_prompts_end_is_scored(folder, tmp_path, capsys):
+    """Compare with transformers: "and" is a token, so "sa" + "nd" leaves no token to score."""
+    shutil.copytree(folder / "diff", tmp_path / "diff")
+    path = tmp_path / "diff/tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    size = len(tokenizer["model"]["vocab"])
+    tokenizer["model"]["vocab"] |= {"an": size + 1, "and": size + 2}
+    tokenizer["model"]["merges"] = [["a", "n"], ["an", "d"]]
+    path.write_text(json.dumps(tokenizer))
+    config = {
+        "output_type": "multiple_choice",
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": "joined.jsonl"}},
+        "test_split": "test",
+        "doc_to_text": "{{text}}",
+        "doc_to_target": "0",
+        "doc_to_choice": "{{choices}}",
+        "target_delimiter": "",
+        "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
+    }
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs/joined.yaml").write_text(json.dumps(config | {"task": "joined"}))
+    data = tmp_path / "joined.jsonl"
+    rows = [{"text": text, "choices": ["nd", "on"]} for text in ("sa", " ")]
+    data.write_text("".join(json.dumps(each) + "\n" for each in rows))
+    found = measured(tmp_path, tmp_path / "out", "tasks=[joined]", data=tmp_path)
+    assert found["not_run"][0].startswith("diff: 1 of 2 items have a choice that is one token")
+    assert "lm-eval | loading joined (1 of 1)" in capsys.readouterr().err
+    first = json.loads((tmp_path / "out/lm-eval/diff.jsonl").read_text().splitlines()[1])
+    network = AutoModelForCausalLM.from_pretrained(tmp_path / "diff").double()
+    ids = torch.tensor([list(b"sand")])
+    with torch.no_grad():
+        losses = network(ids).logits[0, 1:3].log_softmax(-1)
+    expected = float(losses[0, ord("n")] + losses[1, ord("d")])
+    assert first["answers"][0][0] == pytest.approx(expected, rel=1e-5)
+    for text in ("sa", ""):
+        rows[1] = {"text": text, "choices": ["", "on"]}
+        data.write_text("".join(json.dumps(each) + "\n" for each in rows))
+        with pytest.raises(UserError, match="question 1 of task 'joined' has an empty choice"):
+            measured(tmp_path, tmp_path / f"out{len(text)}", "tasks=[joined]", data=tmp_path)
+
+
 def test_a_target_with_a_non_finite_likelihood_has_no_measures(folder, tmp_path):
     """Check that one question with a NaN likelihood removes the measures of both tasks."""
     shutil.copytree(folder / "diff", tmp_path / "diff")
