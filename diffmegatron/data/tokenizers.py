@@ -8,7 +8,8 @@ import os
 import re
 import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated
@@ -48,6 +49,23 @@ _MAX_ID = 1 << 31
 SEARCH_VARIABLE = "DIFFMEGATRON_TIKTOKEN"
 
 
+class EncodeError(UserError):
+    """The library of a tokenizer cannot encode a text."""
+
+
+@contextmanager
+def explain_library_errors() -> Iterator[None]:
+    """Turn every error of a tokenizer's library into an EncodeError."""
+    try:
+        yield
+    except BaseException as error:
+        # Rust's panics are no subclass of Exception. One occurs if a pattern backtracks too often.
+        if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+            reason = shorten(str(error) or type(error).__name__)
+            raise EncodeError(f"the tokenizer cannot encode the text: {reason}") from None
+        raise
+
+
 class Tokenizer(ABC):
     """Base class of tokenizers."""
 
@@ -69,7 +87,9 @@ class Tokenizer(ABC):
     def encode(self, text: str) -> np.ndarray:
         """Return the n token ids, uint32 ``[n]``; special tokens are encoded as ordinary text.
 
-        A lone surrogate, which UTF-8 cannot represent, raises a UnicodeEncodeError.
+        Raises:
+            UnicodeEncodeError: the text has a lone surrogate, which UTF-8 cannot represent.
+            EncodeError: the library of the tokenizer fails.
         """
 
     @abstractmethod
@@ -99,7 +119,8 @@ class TiktokenTokenizer(Tokenizer):
     @override
     def encode(self, text: str) -> np.ndarray:
         text.encode()  # Raise an error for lone surrogates, which tiktoken would silently replace.
-        return self.encoding.encode_to_numpy(text, disallowed_special=())
+        with explain_library_errors():
+            return self.encoding.encode_to_numpy(text, disallowed_special=())
 
     @override
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
@@ -171,7 +192,8 @@ class HuggingFaceTokenizer(Tokenizer):
     @override
     def encode(self, text: str) -> np.ndarray:
         text.encode()
-        ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+        with explain_library_errors():
+            ids = self._tokenizer.encode(text, add_special_tokens=False).ids
         return np.array(ids, dtype=np.uint32)
 
     @override

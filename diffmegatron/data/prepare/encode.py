@@ -12,7 +12,7 @@ from diffmegatron.data.prepare.chat_template import ChatTemplate
 from diffmegatron.data.prepare.corpus_readers import CorpusFile, Record
 from diffmegatron.data.prepare.prepare_settings import PrepareSettings
 from diffmegatron.data.prepare.record_formats import UnusableError, parse, segments
-from diffmegatron.data.tokenizers import Tokenizer, load_tokenizer
+from diffmegatron.data.tokenizers import EncodeError, Tokenizer, load_tokenizer
 from diffmegatron.files import printable, shorten
 
 DIGEST_BYTES = 16
@@ -71,7 +71,7 @@ def encode_batch(
     for file, record in records:
         try:
             texts, ids = _encoded(file, record, settings)
-        except UnusableError as error:
+        except (UnusableError, EncodeError) as error:
             rejects.append(_reject(file, record, settings, str(error)))
             continue
         if not ids or not len(ids[-1]):

@@ -15,7 +15,14 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 from diffmegatron.config.data_config import DataConfig
 from diffmegatron.data import tokenizers as module
-from diffmegatron.data.tokenizers import Tokenizer, encode_whole_texts, find_cl100k, load_tokenizer
+from diffmegatron.data.tokenizers import (
+    EncodeError,
+    Tokenizer,
+    encode_whole_texts,
+    explain_library_errors,
+    find_cl100k,
+    load_tokenizer,
+)
 from diffmegatron.errors import UserError
 from tests.paths import ROOT
 
@@ -245,6 +252,18 @@ def test_settings_for_batches_and_augmentation_are_not_applied(
     unigram = tokenizers.Tokenizer(sampling)
     assert encode_whole_texts(unigram) == ["alpha"]
     assert {len(unigram.encode(20 * "he").ids) for _ in range(20)} == {20}
+
+
+def test_errors_of_the_library_are_one_sentence(folder: Path) -> None:
+    built = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    # The regular expression backtracks exponentially, and the library gives up with a panic.
+    slow = tokenizers.normalizers.Replace(tokenizers.Regex("(a*)*$"), "x")
+    built.normalizer = slow
+    built.save(str(folder / "tokenizer.json"))
+    with pytest.raises(EncodeError, match="cannot encode the text: Onig: Regex search error"):
+        load_tokenizer(str(folder)).encode(4_000 * "a" + "b")
+    with pytest.raises(KeyboardInterrupt), explain_library_errors():
+        raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize("kind", ["Hugging Face", "tiktoken"])

@@ -40,6 +40,13 @@ MARKED = (
     "{% else %}{{ '<|start|>' + m['content'] }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|head|>' }}{% endif %}"
 )
+# This template writes "Hello" before each response, and two line ends at its own beginning.
+BOILERPLATE = (
+    "\n\n  {% for m in messages %}{% if m['role'] == 'assistant' %}<|start|>Hello<|head|>"
+    "{{ m['content'] }}<|eot|>{% else %}{{ m['content'] + '<|eot|>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>{% endif %}"
+)
+ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 # This template cuts every message except the last to one character. Some published templates
 # similarly drop the reasoning of earlier responses.
 FORGETFUL = (
@@ -63,6 +70,10 @@ LEARNED = {
     "llama 3": (LLAMA3, ["Hello Hello\n\n- né<|eot|>", "Hello<|eot|>"]),
     "mistral": (MISTRAL, [" Hello Hello\n\n- né</s>", " Hello"]),
     "plain": (PLAIN, ["Hello Hello\n\n- né\n\n", "Hello\n\n"]),
+    "boilerplate": (
+        BOILERPLATE,
+        ["Hello<|head|>Hello Hello\n\n- né<|eot|>", "Hello<|head|>Hello<|eot|>"],
+    ),
     "marked": (MARKED, ["Hello Hello\n\n- né<|eot|>", "Hello<|eot|>"]),
 }
 
@@ -135,11 +146,16 @@ def test_ids_match_the_template_and_only_responses_are_learned(kind: str, tmp_pa
         (STRADDLING, "a token of the chat template extends over the beginning of a response"),
         ("{{ raise_exception('not today') }}", "cannot render this chat: not today"),
         ("{% for %}", "cannot render this chat"),
+        ("{{ 1 // 0 }}", "cannot render this chat: integer division or modulo by zero"),
+        ("{{ 10.0 ** 999 }}", "cannot render this chat: .*Numerical result out of range"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "maximum recursion depth exceeded"),
+        (ENDLESS, "cannot render this chat: it takes more than 0.3 s of CPU time"),
     ],
 )
 def test_an_unusable_template_is_refused_before_any_output(
-    template: str | None, sentence: str, tmp_path: Path
+    template: str | None, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("diffmegatron.data.prepare.chat_template._CPU_SECONDS", 0.3)
     name = write_folder(tmp_path / "folder", template)
     (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": CHAT}) + "\n")
     with pytest.raises(UserError, match=sentence):
@@ -151,6 +167,15 @@ def test_an_unusable_template_is_refused_before_any_output(
             show_progress=False,
         )
     assert {path.name for path in tmp_path.iterdir()} == {"folder", "chats.jsonl"}
+
+
+def test_a_token_that_only_the_configuration_adds_is_refused(tmp_path: Path) -> None:
+    name = write_folder(tmp_path / "folder", LLAMA3)
+    path = tmp_path / "folder" / "tokenizer_config.json"
+    added = {"added_tokens_decoder": {"999": {"content": "<|new|>", "special": True}}}
+    path.write_text(json.dumps(json.loads(path.read_text()) | added))
+    with pytest.raises(UserError, match=r"adds the token '<\|new\|>' .*json does not contain"):
+        ChatTemplate(load_tokenizer(name))
 
 
 def test_another_tokenizer_has_no_template() -> None:
