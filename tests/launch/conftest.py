@@ -12,6 +12,7 @@ from diffmegatron.attempts.ends import RankRecord
 from diffmegatron.attempts.ledger import Facts, Ledger
 from diffmegatron.checkpoint.checkpoint_manifest import Manifest, write_manifest
 from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
+from tests import forks
 from tests.conftest import TINY
 from tests.paths import ROOT
 from tools.campaigns.slurm_cluster import Cluster, missing
@@ -44,12 +45,12 @@ def cluster() -> Iterator[Cluster]:
 def stand_in(path: Path) -> None:
     """Write a ``diffmegatron`` command that runs ``tests/launch/rank.py`` if ``RANK`` is set.
 
-    Otherwise it runs the real command line. ``rank.py`` is fast, because it does not import torch.
+    Otherwise it runs the real command line in a fork.
     """
     path.write_text(
         "#!/bin/sh\n"
         f'[ -n "$RANK" ] && exec {sys.executable} -S {ROOT}/tests/launch/rank.py "$@"\n'
-        f'exec {sys.executable} -m diffmegatron "$@"\n'
+        f'exec {forks.python()} -m diffmegatron "$@"\n'
     )
     path.chmod(0o755)
 

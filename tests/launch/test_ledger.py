@@ -19,6 +19,7 @@ from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
 from diffmegatron.errors import UserError
 from diffmegatron.operations.attempt import end, exit_status, free_port
 from diffmegatron.training.monitoring.stragglers import slow
+from tests import forks
 from tests.launch.conftest import FACTS, checkpoint
 
 
@@ -189,7 +190,7 @@ def test_a_signal_during_the_torch_import_is_recorded_as_a_stop(number, tiny_rec
 
 
 def test_an_error_is_recorded_with_its_message(tmp_path):
-    command = [sys.executable, "-m", "diffmegatron", "train", "nowhere.yaml"]
+    command = [forks.python(), "-m", "diffmegatron", "train", "nowhere.yaml"]
     environment = {"DIFFMEGATRON_ATTEMPT": str(tmp_path), "RANK": "3"}
     subprocess.run(command, env=os.environ | environment, check=False, capture_output=True)
     said = read_ends(tmp_path)[3]

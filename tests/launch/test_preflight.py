@@ -4,13 +4,13 @@ import json
 import os
 import socket
 import subprocess
-import sys
 
 import pytest
 
 from diffmegatron.errors import UnfitNodeError, UserError
 from diffmegatron.operations import preflight
 from diffmegatron.operations.preflight import Findings, check_nodes, find_problems
+from tests import forks
 from tests.ranks import meeting_at, serve_store
 
 GOOD = Findings(
@@ -113,7 +113,7 @@ def test_a_node_without_the_data_is_unfit_if_another_node_has_it(tiny_recipe, tm
     environment = os.environ | meeting_at(listener)
     environment |= {"DIFFMEGATRON_ATTEMPT": str(tmp_path), "WORLD_SIZE": "2"}
     store = serve_store(listener)
-    command = [sys.executable, "-m", "diffmegatron", "preflight", str(tmp_path / "tiny.yaml")]
+    command = [forks.python(), "-m", "diffmegatron", "preflight", str(tmp_path / "tiny.yaml")]
     ranks = [
         subprocess.Popen(
             [*command, *overrides],

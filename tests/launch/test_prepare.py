@@ -2,10 +2,10 @@
 
 import json
 import subprocess
-import sys
 
 from diffmegatron.data.index.corpus_manifest import read_manifest
 from diffmegatron.data.prepare.prepare import prepare
+from tests import forks
 from tests.paths import ROOT
 
 SCRIPT = ROOT / "launch/prepare.sh"
@@ -27,7 +27,7 @@ def test_a_slurm_array_with_a_requeued_part_is_merged_completely(cluster, tmp_pa
     source.write_text("".join(json.dumps(text) + "\n" for text in texts))
     command = tmp_path / "bin/diffmegatron"
     command.parent.mkdir()
-    command.write_text(COMMAND.format(folder=tmp_path, python=sys.executable))
+    command.write_text(COMMAND.format(folder=tmp_path, python=forks.python()))
     command.chmod(0o755)
     paths = {"PATH": f"{command.parent}:{cluster.environment['PATH']}"}
     result = subprocess.run(

@@ -2,8 +2,6 @@
 
 import os
 import re
-import sys
-from pathlib import Path
 
 import pytest
 import yaml
@@ -13,6 +11,7 @@ from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
 from diffmegatron.operations.launch import prepare_launch, submit
 from diffmegatron.operations.status import examine
 from diffmegatron.training.monitoring.metrics import read_metrics
+from tests import forks
 from tests.launch.conftest import FOUR, SMALL
 from tests.paths import ROOT
 
@@ -22,7 +21,11 @@ STEPS = 200
 @pytest.fixture
 def job(cluster, corpus, tmp_path, monkeypatch) -> str:
     """Submit a job on two nodes with two ranks each, and return its job number."""
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    command = tmp_path / "bin/diffmegatron"
+    command.parent.mkdir()
+    command.write_text(f'#!/bin/sh\nexec {forks.python()} -m diffmegatron "$@"\n')
+    command.chmod(0o755)
+    path = f"{command.parent}:{os.environ['PATH']}"
     setup = [f"export PATH={path}", f"export PYTHONPATH={ROOT}"]
     environment = {"OMP_NUM_THREADS": "1"}
     settings = {"export": "NONE", "setup": setup, "environment": environment}

@@ -1,14 +1,15 @@
 """Test that a new kind of attention, defined in one file, can be planned, trained and resumed."""
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from diffmegatron.checkpoint.sharded import ShardedReader
 from diffmegatron.training.monitoring.metrics import read_metrics
+from tests import forks
 from tests.conftest import TINY
+from tests.paths import ROOT
 from tests.ranks import launch
 
 TOY = Path(__file__).parent / "toy_kind.py"
@@ -23,8 +24,8 @@ def recipe(corpus: Path, tmp_path: Path) -> Path:
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, str(TOY), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+    command = [forks.python(), "-m", "tests.parallel.toy_kind", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
 
 def test_a_new_kind_plans_trains_resumes_and_refuses_export(recipe, tmp_path):

@@ -4,9 +4,9 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 
+from tests import forks
 from tests.paths import ROOT
 
 STEPS = 400
@@ -94,7 +94,7 @@ def test_a_repeated_run_is_compared_with_its_line(tmp_path, corpus):
 
 def start(folder, name, *options, stdout=subprocess.DEVNULL, stderr=None):
     """Start the command ``study`` of tools.benchmarks in its own process group."""
-    command = [sys.executable, "-m", "tools.benchmarks", "study", folder / "study.yaml"]
+    command = [forks.python(), "-m", "tools.benchmarks", "study", folder / "study.yaml"]
     command += [f"--work={folder / name}", f"--out={folder / name}.out", *options]
     return subprocess.Popen(command, cwd=ROOT, start_new_session=True, stdout=stdout, stderr=stderr)
 
