@@ -35,6 +35,18 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+# Of four channels, the first is kept, the last is divided and two are blended. Null stands for the
+# default in transformers.
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 50.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 1.0,
+    "beta_slow": 0.25,
+    "attention_factor": None,
+    "mscale": 1.0,
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama 2": {"model_type": "llama", "num_key_value_heads": 6, "rms_norm_eps": 1e-6},
     "llama 3.2": {"model_type": "llama", "rope_parameters": LLAMA3, **TIED},
@@ -42,6 +54,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "model_type": "llama",
         "rope_parameters": {"rope_type": "linear", "rope_theta": 700.0, "factor": 4.0},
     },
+    "llama, yarn": {"model_type": "llama", "rope_parameters": YARN},
     # The hidden size is not a multiple of the number of heads.
     "mistral": {
         "model_type": "mistral",

@@ -1,5 +1,6 @@
 """The ``model`` section of a recipe: network, rotary scaling, LoRA and initial weights."""
 
+import math
 from typing import Annotated, Literal, Self
 
 from pydantic import (
@@ -42,10 +43,15 @@ class RopeScaling(Section):
     ``llama3`` (Llama 3.1) divides only frequencies with a wavelength above ``original_length /
     low_freq_factor`` tokens. It keeps frequencies with a wavelength below ``original_length /
     high_freq_factor``, and interpolates between these wavelengths.
+
+    ``yarn`` (arXiv 2309.00071) keeps frequencies that turn more than ``beta_fast`` times in
+    ``original_length`` tokens, divides those that turn less than ``beta_slow`` times, and
+    interpolates between these channels. It also multiplies rotated queries and keys by
+    :attr:`rotation_scale`. Its keys are those of transformers (modeling_rope_utils.py).
     """
 
-    kind: Literal["linear", "llama3"] = Field(
-        description="linear: divide all frequencies; llama3: divide the low frequencies only"
+    kind: Literal["linear", "llama3", "yarn"] = Field(
+        description="linear: divide all frequencies; llama3 and yarn: divide the low ones only"
     )
     factor: float = Field(ge=1, description="divisor of the frequencies")
     low_freq_factor: float = Field(
@@ -57,20 +63,96 @@ class RopeScaling(Section):
         default=4.0, gt=0, description="original_length / longest wavelength that is kept; llama3"
     )
     original_length: Size = Field(
-        default=8192, description="tokens that the model was trained with before; llama3"
+        default=8192, description="tokens that the model was trained with before; llama3, yarn"
+    )
+    beta_fast: float = Field(
+        default=32.0, gt=0, description="turns within original_length of kept frequencies; yarn"
+    )
+    beta_slow: float = Field(
+        default=1.0, gt=0, description="turns within original_length of divided frequencies; yarn"
+    )
+    attention_factor: float | None = Field(
+        default=None, gt=0, description="factor of queries and keys; null: from mscale; yarn"
+    )
+    mscale: float | None = Field(
+        default=None, ge=0, description="weight of ln(factor) in the attention factor; yarn"
+    )
+    mscale_all_dim: float | None = Field(
+        default=None, ge=0, description="the same weight in the divisor of that factor; yarn"
+    )
+    truncate: bool = Field(
+        default=True, description="round the ends of the interpolation to whole channels; yarn"
     )
 
+    @property
+    def rotation_scale(self) -> float:
+        """Number by which rotated queries and keys are multiplied; 1 for other kinds than yarn.
+
+        Without ``attention_factor`` and both weights it is 0.1 ln(factor) + 1 (equation 22 of arXiv
+        2309.00071).
+        """
+        if self.kind != "yarn":
+            return 1.0
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.mscale and self.mscale_all_dim:
+            return self._magnitude(self.mscale) / self._magnitude(self.mscale_all_dim)
+        return self._magnitude(1.0)
+
+    def _magnitude(self, weight: float) -> float:
+        return 0.1 * weight * math.log(self.factor) + 1.0
+
     @model_validator(mode="after")
-    def _low_is_below_high(self) -> Self:
-        if self.low_freq_factor >= self.high_freq_factor:
+    def _keys_belong_to_the_kind(self) -> Self:
+        for name, kinds in _SCALING_KINDS.items():
+            default = type(self).model_fields[name].default
+            if self.kind not in kinds and getattr(self, name) != default:
+                raise ValueError(
+                    f"model.rope_scaling.{name} belongs to kind {' or '.join(map(repr, kinds))} "
+                    f"and model.rope_scaling.kind is {self.kind!r}; give the kind that has "
+                    f"it, or the default {default!r}"
+                )
+        if (self.mscale is None) != (self.mscale_all_dim is None):
             raise ValueError(
-                f"model.rope_scaling.low_freq_factor {self.low_freq_factor:g} is not below "
-                f"model.rope_scaling.high_freq_factor {self.high_freq_factor:g}; give a smaller "
-                "low_freq_factor"
+                f"model.rope_scaling.mscale is {self.mscale} and model.rope_scaling.mscale_all_dim "
+                f"is {self.mscale_all_dim}; one has no effect without the other, so give both or "
+                "neither"
+            )
+        if self.attention_factor is not None and self.mscale is not None:
+            raise ValueError(
+                f"model.rope_scaling.attention_factor {self.attention_factor:g} replaces mscale "
+                "and mscale_all_dim; leave these out"
+            )
+        if self.kind == "yarn" and "original_length" not in self.model_fields_set:
+            raise ValueError(
+                "model.rope_scaling.kind 'yarn' needs original_length, the tokens that the model "
+                "was trained with before"
             )
         return self
 
+    @model_validator(mode="after")
+    def _low_is_below_high(self) -> Self:
+        for low, high in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
+            if getattr(self, low) >= getattr(self, high):
+                raise ValueError(
+                    f"model.rope_scaling.{low} {getattr(self, low):g} is not below "
+                    f"model.rope_scaling.{high} {getattr(self, high):g}; give a smaller {low}"
+                )
+        return self
 
+
+# Key of `RopeScaling` -> the kinds in which it has an effect, for keys that not all kinds have.
+_SCALING_KINDS: dict[str, tuple[str, ...]] = {
+    "low_freq_factor": ("llama3",),
+    "high_freq_factor": ("llama3",),
+    "original_length": ("llama3", "yarn"),
+    "beta_fast": ("yarn",),
+    "beta_slow": ("yarn",),
+    "attention_factor": ("yarn",),
+    "mscale": ("yarn",),
+    "mscale_all_dim": ("yarn",),
+    "truncate": ("yarn",),
+}
 Target = Literal["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
 
 
@@ -173,6 +255,16 @@ class ModelConfig(Section):
             raise ValueError(
                 f"model.vocab_padding {self.vocab_padding} leaves no token of model.vocab_size "
                 f"{self.vocab_size}; give the number of padding rows at its end"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _theta_has_a_logarithm(self) -> Self:
+        is_yarn = self.rope_scaling is not None and self.rope_scaling.kind == "yarn"
+        if is_yarn and self.rope_theta <= 1:
+            raise ValueError(
+                f"model.rope_theta is {self.rope_theta:g}, and kind 'yarn' of model.rope_scaling "
+                "divides by its logarithm; give a number above 1"
             )
         return self
 

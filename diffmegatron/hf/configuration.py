@@ -11,7 +11,7 @@ from transformers import CONFIG_NAME, AutoConfig, PretrainedConfig
 
 from diffmegatron.attention.kinds import model_types, of_model_type
 from diffmegatron.attention.kinds.hugging_face import HuggingFace
-from diffmegatron.config.model_config import ModelConfig
+from diffmegatron.config.model_config import ModelConfig, RopeScaling
 from diffmegatron.config.schema import Recipe
 from diffmegatron.errors import UserError
 from diffmegatron.files import format_path, read_json, shorten
@@ -52,6 +52,16 @@ _SCALINGS: dict[str, dict[str, str]] = {
         "low_freq_factor": "low_freq_factor",
         "high_freq_factor": "high_freq_factor",
         "original_length": "original_max_position_embeddings",
+    },
+    "yarn": {
+        "factor": "factor",
+        "original_length": "original_max_position_embeddings",
+        "beta_fast": "beta_fast",
+        "beta_slow": "beta_slow",
+        "attention_factor": "attention_factor",
+        "mscale": "mscale",
+        "mscale_all_dim": "mscale_all_dim",
+        "truncate": "truncate",
     },
 }
 
@@ -101,9 +111,7 @@ def network_keys(model: ModelConfig) -> dict[str, Any]:
     """Return the keys of a Hugging Face configuration that describe a recipe's network."""
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": model.rope_theta}
     if (scaling := model.rope_scaling) is not None:
-        keys = _SCALINGS[scaling.kind]
-        rope |= {"rope_type": scaling.kind}
-        rope |= {theirs: getattr(scaling, ours) for ours, theirs in keys.items()}
+        rope |= {"rope_type": scaling.kind} | _rope_parameters(scaling)
     return {
         "vocab_size": model.tokens,
         "hidden_size": model.hidden_size,
@@ -114,6 +122,18 @@ def network_keys(model: ModelConfig) -> dict[str, Any]:
         "tie_word_embeddings": model.tied_embeddings,
         **hugging_face_class(model).config,
     }
+
+
+def _rope_parameters(scaling: RopeScaling) -> dict[str, Any]:
+    """Return the keys of ``rope_parameters`` that describe a scaling, without its kind."""
+    found = {}
+    for ours, theirs in _SCALINGS[scaling.kind].items():
+        value = getattr(scaling, ours)
+        # The defaults of yarn's own keys are those of transformers, so a model may lack these keys.
+        is_default = value == RopeScaling.model_fields[ours].default
+        if scaling.kind != "yarn" or ours == "original_length" or not is_default:
+            found[theirs] = value
+    return found
 
 
 def changed_keys(config: PretrainedConfig, recipe: Recipe) -> dict[str, Any]:
@@ -250,10 +270,6 @@ def model_section(config: PretrainedConfig, vocab_padding: int) -> dict[str, Any
     except ValidationError as error:
         problem = describe(first_error(error), kind.model_fields)
         raise UserError(f"{CONFIG_NAME} of model_type {model_type!r}: {problem}") from None
-    scaling = None
-    if (kind := rope["rope_type"]) != "default":
-        given = {ours: rope[theirs] for ours, theirs in _SCALINGS[kind].items() if theirs in rope}
-        scaling = {"kind": kind} | given
     return {
         "num_layers": values["num_hidden_layers"],
         "hidden_size": values["hidden_size"],
@@ -262,7 +278,22 @@ def model_section(config: PretrainedConfig, vocab_padding: int) -> dict[str, Any
         "vocab_size": values["vocab_size"] + vocab_padding,
         "vocab_padding": vocab_padding,
         "rope_theta": rope["rope_theta"],
-        "rope_scaling": scaling,
+        "rope_scaling": _rope_scaling(rope),
         "norm_eps": values["rms_norm_eps"],
         "tied_embeddings": values["tie_word_embeddings"],
     }
+
+
+def _rope_scaling(rope: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the section ``rope_scaling`` of a recipe for the section ``rope_parameters``."""
+    if (kind := rope["rope_type"]) == "default":
+        return None
+    given = {ours: rope[theirs] for ours, theirs in _SCALINGS[kind].items() if theirs in rope}
+    if kind == "yarn":
+        # transformers takes its default for null, and ignores what the recipe would refuse.
+        given = {
+            ours: value for ours, value in given.items() if value is not None or ours == "factor"
+        }
+        if "attention_factor" in given or not (given.get("mscale") and given.get("mscale_all_dim")):
+            given = {ours: each for ours, each in given.items() if not ours.startswith("mscale")}
+    return {"kind": kind} | given

@@ -106,9 +106,15 @@ def _build_virtual_stage(
     stages = parallel_state.virtual_pipeline_size
     communication = context_communication(recipe)
     layers = stage_layers(recipe, parallel_state.pipeline_rank)[number]
+    scale = 1.0 if model.rope_scaling is None else model.rope_scaling.rotation_scale
     specs = [
         layer_spec(
-            model.attention.of_layer(layer), host, backends[layer], communication, model.lora
+            model.attention.of_layer(layer),
+            host,
+            backends[layer],
+            communication,
+            model.lora,
+            scale,
         )
         for layer in layers
     ]

@@ -24,9 +24,23 @@ def warnings(
             count_parameters(recipe.model).without_embeddings,
             recipe.optimizer.lr,
         ),
+        *_rotary_warnings(recipe),
         *_layout_warnings(recipe, layout),
         *_memory_warnings(recipe, layout, memory, hardware),
     )
+
+
+def _rotary_warnings(recipe: Recipe) -> Iterator[str]:
+    scaling, length = recipe.model.rope_scaling, recipe.training.seq_length
+    if scaling is None or scaling.kind == "linear":
+        return
+    reach = scaling.factor * scaling.original_length
+    if reach < length:
+        yield (
+            f"model.rope_scaling {scaling.factor:g} x original_length {scaling.original_length} "
+            f"reaches {reach:,.0f} tokens, and training.seq_length is {length}; give factor "
+            f"{length / scaling.original_length:g}"
+        )
 
 
 def _layout_warnings(recipe: Recipe, layout: Layout) -> Iterator[str]:

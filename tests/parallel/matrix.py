@@ -50,6 +50,10 @@ COMMON = (
 )  # fmt: skip
 SMALL = ("training.micro_batch_size=1",)
 V2 = ("model.attention.kind=diff_v2",)
+YARN = (
+    "model.rope_scaling={kind: yarn, factor: 8, original_length: 96, beta_fast: 8, "
+    "attention_factor: 1.3}",
+)
 GROUPED = ("model.attention.kind=grouped", "model.attention.signal_per_noise=2")
 DEX = ("model.attention.kind=dex", "model.attention.projection_init={kind: identity, scale: 0.5}")
 # With two tensor-parallel ranks, all selected heads of the first layer are on one rank. In the
@@ -87,7 +91,7 @@ MODELS: dict[str, tuple[str, ...]] = {
     "mha": ("model.attention.num_kv_heads=4",),
     "softmax": ("model.baseline=true",),
     "tied": ("model.tied_embeddings=true",),
-    "deep": ("model.num_layers=4", "model.tied_embeddings=true"),
+    "deep": ("model.num_layers=4", "model.tied_embeddings=true", *YARN),
     # With document masks, context parallelism sends the two sequences of a microbatch one by one.
     "documents": (
         *DOCUMENTS,
@@ -96,7 +100,7 @@ MODELS: dict[str, tuple[str, ...]] = {
         "training.micro_batch_size=2",
     ),
     "bf16": ("training.precision=bf16",),
-    "v2": V2,
+    "v2": (*V2, *YARN),
     # The logged lambda is the mean over tokens of the last microbatch. So the run of one process
     # needs the same micro_batch_size as the layouts.
     "v2-deep": (*V2, "model.attention.signal_per_noise=2", *DEEP, *TWO),

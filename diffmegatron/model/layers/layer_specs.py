@@ -68,12 +68,14 @@ def layer_spec(
     backend: str = "auto",
     communication: ContextCommunication = "ring",
     lora: LoraConfig | None = None,
+    rotary_scale: float = 1.0,
 ) -> ModuleSpec:
     """Return the spec of a pre-norm transformer layer.
 
     ``backend`` is the backend of the kind's operation: ``auto`` to choose in each call, or a name
     that the command ``diffmegatron doctor`` lists. ``communication`` is the method of context
-    parallelism. Only the local host supports ``lora``.
+    parallelism. Only the local host supports ``lora``. The rotation multiplies queries
+    and keys by ``rotary_scale``.
     """
     input_norm: type = RMSNorm
     mlp_norm: type = RMSNorm
@@ -101,6 +103,7 @@ def layer_spec(
             input_norm = IdentityOp
             keys["self_attention.linear_qkv.layer_norm_"] = "input_layernorm."
     attention = {"kind": kind, "backend": backend, "communication": communication}
+    attention["rotary_scale"] = rotary_scale
     attention |= {name: linear[name] for name in ("linear_qkv", "linear_proj")}
     return ModuleSpec(
         module=TransformerLayer,

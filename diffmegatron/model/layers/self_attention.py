@@ -47,6 +47,7 @@ class SelfAttention(MegatronModule):
         kind: kind of attention and its sizes.
         layer_number: number of the layer, counted from 1 over all pipeline stages.
         step: number of completed optimizer steps.
+        rotary_scale: number by which the rotation multiplies queries and keys.
         observer: function to call in each forward pass, or None.
         observed: numbers of the last forward pass for the log, as name -> 0-dim tensor.
     """
@@ -62,6 +63,7 @@ class SelfAttention(MegatronModule):
         kind: AttentionKind,
         backend: str,
         communication: ContextCommunication,
+        rotary_scale: float = 1.0,
         linear_qkv: type | ModuleSpec,
         linear_proj: type | ModuleSpec,
     ) -> None:
@@ -77,6 +79,7 @@ class SelfAttention(MegatronModule):
         self.whole_sequence = WholeSequence(
             self.context_group, communication, **{kind.operation: backend}
         )
+        self.rotary_scale = rotary_scale
         self.observer: Observer | None = None
         self.observed: dict[str, Tensor] = {}
         heads = kind.heads
@@ -156,7 +159,9 @@ class SelfAttention(MegatronModule):
         documents = None if packed_seq_params is None else packed_seq_params.cu_seqlens_q
         query, key, value = self._split(self.linear_qkv(hidden_states)[0])
         query, key = self.kind.normalize_qk(self, query, key)
-        query, key = (x.flatten(2, -2) for x in rotate(query, key, rotary_pos_emb))
+        query, key = (
+            x.flatten(2, -2) for x in rotate(query, key, rotary_pos_emb, self.rotary_scale)
+        )
         gate = self.kind.gate(self, hidden_states)
         if self.observer is not None:
             self.observer(query, key, documents)

@@ -108,6 +108,18 @@ def test_the_long_context_stage_is_section_3_3(prefix):
     assert recipe.checkpoint.start_from == pretrained.run_dir
 
 
+def test_the_yarn_recipe_differs_from_the_papers_in_its_rotary_embedding():
+    yarn, papers = load("diff_3b_64k_yarn"), load("diff_3b_64k")
+    scaling = yarn.model.rope_scaling
+    assert scaling.kind == "yarn"
+    assert yarn.model.rope_theta == load("diff_3b_1t").model.rope_theta
+    assert scaling.original_length == load("diff_3b_1t").training.seq_length
+    assert scaling.factor * scaling.original_length == yarn.training.seq_length
+    rotary = {"rope_theta": papers.model.rope_theta, "rope_scaling": None}
+    model = yarn.model.model_copy(update=rotary)
+    assert yarn.model_copy(update={"model": model, "run_dir": papers.run_dir}) == papers
+
+
 @pytest.mark.parametrize("prefix", ["diff", "transformer"])
 def test_the_math_stages_are_appendix_c(prefix):
     continuation, reasoning = stages(f"{prefix}_3b_math")
@@ -495,9 +507,9 @@ def test_a_pipeline_of_too_many_stages_is_not_rehearsed(tmp_path):
         small_recipe(recipe, None, tmp_path)
 
 
-# The next test excludes these recipes. Sequences of 64K tokens (_3b_64k) do not fit one rank. The
-# math recipes (_3b_math) have stages, which ``load`` refuses.
-LONG = {name for name in NAMES if name.endswith(("_3b_64k", "_3b_math"))}
+# The next test excludes these recipes. Sequences of 64K tokens (_3b_64k, _yarn) need two ranks.
+# The math recipes (_3b_math) have stages, which ``load`` refuses.
+LONG = {name for name in NAMES if name.endswith(("_3b_64k", "_yarn", "_3b_math"))}
 
 
 @pytest.mark.parametrize(

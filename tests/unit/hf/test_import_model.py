@@ -224,7 +224,6 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
         config(quantization_config={"quant_method": "gptq", "bits": 4}),
         "quantization_config .* which has no equivalent",
     ),
-    "yarn": (rope("yarn"), r"rope_parameters\.rope_type 'yarn', which has no equivalent"),
     "dynamic": (rope("dynamic"), r"rope_parameters\.rope_type 'dynamic', which has no"),
     "partial": (rope("default", partial_rotary_factor=0.5), "partial_rotary_factor 0.5"),
     "window": (

@@ -36,17 +36,22 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_length": 48,
 }
+# With a theta of 700, the ramp covers the second and third of the four channels of a head of 8.
+YARN = {"kind": "yarn", "factor": 8.0, "original_length": 96, "beta_fast": 8.0}
+MSCALE = {"mscale": 0.7, "mscale_all_dim": 0.3, "truncate": False}
 KINDS: dict[str, dict[str, object]] = {
     "diff_v1": DIFF | GQA,
     "llama": SOFTMAX,
     "llama, tied": SOFTMAX | {"tied_embeddings": True},
     "llama 3": SOFTMAX | {"rope_scaling": LLAMA3},
     "llama, linear": SOFTMAX | {"rope_scaling": {"kind": "linear", "factor": 4.0}},
+    "llama, yarn": SOFTMAX | {"rope_scaling": YARN},
+    "diff_v1, yarn": DIFF | GQA | {"rope_scaling": YARN | {"attention_factor": 1.2}},
     "mistral": {"kind": "softmax", "num_heads": 5, "head_dim": 8},
     "qwen3": SOFTMAX | {"qk_norm": True},
     "seed_oss": SOFTMAX | {"qkv_bias": True, "head_dim": 10},
     "diff_v2": RATIO | {"kind": "diff_v2", "rope_scaling": LLAMA3},
-    "grouped": RATIO | {"kind": "grouped", "tied_embeddings": True},
+    "grouped": RATIO | {"kind": "grouped", "tied_embeddings": True, "rope_scaling": YARN | MSCALE},
     "grouped, its own lambda": RATIO
     | {
         "kind": "grouped",
