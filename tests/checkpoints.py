@@ -45,9 +45,21 @@ def write_checkpoint(run_dir: Path, step: int) -> Path:
         entries.append(write_pieces(directory / rank_file(rank), *described))
     file = run_dir / "recipe.yaml"
     file.write_text(TINY.format(run_dir=run_dir, corpus="corpus"))
-    data = {"consumed_samples": 8 * step, "settings": {}, "mixture": []}
-    finish_checkpoint(store, Position(step, step, data, GUARD), load_recipe(file), entries)
+    finish_checkpoint(
+        store, Position(step, step, data_state(8 * step), GUARD), load_recipe(file), entries
+    )
     return store.path(step)
+
+
+def data_state(consumed_samples: int) -> dict[str, Any]:
+    """Return the state of a loader with two sources."""
+    sources = [{"path": name, "content": name, "weight": 0.5} for name in ("corpus", "other")]
+    mixture = [{"from_sample": 0, "sources": sources[:1]}, {"from_sample": 8, "sources": sources}]
+    return {
+        "consumed_samples": consumed_samples,
+        "settings": {"seed": 1234},
+        "mixture": mixture if consumed_samples > 8 else mixture[:1],
+    }
 
 
 def norm() -> Shard:

@@ -2,7 +2,7 @@
 
 - ``rank_XXXXX.safetensors``: one rank's shard of the float32 master weights and of Adam's moments,
   and the rank's random states (`sharded.py`, `tensor_file.py`);
-- ``state.json``: the progress of the run (:class:`Position`), and the versions of libraries;
+- ``state.json``: the progress of the run (`state_file.py`), and the versions of libraries;
 - ``recipe.yaml``: the resolved recipe;
 - ``manifest.json``: sizes and checksums of the other files (`checkpoint_manifest.py`).
 
@@ -19,14 +19,12 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from diffmegatron import __version__
 from diffmegatron.checkpoint.checkpoint_manifest import (
-    MAX_STEP,
     FileEntry,
     Manifest,
     describe_file,
@@ -35,6 +33,7 @@ from diffmegatron.checkpoint.checkpoint_manifest import (
 )
 from diffmegatron.checkpoint.checkpoint_store import RECIPE, CheckpointStore
 from diffmegatron.checkpoint.sharded import WEIGHT, ShardedReader
+from diffmegatron.checkpoint.state_file import Contents, State
 from diffmegatron.config.load import dump_recipe, load_resolved
 from diffmegatron.config.schema import Recipe
 from diffmegatron.config.stage_order import model_keys
@@ -47,24 +46,6 @@ _MAX_BYTES = {RECIPE: 1 << 24, STATE: MAX_BYTES}
 
 _LIBRARIES = ("torch", "megatron-core", "deepspeed")
 _SAMPLE_ORDER_KEYS = ("seq_length", "global_batch_size", "seed")
-
-Contents = Literal["run", "weights"]
-"""``run``: weights, optimizer state and random states; ``weights``: weights only."""
-_Steps = Annotated[int, Field(ge=0, le=MAX_STEP)]
-
-
-class _State(BaseModel):
-    """Content of ``state.json``; ``world_size`` is the number of rank files."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    step: _Steps
-    updates: _Steps
-    data: dict[str, Any] | None
-    guard: dict[str, Any] | None
-    world_size: Annotated[int, Field(ge=1)]
-    versions: dict[str, str]
-    contents: Contents = "run"
 
 
 @dataclass(frozen=True)
@@ -133,7 +114,7 @@ def open_checkpoint(directory: Path, share: tuple[int, int] = (0, 1)) -> Checkpo
     manifest = read_manifest(directory)
     entries = {entry.name: entry for entry in manifest.files}
     position = _read_small(directory, STATE, entries)
-    state: _State = parse_json(position, _State, format_path(directory / STATE))
+    state: State = parse_json(position, State, format_path(directory / STATE))
     if state.step != manifest.step:
         raise UserError(
             f"{format_path(directory / STATE)} is of step {state.step} and the checkpoint's "
@@ -141,6 +122,7 @@ def open_checkpoint(directory: Path, share: tuple[int, int] = (0, 1)) -> Checkpo
         )
     _read_small(directory, RECIPE, entries)
     recipe = load_resolved(directory / RECIPE)
+    state.check_samples(recipe.training.global_batch_size, format_path(directory / STATE))
     files = _rank_files(directory, state.world_size, entries)
     reader = ShardedReader(directory, files)
     index, of = share

@@ -107,8 +107,7 @@ class Guard:
         self._in_a_row = int(state["in_a_row"])
         self.skipped, self.spikes = int(state["skipped"]), int(state["spikes"])
         self.rollbacks = int(state["rollbacks"])
-        # Checkpoints of older versions lack this number.
-        self.without_labels = int(state.get("without_labels", 0))
+        self.without_labels = int(state["without_labels"])
 
     def rolled_back(self, state: dict[str, Any]) -> None:
         """Count a rollback, and restore the recent losses and norms from a checkpoint's ``state``.

@@ -19,7 +19,6 @@ import statistics
 import subprocess
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -123,18 +122,22 @@ def measure(file: Path, arguments: argparse.Namespace) -> dict:
             saver = Saver(
                 store, engine, shards, recipe, parallel_state, LaunchEnvironment(), None, held
             )
+
+            def position(step: int) -> Position:
+                consumed = step * recipe.training.global_batch_size
+                return Position(step, step, loader.samples.state(consumed), guard.state())
+
             # The first save is not timed, because it allocates the host buffers. It gives the size
             # of a checkpoint.
-            first = saver.save_now(Position(0, engine.updates, loader.state(), guard.state()))
+            first = saver.save_now(position(0))
             size = int(first["ckpt/bytes"])
             training, alone, disk, slowed = [], [], [], []
             # Cloud disks slow down after a burst, so measure the disk with dd before every save.
             for number in range(1, arguments.repeats + 1):
-                position = Position(2 * number, engine.updates, loader.state(), guard.state())
                 disk.append(dd(arguments.scratch, size))
-                alone.append(saver.save_now(position))
+                alone.append(saver.save_now(position(2 * number)))
                 disk.append(dd(arguments.scratch, size))
-                saver.start(replace(position, step=2 * number + 1))
+                saver.start(position(2 * number + 1))
                 while saver.is_writing:
                     slowed.append(step())
                 training.append(saver.complete())

@@ -40,6 +40,7 @@ from diffmegatron.checkpoint.checkpoint_manifest import (
 from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
 from diffmegatron.checkpoint.sharded import named_tensors, pieces_of, write_pieces
 from diffmegatron.config.load import load_recipe
+from diffmegatron.config.recovery_config import GuardConfig
 from diffmegatron.data.index.corpus_manifest import check_hashes
 from diffmegatron.data.index.token_store import open_corpus
 from diffmegatron.data.prepare import preparation
@@ -49,6 +50,7 @@ from diffmegatron.data.sampling.array_cache import cached_arrays
 from diffmegatron.errors import UserError
 from diffmegatron.file_lock import FileLock
 from diffmegatron.model.parameter_shards import Shard
+from diffmegatron.optim.guard import Guard
 from diffmegatron.training.monitoring.metrics import METRICS, MetricsWriter, read_metrics
 
 STEP = 7
@@ -126,8 +128,10 @@ def make_good(folder: Path, recipe: str) -> None:
         states = {"random.cpu": torch.full((16,), rank, dtype=torch.uint8)}
         described = named_tensors(pieces_of([shard], 0, values), states)
         entries.append(write_pieces(directory / rank_file(rank), *described))
-    data = {"consumed_samples": 8 * STEP, "settings": {}, "mixture": []}
-    position = Position(STEP, STEP, data, None)
+    sources = [{"path": "corpus", "content": "corpus", "weight": 1.0}]
+    mixture = [{"from_sample": 0, "sources": sources}]
+    data = {"consumed_samples": 8 * STEP, "settings": {}, "mixture": mixture}
+    position = Position(STEP, STEP, data, Guard(GuardConfig()).state())
     finish_checkpoint(store, position, load_recipe(folder / "recipe.yaml"), entries)
 
 

@@ -1,11 +1,16 @@
 """``open_checkpoint`` returns the saved content, or raises an error of one sentence."""
 
+import copy
+import functools
+import itertools
 import json
 import math
 import os
 import random
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +18,10 @@ import torch
 
 from diffmegatron.checkpoint.checkpoint_format import Checkpoint, open_checkpoint
 from diffmegatron.checkpoint.sharded import KINDS
+from diffmegatron.config.recovery_config import GuardConfig
+from diffmegatron.data.sampling.mixture import MixtureHistory
 from diffmegatron.errors import UserError
+from diffmegatron.optim.guard import Guard
 from tests.checkpoints import (
     NAMES,
     change_header,
@@ -136,6 +144,18 @@ def set_state(**values: object):
     )
 
 
+def set_guard(**values: object):
+    return lambda directory: change_json(
+        directory / "state.json", lambda state: state["guard"].update(values)
+    )
+
+
+def set_data(**values: object):
+    return lambda directory: change_json(
+        directory / "state.json", lambda state: state["data"].update(values)
+    )
+
+
 def set_number(kind: str, value: float):
     """Return a function that sets the first element of the norm's ``kind`` tensor to ``value``.
 
@@ -177,6 +197,21 @@ SIGNED = {
     "updates are a word": (set_state(updates="7"), "valid integer at updates"),
     "data is a list": (set_state(data=[1]), "an object at data"),
     "no guard": (drop_state("guard"), "Field required at guard"),
+    "too many updates": (set_state(updates=8), "7 steps cannot have 8 updates"),
+    "no guard at a later step": (set_state(guard=None), "data or guard is null at step 7"),
+    "another guard": (set_guard(recent={"grad": [1.0]}), "'loss' or 'gradient norm' at guard"),
+    "a norm that is not finite": (set_guard(recent={"loss": [math.inf]}), "finite number at guard"),
+    "negative rollbacks": (set_guard(rollbacks=-1), "or equal to 0 at guard.rollbacks"),
+    "samples of half a step": (set_data(consumed_samples=60), "do not fit .*_samples 60"),
+    "samples before the step": (set_data(consumed_samples=48), "do not fit .*_samples 48"),
+    "samples without a rollback": (set_data(consumed_samples=64), "0 rollbacks do not fit"),
+    "negative samples": (set_data(consumed_samples=-1), "or equal to 0 at data.consumed_samples"),
+    "a fraction of a sample": (set_data(consumed_samples=1.5), "valid integer at data.consumed"),
+    "no mixture": (set_data(mixture=[]), "at least 1 item"),
+    "a mixture of nothing": (
+        set_data(mixture=[{"from_sample": 0, "sources": []}]),
+        "at least 1 item",
+    ),
     "more in the state": (set_state(more=1), "Extra inputs are not permitted at more"),
     "another number of ranks": (set_state(world_size=3), "written by 3 ranks and .* lists 2 files"),
     "ranks without end": (set_state(world_size=10**15), "written by 10+ ranks"),
@@ -265,6 +300,43 @@ def test_invalid_content_is_refused_despite_a_matching_checksum(case, directory)
         open_checkpoint(directory)
     assert directory.name in str(caught.value)
     assert len(str(caught.value)) < 1000
+
+
+WRONG = [None, True, -1, 1.5, 10**18, 10**400, math.nan, "", "text", [], [0], {}, {"a": 1}]
+
+
+def leaves(value: Any, place: tuple = ()) -> Iterator[tuple]:
+    """Yield the path of each value within JSON, from the outermost value to the innermost."""
+    if place:
+        yield place
+    pairs = enumerate(value) if isinstance(value, list) else ()
+    for key, each in value.items() if isinstance(value, dict) else pairs:
+        yield from leaves(each, (*place, key))
+
+
+def test_every_wrong_value_of_the_state_is_refused_or_harmless(directory):
+    """Replace each value within ``data`` and ``guard`` by wrong ones, and resume from the rest."""
+    path = directory / "state.json"
+    whole, refused = json.loads(path.read_text()), 0
+    places = [place for place in leaves(whole) if place[0] in ("data", "guard")]
+    for place, wrong in itertools.product(places, WRONG):
+        state = copy.deepcopy(whole)
+        inner = functools.reduce(lambda value, key: value[key], place[:-1], state)
+        inner[place[-1]] = wrong
+        path.write_text(json.dumps(state))
+        sign(directory)
+        try:
+            found = open_checkpoint(directory).state
+        except UserError:
+            refused += 1
+            continue
+        assert found["data"]["consumed_samples"] == 56
+        history = MixtureHistory.from_json(found["data"]["mixture"])
+        assert history.locate(56) and history.counts(56)
+        guard = Guard(GuardConfig(window=8))
+        guard.restore(found["guard"])
+        assert guard.decide(1.0, 1.0).applied
+    assert refused > 0.8 * len(places) * len(WRONG)
 
 
 def in_manifest(**values: object):
