@@ -115,7 +115,7 @@ def decide(
     if interrupted:
         name = signal.Signals(next(iter(interrupted.values())).status - _SIGNAL).name
         return Decision(
-            Cause.STOPPED, f"{name} ended {_list_ranks(list(interrupted))} before the first step"
+            Cause.STOPPED, f"{name} ended {_list_ranks(list(interrupted))} without a save"
         )
     return Decision(Cause.FINISHED, "all steps are done")
 

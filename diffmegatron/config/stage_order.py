@@ -19,7 +19,15 @@ STAGES = "stages."
 # because the folders of stages are in run_dir too.
 RESERVED = frozenset(
     {"attempts", "checkpoints", "events", "job.sh", "job.yaml", "job_number", "lock", "profile"}
-    | {"metrics.jsonl", "recipe.yaml", "stacks", "tensorboard", "torchrun.sh", "wandb_id"}
+    | {
+        "metrics.jsonl",
+        "recipe.yaml",
+        "stacks",
+        "stopped_at",
+        "tensorboard",
+        "torchrun.sh",
+        "wandb_id",
+    }
 )
 # Numbered files of jobs and ranks, and temporary files that are renamed to a reserved name.
 _RESERVED_FORMS = re.compile(

@@ -20,11 +20,18 @@ _USUAL_PASSES = 4
 def check_fit(
     recipes: Sequence[Recipe], nodes: int, cluster: Cluster, *, needs_data: bool = True
 ) -> None:
-    """Check the number of ranks, the amount of data, and the existence of the container image.
+    """Check ranks, time limit, amount of data, and the existence of the container image.
 
     Unless ``needs_data``, sources that are not prepared are not checked.
     """
     for recipe in recipes:
+        margin = recipe.checkpoint.time_limit_margin
+        if margin >= cluster.seconds:
+            raise UserError(
+                f"checkpoint.time_limit_margin {margin:g} is not below the {cluster.seconds} s of "
+                f"time_limit {cluster.time_limit}, so no job would train a step; lower the margin, "
+                "or raise time_limit in the cluster file"
+            )
         try:
             recipe.num_microbatches(nodes * cluster.ranks)
         except UserError as error:

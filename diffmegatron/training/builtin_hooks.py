@@ -25,6 +25,7 @@ from diffmegatron.training.monitoring.evaluators import Evaluator, measure, spli
 from diffmegatron.training.monitoring.progress import print_line
 from diffmegatron.training.monitoring.records import log_write_errors
 from diffmegatron.training.run import Run
+from diffmegatron.training.safeguards import check_progress
 
 PROFILE = "profile"
 # Maximum number of allocations and frees in torch's memory history.
@@ -178,12 +179,23 @@ class BeginSaveHook(Hook):
                 if run.saver.saved_step != run.step:
                     run.write_metrics(run.saver.save_now(run.position()))
         run.saver.wait()
-        if run.stopping and not run.is_finished and run.parallel_state.is_main:
-            pending = ", ".join(run.pending_evaluators)
-            first = f", first with {pending}" if pending else ""
+        if not run.stopping or run.is_finished:
+            return
+        pending = ", ".join(run.pending_evaluators)
+        first = f", first with {pending}" if pending else ""
+        if run.step == run.first_step:
+            before = f" before {pending}" if pending else ""
+            from_rank_0(lambda: _check_progress(run, f"step {run.step}{before}"))
+        if run.parallel_state.is_main:
             print_line(
                 f"stop requested: saved step {run.step}; the same command resumes from it{first}"
             )
+
+
+def _check_progress(run: Run, progress: str) -> None:
+    margin = run.recipe.checkpoint.time_limit_margin
+    if run.stop.is_due_to_job_end(margin):
+        check_progress(Path(run.recipe.run_dir), progress, margin)
 
 
 class ProfileHook(Hook):

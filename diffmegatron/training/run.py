@@ -53,6 +53,7 @@ class Run:
     Attributes:
         network: this rank's virtual pipeline stages of the model.
         step: number of the last completed step; 0 before the first step.
+        first_step: step at which this start of the run began.
         values: metrics of the last completed step by name: loss, gradient norm, learning rates.
         agreed: values of the last completed step, reduced over all ranks.
         decision: decision of the guard on the last completed step.
@@ -88,6 +89,7 @@ class Run:
         if position.guard is not None:
             self.guard.restore(position.guard)
         self.set_step(position.step)
+        self.first_step = position.step
         self.values: dict[str, float] = {}
         self.stopping = False
         self.pending_evaluators: tuple[str, ...] = ()

@@ -18,7 +18,7 @@ from diffmegatron.attempts.ends import EXIT_STOPPED, NOT_BEGUN, RankRecord
 from diffmegatron.config.recovery_config import WatchdogConfig
 from diffmegatron.errors import UserError
 from diffmegatron.file_lock import FileLock
-from diffmegatron.files import read_text
+from diffmegatron.files import format_path, read_text, write_durably
 from diffmegatron.parallel.launcher import LaunchEnvironment
 from diffmegatron.training.monitoring.records import log_write_errors
 
@@ -40,6 +40,10 @@ _MAX_JOB_END_BYTES = 100
 # Time between two reads of JOB_END. Steps may take milliseconds, and a read in every step would
 # load the file server.
 _JOB_END_SECONDS = 10.0
+
+STOPPED_AT = "stopped_at"
+"""File in ``run_dir`` with the progress at which a job's end stopped the run before a new step."""
+_MAX_PROGRESS_BYTES = 10_000
 
 STACKS = "stacks"
 _STANDARD_ERROR = 2
@@ -86,6 +90,7 @@ class StopRequest:
     def __init__(self, launch: LaunchEnvironment, folder: Path | None = None) -> None:
         self._is_main = launch.rank == 0
         self._job_end, self._folder = launch.job_end, folder
+        self._signal_seconds = launch.signal_seconds or 0.0
         self._next_reading = 0.0
         self._first: float | None = None
         self._previous: dict[int, Any] = {}
@@ -101,6 +106,14 @@ class StopRequest:
             self._next_reading = time.monotonic() + _JOB_END_SECONDS
             self._read_job_end(self._folder / JOB_END)
         return self._job_end is not None and time.time() > self._job_end - margin_seconds
+
+    def is_due_to_job_end(self, margin_seconds: float) -> bool:
+        """Return whether a stop is due to the end of the Slurm job; call this on rank 0.
+
+        The stop is requested ``margin_seconds`` before the end, or earlier by Slurm's stop signal.
+        """
+        lead = max(margin_seconds, self._signal_seconds)
+        return self._job_end is not None and time.time() > self._job_end - lead
 
     def _read_job_end(self, path: Path) -> None:
         with suppress(UserError):  # Keep the known end if the file is missing or damaged.
@@ -131,6 +144,25 @@ class StopRequest:
                     os.write(2, f"{name}: stopping after this step; again: at once\n".encode())
         elif now - self._first > one_request:
             os._exit(128 + number)
+
+
+def check_progress(run_dir: Path, progress: str, margin_seconds: float) -> None:
+    """Raise UserError if the job's end has stopped a run twice at the same ``progress``.
+
+    Call this on rank 0 when the end of a job stops a run before a new step. ``progress`` is text
+    such as "step 12". The first call for it writes a file in ``run_dir``, which the second reads.
+    """
+    path, before = run_dir / STOPPED_AT, ""
+    with suppress(UserError):
+        before = read_text(path, max_bytes=_MAX_PROGRESS_BYTES)
+    if before == progress:
+        raise UserError(
+            f"the end of the job has stopped {format_path(run_dir)} twice at {progress}, without a "
+            "new step; give the job a longer time limit, or lower checkpoint.time_limit_margin "
+            f"{margin_seconds:g}"
+        )
+    with log_write_errors(path):
+        write_durably(path, progress.encode())
 
 
 def save_warnings(seconds: float, launch: LaunchEnvironment, margin: float) -> dict[str, str]:

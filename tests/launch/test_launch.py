@@ -368,6 +368,11 @@ def test_the_signal_comes_two_saves_and_two_steps_before_the_end(launched, comma
     assert remark.startswith("a save has taken 40 s, and 30 s after a SIGTERM Slurm kills")
 
 
+def test_a_time_limit_that_the_margin_fills_is_refused(launched):
+    with pytest.raises(UserError, match=r"margin 3600 is not below the 3600 s of time_limit 60"):
+        launched("checkpoint.time_limit_margin=3600", time_limit="60")
+
+
 def test_the_seconds_of_a_step_are_those_of_the_slowest_stage(tiny_recipe, tmp_path):
     stages = []
     for name, length, speed in (("short", 64, 51.2), ("long", 512, 1024.0)):

@@ -155,6 +155,9 @@ def test_a_run_stops_before_the_end_of_its_slurm_job(tiny_recipe, monkeypatch, u
     with monkeypatch.context() as patch:
         patch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 99))
         assert not train(recipe)
-    assert CheckpointStore(Path(recipe.run_dir)).steps() == [0]
+        assert CheckpointStore(Path(recipe.run_dir)).steps() == [0]
+        said = "stopped .*/run twice at step 0 before valid/loss, without .*_margin 100"
+        with pytest.raises(UserError, match=said):
+            train(recipe)
     assert train(recipe)
     assert losses(Path(recipe.run_dir)) == undisturbed

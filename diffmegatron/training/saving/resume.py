@@ -71,9 +71,12 @@ def learning_rate_rise(before: Recipe, now: Recipe, step: int) -> str | None:
         step: step of the checkpoint.
     """
     was, optimizer = before.training.total_steps, before.optimizer
-    start, old_rate = decay_start(was, optimizer), learning_rate(step, was, optimizer)
+    start = decay_start(was, optimizer)
+    if step <= start or step == now.training.total_steps:
+        return None
+    old_rate = learning_rate(step, was, optimizer)
     new_rate = learning_rate(step + 1, now.training.total_steps, now.optimizer)
-    if step <= start or step == now.training.total_steps or new_rate <= old_rate:
+    if new_rate <= old_rate:
         return None
     return (
         f"the learning rate rises from {old_rate:.3g} at step {step} to {new_rate:.3g} at step "
