@@ -22,6 +22,8 @@ from diffmegatron.files import format_path, os_error_text, shorten
 log = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.2
+# Longest time from the moment when a process takes the lock until it has written its name.
+_NAME_SECONDS = 2.0
 
 
 class FileLock:
@@ -50,7 +52,8 @@ class FileLock:
             self._descriptor = self._open()
             self._wait()
             os.truncate(self._descriptor, 0)
-            holder = f"process {os.getpid()} on {socket.gethostname()}"
+            since = time.strftime("%Y-%m-%d %H:%M:%S")
+            holder = f"process {os.getpid()} on {socket.gethostname()} since {since}"
             os.pwrite(self._descriptor, holder.encode(), 0)
         except UserError:
             raise
@@ -80,17 +83,22 @@ class FileLock:
         return descriptor
 
     def _wait(self) -> None:
-        deadline, said = time.monotonic() + self._patience, not math.isfinite(self._patience)
+        began, said = time.monotonic(), not math.isfinite(self._patience)
         while not self._taken():
-            holder = os.pread(self._descriptor, 200, 0).decode(errors="replace")
-            holder = shorten(holder) or "another process"
-            if time.monotonic() >= deadline:
+            written = os.pread(self._descriptor, 200, 0).decode(errors="replace")
+            holder = shorten(written) or "another process"
+            waited = time.monotonic() - began
+            if waited >= self._patience:
                 os.close(self._descriptor)
                 raise UserError(
                     f"{holder} uses {self._place}; wait until it ends, or {self._advice}"
                 )
-            if not said:
-                print(f"waiting for {holder} to leave {self._place}", file=sys.stderr)
+            # A process that has just taken the lock has not written its name yet.
+            if not said and (written or waited > _NAME_SECONDS):
+                print(
+                    f"waiting up to {self._patience:.0f} s for {holder} to leave {self._place}",
+                    file=sys.stderr,
+                )
                 said = True
             time.sleep(_POLL_SECONDS)
 

@@ -1,6 +1,7 @@
 """Check values from the user against a pydantic model, and report the first mistake."""
 
 import difflib
+import re
 from collections.abc import Collection
 from typing import Any, TypeVar
 
@@ -29,6 +30,11 @@ def first_error(error: ValidationError) -> Any:
     return min(errors, key=lambda each: each["type"] != "extra_forbidden")
 
 
+# Endings of numbers as people write them, and the powers of ten that they stand for.
+_POWERS = {"k": 3, "m": 6, "b": 9, "g": 9, "t": 12}
+_WITH_ENDING = re.compile(r"([0-9.]+) ?([kmbgt])", re.IGNORECASE)
+
+
 def describe(error: Any, known_keys: Collection[str]) -> str:
     """Return one pydantic error as text: the key, its value, and the correct form.
 
@@ -48,4 +54,6 @@ def describe(error: Any, known_keys: Collection[str]) -> str:
     if error["type"] == "string_type" and isinstance(error["input"], bool | int | float):
         kind = "boolean" if isinstance(error["input"], bool) else "number"
         message = f"quote it, because YAML reads it as a {kind}"
+    if number := _WITH_ENDING.fullmatch(str(error["input"])):
+        message += f"; write {number[1]}e{_POWERS[number[2].lower()]}"
     return f"{key} is {shorten(repr(error['input']))}: {message[:1].lower()}{message[1:]}"

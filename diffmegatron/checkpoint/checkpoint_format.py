@@ -36,7 +36,7 @@ from diffmegatron.checkpoint.sharded import WEIGHT, ShardedReader
 from diffmegatron.checkpoint.state_file import Contents, State
 from diffmegatron.config.load import dump_recipe, load_resolved
 from diffmegatron.config.schema import Recipe
-from diffmegatron.config.stage_order import model_keys
+from diffmegatron.config.stage_order import is_same_tokenizer, model_keys
 from diffmegatron.errors import UserError
 from diffmegatron.files import MAX_BYTES, format_path, parse_json, read_bytes
 
@@ -121,7 +121,7 @@ def open_checkpoint(directory: Path, share: tuple[int, int] = (0, 1)) -> Checkpo
             f"manifest of step {manifest.step}; use another checkpoint"
         )
     _read_small(directory, RECIPE, entries)
-    recipe = load_resolved(directory / RECIPE)
+    recipe = load_resolved(directory / RECIPE, directory.parent.parent)
     state.check_samples(recipe.training.global_batch_size, format_path(directory / STATE))
     files = _rank_files(directory, state.world_size, entries)
     reader = ShardedReader(directory, files)
@@ -134,7 +134,7 @@ def open_checkpoint(directory: Path, share: tuple[int, int] = (0, 1)) -> Checkpo
 def read_recipe(directory: Path) -> Recipe:
     """Read the recipe of a checkpoint, without reading the tensors and the state."""
     _read_small(directory, RECIPE, {each.name: each for each in read_manifest(directory).files})
-    return load_resolved(directory / RECIPE)
+    return load_resolved(directory / RECIPE, directory.parent.parent)
 
 
 def finish_checkpoint(
@@ -204,7 +204,8 @@ def check_same_run(directory: Path, saved_recipe: Recipe, recipe: Recipe) -> Non
     )
     for key, now in wanted.items():
         before = saved.get(key)
-        if before != now:
+        is_moved = key == "data.tokenizer" and is_same_tokenizer(str(before), str(now))
+        if before != now and not is_moved:
             raise UserError(
                 f"{directory} was trained with {key} {before!r} and the recipe has {now!r}; "
                 "restore the former, or give another run_dir to start a new run"

@@ -9,9 +9,9 @@ directory.
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
@@ -109,8 +109,12 @@ def recipe_files(path: Path) -> list[Path]:
     return files.paths
 
 
-def load_resolved(path: Path) -> Recipe:
-    """Read a recipe that :func:`dump_recipe` wrote: one file without ``extends`` and ``stages``."""
+def load_resolved(path: Path, run_dir: Path | None = None) -> Recipe:
+    """Read a recipe that :func:`dump_recipe` wrote: one file without ``extends`` and ``stages``.
+
+    ``run_dir`` is the present folder of the run. If the run was moved or copied, paths within the
+    recorded ``run_dir``, such as the tokenizer of an imported model, lead into the present folder.
+    """
     values = _parse_mapping(read_text(path, max_bytes=MAX_BYTES), path)
     for key in ("extends", "stages"):
         if key in values:
@@ -118,7 +122,12 @@ def load_resolved(path: Path) -> Recipe:
                 f"{format_path(path)} has {key!r}, which a resolved recipe must not have"
             )
     require_imported(values, format_path(path))
-    return _validate(_without_removed_keys(values), {}, format_path(path))
+    values = _without_removed_keys(values)
+    recipe = _validate(values, {}, format_path(path))
+    if run_dir is None or os.path.realpath(recipe.run_dir) == os.path.realpath(run_dir):
+        return recipe
+    moved = _with_moved_paths(values, f"{recipe.run_dir}/", run_dir)
+    return _validate(moved, {}, format_path(path))
 
 
 def _without_removed_keys(values: Values, prefix: str = "") -> Values:
@@ -210,6 +219,18 @@ def _with_absolute_paths(value: Any, folder: Path) -> Any:
     return value
 
 
+def _with_moved_paths(value: Any, recorded: str, folder: Path) -> Any:
+    """Replace ``recorded`` at the beginning of texts by a folder that has such a file."""
+    if isinstance(value, dict):
+        return {key: _with_moved_paths(each, recorded, folder) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_with_moved_paths(each, recorded, folder) for each in value]
+    if isinstance(value, str) and value.startswith(recorded):
+        moved = folder / value.removeprefix(recorded)
+        return str(moved) if os.path.lexists(moved) else value
+    return value
+
+
 def _merged(below: Values, above: Values) -> Values:
     """Return ``below`` updated by ``above``, also in nested mappings; neither is modified."""
     both = dict(below)
@@ -291,6 +312,10 @@ def _sentence(error: Any, values: dict[str, Any], origins: dict[str, str], path:
     if error["type"] == "extra_forbidden":
         if hint := _misplaced_key(error["loc"], values):
             return f"{origin}: unknown key {shorten(key)!r}; {hint}"
+        others = [each for each in _every_key() if each.endswith(f".{error['loc'][-1]}")]
+        if others:
+            nearest = min(others, key=lambda each: each.count("."))
+            return f"{origin}: unknown key {shorten(key)!r}; did you mean {nearest!r}?"
         return f"{origin}: {describe(error, _known_keys(error['loc'][:-1], values))}"
     sentence = describe(error, ())
     if error["type"] == "string_type" and origins.get(key) == COMMAND_LINE:
@@ -320,10 +345,23 @@ def _known_keys(location: tuple[str | int, ...], values: dict[str, Any]) -> set[
         if isinstance(part, int):
             continue
         fields = (each.model_fields for each in sections)
-        sections = [_section_type(each[part].annotation) for each in fields if part in each]
+        inner = [_section_type(each[part].annotation) for each in fields if part in each]
+        sections = [each for each in inner if each is not None]
         if AttentionKind in sections:
             sections = [KINDS[kind] for kind in _kinds(values)]
     return {key for each in sections for key in each.model_fields}
+
+
+def _every_key(section: type[BaseModel] = Recipe, prefix: str = "") -> Iterator[str]:
+    """Yield the dotted keys of a recipe; those of ``model.attention`` are the keys of all kinds."""
+    sections = [*KINDS.values()] if section is AttentionKind else [section]
+    fields = {name: field for each in sections for name, field in each.model_fields.items()}
+    for name, field in fields.items():
+        yield f"{prefix}{name}"
+        inner = _section_type(field.annotation)
+        # Lists of sections have keys with numbers, which this key cannot be.
+        if inner is not None and get_origin(field.annotation) not in (tuple, list):
+            yield from _every_key(inner, f"{prefix}{name}.")
 
 
 def _kinds(values: Values) -> list[str]:
@@ -349,7 +387,8 @@ def _misplaced_key(location: tuple[str | int, ...], values: Values) -> str | Non
     return f"{key} is a key of kind {', '.join(kinds)}{its}"
 
 
-def _section_type(annotation: Any) -> type[BaseModel]:
+def _section_type(annotation: Any) -> type[BaseModel] | None:
+    """Return the first section in an annotation, such as that of ``Section | None``, or None."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
-    return next(_section_type(inner) for inner in annotation.__args__ if inner is not Ellipsis)
+    return next(filter(None, map(_section_type, get_args(annotation))), None)

@@ -53,7 +53,7 @@ class Schedule(Section):
             name = "decay_steps" if self.decay_steps is not None else "decay_ratio"
             raise ValueError(
                 f"optimizer.schedule.{name} belongs to kind 'wsd' and optimizer.schedule.kind is "
-                f"{self.kind!r}; leave it out"
+                f"{self.kind!r}; leave it out, or set it to null if another file gives it"
                 if decays
                 else "optimizer.schedule.kind 'wsd' needs the length of its decay; give "
                 "optimizer.schedule.decay_ratio (0.1, say) or decay_steps"

@@ -119,6 +119,6 @@ class RecomputeConfig(Section):
             raise ValueError(
                 f"recompute.method {self.method!r} and recompute.layers {self.layers} apply to "
                 f"whole layers, and recompute.granularity is {self.granularity!r}; give 'full', or "
-                "leave both out"
+                "leave both out (the defaults are 'uniform' and 1)"
             )
         return self

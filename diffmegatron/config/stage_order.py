@@ -4,13 +4,14 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from os.path import realpath
+from pathlib import Path
 from typing import Any
 
 from diffmegatron.attention.kinds import AttentionKind
 from diffmegatron.config.model_config import ModelConfig
 from diffmegatron.config.schema import Recipe
 from diffmegatron.errors import UserError
-from diffmegatron.files import shorten
+from diffmegatron.files import read_bytes, shorten
 
 MAX_STAGES = 64
 # Prefix of an override that changes only one stage: stages.NAME.key=value.
@@ -34,6 +35,8 @@ _RESERVED_FORMS = re.compile(
     rf"job_\d+\.log|preflight_\d+|({'|'.join(map(re.escape, sorted(RESERVED)))})\..*"
 )
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
+# Files of a Hugging Face tokenizer that determine its ids and the end of a document.
+_FOLDER_FILES = ("tokenizer.json", "tokenizer_config.json")
 # A stage may change these keys, because the weights of an earlier stage fit any value of them.
 _ROTARY = ("model.rope_theta", "model.rope_scaling")
 _FREE = frozenset({*_ROTARY, "model.initialization"})
@@ -142,8 +145,7 @@ def check_can_start_from(before: Recipe, before_name: str, now: Recipe, now_name
         for recipe, of in ((before, before.model.attention), (now, attention))
     )
     free = _FREE | {f"model.attention.{key}" for key in attention.free_keys}
-    # ``diffmegatron import`` writes absolute paths, so compare resolved ones.
-    if realpath(was["data.tokenizer"]) == realpath(is_now["data.tokenizer"]):
+    if is_same_tokenizer(was["data.tokenizer"], is_now["data.tokenizer"]):
         free |= {"data.tokenizer"}
     for key, value in is_now.items():
         is_new_lora = key == "model.lora" and was.get(key) is None
@@ -152,6 +154,29 @@ def check_can_start_from(before: Recipe, before_name: str, now: Recipe, now_name
                 f"{before_name} has {key} {was.get(key)!r} and {now_name} has {value!r}; a run "
                 "that starts with another's weights must have the same network and tokenizer"
             )
+
+
+def is_same_tokenizer(one: str, other: str) -> bool:
+    """Return whether two values of ``data.tokenizer`` have one name, one path or equal files."""
+    if one == other or realpath(one) == realpath(other):
+        return True
+    files = _tokenizer_files(one)
+    return files is not None and files == _tokenizer_files(other)
+
+
+def _tokenizer_files(name: str) -> tuple[bytes, bytes] | None:
+    """Return the two files of a tokenizer that determine its ids; None if one is missing."""
+    path = Path(name)
+    if path.name == _FOLDER_FILES[0]:
+        path = path.parent
+    files = [path / each for each in _FOLDER_FILES]
+    if path.suffix == ".tiktoken":
+        files = [path, path.with_suffix(".json")]
+    try:
+        first, second = (read_bytes(file) for file in files)
+    except UserError:
+        return None
+    return first, second
 
 
 def rotary_changes(before: Recipe, now: Recipe) -> list[str]:

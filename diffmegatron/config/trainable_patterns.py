@@ -115,7 +115,7 @@ def check_trainable(recipe: RecipeSections) -> None:
     if not any(trained):
         raise ValueError(
             "optimizer.trainable is [], which freezes every tensor; name the tensors to train, or "
-            "leave it out to train everything"
+            "set it to null to train everything"
         )
     for number, of_stage in enumerate(trained):
         if not of_stage:

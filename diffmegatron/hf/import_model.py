@@ -7,7 +7,7 @@ from transformers.utils import logging as transformers_logging
 
 from diffmegatron.checkpoint.checkpoint_format import RECIPE, open_checkpoint
 from diffmegatron.checkpoint.weights import write_checkpoint
-from diffmegatron.config.load import check_recipe, dump_recipe
+from diffmegatron.config.load import check_recipe
 from diffmegatron.config.schema import Recipe
 from diffmegatron.data.tokenizers import HuggingFaceTokenizer
 from diffmegatron.errors import UserError
@@ -19,6 +19,7 @@ from diffmegatron.hf.pretrained_files import Source, keep_original
 from diffmegatron.hf.tokenizer import CONFIG
 from diffmegatron.hf.weight_mapping import from_hf, table
 from diffmegatron.hf.write_export import SUMMATION, Verified, verify_export
+from diffmegatron.yaml_documents import dump_yaml
 
 FOLDER = "hugging_face"
 # Largest allowed difference of the logits, divided by the largest absolute logit. Both networks
@@ -66,7 +67,7 @@ def import_model(
     source.check(rules, tied=recipe.model.tied_embeddings)
     with atomic_directory(out) as directory:
         keep_original(source, directory / FOLDER)
-        (directory / RECIPE).write_text(dump_recipe(recipe))
+        (directory / RECIPE).write_text(_relative_recipe(recipe))
         weights = from_hf(source.stream(rules), recipe.model)
         written = write_checkpoint(weights, recipe, directory)
         if not verify:
@@ -104,6 +105,13 @@ def _recipe(section: dict[str, Any], source: Source, length: int, out: Path, nam
         "optimizer": {"lr": 1e-5},
     }
     return check_recipe(values, name)
+
+
+def _relative_recipe(recipe: Recipe) -> str:
+    """Return the recipe as YAML whose tokenizer is found beside it, also if the folder is moved."""
+    values = recipe.model_dump(mode="json")
+    values["data"]["tokenizer"] = f"./{FOLDER}"
+    return dump_yaml(values)
 
 
 def _check_tokenizer(tokenizer: HuggingFaceTokenizer, recipe: Recipe) -> None:

@@ -281,6 +281,36 @@ def test_a_mistyped_required_key_is_called_mistyped_not_missing(write):
     assert "missing" not in sentence
 
 
+@pytest.mark.parametrize(
+    ("key", "elsewhere"),
+    [
+        ("training.lr", "optimizer.lr"),
+        ("lr", "optimizer.lr"),
+        ("optimizer.steps", "training.steps"),
+        ("training.num_heads", "model.attention.num_heads"),
+        ("data.decay_ratio", "optimizer.schedule.decay_ratio"),
+    ],
+)
+def test_an_unknown_key_of_another_section_is_found_there(base, key, elsewhere):
+    assert error_of(base, f"{key}=1").endswith(f"unknown key {key!r}; did you mean {elsewhere!r}?")
+
+
+def test_an_inherited_key_that_does_not_fit_can_be_set_to_null(write):
+    write("extends: base.yaml\noptimizer: {schedule: {kind: wsd, decay_ratio: 0.1}}", "wsd.yaml")
+    child = write("extends: wsd.yaml\noptimizer: {schedule: {kind: constant}}")
+    assert "set it to null if another file gives it" in error_of(child)
+    assert load_recipe(child, ["optimizer.schedule.decay_ratio=null"]).run_dir == "runs/base"
+
+
+@pytest.mark.parametrize(
+    ("number", "written"), [("1B", "1e9"), ("1.5M", "1.5e6"), ("300 k", "300e3"), ("2T", "2e12")]
+)
+def test_a_number_with_an_ending_is_refused_with_its_digits(base, number, written):
+    sentence = error_of(base, f"training.tokens={number}")
+    assert sentence.endswith(f"; write {written}")
+    assert load_recipe(base, ["training.steps=null", f"training.tokens={written}"])
+
+
 def test_an_unknown_key_without_a_near_match_lists_the_known_keys(write):
     sentence = error_of(write("extends: base.yaml\nparallel: {xyz: 1}"))
     assert "pipeline, sequence_parallel, tensor, virtual_pipeline, zero_stage" in sentence

@@ -13,9 +13,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from diffmegatron.checkpoint.checkpoint_format import open_checkpoint
+from diffmegatron.checkpoint.checkpoint_format import check_same_run, open_checkpoint
 from diffmegatron.cli import app
-from diffmegatron.config.load import load_resolved
+from diffmegatron.config.load import load_recipe, load_resolved
+from diffmegatron.config.stage_order import check_can_start_from
 from diffmegatron.data.tokenizers import load_tokenizer
 from diffmegatron.errors import UserError
 from diffmegatron.hf import configuration
@@ -323,6 +324,31 @@ def test_an_output_that_exists_is_left_alone(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="exists already"):
         import_model(source, tmp_path / "run")
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["mine"]
+
+
+def test_a_moved_import_is_exported_and_trained(tmp_path: Path) -> None:
+    source = write_pretrained(tmp_path / "hf", "llama 2")
+    import_model(source, tmp_path / "run", verify=False)
+    start = tmp_path / "copy"
+    shutil.copytree(tmp_path / "run", start)
+    # A recipe of a run that began before the move, and one that extends the moved recipe.
+    before = load_recipe(tmp_path / "run/recipe.yaml", ["run_dir=old"])
+    (tmp_path / "run").rename(tmp_path / "moved")
+    for place in (start, tmp_path / "moved"):
+        recipe = load_recipe(place / "recipe.yaml", ["run_dir=new"])
+        assert recipe.data.tokenizer == str(place / "hugging_face")
+        opened = open_checkpoint(place / CHECKPOINT)
+        assert opened.recipe.data.tokenizer == recipe.data.tokenizer
+        check_can_start_from(opened.recipe, "it", recipe, "the recipe")
+        check_same_run(place, before.model_copy(update={"data": opened.recipe.data}), recipe)
+    one, other = (load_recipe(each / "recipe.yaml") for each in (start, tmp_path / "moved"))
+    check_can_start_from(one, "the copy", other, "the recipe")
+    export_checkpoint(start / CHECKPOINT, tmp_path / "exported", verify=False)
+    assert_round_trip(source, tmp_path / "exported")
+    with (start / "hugging_face/tokenizer_config.json").open("a") as stream:
+        stream.write(" ")
+    with pytest.raises(UserError, match=r"has data.tokenizer '.*copy/hugging_face' and"):
+        check_can_start_from(one, "the copy", other, "the recipe")
 
 
 def test_changes_of_the_recipe_change_the_exported_configuration(tmp_path: Path) -> None:

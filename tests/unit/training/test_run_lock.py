@@ -1,6 +1,7 @@
 """A lock (for example on a run_dir) that one process holds until it releases the lock or ends."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -43,7 +44,18 @@ def test_a_second_run_is_refused_with_the_name_of_the_first(holder, tmp_path, ca
         run_lock(tmp_path, patience=0.5),
     ):
         pass
-    assert f"waiting for process {holder.pid}" in capfd.readouterr().err
+    said = capfd.readouterr().err
+    name = rf"process {holder.pid} on \S+ since \d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d"
+    assert re.fullmatch(rf"waiting up to 0 s for {name} to leave run_dir .*\n", said)
+
+
+def test_a_process_that_waits_names_a_holder_that_has_just_taken_the_lock(holder, tmp_path, capfd):
+    name = (tmp_path / "lock").read_text()
+    (tmp_path / "lock").write_text("")
+    threading.Timer(0.5, lambda: (tmp_path / "lock").write_text(name)).start()
+    with pytest.raises(UserError), run_lock(tmp_path, patience=1.5):
+        pass
+    assert capfd.readouterr().err.startswith(f"waiting up to 2 s for {name} to leave")
 
 
 def test_a_run_waits_until_a_killed_run_releases_the_lock(holder, tmp_path):
