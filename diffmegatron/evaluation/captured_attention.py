@@ -60,14 +60,14 @@ class LayerAttention:
         number: index of the layer, from 0.
         module: attention module of the layer.
         hidden: input of ``module``, [s, hidden_size].
-        calls: one call with all query heads. A ``GroupedDiffAttention`` module has two calls: the
-            first computes all signal maps, the second all noise maps, which are subtracted.
+        call: all query heads. In a ``GroupedDiffAttention`` module, the signal heads precede the
+            noise heads.
     """
 
     number: int
     module: nn.Module
     hidden: Tensor
-    calls: tuple[CapturedCall, ...]
+    call: CapturedCall
     kind: AttentionKind
 
     @property
@@ -77,11 +77,11 @@ class LayerAttention:
 
     def blocks(self) -> Iterator[tuple[int, int]]:
         """Yield (first, end) for each block of rows ``first`` to ``end - 1``."""
-        return row_blocks(sum(len(call.query) for call in self.calls), self.rows)
+        return row_blocks(len(self.call.query), self.rows)
 
     def logits(self, first: int, end: int) -> Tensor:
         """Return the logits of all query heads, like :meth:`CapturedCall.logits`."""
-        return torch.cat([call.logits(first, end) for call in self.calls])
+        return self.call.logits(first, end)
 
     def maps(self, first: int, end: int) -> Tensor:
         """Return the maps of rows ``first`` to ``end - 1``, float32 [heads, end - first, end].
@@ -94,6 +94,15 @@ class LayerAttention:
     def subtracted(self, softmax: Tensor, first: int, end: int) -> Tensor:
         """Return :meth:`maps`; ``softmax`` is the softmax of :meth:`logits` for the same rows."""
         return self.kind.subtracted_maps(self.module, softmax, self.hidden[first:end])
+
+
+def _captured(module: nn.Module, query: Tensor, key: Tensor, scaling: float) -> CapturedCall:
+    """Return a call without the repeated query heads of a ``GroupedDiffAttention`` module."""
+    heads = getattr(module, "map_heads", None)
+    if heads is not None:
+        key = key.repeat_interleave(len(query) // len(key), dim=0)[heads]
+        query = query[heads]
+    return CapturedCall(query, key, scaling)
 
 
 def row_blocks(heads: int, rows: int) -> Iterator[tuple[int, int]]:
@@ -118,15 +127,14 @@ def watch_attention(model: Model, watch: Callable[[LayerAttention], object]) -> 
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any
     ) -> tuple[Tensor, None]:
         _check(model, options)
-        # Some model classes call this function for each half of the values, with the same queries
-        # and keys. Record only one of these calls.
-        if not calls or calls[-1].query.data_ptr() != query.data_ptr():
-            calls.append(CapturedCall(query[0], key[0], options["scaling"]))
+        # DiffLlama calls this function for each half of the values, with the same queries and keys.
+        if not calls:
+            calls.append(_captured(module, query[0], key[0], options["scaling"]))
         return ALL_ATTENTION_FUNCTIONS[_USUAL](module, query, key, value, mask, **options)
 
     def end(number: int, module: nn.Module, args: tuple, options: dict, output: object) -> None:
         hidden = options["hidden_states"] if "hidden_states" in options else args[0]
-        layer = LayerAttention(number, module, hidden[0], tuple(calls), kind.of_layer(number))
+        layer = LayerAttention(number, module, hidden[0], calls[0], kind.of_layer(number))
         calls.clear()
         watch(layer)
 

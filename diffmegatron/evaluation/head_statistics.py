@@ -40,7 +40,7 @@ def map_statistics(
         top: share of a row's tokens that are top tokens, those with the largest absolute scores.
         epsilons: thresholds for scores near zero; each threshold has a measure.
     """
-    rows, queries = seen[0].rows, sum(len(call.query) for each in seen for call in each.calls)
+    rows, queries = seen[0].rows, sum(len(each.call.query) for each in seen)
     sums: list[dict[str, tuple[Tensor | float, int]]] = [{} for _ in seen]
     products: Tensor = torch.zeros((), dtype=torch.float64, device=seen[0].hidden.device)
     for first, end in row_blocks(queries, rows):

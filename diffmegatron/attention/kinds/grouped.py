@@ -40,7 +40,13 @@ class Grouped(DiffV1):
 
     def hugging_face(self, hidden_size: int) -> hf.HuggingFace:
         """Return this package's class GroupedDiffForCausalLM and the keys of its configuration."""
-        config = hf.head_keys(self.heads) | {
+        # The class computes both maps and both halves of the values in one attention call, whose
+        # heads num_attention_heads and num_key_value_heads count.
+        config = {
+            "num_signal_heads": self.num_heads,
+            "num_attention_heads": 4 * self.num_heads,
+            "num_key_value_heads": 4 * self.num_kv_heads,
+            "head_dim": self.head_dim,
             "signal_per_noise": self.signal_per_noise,
             "headwise_norm": self.headwise_norm,
             "lambda_init": self.lambda_init.value or self.lambda_init.policy,
@@ -51,13 +57,12 @@ class Grouped(DiffV1):
     @classmethod
     @override
     def from_hugging_face(cls, config: Mapping[str, Any]) -> Self:
-        # num_attention_heads in the configuration counts signal and noise heads together.
-        ratio, initial = config["signal_per_noise"], config["lambda_init"]
+        initial = config["lambda_init"]
         policy = {"policy": initial} if isinstance(initial, str) else {"value": initial}
         return cls(
-            num_heads=config["num_attention_heads"] // (ratio + 1) * ratio,
-            signal_per_noise=ratio,
-            num_kv_heads=config["num_key_value_heads"] // 2,
+            num_heads=config["num_signal_heads"],
+            signal_per_noise=config["signal_per_noise"],
+            num_kv_heads=config["num_key_value_heads"] // 4,
             head_dim=config["head_dim"],
             headwise_norm=config["headwise_norm"],
             lambda_init=LambdaInit.model_validate({"policy": "constant"} | policy),

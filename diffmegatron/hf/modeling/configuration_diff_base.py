@@ -25,6 +25,12 @@ class DiffBaseConfig(PretrainedConfig):
         "layers": (["hidden_states", "attention_mask"], ["hidden_states"]),
         "norm": (["hidden_states"], ["hidden_states"]),
     }
+    # The projections of an attention are in the plans of subclasses that can be sharded.
+    base_model_tp_plan: ClassVar = {
+        "layers.*.mlp.gate_proj": "colwise",
+        "layers.*.mlp.up_proj": "colwise",
+        "layers.*.mlp.down_proj": "rowwise",
+    }
     # Llama's classes read these keys. The models have no biases and no dropout.
     attention_bias = False
     attention_dropout = 0.0
@@ -97,60 +103,23 @@ class DiffBaseConfig(PretrainedConfig):
         """Raise ValueError if a key of the attention is invalid; subclasses override this."""
 
 
-class NoiseHeadsConfig(DiffBaseConfig):
-    """Configuration of attention with h signal heads and h / r noise heads.
-
-    The output of a noise head, multiplied by lambda, is subtracted from the outputs of r signal
-    heads. ``num_attention_heads`` counts all query heads, h + h / r. ``signal_per_noise`` is r.
-    """
-
-    # Tensor parallelism cannot shard q_proj and k_proj of grouped_diff, because a rank's rows are
-    # not contiguous. DiffV2Config adds its projections to this plan.
-    base_model_tp_plan: ClassVar = {
-        "layers.*.mlp.gate_proj": "colwise",
-        "layers.*.mlp.up_proj": "colwise",
-        "layers.*.mlp.down_proj": "rowwise",
-    }
-
-    def __init__(
-        self,
-        num_attention_heads: int = 64,
-        signal_per_noise: int = 1,
-        num_key_value_heads: int = 8,
-        **kwargs: Any,
-    ) -> None:
-        self.signal_per_noise = signal_per_noise
-        super().__init__(
-            num_attention_heads=num_attention_heads,
-            num_key_value_heads=num_key_value_heads,
-            **kwargs,
-        )
-
-    @property
-    def num_noise_heads(self) -> int:
-        """Number of noise heads, h / r."""
-        return self.num_attention_heads // (self.signal_per_noise + 1)
-
-    @property
-    def num_signal_heads(self) -> int:
-        """Number of signal heads, h."""
-        return self.num_noise_heads * self.signal_per_noise
-
-    def _check_attention(self) -> None:
-        check_positive("signal_per_noise", self.signal_per_noise)
-        group = self.signal_per_noise + 1
-        if self.num_attention_heads % group:
-            raise ValueError(
-                f"num_attention_heads is {self.num_attention_heads}; with signal_per_noise "
-                f"{self.signal_per_noise} it must be a multiple of {group}, because it counts "
-                "signal and noise heads"
-            )
-
-
 def check_positive(name: str, value: object) -> None:
     """Raise ValueError if a key's value is not a positive integer."""
     if type(value) is not int or value < 1:
         raise ValueError(f"{name} is {value!r}; it must be a positive integer")
+
+
+def count_noise_heads(num_query_heads: int, signal_per_noise: int) -> int:
+    """Return the number of noise heads, h / r, of h + h / r query heads; r is signal_per_noise."""
+    check_positive("num_attention_heads", num_query_heads)
+    check_positive("signal_per_noise", signal_per_noise)
+    group = signal_per_noise + 1
+    if num_query_heads % group:
+        raise ValueError(
+            f"num_attention_heads is {num_query_heads}; with signal_per_noise {signal_per_noise} "
+            f"it must be a multiple of {group}, because it counts signal and noise heads"
+        )
+    return num_query_heads // group
 
 
 def rope_of_transformers_4(rope_parameters: dict[str, Any] | None) -> dict[str, Any]:

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Configuration of a Llama whose attention is DIFF V2; see modeling_diff_v2.py."""
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from .configuration_diff_base import NoiseHeadsConfig
+from .configuration_diff_base import DiffBaseConfig, count_noise_heads
 
 
-class DiffV2Config(NoiseHeadsConfig):
+class DiffV2Config(DiffBaseConfig):
     """Llama's configuration with the additional key ``signal_per_noise``.
 
     Args:
@@ -23,18 +23,33 @@ class DiffV2Config(NoiseHeadsConfig):
         "layers.*.self_attn.v_proj": "colwise",
         "layers.*.self_attn.lambda_proj": "colwise",
         "layers.*.self_attn.o_proj": "rowwise",
-        **NoiseHeadsConfig.base_model_tp_plan,
+        **DiffBaseConfig.base_model_tp_plan,
     }
 
-    # transformers 5 turns a class without its own constructor into a dataclass.
-    __init__ = NoiseHeadsConfig.__init__
+    def __init__(
+        self,
+        num_attention_heads: int = 64,
+        signal_per_noise: int = 1,
+        num_key_value_heads: int = 8,
+        **kwargs: Any,
+    ) -> None:
+        self.signal_per_noise = signal_per_noise
+        super().__init__(
+            num_attention_heads=num_attention_heads,
+            num_key_value_heads=num_key_value_heads,
+            **kwargs,
+        )
+
+    @property
+    def num_signal_heads(self) -> int:
+        """Number of signal heads, h."""
+        return self.num_attention_heads // (self.signal_per_noise + 1) * self.signal_per_noise
 
     def _check_attention(self) -> None:
-        super()._check_attention()
-        if self.num_noise_heads % self.num_key_value_heads:
-            group = self.signal_per_noise + 1
+        noise_heads = count_noise_heads(self.num_attention_heads, self.signal_per_noise)
+        if noise_heads % self.num_key_value_heads:
             raise ValueError(
                 f"num_key_value_heads is {self.num_key_value_heads}; it must divide the "
-                f"{self.num_noise_heads} groups of {group} query heads, because a group has one "
-                "key head"
+                f"{noise_heads} groups of {self.signal_per_noise + 1} query heads, because a group "
+                "has one key head"
             )

@@ -23,7 +23,7 @@ class MixedDiffConfig(DiffBaseConfig):
         lambda_std_dev: standard deviation of the initial values of the lambda vectors in layers
             with grouped differential attention.
         kwargs: Llama's keys, such as ``hidden_size``, and arguments of ``PretrainedConfig``. The
-            numbers of heads are not used, because each mapping has them.
+            numbers of heads are those of the first mapping; only serving engines read them.
     """
 
     model_type = "mixed_diff"
@@ -36,7 +36,8 @@ class MixedDiffConfig(DiffBaseConfig):
     ) -> None:
         # transformers calls this constructor without arguments when it saves a configuration, so
         # layer_kinds needs a default.
-        self.layer_kinds = layer_kinds or [{"layers": None, "model_type": "llama"}]
+        given = layer_kinds or [{"layers": None, "model_type": "llama"}]
+        self.layer_kinds = [_with_signal_heads(each) for each in given]
         self.lambda_std_dev = lambda_std_dev
         super().__init__(**kwargs)
 
@@ -75,6 +76,15 @@ class MixedDiffConfig(DiffBaseConfig):
                     f"layer_kinds has head_dim {each['head_dim']} and the model {self.head_dim}; "
                     "give all layers the same"
                 )
+
+
+def _with_signal_heads(kind: dict[str, Any]) -> dict[str, Any]:
+    """Return a mapping of ``layer_kinds`` with the present keys of ``GroupedDiffConfig``."""
+    if kind.get("model_type") != "grouped_diff" or "num_signal_heads" in kind:
+        return kind
+    names = ("num_attention_heads", "signal_per_noise", "num_key_value_heads")
+    config = GroupedDiffConfig(**{name: kind[name] for name in names if name in kind})
+    return kind | {name: getattr(config, name) for name in (*names, "num_signal_heads")}
 
 
 def _numbers(layers: str | None) -> list[int]:

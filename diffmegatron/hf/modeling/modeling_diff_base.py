@@ -5,12 +5,7 @@ from collections.abc import Callable
 
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.llama.modeling_llama import (
-    LlamaForCausalLM,
-    LlamaModel,
-    eager_attention_forward,
-)
+from transformers.models.llama.modeling_llama import LlamaForCausalLM, LlamaModel
 
 
 class DiffBaseModel(LlamaModel):
@@ -37,9 +32,3 @@ class DiffBaseForCausalLM(LlamaForCausalLM):
         self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
-
-
-def attention_function(config: PretrainedConfig) -> Callable:
-    """Return the attention function of transformers that a configuration names."""
-    name = config._attn_implementation
-    return eager_attention_forward if name == "eager" else ALL_ATTENTION_FUNCTIONS[name]

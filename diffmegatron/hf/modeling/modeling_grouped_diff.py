@@ -10,8 +10,8 @@ softmax maps of the noise heads. For signal head n (from 0), whose key-value hea
     head_n = (1 - lambda_init) * RMSNorm(out_n), over the 2d channels of out_n
 
 All head_n together are the input of ``o_proj``. If ``headwise_norm`` is False, head_n is out_n.
-There are h_kv = ``num_key_value_heads`` / 2 differential key-value heads. Each has two keys, k1 for
-its signal heads and k2 for their noise heads. Order of the heads, with d = ``head_dim``:
+There are h_kv differential key-value heads. Each has two keys, k1 for its signal heads and k2 for
+their noise heads. Order of the heads, with d = ``head_dim``:
 
     q_proj    rows: h signal heads of d rows each, then h / r noise heads of d rows each
     k_proj    rows: k1 of all key-value heads, d rows each, then k2 of all of them
@@ -23,6 +23,16 @@ In ``q_proj``, block 5 * m + i of d rows is signal head 4 * m + i for i < 4, and
 i = 4. In ``k_proj``, block 2 * j + i of d rows is k1 (i = 0) or k2 (i = 1) of key-value head j.
 Values and output have the order above. The MLP has another activation, PolyNorm.
 
+**One call.** A serving engine has one attention call per layer, one cache for it, and keys as wide
+as values. Therefore one grouped-query attention of width d computes both maps and both halves of
+the values. Its 4 h query heads and 4 h_kv key-value heads are, in this order:
+
+    query heads            key-value heads: key, value
+    signal heads           k1, first d channels of the value
+    signal heads           k1, last d channels
+    noise heads, r times   k2, first d channels
+    noise heads, r times   k2, last d channels
+
 In shapes, b is the batch size, s the number of queries and t the number of keys.
 """
 
@@ -31,16 +41,18 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import (
     LlamaAttention,
     LlamaDecoderLayer,
     LlamaPreTrainedModel,
     LlamaRMSNorm,
     apply_rotary_pos_emb,
+    eager_attention_forward,
 )
 
 from .configuration_grouped_diff import GroupedDiffConfig
-from .modeling_diff_base import DiffBaseForCausalLM, DiffBaseModel, attention_function
+from .modeling_diff_base import DiffBaseForCausalLM, DiffBaseModel
 
 try:
     # transformers 5 calls _init_weights for loaded weights too. The functions of `initialization`
@@ -53,33 +65,21 @@ except ImportError:
 FLOAT32 = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2", "subln")
 
 
-class NoiseHeads(nn.Module):
-    """First argument of the attention call for the noise heads; it has no weights.
-
-    Attention functions of transformers read ``num_key_value_groups``, the number of query heads per
-    key-value head, from this argument.
-    """
-
-    def __init__(self, config: GroupedDiffConfig, layer_idx: int) -> None:
-        super().__init__()
-        self.config = config
-        self.layer_idx = layer_idx
-        self.num_key_value_groups = 2 * config.num_noise_heads // config.num_key_value_heads
-        self.is_causal = True
-
-
 class GroupedDiffAttention(LlamaAttention):
     """Grouped differential attention; the beginning of this file has the order of its heads."""
 
     def __init__(self, config: GroupedDiffConfig, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
-        self.num_signal_heads = config.num_signal_heads
-        self.num_noise_heads = config.num_noise_heads
+        h, h_kv, d = config.num_signal_heads, config.num_differential_kv_heads, self.head_dim
+        hidden, noise_heads = config.hidden_size, config.num_noise_heads
+        self.num_signal_heads, self.num_noise_heads = h, noise_heads
         self.signal_per_noise = config.signal_per_noise
-        self.num_key_value_groups = 2 * config.num_signal_heads // config.num_key_value_heads
-        self.noise = NoiseHeads(config, layer_idx)
-        d = self.head_dim
-        self.o_proj = nn.Linear(config.num_signal_heads * 2 * d, config.hidden_size, bias=False)
+        # All query heads with different maps among those of the attention call.
+        self.map_heads = [*range(h), *range(2 * h, 3 * h, config.signal_per_noise)]
+        self.q_proj = nn.Linear(hidden, (h + noise_heads) * d, bias=False)
+        self.k_proj = nn.Linear(hidden, 2 * h_kv * d, bias=False)
+        self.v_proj = nn.Linear(hidden, 2 * h_kv * d, bias=False)
+        self.o_proj = nn.Linear(2 * h * d, hidden, bias=False)
         self.lambda_init = config.layer_lambda_init(layer_idx)
         # float32 also in a bf16 model, because rounding would change lambda by up to 5e-3.
         self.lambda_q1 = nn.Parameter(torch.zeros(d, dtype=torch.float32))
@@ -104,13 +104,8 @@ class GroupedDiffAttention(LlamaAttention):
             position_embeddings: cosines and sines of RoPE, [b, s, d] each.
             past_key_values: cache with keys [b, 2 * h_kv, t, d] (all k1 and then all k2) and values
                 of the same shape (the first d channels of all values, and then the last d
-                channels).
+                channels). A serving engine instead caches the 4 * h_kv heads of the attention call.
         """
-        if kwargs.get("cache") is not None:
-            raise NotImplementedError(
-                "continuous batching has one attention per layer in its cache, and grouped "
-                "differential attention needs two; call generate() with padded batches"
-            )
         batch, length = hidden_states.shape[:2]
         heads = (batch, length, -1, self.head_dim)
         query = self.q_proj(hidden_states).view(heads).transpose(1, 2)
@@ -122,69 +117,45 @@ class GroupedDiffAttention(LlamaAttention):
             # The static cache of transformers 5.0 reads positions from the last argument.
             key, value = past_key_values.update(key, value, self.layer_idx, kwargs)
 
-        query_1, query_2 = query.split((self.num_signal_heads, self.num_noise_heads), dim=1)
+        signal, noise = query.split((self.num_signal_heads, self.num_noise_heads), dim=1)
+        noise = noise.repeat_interleave(self.signal_per_noise, dim=1)
+        query = torch.cat((signal, signal, noise, noise), dim=1)
         key_1, key_2 = key.chunk(2, dim=1)
-        values = value.chunk(2, dim=1)
-        signal, maps = self._attend(self, query_1, key_1, values, attention_mask, **kwargs)
-        noise, noise_maps = self._attend(
-            self.noise, query_2, key_2, values, attention_mask, **kwargs
+        key = torch.cat((key_1, key_1, key_2, key_2), dim=1)
+        value = torch.cat((value, value), dim=1)
+        # vLLM reads this source: `forward` itself must look the function up and call it once, with
+        # an attribute as `scaling`.
+        attend = eager_attention_forward
+        if self.config._attn_implementation != "eager":
+            attend = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
+        attended, weights = attend(
+            self, query, key, value, attention_mask, dropout=0.0, scaling=self.scaling, **kwargs
         )
-        output = self._combine(signal, noise).to(hidden_states.dtype)
-        if maps is not None and noise_maps is not None:
-            maps = torch.cat((maps, noise_maps), dim=1)
+        output = self._combine(attended.reshape(heads)).to(hidden_states.dtype)
+        maps = None if weights is None else weights[:, self.map_heads]
         return self.o_proj(output.flatten(-2)), maps
 
-    def _attend(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value_halves: tuple[Tensor, ...],
-        attention_mask: Tensor | None,
-        **kwargs: Any,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return outputs [b, s, heads, 2d] of signal or noise heads, and softmax maps or None.
-
-        Fast attention functions need values with as many channels as the keys, so each half of the
-        values has its own call.
-
-        Args:
-            module: ``self`` for the signal heads, ``self.noise`` for the noise heads.
-            query: [b, heads, s, d].
-            key: [b, h_kv, t, d].
-            value_halves: first and last d channels of the values, [b, h_kv, t, d] each.
-        """
-        attend = attention_function(self.config)
-        options = {**kwargs, "dropout": 0.0, "scaling": self.scaling}
-        halves = [
-            attend(module, query, key, value, attention_mask, **options) for value in value_halves
-        ]
-        return torch.cat([output for output, _ in halves], dim=-1), halves[0][1]
-
-    def _combine(self, signal: Tensor, noise: Tensor) -> Tensor:
+    def _combine(self, attended: Tensor) -> Tensor:
         """Return head_n of all signal heads (see the beginning of this file), [b, s, h, 2d].
 
-        ``signal`` is [b, s, h, 2d] and ``noise`` is [b, s, h / r, 2d]. The result is at least
+        ``attended`` has the outputs of the attention call, [b, s, 4h, d]. The result is at least
         float32.
         """
-        wide = torch.promote_types(signal.dtype, torch.float32)
+        wide = torch.promote_types(attended.dtype, torch.float32)
         first = torch.sum(self.lambda_q1.to(wide) * self.lambda_k1.to(wide))
         second = torch.sum(self.lambda_q2.to(wide) * self.lambda_k2.to(wide))
         lambda_ = torch.exp(first) - torch.exp(second) + self.lambda_init
-        groups = signal.to(wide).unflatten(-2, (-1, self.signal_per_noise))
-        heads = groups - lambda_ * noise.to(wide).unsqueeze(-2)
+        signal, noise = attended.to(wide).unflatten(-2, (2, 2, -1)).transpose(-3, -2).unbind(-4)
+        heads = (signal - lambda_ * noise).flatten(-2)
         if self.subln is not None:
             heads = (1 - self.lambda_init) * self.subln(heads)
-        return heads.flatten(-3, -2)
+        return heads
 
 
 class GroupedDiffPreTrainedModel(LlamaPreTrainedModel):
     """Base class of the models of this file."""
 
     config_class = GroupedDiffConfig
-    # Serving engines expect one attention call per layer, but signal and noise heads have calls
-    # with different keys.
-    _supports_attention_backend = False
     _can_record_outputs: ClassVar = {
         "hidden_states": LlamaDecoderLayer,
         "attentions": GroupedDiffAttention,

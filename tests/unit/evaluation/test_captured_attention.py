@@ -121,7 +121,7 @@ def values_of_heads(layer: LayerAttention, heads: int) -> torch.Tensor:
         # DiffLlama's v_proj returns the first halves of all values, and then the second halves.
         halves = value.unflatten(1, (2, -1, d))
         value = torch.cat((halves[:, 0], halves[:, 1]), dim=-1)
-    elif hasattr(module, "noise"):
+    elif hasattr(module, "map_heads"):
         # Grouped attention has values of width 2d.
         value = value.unflatten(1, (-1, 2 * d))
     else:
@@ -223,9 +223,7 @@ def test_quantised_attention_is_softmax_of_rounded_logits(model, small_blocks):
     with quantize_logits(model, 16):
         model.network.base_model(model.batch(IDS), use_cache=False)
     hook.remove()
-    softmax = torch.cat(
-        [rounded(call.logits(0, layer.rows), 4).softmax(-1) for call in layer.calls]
-    )
+    softmax = rounded(layer.logits(0, layer.rows), 4).softmax(-1)
     maps = layer.kind.subtracted_maps(layer.module, softmax, layer.hidden)
     torch.testing.assert_close(output_of(layer, maps), outputs[0], rtol=1e-4, atol=1e-5)
     plain = output_of(layer, layer.maps(0, layer.rows))

@@ -33,8 +33,8 @@ class Case(NamedTuple):
     Attributes:
         kind: model type.
         ratio: number of signal heads per noise head.
-        queries: number of query heads, of signal and noise together.
-        keys: number of key-value heads.
+        queries: number of query heads of q_proj, of signal and noise together.
+        keys: number of key heads of k_proj.
         more: other keys of the configuration, with their values.
     """
 
@@ -67,16 +67,14 @@ TYPICAL = [V2[2], GROUPED[2]]
 
 def make_model(case: Case, seed: int = 0) -> PreTrainedModel:
     """Return a model whose attention, norms and lambda are far from their initial values."""
-    numbers = {
-        **SIZES,
-        "num_attention_heads": case.queries,
-        "signal_per_noise": case.ratio,
-        "num_key_value_heads": case.keys,
-        **dict(case.more),
-    }
+    numbers = {**SIZES, "signal_per_noise": case.ratio, **dict(case.more)}
     if case.kind == "diff_v2":
+        numbers |= {"num_attention_heads": case.queries, "num_key_value_heads": case.keys}
         model: PreTrainedModel = DiffV2ForCausalLM(DiffV2Config(**numbers))
     else:
+        signals = case.queries // (case.ratio + 1) * case.ratio
+        numbers |= {"num_signal_heads": signals, "num_attention_heads": 4 * signals}
+        numbers["num_key_value_heads"] = 2 * case.keys
         model = GroupedDiffForCausalLM(GroupedDiffConfig(**numbers))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

@@ -20,6 +20,7 @@ from diffmegatron.hf.modeling import (
     CLASSES,
     DiffV2Config,
     GroupedDiffConfig,
+    MixedDiffConfig,
     register,
     remote_files,
 )
@@ -183,6 +184,19 @@ def test_auto_map_names_the_files_and_configuration_round_trips(
     }
 
 
+def test_the_keys_of_older_exports_describe_the_same_heads() -> None:
+    case = next(case for case in CASES if case.kind == "grouped_diff" and case.ratio == 4)
+    config = make_model(case).config
+    older = {"num_attention_heads": case.queries, "num_key_value_heads": case.keys}
+    values = config.to_dict() | older
+    del values["num_signal_heads"]
+    assert GroupedDiffConfig(**values).to_dict() == config.to_dict()
+    entry = {"layers": None, "model_type": "grouped_diff", **older, "signal_per_noise": 4}
+    (found,) = MixedDiffConfig(layer_kinds=[entry]).layer_kinds
+    heads = ("num_signal_heads", "num_attention_heads", "num_key_value_heads")
+    assert [found[name] for name in heads] == [getattr(config, name) for name in heads]
+
+
 @torch.no_grad()
 def test_lambda_vectors_and_the_headwise_norm_stay_float32(tmp_path: Path) -> None:
     model = make_model(TYPICAL[1])
@@ -217,12 +231,19 @@ DIFF_V2_ONLY: list[tuple[dict[str, object], str]] = [
 GROUPED_ONLY: list[tuple[dict[str, object], str]] = [
     (
         {"num_attention_heads": 9, "signal_per_noise": 2, "num_key_value_heads": 3},
-        "num_key_value_heads is 3; it must be even, because it counts keys of signal and of "
-        "noise, and its half must divide the 3 noise heads",
+        "num_key_value_heads is 6; it must be 4 times a divisor of the 3 noise heads",
     ),
     (
         {"num_attention_heads": 10, "signal_per_noise": 4, "num_key_value_heads": 8},
-        "num_key_value_heads is 8; it must be even",
+        "num_key_value_heads is 16; it must be 4 times a divisor of the 2 noise heads",
+    ),
+    (
+        {"num_signal_heads": 3, "signal_per_noise": 2},
+        "num_signal_heads is 3; it must be a multiple of signal_per_noise 2",
+    ),
+    (
+        {"num_signal_heads": 4},
+        "num_attention_heads is 8; it must be 4 times num_signal_heads 4",
     ),
     (
         {"lambda_init": "linear"},

@@ -13,7 +13,6 @@ from tests.unit.hf.modeling.test_equations import (
     CASES,
     SIZES,
     TYPICAL,
-    V2,
     make_model,
     make_tokens,
     relative,
@@ -138,8 +137,7 @@ def test_flash_attention_is_called_with_heads_of_one_width(
     monkeypatch.setattr(flash_attention, "_flash_attention_forward", stand_in)
     monkeypatch.setattr(model.config, "_attn_implementation", "flash_attention_2")
     assert relative(model(tokens).logits, expected) < 1e-12
-    per_layer = 1 if case.kind == "diff_v2" else 4
-    assert calls == [layer for layer in range(3) for _ in range(per_layer)]
+    assert calls == [0, 1, 2]
 
 
 class EngineAttention:
@@ -162,9 +160,9 @@ class EngineAttention:
         return causal_softmax(query[None], *(x[None] for x in self.cache), scale)[0].flatten(1)
 
 
-@pytest.mark.parametrize("case", V2, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
 @torch.no_grad()
-def test_an_engine_hosts_diff_v2_with_one_cache_slot_per_layer(
+def test_an_engine_hosts_a_model_with_one_cache_slot_per_layer(
     case: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def attend(
@@ -198,10 +196,3 @@ def test_an_engine_hosts_diff_v2_with_one_cache_slot_per_layer(
         for positions in torch.arange(9).split((5, 1, 3))
     ]
     assert relative(torch.cat(found, dim=1), expected) < 1e-5
-
-
-def test_grouped_attention_refuses_engines_with_one_attention_per_layer() -> None:
-    model = make_model(TYPICAL[1])
-    assert not type(model).is_backend_compatible()
-    with pytest.raises(NotImplementedError, match="grouped differential attention needs two"):
-        model(make_tokens(), cache=object())
