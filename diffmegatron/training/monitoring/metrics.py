@@ -3,13 +3,14 @@
 A line of ``metrics.jsonl`` is an entry: ``{"step": 10, "time": SECONDS_SINCE_1970, NAME: VALUE}``.
 """
 
+import io
 import json
 import logging
 import math
 import os
+import socket
 import time
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
@@ -20,7 +21,7 @@ from diffmegatron.files import format_path, open_file, read_bytes, write_durably
 from diffmegatron.training.monitoring.records import Records, log_write_errors
 
 if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
+    from tensorboard.compat.proto.event_pb2 import Event
 
 log = logging.getLogger(__name__)
 
@@ -75,47 +76,56 @@ class MetricsWriter:
 
 
 class _TensorBoardEvents:
-    """Writer of TensorBoard's event files; after an error, writes nothing until :meth:`restart`.
+    """Writer of TensorBoard's event files.
 
-    After an error, TensorBoard's ``SummaryWriter`` is unusable, because its thread has ended.
+    TensorBoard's own ``SummaryWriter`` writes in a thread, which ends with a traceback at the first
+    error.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._writer: SummaryWriter | None = None
-
-    def _logged(self) -> AbstractContextManager[None]:
-        """Return a context that logs any exception; TensorBoard may raise TensorFlow's errors."""
-        return log_write_errors(self._folder, Exception)
+        self._records: Records | None = None
 
     def restart(self, first_step: int) -> None:
         """Open a new event file.
 
         TensorBoard then hides the events of older files from step ``first_step`` on.
         """
-        # The import takes most of a second, and code that only reads metrics does not need it.
-        from torch.utils.tensorboard import SummaryWriter
+        # The import takes a third of a second, and code that only reads metrics does not need it.
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
         self.close()
-        with self._logged():
-            self._writer = SummaryWriter(str(self._folder), purge_step=first_step)
+        with log_write_errors(self._folder):
+            self._folder.mkdir(exist_ok=True)
+        now = time.time_ns()
+        # TensorBoard reads the files of a folder in the order of their names.
+        name = f"events.out.tfevents.{now:019d}.{socket.gethostname()}.{os.getpid()}"
+        self._records = Records(self._folder / name)
+        start = SessionLog(status=SessionLog.START)
+        self._append(Event(wall_time=now / 1e9, step=first_step, file_version="brain.Event:2"))
+        self._append(Event(wall_time=now / 1e9, step=first_step, session_log=start))
 
     def write(self, step: int, seconds: float, values: Mapping[str, float]) -> None:
         """Write metrics of a step; ``seconds`` is the time since 1970."""
-        if self._writer is None:
-            return
-        writer, self._writer = self._writer, None
-        with self._logged():
-            for name, value in values.items():
-                writer.add_scalar(name, value, step, walltime=seconds)
-            self._writer = writer
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        found = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+        self._append(Event(wall_time=seconds, step=step, summary=Summary(value=found)))
+
+    def _append(self, event: "Event") -> None:
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        assert self._records is not None
+        framed = io.BytesIO()
+        RecordWriter(framed).write(event.SerializeToString())
+        self._records.append(framed.getvalue())
 
     def close(self) -> None:
-        """Write pending events, and close the file."""
-        if self._writer is not None:
-            with self._logged():
-                self._writer.close()
-            self._writer = None
+        """Write pending events; log how many events could not be written."""
+        if self._records is not None:
+            self._records.close()
+            self._records = None
 
 
 def read_metrics(run_dir: Path) -> list[Entry]:

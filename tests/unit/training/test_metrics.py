@@ -4,13 +4,11 @@ import json
 import logging
 import os
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.summary.writer import event_file_writer
-from torch.utils.tensorboard import SummaryWriter
 
 from diffmegatron.errors import UserError
 from diffmegatron.training.monitoring import records
@@ -183,15 +181,13 @@ def fill(disk: Path) -> Path:
     return filling
 
 
-def test_lines_are_complete_after_a_full_disk_and_the_board_resumes_at_restart(disk, caplog):
+def test_lines_and_the_board_are_complete_after_a_full_disk(disk, caplog):
     with MetricsWriter(disk, -1) as metrics:
         metrics.write(1, {"train/loss": 1.0})
         filling = fill(disk)
         # The last block of the file has space for some lines, so write many lines.
         for step in range(2, 200):
             metrics.write(step, {"train/loss": 1 / step})
-        # Wait for TensorBoard, which writes in a thread.
-        time.sleep(0.5)
         metrics.write(200, {"train/loss": 1 / 200})
         assert steps(disk)[-1] < 200
         failures = [r.getMessage() for r in caplog.records if r.levelno == logging.ERROR]
@@ -201,26 +197,9 @@ def test_lines_are_complete_after_a_full_disk_and_the_board_resumes_at_restart(d
         filling.unlink()
         metrics.write(201, {"train/loss": 1 / 201})
     assert steps(disk) == [*range(1, 202)]
-    assert caplog.text.count("is written again; 0 records lost") == 1
-    before = on_the_board(disk)
-    assert before == [(s, round(1 / s, 5)) for s in range(1, len(before) + 1)]
-    assert 1 <= len(before) < 200
-    with MetricsWriter(disk, 201) as metrics:
-        metrics.write(202, {"train/loss": 1.0})
-    assert on_the_board(disk) == [*before, (202, 1.0)]
+    assert caplog.text.count("is written again; 0 records lost") == 2
+    assert on_the_board(disk) == [(s, round(1 / s, 5)) for s in range(1, 202)]
     assert "lacks" not in caplog.text
-
-
-def test_an_error_of_tensorflow_ends_the_board_and_not_the_run(tmp_path, monkeypatch, caplog):
-    def fail(*_: object, **__: object) -> None:
-        raise RuntimeError("events.out; No space left on device")
-
-    with MetricsWriter(tmp_path, -1) as metrics:
-        monkeypatch.setattr(SummaryWriter, "add_scalar", fail)
-        for step in (1, 2):
-            metrics.write(step, {"train/loss": 1.0})
-    assert steps(tmp_path) == [1, 2]
-    assert caplog.text.count("No space left on device; the run continues") == 1
 
 
 def test_no_metrics_are_lost_if_the_disk_is_full_at_the_start(disk, caplog):
@@ -261,7 +240,7 @@ def test_lost_records_are_counted(tmp_path, monkeypatch, caplog):
 
 
 @pytest.mark.parametrize("then", ["removed", "replaced by a file"])
-def test_a_removed_run_dir_is_logged_once_and_raises_nothing(then, tmp_path, caplog):
+def test_a_removed_run_dir_is_logged_once_and_raises_nothing(then, tmp_path, caplog, capfd):
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     with MetricsWriter(run_dir, -1) as metrics:
@@ -273,6 +252,7 @@ def test_a_removed_run_dir_is_logged_once_and_raises_nothing(then, tmp_path, cap
         metrics.rewind(1)
         metrics.write(2, {"train/loss": 1.0})
     assert caplog.text.count(f"cannot write {run_dir}/{METRICS}: ") == 1
+    assert "Traceback" not in capfd.readouterr().err
     assert steps(tmp_path / "elsewhere") == [1]
 
 
