@@ -3,6 +3,7 @@
 import itertools
 import multiprocessing
 import os
+import resource
 import signal
 import threading
 from collections import deque
@@ -12,6 +13,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
+from pathlib import Path
 from types import FrameType
 
 from diffmegatron.data.prepare.corpus_readers import CorpusFile, Record, read_records
@@ -23,6 +25,11 @@ _BATCH_BYTES = 1 << 20
 _BATCH_RECORDS = 1024
 # Batches queued per worker, so that no worker is idle while the oldest batch is unfinished.
 _QUEUED_PER_WORKER = 3
+
+
+# Open files of this process for a pool and for each of its workers, with a margin. If one cannot be
+# opened, the pool can fail within the library or hang.
+_POOL_FILES, _WORKER_FILES = 32, 4
 
 
 @dataclass(frozen=True)
@@ -46,6 +53,7 @@ def encode_in_order(
         for position, batch in batches:
             yield position, encode_batch(batch, settings)
         return
+    _check_open_files(workers)
     with ProcessPoolExecutor(
         workers,
         # A forked worker would inherit locks of torch and of the progress line, without the threads
@@ -72,6 +80,16 @@ def encode_in_order(
             ) from None
         finally:
             pool.shutdown(cancel_futures=True)
+
+
+def _check_open_files(workers: int) -> None:
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    needed = sum(1 for _ in Path("/dev/fd").iterdir()) + _POOL_FILES + _WORKER_FILES * workers
+    if limit != resource.RLIM_INFINITY and limit < needed:
+        raise UserError(
+            f"--workers {workers} needs {needed} open files, but this process may open {limit}; "
+            "raise the limit (ulimit -n), or give fewer workers"
+        )
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,18 @@ def test_order_and_bytes_do_not_depend_on_workers(tmp_path: Path, monkeypatch: A
     run(path, tmp_path / "two", workers=2)
     for suffix in (".bin", ".idx"):
         assert hash_file(tmp_path / f"one{suffix}") == hash_file(tmp_path / f"two{suffix}")
+
+
+def test_too_few_open_files_for_the_workers_are_refused(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "in.jsonl", TEXTS)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(list(Path("/dev/fd").iterdir())) + 30, hard))
+    try:
+        with pytest.raises(UserError, match=r"--workers 2 needs \d+ open files, but .*ulimit -n"):
+            run(path, tmp_path / "out", workers=2)
+        run(path, tmp_path / "out", workers=1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_pattern_and_text_field(tmp_path: Path) -> None:

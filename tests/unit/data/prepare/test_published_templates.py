@@ -1,4 +1,4 @@
-"""Tests of published chat templates with small tokenizers of the published structure.
+"""Tests of published chat templates, and of small tokenizers of the published structure.
 
 ``chat_templates/README.md`` lists the sources of the templates. The tokenizers have the
 normalizers, split patterns and special tokens of the models, and a small vocabulary.
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from functools import cache
 from pathlib import Path
+from random import Random
 
 import numpy as np
 import pytest
@@ -105,7 +106,9 @@ def _trained(model: Published) -> str:
     trainer = trainers.BpeTrainer(
         vocab_size=600, initial_alphabet=alphabet, show_progress=False
     )  # fmt: skip
-    tokenizer.train_from_iterator([(ROOT / "docs" / "data.md").read_text()], trainer)
+    # The second text has merges of white space, which the page lacks.
+    texts = [(ROOT / "docs" / "data.md").read_text(), 999 * "a\n\n\n   b \n"]
+    tokenizer.train_from_iterator(texts, trainer)
     tokenizer.add_special_tokens([AddedToken(each, special=True) for each in model.special])
     return tokenizer.to_str()
 
@@ -152,3 +155,46 @@ def test_a_template_that_shortens_earlier_responses_is_refused(tmp_path: Path) -
     tokenizer = load_tokenizer(write_folder(tmp_path / "folder", "qwen3"))
     with pytest.raises(UserError, match="renders message 2 differently within the chat"):
         ChatTemplate(tokenizer)
+
+
+LETTERS = [
+    *"aaaaZZ..\n\n\n\n\n\n\r\t'0/", "é", "e\u0301", "\u0301", "数", "Ж", "\x85", "\u2003", "\x1c",
+    "'s", "\u3002",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["llama_3.2", "qwen2.5", "mistral_nemo", "smollm2"])
+def test_long_texts_are_encoded_in_pieces_with_the_ids_of_the_whole(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("diffmegatron.data.tokenizers._LONG", 3)
+    folder = write_folder(tmp_path / "folder", name)
+    tokenizer, whole = load_tokenizer(folder), Tokenizer.from_file(f"{folder}/tokenizer.json")
+    whole.encode_special_tokens = True
+    pieces = 0
+    random = Random(1)
+    for _ in range(200):
+        text = "".join(random.choices(LETTERS, k=200))
+        assert tokenizer.encode(text).tolist() == whole.encode(text).ids, repr(text)
+        pieces += len(list(tokenizer._pieces(text)))
+    assert pieces > 1_000
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"normalizer": {"type": "Prepend", "prepend": "_"}},
+        {"pre_tokenizer": None},
+        {"pre_tokenizer": {"type": "Whitespace"}},
+        {"pre_tokenizer": {"type": "Digits", "individual_digits": True}},
+    ],
+)
+def test_texts_of_other_tokenizers_are_not_encoded_in_pieces(
+    change: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("diffmegatron.data.tokenizers._LONG", 3)
+    path = Path(write_folder(tmp_path / "folder", "llama_3.2")) / "tokenizer.json"
+    text = "a\na" * 9
+    assert len(list(load_tokenizer(str(path))._pieces(text))) > 1
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    assert list(load_tokenizer(str(path))._pieces(text)) == [text]
